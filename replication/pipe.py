@@ -1,0 +1,302 @@
+"""The queues between one master and its slaves, as the copies of one layer use them.
+
+    slave i                         master (copy 0)
+    run_slave(msg_i) ── message ──▶ run_master(msg_0)
+                                    master_callback([(0, msg_0), (1, msg_1), ...])
+    returns reply_i  ◀── reply ───  returns reply_0
+
+A message and a reply per slave and call: nothing else crosses, and no acknowledgement is needed,
+because a slave's next message cannot come before its reply has gone. What a call leaves behind
+lives in the `Rendezvous` of its forward, never in the `SyncMaster`, so one instance serves any
+number of forwards, one after the other or at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+from replication.rendezvous import Rendezvous, ReplicationError, Site, Wait, here
+
+__all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
+
+_MASTER = 0
+_EMPTY: Any = object()
+
+MasterCallback = Callable[[Sequence[tuple[Any, Any]]], Iterable[tuple[Any, Any]]]
+
+
+class FutureResult:
+    """A pipe of one slot, from one thread that puts to one thread that gets.
+
+    It can be used again once its result has been fetched. Any value passes, ``None`` included.
+    Inside a replica's forward, `get` raises as every wait does (`ReplicaFailed`,
+    `ReplicasDiverged`) when no other replica can put any more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._result = _EMPTY
+        self._wait: Wait | None = None
+
+    def __reduce__(self) -> tuple[type[FutureResult], tuple[()]]:
+        return FutureResult, ()  # a copy waits for nobody and holds nothing
+
+    def put(self, result: Any) -> None:
+        """Hands over ``result``.
+
+        Raises:
+            ReplicationError: The previous result has not been fetched.
+        """
+        with self._lock:
+            if self._result is not _EMPTY:
+                raise ReplicationError("the previous result has not been fetched")
+            self._result = result
+            if self._wait is not None:
+                with self._wait.rendezvous.lock:
+                    self._wait.rendezvous.end_wait(self._wait)
+
+    def get(self) -> Any:
+        """Returns the result, after waiting for it if it is not there yet."""
+        with self._lock:
+            if self._result is _EMPTY:
+                place = here()
+                rendezvous = place.rendezvous if place else Rendezvous(None)
+                with rendezvous.lock:
+                    self._wait = rendezvous.begin_wait(
+                        place.replica if place else _MASTER, (), Site("FutureResult", 1), {}
+                    )
+        if self._wait is not None:
+            try:
+                self._wait.block()
+            finally:
+                self._wait = None
+        with self._lock:
+            result, self._result = self._result, _EMPTY
+        return result
+
+
+class Slot:
+    """What one slave and the master have sent each other in the current call."""
+
+    __slots__ = ("identifier", "message", "replica", "reply", "wait")
+
+    def __init__(self, identifier: Hashable, replica: int) -> None:
+        self.identifier = identifier
+        self.replica = replica
+        self.message = _EMPTY
+        self.reply = _EMPTY
+        self.wait: Wait | None = None
+
+
+class Channel:
+    """One master, its slaves, and their calls in one forward."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        #: In the order of the replicas, also if they have registered in another.
+        self.slots: list[Slot] = []
+        self.calls: dict[int, int] = defaultdict(int)
+        #: The replicas that the master waits for.
+        self.missing: set[int] = set()
+        self.master_wait: Wait | None = None
+
+    def next_call(self, replica: int) -> Site:
+        self.calls[replica] += 1
+        return Site(self.path, self.calls[replica])
+
+
+class SlavePipe:
+    """A slave's end. Made by `SyncMaster.register_slave`."""
+
+    def __init__(
+        self,
+        identifier: Hashable,
+        rendezvous: Rendezvous | None = None,
+        channel: Channel | None = None,
+        slot: Slot | None = None,
+    ) -> None:
+        self.identifier = identifier
+        self._rendezvous = rendezvous
+        self._channel = channel
+        self._slot = slot
+
+    def __reduce__(self) -> tuple[type[SlavePipe], tuple[Hashable]]:
+        return SlavePipe, (self.identifier,)  # a copy belongs to no forward
+
+    def run_slave(self, msg: Any) -> Any:
+        """Sends ``msg`` to the master and returns its reply.
+
+        Raises:
+            ReplicaFailed: Another replica raised.
+            ReplicasDiverged: The master can no longer reply.
+        """
+        rendezvous, channel, slot = self._rendezvous, self._channel, self._slot
+        if rendezvous is None or channel is None or slot is None:
+            raise ReplicationError(
+                f"the pipe of slave {self.identifier!r} is a copy and belongs to no forward; "
+                "register_slave makes one for each forward"
+            )
+        with rendezvous.lock:
+            site = channel.next_call(slot.replica)
+            slot.message = msg
+            channel.missing.discard(slot.replica)
+            if channel.master_wait is not None and not channel.missing:
+                rendezvous.end_wait(channel.master_wait)
+            slot.wait = rendezvous.begin_wait(slot.replica, (_MASTER,), site, channel.calls)
+        try:
+            slot.wait.block()
+        finally:
+            slot.wait = None
+        reply, slot.reply = slot.reply, _EMPTY
+        return reply
+
+
+class SyncMaster:
+    """The master's end of the pipes between the copies of one layer.
+
+    Made once, in a layer's ``__init__``, or anew in each forward's callback of copy 0. The other
+    copies call `register_slave` in their callbacks::
+
+        def __data_parallel_replicate__(self, ctx, copy_id):
+            if copy_id == 0:
+                ctx.sync_master = self.sync_master
+            else:
+                self.slave_pipe = ctx.sync_master.register_slave(copy_id)
+
+    In their forwards copy 0 calls `run_master` and the others ``slave_pipe.run_slave``, equally
+    often. Outside a forward the pipes work between any threads; whether such a thread still lives
+    is unknown there, so a message that nobody sends is waited for.
+
+    Args:
+        master_callback: Called in the master's thread with ``[(0, master_msg), (identifier, msg),
+            ...]`` in the order of the replicas. Returns one ``(identifier, reply)`` for each, in
+            any order.
+    """
+
+    def __init__(self, master_callback: MasterCallback) -> None:
+        self._master_callback = master_callback
+        self._forget_forwards()
+
+    def _forget_forwards(self) -> None:
+        # The forward that slaves were last registered in, for threads that do not run a replica.
+        self._latest: Callable[[], Rendezvous | None] = lambda: None
+        # Slaves registered outside any forward.
+        self._by_hand: Rendezvous | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"master_callback": self._master_callback}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._master_callback = state["master_callback"]
+        self._forget_forwards()
+
+    def register_slave(self, identifier: Hashable) -> SlavePipe:
+        """Adds a slave to the current forward.
+
+        Outside a forward, the first registration after a run starts a new set of slaves.
+
+        Args:
+            identifier: Its name in the callback's messages, the ``copy_id`` as a rule.
+
+        Raises:
+            ReplicationError: The identifier is taken.
+        """
+        place = here()
+        if place is not None:
+            rendezvous, replica, path = place
+            self._latest = weakref.ref(rendezvous)
+        else:
+            rendezvous, path = self._registering_by_hand(), "SyncMaster"
+            replica = len(self._slots(rendezvous)) + 1
+        with rendezvous.lock:
+            channel = rendezvous.channels.setdefault(self, Channel(path or "SyncMaster"))
+            if identifier == _MASTER or any(s.identifier == identifier for s in channel.slots):
+                raise ReplicationError(
+                    f"a slave's identifier must be new and not {_MASTER}, which is the master's "
+                    f"(got {identifier!r} in `{channel.path}`)"
+                )
+            slot = Slot(identifier, replica)
+            channel.slots.append(slot)
+            channel.slots.sort(key=lambda slot: slot.replica)
+        return SlavePipe(identifier, rendezvous, channel, slot)
+
+    def _registering_by_hand(self) -> Rendezvous:
+        if self._by_hand is not None:
+            if not any(self._by_hand.channels[self].calls.values()):
+                return self._by_hand
+            self._by_hand.close("new slaves have been registered; this pipe is of an older set.")
+        self._by_hand = Rendezvous(None)
+        self._by_hand.channels[self] = Channel("SyncMaster")
+        return self._by_hand
+
+    def _slots(self, rendezvous: Rendezvous | None) -> list[Slot]:
+        channel = rendezvous.channels.get(self) if rendezvous is not None else None
+        return channel.slots if channel is not None else []
+
+    def _rendezvous(self) -> Rendezvous | None:
+        place = here()
+        return place.rendezvous if place is not None else self._latest() or self._by_hand
+
+    @property
+    def nr_slaves(self) -> int:
+        """Number of slaves registered in the current forward."""
+        return len(self._slots(self._rendezvous()))
+
+    def run_master(self, master_msg: Any) -> Any:
+        """Collects the slaves' messages, calls the callback, sends the replies.
+
+        Returns:
+            The callback's reply to the master.
+
+        Raises:
+            ReplicaFailed: Another replica raised.
+            ReplicasDiverged: A slave's message can no longer come.
+            ReplicationError: The callback did not reply to everyone.
+        """
+        rendezvous = self._rendezvous()
+        slots = self._slots(rendezvous)
+        if rendezvous is None or not slots:
+            return self._replies([(_MASTER, master_msg)], "SyncMaster")[_MASTER]
+        channel: Channel = rendezvous.channels[self]
+        wait = None
+        with rendezvous.lock:
+            site = channel.next_call(_MASTER)
+            channel.missing = {slot.replica for slot in slots if slot.message is _EMPTY}
+            if channel.missing:
+                wait = channel.master_wait = rendezvous.begin_wait(
+                    _MASTER, channel.missing, site, channel.calls
+                )
+        if wait is not None:
+            try:
+                wait.block()
+            finally:
+                channel.master_wait = None
+        messages: list[tuple[Any, Any]] = [(_MASTER, master_msg)]
+        for slot in slots:
+            messages.append((slot.identifier, slot.message))
+            slot.message = _EMPTY
+        try:
+            replies = self._replies(messages, channel.path)
+        except BaseException as error:
+            rendezvous.fail(_MASTER, error)
+            raise
+        with rendezvous.lock:
+            for slot in slots:
+                slot.reply = replies[slot.identifier]
+                if slot.wait is not None:
+                    rendezvous.end_wait(slot.wait)
+        return replies[_MASTER]
+
+    def _replies(self, messages: list[tuple[Any, Any]], path: str) -> dict[Any, Any]:
+        replies = dict(self._master_callback(messages))
+        expected = [identifier for identifier, _ in messages]
+        if set(replies) != set(expected):
+            raise ReplicationError(
+                f"the master's callback of `{path}` must return one (identifier, reply) for each "
+                f"message (expected identifiers {expected}, got {list(replies)})"
+            )
+        return replies

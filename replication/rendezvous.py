@@ -1,0 +1,341 @@
+"""One forward's meeting place: who runs, who waits for whom, who has ended.
+
+The problem. The replicas of one forward run in threads and wait for each other's messages. If one
+of them raises, returns early or waits elsewhere, a message that the others wait for never comes.
+
+Guarantees
+    * Every wait ends: in its value, in `ReplicaFailed` (a replica raised) or in
+      `ReplicasDiverged` (nobody can send the value any more). No timeout is involved.
+    * When one wait fails all fail, at once, and no later wait in the same forward begins.
+    * Nothing outlives the forward: a new forward has a new `Rendezvous`.
+
+This code assumes that the beginning and the end of each replica's forward are reported
+(`enter`, `leave`), whoever runs it, and that a replica which has not begun yet will. The second
+is not so where somebody runs the replicas one after the other in the thread that made them: a
+replica that waits in that thread gives the others `GRACE` to begin.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+__all__ = ["ReplicaFailed", "ReplicasDiverged", "ReplicationError"]
+
+
+#: Seconds.
+GRACE = 10.0
+
+
+class ReplicationError(RuntimeError):
+    """Base of the errors that concern the replicas of one forward together."""
+
+
+class ReplicaFailed(ReplicationError):
+    """Another replica raised, so the value that this one waits for cannot come.
+
+    The other replica's error is the ``__cause__``. It, and not this follow-up, is what the caller
+    of the forward gets to see.
+    """
+
+
+class ReplicasDiverged(ReplicationError):
+    """Replicas wait for values that nobody can send any more.
+
+    One replica has skipped a layer, called it more often than the others, or in another order.
+    """
+
+
+class Site(NamedTuple):
+    """Where a wait takes place, for messages: a channel's name and the number of the call."""
+
+    path: str
+    call: int
+
+    def __str__(self) -> str:
+        return f"`{self.path}`, call {self.call}"
+
+
+class Wait:
+    """One replica's wait: begun and ended under the rendezvous' lock, blocked on outside it."""
+
+    __slots__ = ("_gate", "calls", "error", "needs", "rendezvous", "replica", "site")
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        replica: int,
+        needs: Collection[int],
+        site: Site,
+        calls: dict[int, int],
+    ) -> None:
+        self.rendezvous = rendezvous
+        self.replica = replica
+        #: Replicas whose message is still missing; the channel shrinks it as messages arrive.
+        self.needs = needs
+        self.site = site
+        #: How often each replica has called this channel, for messages.
+        self.calls = calls
+        self.error: Verdict | None = None
+        # A bare lock is the cheapest thing that a thread can sleep on.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def wake(self) -> None:
+        """Lets `block` return. The rendezvous' lock is held."""
+        self._gate.release()
+
+    def block(self) -> None:
+        """Sleeps until the wait has ended; raises if it has ended without a value."""
+        try:
+            if not self._gate.acquire(timeout=GRACE if self.rendezvous.is_at_home() else -1):
+                self.rendezvous.expect_all_to_have_begun(self)
+                self._gate.acquire()
+        except BaseException:  # KeyboardInterrupt, where a replica runs in the main thread
+            self.rendezvous.forget(self)
+            raise
+        error, self.error = self.error, None
+        if error is not None:
+            error.raise_at(self)
+
+
+class Verdict(NamedTuple):
+    """Why no wait of this forward can be met any more."""
+
+    kind: type[ReplicationError]
+    reason: str
+    cause: BaseException | None
+
+    def raise_at(self, wait: Wait | None = None) -> None:
+        """Raises an error of its own for each waiting replica: a shared one would grow."""
+        where = f" Replica {wait.replica} waited at {wait.site}." if wait and self.cause else ""
+        raise self.kind(self.reason + where) from self.cause
+
+
+class Rendezvous:
+    """The replicas of one forward and their waits for each other.
+
+    Args:
+        size: Number of replicas. ``None`` where nobody reports when a participant begins or ends
+            (pipes used by hand, outside any forward): waits then end in a value, or when a
+            participant fails, only.
+    """
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self._home = threading.get_ident()
+        #: What the pipes of this forward keep for its duration, by the object that owns it.
+        self.channels: dict[Hashable, Any] = {}
+        # A forward may be entered more than once (micro-batches): the k-th time of one replica
+        # meets the k-th time of the others.
+        self._entries = [0] * (size or 0)
+        self._inside = [0] * (size or 0)
+        self._waits: list[Wait] = []
+        self._first_failure: BaseException | None = None
+        self._verdict: Verdict | None = None
+
+    # -- the life of a replica -----------------------------------------------------------------
+
+    def enter(self, replica: int) -> bool:
+        """A replica's forward begins. Returns whether it is the outermost call of the replica."""
+        with self.lock:
+            self._inside[replica] += 1
+            outermost = self._inside[replica] == 1
+            if outermost:
+                self._entries[replica] += 1
+            return outermost
+
+    def leave(self, replica: int) -> None:
+        """A replica's forward ends, in a value or an error (see `fail`)."""
+        with self.lock:
+            self._inside[replica] -= 1
+            self._check()
+
+    def fail(self, replica: int, error: BaseException) -> None:
+        """A replica failed: wakes all who wait; the first failure is the one they name."""
+        with self.lock:
+            if self._first_failure is None and not isinstance(error, ReplicaFailed):
+                self._first_failure = error
+            if self._verdict is None:
+                text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                self._give_up(ReplicaFailed, f"{self._name(replica)} failed with {text}.", error)
+
+    def close(self, reason: str) -> BaseException | None:
+        """Ends all waits, now and later; returns the first failure and forgets it.
+
+        An exception refers to the frames that it passed, and these to the replicas: kept here it
+        would make a cycle.
+        """
+        with self.lock:
+            if self._verdict is None:
+                self._give_up(ReplicationError, reason, None)
+            elif self._verdict.cause is not None:
+                self._verdict = self._verdict._replace(cause=None)
+            failure, self._first_failure = self._first_failure, None
+            return failure
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def begin_wait(
+        self, replica: int, needs: Collection[int], site: Site, calls: dict[int, int]
+    ) -> Wait:
+        """Registers a wait of ``replica`` for the replicas in ``needs`` (empty: for anyone).
+
+        The lock is held. The caller releases it and then calls `Wait.block`.
+        """
+        if self._verdict is not None:
+            self._verdict.raise_at()
+        wait = Wait(self, replica, needs, site, calls)
+        self._waits.append(wait)
+        self._check()
+        return wait
+
+    def end_wait(self, wait: Wait) -> None:
+        """The value has come: from here on the replica counts as running. The lock is held."""
+        if wait in self._waits:  # else it has been given up already
+            self._waits.remove(wait)
+            wait.wake()
+
+    def forget(self, wait: Wait) -> None:
+        """The waiting thread was interrupted."""
+        with self.lock:
+            if wait in self._waits:
+                self._waits.remove(wait)
+
+    def _check(self) -> None:
+        """Wakes everybody if some wait can no longer be met. The lock is held.
+
+        Called wherever that can come about: a wait begins, a replica ends.
+        """
+        if self.size is None or not self._waits or self._verdict is not None:
+            return
+        if (
+            any(
+                self._is_over(needed, wait.replica)
+                for wait in self._waits
+                for needed in wait.needs
+            )
+            or not self._somebody_runs()
+        ):
+            self._give_up(ReplicasDiverged, self._who_is_where(), None)
+
+    def _is_over(self, replica: int, waiting: int) -> bool:
+        """Whether ``replica`` has ended the forward that the ``waiting`` one is in."""
+        return not self._inside[replica] and self._entries[replica] >= self._entries[waiting]
+
+    def _somebody_runs(self) -> bool:
+        waiting = {wait.replica for wait in self._waits}
+        latest = max(waiting, key=lambda replica: self._entries[replica])
+        return any(
+            replica not in waiting and not self._is_over(replica, latest)
+            for replica in range(len(self._entries))
+        )
+
+    def _give_up(
+        self, kind: type[ReplicationError], reason: str, cause: BaseException | None
+    ) -> None:
+        self._verdict = Verdict(kind, reason, cause)
+        waits, self._waits = self._waits, []
+        for wait in waits:
+            wait.error = self._verdict
+            wait.wake()
+
+    def is_at_home(self) -> bool:
+        """Whether this is the thread that made the replicas, which might begin the others."""
+        return self.size is not None and threading.get_ident() == self._home
+
+    def expect_all_to_have_begun(self, wait: Wait) -> None:
+        """Gives up if a replica has not begun: the only thread that would begin it waits."""
+        with self.lock:
+            late = [r for r, n in enumerate(self._entries) if n < self._entries[wait.replica]]
+            if late and wait in self._waits:
+                self._give_up(
+                    ReplicasDiverged,
+                    f"{wait.site}: replica {wait.replica} waits in the thread that made the "
+                    f"replicas, and {listed(late)} did not begin within {GRACE:g} s. Replicas that"
+                    " talk to each other must run at the same time, each in a thread.",
+                    None,
+                )
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def _name(self, replica: int) -> str:
+        return f"replica {replica} of {self.size}" if self.size else f"replica {replica}"
+
+    def _who_is_where(self) -> str:
+        sites: dict[Site, list[Wait]] = {}
+        for wait in self._waits:
+            sites.setdefault(wait.site, []).append(wait)
+        parts = []
+        for site, waits in sites.items():
+            who = sorted(wait.replica for wait in waits)
+            parts.append(f"{site}: {listed(who)} {'waits' if len(who) == 1 else 'wait'}")
+        waiting = {wait.replica for wait in self._waits}
+        calls = self._waits[0].calls if len(sites) == 1 else None
+        for replica in range(len(self._entries)):
+            if replica not in waiting:
+                parts.append(f"replica {replica} {self._state(replica, calls)}")
+        outside = [replica for replica in sorted(waiting) if not self._inside[replica]]
+        if outside:
+            parts.append(
+                f"{listed(outside)} called it outside the forward (in a recomputation, say)"
+            )
+        return (
+            "the replicas have diverged: "
+            + "; ".join(parts)
+            + ". Every replica must call the layers that talk to their copies equally often and"
+            " in the same order."
+        )
+
+    def _state(self, replica: int, calls: dict[int, int] | None) -> str:
+        if self._inside[replica]:
+            return "runs"
+        if not self._entries[replica]:
+            return "has not begun"
+        if calls is None:
+            return "has ended"
+        count = calls.get(replica, 0)
+        return f"ended after call {count}" if count else "ended without calling it"
+
+
+def listed(replicas: Iterable[int]) -> str:
+    """``[0, 2]`` -> ``"replicas 0, 2"``."""
+    numbers = [str(replica) for replica in replicas]
+    return f"replica{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+
+
+class Place(NamedTuple):
+    """What a thread is busy with: a replica's forward, or one callback of it."""
+
+    rendezvous: Rendezvous
+    replica: int
+    #: Path of the module whose callback runs; empty in a forward.
+    path: str = ""
+
+
+class _Here(threading.local):
+    place: Place | None = None
+
+
+_here = _Here()
+
+
+def here() -> Place | None:
+    """The innermost replica's forward or callback that this thread runs, if any."""
+    return _here.place
+
+
+@contextmanager
+def standing_at(place: Place | None) -> Iterator[None]:
+    """Makes `here` return ``place`` inside the ``with`` block."""
+    outer, _here.place = _here.place, place
+    try:
+        yield
+    finally:
+        _here.place = outer

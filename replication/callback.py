@@ -1,0 +1,228 @@
+"""The replication callback: each layer of each copy is told that it has been replicated.
+
+A layer opts in with a method ``__data_parallel_replicate__(self, ctx, copy_id)``. After
+replication, and before any forward, it is called on every copy that has it:
+
+    copy 0:  root, first child, ...      all of the master copy first
+    copy 1:  root, first child, ...      then the others, in order
+
+The n copies of one layer share one `CallbackContext`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from replication.rendezvous import Place, standing_at
+from replication.watch import MethodOverride, add_note, first_failure_wins, watch
+
+__all__ = [
+    "CallbackContext",
+    "PatchHandle",
+    "exec_data_parallel_replication_callback",
+    "execute_replication_callbacks",
+    "patch_replication_callback",
+]
+
+CALLBACK = "__data_parallel_replicate__"
+
+#: A class of DataParallel with this attribute true calls the callbacks by itself.
+RUNS_CALLBACKS = "runs_replication_callbacks"
+
+
+class CallbackContext:
+    """What the copies of one layer share in one forward: any attribute that they set on it."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+class Position(NamedTuple):
+    """One submodule and its copies, one per replica."""
+
+    path: str
+    copies: tuple[nn.Module, ...]
+
+    def __str__(self) -> str:
+        return f"`{self.path}`" if self.path else f"the root ({type(self.copies[0]).__name__})"
+
+
+def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
+    """Calls ``__data_parallel_replicate__(ctx, copy_id)`` on every submodule that has it.
+
+    Guarantees:
+        * All callbacks of copy 0 come before any of copy 1, and so on. Within a copy they come in
+          the order of ``modules()``.
+        * A submodule that is registered under several names is called once per copy.
+        * Nobody is called unless everybody can be: the copies are checked first.
+        * From now on the copies' forwards belong together: if one fails or ends, the others do
+          not wait for it, whoever runs them (see `replication.rendezvous`).
+
+    Args:
+        modules: The copies of one module, the master copy first.
+
+    Raises:
+        ValueError: ``modules`` is empty, or the copies differ in structure.
+        TypeError: An item is no module, or an attribute ``__data_parallel_replicate__`` is not
+            callable.
+        Exception: What a callback raises; a note names the module's path and the copy.
+    """
+    positions = paired(modules)
+    for position in positions:
+        for copy_id, module in enumerate(position.copies):
+            if not callable(getattr(module, CALLBACK, paired)):
+                raise TypeError(
+                    f"{CALLBACK} of {position}, copy {copy_id}, must be callable "
+                    f"(got {type(getattr(module, CALLBACK)).__name__})"
+                )
+    rendezvous = watch(modules)
+    listeners = [
+        (position, CallbackContext())
+        for position in positions
+        if any(hasattr(module, CALLBACK) for module in position.copies)
+    ]
+    for copy_id in range(len(modules)):
+        for position, context in listeners:
+            callback = getattr(position.copies[copy_id], CALLBACK, None)
+            if callback is None:
+                continue
+            try:
+                with standing_at(Place(rendezvous, copy_id, position.path or "(root)")):
+                    callback(context, copy_id)
+            except BaseException as error:
+                add_note(error, f"in {CALLBACK} of {position}, copy {copy_id} of {len(modules)}")
+                raise
+
+
+exec_data_parallel_replication_callback = execute_replication_callbacks
+
+
+def paired(modules: Sequence[nn.Module]) -> list[Position]:
+    """Lists the submodules of the copies, in the order of ``modules()``, each with its copies.
+
+    Raises:
+        ValueError: No copies, or the copies differ in structure.
+        TypeError: An item is not a module.
+    """
+    roots = tuple(modules)
+    if not roots:
+        raise ValueError("expected at least one copy of a module (got none)")
+    for index, root in enumerate(roots):
+        if not isinstance(root, nn.Module):
+            raise TypeError(f"copy {index} must be a module (got {type(root).__name__})")
+    positions: list[Position] = []
+    # By the identity of copy 0's module: where it is tied, the others' must be tied alike.
+    seen: dict[int, tuple[nn.Module, ...]] = {}
+    pending = [Position("", roots)]
+    while pending:
+        position = pending.pop()
+        master = position.copies[0]
+        known = seen.get(id(master))
+        if known is not None:
+            if any(a is not b for a, b in zip(known, position.copies, strict=True)):
+                raise ValueError(f"the copies must be alike: they tie {position} differently")
+            continue
+        seen[id(master)] = position.copies
+        positions.append(position)
+        children = []
+        for copy_id, module in enumerate(position.copies):
+            if (type(module), *module._modules) != (type(master), *master._modules):
+                raise ValueError(
+                    f"the copies must be alike: {position} is {described(master)} in copy 0 "
+                    f"but {described(module)} in copy {copy_id}"
+                )
+        for name in master._modules:
+            copies = tuple(module._modules[name] for module in position.copies)
+            path = f"{position.path}.{name}" if position.path else name
+            present = tuple(child for child in copies if child is not None)
+            if len(present) == len(copies):
+                children.append(Position(path, present))
+            elif present:
+                raise ValueError(f"the copies must be alike: only some of them have `{path}`")
+        pending.extend(reversed(children))
+    return positions
+
+
+def described(module: nn.Module) -> str:
+    """A module's type and children, for messages."""
+    return f"{type(module).__name__}({', '.join(module._modules)})"
+
+
+class PatchedReplicate(MethodOverride):
+    """``replicate`` of a patched DataParallel."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        replicas = self.original(*args, **kwargs)
+        execute_replication_callbacks(replicas)
+        return replicas
+
+
+class PatchedParallelApply(MethodOverride):
+    """``parallel_apply`` of a patched DataParallel."""
+
+    def __call__(self, replicas: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        return first_failure_wins(self.original, replicas, *args, **kwargs)
+
+
+class PatchHandle:
+    """Undoes `patch_replication_callback`. Also a context manager that does so at its end."""
+
+    def __init__(self, overrides: Sequence[MethodOverride]) -> None:
+        self._overrides = tuple(overrides)
+
+    def remove(self) -> None:
+        """Takes the callbacks away again. May be called more than once."""
+        for override in self._overrides:
+            override.remove()
+
+    def __enter__(self) -> PatchHandle:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+
+def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHandle:
+    """Adds the replication callback to a `DataParallel` object, stock or customized.
+
+    Its ``replicate`` calls `execute_replication_callbacks` from now on, and of several errors its
+    ``parallel_apply`` raises the first. Patching twice is the same as patching once::
+
+        model = nn.DataParallel(net, device_ids=[0, 1])
+        patch_replication_callback(model)
+
+    Returns:
+        A handle whose ``remove()`` undoes the patch.
+
+    Raises:
+        TypeError: ``data_parallel`` is not a `torch.nn.DataParallel`.
+    """
+    if not isinstance(data_parallel, nn.DataParallel):
+        raise TypeError(
+            "expected a torch.nn.DataParallel, or an object of a class derived from it "
+            f"(got {type(data_parallel).__name__})"
+        )
+    if getattr(data_parallel, RUNS_CALLBACKS, False):
+        return PatchHandle(())
+    overrides: list[MethodOverride] = []
+    for kind, name in ((PatchedReplicate, "replicate"), (PatchedParallelApply, "parallel_apply")):
+        present = data_parallel.__dict__.get(name)
+        if isinstance(present, kind):
+            overrides.append(present)
+        else:
+            override = kind(data_parallel, name)
+            override.install()
+            overrides.append(override)
+    return PatchHandle(overrides)
+
+
+def has_replication_callback(data_parallel: nn.DataParallel[Any]) -> bool:
+    """Whether the callbacks are called already: by its class, or because it was patched."""
+    return getattr(data_parallel, RUNS_CALLBACKS, False) or isinstance(
+        data_parallel.__dict__.get("replicate"), PatchedReplicate
+    )

@@ -1,0 +1,117 @@
+"""The one place that tells CPU, CUDA and other accelerators apart."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+__all__: list[str] = []
+
+#: What users may write for a device.
+DeviceLike = int | str | torch.device
+
+
+def accelerator() -> str | None:
+    """The type of this machine's accelerator, or None."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        return "xpu"
+    return None
+
+
+def parse_device(device: DeviceLike) -> torch.device:
+    """Makes a `torch.device` of an index, a string or a device; accelerators get their index.
+
+    Raises:
+        TypeError: ``device`` is none of these.
+        ValueError: An index where there is no accelerator.
+    """
+    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+        raise TypeError(f"a device is an int, a str or a torch.device (got {device!r})")
+    if isinstance(device, int):
+        if device == -1:  # torch's own spelling of the CPU as an output device
+            return torch.device("cpu")
+        kind = accelerator()
+        if kind is None:
+            raise ValueError(
+                f"device {device} is the index of an accelerator, and this machine has none; "
+                'replicas on the CPU are spelled device_ids=["cpu", "cpu"]'
+            )
+        return torch.device(kind, device)
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.index is None and device.type == accelerator():
+        return torch.device(device.type, module_of(device).current_device())
+    return device
+
+
+def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
+    """Parses a list of devices, which may repeat.
+
+    Raises:
+        TypeError: Not a list of devices.
+    """
+    if isinstance(devices, (str, int, torch.device)):
+        raise TypeError(f"expected a list of devices (got {devices!r})")
+    return [parse_device(device) for device in devices]
+
+
+def default_devices() -> list[torch.device]:
+    """All accelerators of this machine, none where there is none."""
+    kind = accelerator()
+    if kind is None:
+        return []
+    return [torch.device(kind, i) for i in range(module_of(torch.device(kind)).device_count())]
+
+
+def module_of(device: torch.device) -> Any:
+    """`torch.cuda` for a CUDA device, and so on."""
+    return torch.get_device_module(device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that the calling thread uses on ``device``; None on the CPU."""
+    return None if device.type == "cpu" else module_of(device).current_stream(device)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor.to(device)``, without making the host wait where that is safe: not for the CPU."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+class _InUse(threading.local):
+    device: torch.device | None = None
+
+
+_in_use = _InUse()
+
+
+def device_in_use() -> torch.device | None:
+    """The device of the innermost `use_device` of this thread; torch's own is never the CPU."""
+    return _in_use.device
+
+
+@contextmanager
+def use_device(device: torch.device, stream: Any) -> Iterator[None]:
+    """Makes ``device`` and ``stream`` current, as `torch.cuda.device` and `torch.cuda.stream`."""
+    outer, _in_use.device = _in_use.device, device
+    try:
+        if device.type == "cpu":
+            yield
+        else:
+            module = module_of(device)
+            with module.device(device), nullcontext() if stream is None else module.stream(stream):
+                yield
+    finally:
+        _in_use.device = outer
+
+
+def are_distinct_cuda(devices: Sequence[torch.device]) -> bool:
+    """Whether torch's own broadcast applies: CUDA devices only, none of them twice."""
+    return all(d.type == "cuda" for d in devices) and len(set(devices)) == len(devices)

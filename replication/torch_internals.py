@@ -1,0 +1,28 @@
+"""The names of torch that it does not document and that this package relies on.
+
+All of them are here, so that a test can say which one a new release of torch has moved.
+"""
+
+from __future__ import annotations
+
+from torch.nn.parallel._functions import Broadcast
+from torch.nn.parallel.data_parallel import _check_balance as check_balance
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_unflatten
+
+__all__ = [
+    "Broadcast",
+    "TreeSpec",
+    "check_balance",
+    "tree_flatten",
+    "tree_is_leaf",
+    "tree_unflatten",
+]
+
+#: Called by torch on each module to make its shell of a replica; classes override it (RNNs).
+MAKE_SHELL = "_replicate_for_data_parallel"
+#: True on a replica.
+IS_REPLICA = "_is_replica"
+#: What ``module(...)`` runs: hooks, then ``forward``.
+CALL_IMPL = "_call_impl"
+#: What ``module(...)`` runs instead after ``module.compile()``; bound to the original module.
+COMPILED_CALL_IMPL = "_compiled_call_impl"

@@ -1,0 +1,193 @@
+"""Sees each replica's forward begin and end, whoever runs it, and which error came first."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from replication.devices import device_in_use
+from replication.rendezvous import Place, Rendezvous, ReplicationError, standing_at
+from replication.torch_internals import CALL_IMPL
+
+__all__: list[str] = []
+
+T = TypeVar("T")
+
+
+class MethodOverride:
+    """Stands in for a method of one object, as an attribute of that object.
+
+    It holds the object weakly, so that no cycle keeps a replica (and its parameters) alive, and it
+    follows the object through ``deepcopy`` and ``pickle``, where a closure would stay bound to the
+    original.
+    """
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        #: Returns the object, or None when it is gone.
+        self.owner: Callable[[], Any] = weakref.ref(owner)
+        self.name = name
+        # A method that somebody has set on the object before us.
+        self.previous: Callable[..., Any] | None = owner.__dict__.get(name)
+
+    def install(self) -> None:
+        """Sets it on its owner."""
+        self.owner().__dict__[self.name] = self
+
+    def remove(self) -> None:
+        """Puts back what was there before."""
+        owner = self.owner()
+        if owner is not None and owner.__dict__.get(self.name) is self:
+            if self.previous is None:
+                del owner.__dict__[self.name]
+            else:
+                owner.__dict__[self.name] = self.previous
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        if self.previous is not None:
+            return self.previous
+        owner = self.owner()
+        return partial(getattr(type(owner), self.name), owner)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.owner(), self.name), {"previous": self.previous}
+
+
+class WatchedCall(MethodOverride):
+    """Reports the beginning and the end of a replica's forward to its rendezvous.
+
+    No hook is used: torch shares the hook dictionaries between the replicas and the original.
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        name: str,
+        rendezvous: Rendezvous | None = None,
+        replica: int = 0,
+    ) -> None:
+        super().__init__(owner, name)
+        if isinstance(self.previous, WatchedCall):  # replicated again: the newest forward counts
+            self.previous = self.previous.previous
+        self.rendezvous = rendezvous
+        self.replica = replica
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rendezvous = self.rendezvous
+        if rendezvous is None:  # a copy of a replica: it belongs to no forward
+            return self.original(*args, **kwargs)
+        outermost = rendezvous.enter(self.replica)
+        try:
+            with standing_at(Place(rendezvous, self.replica)):
+                return self.original(*args, **kwargs)
+        except BaseException as error:
+            owner = self.owner()
+            if outermost and owner is not None and not isinstance(error, ReplicationError):
+                add_failure_note(error, owner, self.replica, rendezvous.size)
+            rendezvous.fail(self.replica, error)
+            raise
+        finally:
+            rendezvous.leave(self.replica)
+
+
+#: What a replica can be run through: ``replica(...)``, the root's hooks included, and
+#: ``replica.forward(...)``.
+_ENTRANCES = (CALL_IMPL, "forward")
+
+
+def watch(replicas: Sequence[nn.Module]) -> Rendezvous:
+    """Gives the replicas of one forward a rendezvous, which sees each of them begin and end."""
+    rendezvous = Rendezvous(len(replicas))
+    for index, replica in enumerate(replicas):
+        for name in _ENTRANCES:
+            WatchedCall(replica, name, rendezvous, index).install()
+    return rendezvous
+
+
+def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
+    """The rendezvous that `watch` gave to these replicas."""
+    for replica in replicas:
+        call = getattr(replica, "__dict__", {}).get(_ENTRANCES[0])
+        if isinstance(call, WatchedCall):
+            return call.rendezvous
+    return None
+
+
+def first_failure_wins(
+    parallel_apply: Callable[..., T], replicas: Sequence[Any], *args: Any, **kwargs: Any
+) -> T:
+    """Runs ``parallel_apply(replicas, ...)`` and raises the error that came first, as it was.
+
+    Whoever runs the replicas raises the error of the first replica *by index*, or a new error
+    around it; that may be a follow-up of the one that came first. When it leaves early (it was
+    interrupted, or could not start a thread), the replicas that wait for each other are woken.
+    """
+    rendezvous = rendezvous_of(replicas)
+    if rendezvous is None:
+        return parallel_apply(replicas, *args, **kwargs)
+    try:
+        return parallel_apply(replicas, *args, **kwargs)
+    except BaseException as error:
+        first = rendezvous.close("the forward was ended by its caller.")
+        # What is not an Exception did not come from a replica, or came from it unchanged.
+        failure = first if first is not None and isinstance(error, Exception) else error
+    try:
+        # Outside the except clause, so that the error keeps the context it was raised in.
+        raise failure
+    finally:
+        del failure, first  # the traceback of the error refers to this frame
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """`BaseException.add_note` of Python 3.11; on 3.10 tracebacks do not show the notes."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    error.__notes__ = [*notes, note]
+
+
+def add_failure_note(
+    error: BaseException, replica: nn.Module, index: int, size: int | None
+) -> None:
+    """Notes on an error which replica it came from, on which device, and in which submodule."""
+    device = device_in_use() or device_of(replica)
+    path = failing_path(error, replica)
+    add_note(
+        error,
+        f"in replica {index} of {size}"
+        + (f" on {device}" if device is not None else "")
+        + (f", module `{path}`" if path else ""),
+    )
+
+
+def device_of(replica: nn.Module) -> torch.device | None:
+    """The device of a replica's first tensor; replicas have no ``parameters()``."""
+    for module in replica.modules():
+        for held in (vars(module), module._parameters, module._buffers):
+            for value in held.values():
+                if isinstance(value, Tensor):
+                    return value.device
+    return None
+
+
+def failing_path(error: BaseException, root: nn.Module) -> str:
+    """The path of the innermost submodule that the error passed; empty for the root itself."""
+    paths = {id(module): path for path, module in root.named_modules()}
+    innermost = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        # Only torch's own frames: to look at the locals of a frame can make a cycle of it and the
+        # error, if it has the error in a variable.
+        if frame.f_code.co_name == CALL_IMPL:
+            innermost = paths.get(id(frame.f_locals.get("self")), innermost)
+        traceback = traceback.tb_next
+    return innermost

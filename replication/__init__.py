@@ -1,0 +1,41 @@
+"""Replicas of a module side by side, whose layers can talk to their copies."""
+
+from replication.callback import (
+    CallbackContext,
+    exec_data_parallel_replication_callback,
+    execute_replication_callbacks,
+    patch_replication_callback,
+)
+from replication.data_parallel import (
+    DataParallel,
+    DataParallelWithCallback,
+    ReplicationCallbackDataParallel,
+    data_parallel,
+)
+from replication.parallel_apply import parallel_apply
+from replication.pipe import FutureResult, SlavePipe, SyncMaster
+from replication.rendezvous import ReplicaFailed, ReplicasDiverged, ReplicationError
+from replication.replicate import replicate
+from replication.scatter_gather import gather, scatter, scatter_kwargs
+
+__all__ = [
+    "CallbackContext",
+    "DataParallel",
+    "DataParallelWithCallback",
+    "FutureResult",
+    "ReplicaFailed",
+    "ReplicasDiverged",
+    "ReplicationCallbackDataParallel",
+    "ReplicationError",
+    "SlavePipe",
+    "SyncMaster",
+    "data_parallel",
+    "exec_data_parallel_replication_callback",
+    "execute_replication_callbacks",
+    "gather",
+    "parallel_apply",
+    "patch_replication_callback",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
+]

@@ -1,0 +1,194 @@
+"""The worker threads: each replica runs in one, in the caller's thread state; first error wins."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import nn
+
+from replication.devices import DeviceLike, accelerator, current_stream, parse_devices, use_device
+from replication.rendezvous import Rendezvous
+from replication.watch import add_note, device_of, first_failure_wins, rendezvous_of
+
+__all__ = ["parallel_apply"]
+
+
+def parallel_apply(
+    replicas: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+    devices: Sequence[DeviceLike] | None = None,
+) -> list[Any]:
+    """Calls ``replicas[i](*inputs[i], **kwargs_tup[i])`` for all i at once, each in a thread.
+
+    The threads are named ``replica-0``, ``replica-1``, ...; they serve the calling thread from
+    call to call and never keep the interpreter alive. They see its grad mode, inference mode,
+    autocast state and dtype for each type of device, default device, and context variables. A
+    single replica runs in the calling thread.
+
+    Args:
+        replicas: The modules to call.
+        inputs: One tuple (or list) of positional arguments for each, or one that is no tuple.
+        kwargs_tup: One dict of keyword arguments for each.
+        devices: The device that is current while each runs; by default that of its first tensor.
+
+    Returns:
+        The outputs, in the order of ``replicas``.
+
+    Raises:
+        ValueError: The lists differ in length.
+        BaseException: The first error, by time, of any replica, after all have ended; a note names
+            the replica and its device. `KeyboardInterrupt` in the caller is raised at once.
+    """
+    n = len(replicas)
+    kwargs_tup = [{}] * n if kwargs_tup is None else kwargs_tup
+    if devices is None:
+        targets = [device_of(replica) or torch.device("cpu") for replica in replicas]
+    else:
+        targets = parse_devices(devices)
+    for name, items in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", targets)):
+        if len(items) != n:
+            raise ValueError(f"expected one of {name} for each of {n} replicas (got {len(items)})")
+    state = ThreadState(targets, rendezvous_of(replicas))
+    calls = []
+    for index, replica in enumerate(replicas):
+        args = inputs[index]
+        args = args if isinstance(args, (list, tuple)) else (args,)
+        calls.append(partial(state.run, index, replica, args, kwargs_tup[index]))
+    return first_failure_wins(_run_all, replicas, calls)
+
+
+def _run_all(replicas: Sequence[nn.Module], calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    if len(calls) == 1:
+        return [calls[0]()]
+    done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+    outputs: list[Any] = [None] * len(calls)
+    failures: list[BaseException] = []
+    with borrowed_workers(len(calls)) as workers:
+        for index, (worker, call) in enumerate(zip(workers, calls, strict=True)):
+            # A Context cannot be entered by two threads: each has its own copy.
+            worker.submit(index, partial(contextvars.copy_context().run, call), done)
+        for _ in calls:
+            index, outputs[index], failure = done.get()
+            if failure is not None:
+                failures.append(failure)
+            del failure
+    try:
+        if failures:
+            raise failures[0]
+    finally:
+        failures.clear()  # the traceback of an error refers to this frame
+    return outputs
+
+
+class ThreadState:
+    """What torch keeps per thread, as it is in the calling thread."""
+
+    def __init__(self, devices: Sequence[torch.device], rendezvous: Rendezvous | None) -> None:
+        self.devices = devices
+        self.rendezvous = rendezvous
+        self.streams = [current_stream(device) for device in devices]
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        self.default_device = torch.get_default_device()
+        kinds = {"cpu", accelerator() or "cpu", *(device.type for device in devices)}
+        self.autocast = [
+            partial(
+                torch.autocast,
+                kind,
+                enabled=torch.is_autocast_enabled(kind),
+                dtype=torch.get_autocast_dtype(kind),
+                cache_enabled=torch.is_autocast_cache_enabled(),
+            )
+            for kind in sorted(kinds)
+        ]
+
+    def run(self, index: int, module: nn.Module, args: Sequence[Any], kwargs: Any) -> Any:
+        """Calls ``module`` in this state, in the thread of replica ``index``."""
+        device = self.devices[index]
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.inference_mode(self.inference))
+                stack.enter_context(torch.set_grad_enabled(self.grad))
+                if torch.get_default_device() != self.default_device:
+                    stack.enter_context(self.default_device)
+                for autocast in self.autocast:
+                    stack.enter_context(autocast())
+                stack.enter_context(use_device(device, self.streams[index]))
+                return module(*args, **kwargs)
+        except BaseException as error:
+            origin = f"in replica {index} of {len(self.devices)}"
+            if not any(note.startswith(origin) for note in getattr(error, "__notes__", ())):
+                add_note(error, f"{origin} on {device}")
+            if self.rendezvous is not None:  # it may have failed before its forward began
+                self.rendezvous.fail(index, error)
+            raise
+
+
+class Worker:
+    """A daemon thread that does one call after the other."""
+
+    def __init__(self) -> None:
+        self._inbox: SimpleQueue[tuple[int, Callable[[], Any], SimpleQueue[Any]] | None]
+        self._inbox = SimpleQueue()
+        # The thread refers to the inbox alone, so that an unused worker is freed and ends it.
+        self._thread = threading.Thread(target=_serve, args=(self._inbox,), daemon=True)
+        self._thread.start()
+
+    def submit(self, index: int, call: Callable[[], Any], done: SimpleQueue[Any]) -> None:
+        self._thread.name = f"replica-{index}"
+        self._inbox.put((index, call, done))
+
+    def __del__(self) -> None:
+        self._inbox.put(None)
+
+
+def _serve(inbox: SimpleQueue[tuple[int, Callable[[], Any], SimpleQueue[Any]] | None]) -> None:
+    while (task := inbox.get()) is not None:
+        index, call, done = task
+        try:
+            outcome: tuple[int, Any, BaseException | None] = (index, call(), None)
+        except BaseException as error:
+            outcome = (index, None, error)
+        # Nothing of a forward may stay alive in an idle thread.
+        del task, call
+        done.put(outcome)
+        del outcome, done
+
+
+class _Idle(threading.local):
+    """The idle workers of each calling thread: threads that share a model share no worker."""
+
+    def __init__(self) -> None:
+        self.workers: list[Worker] = []
+
+
+_idle = _Idle()
+
+
+def _forget_workers() -> None:
+    """In a forked child the threads are gone."""
+    global _idle
+    _idle = _Idle()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_workers)
+
+
+@contextmanager
+def borrowed_workers(count: int) -> Iterator[list[Worker]]:
+    """Takes ``count`` workers; they come back unless the block is left by an error, when some may
+    still be busy (a worker that nobody holds ends after its call)."""
+    idle = _idle.workers
+    workers = [idle.pop() if idle else Worker() for _ in range(count)]
+    yield workers
+    idle.extend(reversed(workers))

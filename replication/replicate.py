@@ -1,0 +1,214 @@
+"""Replicas of a module on any list of devices; their gradients are summed into the original."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from replication.devices import DeviceLike, are_distinct_cuda, parse_devices, to_device
+from replication.torch_internals import COMPILED_CALL_IMPL, MAKE_SHELL
+from replication.torch_internals import Broadcast as CudaBroadcast
+
+__all__ = ["replicate"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+#: One list of tensors per device.
+Copies = list[list[Tensor]]
+
+#: Attributes that every module has; none of them holds a tensor of the user's.
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def replicate(
+    module: ModuleT, devices: Sequence[DeviceLike], detach: bool = False
+) -> list[ModuleT]:
+    """Makes one replica of ``module`` for each device.
+
+    As with `torch.nn.parallel.replicate`, a replica's parameters are plain tensors, attributes
+    under their old names (``parameters()`` of a replica is empty). Gradients flow through them to
+    the parameters of ``module``, where those of all replicas are summed in replica order, so that
+    the sum is the same in every run.
+
+    Memory. On the device where the original is, replicas share the storage of its parameters.
+    Buffers are shared with copy 0 only, so that what copy 0 writes into them in place lasts; the
+    other copies have their own.
+
+    Plain attributes, and what is in a list, tuple or dict that is one: tensors are moved to the
+    replica's device if they are elsewhere; the module's own parameters, buffers and submodules
+    become the replica's. Everything else is shared by all replicas and the original.
+
+    Args:
+        module: Any module; parameters and submodules may be shared (tied) or ``None``.
+        devices: ints (accelerators), strings or `torch.device`; may repeat, may be the CPU.
+        detach: Whether the replicas are cut off from the graph of the original.
+
+    Returns:
+        The replicas, in the order of ``devices``; no replicas for no devices.
+    """
+    targets = parse_devices(devices)
+    modules = list(module.modules())
+    shells = [[getattr(m, MAKE_SHELL)() for m in modules] for _ in targets]
+    if not targets:
+        return []
+    parameters, buffers = list(module.parameters()), list(module.buffers())
+    parameter_copies = broadcast(parameters, targets, detach)
+    buffer_copies = copied_buffers(buffers, targets, detach)
+    constants = [_constants(submodule) for submodule in modules]
+    originals = [id(thing) for thing in (*parameters, *buffers, *modules)]
+    for device, copies, own_parameters, own_buffers in zip(
+        targets, shells, parameter_copies, buffer_copies, strict=True
+    ):
+        # The copy of each parameter, buffer and submodule, by the identity of the original.
+        copied = dict(zip(originals, (*own_parameters, *own_buffers, *copies), strict=True))
+        for submodule, copy, attributes in zip(modules, copies, constants, strict=True):
+            _fill(copy, submodule, copied)
+            for name, value in attributes:
+                moved = _moved(value, device, copied)
+                if moved is not value:
+                    _attacher(copy)(name, moved)
+    return [cast(ModuleT, copies[0]) for copies in shells]
+
+
+def _fill(copy: nn.Module, submodule: nn.Module, copied: dict[int, Any]) -> None:
+    """Gives a shell the copies of its children, parameters and buffers."""
+    for name, child in submodule._modules.items():
+        copy._modules[name] = None if child is None else copied[id(child)]
+    for name, buffer in submodule._buffers.items():
+        copy._buffers[name] = None if buffer is None else copied[id(buffer)]
+    # torch exposes the copies of the parameters here too.
+    former: dict[str, Tensor] = {}
+    copy.__dict__["_former_parameters"] = former
+    attach = _attacher(copy)
+    for name, parameter in submodule._parameters.items():
+        if parameter is None:
+            copy._parameters[name] = None
+        else:
+            former[name] = copied[id(parameter)]
+            attach(name, former[name])
+    if copy.__dict__.get(COMPILED_CALL_IMPL) is not None:
+        # It would run the original; a replica runs eagerly.
+        copy.__dict__[COMPILED_CALL_IMPL] = None
+
+
+def _attacher(copy: nn.Module) -> Callable[[str, Any], None]:
+    """How to set an attribute of a replica: directly, unless its class has a say in it (RNNs)."""
+    if type(copy).__setattr__ is nn.Module.__setattr__:
+        return copy.__dict__.__setitem__
+    return partial(setattr, copy)
+
+
+def _constants(module: nn.Module) -> list[tuple[str, Any]]:
+    """The plain attributes of a module that hold tensors or modules."""
+    return [
+        (name, value)
+        for name, value in vars(module).items()
+        if name not in _OWN_ATTRIBUTES and _needs_moving(value)
+    ]
+
+
+def _needs_moving(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_needs_moving, value))
+    if isinstance(value, dict):
+        return any(map(_needs_moving, value.values()))
+    return isinstance(value, (Tensor, nn.Module))
+
+
+def _moved(value: Any, device: torch.device, copied: dict[int, Any]) -> Any:
+    """``value`` as the copy on ``device`` should have it; the same object where it may stay."""
+    if isinstance(value, (Tensor, nn.Module)):
+        known = copied.get(id(value))
+        if known is not None or isinstance(value, nn.Module):
+            return value if known is None else known
+        return value if value.device == device else to_device(value, device)
+    if isinstance(value, (list, tuple)):
+        items = [_moved(item, device, copied) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        pairs = {key: _moved(item, device, copied) for key, item in value.items()}
+        if all(pairs[key] is item for key, item in value.items()):
+            return value
+        moved = value.copy()  # keeps the type, and a defaultdict's factory
+        moved.update(pairs)
+        return moved
+    return value
+
+
+def copied_buffers(buffers: list[Tensor], devices: list[torch.device], detach: bool) -> Copies:
+    """Copies buffers to each device: copy 0 shares the original's storage, the others do not."""
+    copies = broadcast(buffers, devices, detach)
+    for index, per_device in enumerate(copies):
+        for i, (buffer, copy) in enumerate(zip(buffers, per_device, strict=True)):
+            if copy.device == buffer.device:
+                if index:
+                    per_device[i] = copy.clone()
+                elif not buffer.requires_grad:
+                    per_device[i] = buffer
+    return copies
+
+
+def broadcast(
+    tensors: Sequence[Tensor], devices: list[torch.device], detach: bool = False
+) -> Copies:
+    """Copies ``tensors`` to each device; gradients of the copies are summed in device order.
+
+    Where a tensor is on the device already the copy shares its storage and its version counter,
+    so that an in-place change between forward and backward is noticed as for the tensor itself.
+    """
+    if detach:
+        tensors = [tensor.detach() for tensor in tensors]
+    if are_distinct_cuda(devices) and tensors and all(t.device == devices[0] for t in tensors):
+        copies = CudaBroadcast.apply(devices, *tensors)
+        return [list(copies[i : i + len(tensors)]) for i in range(0, len(copies), len(tensors))]
+    learnt = [t for t in tensors if t.requires_grad]
+    by_tensor = iter(Broadcast.apply(devices, *learnt) if learnt else ())  # type: ignore[no-untyped-call]
+    copies_of = {id(t): [next(by_tensor) for _ in devices] for t in learnt}
+    return [
+        [
+            copies_of[id(t)][i] if t.requires_grad else to_device(t.detach(), device)
+            for t in tensors
+        ]
+        for i, device in enumerate(devices)
+    ]
+
+
+class Broadcast(torch.autograd.Function):
+    """Copies each tensor to each device, in the order tensor by tensor.
+
+    One node for the whole module: n x P views would be cheap too, but the engine would then sum
+    their gradients in the order in which the threads happened to build the graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, devices: list[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.sources = [tensor.device for tensor in tensors]
+        ctx.copies = len(devices)
+        return tuple(
+            to_device(tensor.detach(), device) for tensor in tensors for device in devices
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        n = ctx.copies
+        return (
+            None,
+            *(_summed(grads[i * n : (i + 1) * n], source) for i, source in enumerate(ctx.sources)),
+        )
+
+
+def _summed(grads: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
+    """The sum of the gradients that are there, from left to right, on ``device``."""
+    total: Tensor | None = None
+    for grad in grads:
+        if grad is not None:
+            grad = to_device(grad, device)
+            total = grad if total is None else total + grad
+    return total

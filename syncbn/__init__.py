@@ -1,0 +1,22 @@
+"""Batch normalization over the batch of all replicas, with the numbers of one device."""
+
+from replication import DataParallelWithCallback, patch_replication_callback
+from syncbn.batchnorm import (
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    set_sbn_eps_mode,
+)
+from syncbn.convert import convert_model, patch_sync_batchnorm, revert_model
+
+__all__ = [
+    "DataParallelWithCallback",
+    "SynchronizedBatchNorm1d",
+    "SynchronizedBatchNorm2d",
+    "SynchronizedBatchNorm3d",
+    "convert_model",
+    "patch_replication_callback",
+    "patch_sync_batchnorm",
+    "revert_model",
+    "set_sbn_eps_mode",
+]

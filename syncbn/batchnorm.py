@@ -1,0 +1,229 @@
+"""`SynchronizedBatchNorm1d`, `2d` and `3d`: batch normalization over the batch of all replicas."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from replication import CallbackContext, SlavePipe, SyncMaster
+from replication.torch_internals import IS_REPLICA
+from syncbn.functional import Denominator, Shard, Whole, merge_shards, synchronized_batch_norm
+
+if TYPE_CHECKING:
+    _Base = nn.modules.batchnorm._BatchNorm
+else:
+    _Base = object
+
+__all__ = [
+    "SynchronizedBatchNorm1d",
+    "SynchronizedBatchNorm2d",
+    "SynchronizedBatchNorm3d",
+    "set_sbn_eps_mode",
+]
+
+_eps_mode = "plus"
+_warning_lock = threading.Lock()
+
+
+def set_sbn_eps_mode(mode: str) -> None:
+    """Chooses how ``eps`` enters where statistics are synchronized, for the whole process.
+
+    Args:
+        mode: ``"plus"``, the default: the deviation is divided by ``sqrt(var + eps)``, as
+            `torch.nn.BatchNorm2d` does. ``"clamp"``: by ``sqrt(max(var, eps))``, as the older
+            toolkit did, to go on with what was trained with it. The two differ by a factor of up
+            to ``sqrt(2)``, where ``var`` is as small as ``eps``. Evaluation, and training on one
+            device, use ``sqrt(var + eps)`` in either mode; so did the older toolkit.
+
+    Raises:
+        ValueError: Another mode.
+    """
+    global _eps_mode
+    if mode not in ("plus", "clamp"):
+        raise ValueError(f"the eps mode is 'plus' or 'clamp' (got {mode!r})")
+    _eps_mode = mode
+
+
+class SynchronizedBatchNorm(_Base):
+    """What the layers for 1, 2 and 3 dimensions have in common: everything but the name.
+
+    In training, in a replica made by a `replication.DataParallel` (or a patched one), the
+    statistics are those of the whole batch. Everywhere else the layer is the `torch.nn.BatchNorm`
+    that it is derived from, bit for bit.
+    """
+
+    # Of a replica: copy 0 has the master's end of the pipes, the others have theirs.
+    _master: SyncMaster | None = None
+    _pipe: SlavePipe | None = None
+    # Shared by the original and its replicas: whether the warning has been given.
+    _warned: list[bool]
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        if not bias:  # as a keyword of torch's own constructor it is newer than torch 2.4
+            self.register_parameter("bias", None)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        if "_warned" not in self.__dict__:
+            self._warned = []
+        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        # A replica of a replica (a DataParallel inside another) has its own copies to talk to.
+        replica._master = replica._pipe = None
+        return replica
+
+    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+        """Connects this copy with the others."""
+        if copy_id == 0:
+            self._master = ctx.sync_master = SyncMaster(merge_shards)
+        else:
+            self._pipe = ctx.sync_master.register_slave(copy_id)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or not self._has_copies():
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        self._check_synchronized_input(input)
+        y, whole = synchronized_batch_norm(
+            input,
+            self.weight,
+            self.bias,
+            Denominator(self.eps, clamps=_eps_mode == "clamp"),
+            self._exchange,
+        )
+        if self._master is not None:  # its buffers are those of the original module
+            self._update_running_statistics(whole)
+        return y
+
+    def _has_copies(self) -> bool:
+        if self._master is not None:
+            return self._master.nr_slaves > 0
+        if self._pipe is not None:
+            return True
+        if getattr(self, IS_REPLICA, False):
+            self._warn_once()
+        return False
+
+    def _warn_once(self) -> None:
+        with _warning_lock:  # the replicas come here at the same time
+            if self._warned:
+                return
+            self._warned.append(True)
+        warnings.warn(
+            f"{type(self).__name__} trains in a replica that has not been told about its copies,"
+            " so its statistics are those of one replica; call"
+            " replication.patch_replication_callback(model) on the DataParallel, or use"
+            " replication.DataParallel",
+            stacklevel=4,
+        )
+
+    def _exchange(self, shard: Shard) -> Whole:
+        run: Any = self._pipe.run_slave if self._pipe is not None else self._master.run_master  # type: ignore[union-attr]
+        whole: Whole = run(shard)
+        return whole
+
+    def _check_synchronized_input(self, input: Tensor) -> None:
+        """Raises on what torch's kernels would refuse, before anyone waits for this replica."""
+        name = type(self).__name__
+        if input.size(1) != self.num_features:
+            raise ValueError(
+                f"{name} expected {self.num_features} channels in dimension 1 (got input size "
+                f"{input.size()})"
+            )
+        if not input.is_floating_point():
+            raise NotImplementedError(f"{name} is not implemented for inputs of {input.dtype}")
+        allowed = {input.dtype}
+        if input.dtype in (torch.float16, torch.bfloat16):
+            allowed.add(torch.float32)
+        for key in ("weight", "bias", "running_mean", "running_var"):
+            tensor = getattr(self, key)
+            if tensor is not None and tensor.dtype not in allowed:
+                raise RuntimeError(
+                    f"{name} expected {key} in {' or '.join(map(str, allowed))} for inputs of "
+                    f"{input.dtype} (got {tensor.dtype})"
+                )
+        if self.eps <= 0:
+            raise ValueError(
+                f"batch_norm eps must be positive during training, but got {self.eps}"
+            )
+
+    @torch.no_grad()
+    def _update_running_statistics(self, whole: Whole) -> None:
+        """As `torch.nn.BatchNorm2d` does, in place; the running variance is the unbiased one."""
+        if not self.track_running_stats:
+            return
+        factor: float | Tensor = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # a cumulative average; a tensor spares the GPU a stop
+                factor = self.num_batches_tracked.double().reciprocal()
+        if whole.moments is None:
+            return
+        mean, var = whole.moments
+        var = var * (whole.joint.total / (whole.joint.total - 1))
+        for running, new in ((self.running_mean, mean), (self.running_var, var)):
+            if running is not None:
+                running.copy_(running + factor * (new - running))
+
+
+class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d` whose training statistics span all replicas of a forward.
+
+    >>> layer = SynchronizedBatchNorm1d(4)
+    >>> layer(torch.randn(8, 4)).shape
+    torch.Size([8, 4])
+
+    Shape:
+        ``(N, C)`` or ``(N, C, L)``, output alike. Replicas may differ in N and L; N may be 0.
+
+    Args:
+        num_features: C.
+        eps: Added to the variance (see `set_sbn_eps_mode`).
+        momentum: Weight of the new value in running statistics; ``None`` for a plain average.
+        affine: Whether it has ``weight`` and ``bias``.
+        track_running_stats: Whether it keeps running statistics; without them the batch's own are
+            used in evaluation too, those of each replica.
+        device: Of parameters and buffers.
+        dtype: Of parameters and buffers.
+        bias: Whether it has a ``bias``, if ``affine``.
+
+    Raises:
+        ValueError: Wrong number of dimensions or channels, or one value per channel on all
+            replicas together, in training.
+    """
+
+
+class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d` whose training statistics span all replicas of a forward.
+
+    Arguments and errors are those of `SynchronizedBatchNorm1d`.
+
+    Shape:
+        ``(N, C, H, W)``, output alike. Replicas may differ in N, H and W.
+    """
+
+
+class SynchronizedBatchNorm3d(SynchronizedBatchNorm, nn.BatchNorm3d):
+    """`torch.nn.BatchNorm3d` whose training statistics span all replicas of a forward.
+
+    Arguments and errors are those of `SynchronizedBatchNorm1d`.
+
+    Shape:
+        ``(N, C, D, H, W)``, output alike. Replicas may differ in N, D, H and W.
+    """

@@ -1,0 +1,121 @@
+"""From `torch.nn.BatchNorm` layers to synchronized ones and back, losing nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch import nn
+
+from replication import DataParallel, patch_replication_callback
+from replication.callback import has_replication_callback
+from syncbn.batchnorm import (
+    SynchronizedBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+)
+
+__all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: SynchronizedBatchNorm1d,
+    nn.BatchNorm2d: SynchronizedBatchNorm2d,
+    nn.BatchNorm3d: SynchronizedBatchNorm3d,
+}
+#: Marks the DataParallel objects that `revert_model` has to change back.
+_CONVERTED = "_converted_by_convert_model"
+_PLAIN = {synchronized: plain for plain, synchronized in _SYNCHRONIZED.items()}
+
+
+def convert_model(module: ModuleT) -> ModuleT:
+    """Makes every `torch.nn.BatchNorm1d/2d/3d` in ``module`` a synchronized one, in place.
+
+    The layers stay the objects they are and only change their class: parameters, buffers, hooks,
+    flags, names, and whoever else refers to them see no difference. A `torch.nn.DataParallel`
+    becomes a `replication.DataParallel` with the same devices, output device and dimension; one of
+    a derived class is given the replication callback. Converting twice changes nothing.
+
+    Layers of a class *derived* from batch norm, lazy ones included, may behave in any way; they
+    are left alone, with a warning that names them.
+
+    >>> net = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    >>> type(net[1]).__name__
+    'SynchronizedBatchNorm2d'
+
+    Args:
+        module: A layer, a network, or a DataParallel around one.
+
+    Returns:
+        ``module``.
+    """
+    left_alone = []
+    for path, submodule in module.named_modules():
+        if type(submodule) in _SYNCHRONIZED:
+            submodule.__class__ = _SYNCHRONIZED[type(submodule)]
+        elif isinstance(submodule, nn.DataParallel) and not has_replication_callback(submodule):
+            if type(submodule) is nn.DataParallel:
+                submodule.__class__ = DataParallel
+            else:
+                patch_replication_callback(submodule)
+            submodule.__dict__[_CONVERTED] = True
+        elif isinstance(submodule, nn.modules.batchnorm._BatchNorm) and not isinstance(
+            submodule, SynchronizedBatchNorm
+        ):
+            left_alone.append(f"`{path or '(root)'}` ({type(submodule).__name__})")
+    if left_alone:
+        warnings.warn(
+            "convert_model converts torch.nn.BatchNorm1d, 2d and 3d and no class derived from "
+            f"batch norm; these layers stay unsynchronized: {', '.join(left_alone)}",
+            stacklevel=2,
+        )
+    return module
+
+
+def revert_model(module: ModuleT) -> ModuleT:
+    """Undoes `convert_model`: makes every synchronized layer in ``module`` a plain one, in place.
+
+    A DataParallel that `convert_model` has changed becomes what it was; others stay as they are.
+
+    Args:
+        module: A layer or a network.
+
+    Returns:
+        ``module``.
+    """
+    for submodule in module.modules():
+        if type(submodule) in _PLAIN:
+            submodule.__class__ = _PLAIN[type(submodule)]
+        elif isinstance(submodule, nn.DataParallel) and submodule.__dict__.pop(_CONVERTED, False):
+            if type(submodule) is DataParallel:
+                submodule.__class__ = nn.DataParallel  # type: ignore[assignment]
+            else:
+                patch_replication_callback(submodule).remove()
+    return module
+
+
+@contextmanager
+def patch_sync_batchnorm() -> Iterator[None]:
+    """Makes ``torch.nn.BatchNorm1d/2d/3d`` name the synchronized classes, for a while.
+
+    For code that builds a network and cannot be changed::
+
+        with patch_sync_batchnorm():
+            net = build()
+
+    It may be nested, and is undone when the block raises. It holds for the whole process, and
+    where the code looks the names up in ``torch.nn``: a ``from torch.nn import BatchNorm2d`` that
+    ran before keeps the plain class (`convert_model` converts those too).
+    """
+    before = {plain.__name__: getattr(nn, plain.__name__) for plain in _SYNCHRONIZED}
+    try:
+        for plain, synchronized in _SYNCHRONIZED.items():
+            setattr(nn, plain.__name__, synchronized)
+        yield
+    finally:
+        for name, layer in before.items():
+            setattr(nn, name, layer)

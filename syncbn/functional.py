@@ -1,0 +1,335 @@
+"""The joined autograd graph of synchronized batch normalization.
+
+    replica i:  x_i ──▶ (1) Moments ──▶ z_i (alias of x_i), moments_i
+                                         │                     └─── message to the master
+    master:                              │  (2) Merge: all moments ──▶ merged_i, one per replica
+                                         ▼                                └─── reply
+    replica i:                       (3) Normalize(z_i, merged_i, weight, bias) ──▶ y_i
+
+Backward is the same graph read backwards. No thread waits in it: the engine runs (3) for each
+replica, (2) once, (1) for each replica. A queue or a barrier there would deadlock, because the
+engine runs all nodes of the CPU on one thread.
+
+Fast edges
+    In the usual backward, (3) hands ``dy`` itself to (1) along the z-edge and the sums
+    ``w * sum(dy)``, ``w * sum(dy * x_hat)`` to (2), which adds those of all replicas and hands
+    the totals S1, S2 to each (1), which then computes in one pass
+        dx = w * s * dy - s^2 * S2 / n * (x - mean) - s * S1 / n,    s = 1 / sqrt(denominator)
+    (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx). What runs along the edges are
+    no gradients: this is a private convention of the three nodes.
+
+Exact edges
+    With ``create_graph=True`` the three nodes return true derivatives, in differentiable
+    operations. A graph that was walked so once stays so (`Joint.exact`), because the graph of the
+    second derivative ends in the same edges.
+
+Saved for backward: x_i, once, by (1), and vectors of length C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from syncbn import kernels
+
+__all__: list[str] = []
+
+
+class Denominator(NamedTuple):
+    """What a deviation is divided by the root of: ``var + eps``, or ``max(var, eps)``."""
+
+    eps: float
+    clamps: bool = False
+
+    def of(self, var: Tensor) -> Tensor:
+        """The denominator."""
+        return var.clamp(min=self.eps) if self.clamps else var + self.eps
+
+    def slope(self, var: Tensor) -> Tensor:
+        """Its derivative by ``var``, which is constant but for a step."""
+        return (var >= self.eps).to(var.dtype) if self.clamps else torch.ones_like(var)
+
+
+class Joint:
+    """What the nodes of one call share, over all replicas."""
+
+    def __init__(self, total: int) -> None:
+        #: Values per channel in the whole batch.
+        self.total = total
+        self.exact = False
+
+    def walks_exact_edges(self) -> bool:
+        """Whether the backward that is running returns true derivatives."""
+        self.exact = self.exact or torch.is_grad_enabled()
+        return self.exact
+
+
+class Link:
+    """What (1) and (3) of one replica share; detached, as the graph would close a cycle."""
+
+    joint: Joint
+    mean: Tensor
+    scale: Tensor
+    inverse: Tensor
+    #: x, from (3) to (1) during a backward: unpacking a saved tensor twice can be costly, and
+    #: activation checkpoints forbid it.
+    x: Tensor | None = None
+
+
+class Shard(NamedTuple):
+    """A replica's message: values per channel, their ``(2, C)`` moments, the input's dtype."""
+
+    values: int
+    dtype: torch.dtype
+    moments: Tensor
+
+
+class Whole(NamedTuple):
+    """The master's reply: the ``(2, C)`` moments of the batch, None if it has under 2 values."""
+
+    joint: Joint
+    moments: Tensor | None
+
+
+def merge_shards(messages: Sequence[tuple[Any, Shard]]) -> list[tuple[Any, Whole]]:
+    """The master's callback: merges the replicas' moments, in replica order.
+
+    Raises:
+        ValueError: The replicas' inputs differ in channels or dtype.
+    """
+    first = messages[0][1]
+    for identifier, shard in messages:
+        if (shard.moments.shape, shard.dtype) != (first.moments.shape, first.dtype):
+            raise ValueError(
+                "the inputs of all replicas must have the same channels and dtype (replica 0: "
+                f"{first.moments.size(1)} channels, {first.dtype}; replica {identifier}: "
+                f"{shard.moments.size(1)} channels, {shard.dtype})"
+            )
+    shards = [shard for _, shard in messages]
+    joint = Joint(sum(shard.values for shard in shards))
+    merged: Sequence[Tensor | None] = [None] * len(shards)
+    if joint.total > 1:
+        # The master may run without grad, or behind hooks on saved tensors; the others need the
+        # graph all the same.
+        with (
+            torch.set_grad_enabled(any(shard.moments.requires_grad for shard in shards)),
+            torch.autograd.graph.saved_tensors_hooks(_itself, _itself),
+        ):
+            counts = [shard.values for shard in shards]
+            moments = [shard.moments for shard in shards]
+            merged = Merge.apply(joint, counts, *moments)  # type: ignore[no-untyped-call]
+    return [
+        (identifier, Whole(joint, moments))
+        for (identifier, _), moments in zip(messages, merged, strict=True)
+    ]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def synchronized_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    denominator: Denominator,
+    exchange: Callable[[Shard], Whole],
+) -> tuple[Tensor, Whole]:
+    """Normalizes ``x`` with the moments of the whole batch.
+
+    Args:
+        x: ``(N, C, ...)``, this replica's shard; may be empty.
+        weight: ``(C,)`` or None.
+        bias: ``(C,)`` or None.
+        denominator: How ``eps`` enters.
+        exchange: Sends this replica's `Shard` and returns the `Whole`.
+
+    Returns:
+        The output, like ``x``, and what was exchanged.
+
+    Raises:
+        ValueError: The whole batch has one value per channel.
+    """
+    link = Link()
+    z, moments = Moments.apply(link, x)  # type: ignore[no-untyped-call]
+    whole = exchange(Shard(kernels.values_per_channel(x), x.dtype, moments))
+    link.joint = whole.joint
+    if whole.moments is None:
+        if whole.joint.total:
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got input size "
+                f"{x.size()} on this replica and {whole.joint.total} value per channel on all"
+            )
+        # Nobody has any data: torch says what that gives.
+        y = torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
+        return y, whole
+    y = Normalize.apply(link, denominator, z, whole.moments, weight, bias)  # type: ignore[no-untyped-call]
+    return y, whole
+
+
+class Moments(Function):
+    """(1) Moments of a shard; in backward the whole input gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, link: Link, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        ctx.link = link
+        return x.view_as(x), kernels.moments(x)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor | None, dmoments: Tensor | None) -> tuple[Any, ...]:
+        link: Link = ctx.link
+        x, link.x = link.x, None
+        if dz is None and dmoments is None:  # the engine asks, though no gradient has come
+            return None, None
+        if x is None:  # this replica's output is unused, so that (3) has not run
+            (x,) = ctx.saved_tensors
+        if link.joint.walks_exact_edges():
+            return None, _moments_derivative(x, dz, dmoments)
+        if dmoments is None:
+            dmoments = torch.zeros_like(link.mean).expand(2, -1)
+        s1, s2 = dmoments / link.joint.total
+        slope, offset = s2 * link.inverse.square(), s1 * link.inverse
+        return None, kernels.input_gradient(dz, x, link.mean, link.scale, slope, offset)
+
+
+def _moments_derivative(x: Tensor, dz: Tensor | None, dmoments: Tensor | None) -> Tensor | None:
+    n = kernels.values_per_channel(x)
+    if dmoments is None or n == 0:
+        return dz
+    dmean, dvar = (kernels.per_channel(d, x) for d in dmoments / n)
+    centered = x.to(kernels.accumulation_dtype(x.dtype))
+    centered = centered - centered.mean(kernels.reduced_dims(x), keepdim=True)
+    dx = (dmean + 2 * dvar * centered).to(x.dtype)
+    return dx if dz is None else dz + dx
+
+
+class Merge(Function):
+    """(2) Merges the moments of all replicas; in backward adds their sums, in replica order."""
+
+    @staticmethod
+    def forward(ctx: Any, joint: Joint, counts: list[int], *moments: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*moments)
+        ctx.joint, ctx.counts = joint, counts
+        merged = kernels.merge(*_stacked(counts, moments))
+        return tuple(merged.to(m.device, copy=True) for m in moments)
+
+    @staticmethod
+    def backward(ctx: Any, *sums: Tensor | None) -> tuple[Any, ...]:
+        moments = ctx.saved_tensors
+        home = moments[0].device
+        present = [s.to(home) for s in sums if s is not None]
+        if not present:
+            return None, None, *sums
+        total = torch.stack(present).sum(0)
+        if ctx.joint.walks_exact_edges():
+            grads = _merge_derivative(ctx.counts, moments, total)
+        else:
+            grads = [total] * len(moments)
+        return (
+            None,
+            None,
+            *(
+                g.to(m.device) if needed else None
+                for g, m, needed in zip(grads, moments, ctx.needs_input_grad[2:], strict=True)
+            ),
+        )
+
+
+def _stacked(counts: list[int], moments: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Counts and moments of all replicas, on the master's device."""
+    home = moments[0].device
+    stats = torch.stack([m.to(home) for m in moments])
+    return torch.tensor(counts, dtype=stats.dtype, device=home).unsqueeze(1), stats
+
+
+def _merge_derivative(
+    counts: list[int], moments: Sequence[Tensor], grad: Tensor
+) -> Sequence[Tensor]:
+    n, stats = _stacked(counts, moments)
+    share = n / n.sum()
+    means = stats[:, 0]
+    mean = (share * means).sum(0)
+    dmean, dvar = grad
+    # The variance's way through the merged mean adds up to nothing.
+    return torch.stack((share * (dmean + 2 * dvar * (means - mean)), share * dvar), 1).unbind(0)
+
+
+class Normalize(Function):
+    """(3) Normalizes a shard; in backward the parameter gradients, and the sums that (2) adds."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        link: Link,
+        denominator: Denominator,
+        z: Tensor,
+        merged: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        mean, var = merged.detach().unbind()
+        root = denominator.of(var)
+        link.mean = mean
+        link.inverse = root.rsqrt()
+        link.scale = link.inverse if weight is None else link.inverse * weight.detach()
+        ctx.link, ctx.denominator = link, denominator
+        ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
+        # (1) has saved x, unless x needs no gradient.
+        ctx.moments = z.grad_fn
+        ctx.save_for_backward(merged, weight, None if z.requires_grad else z)
+        return kernels.normalize(z, mean, root, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
+        if dy is None:
+            return (None,) * 6
+        merged, weight, x = ctx.saved_tensors
+        link: Link = ctx.link
+        if x is None:
+            (x,) = ctx.moments.saved_tensors
+            link.x = x
+        if link.joint.walks_exact_edges():
+            dz, sums, dmerged = _normalize_derivative(dy, x, merged, weight, ctx.denominator)
+        else:
+            sums = kernels.reduce(dy, x, link.mean, ctx.denominator.of(merged[1]))
+            dz, dmerged = dy, sums if weight is None else sums * weight
+            if ctx.denominator.clamps:  # no way through the variance where it is clamped
+                dmerged = torch.stack((dmerged[0], dmerged[1] * ctx.denominator.slope(merged[1])))
+        dbias, dweight = sums
+        weight_dtype, bias_dtype = ctx.dtypes
+        return (
+            None,
+            None,
+            dz,
+            dmerged,
+            None if weight_dtype is None else dweight.to(weight_dtype),
+            None if bias_dtype is None else dbias.to(bias_dtype),
+        )
+
+
+def _normalize_derivative(
+    dy: Tensor, x: Tensor, merged: Tensor, weight: Tensor | None, denominator: Denominator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The derivatives by z, by (bias, weight), and by the merged moments."""
+    dims = kernels.reduced_dims(x)
+    mean, var = merged
+    inverse = denominator.of(var).rsqrt()
+    scale = inverse if weight is None else inverse * weight
+    dy = dy.to(kernels.accumulation_dtype(x.dtype))
+    centered = x - kernels.per_channel(mean, x)
+    dbias, dweight = dy.sum(dims), (dy * centered).sum(dims) * inverse
+    dvar = -0.5 * dweight * scale * inverse * denominator.slope(var)
+    return (
+        (dy * kernels.per_channel(scale, x)).to(x.dtype),
+        torch.stack((dbias, dweight)),
+        torch.stack((-dbias * scale, dvar)),
+    )

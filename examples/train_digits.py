@@ -1,0 +1,305 @@
+"""Trains one network three times, to show what synchronized batch normalization is for.
+
+A small residual network learns to read scikit-learn's handwritten digits (8 x 8 pixels):
+
+    1. on one device, which sees the whole batch;
+    2. on n replicas with plain BatchNorm: each normalizes with its own share of the batch;
+    3. on n replicas with synchronized BatchNorm: all normalize with the whole batch.
+
+Initial weights, order of the batches and optimizer are the same. So run 3 is run 1 up to rounding,
+while run 2 is another training.
+
+How to read the table. Distances are measured from run 1: "loss off by" is the largest difference
+of the losses of any step, "weights off by" that of any weight at the end. The figure shows the
+loss of every step, and how far it is from that of run 1.
+
+In float64 the program checks itself: it exits with 1 if a loss of run 3 is off by more than 1e-8.
+Float32 rounds half a billion times more coarsely. Sooner or later that moves the input of a ReLU
+across zero; from there on runs 1 and 3, too, go different ways. See the first steps in the figure.
+
+    python examples/train_digits.py
+    python examples/train_digits.py --devices cuda:0 cuda:1 --batch-size 64 --dtype float32
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from replication import DataParallel
+from syncbn import convert_model
+
+#: Far above what rounding makes of a training in float64, far below what wrong statistics make of
+#: its first step.
+TOLERANCE = 1e-8
+
+#: Images ``(N, 1, 8, 8)`` and the digits on them ``(N,)``.
+Samples = tuple[Tensor, Tensor]
+
+
+class Options(NamedTuple):
+    """What the three runs have in common; the one-device run is on the first device."""
+
+    devices: list[torch.device]
+    batch_size: int
+    steps: int
+    lr: float = 0.02
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+
+
+class Run(NamedTuple):
+    """What came of a training: the loss of each step, all weights at the end in a row, ..."""
+
+    name: str
+    losses: Tensor
+    weights: Tensor
+    accuracy: float
+    ms_per_step: float
+
+
+def load_data(device: torch.device, dtype: torch.dtype) -> tuple[Samples, Samples]:
+    """Loads the digits for training and those for the test, which no seed changes."""
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels / 16, dtype=dtype, device=device).unflatten(1, (1, 8, 8))
+    digits = torch.tensor(labels, device=device)
+    training, test = train_test_split(
+        np.arange(len(labels)), test_size=360, stratify=labels, random_state=0
+    )
+    return (images[training], digits[training]), (images[test], digits[test])
+
+
+def batches(samples: Samples, options: Options) -> Iterator[Samples]:
+    """Yields the training batches, for the same options always the same ones."""
+    images, digits = samples
+    generator = torch.Generator().manual_seed(options.seed)
+    needed = options.steps * options.batch_size
+    epochs = math.ceil(needed / len(digits))
+    order = torch.cat([torch.randperm(len(digits), generator=generator) for _ in range(epochs)])
+    for batch in order[:needed].to(digits.device).split(options.batch_size):
+        yield images[batch], digits[batch]
+
+
+def conv(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
+    """A convolution, and the batch normalization that makes its bias superfluous."""
+    return [
+        nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False),
+        nn.BatchNorm2d(outputs),
+    ]
+
+
+class Block(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *conv(inputs, outputs, 3, stride), nn.ReLU(), *conv(outputs, outputs, 3)
+        )
+        self.shortcut = nn.Sequential(*conv(inputs, outputs, 1, stride))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+def build_net() -> nn.Module:
+    """Makes a ResNet for tiny images."""
+    blocks = Block(16, 16), Block(16, 32, stride=2), Block(32, 64, stride=2)
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
+    return nn.Sequential(*conv(1, 16, 3), nn.ReLU(), *blocks, *head)
+
+
+def train(model: nn.Module, data: Iterable[Samples], lr: float) -> tuple[Tensor, float]:
+    """Trains ``model`` in place; returns the loss of each step and the median ms per step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+    model.train()
+    losses, seconds = [], []
+    for images, digits in data:
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        # Of the joined output: a mean of the replicas' losses would weigh uneven shares alike.
+        loss = nn.functional.cross_entropy(model(images), digits)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())  # waits for the device, so that its work is in the time
+        seconds.append(time.perf_counter() - start)
+    return torch.tensor(losses, dtype=torch.float64), 1000 * float(np.median(seconds))
+
+
+@torch.no_grad()
+def accuracy(net: nn.Module, samples: Samples) -> float:
+    """The share of the images that ``net`` reads correctly."""
+    images, digits = samples
+    net.eval()
+    return float((net(images).argmax(1) == digits).double().mean())
+
+
+def compare(options: Options) -> list[Run]:
+    """Trains on one device, on replicas, and on replicas with synchronized BatchNorm."""
+    devices = options.devices
+    training, test = load_data(devices[0], options.dtype)
+    torch.manual_seed(options.seed)
+    alone = build_net().to(devices[0], options.dtype)
+    plain, synchronized = copy.deepcopy(alone), convert_model(copy.deepcopy(alone))
+    # What is trained, and the network in it.
+    contenders = {
+        "one device": (alone, alone),
+        "replicas, plain BatchNorm": (DataParallel(plain, devices), plain),
+        "replicas, synchronized": (DataParallel(synchronized, devices), synchronized),
+    }
+    runs = []
+    for name, (model, net) in contenders.items():
+        data = tqdm(batches(training, options), f"{name:<25}", options.steps, unit="step")
+        losses, ms_per_step = train(model, data, options.lr)
+        weights = nn.utils.parameters_to_vector(net.parameters()).detach().cpu().double()
+        runs.append(Run(name, losses, weights, accuracy(net, test), ms_per_step))
+    return runs
+
+
+def largest_distance(a: Tensor, b: Tensor) -> float:
+    """The largest distance between two entries; NaN if an entry is."""
+    return float((a - b).abs().max())
+
+
+def print_table(runs: Sequence[Run]) -> None:
+    """Prints one line per run."""
+    row = "{:<25}  {:>13}  {:>10}  {:>11}  {:>14}  {:>11}".format
+    print(row("", "test accuracy", "final loss", "loss off by", "weights off by", "ms per step"))
+    for run in runs:
+        off = ["-", "-"]
+        if run is not runs[0]:
+            off[0] = f"{largest_distance(run.losses, runs[0].losses):.1e}"
+            off[1] = f"{largest_distance(run.weights, runs[0].weights):.1e}"
+        loss = f"{run.losses[-1]:.4g}"
+        print(row(run.name, f"{run.accuracy:.1%}", loss, *off, f"{run.ms_per_step:.1f}"))
+
+
+def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Averages over 15 steps, over fewer near the ends."""
+    window = np.ones(min(15, len(values)))
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
+
+
+def draw(runs: Sequence[Run], options: Options, path: Path) -> None:
+    """Draws the losses, and below them their distances from those of the first run."""
+    # A Figure without pyplot needs no display, and leaves the caller's backend as it is.
+    figure = Figure(figsize=(9, 8))
+    figure.set_layout_engine("constrained", h_pad=0.12)
+    setting = f"batches of {options.batch_size}, replicas: {len(options.devices)}"
+    figure.suptitle(f"Handwritten digits ({setting})", fontsize="x-large")
+    above, below = figure.subplots(2, 1, sharex=True)
+    above.set_title("Loss (thin: each step; thick: mean of 15 steps)", loc="left")
+    above.set(ylabel="cross entropy", xlim=(0, options.steps))
+    below.set_title("Distance from the loss on one device (gaps: exactly 0)", loc="left")
+    below.set(ylabel="absolute difference", xlabel="step", ylim=(1e-18, 1e2))
+    steps = np.arange(1, options.steps + 1)
+    # The synchronized curve lies on that of one device: a wide line and dashes show both.
+    styles = [("#AAAAAA", "-", 4.5), ("#0072B2", "-", 1.6), ("#D55E00", "--", 1.6)]
+    for run, (color, dashes, width) in zip(runs, styles, strict=True):
+        curves = [(above, run.losses.numpy())]
+        if run is not runs[0]:
+            curves.append((below, (run.losses - runs[0].losses).abs().numpy()))
+        for axes, values in curves:
+            label = run.name if axes is above else None
+            axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.5)
+            axes.plot(steps, moving_average(values), dashes, color=color, lw=width, label=label)
+    if options.dtype == torch.float64:
+        below.axhline(TOLERANCE, color="black", linestyle=":", lw=1, label="limit of the check")
+    for axes in (above, below):
+        axes.set_yscale("log", nonpositive="mask")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def parse_options(argv: Sequence[str] | None) -> tuple[Options, Path]:
+    """Reads the command line; a bad value ends the program with a message."""
+    parser = argparse.ArgumentParser(
+        description="Trains one network three times: on one device, on replicas, and on replicas "
+        "with synchronized batch normalization. Prints a table and draws the loss curves.",
+    )
+    add = parser.add_argument
+    add("--replicas", type=int, help="number of replicas (default: 4, or one per device)")
+    devices_help = (
+        "one per replica, separated by spaces or commas; may repeat, as in `cuda:0 cuda:0`; the "
+        "first is that of the one-device run (default: all replicas on the cpu)"
+    )
+    add("--devices", nargs="+", metavar="DEVICE", help=devices_help)
+    add("--batch-size", type=int, help="images on all replicas (default: 4 per replica)")
+    add("--steps", type=int, default=300, help="steps of each run (default: %(default)s)")
+    add("--lr", type=float, default=0.02, help="learning rate (default: %(default)s)")
+    dtype_help = "type of all numbers; the check needs float64 (default: %(default)s)"
+    add("--dtype", choices=["float32", "float64"], default="float64", help=dtype_help)
+    add("--seed", type=int, default=0, help="for weights and batches (default: %(default)s)")
+    output_help = "where the figure goes (default: %(default)s in the current folder)"
+    add("--output", type=Path, default="train_digits.png", metavar="PNG", help=output_help)
+    args = parser.parse_args(argv)
+
+    names = [name for item in args.devices or () for name in item.split(",") if name]
+    if args.replicas is None:
+        args.replicas = 4 if args.devices is None else len(names)
+    if args.devices is None:
+        names = ["cpu"] * args.replicas
+    if args.batch_size is None:
+        args.batch_size = 4 * args.replicas
+    for option, least in (("replicas", 1), ("batch_size", 1), ("steps", 1), ("seed", 0)):
+        if (value := getattr(args, option)) < least:
+            parser.error(f"--{option.replace('_', '-')} must be at least {least} (got {value})")
+    if len(names) != args.replicas:
+        parser.error(f"--devices names {len(names)} devices for {args.replicas} replicas")
+    # As DataParallel splits a batch: 9 samples on 4 replicas are 3, 3, 3, and none for the last.
+    busy = math.ceil(args.batch_size / math.ceil(args.batch_size / args.replicas))
+    if busy < args.replicas:
+        parser.error(
+            f"--batch-size {args.batch_size} gives data to only {busy} of {args.replicas} replicas"
+        )
+    if not 0 < args.lr < math.inf:
+        parser.error(f"--lr must be a positive number (got {args.lr})")
+    if args.output.is_dir() or not args.output.parent.is_dir():
+        parser.error(f"--output must be a file in a folder that exists (got {args.output})")
+    dtype = getattr(torch, args.dtype)
+    for name in names:
+        try:
+            torch.ones(1, dtype=dtype, device=name).item()
+        except Exception as error:  # of many types: no such device, no driver, no such dtype on it
+            parser.error(f"device {name!r} cannot be used: {str(error).splitlines()[0]}")
+    devices = [torch.device(name) for name in names]
+    options = Options(devices, args.batch_size, args.steps, args.lr, dtype, args.seed)
+    return options, args.output
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit code."""
+    options, output = parse_options(argv)
+    # The replicas are the parallelism here. Each would start as many threads of its own as there
+    # are cores, for convolutions too small to share: 4 replicas on 2 cores then take 1.6 to 2
+    # times as long. (One device would take 0.7 times as long, but the times should compare.)
+    torch.set_num_threads(1)
+    runs = compare(options)
+    print_table(runs)
+    draw(runs, options, output)
+    print(f"The curves are in {output}")
+    off = largest_distance(runs[-1].losses, runs[0].losses)
+    if options.dtype == torch.float64 and not off <= TOLERANCE:  # NaN fails, too
+        print(f"FAILED: synchronized losses must be within {TOLERANCE} of one device (got {off})")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

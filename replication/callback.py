@@ -191,7 +191,8 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
     """Adds the replication callback to a `DataParallel` object, stock or customized.
 
     Its ``replicate`` calls `execute_replication_callbacks` from now on, and of several errors its
-    ``parallel_apply`` raises the first. Patching twice is the same as patching once::
+    ``parallel_apply`` raises the first. Patching twice is the same as patching once, and either
+    handle undoes it::
 
         model = nn.DataParallel(net, device_ids=[0, 1])
         patch_replication_callback(model)

@@ -12,6 +12,7 @@ from replication.callback import execute_replication_callbacks
 from replication.devices import (
     DeviceLike,
     accelerator,
+    check_available,
     default_devices,
     parse_device,
     parse_devices,
@@ -56,8 +57,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         dim: The batch dimension of inputs and outputs.
 
     Raises:
-        ValueError: ``device_ids`` is empty.
-        TypeError: An item of it is no device.
+        ValueError: ``device_ids`` is empty, or this machine has no such device.
+        TypeError: ``module`` is no module, or an item of ``device_ids`` is no device.
     """
 
     #: What `patch_replication_callback` adds, this class has.
@@ -71,16 +72,19 @@ class DataParallel(nn.DataParallel[ModuleT]):
         dim: int = 0,
     ) -> None:
         nn.Module.__init__(self)  # the constructor of torch's class knows accelerators only
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module (got {type(module).__name__})")
         self.module = module
         self.dim = dim
         devices = _devices_to_use(device_ids)
         self.device_ids = [_as_torch_spells(device) for device in devices]
         if not devices:
             return
+        target = devices[0] if output_device is None else parse_device(output_device)
+        for device in (*devices, target):
+            check_available(device)
         self.src_device_obj = devices[0]
-        self.output_device = _as_torch_spells(
-            devices[0] if output_device is None else parse_device(output_device)
-        )
+        self.output_device = _as_torch_spells(target)
         if all(device.type == "cuda" for device in devices):
             check_balance(self.device_ids)
         if len(devices) == 1:
@@ -165,6 +169,8 @@ def _devices_to_use(device_ids: Sequence[DeviceLike] | None) -> list[torch.devic
     if isinstance(device_ids, (list, tuple)) and not device_ids:
         raise ValueError("device_ids must name at least one device (got none)")
     only_indices = isinstance(device_ids, (list, tuple)) and {*map(type, device_ids)} == {int}
+    if only_indices and any(index < 0 for index in device_ids):  # type: ignore[operator]
+        raise ValueError(f"device_ids must be indices of devices (got {device_ids})")
     return [] if only_indices and accelerator() is None else parse_devices(device_ids)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -62,6 +62,18 @@ def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
     return [parse_device(device) for device in devices]
 
 
+def check_available(device: torch.device) -> None:
+    """Raises ValueError if ``device`` is an accelerator that this machine does not have."""
+    kind = accelerator()
+    if device.type in ("cuda", "xpu") and (
+        device.type != kind or (device.index or 0) >= module_of(device).device_count()
+    ):
+        raise ValueError(
+            f"this machine has no device {str(device)!r}; "
+            'replicas on the CPU are spelled device_ids=["cpu", "cpu"]'
+        )
+
+
 def default_devices() -> list[torch.device]:
     """All accelerators of this machine, none where there is none."""
     kind = accelerator()
@@ -76,8 +88,10 @@ def module_of(device: torch.device) -> Any:
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream that the calling thread uses on ``device``; None on the CPU."""
-    return None if device.type == "cpu" else module_of(device).current_stream(device)
+    """The stream that the calling thread uses on ``device``; None where there are no streams."""
+    if device.type in ("cpu", "meta"):
+        return None
+    return module_of(device).current_stream(device)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -97,19 +111,21 @@ def device_in_use() -> torch.device | None:
     return _in_use.device
 
 
-@contextmanager
-def use_device(device: torch.device, stream: Any) -> Iterator[None]:
+class use_device(ExitStack):
     """Makes ``device`` and ``stream`` current, as `torch.cuda.device` and `torch.cuda.stream`."""
-    outer, _in_use.device = _in_use.device, device
-    try:
-        if device.type == "cpu":
-            yield
-        else:
-            module = module_of(device)
-            with module.device(device), nullcontext() if stream is None else module.stream(stream):
-                yield
-    finally:
-        _in_use.device = outer
+
+    def __init__(self, device: torch.device, stream: Any) -> None:
+        super().__init__()
+        self._device, self._stream = device, stream
+
+    def __enter__(self) -> use_device:
+        self.callback(setattr, _in_use, "device", _in_use.device)
+        _in_use.device = self._device
+        if self._stream is not None:
+            module = module_of(self._device)
+            self.enter_context(module.device(self._device))
+            self.enter_context(module.stream(self._stream))
+        return self
 
 
 def are_distinct_cuda(devices: Sequence[torch.device]) -> bool:

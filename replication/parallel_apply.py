@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,8 +18,8 @@ import torch
 from torch import nn
 
 from replication.devices import DeviceLike, accelerator, current_stream, parse_devices, use_device
-from replication.rendezvous import Rendezvous
-from replication.watch import add_note, device_of, first_failure_wins, rendezvous_of
+from replication.torch_internals import in_functorch_transform
+from replication.watch import Attendance, add_note, device_of, first_failure_wins, watched_call
 
 __all__ = ["parallel_apply"]
 
@@ -57,7 +60,12 @@ def parallel_apply(
     for name, items in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", targets)):
         if len(items) != n:
             raise ValueError(f"expected one of {name} for each of {n} replicas (got {len(items)})")
-    state = ThreadState(targets, rendezvous_of(replicas))
+    if n > 1 and in_functorch_transform():
+        raise RuntimeError(
+            "torch.func transforms do not reach the threads that replicas run in, so that their "
+            "derivatives would be lost; transform a function that calls the module itself"
+        )
+    state = ThreadState(targets)
     calls = []
     for index, replica in enumerate(replicas):
         args = inputs[index]
@@ -92,10 +100,10 @@ def _run_all(replicas: Sequence[nn.Module], calls: Sequence[Callable[[], Any]]) 
 class ThreadState:
     """What torch keeps per thread, as it is in the calling thread."""
 
-    def __init__(self, devices: Sequence[torch.device], rendezvous: Rendezvous | None) -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
-        self.rendezvous = rendezvous
         self.streams = [current_stream(device) for device in devices]
+        self.num_threads = torch.get_num_threads()
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.default_device = torch.get_default_device()
@@ -114,6 +122,8 @@ class ThreadState:
     def run(self, index: int, module: nn.Module, args: Sequence[Any], kwargs: Any) -> Any:
         """Calls ``module`` in this state, in the thread of replica ``index``."""
         device = self.devices[index]
+        if torch.get_num_threads() != self.num_threads:  # a setting of each thread
+            torch.set_num_threads(self.num_threads)
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.inference_mode(self.inference))
@@ -123,13 +133,16 @@ class ThreadState:
                 for autocast in self.autocast:
                     stack.enter_context(autocast())
                 stack.enter_context(use_device(device, self.streams[index]))
+                call = watched_call(module)
+                if call is not None and call.rendezvous is not None:
+                    # The replica itself reports, too; but not if it fails before its forward.
+                    stack.enter_context(Attendance(call.rendezvous, call.replica, call.owner))
                 return module(*args, **kwargs)
         except BaseException as error:
             origin = f"in replica {index} of {len(self.devices)}"
-            if not any(note.startswith(origin) for note in getattr(error, "__notes__", ())):
+            notes = getattr(error, "__notes__", None) or ()
+            if not any(str(note).startswith(origin) for note in notes):
                 add_note(error, f"{origin} on {device}")
-            if self.rendezvous is not None:  # it may have failed before its forward began
-                self.rendezvous.fail(index, error)
             raise
 
 
@@ -140,11 +153,12 @@ class Worker:
         self._inbox: SimpleQueue[tuple[int, Callable[[], Any], SimpleQueue[Any]] | None]
         self._inbox = SimpleQueue()
         # The thread refers to the inbox alone, so that an unused worker is freed and ends it.
-        self._thread = threading.Thread(target=_serve, args=(self._inbox,), daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=_serve, args=(self._inbox,), daemon=True)
+        self.thread.start()
 
     def submit(self, index: int, call: Callable[[], Any], done: SimpleQueue[Any]) -> None:
-        self._thread.name = f"replica-{index}"
+        """Calls ``call`` in the thread and puts index, result and error in ``done``."""
+        self.thread.name = f"replica-{index}"
         self._inbox.put((index, call, done))
 
     def __del__(self) -> None:
@@ -190,5 +204,21 @@ def borrowed_workers(count: int) -> Iterator[list[Worker]]:
     still be busy (a worker that nobody holds ends after its call)."""
     idle = _idle.workers
     workers = [idle.pop() if idle else Worker() for _ in range(count)]
-    yield workers
+    try:
+        yield workers
+    except BaseException:
+        _abandoned.update(worker.thread for worker in workers)
+        raise
     idle.extend(reversed(workers))
+
+
+#: Threads whose caller was interrupted; each ends after its call.
+_abandoned: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _await_abandoned() -> None:
+    """Lets abandoned calls end, for a while: torch aborts if the interpreter ends under it."""
+    end = time.monotonic() + 1.5
+    for thread in list(_abandoned):
+        thread.join(max(0.0, end - time.monotonic()))

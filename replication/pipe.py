@@ -183,7 +183,7 @@ class SyncMaster:
 
     def _forget_forwards(self) -> None:
         # The forward that slaves were last registered in, for threads that do not run a replica.
-        self._latest: Callable[[], Rendezvous | None] = lambda: None
+        self._latest: Callable[[], Rendezvous | None] | None = None
         # Slaves registered outside any forward.
         self._by_hand: Rendezvous | None = None
 
@@ -203,7 +203,7 @@ class SyncMaster:
             identifier: Its name in the callback's messages, the ``copy_id`` as a rule.
 
         Raises:
-            ReplicationError: The identifier is taken.
+            ReplicationError: The identifier is taken, or the replica has a slave already.
         """
         place = here()
         if place is not None:
@@ -211,6 +211,7 @@ class SyncMaster:
             self._latest = weakref.ref(rendezvous)
         else:
             rendezvous, path = self._registering_by_hand(), "SyncMaster"
+            self._latest = None
             replica = len(self._slots(rendezvous)) + 1
         with rendezvous.lock:
             channel = rendezvous.channels.setdefault(self, Channel(path or "SyncMaster"))
@@ -218,6 +219,13 @@ class SyncMaster:
                 raise ReplicationError(
                     f"a slave's identifier must be new and not {_MASTER}, which is the master's "
                     f"(got {identifier!r} in `{channel.path}`)"
+                )
+            if rendezvous.size and (
+                replica == _MASTER or any(slot.replica == replica for slot in channel.slots)
+            ):
+                raise ReplicationError(
+                    f"replica {replica} cannot register another slave in `{channel.path}`: each "
+                    "replica but the master's has one"
                 )
             slot = Slot(identifier, replica)
             channel.slots.append(slot)
@@ -239,7 +247,9 @@ class SyncMaster:
 
     def _rendezvous(self) -> Rendezvous | None:
         place = here()
-        return place.rendezvous if place is not None else self._latest() or self._by_hand
+        if place is not None:
+            return place.rendezvous
+        return self._latest() if self._latest is not None else self._by_hand
 
     @property
     def nr_slaves(self) -> int:
@@ -258,6 +268,11 @@ class SyncMaster:
             ReplicationError: The callback did not reply to everyone.
         """
         rendezvous = self._rendezvous()
+        if rendezvous is None and self._latest is not None:
+            raise ReplicationError(
+                "run_master is called outside the forward that its slaves are of, which has ended "
+                "(in the recomputation of an activation checkpoint, say)"
+            )
         slots = self._slots(rendezvous)
         if rendezvous is None or not slots:
             return self._replies([(_MASTER, master_msg)], "SyncMaster")[_MASTER]
@@ -292,11 +307,17 @@ class SyncMaster:
         return replies[_MASTER]
 
     def _replies(self, messages: list[tuple[Any, Any]], path: str) -> dict[Any, Any]:
-        replies = dict(self._master_callback(messages))
+        answer = self._master_callback(messages)
+        pairs = list(answer) if isinstance(answer, Iterable) else None
         expected = [identifier for identifier, _ in messages]
+        try:
+            replies = dict(pairs or ())
+        except (TypeError, ValueError):  # not made of pairs
+            replies = {}
         if set(replies) != set(expected):
+            got = list(replies) or (type(answer).__name__ if pairs is None else pairs)
             raise ReplicationError(
                 f"the master's callback of `{path}` must return one (identifier, reply) for each "
-                f"message (expected identifiers {expected}, got {list(replies)})"
+                f"message (expected identifiers {expected}, got {got})"
             )
         return replies

@@ -5,31 +5,30 @@ of them raises, returns early or waits elsewhere, a message that the others wait
 
 Guarantees
     * Every wait ends: in its value, in `ReplicaFailed` (a replica raised) or in
-      `ReplicasDiverged` (nobody can send the value any more). No timeout is involved.
+      `ReplicasDiverged` (nobody can send the value any more).
     * When one wait fails all fail, at once, and no later wait in the same forward begins.
     * Nothing outlives the forward: a new forward has a new `Rendezvous`.
 
 This code assumes that the beginning and the end of each replica's forward are reported
-(`enter`, `leave`), whoever runs it, and that a replica which has not begun yet will. The second
-is not so where somebody runs the replicas one after the other in the thread that made them: a
-replica that waits in that thread gives the others `GRACE` to begin.
+(`enter`, `leave`), whoever runs it, so that no wait needs a time limit. Only whether a replica
+that has not begun will ever do so nobody can say: not if they are run one after the other in one
+thread, or in too few threads. A replica that waits for one that has not begun gives it `GRACE`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Iterable
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
 __all__ = ["ReplicaFailed", "ReplicasDiverged", "ReplicationError"]
 
 
 #: Seconds.
-GRACE = 10.0
+GRACE = 20.0
 
 
 class ReplicationError(RuntimeError):
@@ -64,7 +63,7 @@ class Site(NamedTuple):
 class Wait:
     """One replica's wait: begun and ended under the rendezvous' lock, blocked on outside it."""
 
-    __slots__ = ("_gate", "calls", "error", "needs", "rendezvous", "replica", "site")
+    __slots__ = ("_gate", "calls", "error", "needs", "rendezvous", "replica", "site", "thread")
 
     def __init__(
         self,
@@ -82,6 +81,7 @@ class Wait:
         #: How often each replica has called this channel, for messages.
         self.calls = calls
         self.error: Verdict | None = None
+        self.thread = threading.get_ident()
         # A bare lock is the cheapest thing that a thread can sleep on.
         self._gate = threading.Lock()
         self._gate.acquire()
@@ -93,9 +93,8 @@ class Wait:
     def block(self) -> None:
         """Sleeps until the wait has ended; raises if it has ended without a value."""
         try:
-            if not self._gate.acquire(timeout=GRACE if self.rendezvous.is_at_home() else -1):
-                self.rendezvous.expect_all_to_have_begun(self)
-                self._gate.acquire()
+            while not self._gate.acquire(timeout=GRACE):
+                self.rendezvous.expect_progress(self)
         except BaseException:  # KeyboardInterrupt, where a replica runs in the main thread
             self.rendezvous.forget(self)
             raise
@@ -111,10 +110,10 @@ class Verdict(NamedTuple):
     reason: str
     cause: BaseException | None
 
-    def raise_at(self, wait: Wait | None = None) -> None:
+    def raise_at(self, wait: Wait | None = None, later: str = "") -> None:
         """Raises an error of its own for each waiting replica: a shared one would grow."""
         where = f" Replica {wait.replica} waited at {wait.site}." if wait and self.cause else ""
-        raise self.kind(self.reason + where) from self.cause
+        raise self.kind(self.reason + where + later) from self.cause
 
 
 class Rendezvous:
@@ -129,15 +128,17 @@ class Rendezvous:
     def __init__(self, size: int | None) -> None:
         self.size = size
         self.lock = threading.Lock()
-        self._home = threading.get_ident()
         #: What the pipes of this forward keep for its duration, by the object that owns it.
         self.channels: dict[Hashable, Any] = {}
         # A forward may be entered more than once (micro-batches): the k-th time of one replica
         # meets the k-th time of the others.
         self._entries = [0] * (size or 0)
         self._inside = [0] * (size or 0)
+        self._thread = [0] * (size or 0)
+        # Replicas that will not run at all.
+        self._absent: set[int] = set()
         self._waits: list[Wait] = []
-        self._first_failure: BaseException | None = None
+        self._failures: list[BaseException] = []
         self._verdict: Verdict | None = None
 
     # -- the life of a replica -----------------------------------------------------------------
@@ -149,7 +150,15 @@ class Rendezvous:
             outermost = self._inside[replica] == 1
             if outermost:
                 self._entries[replica] += 1
+                self._thread[replica] = threading.get_ident()
+                self._absent.discard(replica)
             return outermost
+
+    def expect_only(self, replicas: Collection[int]) -> None:
+        """Only these are about to run; whoever waits for another one waits in vain."""
+        with self.lock:
+            self._absent = set(range(len(self._entries))).difference(replicas)
+            self._check()
 
     def leave(self, replica: int) -> None:
         """A replica's forward ends, in a value or an error (see `fail`)."""
@@ -159,26 +168,27 @@ class Rendezvous:
 
     def fail(self, replica: int, error: BaseException) -> None:
         """A replica failed: wakes all who wait; the first failure is the one they name."""
+        reason = f"{self._name(replica)} failed with {described(error)}."
         with self.lock:
-            if self._first_failure is None and not isinstance(error, ReplicaFailed):
-                self._first_failure = error
+            follow_up = isinstance(error, ReplicaFailed)
+            if not follow_up and not any(error is failure for failure in self._failures):
+                self._failures.append(error)
             if self._verdict is None:
-                text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                self._give_up(ReplicaFailed, f"{self._name(replica)} failed with {text}.", error)
+                self._give_up(ReplicaFailed, reason, error)
 
-    def close(self, reason: str) -> BaseException | None:
-        """Ends all waits, now and later; returns the first failure and forgets it.
+    def close(self, reason: str) -> list[BaseException]:
+        """Ends all waits, now and later; returns the replicas' failures, the first one first.
 
-        An exception refers to the frames that it passed, and these to the replicas: kept here it
-        would make a cycle.
+        It forgets them: an exception refers to the frames that it passed, and these to the
+        replicas, so that it would make a cycle.
         """
         with self.lock:
             if self._verdict is None:
                 self._give_up(ReplicationError, reason, None)
             elif self._verdict.cause is not None:
                 self._verdict = self._verdict._replace(cause=None)
-            failure, self._first_failure = self._first_failure, None
-            return failure
+            failures, self._failures = self._failures, []
+            return failures
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -190,7 +200,7 @@ class Rendezvous:
         The lock is held. The caller releases it and then calls `Wait.block`.
         """
         if self._verdict is not None:
-            self._verdict.raise_at()
+            self._verdict.raise_at(later=" That was before; these replicas cannot go on.")
         wait = Wait(self, replica, needs, site, calls)
         self._waits.append(wait)
         self._check()
@@ -215,25 +225,31 @@ class Rendezvous:
         """
         if self.size is None or not self._waits or self._verdict is not None:
             return
-        if (
-            any(
-                self._is_over(needed, wait.replica)
-                for wait in self._waits
-                for needed in wait.needs
-            )
-            or not self._somebody_runs()
-        ):
+        in_vain = any(
+            self._is_over(needed, wait.replica) for wait in self._waits for needed in wait.needs
+        )
+        if in_vain or not self._somebody_runs(self._stopped()):
             self._give_up(ReplicasDiverged, self._who_is_where(), None)
 
     def _is_over(self, replica: int, waiting: int) -> bool:
         """Whether ``replica`` has ended the forward that the ``waiting`` one is in."""
-        return not self._inside[replica] and self._entries[replica] >= self._entries[waiting]
+        return not self._inside[replica] and (
+            replica in self._absent or self._entries[replica] >= self._entries[waiting]
+        )
 
-    def _somebody_runs(self) -> bool:
-        waiting = {wait.replica for wait in self._waits}
-        latest = max(waiting, key=lambda replica: self._entries[replica])
+    def _stopped(self) -> set[int]:
+        """The replicas whose own thread waits; another thread of theirs may do so beside it."""
+        threads = {wait.thread for wait in self._waits}
+        return {
+            wait.replica
+            for wait in self._waits
+            if not self._inside[wait.replica] or self._thread[wait.replica] in threads
+        }
+
+    def _somebody_runs(self, stopped: set[int]) -> bool:
+        latest = max((wait.replica for wait in self._waits), key=self._entries.__getitem__)
         return any(
-            replica not in waiting and not self._is_over(replica, latest)
+            replica not in stopped and not self._is_over(replica, latest)
             for replica in range(len(self._entries))
         )
 
@@ -246,20 +262,20 @@ class Rendezvous:
             wait.error = self._verdict
             wait.wake()
 
-    def is_at_home(self) -> bool:
-        """Whether this is the thread that made the replicas, which might begin the others."""
-        return self.size is not None and threading.get_ident() == self._home
-
-    def expect_all_to_have_begun(self, wait: Wait) -> None:
-        """Gives up if a replica has not begun: the only thread that would begin it waits."""
+    def expect_progress(self, wait: Wait) -> None:
+        """Gives up where nothing tells for sure that a wait is in vain, but it has been long."""
         with self.lock:
+            if self.size is None or wait not in self._waits:
+                return
             late = [r for r, n in enumerate(self._entries) if n < self._entries[wait.replica]]
-            if late and wait in self._waits:
+            if not self._somebody_runs({wait.replica for wait in self._waits}):
+                self._give_up(ReplicasDiverged, self._who_is_where(), None)
+            elif late:
                 self._give_up(
                     ReplicasDiverged,
-                    f"{wait.site}: replica {wait.replica} waits in the thread that made the "
-                    f"replicas, and {listed(late)} did not begin within {GRACE:g} s. Replicas that"
-                    " talk to each other must run at the same time, each in a thread.",
+                    f"{wait.site}: replica {wait.replica} waits, and {listed(late)} did not begin "
+                    f"within {GRACE:g} s. Replicas that talk to each other must run at the same "
+                    "time, each in a thread of its own.",
                     None,
                 )
 
@@ -284,7 +300,8 @@ class Rendezvous:
         outside = [replica for replica in sorted(waiting) if not self._inside[replica]]
         if outside:
             parts.append(
-                f"{listed(outside)} called it outside the forward (in a recomputation, say)"
+                f"{listed(outside)} called it outside the forward (in a recomputation, by another"
+                " method, or through a part of the replica)"
             )
         return (
             "the replicas have diverged: "
@@ -296,12 +313,23 @@ class Rendezvous:
     def _state(self, replica: int, calls: dict[int, int] | None) -> str:
         if self._inside[replica]:
             return "runs"
+        if replica in self._absent:
+            return "does not run"
         if not self._entries[replica]:
             return "has not begun"
         if calls is None:
             return "has ended"
         count = calls.get(replica, 0)
         return f"ended after call {count}" if count else "ended without calling it"
+
+
+def described(error: BaseException) -> str:
+    """``ValueError: its text``, whatever an error's own methods do."""
+    try:
+        text = str(error)
+    except Exception:  # code of a user, on the way to waking those who wait
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def listed(replicas: Iterable[int]) -> str:
@@ -331,11 +359,18 @@ def here() -> Place | None:
     return _here.place
 
 
-@contextmanager
-def standing_at(place: Place | None) -> Iterator[None]:
-    """Makes `here` return ``place`` inside the ``with`` block."""
-    outer, _here.place = _here.place, place
-    try:
-        yield
-    finally:
-        _here.place = outer
+class standing_at:
+    """Makes `here` return ``place`` inside the ``with`` block.
+
+    A class: `contextlib.contextmanager` sets attributes of an exception that passes, which not
+    every exception takes.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        self._outer, _here.place = _here.place, self._place
+
+    def __exit__(self, *exc_info: object) -> None:
+        _here.place = self._outer

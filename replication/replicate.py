@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from replication.devices import DeviceLike, are_distinct_cuda, parse_devices, to_device
-from replication.torch_internals import COMPILED_CALL_IMPL, MAKE_SHELL
+from replication.torch_internals import COMPILED_CALL_IMPL, MAKE_SHELL, is_compiled_wrapper
 from replication.torch_internals import Broadcast as CudaBroadcast
+from replication.watch import unwatch
 
 __all__ = ["replicate"]
 
@@ -19,6 +21,9 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 #: One list of tensors per device.
 Copies = list[list[Tensor]]
+
+_CONTAINERS = (list, tuple, dict)
+_PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
 
 #: Attributes that every module has; none of them holds a tensor of the user's.
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -39,8 +44,9 @@ def replicate(
     other copies have their own.
 
     Plain attributes, and what is in a list, tuple or dict that is one: tensors are moved to the
-    replica's device if they are elsewhere; the module's own parameters, buffers and submodules
-    become the replica's. Everything else is shared by all replicas and the original.
+    replica's device if they are elsewhere; the module's own parameters, buffers, submodules and
+    bound methods become the replica's. Everything else is shared by all replicas and the original,
+    closures that refer to the original included.
 
     Args:
         module: Any module; parameters and submodules may be shared (tied) or ``None``.
@@ -49,9 +55,22 @@ def replicate(
 
     Returns:
         The replicas, in the order of ``devices``; no replicas for no devices.
+
+    Raises:
+        TypeError: ``module`` is or contains what ``torch.compile(module)`` returns, or a
+            ScriptModule.
     """
     targets = parse_devices(devices)
     modules = list(module.modules())
+    for submodule in modules:
+        if is_compiled_wrapper(submodule):
+            # Its attributes are the original's: emptying a shell would empty the original.
+            raise TypeError(
+                "what torch.compile(module) returns cannot be replicated; "
+                "compile in place instead: module.compile()"
+            )
+        if isinstance(submodule, torch.jit.ScriptModule):
+            raise TypeError("a ScriptModule cannot be replicated; wrap the module it was made of")
     shells = [[getattr(m, MAKE_SHELL)() for m in modules] for _ in targets]
     if not targets:
         return []
@@ -90,6 +109,7 @@ def _fill(copy: nn.Module, submodule: nn.Module, copied: dict[int, Any]) -> None
         else:
             former[name] = copied[id(parameter)]
             attach(name, former[name])
+    unwatch(copy)  # of a replica that is replicated again
     if copy.__dict__.get(COMPILED_CALL_IMPL) is not None:
         # It would run the original; a replica runs eagerly.
         copy.__dict__[COMPILED_CALL_IMPL] = None
@@ -111,12 +131,15 @@ def _constants(module: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
-def _needs_moving(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(_needs_moving, value))
-    if isinstance(value, dict):
-        return any(map(_needs_moving, value.values()))
-    return isinstance(value, (Tensor, nn.Module))
+def _needs_moving(value: Any, inside: tuple[int, ...] = ()) -> bool:
+    if isinstance(value, _CONTAINERS):
+        if id(value) in inside:  # it contains itself
+            return False
+        inside = (*inside, id(value))
+        items = value.values() if isinstance(value, dict) else value
+        # Most types are few and plain, also in a container of a million entries.
+        return any(_needs_moving(v, inside) for v in items if type(v) not in _PLAIN)
+    return isinstance(value, (Tensor, nn.Module, MethodType))
 
 
 def _moved(value: Any, device: torch.device, copied: dict[int, Any]) -> Any:
@@ -126,11 +149,18 @@ def _moved(value: Any, device: torch.device, copied: dict[int, Any]) -> Any:
         if known is not None or isinstance(value, nn.Module):
             return value if known is None else known
         return value if value.device == device else to_device(value, device)
+    if isinstance(value, MethodType):
+        owner = copied.get(id(value.__self__))
+        return value if owner is None else MethodType(value.__func__, owner)
+    if not _needs_moving(value):
+        return value
     if isinstance(value, (list, tuple)):
         items = [_moved(item, device, copied) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items) if type(value) in (list, tuple) else value
     if isinstance(value, dict):
         pairs = {key: _moved(item, device, copied) for key, item in value.items()}
         if all(pairs[key] is item for key, item in value.items()):
@@ -210,5 +240,7 @@ def _summed(grads: Sequence[Tensor | None], device: torch.device) -> Tensor | No
     for grad in grads:
         if grad is not None:
             grad = to_device(grad, device)
+            if total is not None and total.is_sparse:  # torch does not add dense to sparse
+                total, grad = grad, total
             total = grad if total is None else total + grad
     return total

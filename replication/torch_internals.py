@@ -5,6 +5,7 @@ All of them are here, so that a test can say which one a new release of torch ha
 
 from __future__ import annotations
 
+import torch
 from torch.nn.parallel._functions import Broadcast
 from torch.nn.parallel.data_parallel import _check_balance as check_balance
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_unflatten
@@ -26,3 +27,17 @@ IS_REPLICA = "_is_replica"
 CALL_IMPL = "_call_impl"
 #: What ``module(...)`` runs instead after ``module.compile()``; bound to the original module.
 COMPILED_CALL_IMPL = "_compiled_call_impl"
+
+
+def is_compiled_wrapper(module: object) -> bool:
+    """Whether this is the wrapper that ``torch.compile(module)`` returns."""
+    # By name: to import its class takes longer than to import torch.
+    return (type(module).__module__, type(module).__name__) == (
+        "torch._dynamo.eval_frame",
+        "OptimizedModule",
+    )
+
+
+def in_functorch_transform() -> bool:
+    """Whether a `torch.func` transform (``grad``, ``vmap``, ...) is going on in this thread."""
+    return bool(torch._C._are_functorch_transforms_active())

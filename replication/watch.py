@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from replication.devices import device_in_use
-from replication.rendezvous import Place, Rendezvous, ReplicationError, standing_at
+from replication.rendezvous import (
+    Place,
+    Rendezvous,
+    ReplicationError,
+    described,
+    standing_at,
+)
 from replication.torch_internals import CALL_IMPL
 
 __all__: list[str] = []
@@ -53,6 +59,10 @@ class MethodOverride:
         if self.previous is not None:
             return self.previous
         owner = self.owner()
+        if owner is None:
+            raise ReplicationError(
+                f"the replica is gone; keep the replica, not only its `{self.name}`"
+            )
         return partial(getattr(type(owner), self.name), owner)
 
     @property
@@ -83,21 +93,34 @@ class WatchedCall(MethodOverride):
         self.replica = replica
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rendezvous = self.rendezvous
-        if rendezvous is None:  # a copy of a replica: it belongs to no forward
+        if self.rendezvous is None:  # a copy of a replica: it belongs to no forward
             return self.original(*args, **kwargs)
-        outermost = rendezvous.enter(self.replica)
-        try:
-            with standing_at(Place(rendezvous, self.replica)):
-                return self.original(*args, **kwargs)
-        except BaseException as error:
-            owner = self.owner()
-            if outermost and owner is not None and not isinstance(error, ReplicationError):
-                add_failure_note(error, owner, self.replica, rendezvous.size)
-            rendezvous.fail(self.replica, error)
-            raise
-        finally:
-            rendezvous.leave(self.replica)
+        with Attendance(self.rendezvous, self.replica, self.owner):
+            return self.original(*args, **kwargs)
+
+
+class Attendance:
+    """The time between the beginning and the end of a replica's forward, as a ``with`` block."""
+
+    def __init__(self, rendezvous: Rendezvous, index: int, replica: Callable[[], Any]) -> None:
+        self._rendezvous = rendezvous
+        self._index = index
+        self._replica = replica
+        self._standing = standing_at(Place(rendezvous, index))
+
+    def __enter__(self) -> None:
+        self._outermost = self._rendezvous.enter(self._index)
+        self._standing.__enter__()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._standing.__exit__()
+        if error is not None:
+            # First of all: whatever else goes wrong, nobody must wait for this replica.
+            self._rendezvous.fail(self._index, error)
+            replica = self._replica()
+            if self._outermost and replica is not None and not isinstance(error, ReplicationError):
+                add_failure_note(error, replica, self._index, self._rendezvous.size)
+        self._rendezvous.leave(self._index)
 
 
 #: What a replica can be run through: ``replica(...)``, the root's hooks included, and
@@ -114,13 +137,26 @@ def watch(replicas: Sequence[nn.Module]) -> Rendezvous:
     return rendezvous
 
 
+def unwatch(replica: nn.Module) -> None:
+    """Takes off a copy of a replica what would run, and report on, the replica itself."""
+    for name in _ENTRANCES:
+        call = replica.__dict__.get(name)
+        if isinstance(call, WatchedCall):
+            del replica.__dict__[name]
+            if call.previous is not None:
+                replica.__dict__[name] = call.previous
+
+
+def watched_call(replica: Any) -> WatchedCall | None:
+    """What `watch` has set on a replica, if it belongs to a forward."""
+    call = getattr(replica, "__dict__", {}).get(_ENTRANCES[0])
+    return call if isinstance(call, WatchedCall) and call.rendezvous is not None else None
+
+
 def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
     """The rendezvous that `watch` gave to these replicas."""
-    for replica in replicas:
-        call = getattr(replica, "__dict__", {}).get(_ENTRANCES[0])
-        if isinstance(call, WatchedCall):
-            return call.rendezvous
-    return None
+    calls = filter(None, map(watched_call, replicas))
+    return next((call.rendezvous for call in calls), None)
 
 
 def first_failure_wins(
@@ -135,23 +171,29 @@ def first_failure_wins(
     rendezvous = rendezvous_of(replicas)
     if rendezvous is None:
         return parallel_apply(replicas, *args, **kwargs)
+    rendezvous.expect_only([call.replica for call in map(watched_call, replicas) if call])
     try:
         return parallel_apply(replicas, *args, **kwargs)
     except BaseException as error:
-        first = rendezvous.close("the forward was ended by its caller.")
-        # What is not an Exception did not come from a replica, or came from it unchanged.
-        failure = first if first is not None and isinstance(error, Exception) else error
+        failures = rendezvous.close("the forward was ended by its caller.")
+        interrupted = not isinstance(error, Exception) and not any(error is f for f in failures)
+        failure = error if interrupted or not failures else failures[0]
+    others = [f for f in failures if f is not failure and not isinstance(f, ReplicationError)]
+    for text in map(described, others):
+        add_note(failure, f"another replica failed, too: {text}")
     try:
         # Outside the except clause, so that the error keeps the context it was raised in.
         raise failure
     finally:
-        del failure, first  # the traceback of the error refers to this frame
+        del failure, failures, others  # the traceback of the error refers to this frame
 
 
 def add_note(error: BaseException, note: str) -> None:
     """`BaseException.add_note` of Python 3.11; on 3.10 tracebacks do not show the notes."""
-    notes: list[str] = getattr(error, "__notes__", [])
-    error.__notes__ = [*notes, note]
+    try:
+        error.__notes__ = [*(getattr(error, "__notes__", None) or ()), note]
+    except Exception:  # an exception that takes no attributes goes without
+        return
 
 
 def add_failure_note(

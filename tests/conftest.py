@@ -1,0 +1,58 @@
+"""What holds for every test: one seed, one torch thread, and no thread left waiting behind it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+# The time of an example depends on who else uses the machine. The examples are the same in every
+# run, so that a failure can be run again.
+settings.register_profile("tests", deadline=None, derandomize=True, database=None)
+settings.load_profile("tests")
+
+#: Seconds that a thread has to come to rest after a test.
+DEADLINE = 10.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # With more, small tensors on a machine that others use are slower and not faster.
+    torch.set_num_threads(1)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"torch: {torch.__version__}"
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Fails a test that leaves a thread behind, other than a worker that waits for its next call.
+
+    A replica that waits for a message that never comes is such a thread.
+    """
+    before = set(threading.enumerate())
+    yield
+    end = time.monotonic() + DEADLINE
+    for thread in set(threading.enumerate()) - before:
+        while not _is_at_rest(thread):
+            assert time.monotonic() < end, f"the test has left {thread} running"
+            thread.join(0.01)
+
+
+def _is_at_rest(thread: threading.Thread) -> bool:
+    if isinstance(thread, threading._DummyThread):  # made by torch's autograd engine
+        return True
+    frame = sys._current_frames().get(thread.ident or 0)
+    if not thread.is_alive() or frame is None:
+        return True
+    return thread.name.startswith("replica-") and frame.f_code.co_name == "_serve"

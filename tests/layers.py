@@ -1,0 +1,252 @@
+"""Layers, wrappers and threads that several test files share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._utils import ExceptionWrapper
+
+from replication import SyncMaster, gather, parallel_apply, replicate, scatter_kwargs
+from replication.rendezvous import here
+
+#: Seconds after which a thread that has not ended counts as hung.
+DEADLINE = 10.0
+
+
+class Outcome(NamedTuple):
+    """What a call has returned or raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+def outcome_of(call: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(value=call())
+    except BaseException as error:
+        return Outcome(error=error)
+
+
+def join_all(threads: Sequence[threading.Thread]) -> None:
+    """Starts and joins threads; fails where one of them hangs."""
+    for thread in threads:
+        thread.daemon = True
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+        assert not thread.is_alive(), f"{thread.name} hangs"
+
+
+def together(*calls: Callable[[], Any]) -> list[Outcome]:
+    """Runs each call in a thread of its own; what each returned or raised."""
+    outcomes: list[Outcome] = [Outcome()] * len(calls)
+
+    def run(index: int) -> None:
+        outcomes[index] = outcome_of(calls[index])
+
+    join_all([threading.Thread(target=run, args=(index,)) for index in range(len(calls))])
+    return outcomes
+
+
+def values(outcomes: Sequence[Outcome]) -> list[Any]:
+    """The values; raises the first error, by index."""
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return [outcome.value for outcome in outcomes]
+
+
+def until_others_wait(count: int) -> None:
+    """Returns, in a replica, when ``count`` other replicas wait for a message."""
+    place = here()
+    assert place is not None
+    end = time.monotonic() + DEADLINE
+    while len(place.rendezvous._waits) < count:
+        assert time.monotonic() < end, "the others do not wait"
+        time.sleep(0.001)
+
+
+def freed(*references: Callable[[], Any]) -> bool:
+    """Whether weakly referenced objects are gone, at the latest soon.
+
+    A worker lets go of a call right *after* it has handed over its result, while the caller goes
+    on already.
+    """
+    end = time.monotonic() + DEADLINE
+    while any(reference() is not None for reference in references):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+class Centering(nn.Module):
+    """Subtracts the mean of the whole batch. Written as layers for the older toolkits are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sync_master = SyncMaster(self._data_parallel_master)
+        self._is_parallel = False
+        self._parallel_id: int | None = None
+        self._slave_pipe: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        message = (x.sum(0), len(x))
+        if not self._is_parallel:
+            return x - x.mean(0)
+        if self._parallel_id == 0:
+            return x - self._sync_master.run_master(message)
+        return x - self._slave_pipe.run_slave(message)
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        self._is_parallel = True
+        self._parallel_id = copy_id
+        if copy_id == 0:
+            ctx.sync_master = self._sync_master
+        else:
+            self._slave_pipe = ctx.sync_master.register_slave(copy_id)
+
+    def _data_parallel_master(self, intermediates: Any) -> list[tuple[Any, Tensor]]:
+        assert intermediates[0][0] == 0
+        total = sum(message[0] for _, message in intermediates)
+        count = sum(message[1] for _, message in intermediates)
+        return [(identifier, total / count) for identifier, _ in intermediates]
+
+
+class Numbered(nn.Module):
+    """Knows which copy it is; None for the original."""
+
+    copy_id: int | None = None
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        self.copy_id = copy_id
+
+
+class FailsAt(Numbered):
+    """Raises in one replica; passes its input on in the others. Failing can be switched off."""
+
+    def __init__(self, replica: int, error: Callable[[], BaseException]) -> None:
+        super().__init__()
+        self.replica = replica
+        self.error = error
+        self.active = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.active and self.copy_id == self.replica:
+            raise self.error()
+        return x
+
+
+class Repeat(Numbered):
+    """Calls a layer as often as ``counts`` says for each replica."""
+
+    def __init__(self, layer: nn.Module, counts: Sequence[int]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1 if self.copy_id is None else self.counts[self.copy_id]):
+            x = self.layer(x)
+        return x
+
+
+class CustomDataParallel(nn.DataParallel):
+    """A user's DataParallel on the CPU: the four steps are overridden, nothing else is ours."""
+
+    def __init__(self, module: nn.Module, n: int) -> None:
+        nn.Module.__init__(self)  # torch's constructor wants an accelerator
+        self.module = module
+        self.dim = 0
+        self.device_ids = ["cpu"] * n
+        self.output_device = "cpu"
+        self.src_device_obj = torch.device("cpu")
+
+    def replicate(self, module: Any, device_ids: Any) -> Any:
+        return replicate(module, device_ids, not torch.is_grad_enabled())
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
+
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+        return parallel_apply(replicas, inputs, kwargs)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        return gather(outputs, output_device, self.dim)
+
+
+class AsTorchDoes(CustomDataParallel):
+    """Runs the replicas as `torch.nn.parallel.parallel_apply` does, which refuses the CPU.
+
+    One new thread for each; all are joined; the error of the first replica *by index* is raised
+    anew, as an error of the same type with the traceback in its text.
+    """
+
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+        results: list[Any] = [None] * len(replicas)
+        grad_enabled = torch.is_grad_enabled()
+
+        def work(i: int) -> None:
+            torch.set_grad_enabled(grad_enabled)
+            try:
+                results[i] = replicas[i](*inputs[i], **kwargs[i])
+            except Exception:
+                results[i] = ExceptionWrapper(where=f"in replica {i} on device cpu")
+
+        join_all([threading.Thread(target=work, args=(i,)) for i in range(len(replicas))])
+        for result in results:
+            if isinstance(result, ExceptionWrapper):
+                result.reraise()
+        return results
+
+
+class ByPlainThreads(CustomDataParallel):
+    """Runs each replica in a plain thread; raises the error of the first by index, as it is."""
+
+    def call(self, replica: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return replica(*args, **kwargs)
+
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+        return values(
+            together(
+                *(
+                    lambda i=i: self.call(replicas[i], *inputs[i], **kwargs[i])
+                    for i in range(len(replicas))
+                )
+            )
+        )
+
+
+class ByForward(ByPlainThreads):
+    """Calls ``replica.forward`` instead of ``replica``."""
+
+    def call(self, replica: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return replica.forward(*args, **kwargs)
+
+
+class ByMicroBatches(ByPlainThreads):
+    """Calls each replica twice, with one half of its shard each."""
+
+    def call(self, replica: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return torch.cat([replica(half, **kwargs) for half in args[0].chunk(2)])
+
+
+class SwallowingErrors(ByPlainThreads):
+    """Keeps errors to itself; where a replica has raised, the output is None."""
+
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+        self.outcomes = together(
+            *(
+                lambda i=i: self.call(replicas[i], *inputs[i], **kwargs[i])
+                for i in range(len(replicas))
+            )
+        )
+        return [outcome.value for outcome in self.outcomes]
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        return outputs

@@ -1,0 +1,414 @@
+"""The replication callback: who is called, in which order, with what; and who is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from layers import AsTorchDoes, Centering, CustomDataParallel
+from torch import nn
+
+from replication import (
+    CallbackContext,
+    DataParallel,
+    exec_data_parallel_replication_callback,
+    execute_replication_callbacks,
+    patch_replication_callback,
+    replicate,
+)
+
+
+class Recorder(nn.Module):
+    """Writes down the callbacks that it gets: its name, the copy's number, the context."""
+
+    def __init__(self, out: list[Any], name: str, *children: nn.Module) -> None:
+        super().__init__()
+        self.out = out
+        self.name = name
+        for index, child in enumerate(children):
+            self.add_module(f"c{index}", child)
+
+    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+        self.out.append((self.name, copy_id, ctx))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+def tree(out: list[Any]) -> nn.Module:
+    return Recorder(
+        out,
+        "root",
+        nn.Sequential(Recorder(out, "a"), nn.ReLU(), Recorder(out, "b", Recorder(out, "b.c"))),
+        Recorder(out, "d"),
+    )
+
+
+ORDER = ["root", "a", "b", "b.c", "d"]
+
+
+def copies(module: nn.Module, n: int) -> list[nn.Module]:
+    return replicate(module, ["cpu"] * n)
+
+
+# -- who is called -----------------------------------------------------------------------------
+
+
+def test_callbacks_run_copy_by_copy_in_the_order_of_modules():
+    out: list[Any] = []
+    execute_replication_callbacks(copies(tree(out), 3))
+    assert [(name, copy_id) for name, copy_id, _ in out] == [
+        (name, copy_id) for copy_id in range(3) for name in ORDER
+    ]
+
+
+def test_copies_of_one_layer_share_a_context_and_layers_do_not():
+    out: list[Any] = []
+    execute_replication_callbacks(copies(tree(out), 3))
+    contexts = {name: {id(ctx) for n, _, ctx in out if n == name} for name in ORDER}
+    assert [len(ids) for ids in contexts.values()] == [1] * 5
+    assert len(set.union(*contexts.values())) == 5
+
+
+def test_layers_of_the_same_name_and_class_have_contexts_of_their_own():
+    out: list[Any] = []
+    execute_replication_callbacks(copies(nn.Sequential(Recorder(out, "x"), Recorder(out, "x")), 2))
+    first, second, *again = [ctx for _, _, ctx in out]
+    assert first is not second
+    assert again == [first, second]
+
+
+def test_each_forward_has_new_contexts():
+    out: list[Any] = []
+    replicas = copies(Recorder(out, "x"), 2)
+    execute_replication_callbacks(replicas)
+    execute_replication_callbacks(replicas)
+    first, _, second, _ = [ctx for _, _, ctx in out]
+    assert first is not second
+
+
+def test_context_is_a_callback_context():
+    out: list[Any] = []
+    execute_replication_callbacks(copies(Recorder(out, "x"), 1))
+    assert type(out[0][2]) is CallbackContext
+
+
+def test_callback_is_called_on_the_copy_itself():
+    class Keeps(nn.Module):
+        copy_id = None
+
+        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+            self.copy_id = copy_id
+
+    replicas = copies(nn.Sequential(Keeps()), 3)
+    execute_replication_callbacks(replicas)
+    assert [replica[0].copy_id for replica in replicas] == [0, 1, 2]
+
+
+def test_submodule_under_two_names_is_called_once_per_copy():
+    out: list[Any] = []
+    shared = Recorder(out, "shared")
+    execute_replication_callbacks(copies(nn.Sequential(shared, nn.Sequential(shared)), 2))
+    assert [(name, copy_id) for name, copy_id, _ in out] == [("shared", 0), ("shared", 1)]
+    assert out[0][2] is out[1][2]
+
+
+def test_layer_whose_copies_have_the_callback_in_part_is_called_where_it_has_it():
+    calls = []
+    modules = [nn.Identity() for _ in range(3)]
+    for index in (0, 2):
+        modules[index].__data_parallel_replicate__ = lambda ctx, copy_id: calls.append(copy_id)
+    execute_replication_callbacks(modules)
+    assert calls == [0, 2]
+
+
+def test_modules_without_a_callback_are_fine():
+    execute_replication_callbacks(copies(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), 2))
+
+
+def test_none_children_are_passed_over():
+    out: list[Any] = []
+    module = Recorder(out, "root", Recorder(out, "a"))
+    module.register_module("absent", None)
+    execute_replication_callbacks(copies(module, 2))
+    assert [name for name, _, _ in out] == ["root", "a"] * 2
+
+
+def test_both_names_are_the_same_function():
+    assert exec_data_parallel_replication_callback is execute_replication_callbacks
+
+
+# -- who is refused, before anyone is called ---------------------------------------------------
+
+
+def refused(*modules: Any) -> str:
+    """The message of the ValueError that these copies give."""
+    with pytest.raises(ValueError, match="the copies must be alike") as caught:
+        execute_replication_callbacks(modules)
+    return str(caught.value)
+
+
+def test_no_copies_are_refused():
+    with pytest.raises(ValueError, match=r"at least one copy of a module \(got none\)"):
+        execute_replication_callbacks([])
+
+
+def test_copy_that_is_no_module_is_refused():
+    with pytest.raises(TypeError, match=r"^copy 1 must be a module \(got str\)$"):
+        execute_replication_callbacks([nn.Identity(), "module"])
+
+
+def test_copies_of_different_types_are_refused():
+    message = refused(nn.Sequential(nn.ReLU()), nn.Sequential(nn.GELU()))
+    assert message.endswith("`0` is ReLU() in copy 0 but GELU() in copy 1")
+
+
+def test_copies_with_different_children_are_refused():
+    message = refused(*[nn.Sequential(*[nn.ReLU() for _ in range(n)]) for n in (2, 2, 1)])
+    assert message.endswith(
+        "the root (Sequential) is Sequential(0, 1) in copy 0 but Sequential(0) in copy 2"
+    )
+
+
+def test_copies_with_children_in_another_order_are_refused():
+    a, b = nn.ReLU(), nn.GELU()
+    refused(nn.ModuleDict({"a": a, "b": b}), nn.ModuleDict({"b": b, "a": a}))
+
+
+def test_copies_of_which_some_lack_a_child_are_refused():
+    with_child, without = nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())
+    without._modules["0"] = None
+    assert refused(with_child, without).endswith("only some of them have `0`")
+
+
+def test_copies_that_tie_their_children_differently_are_refused():
+    shared = nn.ReLU()
+    tied, untied = nn.Sequential(shared, shared), nn.Sequential(nn.ReLU(), nn.ReLU())
+    assert refused(tied, untied).endswith("they tie `1` differently")
+
+
+def test_callback_that_is_not_callable_is_refused():
+    modules = [nn.Sequential(nn.ReLU()) for _ in range(2)]
+    modules[1][0].__data_parallel_replicate__ = "soon"
+    with pytest.raises(
+        TypeError,
+        match=r"__data_parallel_replicate__ of `0`, copy 1, must be callable \(got str\)",
+    ):
+        execute_replication_callbacks(modules)
+
+
+@pytest.mark.parametrize("culprit", ["type", "callable"])
+def test_nobody_is_called_unless_everybody_can_be(culprit):
+    out: list[Any] = []
+    modules = [tree(out) for _ in range(2)]
+    if culprit == "type":
+        modules[1].c1 = nn.Identity()
+    else:
+        modules[1].c1.__data_parallel_replicate__ = None
+    with pytest.raises((ValueError, TypeError)):
+        execute_replication_callbacks(modules)
+    assert out == []
+
+
+# -- errors in a callback ----------------------------------------------------------------------
+
+
+class RefusesCopy(nn.Module):
+    def __init__(self, copy_id: int, error: BaseException) -> None:
+        super().__init__()
+        self.copy_id = copy_id
+        self.error = error
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        if copy_id == self.copy_id:
+            raise self.error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize("copy_id", [0, 1, 2])
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_error_in_a_callback_names_the_module_and_the_copy(copy_id, error):
+    raised = error("callback")
+    net = nn.Sequential(nn.ReLU(), nn.Sequential(RefusesCopy(copy_id, raised)))
+    with pytest.raises(error) as caught:
+        execute_replication_callbacks(copies(net, 3))
+    assert caught.value is raised
+    assert raised.__notes__ == [f"in __data_parallel_replicate__ of `1.0`, copy {copy_id} of 3"]
+
+
+def test_error_in_the_roots_callback_names_its_class():
+    raised = ValueError("callback")
+    with pytest.raises(ValueError, match="callback"):
+        execute_replication_callbacks(copies(RefusesCopy(1, raised), 2))
+    assert raised.__notes__ == [
+        "in __data_parallel_replicate__ of the root (RefusesCopy), copy 1 of 2"
+    ]
+
+
+def test_forward_after_an_error_in_a_callback_is_clean():
+    refuses = RefusesCopy(1, ValueError("callback"))
+    model = DataParallel(nn.Sequential(Centering(), refuses), ["cpu"] * 2)
+    x = torch.randn(4, 2)
+    with pytest.raises(ValueError, match="callback"):
+        model(x)
+    refuses.copy_id = -1
+    torch.testing.assert_close(model(x), x - x.mean(0))
+
+
+# -- patch_replication_callback ----------------------------------------------------------------
+
+
+def recorded(model: nn.Module, x: torch.Tensor | None = None) -> list[tuple[str, int]]:
+    """The callbacks of one forward of a model around a `Recorder`."""
+    model.module.out.clear()
+    model(torch.zeros(4, 1) if x is None else x)
+    return [(name, copy_id) for name, copy_id, _ in model.module.out]
+
+
+def unpatched() -> CustomDataParallel:
+    return CustomDataParallel(Recorder([], "root"), 2)
+
+
+BOTH = [("root", 0), ("root", 1)]
+
+
+def test_patched_data_parallel_calls_the_callbacks():
+    model = unpatched()
+    assert recorded(model) == []
+    patch_replication_callback(model)
+    assert recorded(model) == BOTH
+
+
+def test_patched_layers_talk():
+    model = AsTorchDoes(Centering(), 3)
+    patch_replication_callback(model)
+    x = torch.randn(7, 2)
+    torch.testing.assert_close(model(x), x - x.mean(0))
+
+
+def test_patching_twice_is_patching_once():
+    model = unpatched()
+    patch_replication_callback(model)
+    patch_replication_callback(model)
+    assert recorded(model) == BOTH
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["first handle", "second handle"])
+def test_either_handle_of_two_patches_undoes_them(which):
+    model = unpatched()
+    before = dict(vars(model))
+    handles = [patch_replication_callback(model) for _ in range(2)]
+    handles[which].remove()
+    assert recorded(model) == []
+    assert vars(model) == before
+
+
+def test_handle_may_be_removed_again():
+    model = unpatched()
+    handle = patch_replication_callback(model)
+    handle.remove()
+    handle.remove()
+    assert recorded(model) == []
+
+
+def test_patch_may_follow_a_removal():
+    model = unpatched()
+    patch_replication_callback(model).remove()
+    patch_replication_callback(model)
+    assert recorded(model) == BOTH
+
+
+def test_stale_handle_does_not_undo_a_later_patch():
+    model = unpatched()
+    stale = patch_replication_callback(model)
+    stale.remove()
+    patch_replication_callback(model)
+    stale.remove()
+    assert recorded(model) == BOTH
+
+
+def test_handle_is_a_context_manager():
+    model = unpatched()
+    with pytest.raises(KeyError), patch_replication_callback(model):
+        assert recorded(model) == BOTH
+        raise KeyError
+    assert recorded(model) == []
+
+
+def test_patch_keeps_a_method_that_the_user_has_set_on_the_object():
+    model = unpatched()
+    asked = []
+
+    def own_replicate(module: nn.Module, device_ids: Any) -> Any:
+        asked.append(list(device_ids))
+        return replicate(module, device_ids)
+
+    model.replicate = own_replicate
+    handle = patch_replication_callback(model)
+    assert recorded(model) == BOTH
+    assert asked == [["cpu"] * 2]
+    handle.remove()
+    assert model.replicate is own_replicate
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deepcopy", "pickle"],
+)
+def test_copy_of_a_patched_data_parallel_is_patched_by_itself(copied):
+    model = unpatched()
+    handle = patch_replication_callback(model)
+    twin = copied(model)
+    handle.remove()
+    assert recorded(model) == []
+    assert recorded(twin) == BOTH
+    assert recorded(model) == []
+
+
+def test_stock_data_parallel_without_an_accelerator_calls_the_module():
+    model = nn.DataParallel(Recorder([], "root"))
+    if model.device_ids:
+        pytest.skip("this machine has an accelerator")
+    patch_replication_callback(model)
+    assert recorded(model) == []
+
+
+def test_patch_leaves_our_own_class_as_it_is():
+    model = DataParallel(Recorder([], "root"), ["cpu"] * 2)
+    before = dict(vars(model))
+    handle = patch_replication_callback(model)
+    assert vars(model) == before
+    assert recorded(model) == BOTH
+    handle.remove()
+    assert recorded(model) == BOTH
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [nn.Linear(1, 1), None, nn.DataParallel, "model"],
+    ids=["module", "None", "class", "str"],
+)
+def test_patch_refuses_anything_else(thing):
+    with pytest.raises(TypeError, match=r"^expected a torch.nn.DataParallel, .* \(got \w+\)$"):
+        patch_replication_callback(thing)
+
+
+def test_state_dict_of_a_patched_data_parallel_is_what_it_was():
+    model = CustomDataParallel(nn.Linear(2, 2), 2)
+    before = list(model.state_dict())
+    patch_replication_callback(model)
+    assert list(model.state_dict()) == before
+
+
+def test_one_sample_runs_one_replica_and_its_callback():
+    model = unpatched()
+    patch_replication_callback(model)
+    assert recorded(model, torch.zeros(1, 1)) == [("root", 0)]

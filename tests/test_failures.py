@@ -1,0 +1,376 @@
+"""Nobody waits for ever, the first error wins, and the next step is correct."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layers import (
+    DEADLINE,
+    AsTorchDoes,
+    Centering,
+    FailsAt,
+    Numbered,
+    Repeat,
+    outcome_of,
+)
+from torch import Tensor, nn
+
+from replication import (
+    DataParallel,
+    ReplicaFailed,
+    ReplicasDiverged,
+    ReplicationError,
+    patch_replication_callback,
+)
+
+
+class LayerError(Exception):
+    """An error that nobody else raises."""
+
+
+def ours(module: nn.Module, n: int) -> nn.Module:
+    return DataParallel(module, ["cpu"] * n)
+
+
+def as_torch_does(module: nn.Module, n: int) -> nn.Module:
+    model = AsTorchDoes(module, n)
+    patch_replication_callback(model)
+    return model
+
+
+wraps = pytest.mark.parametrize("wrap", [ours, as_torch_does])
+
+
+# -- one replica fails -------------------------------------------------------------------------
+
+
+POSITIONS = {"before": 0, "between": 1, "after": 2}
+
+
+def talking_net(position: int, fails: nn.Module) -> nn.Module:
+    layers: list[nn.Module] = [Centering(), Centering()]
+    layers.insert(position, fails)
+    return nn.Sequential(nn.Linear(2, 2), *layers)
+
+
+@wraps
+@pytest.mark.parametrize("position", POSITIONS.values(), ids=POSITIONS)
+@pytest.mark.parametrize("replica", [0, 1, 2])
+def test_failure_anywhere_reaches_the_caller_and_the_next_step_is_correct(wrap, replica, position):
+    fails = FailsAt(replica, LayerError)
+    module = talking_net(position, fails)
+    model, x = wrap(module, 3), torch.randn(8, 2)
+    expected = module(x)
+    for _ in range(2):
+        with pytest.raises(LayerError) as caught:
+            model(x)
+        (note,) = caught.value.__notes__
+        assert note == f"in replica {replica} of 3 on cpu, module `{position + 1}`"
+    fails.active = False
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("replica", [0, 1])
+def test_failure_that_is_no_exception_reaches_the_caller(replica, error):
+    model = ours(nn.Sequential(FailsAt(replica, error), Centering()), 2)
+    with pytest.raises(error):
+        model(torch.randn(4, 2))
+
+
+def test_error_that_several_replicas_raise_is_one_of_theirs():
+    class AllFail(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise LayerError(len(x))
+
+    with pytest.raises(LayerError):
+        ours(nn.Sequential(Centering(), AllFail()), 3)(torch.randn(6, 2))
+
+
+def test_note_names_the_device_of_a_replica_without_tensors():
+    with pytest.raises(LayerError) as caught:
+        ours(nn.Sequential(FailsAt(1, LayerError)), 2)(torch.randn(4, 2))
+    assert caught.value.__notes__ == ["in replica 1 of 2 on cpu, module `0`"]
+
+
+def test_waiting_replica_sees_who_failed_and_with_what():
+    seen = []
+
+    class Watches(Numbered):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Centering()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.copy_id == 1:
+                raise LayerError("own")
+            try:
+                return self.layer(x)
+            except ReplicationError as error:
+                seen.append(error)
+                raise
+
+    with pytest.raises(LayerError):
+        ours(Watches(), 2)(torch.randn(4, 2))
+    (error,) = seen
+    assert type(error) is ReplicaFailed
+    assert str(error).startswith("replica 1 of 2 failed with LayerError: own.")
+
+
+def test_waiting_peer_is_woken_while_another_replica_still_runs():
+    woken = threading.Event()
+
+    class Layer(Numbered):
+        """Copy 2 fails; copy 1 waits; copy 0 runs until copy 1 has been woken."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Centering()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.copy_id == 0:
+                assert woken.wait(DEADLINE)
+                return x
+            if self.copy_id == 2:
+                raise LayerError
+            try:
+                return self.layer(x)
+            finally:
+                woken.set()
+
+    with pytest.raises(LayerError):
+        ours(Layer(), 3)(torch.randn(6, 2))
+
+
+def test_replica_that_handles_the_failure_of_another_does_not_hide_it():
+    class Handles(Numbered):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Centering()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.copy_id == 1:
+                raise LayerError
+            try:
+                return self.layer(x)
+            except ReplicaFailed:
+                return x
+
+    with pytest.raises(LayerError):
+        ours(Handles(), 2)(torch.randn(4, 2))
+
+
+def test_replica_that_handles_its_own_error_has_not_failed():
+    class Handles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fails = FailsAt(1, LayerError)
+            self.layer = Centering()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with contextlib.suppress(LayerError):
+                x = self.fails(x)
+            return self.layer(x)
+
+    x = torch.randn(4, 2)
+    torch.testing.assert_close(ours(Handles(), 2)(x), x - x.mean(0))
+
+
+# -- the master's callback fails ---------------------------------------------------------------
+
+
+class FailingMaster(Centering):
+    fails = True
+
+    def _data_parallel_master(self, intermediates: Any) -> list[tuple[Any, Tensor]]:
+        if self.fails:
+            raise LayerError("in the callback")
+        return super()._data_parallel_master(intermediates)
+
+
+@wraps
+def test_error_in_a_masters_callback_reaches_the_caller_and_the_next_step_is_correct(wrap):
+    layer = FailingMaster()
+    model, x = wrap(nn.Sequential(nn.Linear(2, 2), layer), 3), torch.randn(6, 2)
+    with pytest.raises(LayerError, match="in the callback") as caught:
+        model(x)
+    assert caught.value.__notes__ == ["in replica 0 of 3 on cpu, module `1`"]
+    layer.fails = False
+    torch.testing.assert_close(model(x), model.module(x))
+
+
+# -- replicas diverge --------------------------------------------------------------------------
+
+
+@wraps
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ((1, 0), "`layer`, call 1: replica 0 waits; replica 1 ended without calling it"),
+        ((0, 1), "`layer`, call 1: replica 1 waits; replica 0 ended without calling it"),
+        ((2, 1), "`layer`, call 2: replica 0 waits; replica 1 ended after call 1"),
+        ((1, 2), "`layer`, call 2: replica 1 waits; replica 0 ended after call 1"),
+        ((5, 3), "`layer`, call 4: replica 0 waits; replica 1 ended after call 3"),
+    ],
+    ids=str,
+)
+def test_replica_that_calls_less_often_is_named(wrap, counts, message):
+    module = Repeat(Centering(), counts)
+    model, x = wrap(module, 2), torch.randn(4, 2)
+    with pytest.raises(ReplicasDiverged) as caught:
+        model(x)
+    assert str(caught.value).startswith(f"the replicas have diverged: {message}. ")
+    module.counts = (1, 1)
+    torch.testing.assert_close(model(x), x - x.mean(0))
+
+
+class InOrder(Numbered):
+    """Calls its layers in the order that ``orders`` has for each replica."""
+
+    def __init__(self, *orders: str) -> None:
+        super().__init__()
+        self.orders = orders
+        self.a, self.b = Centering(), Centering()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.orders[self.copy_id or 0]:
+            x = getattr(self, name)(x)
+        return x
+
+
+@wraps
+def test_replicas_that_call_in_another_order_are_named(wrap):
+    model = wrap(nn.Sequential(InOrder("ab", "ba")), 2)
+    with pytest.raises(ReplicasDiverged) as caught:
+        model(torch.randn(4, 2))
+    assert "`0.a`, call 1: replica 0 waits" in str(caught.value)
+    assert "`0.b`, call 1: replica 1 waits" in str(caught.value)
+
+
+def test_module_path_is_that_within_the_network():
+    net = nn.Sequential(nn.ReLU(), nn.Sequential(Repeat(Centering(), (1, 0))))
+    with pytest.raises(ReplicasDiverged, match=r"`1\.0\.layer`, call 1"):
+        ours(net, 2)(torch.randn(4, 2))
+
+
+def test_layer_that_is_the_root_has_a_name_too():
+    class Skips(Centering):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if self._parallel_id == 1 else super().forward(x)
+
+    with pytest.raises(ReplicasDiverged, match=r"`\(root\)`, call 1: replica 0 waits"):
+        ours(Skips(), 2)(torch.randn(4, 2))
+
+
+class Program(Numbered):
+    """Replica i does what ``programs[i]`` says: calls of the layers a and b, and "!" to fail."""
+
+    def __init__(self, programs: Sequence[str]) -> None:
+        super().__init__()
+        self.programs = programs
+        self.a, self.b = Centering(), Centering()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.programs[self.copy_id or 0]:
+            if step == "!":
+                raise LayerError(self.copy_id)
+            x = getattr(self, step)(x)
+        return x
+
+
+programs = st.lists(st.text("ab", max_size=3), min_size=2, max_size=4)
+
+
+@given(programs=programs)
+def test_replicas_get_values_if_and_only_if_they_call_alike(programs):
+    x = torch.randn(len(programs), 2)
+    outcome = outcome_of(lambda: ours(Program(programs), len(programs))(x))
+    if len(set(programs)) > 1:
+        assert isinstance(outcome.error, ReplicasDiverged)
+    else:
+        torch.testing.assert_close(outcome.value, x - x.mean(0) if programs[0] else x)
+
+
+@given(programs=programs, replica=st.integers(0, 3), after=st.integers(0, 3))
+def test_failing_replica_wins_where_the_others_would_have_gone_on(programs, replica, after):
+    # All do the same as far as the failing one goes, and more: only it can end anything.
+    n, common = len(programs), programs[0][:after]
+    programs = [common + "ab" + rest for rest in programs]
+    programs[replica % n] = common + "!"
+    outcome = outcome_of(lambda: ours(Program(programs), n)(torch.randn(n, 2)))
+    assert isinstance(outcome.error, LayerError)
+    assert outcome.error.args == (replica % n,)
+
+
+@given(programs=st.lists(st.text("ab!", max_size=3), min_size=2, max_size=4))
+def test_every_forward_ends_in_a_value_or_a_named_error(programs):
+    n = len(programs)
+    outcome = outcome_of(lambda: ours(Program(programs), n)(torch.ones(n, 1)))
+    alike = len(set(programs)) == 1 and "!" not in programs[0]
+    assert (outcome.error is None) is alike
+    assert isinstance(outcome.error, (type(None), LayerError, ReplicasDiverged))
+
+
+# -- layers for the older toolkits -------------------------------------------------------------
+
+
+def test_old_layer_gives_gradients_across_replicas():
+    x, dy = torch.randn(7, 3, requires_grad=True), torch.randn(7, 3)
+    (expected,) = torch.autograd.grad(x - x.mean(0), x, dy)
+    (actual,) = torch.autograd.grad(ours(Centering(), 3)(x), x, dy)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_old_layer_runs_bit_equal_again_and_again():
+    model, x = ours(Centering(), 4), 1e4 * torch.randn(64, 8)
+    first = model(x)
+    assert all(torch.equal(model(x), first) for _ in range(10))
+
+
+# -- the deadline of the test run --------------------------------------------------------------
+
+
+HANGING_TEST = """
+import threading
+from replication import parallel_apply
+from torch import nn
+
+class Hangs(nn.Module):
+    def forward(self):
+        threading.Event().wait()
+
+def test_that_hangs():
+    parallel_apply([Hangs(), Hangs()], [(), ()])
+"""
+
+
+def test_hang_ends_the_test_run_with_the_stack_of_every_thread(tmp_path):
+    (tmp_path / "test_hang.py").write_text(HANGING_TEST)
+    root = Path(__file__).resolve().parent.parent
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    process = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider"),
+            *("-c", str(root / "setup.cfg"), "-o", "faulthandler_timeout=0.5"),
+            str(tmp_path / "test_hang.py"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert process.returncode != 0
+    assert process.stderr.count("in forward") == 2
+    assert "in test_that_hangs" in process.stderr

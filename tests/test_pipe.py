@@ -1,0 +1,450 @@
+"""`SyncMaster`, `SlavePipe` and `FutureResult`, by hand and in forwards."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import random
+import threading
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from layers import DEADLINE, Centering, Numbered, freed, join_all, outcome_of, together, values
+from torch import nn
+
+from replication import (
+    DataParallel,
+    FutureResult,
+    ReplicaFailed,
+    ReplicasDiverged,
+    ReplicationError,
+    SyncMaster,
+)
+
+
+def echo(messages: Any) -> Any:
+    """Everyone gets all messages."""
+    return [(identifier, list(messages)) for identifier, _ in messages]
+
+
+def square(messages: Any) -> Any:
+    return [(identifier, message**2) for identifier, message in messages]
+
+
+def exchange(master: SyncMaster, message: Any, *slaves: tuple[Any, Any]) -> list[Any]:
+    """One call of everybody; the replies, the master's first."""
+    return values(
+        together(
+            lambda: master.run_master(message),
+            *(lambda pipe=pipe, msg=msg: pipe.run_slave(msg) for pipe, msg in slaves),
+        )
+    )
+
+
+# -- messages and replies ----------------------------------------------------------------------
+
+
+def test_messages_reach_the_callback_with_the_masters_first():
+    master = SyncMaster(echo)
+    one, two = master.register_slave(1), master.register_slave(2)
+    replies = exchange(master, "a", (one, "b"), (two, "c"))
+    assert replies == [[(0, "a"), (1, "b"), (2, "c")]] * 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_messages_are_in_the_order_of_registration_whoever_comes_first(seed):
+    master = SyncMaster(echo)
+    identifiers = list(range(1, 7))
+    calls = [partial(master.register_slave(i).run_slave, str(i)) for i in identifiers]
+    # Threads begin, and on most days arrive, in this order.
+    random.Random(seed).shuffle(calls)
+    threads = [threading.Thread(target=call) for call in calls]
+    arrived: list[Any] = []
+    threads.append(threading.Thread(target=lambda: arrived.extend(master.run_master("0"))))
+    join_all(threads)
+    assert arrived == [(i, str(i)) for i in [0, *identifiers]]
+
+
+def test_replies_go_back_by_identifier_in_any_order():
+    master = SyncMaster(lambda messages: reversed(square(messages)))
+    pipes = [master.register_slave(i) for i in (1, 2, 3)]
+    assert exchange(master, 2, *zip(pipes, (3, 4, 5), strict=True)) == [4, 9, 16, 25]
+
+
+def test_identifier_may_be_anything_hashable():
+    master = SyncMaster(echo)
+    pipe = master.register_slave(("left", 7))
+    assert exchange(master, "a", (pipe, "b"))[1] == [(0, "a"), (("left", 7), "b")]
+
+
+def test_none_is_a_message_and_a_reply_like_any_other():
+    master = SyncMaster(lambda messages: messages)
+    assert exchange(master, None, (master.register_slave(1), None)) == [None, None]
+
+
+def test_slaves_may_call_any_number_of_times():
+    master = SyncMaster(square)
+    pipes = [master.register_slave(i) for i in (1, 2)]
+    numbers = range(50)
+    runs = [master.run_master, *(pipe.run_slave for pipe in pipes)]
+    replies = values(together(*(lambda run=run: [run(n) for n in numbers] for run in runs)))
+    assert replies == [[n**2 for n in numbers]] * 3
+
+
+def test_master_without_slaves_replies_to_itself():
+    assert SyncMaster(echo).run_master("alone") == [(0, "alone")]
+
+
+def test_master_waits_for_the_slaves():
+    master = SyncMaster(echo)
+    pipe = master.register_slave(1)
+    begun = threading.Event()
+
+    def run_master() -> Any:
+        begun.set()
+        return master.run_master("a")
+
+    def run_slave() -> Any:
+        assert begun.wait(DEADLINE)
+        return pipe.run_slave("b")
+
+    assert values(together(run_master, run_slave)) == [[(0, "a"), (1, "b")]] * 2
+
+
+def test_callback_runs_in_the_masters_thread():
+    threads = []
+    master = SyncMaster(lambda messages: [threads.append(threading.get_ident()), *messages][1:])
+    pipe = master.register_slave(1)
+    idents = exchange(master, 0, (pipe, 0)) and values(
+        together(
+            lambda: (master.run_master(0), threading.get_ident())[1], lambda: pipe.run_slave(0)
+        )
+    )
+    assert threads[1] == idents[0]
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        lambda messages: messages[:1],
+        lambda messages: [*messages, (9, None)],
+        lambda messages: [],
+        lambda messages: [(identifier + 1, message) for identifier, message in messages],
+        lambda messages: None,
+        lambda messages: [message for _, message in messages],
+        lambda messages: [1, 2],
+    ],
+    ids=["too few", "too many", "none", "others", "None", "no pairs", "numbers"],
+)
+def test_callback_must_reply_to_everyone(reply):
+    master = SyncMaster(reply)
+    pipe = master.register_slave(1)
+    first, second = together(lambda: master.run_master("a"), lambda: pipe.run_slave("b"))
+    assert isinstance(first.error, ReplicationError)
+    assert "expected identifiers [0, 1]" in str(first.error)
+    assert isinstance(second.error, ReplicaFailed)
+
+
+def test_masters_own_identifier_counts_as_one_that_needs_a_reply():
+    with pytest.raises(ReplicationError, match=r"expected identifiers \[0\], got \[\]"):
+        SyncMaster(lambda messages: []).run_master("alone")
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit], ids=["Exception", "BaseException"])
+def test_error_in_the_callback_reaches_the_master_and_wakes_the_slaves(error):
+    raised = error("in the callback")
+
+    def fail(messages: Any) -> Any:
+        raise raised
+
+    master = SyncMaster(fail)
+    pipes = [master.register_slave(i) for i in (1, 2)]
+    outcomes = together(
+        lambda: master.run_master(0), *(lambda pipe=pipe: pipe.run_slave(0) for pipe in pipes)
+    )
+    assert outcomes[0].error is raised
+    for outcome in outcomes[1:]:
+        assert isinstance(outcome.error, ReplicaFailed)
+        assert outcome.error.__cause__ is raised
+
+
+@pytest.mark.parametrize("identifier", [0, 1], ids=["the master's", "another slave's"])
+def test_identifier_must_be_free(identifier):
+    master = SyncMaster(echo)
+    master.register_slave(1)
+    with pytest.raises(ReplicationError, match=rf"must be new .*\(got {identifier} in"):
+        master.register_slave(identifier)
+
+
+# -- one instance, many sets of slaves ---------------------------------------------------------
+
+
+def test_registration_after_a_run_starts_a_new_set_of_slaves():
+    master = SyncMaster(echo)
+    exchange(master, "a", *((master.register_slave(i), "b") for i in (1, 2, 3)))
+    assert exchange(master, "c", (master.register_slave(1), "d")) == [[(0, "c"), (1, "d")]] * 2
+
+
+def test_pipe_of_an_older_set_raises():
+    master = SyncMaster(echo)
+    old = master.register_slave(1)
+    exchange(master, "a", (old, "b"))
+    master.register_slave(1)
+    with pytest.raises(ReplicationError, match="this pipe is of an older set"):
+        old.run_slave("late")
+
+
+def test_set_that_follows_a_failed_one_is_clean():
+    replies = [lambda messages: [], echo]
+    master = SyncMaster(lambda messages: replies.pop(0)(messages))
+    pipe = master.register_slave(1)
+    together(lambda: master.run_master("a"), lambda: pipe.run_slave("b"))
+    assert exchange(master, "c", (master.register_slave(1), "d")) == [[(0, "c"), (1, "d")]] * 2
+
+
+def test_nr_slaves_counts_the_current_set():
+    master = SyncMaster(echo)
+    assert master.nr_slaves == 0
+    pipes = [master.register_slave(i) for i in (1, 2)]
+    assert master.nr_slaves == 2
+    exchange(master, "a", *((pipe, "b") for pipe in pipes))
+    master.register_slave(1)
+    assert master.nr_slaves == 1
+
+
+def test_instance_serves_forwards_of_any_number_of_replicas():
+    model = DataParallel(Centering(), ["cpu"] * 4)
+    for samples in (8, 1, 2, 8, 3):
+        x = torch.randn(samples, 2)
+        torch.testing.assert_close(model(x), x - x.mean(0))
+
+
+class CountsSlaves(Numbered):
+    """Returns how many slaves the master has, as the copy that is asked sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.master = SyncMaster(echo)
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        super().__data_parallel_replicate__(ctx, copy_id)
+        if copy_id == 0:
+            ctx.master = self.master
+        else:
+            ctx.master.register_slave(copy_id)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([self.master.nr_slaves])
+
+
+def test_nr_slaves_in_a_forward_counts_its_replicas():
+    model = DataParallel(CountsSlaves(), ["cpu"] * 4)
+    assert [model(torch.zeros(n, 1)).tolist() for n in (4, 2, 1, 4)] == [
+        [3] * 4,
+        [1] * 2,
+        [0],
+        [3] * 4,
+    ]
+
+
+def test_nr_slaves_between_forwards_is_zero():
+    model = DataParallel(CountsSlaves(), ["cpu"] * 4)
+    model(torch.zeros(4, 1))
+    assert model.module.master.nr_slaves == 0
+
+
+def test_two_forwards_at_once_share_an_instance_and_no_message():
+    model = DataParallel(Centering(), ["cpu"] * 3)
+    xs = torch.randn(2, 30, 6, 2)
+    barrier = threading.Barrier(2, timeout=DEADLINE)
+
+    def run(batches: torch.Tensor) -> list[torch.Tensor]:
+        barrier.wait()
+        return [model(x) for x in batches]
+
+    outputs = values(together(lambda: run(xs[0]), lambda: run(xs[1])))
+    for batches, centered in zip(xs, outputs, strict=True):
+        torch.testing.assert_close(torch.stack(centered), batches - batches.mean(1, keepdim=True))
+
+
+def test_two_layers_do_not_mix_their_messages():
+    model = DataParallel(nn.Sequential(Centering(), nn.Softmax(1), Centering()), ["cpu"] * 3)
+    x = torch.randn(9, 4)
+    middle = (x - x.mean(0)).softmax(1)
+    torch.testing.assert_close(model(x), middle - middle.mean(0))
+
+
+def test_forward_leaves_nothing_in_the_instance():
+    layer = Centering()
+    before = dict(vars(layer._sync_master))
+    rendezvous = []
+
+    class Spy(Numbered):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rendezvous.append(weakref.ref(layer._sync_master._rendezvous()))
+            return x
+
+    gc.disable()
+    try:
+        DataParallel(nn.Sequential(Spy(), layer), ["cpu"] * 2)(torch.ones(4, 1))
+        assert len(rendezvous) == 2
+        assert freed(*rendezvous)
+    finally:
+        gc.enable()
+    after = vars(layer._sync_master)
+    assert after["_latest"]() is None
+    assert {**after, "_latest": None} == {**before, "_latest": None}
+
+
+# -- copies ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda master: pickle.loads(pickle.dumps(master))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_copy_of_a_master_has_its_callback_and_no_slaves(copied):
+    master = SyncMaster(square)
+    master.register_slave(1)
+    twin = copied(master)
+    assert twin.nr_slaves == 0
+    assert twin.run_master(3) == 9
+    assert exchange(twin, 2, (twin.register_slave(1), 3)) == [4, 9]
+    assert master.nr_slaves == 1
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))],
+    ids=["deepcopy", "pickle"],
+)
+def test_copy_of_a_pipe_belongs_to_no_forward(copied):
+    twin = copied(SyncMaster(square).register_slave("left"))
+    with pytest.raises(ReplicationError, match="the pipe of slave 'left' is a copy"):
+        twin.run_slave(1)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deepcopy", "pickle"],
+)
+def test_copy_of_a_layer_that_has_run_runs(copied):
+    model = DataParallel(Centering(), ["cpu"] * 3)
+    x = torch.randn(6, 2)
+    model(x)
+    twin = copied(model)
+    assert twin.module._sync_master is not model.module._sync_master
+    torch.testing.assert_close(twin(x), x - x.mean(0))
+
+
+# -- FutureResult ------------------------------------------------------------------------------
+
+
+def copied_future(future: FutureResult) -> FutureResult:
+    return pickle.loads(pickle.dumps(future))
+
+
+@pytest.mark.parametrize("result", ["anything", None, ()])
+def test_future_hands_over_its_result(result):
+    future = FutureResult()
+    future.put(result)
+    assert future.get() is result
+
+
+def test_future_can_be_used_again():
+    future = FutureResult()
+    for number in range(3):
+        future.put(number)
+        assert future.get() == number
+
+
+def test_future_refuses_a_second_result_before_the_first_is_fetched():
+    future = FutureResult()
+    future.put(None)
+    with pytest.raises(ReplicationError, match="has not been fetched"):
+        future.put(None)
+
+
+def test_get_waits_for_the_result():
+    there, back = FutureResult(), FutureResult()
+    numbers = range(100)
+
+    def ask() -> list[int]:
+        return [(there.put(number), back.get())[1] for number in numbers]
+
+    def answer() -> None:
+        for _ in numbers:
+            back.put(there.get() ** 2)
+
+    assert values(together(ask, answer))[0] == [number**2 for number in numbers]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copied_future], ids=["deepcopy", "pickle"])
+def test_copy_of_a_future_is_empty(copied):
+    future = FutureResult()
+    future.put("original")
+    twin = copied(future)
+    twin.put("twin")
+    assert (future.get(), twin.get()) == ("original", "twin")
+
+
+class Hands(Numbered):
+    """Copy 1 gets what copy 0 puts, if it does."""
+
+    def __init__(self, puts: bool, error: type[BaseException] | None = None) -> None:
+        super().__init__()
+        self.puts = puts
+        self.error = error
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        super().__data_parallel_replicate__(ctx, copy_id)
+        if copy_id == 0:
+            ctx.future = FutureResult()
+        self.future = ctx.future
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.copy_id == 1:
+            return x + self.future.get()
+        if self.error is not None:
+            raise self.error
+        if self.puts:
+            self.future.put(1)
+        return x
+
+
+def test_future_serves_two_replicas():
+    assert DataParallel(Hands(puts=True), ["cpu"] * 2)(torch.zeros(2)).tolist() == [0, 1]
+
+
+def test_get_in_a_replica_is_given_up_when_nobody_can_put_any_more():
+    with pytest.raises(ReplicasDiverged, match=r"`FutureResult`, call 1: replica 1 waits"):
+        DataParallel(Hands(puts=False), ["cpu"] * 2)(torch.zeros(2))
+
+
+def test_get_in_a_replica_is_given_up_when_the_other_fails():
+    with pytest.raises(KeyError):
+        DataParallel(Hands(puts=True, error=KeyError), ["cpu"] * 2)(torch.zeros(2))
+
+
+def test_get_outside_a_replica_gives_up_for_nobody():
+    future = FutureResult()
+    begun = threading.Event()
+
+    def get() -> Any:
+        begun.set()
+        return future.get()
+
+    def put() -> None:
+        assert begun.wait(DEADLINE)
+        future.put("late")
+
+    assert outcome_of(lambda: values(together(get, put))[0]).value == "late"

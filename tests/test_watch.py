@@ -1,0 +1,505 @@
+"""Each replica's beginning and end are seen whoever runs it, and that leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import threading
+import traceback
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+from layers import (
+    AsTorchDoes,
+    ByForward,
+    ByMicroBatches,
+    ByPlainThreads,
+    Centering,
+    CustomDataParallel,
+    FailsAt,
+    Numbered,
+    Repeat,
+    SwallowingErrors,
+    freed,
+    together,
+    until_others_wait,
+    values,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import replication.rendezvous
+from replication import (
+    DataParallel,
+    ReplicaFailed,
+    ReplicasDiverged,
+    ReplicationError,
+    execute_replication_callbacks,
+    parallel_apply,
+    patch_replication_callback,
+    replicate,
+)
+from replication.watch import add_note, device_of, failing_path, rendezvous_of, watch
+
+
+def ours(module: nn.Module, n: int) -> nn.Module:
+    return DataParallel(module, ["cpu"] * n)
+
+
+def patched(cls: type[CustomDataParallel]) -> Any:
+    def make(module: nn.Module, n: int) -> nn.Module:
+        model = cls(module, n)
+        patch_replication_callback(model)
+        return model
+
+    return make
+
+
+class Overridden(DataParallel):
+    """Ours, with the user's own way to run the replicas."""
+
+    parallel_apply = AsTorchDoes.parallel_apply
+
+
+def overridden(module: nn.Module, n: int) -> nn.Module:
+    return Overridden(module, ["cpu"] * n)
+
+
+RUNNERS = {
+    "ours": ours,
+    "ours overridden": overridden,
+    "our parallel_apply": patched(CustomDataParallel),
+    "as torch does": patched(AsTorchDoes),
+    "plain threads": patched(ByPlainThreads),
+    "forward": patched(ByForward),
+}
+runners = pytest.mark.parametrize("wrap", RUNNERS.values(), ids=RUNNERS)
+
+
+class LayerError(Exception):
+    """An error that nobody else raises."""
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """What is freed in the block was freed by its last reference, and so was in no cycle."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# -- whoever runs them -------------------------------------------------------------------------
+
+
+@runners
+def test_replicas_talk_whoever_runs_them(wrap):
+    x = torch.randn(7, 2)
+    torch.testing.assert_close(wrap(Centering(), 3)(x), x - x.mean(0))
+
+
+@runners
+@pytest.mark.parametrize("replica", [0, 1, 2])
+def test_failure_is_seen_whoever_runs_the_replica(wrap, replica):
+    model = wrap(nn.Sequential(FailsAt(replica, LayerError), Centering()), 3)
+    with pytest.raises(LayerError):
+        model(torch.randn(6, 2))
+
+
+@runners
+@pytest.mark.parametrize("counts", [(2, 1, 1), (1, 2, 2), (1, 1, 2), (0, 1, 1)], ids=str)
+def test_end_is_seen_whoever_runs_the_replica(wrap, counts):
+    model = wrap(Repeat(Centering(), counts), 3)
+    with pytest.raises(ReplicasDiverged, match="`layer`, call"):
+        model(torch.randn(6, 2))
+
+
+@runners
+def test_error_keeps_its_identity_whoever_runs_the_replica(wrap):
+    raised = LayerError("own")
+    model = wrap(nn.Sequential(Centering(), FailsAt(1, lambda: raised), Centering()), 3)
+    with pytest.raises(LayerError) as caught:
+        model(torch.randn(6, 2))
+    assert caught.value is raised
+
+
+@runners
+def test_follow_up_of_an_earlier_replica_does_not_mask_the_error(wrap):
+    # The last replica fails, and all others, which come first by index, raise a follow-up.
+    model = wrap(nn.Sequential(FailsAt(2, LayerError), Centering()), 3)
+    with pytest.raises(LayerError):
+        model(torch.randn(6, 2))
+
+
+@runners
+def test_error_has_the_frames_of_the_layer_that_raised_it(wrap):
+    model = wrap(nn.Sequential(FailsAt(1, LayerError), Centering()), 2)
+    with pytest.raises(LayerError) as caught:
+        model(torch.randn(6, 2))
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert "_call_impl" in frames
+    assert (last.name, last.line) == ("forward", "raise self.error()")
+
+
+@runners
+def test_error_is_noted_with_replica_device_and_module(wrap):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), FailsAt(1, LayerError)))
+    with pytest.raises(LayerError) as caught:
+        wrap(net, 3)(torch.randn(6, 2))
+    assert caught.value.__notes__ == ["in replica 1 of 3 on cpu, module `1.1`"]
+
+
+def test_error_of_the_root_is_noted_without_a_module():
+    with pytest.raises(LayerError) as caught:
+        ours(FailsAt(0, LayerError), 2)(torch.randn(4, 2))
+    (note,) = caught.value.__notes__
+    assert note.startswith("in replica 0 of 2")
+    assert "module" not in note
+
+
+@pytest.mark.parametrize("wrap", [ours, patched(ByPlainThreads)])
+def test_hook_of_the_root_that_fails_is_seen(wrap):
+    class Root(Numbered):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Centering()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    def fail_in_copy_1(module: Root, args: Any) -> None:
+        if module.copy_id == 1:
+            raise LayerError
+
+    root = Root()
+    root.register_forward_pre_hook(fail_in_copy_1)
+    with pytest.raises(LayerError):
+        wrap(root, 3)(torch.randn(6, 2))
+
+
+@runners
+def test_hooks_of_the_root_run_once_per_replica(wrap):
+    net = nn.Sequential(Centering())
+    calls: list[int] = []
+    net.register_forward_hook(lambda module, args, output: calls.append(len(output)))
+    wrap(net, 3)(torch.randn(6, 2))
+    # Who calls `forward` goes past the hooks.
+    assert calls == ([] if wrap is RUNNERS["forward"] else [2] * 3)
+
+
+def test_replica_that_is_left_out_keeps_nobody_waiting():
+    replicas = watched(Centering(), 3)
+    with pytest.raises(ReplicasDiverged, match="replica 2 does not run"):
+        parallel_apply(replicas[:2], [torch.ones(1, 1)] * 2)
+
+
+# -- micro-batches -----------------------------------------------------------------------------
+
+
+def test_kth_micro_batches_of_the_replicas_meet():
+    x = torch.randn(8, 2)
+    output = patched(ByMicroBatches)(Centering(), 2)(x)
+    first, second = x[[0, 1, 4, 5]], x[[2, 3, 6, 7]]
+    expected = torch.empty_like(x)
+    expected[[0, 1, 4, 5]] = first - first.mean(0)
+    expected[[2, 3, 6, 7]] = second - second.mean(0)
+    torch.testing.assert_close(output, expected)
+
+
+def test_replica_with_fewer_micro_batches_keeps_nobody_waiting(monkeypatch):
+    monkeypatch.setattr(replication.rendezvous, "GRACE", 0.05)
+    # 3 samples for two replicas: 2 and 1, so that the second replica has one micro-batch only.
+    model = patched(ByMicroBatches)(Centering(), 2)
+    with pytest.raises(ReplicasDiverged, match="replica 0 waits, and replica 1 did not begin"):
+        model(torch.randn(3, 2))
+
+
+@pytest.mark.parametrize("counts", [(1, 0), (0, 1)], ids=str)
+def test_replica_that_ends_a_micro_batch_early_keeps_nobody_waiting(counts):
+    model = patched(ByMicroBatches)(Repeat(Centering(), counts), 2)
+    with pytest.raises(ReplicasDiverged, match="`layer`, call 1"):
+        model(torch.randn(4, 2))
+
+
+# -- a caller that swallows errors -------------------------------------------------------------
+
+
+def test_peers_of_a_replica_whose_error_is_swallowed_are_woken():
+    model = patched(SwallowingErrors)(nn.Sequential(FailsAt(2, LayerError), Centering()), 3)
+    model(torch.randn(6, 2))
+    errors = [outcome.error for outcome in model.outcomes]
+    assert [type(error) for error in errors] == [ReplicaFailed, ReplicaFailed, LayerError]
+    assert errors[0].__cause__ is errors[2]
+
+
+def test_forward_after_swallowed_errors_is_clean():
+    fails = FailsAt(1, LayerError)
+    model = patched(SwallowingErrors)(nn.Sequential(Centering(), fails, Centering()), 2)
+    x = torch.randn(4, 2)
+    model(x)
+    fails.active = False
+    torch.testing.assert_close(torch.cat(model(x)), x - x.mean(0))
+
+
+# -- replicas that do not run at the same time -------------------------------------------------
+
+
+class OneAfterTheOther(CustomDataParallel):
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+        return [
+            replica(*args, **kw)
+            for replica, args, kw in zip(replicas, inputs, kwargs, strict=True)
+        ]
+
+
+def test_replicas_that_run_one_after_the_other_are_told_why_they_cannot_talk(monkeypatch):
+    monkeypatch.setattr(replication.rendezvous, "GRACE", 0.05)
+    model = patched(OneAfterTheOther)(Centering(), 2)
+    with pytest.raises(ReplicasDiverged, match="must run at the same time, each in a thread"):
+        model(torch.randn(4, 2))
+
+
+def test_replicas_that_do_not_talk_may_run_one_after_the_other():
+    x = torch.randn(4, 2)
+    assert torch.equal(patched(OneAfterTheOther)(nn.ReLU(), 2)(x), x.relu())
+
+
+def test_one_replica_may_run_in_the_calling_thread():
+    class FirstAtHome(CustomDataParallel):
+        def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+            others: list[Any] = []
+            thread = threading.Thread(
+                target=lambda: others.extend(
+                    values(together(lambda: replicas[1](*inputs[1], **kwargs[1])))
+                )
+            )
+            thread.start()
+            first = replicas[0](*inputs[0], **kwargs[0])
+            thread.join()
+            return [first, *others]
+
+    x = torch.randn(6, 2)
+    torch.testing.assert_close(patched(FirstAtHome)(Centering(), 2)(x), x - x.mean(0))
+
+
+def test_layer_that_is_recomputed_after_the_forward_says_so():
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(Centering(), nn.Tanh())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.layer, x, use_reentrant=False)
+
+    x = torch.randn(4, 2, requires_grad=True)
+    y = ours(Checkpointed(), 2)(x)
+    with pytest.raises(ReplicasDiverged, match="called it outside the forward"):
+        y.backward(torch.randn_like(y))
+
+
+# -- nothing is left behind --------------------------------------------------------------------
+
+
+def live_replicas(model: nn.Module) -> list[Any]:
+    """Weak references to the replicas that the model makes from now on."""
+    seen: list[Any] = []
+    make = model.replicate
+
+    def replicate_and_note(*args: Any) -> Any:
+        replicas = make(*args)
+        seen.extend(weakref.ref(replica) for replica in replicas)
+        return replicas
+
+    model.replicate = replicate_and_note
+    return seen
+
+
+@runners
+def test_replicas_end_with_the_forward(wrap):
+    model = wrap(nn.Sequential(nn.Linear(2, 2), Centering()), 2)
+    seen = live_replicas(model)
+    with no_garbage_collection():
+        output = model(torch.randn(4, 2))
+        assert freed(*seen)
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("waiting", [0, 2])
+@pytest.mark.parametrize("error", [LayerError, KeyboardInterrupt])
+@pytest.mark.parametrize("replica", [0, 1])
+def test_replicas_end_with_a_failed_forward(replica, error, waiting):
+    def fail() -> BaseException:
+        until_others_wait(waiting)
+        return error()
+
+    model = ours(nn.Sequential(nn.Linear(2, 2), FailsAt(replica, fail), Centering()), 3)
+    seen = live_replicas(model)
+    with no_garbage_collection():
+        with suppress(error):
+            model(torch.randn(6, 2))
+        assert len(seen) == 3
+        assert freed(*seen)
+
+
+def test_replicas_end_with_a_forward_that_has_diverged():
+    model = ours(Repeat(Centering(), (1, 2)), 2)
+    seen = live_replicas(model)
+    with no_garbage_collection():
+        with suppress(ReplicasDiverged):
+            model(torch.randn(4, 2))
+        assert len(seen) == 2
+        assert freed(*seen)
+
+
+@runners
+def test_original_is_not_touched(wrap):
+    net = nn.Sequential(nn.Linear(2, 2), Centering(), nn.BatchNorm1d(2))
+    before = [dict(vars(module)) for module in net.modules()]
+    held = [dict(d) for m in net.modules() for d in (m._parameters, m._buffers, m._modules)]
+    wrap(net, 2)(torch.randn(4, 2))
+    assert [vars(module) for module in net.modules()] == before
+    now = [d for m in net.modules() for d in (m._parameters, m._buffers, m._modules)]
+    for old, new in zip(held, now, strict=True):
+        assert old.keys() == new.keys()
+        assert all(old[key] is new[key] for key in old)
+
+
+def test_caller_of_a_failed_forward_holds_no_rendezvous():
+    model = ours(nn.Sequential(FailsAt(1, LayerError), Centering()), 2)
+    rendezvous = []
+    make = model.replicate
+
+    def replicate_and_note(*args: Any) -> Any:
+        replicas = make(*args)
+        rendezvous.append(weakref.ref(rendezvous_of(replicas)))
+        return replicas
+
+    model.replicate = replicate_and_note
+    with no_garbage_collection():
+        with suppress(LayerError):
+            model(torch.randn(4, 2))
+        assert freed(*rendezvous)
+
+
+# -- the replicas as objects -------------------------------------------------------------------
+
+
+def watched(module: nn.Module, n: int = 2, **kwargs: Any) -> list[nn.Module]:
+    replicas = replicate(module, ["cpu"] * n, **kwargs)
+    execute_replication_callbacks(replicas)
+    return replicas
+
+
+class Signed(nn.Module):
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return x * scale
+
+
+def test_replica_shows_the_signature_of_its_forward():
+    module = Signed()
+    (replica,) = watched(module, 1)
+    assert inspect.signature(replica.forward) == inspect.signature(module.forward)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda replica: pickle.loads(pickle.dumps(replica))],
+    ids=["deepcopy", "pickle"],
+)
+def test_copy_of_a_replica_belongs_to_no_forward(copied):
+    replicas = watched(nn.Sequential(Signed(), Numbered()), detach=True)
+    twin = copied(replicas[0])
+    assert rendezvous_of([twin]) is None
+    assert rendezvous_of(replicas) is not None
+    x = torch.randn(2)
+    assert torch.equal(twin[0](x, scale=2), 2 * x)
+
+
+def test_forward_that_the_user_has_set_on_the_object_is_called():
+    module = nn.Identity()
+    module.forward = lambda x: x + 1
+    for replica in watched(module):
+        assert replica(torch.zeros(1)).item() == 1
+
+
+def test_replicas_that_are_watched_again_belong_to_the_newest_forward():
+    replicas = watched(Centering())
+    first = rendezvous_of(replicas)
+    execute_replication_callbacks(replicas)
+    assert rendezvous_of(replicas) is not first
+    x = torch.randn(2, 3, 2)
+    y = values(together(*(lambda i=i: replicas[i](x[i]) for i in range(2))))
+    torch.testing.assert_close(torch.stack(y), x - x.mean((0, 1)))
+
+
+def test_replica_may_call_itself():
+    class Recursive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Centering()
+
+        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+            return self(self.layer(x), depth - 1) if depth else x
+
+    x = torch.randn(4, 2)
+    torch.testing.assert_close(ours(Recursive(), 2)(x), x - x.mean(0))
+
+
+def test_replicas_of_plain_modules_have_no_rendezvous():
+    assert rendezvous_of([nn.ReLU(), None]) is None
+
+
+# -- small parts -------------------------------------------------------------------------------
+
+
+def test_note_is_added_to_those_that_are_there():
+    error = ValueError("v")
+    add_note(error, "first")
+    add_note(error, "second")
+    assert error.__notes__ == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("module", "device"),
+    [
+        (nn.Linear(1, 1, device="meta"), "meta"),
+        (nn.Sequential(nn.ReLU(), nn.BatchNorm1d(1, affine=False, device="meta")), "meta"),
+        (nn.ReLU(), None),
+    ],
+    ids=["parameter", "buffer", "none"],
+)
+def test_device_of_a_module_is_that_of_its_first_tensor(module, device):
+    assert device_of(module) == (device and torch.device(device))
+
+
+def test_device_of_a_replica_is_that_of_its_first_tensor():
+    (replica,) = replicate(nn.Sequential(nn.Linear(1, 1)), ["meta"])
+    assert device_of(replica) == torch.device("meta")
+
+
+def test_failing_path_is_that_of_the_innermost_submodule():
+    net = nn.Sequential(nn.ReLU(), nn.Sequential(FailsAt(0, LayerError)))
+    net[1][0].copy_id = 0
+    with pytest.raises(LayerError) as caught:
+        net(torch.zeros(1))
+    assert failing_path(caught.value, net) == "1.0"
+    assert failing_path(caught.value, net[1][0]) == ""
+
+
+def test_watch_counts_the_replicas():
+    assert watch([nn.ReLU(), nn.ReLU()]).size == 2
+
+
+def test_every_error_of_the_package_is_a_replication_error():
+    for error in (ReplicaFailed, ReplicasDiverged):
+        assert issubclass(error, ReplicationError)
+    assert issubclass(ReplicationError, RuntimeError)

@@ -1,0 +1,202 @@
+"""The rooms: who may import whom, what is public, and what of torch's own is relied on."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from replication import torch_internals
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("replication", "syncbn")
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+MODULES = [name for name in FILES if not name.endswith(".__init__")]
+
+modules = pytest.mark.parametrize("name", MODULES)
+
+
+def syntax(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text(encoding="utf-8"))
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """What is imported, by full name: of ``from a import b`` it is ``a.b`` if that is a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in FILES else str(node.module)
+
+
+def foreign(name: str) -> set[str]:
+    """The imports of a module that are not in the standard library."""
+    return {i for i in imports(syntax(name)) if i.split(".")[0] not in sys.stdlib_module_names}
+
+
+# -- imports -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["replication.pipe", "replication.rendezvous"])
+def test_pipes_and_their_rendezvous_know_the_standard_library_only(name):
+    assert foreign(name) <= {"replication.pipe", "replication.rendezvous"}
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("replication.")])
+def test_replication_does_not_know_syncbn(name):
+    assert not [i for i in imports(syntax(name)) if i.split(".")[0] == "syncbn"]
+
+
+def test_kernels_know_torch_only():
+    assert {i.split(".")[0] for i in foreign("syncbn.kernels")} == {"torch"}
+
+
+@modules
+def test_nothing_but_torch_is_needed(name):
+    assert {i.split(".")[0] for i in foreign(name)} <= {"torch", *PACKAGES}
+
+
+@modules
+def test_module_does_not_import_the_init_of_its_own_package(name):
+    assert name.split(".")[0] not in set(imports(syntax(name)))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_is_imported_inside_a_function(name):
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        imported
+        for node in ast.walk(syntax(name))
+        if isinstance(node, functions)
+        for imported in imports(node)
+    ]
+    assert found == []
+
+
+def test_modules_depend_on_each_other_in_one_direction():
+    graph = {name: {i for i in imports(syntax(name)) if i in MODULES} for name in MODULES}
+    order = list(TopologicalSorter(graph).static_order())  # raises CycleError
+    assert sorted(order) == sorted(MODULES)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in MODULES if n.startswith("replication.") and "internals" not in n]
+)
+def test_private_modules_and_names_of_torch_are_imported_in_one_place(name):
+    private = [
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(syntax(name))
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "torch"
+        for alias in node.names
+        if any(part.startswith("_") for part in f"{node.module}.{alias.name}".split("."))
+    ]
+    assert private == []
+
+
+# -- public names ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*MODULES, *PACKAGES])
+def test_all_is_sorted_and_exists(name):
+    module = importlib.import_module(name)
+    assert module.__all__ == sorted(set(module.__all__))
+    assert [n for n in module.__all__ if not hasattr(module, n)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_all_of_a_package_is_what_is_public(package):
+    module = importlib.import_module(package)
+    public = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    ]
+    assert sorted(public) == module.__all__
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_init_of_a_package_is_a_list_of_names_and_nothing_else(package):
+    docstring, *statements = syntax(f"{package}.__init__").body
+    assert isinstance(docstring, ast.Expr)
+    assert {type(statement) for statement in statements} == {ast.ImportFrom, ast.Assign}
+    assert isinstance(statements[-1], ast.Assign)
+    assert [ast.unparse(target) for target in statements[-1].targets] == ["__all__"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_name_is_public_where_it_comes_from(package):
+    for node in syntax(f"{package}.__init__").body:
+        if isinstance(node, ast.ImportFrom):
+            source = importlib.import_module(str(node.module))
+            assert {alias.name for alias in node.names} <= set(source.__all__)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_module_begins_with_a_sentence(name):
+    docstring = ast.get_docstring(syntax(name))
+    assert docstring
+    assert docstring.splitlines()[0].endswith(".")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_is_marked_as_typed(package):
+    assert (ROOT / package / "py.typed").exists()
+
+
+# -- what of torch's own is relied on ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["MAKE_SHELL", "CALL_IMPL", "COMPILED_CALL_IMPL"])
+def test_private_name_exists_in_torch(name):
+    assert hasattr(nn.Module, getattr(torch_internals, name))
+
+
+def test_shell_of_a_replica_is_what_replicate_takes_it_for():
+    module = nn.BatchNorm1d(2)
+    shell = getattr(module, torch_internals.MAKE_SHELL)()
+    assert getattr(shell, torch_internals.IS_REPLICA) is True
+    assert not hasattr(module, torch_internals.IS_REPLICA)
+    assert shell._parameters == {}
+    assert shell._buffers is not module._buffers
+    assert shell._modules is not module._modules
+
+
+def test_rnn_makes_shells_of_its_own_kind():
+    assert torch_internals.MAKE_SHELL in vars(nn.RNNBase)
+
+
+def test_module_is_called_through_the_attribute_that_the_watch_sets():
+    module = nn.ReLU()
+    module.__dict__[torch_internals.CALL_IMPL] = lambda *args: args
+    assert module(1, 2) == (1, 2)
+
+
+def test_compiled_module_is_called_through_the_attribute_that_replicate_clears():
+    module = nn.ReLU()
+    setattr(module, torch_internals.COMPILED_CALL_IMPL, lambda *args: args)
+    assert module(1, 2) == (1, 2)
+
+
+@pytest.mark.parametrize("name", ["native_batch_norm", "native_batch_norm_backward"])
+def test_native_kernel_exists(name):
+    assert hasattr(torch.ops.aten, name)
+
+
+@pytest.mark.parametrize("name", torch_internals.__all__)
+def test_private_function_exists_and_is_callable(name):
+    assert callable(getattr(torch_internals, name))

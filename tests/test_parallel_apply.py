@@ -1,0 +1,571 @@
+"""The worker threads: what runs where, in which state of torch, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layers import DEADLINE, Centering, Numbered, freed, together, values
+from torch import nn
+
+from replication import (
+    ReplicaFailed,
+    ReplicationError,
+    SyncMaster,
+    execute_replication_callbacks,
+    parallel_apply,
+    replicate,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Call(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def apply(*functions: Callable[[], Any]) -> list[Any]:
+    """Runs each function as if it were a replica."""
+    return parallel_apply([Call(function) for function in functions], [()] * len(functions))
+
+
+def seen(state: Callable[[], Any], n: int = 2) -> list[Any]:
+    """What ``state()`` returns in each of ``n`` worker threads, checked to be workers."""
+    caller = threading.get_ident()
+    idents_and_states = apply(*[lambda: (threading.get_ident(), state())] * n)
+    assert caller not in [ident for ident, _ in idents_and_states]
+    return [value for _, value in idents_and_states]
+
+
+# -- calls and outputs -------------------------------------------------------------------------
+
+
+def test_outputs_are_in_the_order_of_the_replicas():
+    assert apply(*(lambda i=i: i for i in range(6))) == list(range(6))
+
+
+def test_positional_arguments_are_passed():
+    replica = Call(lambda *args: args)
+    assert parallel_apply([replica] * 2, [(1, 2), [3]]) == [(1, 2), (3,)]
+
+
+def test_single_argument_needs_no_tuple():
+    x = torch.randn(2, 3)
+    outputs = parallel_apply([nn.ReLU()] * 2, [x, x])
+    assert all(torch.equal(output, x.relu()) for output in outputs)
+
+
+def test_keyword_arguments_are_passed():
+    replica = Call(lambda *args, **kwargs: (args, kwargs))
+    outputs = parallel_apply([replica] * 2, [(), (1,)], [{"a": 1}, {}])
+    assert outputs == [((), {"a": 1}), ((1,), {})]
+
+
+@pytest.mark.parametrize("name", ["inputs", "kwargs_tup", "devices"])
+def test_lists_must_be_of_one_length(name):
+    arguments = {"inputs": [()] * 2, "kwargs_tup": [{}] * 2, "devices": ["cpu"] * 2}
+    arguments[name] = arguments[name][:1]
+    with pytest.raises(ValueError, match=rf"one of {name} for each of 2 replicas \(got 1\)"):
+        parallel_apply([nn.ReLU()] * 2, **arguments)
+
+
+def test_no_replicas_have_no_outputs():
+    assert parallel_apply([], []) == []
+
+
+def test_replicas_run_at_the_same_time():
+    barrier = threading.Barrier(4, timeout=DEADLINE)
+    assert sorted(apply(*[barrier.wait] * 4)) == [0, 1, 2, 3]
+
+
+# -- threads -----------------------------------------------------------------------------------
+
+
+def test_threads_are_named_after_their_replicas():
+    assert seen(lambda: threading.current_thread().name, 3) == [
+        "replica-0",
+        "replica-1",
+        "replica-2",
+    ]
+
+
+def test_threads_serve_the_same_replica_again():
+    first, second = seen(threading.get_ident, 3), seen(threading.get_ident, 3)
+    assert first == second
+    assert len(set(first)) == 3
+
+
+def test_threads_keep_their_names_when_fewer_replicas_run():
+    apply(*[lambda: None] * 4)
+    assert seen(lambda: threading.current_thread().name, 2) == ["replica-0", "replica-1"]
+
+
+def test_threads_are_reused_after_an_error():
+    def fail() -> None:
+        raise KeyError
+
+    before = seen(threading.get_ident, 2)
+    with pytest.raises(KeyError):
+        apply(fail, fail)
+    assert seen(threading.get_ident, 2) == before
+
+
+def test_single_replica_runs_in_the_calling_thread():
+    assert apply(threading.get_ident) == [threading.get_ident()]
+
+
+def test_callers_in_two_threads_share_no_worker():
+    both = threading.Barrier(2, timeout=DEADLINE)
+
+    def idents() -> list[int]:
+        both.wait()
+        found = seen(threading.get_ident, 3)
+        both.wait()  # the workers of a caller that ends are freed, and so may be their idents
+        return found
+
+    first, second = values(together(idents, idents))
+    assert not set(first) & set(second)
+
+
+def test_workers_end_with_the_thread_that_they_serve():
+    (workers,) = values(together(lambda: seen(threading.current_thread, 3)))
+    for worker in workers:
+        worker.join(DEADLINE)
+        assert not worker.is_alive()
+
+
+def test_workers_are_daemons():
+    assert seen(lambda: threading.current_thread().daemon) == [True, True]
+
+
+def test_replica_may_run_replicas_of_its_own():
+    def inner() -> list[str]:
+        return apply(*[lambda: threading.current_thread().name] * 2)
+
+    assert apply(inner, inner) == [["replica-0", "replica-1"]] * 2
+
+
+class Token:
+    """Something that can be referred to weakly."""
+
+
+def test_idle_worker_keeps_nothing_alive():
+    references = []
+
+    def make() -> Token:
+        token = Token()
+        references.append(weakref.ref(token))
+        return token
+
+    replicas = [Call(make), Call(make)]
+    references += [weakref.ref(replica) for replica in replicas]
+    gc.disable()
+    try:
+        outputs = parallel_apply(replicas, [()] * 2)
+        del outputs, replicas
+        assert len(references) == 4
+        assert freed(*references)
+    finally:
+        gc.enable()
+
+
+# -- the caller's state ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_grad_mode_is_the_callers(enabled):
+    with torch.set_grad_enabled(enabled):
+        assert seen(torch.is_grad_enabled) == [enabled] * 2
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_inference_mode_is_the_callers(enabled):
+    with torch.inference_mode(enabled):
+        assert seen(torch.is_inference_mode_enabled) == [enabled] * 2
+        assert seen(lambda: torch.ones(1).is_inference()) == [enabled] * 2
+
+
+def test_grad_mode_inside_inference_mode_is_the_callers():
+    with torch.inference_mode(), torch.enable_grad():
+        assert seen(torch.is_grad_enabled) == [True] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("cached", [True, False])
+def test_autocast_is_the_callers(enabled, dtype, cached):
+    def state() -> tuple[bool, torch.dtype, bool]:
+        return (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    with torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cached):
+        assert seen(state) == [state()] * 2
+
+
+def test_autocast_acts_in_the_replicas():
+    linear = nn.Linear(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert seen(lambda: linear(torch.ones(1, 2)).dtype) == [torch.bfloat16] * 2
+
+
+def test_default_dtype_is_the_callers():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert seen(lambda: torch.ones(1).dtype) == [torch.float64] * 2
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_default_device_is_the_callers():
+    with torch.device("meta"):
+        assert seen(lambda: torch.ones(1).device.type) == ["meta"] * 2
+    assert seen(lambda: torch.ones(1).device.type) == ["cpu"] * 2
+
+
+variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="default")
+
+
+def test_context_variables_are_the_callers():
+    token = variable.set("caller")
+    try:
+        assert seen(variable.get) == ["caller"] * 2
+    finally:
+        variable.reset(token)
+
+
+def test_context_variables_of_a_replica_are_its_own():
+    barrier = threading.Barrier(2, timeout=DEADLINE)
+
+    def set_and_get(value: str) -> str:
+        variable.set(value)
+        barrier.wait()
+        return variable.get()
+
+    assert apply(lambda: set_and_get("0"), lambda: set_and_get("1")) == ["0", "1"]
+    assert variable.get() == "default"
+
+
+def test_state_that_a_replica_leaves_behind_is_gone_in_the_next_call():
+    def leave_behind() -> None:
+        torch.set_grad_enabled(False)
+        variable.set("left behind")
+
+    apply(leave_behind, leave_behind)
+    assert seen(lambda: (torch.is_grad_enabled(), variable.get())) == [(True, "default")] * 2
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+class WorkerError(Exception):
+    """An error that nobody else raises."""
+
+
+def fail() -> None:
+    raise WorkerError("own")
+
+
+class FollowsUp(Numbered):
+    """Copy 1 fails; copy 0, first by index, waits for it and then raises an error of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.master = SyncMaster(lambda messages: messages)
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        super().__data_parallel_replicate__(ctx, copy_id)
+        if copy_id == 0:
+            ctx.master = self.master
+        else:
+            ctx.master.register_slave(copy_id)
+
+    def forward(self) -> None:
+        if self.copy_id == 1:
+            raise WorkerError("first")
+        try:
+            self.master.run_master(None)
+        except ReplicaFailed:
+            raise KeyError("second") from None
+
+
+def test_error_of_the_first_replica_by_time_is_raised():
+    replicas = replicate(FollowsUp(), ["cpu"] * 2)
+    execute_replication_callbacks(replicas)
+    with pytest.raises(WorkerError, match="first"):
+        parallel_apply(replicas, [()] * 2)
+
+
+def test_error_is_the_object_that_was_raised():
+    error = WorkerError("own")
+
+    def raise_it() -> None:
+        raise error
+
+    with pytest.raises(WorkerError) as caught:
+        apply(raise_it, lambda: None)
+    assert caught.value is error
+
+
+def test_error_has_the_frames_of_its_thread():
+    with pytest.raises(WorkerError) as caught:
+        apply(lambda: None, fail)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-1] == "fail"
+
+
+@pytest.mark.parametrize("replica", [0, 1, 2])
+def test_error_is_noted_with_its_replica_and_device(replica):
+    functions: list[Callable[[], Any]] = [lambda: None] * 3
+    functions[replica] = fail
+    with pytest.raises(WorkerError) as caught:
+        apply(*functions)
+    assert caught.value.__notes__ == [f"in replica {replica} of 3 on cpu"]
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_error_that_is_no_exception_is_raised_too(error):
+    def raise_it() -> None:
+        raise error("own")
+
+    with pytest.raises(error, match="own"):
+        apply(lambda: None, raise_it)
+
+
+def test_error_is_raised_after_all_replicas_have_ended():
+    failed = threading.Event()
+    ended = []
+
+    def fail_and_tell() -> None:
+        failed.set()
+        raise WorkerError
+
+    def end_late() -> None:
+        assert failed.wait(DEADLINE)
+        ended.append(True)
+
+    with pytest.raises(WorkerError):
+        apply(fail_and_tell, end_late)
+    assert ended == [True]
+
+
+def test_error_is_freed_with_its_last_reference():
+    references = []
+
+    def fail_with_a_token() -> None:
+        token = Token()
+        references.append(weakref.ref(token))
+        raise WorkerError(token)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(WorkerError):
+            apply(fail_with_a_token, lambda: None)
+        assert freed(*references)
+    finally:
+        gc.enable()
+
+
+def talking_replicas(n: int = 2) -> list[nn.Module]:
+    replicas = replicate(Centering(), ["cpu"] * n)
+    execute_replication_callbacks(replicas)
+    return replicas
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_replica_that_cannot_even_be_called_keeps_nobody_waiting(replica):
+    kwargs: list[Any] = [{}, {}]
+    kwargs[replica] = None
+    x = torch.ones(1, 1)
+    (outcome,) = together(lambda: parallel_apply(talking_replicas(), [x, x], kwargs))
+    assert isinstance(outcome.error, TypeError)
+
+
+class Hangs(Numbered):
+    """Copy 1 waits for copy 0, which goes on and on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.master = SyncMaster(lambda messages: messages)
+        self.waits, self.woken, self.released = (threading.Event() for _ in range(3))
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        super().__data_parallel_replicate__(ctx, copy_id)
+        if copy_id == 0:
+            ctx.master = self.master
+        else:
+            self.pipe = ctx.master.register_slave(copy_id)
+
+    def forward(self) -> None:
+        if self.copy_id == 0:
+            assert self.released.wait(DEADLINE)
+            return
+        self.waits.set()
+        with pytest.raises(ReplicationError, match="the forward was ended by its caller"):
+            self.pipe.run_slave(None)
+        self.woken.set()
+
+
+@pytest.fixture
+def one_interrupt() -> Iterator[None]:
+    """Of several SIGINTs the first alone interrupts: one that comes right before the main thread
+    goes to sleep is noticed only when it wakes up, so that it takes several."""
+
+    def interrupt(signum: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("one_interrupt")
+def test_interrupt_of_the_caller_ends_the_forward_at_once():
+    module = Hangs()
+    replicas = replicate(module, ["cpu"] * 2)
+    execute_replication_callbacks(replicas)
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        # Copy 1 is the last to be started: from here on the caller waits for the replicas.
+        assert module.waits.wait(DEADLINE)
+        while not module.woken.wait(0.05) and not module.released.is_set():
+            signal.pthread_kill(main, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt, daemon=True)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupter.start()
+            parallel_apply(replicas, [()] * 2)
+        assert module.woken.wait(DEADLINE)
+    finally:
+        module.released.set()
+        interrupter.join(DEADLINE)
+
+
+# -- processes ---------------------------------------------------------------------------------
+
+
+SCRIPT = """
+import os, signal, threading, warnings
+import torch
+from torch import nn
+from replication import DataParallel, SyncMaster, parallel_apply
+
+def total(messages):
+    return [(identifier, sum(m for _, m in messages)) for identifier, _ in messages]
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.master = SyncMaster(total)
+
+    def __data_parallel_replicate__(self, ctx, copy_id):
+        if copy_id == 0:
+            ctx.master, self.run = self.master, self.master.run_master
+        else:
+            self.run = ctx.master.register_slave(copy_id).run_slave
+
+    def forward(self, x):
+        if x.min() < 0:
+            raise ValueError("negative")
+        return self.weight * x + self.run(x.sum())
+
+model = DataParallel(Layer(), ["cpu"] * 3)
+x = torch.ones(6, 1)
+"""
+
+SUMS = f"{[[7.0]] * 6}\n"
+
+EXITS_WITH_A_BUSY_WORKER = """
+class Stuck(nn.Module):
+    def forward(self):
+        while True:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            threading.Event().wait(0.05)
+
+def interrupt(signum, frame):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, interrupt)
+try:
+    parallel_apply([Stuck(), Stuck()], [(), ()])
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+FORKS = """
+warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about threads and fork
+model(x)
+child = os.fork()
+if child == 0:
+    print(model(x).tolist(), flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(model(x).tolist())
+"""
+
+
+def run_script(rest: str, returncode: int = 0) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT + rest],
+        capture_output=True,
+        text=True,
+        timeout=40,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert process.returncode == returncode, process.stderr
+    return process
+
+
+def test_interpreter_exits_with_idle_workers():
+    process = run_script("print(model(x).tolist())")
+    assert process.stdout == SUMS
+    assert process.stderr == ""
+
+
+def test_interpreter_exits_right_after_an_error():
+    process = run_script("x[3] = -1; model(x)", returncode=1)
+    assert "\nValueError: negative\n" in process.stderr
+    assert "ReplicaFailed" not in process.stderr
+
+
+def test_interpreter_exits_while_workers_are_busy():
+    process = run_script(EXITS_WITH_A_BUSY_WORKER)
+    assert process.stdout == "interrupted\n"
+    assert process.stderr == ""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_fork_after_use_works():
+    process = run_script(FORKS)
+    assert process.stdout == SUMS * 2
+    assert process.stderr == ""

@@ -1,0 +1,551 @@
+"""Replicas on any list of devices. The "meta" device stands in for a second one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, namedtuple
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from replication import replicate
+from replication.replicate import broadcast
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+class Typed(NamedTuple):
+    tensor: Tensor
+    number: int
+
+
+# -- devices -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [["cpu"], ["cpu"] * 3, ("cpu", "cpu"), [torch.device("cpu")], ["cpu", torch.device("cpu", 0)]],
+    ids=str,
+)
+def test_there_is_one_replica_per_device(devices):
+    replicas = replicate(nn.Linear(2, 2), devices)
+    assert len(replicas) == len(devices)
+    assert len({id(replica) for replica in replicas}) == len(devices)
+    assert all(replica.weight.device == CPU for replica in replicas)
+
+
+def test_there_are_no_replicas_for_no_devices():
+    assert replicate(nn.Linear(2, 2), []) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without an accelerator")
+def test_index_without_an_accelerator_says_how_the_cpu_is_spelled():
+    with pytest.raises(ValueError, match=r'spelled device_ids=\["cpu", "cpu"\]'):
+        replicate(nn.Linear(2, 2), [0, 1])
+
+
+@pytest.mark.parametrize("device", [None, 1.0, True, ("cpu",)], ids=str)
+def test_what_is_no_device_is_refused(device):
+    with pytest.raises(TypeError, match=r"a device is an int, a str or a torch\.device"):
+        replicate(nn.Linear(2, 2), ["cpu", device])
+
+
+@pytest.mark.parametrize("devices", ["cpu", CPU, 2], ids=str)
+def test_single_device_is_no_list_of_devices(devices):
+    with pytest.raises(TypeError, match="expected a list of devices"):
+        replicate(nn.Linear(2, 2), devices)
+
+
+def test_replicas_are_of_the_modules_class_and_leave_it_alone():
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    before = [dict(vars(module)) for module in net.modules()]
+    for replica in replicate(net, ["cpu", "meta"]):
+        assert [type(m) for m in replica.modules()] == [type(m) for m in net.modules()]
+        assert all(m is not n for m, n in zip(replica.modules(), net.modules(), strict=True))
+    assert [vars(module) for module in net.modules()] == before
+
+
+# -- parameters --------------------------------------------------------------------------------
+
+
+def net_of_all_sorts() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Sequential(nn.Linear(4, 2, bias=False)))
+
+
+def test_replica_computes_what_the_module_does():
+    net, x = net_of_all_sorts(), torch.randn(5, 3)
+    for replica in replicate(net, ["cpu"] * 2):
+        assert torch.equal(replica(x), net(x))
+
+
+def test_gradients_of_all_replicas_are_summed_into_the_original():
+    net = net_of_all_sorts()
+    x, dy = torch.randn(3, 5, 3), torch.randn(3, 5, 2)
+    expected = torch.autograd.grad(net(x.flatten(0, 1)), list(net.parameters()), dy.flatten(0, 1))
+    outputs = [replica(part) for replica, part in zip(replicate(net, ["cpu"] * 3), x, strict=True)]
+    torch.autograd.backward(outputs, list(dy))
+    for parameter, grad in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
+
+
+class Weight(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape))
+
+
+def test_gradients_are_summed_in_replica_order():
+    # Added from left to right these give 1, from right to left 0.
+    grads = [torch.tensor(value) for value in (1e8, -1e8, 1.0)]
+    module = Weight()
+    weights = [replica.weight for replica in replicate(module, ["cpu"] * 3)]
+    # The engine meets them in the opposite order.
+    sum(
+        weight * grad for weight, grad in reversed(list(zip(weights, grads, strict=True)))
+    ).backward()
+    assert module.weight.grad.item() == 1.0
+
+
+def test_two_runs_have_bit_equal_gradients():
+    net, x, dy = net_of_all_sorts(), torch.randn(4, 50, 3), torch.randn(4, 50, 2)
+
+    def grads() -> list[Tensor]:
+        outputs = [r(part) for r, part in zip(replicate(net, ["cpu"] * 4), x, strict=True)]
+        return list(torch.autograd.grad(outputs, list(net.parameters()), list(dy)))
+
+    for first, second in zip(grads(), grads(), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_replica_that_takes_no_part_adds_nothing():
+    module = Weight(2)
+    replicas = replicate(module, ["cpu"] * 3)
+    (replicas[1].weight * torch.tensor([2.0, 3.0])).sum().backward()
+    assert module.weight.grad.tolist() == [2, 3]
+
+
+def test_parameter_that_no_replica_uses_gets_no_gradient():
+    net = nn.ModuleList([Weight(2), Weight(2)])
+    replica = replicate(net, ["cpu"] * 2)[0]
+    replica[0].weight.sum().backward()
+    assert net[1].weight.grad is None
+
+
+def test_frozen_parameter_stays_frozen_in_the_replicas():
+    net = nn.Linear(2, 2)
+    net.bias.requires_grad_(False)
+    for replica in replicate(net, ["cpu"] * 2):
+        assert replica.weight.requires_grad
+        assert not replica.bias.requires_grad
+
+
+def test_parameters_of_whole_numbers_are_copied():
+    module = Weight(2)
+    module.count = nn.Parameter(torch.tensor([3, 4]), requires_grad=False)
+    assert [r.count.tolist() for r in replicate(module, ["cpu"] * 2)] == [[3, 4]] * 2
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_detach_cuts_the_replicas_off(detach):
+    net = nn.Linear(2, 2)
+    net.register_buffer("learnt", torch.ones(2, requires_grad=True))
+    for replica in replicate(net, ["cpu"] * 2, detach=detach):
+        for tensor in (replica.weight, replica.bias, replica.learnt):
+            assert tensor.requires_grad is not detach
+
+
+def test_replicas_share_the_storage_of_the_parameters():
+    net = nn.Linear(2, 2)
+    for replica in replicate(net, ["cpu"] * 2):
+        assert replica.weight.data_ptr() == net.weight.data_ptr()
+
+
+def test_change_of_a_parameter_between_forward_and_backward_is_noticed():
+    net, x = nn.Linear(2, 2), torch.randn(3, 2, requires_grad=True)
+    y = replicate(net, ["cpu"] * 2)[0](x)
+    with torch.no_grad():
+        net.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_replicas_can_be_differentiated_twice():
+    module = nn.Linear(2, 1).double()
+    x = torch.randn(3, 2, dtype=torch.double)
+
+    def penalty(net: nn.Module) -> Tensor:
+        x_ = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(net(x_).tanh().sum(), x_, create_graph=True)
+        return grad.square().sum()
+
+    expected = torch.autograd.grad(2 * penalty(module), module.weight)
+    replicas = replicate(module, ["cpu"] * 2)
+    actual = torch.autograd.grad(sum(map(penalty, replicas)), module.weight)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_replicas_have_no_parameters_of_their_own():
+    (replica,) = replicate(nn.Linear(2, 2), ["cpu"])
+    assert list(replica.parameters()) == []
+    assert list(replica._former_parameters) == ["weight", "bias"]
+
+
+# -- buffers -----------------------------------------------------------------------------------
+
+
+def test_buffer_of_copy_0_is_the_originals():
+    net = nn.BatchNorm1d(2)
+    replicas = replicate(net, ["cpu"] * 3)
+    assert replicas[0].running_mean is net.running_mean
+    addresses = {module.running_mean.data_ptr() for module in (net, *replicas)}
+    assert len(addresses) == 3
+
+
+@pytest.mark.parametrize(("copy_id", "expected"), [(0, [5, 5]), (1, [0, 0]), (2, [0, 0])])
+def test_what_is_written_into_a_buffer_lasts_for_copy_0(copy_id, expected):
+    net = nn.BatchNorm1d(2)
+    replicas = replicate(net, ["cpu"] * 3)
+    replicas[copy_id].running_mean.fill_(5)
+    assert net.running_mean.tolist() == expected
+    assert [r.running_mean.tolist() == [5, 5] for r in replicas] == [
+        i == copy_id for i in range(3)
+    ]
+
+
+def test_buffer_that_requires_grad_gets_the_summed_gradient():
+    net = nn.Module()
+    net.register_buffer("learnt", torch.ones(2, requires_grad=True))
+    replicas = replicate(net, ["cpu"] * 3)
+    torch.autograd.backward(
+        [replica.learnt * factor for factor, replica in enumerate(replicas, 1)],
+        [torch.tensor([1.0, 10.0])] * 3,
+    )
+    assert net.learnt.grad.tolist() == [6, 60]
+
+
+def test_buffer_that_requires_grad_shares_its_storage_with_copy_0_only():
+    net = nn.Module()
+    net.register_buffer("learnt", torch.ones(2, requires_grad=True))
+    first, second = replicate(net, ["cpu"] * 2)
+    assert first.learnt.data_ptr() == net.learnt.data_ptr()
+    assert second.learnt.data_ptr() != net.learnt.data_ptr()
+
+
+def test_buffer_under_two_names_is_one_buffer_in_each_copy():
+    net = nn.Module()
+    buffer = torch.zeros(2)
+    net.register_buffer("a", buffer)
+    net.register_buffer("b", buffer)
+    for replica in replicate(net, ["cpu"] * 2):
+        assert replica.a is replica.b
+
+
+def test_none_buffer_stays_none():
+    net = nn.BatchNorm1d(2, track_running_stats=False)
+    assert [r.running_mean for r in replicate(net, ["cpu"] * 2)] == [None, None]
+
+
+# -- structure ---------------------------------------------------------------------------------
+
+
+def test_none_children_and_parameters_stay_none():
+    net = nn.Sequential(nn.Linear(2, 2, bias=False))
+    net.register_module("absent", None)
+    for replica in replicate(net, ["cpu"] * 2):
+        assert replica.absent is None
+        assert replica[0].bias is None
+
+
+def test_tied_parameters_are_tied_in_each_copy():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    x, dy = torch.randn(3, 2), torch.randn(3, 2)
+    (expected,) = torch.autograd.grad(net(x), net[0].weight, 2 * dy)
+    replicas = replicate(net, ["cpu"] * 2)
+    for replica in replicas:
+        assert replica[0].weight is replica[1].weight
+    (actual,) = torch.autograd.grad([r(x) for r in replicas], net[0].weight, [dy, dy])
+    torch.testing.assert_close(actual, expected)
+
+
+def test_tied_modules_are_tied_in_each_copy():
+    shared = nn.Linear(2, 2)
+    for replica in replicate(nn.Sequential(shared, nn.Sequential(shared)), ["cpu"] * 2):
+        assert replica[0] is replica[1][0]
+        assert replica[0] is not shared
+
+
+def test_parameter_list_is_replicated():
+    net = nn.ParameterList([torch.ones(2), torch.zeros(3)])
+    for replica in replicate(net, ["cpu"] * 2):
+        assert [tuple(p.shape) for p in replica] == [(2,), (3,)]
+        assert len(replica) == 2
+    sum(r[0].sum() * (i + 1) for i, r in enumerate(replicate(net, ["cpu"] * 2))).backward()
+    assert net[0].grad.tolist() == [3, 3]
+
+
+def test_parameter_dict_is_replicated():
+    net = nn.ParameterDict({"a": torch.ones(2), "b": torch.zeros(3)})
+    replicas = replicate(net, ["cpu"] * 2)
+    for replica in replicas:
+        assert list(replica.keys()) == ["a", "b"]
+        assert "a" in replica
+    sum(r["a"].sum() for r in replicas).backward()
+    assert net["a"].grad.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("rnn", [nn.LSTM, nn.GRU, nn.RNN])
+def test_rnn_is_replicated(rnn):
+    net = rnn(3, 4, num_layers=2, bidirectional=True)
+    x, dy = torch.randn(2, 5, 6, 3), torch.randn(2, 5, 6, 8)
+    expected_y, _ = net(x.transpose(0, 1).flatten(1, 2))
+    expected = torch.autograd.grad(
+        expected_y, list(net.parameters()), dy.transpose(0, 1).flatten(1, 2)
+    )
+    outputs = [r(part)[0] for r, part in zip(replicate(net, ["cpu"] * 2), x, strict=True)]
+    torch.testing.assert_close(torch.cat(outputs, 1), expected_y)
+    actual = torch.autograd.grad(outputs, list(net.parameters()), list(dy))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_rnn_on_another_device_has_its_flat_weights_there():
+    (replica,) = replicate(nn.LSTM(2, 2), ["meta"])
+    assert {weight.device for weight in replica._flat_weights} == {META}
+
+
+@pytest.mark.parametrize(
+    "parametrize",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.parametrizations.orthogonal,
+        nn.utils.spectral_norm,
+    ],
+    ids=["weight_norm", "spectral_norm", "orthogonal", "old spectral_norm"],
+)
+def test_parametrized_layer_is_replicated(parametrize):
+    net = parametrize(nn.Linear(3, 3)).eval()
+    x = torch.randn(4, 3)
+    for replica in replicate(net, ["cpu"] * 2):
+        torch.testing.assert_close(replica(x), net(x))
+
+
+def test_compiled_module_is_replicated_eagerly():
+    calls = []
+    net = nn.Linear(2, 2)
+    net._compiled_call_impl = lambda *args: calls.append(args)
+    x = torch.randn(3, 2)
+    for replica in replicate(net, ["cpu"] * 2):
+        torch.testing.assert_close(replica(x), nn.functional.linear(x, net.weight, net.bias))
+    assert calls == []
+    assert net._compiled_call_impl is not None
+
+
+def test_hooks_of_the_module_are_the_replicas():
+    calls = []
+    net = nn.ReLU()
+    net.register_forward_hook(lambda module, args, output: calls.append(module))
+    replicas = replicate(net, ["cpu"] * 2)
+    for replica in replicas:
+        replica(torch.zeros(1))
+    assert calls == replicas
+
+
+def test_training_mode_is_the_modules():
+    net = nn.Sequential(nn.Dropout(), nn.ReLU().eval())
+    for replica in replicate(net, ["cpu"] * 2):
+        assert (replica[0].training, replica[1].training) == (True, False)
+
+
+def test_replica_can_be_replicated_again():
+    module = Weight(2)
+    (replica, _) = replicate(module, ["cpu"] * 2)
+    sum(r.weight.sum() for r in replicate(replica, ["cpu"] * 3)).backward()
+    assert module.weight.grad.tolist() == [3, 3]
+
+
+# -- plain attributes --------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+def arrived(value: Any, device: str = "meta") -> Any:
+    """The attribute as the second of two copies has it, the one on ``device``."""
+    return replicate(Holder(value), ["cpu", device])[1].value
+
+
+def test_tensor_attribute_is_moved():
+    assert arrived(torch.ones(2)).device == META
+
+
+def test_tensor_attribute_on_the_device_already_is_shared():
+    tensor = torch.ones(2)
+    assert all(r.value is tensor for r in replicate(Holder(tensor), ["cpu"] * 2))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (lambda t: [t, 1], lambda v: v[0]),
+        (lambda t: (1, t), lambda v: v[1]),
+        (lambda t: {"t": t, "n": 1}, lambda v: v["t"]),
+        (lambda t: OrderedDict(t=t), lambda v: v["t"]),
+        (lambda t: defaultdict(list, t=t), lambda v: v["t"]),
+        (lambda t: Pair(t, 1), lambda v: v.left),
+        (lambda t: Typed(t, 1), lambda v: v.tensor),
+        (lambda t: [{"deep": (None, [t])}], lambda v: v[0]["deep"][1][0]),
+    ],
+    ids=[
+        "list",
+        "tuple",
+        "dict",
+        "OrderedDict",
+        "defaultdict",
+        "namedtuple",
+        "NamedTuple",
+        "deep",
+    ],
+)
+def test_tensor_in_a_container_is_moved_and_the_container_keeps_its_type(wrap, unwrap):
+    tensor = torch.ones(2)
+    value = wrap(tensor)
+    moved = arrived(value)
+    assert type(moved) is type(value)
+    assert unwrap(moved).device == META
+    assert unwrap(value) is tensor
+
+
+def test_other_items_of_a_container_stay_the_objects_they_are():
+    other = object()
+    assert arrived([torch.ones(1), other])[1] is other
+
+
+def test_defaultdict_keeps_its_factory():
+    assert arrived(defaultdict(list, t=torch.ones(2)))["new"] == []
+
+
+@pytest.mark.parametrize(
+    "value", [[torch.ones(1)], {"t": torch.ones(1)}, ["text"], {"n": 1}, object()], ids=repr
+)
+def test_container_that_needs_no_move_is_shared(value):
+    assert arrived(value, "cpu") is value
+
+
+def test_plain_attribute_with_a_gradient_carries_it_back():
+    tensor = torch.ones(2, requires_grad=True)
+    sum(r.value[0].sum() for r in replicate(Holder([tensor]), ["cpu"] * 3)).backward()
+    assert tensor.grad.tolist() == [3, 3]
+
+
+def test_submodules_in_a_plain_list_are_the_copys_own():
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    net.order = [net[1], net[0]]
+    for replica in replicate(net, ["cpu"] * 2):
+        assert replica.order[0] is replica[1]
+        assert replica.order[1] is replica[0]
+    assert net.order == [net[1], net[0]]
+
+
+def test_parameters_and_buffers_in_a_plain_dict_are_the_copys_own():
+    net = nn.BatchNorm1d(2)
+    net.named = {"weight": net.weight, "mean": net.running_mean}
+    for replica in replicate(net, ["cpu"] * 2):
+        assert replica.named["weight"] is replica.weight
+        assert replica.named["mean"] is replica.running_mean
+
+
+def test_submodule_may_refer_to_its_parent():
+    net = nn.Sequential(nn.ReLU())
+    net[0].parent = [net]
+    for replica in replicate(net, ["cpu"] * 2):
+        assert replica[0].parent[0] is replica
+
+
+def test_bound_method_in_an_attribute_is_the_copys_own():
+    net = nn.Sequential(nn.Linear(2, 2))
+    net.functions = {"first": net[0].forward}
+    for replica in replicate(net, ["cpu"] * 2):
+        assert replica.functions["first"].__self__ is replica[0]
+    assert net.functions["first"].__self__ is net[0]
+
+
+def test_bound_method_of_something_else_is_shared():
+    method = nn.Linear(2, 2).forward
+    assert arrived([method, torch.ones(1)])[0] == method
+
+
+def test_wrapper_of_torch_compile_is_refused():
+    # The wrapper's real class takes seconds to import; it is known by its name.
+    wrapper = type("OptimizedModule", (nn.ReLU,), {"__module__": "torch._dynamo.eval_frame"})
+    with pytest.raises(TypeError, match=r"compile in place instead: module\.compile\(\)"):
+        replicate(nn.Sequential(wrapper()), ["cpu"] * 2)
+
+
+def test_module_that_is_not_registered_is_shared():
+    foreign = nn.Linear(2, 2)
+    assert arrived([foreign])[0] is foreign
+
+
+def test_property_with_a_setter_is_respected():
+    class Guarded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: list[Any] = []
+            self.scale = torch.ones(1)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "scale":
+                self.kept = [type(value).__name__, value.device.type]
+            super().__setattr__(name, value)
+
+    assert [r.kept for r in replicate(Guarded(), ["cpu", "meta"])] == [
+        ["Tensor", "cpu"],
+        ["Tensor", "meta"],
+    ]
+
+
+# -- other devices -----------------------------------------------------------------------------
+
+
+def test_everything_arrives_on_the_copys_device():
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LSTM(2, 2))
+    here, there = replicate(net, ["cpu", "meta"])
+    for replica, device in ((here, CPU), (there, META)):
+        for module in replica.modules():
+            tensors = [*module._former_parameters.values(), *module.buffers(recurse=False)]
+            assert all(tensor.device == device for tensor in tensors)
+
+
+def test_buffers_on_another_device_are_copies():
+    net = nn.BatchNorm1d(2)
+    here, there = replicate(net, ["cpu", "meta"])
+    assert here.running_mean is net.running_mean
+    assert there.running_mean.device == META
+
+
+# -- the parts ---------------------------------------------------------------------------------
+
+
+def test_broadcast_lists_copies_by_device():
+    tensors = [
+        torch.ones(1, requires_grad=True),
+        torch.zeros(2),
+        torch.ones(3, requires_grad=True),
+    ]
+    copies = broadcast(tensors, [CPU, META])
+    assert [[tuple(t.shape) for t in per_device] for per_device in copies] == [
+        [(1,), (2,), (3,)]
+    ] * 2
+    assert [{t.device for t in per_device} for per_device in copies] == [{CPU}, {META}]
+    assert [t.requires_grad for t in copies[1]] == [True, False, True]
+
+
+def test_broadcast_of_nothing_is_nothing_per_device():
+    assert broadcast([], [CPU, CPU]) == [[], []]

@@ -1,0 +1,256 @@
+"""Splitting arguments between replicas, and joining their outputs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from replication import gather, scatter, scatter_kwargs
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+def lengths(parts: list[Tensor], dim: int = 0) -> list[int]:
+    return [part.size(dim) for part in parts]
+
+
+# -- scatter -----------------------------------------------------------------------------------
+
+
+@given(samples=st.integers(0, 20), replicas=st.integers(1, 6), dim=st.sampled_from([0, 1, -1]))
+def test_parts_are_those_of_chunk(samples, replicas, dim):
+    shape = [2, 2]
+    shape[dim] = samples
+    x = torch.arange(2.0 * samples).view(shape)
+    parts = scatter(x, ["cpu"] * replicas, dim)
+    expected = x.chunk(replicas, dim) if samples else [x]
+    assert [part.tolist() for part in parts] == [part.tolist() for part in expected]
+
+
+@given(samples=st.integers(0, 20), replicas=st.integers(1, 6))
+def test_gather_undoes_scatter(samples, replicas):
+    x = torch.arange(3.0 * samples).view(samples, 3)
+    assert torch.equal(gather(scatter(x, ["cpu"] * replicas), "cpu"), x)
+
+
+def test_uneven_batch_leaves_the_last_part_short():
+    assert lengths(scatter(torch.zeros(7, 1), ["cpu"] * 3)) == [3, 3, 1]
+
+
+def test_small_batch_runs_fewer_replicas():
+    assert lengths(scatter(torch.zeros(2, 1), ["cpu"] * 4)) == [1, 1]
+
+
+def test_empty_batch_goes_to_one_replica():
+    assert lengths(scatter(torch.zeros(0, 1), ["cpu"] * 4)) == [0]
+
+
+@pytest.mark.parametrize("dim", [1, -1, -2])
+def test_batch_dimension_may_be_any(dim):
+    x = torch.arange(24).view(2, 4, 3)
+    parts = scatter(x, ["cpu"] * 2, dim)
+    assert [p.tolist() for p in parts] == [p.tolist() for p in x.chunk(2, dim)]
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_tensor_without_the_batch_dimension_is_refused(dim):
+    with pytest.raises(ValueError, match=rf"along dimension {dim} a tensor of shape \(4, 2\)"):
+        scatter(torch.zeros(4, 2), ["cpu"] * 2, dim)
+
+
+def test_tensors_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match=r"same length .* \(got shapes \(4, 1\) and \(3, 2\)\)"):
+        scatter((torch.zeros(4, 1), torch.zeros(3, 2)), ["cpu"] * 2)
+
+
+def test_parts_go_to_their_devices():
+    parts = scatter(torch.zeros(4, 1), ["cpu", torch.device("meta")])
+    assert [part.device.type for part in parts] == ["cpu", "meta"]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (lambda t: [t, t], lambda v: v[1]),
+        (lambda t: (t,), lambda v: v[0]),
+        (lambda t: {"a": t}, lambda v: v["a"]),
+        (lambda t: OrderedDict(a=t), lambda v: v["a"]),
+        (lambda t: defaultdict(list, a=t), lambda v: v["a"]),
+        (lambda t: Pair(t, None), lambda v: v.left),
+        (lambda t: [{"deep": (t, "text")}], lambda v: v[0]["deep"][0]),
+    ],
+    ids=["list", "tuple", "dict", "OrderedDict", "defaultdict", "namedtuple", "deep"],
+)
+def test_containers_keep_their_types(wrap, unwrap):
+    x = torch.randn(5, 2)
+    parts = scatter(wrap(x), ["cpu"] * 2)
+    assert [type(part) for part in parts] == [type(wrap(x))] * 2
+    assert torch.equal(torch.cat([unwrap(part) for part in parts]), x)
+
+
+def test_other_objects_go_to_every_replica_that_has_data():
+    other = object()
+    parts = scatter({"x": torch.zeros(2, 1), "other": other, "none": None}, ["cpu"] * 3)
+    assert [(part["other"], part["none"]) for part in parts] == [(other, None)] * 2
+
+
+def test_scalar_tensor_goes_whole_to_every_device():
+    parts = scatter([torch.zeros(2, 1), torch.tensor(3.0)], ["cpu", "meta"])
+    assert [(part[1].dim(), part[1].device.type) for part in parts] == [(0, "cpu"), (0, "meta")]
+
+
+def test_gradients_of_the_parts_flow_back():
+    x = torch.randn(5, 2, requires_grad=True)
+    dy = torch.randn(5, 2)
+    parts = scatter(x, ["cpu"] * 3)
+    torch.autograd.backward([part * (i + 1) for i, part in enumerate(parts)], list(dy.split(2)))
+    assert torch.equal(x.grad, dy * torch.tensor([1.0, 1, 2, 2, 3]).unsqueeze(1))
+
+
+def test_parts_of_a_tensor_with_a_graph_may_be_changed_in_place():
+    x = torch.ones(4, requires_grad=True)
+    parts = scatter(x * 2, ["cpu"] * 2)
+    for part in parts:
+        part.mul_(3).add_(1)
+    sum(part.sum() for part in parts).backward()
+    assert x.grad.tolist() == [6] * 4
+
+
+# -- scatter_kwargs ----------------------------------------------------------------------------
+
+
+def test_positional_and_keyword_arguments_are_split_alike():
+    x, y = torch.arange(5), torch.arange(5, 10)
+    inputs, kwargs = scatter_kwargs((x,), {"y": y}, ["cpu"] * 2)
+    assert [part.tolist() for (part,) in inputs] == [[0, 1, 2], [3, 4]]
+    assert [part["y"].tolist() for part in kwargs] == [[5, 6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize("kwargs", [None, {}])
+def test_keyword_arguments_may_be_missing(kwargs):
+    inputs, kwargs = scatter_kwargs((torch.zeros(4),), kwargs, ["cpu"] * 2)
+    assert len(inputs) == 2
+    assert kwargs == ({}, {})
+
+
+def test_positional_arguments_may_be_missing():
+    inputs, kwargs = scatter_kwargs((), {"x": torch.zeros(4)}, ["cpu"] * 2)
+    assert inputs == ((), ())
+    assert lengths([part["x"] for part in kwargs]) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "inputs", [(), (1, "a"), (torch.tensor(2.0),)], ids=["none", "objects", "scalar"]
+)
+def test_arguments_without_a_batch_go_to_one_replica(inputs):
+    scattered, kwargs = scatter_kwargs(inputs, {"flag": True}, ["cpu"] * 3)
+    assert scattered == (inputs,)
+    assert kwargs == ({"flag": True},)
+
+
+def test_each_replica_has_keyword_arguments_of_its_own():
+    _, kwargs = scatter_kwargs((torch.zeros(2),), {"flag": True}, ["cpu"] * 2)
+    kwargs[0]["flag"] = False
+    assert kwargs[1]["flag"]
+
+
+# -- gather ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_tensors_are_joined_along_the_batch_dimension(dim):
+    parts = [torch.randn(2, 2, 2) for _ in range(3)]
+    assert torch.equal(gather(parts, "cpu", dim), torch.cat(parts, dim))
+
+
+def test_scalars_become_a_vector():
+    assert gather([torch.tensor(1.0), torch.tensor(2.0)], "cpu").tolist() == [1, 2]
+
+
+def test_none_stays_none():
+    assert gather([None, None], "cpu") is None
+
+
+def test_other_objects_become_a_list():
+    assert gather(["a", 1, None], "cpu") == ["a", 1, None]
+
+
+def outputs_like(wrap: Any) -> list[Any]:
+    return [wrap(torch.full((2,), float(i))) for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (lambda t: [t, None], lambda v: v[0]),
+        (lambda t: (t, "text"), lambda v: v[0]),
+        (lambda t: {"a": t}, lambda v: v["a"]),
+        (lambda t: OrderedDict(a=t), lambda v: v["a"]),
+        (lambda t: Pair(t, t), lambda v: v.right),
+        (lambda t: {"deep": [(t,)]}, lambda v: v["deep"][0][0]),
+    ],
+    ids=["list", "tuple", "dict", "OrderedDict", "namedtuple", "deep"],
+)
+def test_structure_of_the_outputs_is_kept(wrap, unwrap):
+    outputs = outputs_like(wrap)
+    joined = gather(outputs, "cpu")
+    assert type(joined) is type(outputs[0])
+    assert unwrap(joined).tolist() == [0, 0, 1, 1]
+
+
+def test_keys_in_another_order_are_the_same_structure():
+    # torch's own gather goes by the keys of the first replica.
+    joined = gather(
+        [
+            {"a": torch.tensor([1]), "b": torch.tensor([2])},
+            {"b": torch.tensor([4]), "a": torch.tensor([3])},
+        ],
+        "cpu",
+    )
+    assert {key: value.tolist() for key, value in joined.items()} == {"a": [1, 3], "b": [2, 4]}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            {"a": 1},
+            {"b": 1},
+            r"replica 0: dict with keys \['a'\], replica 1: dict with keys \['b'",
+        ),
+        ([1], [1, 2], "replica 0: list of length 1, replica 1: list of length 2"),
+        ((1,), [1], "replica 0: tuple of length 1, replica 1: list of length 1"),
+        (torch.zeros(1), (torch.zeros(1),), "replica 0: Tensor, replica 1: tuple of length 1"),
+    ],
+    ids=["keys", "length", "type", "depth"],
+)
+def test_outputs_of_different_structure_are_refused(first, second, message):
+    with pytest.raises(ValueError, match=f"must be alike in structure .{message}"):
+        gather([first, second], "cpu")
+
+
+def test_no_outputs_are_refused():
+    with pytest.raises(ValueError, match="at least one replica"):
+        gather([], "cpu")
+
+
+def test_outputs_arrive_on_the_target_device():
+    assert gather([torch.zeros(1), torch.zeros(1)], "meta").device.type == "meta"
+
+
+def test_minus_one_means_the_cpu_as_in_torch():
+    assert gather([torch.zeros(1)], -1).device.type == "cpu"
+
+
+def test_gradients_flow_back_to_each_output():
+    parts = [torch.randn(2, requires_grad=True), torch.randn(3, requires_grad=True)]
+    dy = torch.randn(5)
+    gather(parts, "cpu").backward(dy)
+    assert torch.equal(parts[0].grad, dy[:2])
+    assert torch.equal(parts[1].grad, dy[2:])

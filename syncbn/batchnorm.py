@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from replication import CallbackContext, SlavePipe, SyncMaster
+from replication.rendezvous import here
 from replication.torch_internals import IS_REPLICA
 from syncbn.functional import Denominator, Shard, Whole, merge_shards, synchronized_batch_norm
 
@@ -56,11 +57,9 @@ class SynchronizedBatchNorm(_Base):
     that it is derived from, bit for bit.
     """
 
-    # Of a replica: copy 0 has the master's end of the pipes, the others have theirs.
-    _master: SyncMaster | None = None
+    # Of a replica: what it shares with its copies, and its end of the pipes between them.
+    _shared: CallbackContext | None = None
     _pipe: SlavePipe | None = None
-    # Shared by the original and its replicas: whether the warning has been given.
-    _warned: list[bool]
 
     def __init__(
         self,
@@ -81,19 +80,21 @@ class SynchronizedBatchNorm(_Base):
             self.register_parameter("bias", None)
 
     def _replicate_for_data_parallel(self) -> Any:
-        if "_warned" not in self.__dict__:
-            self._warned = []
+        self.__dict__.setdefault("_warned", [])
         replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         # A replica of a replica (a DataParallel inside another) has its own copies to talk to.
-        replica._master = replica._pipe = None
+        replica._shared = replica._pipe = None
         return replica
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Connects this copy with the others."""
+        self._shared = ctx
         if copy_id == 0:
-            self._master = ctx.sync_master = SyncMaster(merge_shards)
+            ctx.sync_master = SyncMaster(merge_shards)
+            ctx.copies = 1
         else:
             self._pipe = ctx.sync_master.register_slave(copy_id)
+            ctx.copies += 1
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or not self._has_copies():
@@ -107,36 +108,40 @@ class SynchronizedBatchNorm(_Base):
             Denominator(self.eps, clamps=_eps_mode == "clamp"),
             self._exchange,
         )
-        if self._master is not None:  # its buffers are those of the original module
+        if self._pipe is None:  # copy 0: its buffers are those of the original module
             self._update_running_statistics(whole)
         return y
 
     def _has_copies(self) -> bool:
-        if self._master is not None:
-            return self._master.nr_slaves > 0
-        if self._pipe is not None:
-            return True
+        if self._shared is not None:
+            return bool(self._shared.copies > 1)
+        place = here()
         if getattr(self, IS_REPLICA, False):
-            self._warn_once()
+            self._warn_once(
+                "trains in a replica that has not been told about its copies, so its statistics "
+                "are those of one replica; call replication.patch_replication_callback(model) on "
+                "the DataParallel, or use replication.DataParallel"
+            )
+        elif place is not None and (place.rendezvous.size or 0) > 1:
+            self._warn_once(
+                "is called by a replica but is not part of it, so its statistics are those of one "
+                "replica; the model reaches the original layer, probably through a function made "
+                "before replication that refers to it"
+            )
         return False
 
-    def _warn_once(self) -> None:
+    def _warn_once(self, what: str) -> None:
         with _warning_lock:  # the replicas come here at the same time
-            if self._warned:
+            warned = self.__dict__.setdefault("_warned", [])
+            if warned:
                 return
-            self._warned.append(True)
-        warnings.warn(
-            f"{type(self).__name__} trains in a replica that has not been told about its copies,"
-            " so its statistics are those of one replica; call"
-            " replication.patch_replication_callback(model) on the DataParallel, or use"
-            " replication.DataParallel",
-            stacklevel=4,
-        )
+            warned.append(True)
+        warnings.warn(f"{type(self).__name__} {what}", stacklevel=5)
 
     def _exchange(self, shard: Shard) -> Whole:
-        run: Any = self._pipe.run_slave if self._pipe is not None else self._master.run_master  # type: ignore[union-attr]
-        whole: Whole = run(shard)
-        return whole
+        if self._pipe is None:
+            return self._shared.sync_master.run_master(shard)  # type: ignore[no-any-return, union-attr]
+        return self._pipe.run_slave(shard)  # type: ignore[no-any-return]
 
     def _check_synchronized_input(self, input: Tensor) -> None:
         """Raises on what torch's kernels would refuse, before anyone waits for this replica."""

@@ -29,6 +29,7 @@ _SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
 }
 #: Marks the DataParallel objects that `revert_model` has to change back.
 _CONVERTED = "_converted_by_convert_model"
+_NAMES = {plain.__name__ for plain in _SYNCHRONIZED}
 _PLAIN = {synchronized: plain for plain, synchronized in _SYNCHRONIZED.items()}
 
 
@@ -52,7 +53,11 @@ def convert_model(module: ModuleT) -> ModuleT:
 
     Returns:
         ``module``.
+
+    Raises:
+        TypeError: ``module`` is no module.
     """
+    _check_module(module)
     left_alone = []
     for path, submodule in module.named_modules():
         if type(submodule) in _SYNCHRONIZED:
@@ -67,6 +72,8 @@ def convert_model(module: ModuleT) -> ModuleT:
             submodule, SynchronizedBatchNorm
         ):
             left_alone.append(f"`{path or '(root)'}` ({type(submodule).__name__})")
+        elif getattr(submodule, "original_name", "") in _NAMES:  # of a ScriptModule
+            left_alone.append(f"`{path or '(root)'}` (a script of {submodule.original_name})")
     if left_alone:
         warnings.warn(
             "convert_model converts torch.nn.BatchNorm1d, 2d and 3d and no class derived from "
@@ -87,15 +94,22 @@ def revert_model(module: ModuleT) -> ModuleT:
     Returns:
         ``module``.
     """
+    _check_module(module)
     for submodule in module.modules():
         if type(submodule) in _PLAIN:
             submodule.__class__ = _PLAIN[type(submodule)]
+            submodule.__dict__.pop("_warned", None)
         elif isinstance(submodule, nn.DataParallel) and submodule.__dict__.pop(_CONVERTED, False):
             if type(submodule) is DataParallel:
                 submodule.__class__ = nn.DataParallel  # type: ignore[assignment]
             else:
                 patch_replication_callback(submodule).remove()
     return module
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module (got {type(module).__name__})")
 
 
 @contextmanager

@@ -71,7 +71,8 @@ def moments(x: Tensor) -> Tensor:
     # What the rounding of the mean has left in the centered values.
     rest = channel_sums(centered) / n
     variance = (channel_sums(centered.square_()) / n - rest.square()).clamp_(min=0)
-    return torch.stack((head + rest, variance))
+    # Of infinite values the mean is infinite, and nothing else is a number.
+    return torch.stack((torch.where(head.isinf(), head, head + rest), variance))
 
 
 def normalize(

@@ -1,0 +1,36 @@
+"""Runs a layer over shards that need not be what a scatter would make of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from replication import execute_replication_callbacks, parallel_apply, replicate
+
+
+def run_sharded(layer: nn.Module, shards: Sequence[Tensor]) -> list[Tensor]:
+    """One replica of ``layer`` for each shard."""
+    replicas = replicate(layer, ["cpu"] * len(shards), detach=not torch.is_grad_enabled())
+    execute_replication_callbacks(replicas)
+    return parallel_apply(replicas, [(shard,) for shard in shards])
+
+
+class Sharded(nn.Module):
+    """A network that splits its input by itself, into parts of the given sizes."""
+
+    def __init__(self, net: nn.Module, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.net = net
+        self.sizes = list(sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(run_sharded(self.net, x.split(self.sizes)))
+
+
+def randomized(layer: nn.Module) -> nn.Module:
+    """Gives the parameters of a layer random values, as after some training."""
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, mean=0.5)
+    return layer

@@ -1,0 +1,536 @@
+"""The layers: the numbers of one device, torch's own when alone, errors before any waiting."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import warnings
+
+import oracle
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sharded import randomized, run_sharded
+from torch import nn
+
+from replication import DataParallel, execute_replication_callbacks, parallel_apply, replicate
+from syncbn import (
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    set_sbn_eps_mode,
+)
+
+PAIRS = [
+    (nn.BatchNorm1d, SynchronizedBatchNorm1d, (6, 3)),
+    (nn.BatchNorm1d, SynchronizedBatchNorm1d, (6, 3, 4)),
+    (nn.BatchNorm2d, SynchronizedBatchNorm2d, (6, 3, 4, 5)),
+    (nn.BatchNorm3d, SynchronizedBatchNorm3d, (6, 3, 2, 4, 5)),
+]
+OPTIONS = [
+    {},
+    {"momentum": None},
+    {"momentum": 0.0},
+    {"momentum": 1.0},
+    {"affine": False},
+    {"bias": False},
+    {"track_running_stats": False},
+    {"affine": False, "track_running_stats": False},
+    {"eps": 0.5},
+    {"dtype": torch.float64},
+    {"dtype": torch.bfloat16},
+    {"device": "cpu", "dtype": torch.float16},
+]
+EMPTY = {1: (0, 3), 2: (0, 3, 2, 2), 3: (0, 3, 2, 2, 2)}
+
+
+def plain_with(layer: type[nn.Module], **options) -> nn.Module:
+    """torch's layer, where it has the ``bias`` argument and where it has not."""
+    bias = options.pop("bias", True)
+    module = layer(3, **options)
+    if not bias:
+        module.register_parameter("bias", None)
+    return module
+
+
+def assert_same_buffers(a: nn.Module, b: nn.Module, **tolerance) -> None:
+    assert [name for name, _ in a.named_buffers()] == [name for name, _ in b.named_buffers()]
+    for (name, one), (_, other) in zip(a.named_buffers(), b.named_buffers(), strict=True):
+        torch.testing.assert_close(one, other, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+
+
+# -- alone -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("plain", "synchronized", "shape"), PAIRS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("replicated", [False, True], ids=["alone", "one replica of four"])
+def test_alone_it_is_torchs_layer_bit_for_bit(plain, synchronized, shape, options, replicated):
+    reference = randomized(plain_with(plain, **options))
+    layer = synchronized(3, **options)
+    layer.load_state_dict(reference.state_dict(), strict=True)
+    model = DataParallel(layer, ["cpu"] * 4) if replicated else layer
+    for training in (True, True, False):
+        reference.train(training)
+        model.train(training)
+        # A single sample is a single shard, whatever the number of devices.
+        x = torch.randn(1, 3, *(shape[2:] or (4,))) if replicated else torch.randn(shape)
+        x = x.to(options.get("dtype", torch.float32))
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        ya, yb = reference(a), model(b)
+        dy = torch.randn_like(ya)
+        ya.backward(dy)
+        yb.backward(dy)
+        assert torch.equal(ya, yb)
+        assert torch.equal(a.grad, b.grad)
+        for p, q in zip(reference.parameters(), layer.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+        assert_same_buffers(reference, layer, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("plain", "synchronized", "shape"), PAIRS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_state_dicts_are_torchs_in_both_directions(plain, synchronized, shape, options):
+    reference, layer = plain_with(plain, **options), synchronized(3, **options)
+    reference.load_state_dict(layer.state_dict(), strict=True)
+    layer.load_state_dict(reference.state_dict(), strict=True)
+    assert layer.state_dict()._metadata == reference.state_dict()._metadata
+
+
+def test_a_checkpoint_from_before_num_batches_tracked_loads():
+    state = SynchronizedBatchNorm2d(3).state_dict()
+    del state["num_batches_tracked"]
+    state._metadata[""]["version"] = 1
+    SynchronizedBatchNorm2d(3).load_state_dict(state, strict=True)
+
+
+@pytest.mark.parametrize(("plain", "synchronized", "shape"), PAIRS)
+def test_it_is_an_instance_of_torchs_class_and_prints_like_it(plain, synchronized, shape):
+    layer = synchronized(3, momentum=None, affine=False)
+    assert isinstance(layer, plain)
+    assert repr(layer) == repr(plain(3, momentum=None, affine=False)).replace(
+        plain.__name__, synchronized.__name__
+    )
+
+
+# -- the numbers of one device -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(4, 3), (4, 3)],
+        [(5, 3), (1, 3), (2, 3)],
+        [(1, 3), (1, 3)],
+        [(0, 3), (3, 3)],
+        [(3, 3), (0, 3), (1, 3)],
+        [(2, 3, 4), (1, 3, 7)],
+        [(2, 3, 5, 4), (1, 3, 2, 9), (0, 3, 1, 1)],
+        [(1, 3, 1, 1)] * 5,
+        [(2, 3, 2, 3, 2), (1, 3, 4, 1, 1)],
+        [(2, 3)] * 8,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("clamps", [False, True], ids=["plus", "clamp"])
+def test_replicas_compute_what_one_device_computes(shapes, clamps):
+    layers = {2: SynchronizedBatchNorm1d, 3: SynchronizedBatchNorm1d}
+    layers |= {4: SynchronizedBatchNorm2d, 5: SynchronizedBatchNorm3d}
+    layer = randomized(layers[len(shapes[0])](3, dtype=torch.float64))
+    shards = [torch.randn(s, dtype=torch.float64) * 2 + 5 for s in shapes]
+    upstream = [torch.randn_like(shard) for shard in shards]
+    expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias, clamps=clamps)
+    for shard in shards:
+        shard.requires_grad_()
+    set_sbn_eps_mode("clamp" if clamps else "plus")
+    try:
+        outputs = run_sharded(layer, shards)
+        torch.autograd.backward(outputs, upstream)
+    finally:
+        set_sbn_eps_mode("plus")
+    for output, y, shard, dx in zip(
+        outputs, expected.outputs, shards, expected.input_grads, strict=True
+    ):
+        torch.testing.assert_close(output, y)
+        torch.testing.assert_close(shard.grad, dx)
+    torch.testing.assert_close(layer.weight.grad, expected.weight_grad)
+    torch.testing.assert_close(layer.bias.grad, expected.bias_grad)
+    torch.testing.assert_close(layer.running_mean, expected.running_mean)
+    torch.testing.assert_close(layer.running_var, expected.running_var)
+    assert layer.num_batches_tracked == 1
+
+
+@given(
+    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(lambda s: sum(s) > 1),
+    extent=st.sampled_from([(), (1,), (3,), (2, 3), (2, 1, 3)]),
+    channels=st.integers(1, 4),
+    momentum=st.sampled_from([None, 0.0, 0.1, 1.0]),
+    affine=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    channels_last=st.booleans(),
+)
+def test_any_split_of_any_batch_gives_the_numbers_of_torchs_layer(
+    sizes, extent, channels, momentum, affine, dtype, channels_last
+):
+    plain = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+    reference = randomized(
+        plain[len(extent)](channels, momentum=momentum, affine=affine, dtype=dtype)
+    )
+    layer = {
+        nn.BatchNorm1d: SynchronizedBatchNorm1d,
+        nn.BatchNorm2d: SynchronizedBatchNorm2d,
+        nn.BatchNorm3d: SynchronizedBatchNorm3d,
+    }[type(reference)](channels, momentum=momentum, affine=affine, dtype=dtype)
+    layer.load_state_dict(reference.state_dict())
+    for _ in range(2):
+        whole = torch.randn(sum(sizes), channels, *extent, dtype=dtype)
+        if channels_last and len(extent) == 2:
+            whole = whole.contiguous(memory_format=torch.channels_last)
+        shards = [s.clone().requires_grad_() for s in whole.split(sizes)]
+        whole.requires_grad_()
+        y, outputs = reference(whole), run_sharded(layer, shards)
+        dy = torch.randn_like(y)
+        y.backward(dy)
+        torch.autograd.backward(outputs, dy.split(sizes))
+        tolerance = {"rtol": 1e-3, "atol": 1e-4} if dtype == torch.float32 else {}
+        torch.testing.assert_close(torch.cat(outputs), y, **tolerance)
+        # Two values that nearly agree are normalized by nearly nothing: gradients are large there.
+        scale = whole.grad.abs().max().clamp(min=1)
+        grads = torch.cat([s.grad for s in shards])
+        torch.testing.assert_close(grads / scale, whole.grad / scale, **tolerance)
+        assert_same_buffers(reference, layer, **tolerance)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e2, 1e3, 1e4])
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_at_large_means_it_is_as_accurate_as_torchs_layer(mean, replicas):
+    """Against float64, its error is at most twice that of `nn.BatchNorm2d`, plus one ulp."""
+    torch.manual_seed(replicas)
+    whole = torch.randn(12, 16, 9, 9) + mean
+    reference, layer = nn.BatchNorm2d(16), SynchronizedBatchNorm2d(16)
+    randomized(reference)
+    layer.load_state_dict(reference.state_dict())
+    exact = copy.deepcopy(reference).double()
+    dy = torch.randn_like(whole)
+
+    def step(model, x, dy):
+        x = x.clone().requires_grad_()
+        y = model(x)
+        y.backward(dy)
+        module = getattr(model, "module", model)
+        names = ("weight.grad", "bias.grad", "running_mean", "running_var")
+        tensors = [y.detach(), x.grad, module.weight.grad, module.bias.grad]
+        tensors += [module.running_mean, module.running_var]
+        return dict(zip(("y", "x.grad", *names), tensors, strict=True))
+
+    truth = step(exact, whole.double(), dy.double())
+    theirs = step(reference, whole, dy)
+    ours = step(DataParallel(layer, ["cpu"] * replicas), whole, dy)
+    for name, true in truth.items():
+        # Of a mean near zero, the ulp is that of the values it is the mean of.
+        scale = whole if name == "running_mean" else true
+        ulp = scale.abs().max() * torch.finfo(torch.float32).eps
+        allowed = 2 * (theirs[name] - true).abs().max() + ulp
+        assert (ours[name] - true).abs().max() <= allowed, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("parameters", ["same", "float32"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_half_precision_is_summed_in_float32(dtype, parameters, affine):
+    kind = dtype if parameters == "same" else torch.float32
+    layer = randomized(SynchronizedBatchNorm1d(3, affine=affine, dtype=kind))
+    shards = [torch.randn(n, 3, 5).to(dtype).requires_grad_() for n in (3, 2)]
+    upstream = [torch.randn_like(s) for s in shards]
+    outputs = run_sharded(layer, shards)
+    torch.autograd.backward(outputs, upstream)
+    double = [[t.detach().double() for t in ts] for ts in (shards, upstream)]
+    expected = oracle.batch_norm(*double, layer.weight, layer.bias)
+    step = torch.finfo(dtype).eps
+    for output, y, shard, dx in zip(
+        outputs, expected.outputs, shards, expected.input_grads, strict=True
+    ):
+        assert output.dtype == shard.grad.dtype == dtype
+        torch.testing.assert_close(output.double(), y, rtol=2 * step, atol=2 * step)
+        torch.testing.assert_close(shard.grad.double(), dx, rtol=4 * step, atol=4 * step)
+    assert layer.running_var.dtype == kind
+    torch.testing.assert_close(
+        layer.running_var.double(), expected.running_var, rtol=2 * step, atol=0
+    )
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "transposed", "sliced", "expanded"])
+def test_any_memory_layout_of_input_and_upstream_gradient(layout):
+    def laid_out(n):
+        x = torch.randn(n, 3, 4, 6)
+        return {
+            "channels_last": lambda: x.contiguous(memory_format=torch.channels_last),
+            "transposed": lambda: x.transpose(2, 3),
+            "sliced": lambda: x[..., ::2],
+            "expanded": lambda: x[:1].expand_as(x),
+        }[layout]()
+
+    layer = randomized(SynchronizedBatchNorm2d(3))
+    shards = [laid_out(n) for n in (3, 2)]
+    upstream = [laid_out(n) for n in (3, 2)]
+    leaves = [shard.detach().requires_grad_() for shard in shards]
+    outputs = run_sharded(layer, leaves)
+    torch.autograd.backward(outputs, upstream)
+    expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias)
+    for output, y, leaf, dx in zip(
+        outputs, expected.outputs, leaves, expected.input_grads, strict=True
+    ):
+        torch.testing.assert_close(output.double(), y, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(leaf.grad.double(), dx, rtol=1e-4, atol=1e-4)
+    if layout == "channels_last":
+        assert outputs[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_runs_are_bit_equal_whoever_arrives_first():
+    """Four replicas, delayed in a different order in each run."""
+    shards = [torch.randn(n, 3, 7) for n in (3, 1, 4, 2)]
+    layer = SynchronizedBatchNorm1d(3)
+
+    class Ordered(nn.Module):
+        """Lets the replicas into the layer in a given order."""
+
+        def __init__(self, order: list[int]) -> None:
+            super().__init__()
+            self.layer = copy.deepcopy(layer)
+            self.gates = {index: threading.Event() for index in order}
+            self.order = order
+
+        def forward(self, x):
+            index = int(threading.current_thread().name.removeprefix("replica-"))
+            position = self.order.index(index)
+            if position:
+                assert self.gates[self.order[position - 1]].wait(20)
+            # The next one may come while this one sends or waits: its message is sent first,
+            # or both are on their way; either order must give the same bits.
+            self.gates[index].set()
+            return self.layer(x)
+
+    results = []
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]):
+        model = Ordered(order)
+        leaves = [s.clone().requires_grad_() for s in shards]
+        outputs = run_sharded(model, leaves)
+        torch.autograd.backward(outputs, [y.detach().cos() for y in outputs])
+        results.append(
+            [*outputs, *(leaf.grad for leaf in leaves), model.layer.weight.grad]
+            + [model.layer.running_mean, model.layer.running_var]
+        )
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+# -- running statistics ------------------------------------------------------------------------
+
+
+def test_running_statistics_are_updated_in_place_and_once():
+    layer = SynchronizedBatchNorm1d(3)
+    model = DataParallel(layer, ["cpu"] * 4)
+    before = {name: (id(b), b.data_ptr()) for name, b in layer.named_buffers()}
+    view = layer.running_mean[1:]
+    for _ in range(3):
+        model(torch.randn(8, 3) + 1)
+    assert layer.num_batches_tracked == 3
+    assert {name: (id(b), b.data_ptr()) for name, b in layer.named_buffers()} == before
+    assert torch.equal(view, layer.running_mean[1:])
+    assert (view != 0).all()
+
+
+def test_tracking_switched_off_later_leaves_the_buffers_alone():
+    layer = SynchronizedBatchNorm1d(3)
+    layer.track_running_stats = False
+    DataParallel(layer, ["cpu"] * 2)(torch.randn(8, 3))
+    assert torch.equal(layer.running_mean, torch.zeros(3))
+    assert layer.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_without_running_statistics_training_spans_the_replicas_and_evaluation_does_not(training):
+    layer = SynchronizedBatchNorm1d(3, track_running_stats=False, dtype=torch.float64)
+    layer.train(training)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    y = DataParallel(layer, ["cpu"] * 2)(x)
+    local = torch.cat([nn.functional.batch_norm(s, None, None, training=True) for s in x.chunk(2)])
+    whole = nn.functional.batch_norm(x, None, None, layer.weight, layer.bias, training=True)
+    torch.testing.assert_close(y, whole if training else local)
+
+
+def test_a_layer_used_twice_in_a_forward_counts_twice():
+    class Twice(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(self.layer(x).relu() * 2)
+
+    reference = Twice(nn.BatchNorm1d(3, dtype=torch.float64))
+    model = DataParallel(Twice(SynchronizedBatchNorm1d(3, dtype=torch.float64)), ["cpu"] * 3)
+    x = torch.randn(7, 3, dtype=torch.float64)
+    torch.testing.assert_close(model(x), reference(x))
+    assert_same_buffers(reference, model.module)
+
+
+def test_all_shards_empty_is_torchs_empty_batch():
+    reference, layer = nn.BatchNorm1d(3), SynchronizedBatchNorm1d(3)
+    shards = [torch.randn(0, 3, requires_grad=True) for _ in range(3)]
+    outputs = run_sharded(layer, shards)
+    reference(torch.randn(0, 3))
+    torch.autograd.backward(outputs, [torch.randn_like(y) for y in outputs])
+    assert [tuple(y.shape) for y in outputs] == [(0, 3)] * 3
+    assert [tuple(s.grad.shape) for s in shards] == [(0, 3)] * 3
+    assert torch.equal(layer.weight.grad, torch.zeros(3))
+    assert_same_buffers(reference, layer, rtol=0, atol=0)
+
+
+# -- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shapes", [[(1, 3), (0, 3)], [(0, 3, 2), (1, 3, 1), (0, 3, 1)]], ids=str)
+def test_one_value_per_channel_in_all_is_torchs_error_on_every_replica(shapes):
+    seen = []
+
+    class Recording(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = SynchronizedBatchNorm1d(3)
+
+        def forward(self, x):
+            try:
+                return self.layer(x)
+            except ValueError as error:
+                seen.append(str(error))
+                raise
+
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        run_sharded(Recording(), [torch.randn(s) for s in shapes])
+    assert len(seen) == len(shapes)
+    assert all("Expected more than 1 value per channel" in text for text in seen)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "error", "text"),
+    [
+        (SynchronizedBatchNorm1d(3), (4, 2), ValueError, "expected 3 channels"),
+        (SynchronizedBatchNorm2d(3), (4, 5, 2, 2), ValueError, "expected 3 channels"),
+        (SynchronizedBatchNorm1d(3), (4,), ValueError, r"expected 2D or 3D input \(got 1D input"),
+        (SynchronizedBatchNorm2d(3), (4, 3), ValueError, r"expected 4D input \(got 2D input"),
+        (SynchronizedBatchNorm3d(3), (4, 3), ValueError, r"expected 5D input \(got 2D input"),
+        (SynchronizedBatchNorm1d(3, eps=0.0), (4, 3), ValueError, "eps must be positive"),
+        (SynchronizedBatchNorm1d(3).double(), (4, 3), RuntimeError, "expected weight in"),
+        (SynchronizedBatchNorm1d(3).bfloat16(), (4, 3), RuntimeError, "expected weight in"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bad_input_is_refused_before_anyone_waits(layer, shape, error, text):
+    # The other replica never comes: whoever waited for it would hang.
+    replicas = replicate(layer, ["cpu"] * 2)
+    execute_replication_callbacks(replicas)
+    for replica in replicas:
+        with pytest.raises(error, match=text):
+            replica(torch.randn(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64], ids=str)
+def test_numbers_that_are_not_real_floats_are_refused_as_torch_does(dtype):
+    layer = SynchronizedBatchNorm1d(3)
+    with pytest.raises(NotImplementedError, match="not implemented"):
+        run_sharded(layer, [torch.ones(4, 3, dtype=dtype)] * 2)
+
+
+def test_different_dtypes_on_different_replicas_are_an_error_that_names_them():
+    layer = SynchronizedBatchNorm1d(3, affine=False, track_running_stats=False)
+    with pytest.raises(ValueError, match=r"same channels and dtype.*float32.*replica 1.*float64"):
+        run_sharded(layer, [torch.randn(4, 3), torch.randn(4, 3).double()])
+
+
+def test_after_an_error_the_next_step_is_exact():
+    layer = SynchronizedBatchNorm1d(3, dtype=torch.float64)
+    model = DataParallel(layer, ["cpu"] * 3)
+    with pytest.raises(ValueError, match="expected 3 channels"):
+        model(torch.randn(6, 4, dtype=torch.float64))
+    reference = nn.BatchNorm1d(3, dtype=torch.float64)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    torch.testing.assert_close(model(x), reference(x))
+    assert_same_buffers(reference, layer)
+
+
+@pytest.mark.parametrize("mode", ["minus", None, 1])
+def test_an_unknown_eps_mode_is_refused(mode):
+    with pytest.raises(ValueError, match="'plus' or 'clamp'"):
+        set_sbn_eps_mode(mode)
+
+
+# -- loud when not synchronized ----------------------------------------------------------------
+
+
+def run_without_callbacks(layer: nn.Module) -> None:
+    parallel_apply(replicate(layer, ["cpu"] * 3), [(torch.randn(4, 3),)] * 3)
+
+
+def test_training_in_a_replica_without_callback_warns_and_names_the_remedy():
+    with pytest.warns(UserWarning, match="patch_replication_callback"):
+        run_without_callbacks(SynchronizedBatchNorm1d(3))
+
+
+def test_it_warns_once_per_layer():
+    layer = SynchronizedBatchNorm1d(3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            run_without_callbacks(layer)
+    assert len(caught) == 1
+
+
+def test_in_evaluation_it_does_not_warn():
+    run_without_callbacks(SynchronizedBatchNorm1d(3).eval())
+
+
+# -- evaluation, life --------------------------------------------------------------------------
+
+
+def test_evaluation_waits_for_nobody():
+    layer = SynchronizedBatchNorm1d(3).eval()
+    replicas = replicate(layer, ["cpu"] * 3)
+    execute_replication_callbacks(replicas)
+    x = torch.randn(4, 3)
+    assert torch.equal(
+        replicas[1](x),
+        nn.functional.batch_norm(
+            x, layer.running_mean, layer.running_var, layer.weight, layer.bias
+        ),
+    )
+
+
+@pytest.mark.parametrize("when", ["new", "used", "replica"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_independent(when, duplicate):
+    layer = SynchronizedBatchNorm1d(3, dtype=torch.float64)
+    if when == "used":
+        DataParallel(layer, ["cpu"] * 2)(torch.randn(4, 3, dtype=torch.float64))
+    if when == "replica":
+        with torch.no_grad():  # torch copies no tensor that is in the middle of a graph
+            replicas = replicate(layer, ["cpu"] * 2, detach=True)
+        execute_replication_callbacks(replicas)
+        assert duplicate(replicas[0]).num_features == duplicate(replicas[1]).num_features == 3
+        return
+    other = duplicate(layer)
+    before = other.running_mean.clone()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    DataParallel(layer, ["cpu"] * 2)(x)
+    assert torch.equal(other.running_mean, before)
+    DataParallel(other, ["cpu"] * 4)(x)
+    assert_same_buffers(layer, other)
+
+
+def test_the_original_keeps_nothing_of_a_forward():
+    layer = SynchronizedBatchNorm1d(3)
+    before = set(vars(layer))
+    DataParallel(layer, ["cpu"] * 2)(torch.randn(4, 3))
+    assert set(vars(layer)) - before <= {"_warned"}

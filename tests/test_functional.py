@@ -1,0 +1,257 @@
+"""The joined autograd graph: derivatives, what it saves, and what it leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import oracle
+import pytest
+import torch
+from sharded import Sharded, randomized, run_sharded
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+
+from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, set_sbn_eps_mode
+
+SIZES = [[5], [2, 3], [1, 1], [3, 1, 2], [2, 0, 3]]
+
+
+@pytest.fixture
+def clamp_mode():
+    set_sbn_eps_mode("clamp")
+    yield
+    set_sbn_eps_mode("plus")
+
+
+def as_function(sizes: list[int], channels: int = 2, **options):
+    """The layer over replicas, as a function of input, weight and bias."""
+    net = Sharded(SynchronizedBatchNorm1d(channels, **options).double(), sizes)
+
+    def call(x: Tensor, *parameters: Tensor) -> Tensor:
+        names = ("net.weight", "net.bias")[: len(parameters)]
+        return torch.func.functional_call(net, dict(zip(names, parameters, strict=True)), (x,))
+
+    return call
+
+
+def leaves(samples: int, channels: int = 2, extent: int = 2) -> tuple[Tensor, ...]:
+    x = torch.randn(samples, channels, extent, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(channels, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(channels, dtype=torch.float64, requires_grad=True)
+    return x, w, b
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_gradcheck(sizes):
+    assert gradcheck(as_function(sizes), leaves(sum(sizes)))
+
+
+@pytest.mark.filterwarnings("ignore:Backwards compatibility:UserWarning")
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_gradgradcheck(sizes):
+    assert gradgradcheck(as_function(sizes), leaves(sum(sizes)))
+
+
+@pytest.mark.filterwarnings("ignore:Backwards compatibility:UserWarning")
+def test_gradgradcheck_without_affine_parameters():
+    assert gradgradcheck(as_function([2, 3], affine=False), leaves(5)[:1])
+
+
+@pytest.mark.filterwarnings("ignore:Backwards compatibility:UserWarning")
+@pytest.mark.parametrize("eps", [1e-5, 10.0], ids=["free", "clamped"])
+def test_gradcheck_in_clamp_mode(clamp_mode, eps):
+    function, inputs = as_function([2, 3], eps=eps), leaves(5)
+    assert gradcheck(function, inputs)
+    assert gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("used", [[0], [1], [2], [0, 2]], ids=str)
+def test_gradients_are_exact_when_only_some_outputs_enter_the_loss(used):
+    layer = randomized(SynchronizedBatchNorm1d(3, dtype=torch.float64))
+    shards = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (2, 4, 3)]
+    upstream = [torch.randn_like(s) * (i in used) for i, s in enumerate(shards)]
+    outputs = run_sharded(layer, shards)
+    torch.autograd.backward([outputs[i] for i in used], [upstream[i] for i in used])
+    expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias)
+    for shard, grad in zip(shards, expected.input_grads, strict=True):
+        torch.testing.assert_close(shard.grad, grad)
+    torch.testing.assert_close(layer.weight.grad, expected.weight_grad)
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias", "weight and bias", "x and weight"])
+def test_frozen_tensors_get_no_gradient_and_the_others_theirs(frozen):
+    layer = randomized(SynchronizedBatchNorm1d(3, dtype=torch.float64))
+    shards = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (2, 4)]
+    tensors = {"x": shards, "weight": [layer.weight], "bias": [layer.bias]}
+    for name in frozen.split(" and "):
+        for tensor in tensors.pop(name):
+            tensor.requires_grad_(False)
+    upstream = [torch.randn_like(s) for s in shards]
+    torch.autograd.backward(run_sharded(layer, shards), upstream)
+    expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias)
+    grads = {"x": expected.input_grads, "weight": [expected.weight_grad]}
+    grads["bias"] = [expected.bias_grad]
+    for name, grad in grads.items():
+        for tensor, g in zip(tensors.get(name, []), grad, strict=False):
+            torch.testing.assert_close(tensor.grad, g)
+    for tensor in [*shards, layer.weight, layer.bias]:
+        assert (tensor.grad is not None) == tensor.requires_grad
+
+
+def test_one_frozen_shard_leaves_the_gradients_of_the_others_exact():
+    layer = randomized(SynchronizedBatchNorm1d(3, dtype=torch.float64))
+    shards = [torch.randn(n, 3, dtype=torch.float64) for n in (2, 4, 3)]
+    shards[1].requires_grad_()
+    upstream = [torch.randn_like(s) for s in shards]
+    torch.autograd.backward(run_sharded(layer, shards), upstream)
+    expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias)
+    torch.testing.assert_close(shards[1].grad, expected.input_grads[1])
+    torch.testing.assert_close(layer.weight.grad, expected.weight_grad)
+
+
+def test_a_graph_walked_with_create_graph_takes_a_plain_backward_afterwards():
+    function = as_function([2, 3])
+    x, w, b = leaves(5)
+    y = function(x, w, b)
+    dy = torch.randn_like(y)
+    (exact,) = torch.autograd.grad(y, x, dy, create_graph=True)
+    penalty = exact.square().sum()
+    plain = torch.autograd.grad(y, (x, w, b), dy, retain_graph=True)
+    torch.testing.assert_close(plain[0], exact)
+    penalty.backward()
+    reference = x.grad.clone()
+
+    x.grad = None
+    bn = nn.BatchNorm1d(2).double()
+    z = torch.func.functional_call(bn, {"weight": w, "bias": b}, (x,))
+    (exact,) = torch.autograd.grad(z, x, dy, create_graph=True)
+    exact.square().sum().backward()
+    torch.testing.assert_close(reference, x.grad)
+
+
+def test_the_fast_and_the_exact_edges_agree():
+    function = as_function([2, 3])
+    inputs = leaves(5)
+    dy = torch.randn(5, 2, 2, dtype=torch.float64)
+    fast = torch.autograd.grad(function(*inputs), inputs, dy)
+    exact = torch.autograd.grad(function(*inputs), inputs, dy, create_graph=True)
+    torch.testing.assert_close(fast, exact)
+
+
+def test_two_backwards_through_a_retained_graph_give_the_same_numbers():
+    function = as_function([2, 3])
+    inputs = leaves(5)
+    y = function(*inputs)
+    dy = torch.randn_like(y)
+    first = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+    (only_weight,) = torch.autograd.grad(y, inputs[1], dy, retain_graph=True)
+    second = torch.autograd.grad(y, inputs, dy)
+    assert all(map(torch.equal, first, second))
+    assert torch.equal(only_weight, first[1])
+
+
+def test_a_second_backward_without_retain_graph_is_torchs_error():
+    function = as_function([2, 3])
+    inputs = leaves(5)
+    y = function(*inputs)
+    y.backward(torch.randn_like(y))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.backward(torch.randn_like(y))
+
+
+def test_backward_runs_in_one_thread_and_waits_for_nobody():
+    function = as_function([2, 3, 1])
+    y = function(*leaves(6))
+    before = set(threading.enumerate())
+    # In the calling thread, as the engine does on the CPU: a wait for a peer could never end.
+    worker = threading.Thread(target=y.backward, args=(torch.randn_like(y),), daemon=True)
+    worker.start()
+    worker.join(20)
+    assert not worker.is_alive()
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_no_more_is_saved_for_backward_than_the_input(replicas, requires_grad):
+    layer = SynchronizedBatchNorm2d(4)
+    shards = [torch.randn(8, 4, 16, 16, requires_grad=requires_grad) for _ in range(replicas)]
+    saved = []
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            # Every pack counts, also of a tensor that has been saved before.
+            def pack(tensor: Tensor) -> Tensor:
+                saved.append(tensor.numel() * tensor.element_size())
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                return self.layer(x)
+
+    outputs = run_sharded(Counting(), shards)
+    inputs = sum(shard.numel() * shard.element_size() for shard in shards)
+    assert inputs <= sum(saved) <= 1.1 * inputs
+    torch.autograd.backward(outputs, [torch.randn_like(y) for y in outputs])
+
+
+def test_an_output_may_be_changed_in_place():
+    layer = randomized(SynchronizedBatchNorm1d(3, dtype=torch.float64))
+    shards = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (2, 4)]
+    outputs = [y.relu_() for y in run_sharded(layer, shards)]
+    upstream = [torch.randn_like(y) for y in outputs]
+    torch.autograd.backward(outputs, upstream)
+    passed = [u * (y > 0) for u, y in zip(upstream, outputs, strict=True)]
+    expected = oracle.batch_norm(shards, passed, layer.weight, layer.bias)
+    for shard, grad in zip(shards, expected.input_grads, strict=True):
+        torch.testing.assert_close(shard.grad, grad)
+
+
+def test_an_input_changed_in_place_before_backward_is_torchs_error():
+    shards = [torch.randn(n, 3, requires_grad=True) * 1 for n in (2, 4)]
+    outputs = run_sharded(SynchronizedBatchNorm1d(3), shards)
+    shards[1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(outputs, [torch.randn_like(y) for y in outputs])
+
+
+def test_nothing_is_kept_alive_by_a_cycle():
+    gc.collect()
+    gc.disable()
+    try:
+        shards = [torch.randn(n, 3, requires_grad=True) * 1 for n in (2, 4)]
+        watched = [weakref.ref(shard) for shard in shards]
+        outputs = run_sharded(SynchronizedBatchNorm1d(3), shards)
+        grads = torch.autograd.grad(
+            sum(y.square().sum() for y in outputs), shards, create_graph=True
+        )
+        del shards, outputs, grads
+        assert [ref() for ref in watched] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_master_without_grad_does_not_cut_the_graph_of_the_others():
+    layer = randomized(SynchronizedBatchNorm1d(3, dtype=torch.float64))
+
+    class WithoutGradIn0(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.set_grad_enabled(threading.current_thread().name != "replica-0"):
+                return self.layer(x)
+
+    shards = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (2, 4)]
+    outputs = run_sharded(WithoutGradIn0(), shards)
+    upstream = [torch.zeros_like(outputs[0]), torch.randn_like(outputs[1])]
+    outputs[1].backward(upstream[1])
+    expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias)
+    assert shards[0].grad is None
+    torch.testing.assert_close(shards[1].grad, expected.input_grads[1])

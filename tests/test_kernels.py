@@ -1,0 +1,137 @@
+"""The per-device kernels against float64, one at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from syncbn import kernels
+
+LAYOUTS = {
+    "contiguous": lambda x: x.contiguous(),
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "sliced": lambda x: torch.cat([x, x], -1)[..., ::2].clone(memory_format=torch.preserve_format),
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+
+
+def channels_of(x: torch.Tensor) -> torch.Tensor:
+    return x.double().transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("channels", [1, 3, 65])
+@pytest.mark.parametrize(
+    ("dtype", "rtol"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-5), (torch.float16, 1e-5)],
+    ids=str,
+)
+def test_moments_are_mean_and_biased_variance(layout, channels, dtype, rtol):
+    x = LAYOUTS[layout](torch.randn(4, channels, 3, 5).to(dtype))
+    mean, var = kernels.moments(x)
+    assert mean.dtype == var.dtype == torch.float64
+    values = channels_of(x)
+    torch.testing.assert_close(mean.double(), values.mean(1), rtol=rtol, atol=rtol)
+    torch.testing.assert_close(var.double(), values.var(1, correction=0), rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("mean", [0, 1e2, 1e3, 1e4, -1e6])
+def test_the_variance_does_not_suffer_from_a_large_mean(mean):
+    x = torch.randn(65536, 2) + mean
+    exact = x.double().var(0, correction=0)
+    mean_of_x, var = kernels.moments(x)
+    torch.testing.assert_close(var, exact, rtol=2e-7, atol=0)
+    # Half an ulp of values about one; a float32 mean would be off by half an ulp of the mean.
+    torch.testing.assert_close(mean_of_x, x.double().mean(0), rtol=0, atol=2**-24)
+
+
+def test_a_constant_channel_has_no_variance():
+    x = torch.full((1000, 3), 0.1)
+    mean, var = kernels.moments(x)
+    assert torch.equal(mean, x[0].double())
+    assert torch.equal(var, torch.zeros(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("mean", [1e2, 1e4, -1e6])
+def test_normalizing_and_its_gradient_do_not_suffer_from_a_large_mean(mean):
+    x, dy = torch.randn(512, 3, 4) + mean, torch.randn(512, 3, 4)
+    center, var = kernels.moments(x)
+    one = torch.ones(3, dtype=torch.float64)
+    hat = (x.double() - center[:, None]) / var.sqrt()[:, None]
+    y = kernels.normalize(x, center, var, None, None)
+    torch.testing.assert_close(y.double(), hat, rtol=1e-6, atol=1e-6)
+    _, along_x = kernels.reduce(dy, x, center, var)
+    torch.testing.assert_close(along_x, (dy * hat).sum((0, 2)), rtol=1e-5, atol=1e-5)
+    dx = kernels.input_gradient(dy, x, center, one, one, 0 * one)
+    expected = dy - (x.double() - center[:, None])
+    torch.testing.assert_close(dx.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_large_half_precision_values_do_not_overflow():
+    x = torch.full((1 << 15, 1, 32), 6e4, dtype=torch.float16)
+    x[::2] *= -1
+    mean, var = kernels.moments(x)
+    assert abs(mean.item()) < 1e-3
+    assert var.item() == pytest.approx(float(x[0, 0, 0]) ** 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4), (2, 3, 0, 4), (0, 3, 0, 0, 0)], ids=str)
+def test_every_kernel_takes_an_empty_shard(shape):
+    x = torch.randn(shape)
+    ones = torch.ones(3, dtype=torch.float64)
+    assert kernels.values_per_channel(x) == 0
+    zeros = torch.zeros(2, 3, dtype=torch.float64)
+    assert torch.equal(kernels.moments(x), zeros)
+    assert kernels.normalize(x, ones, ones, ones, ones).shape == x.shape
+    assert torch.equal(kernels.reduce(x, x, ones, ones), zeros)
+    assert kernels.input_gradient(x, x, ones, ones, ones, ones).shape == x.shape
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("upstream", LAYOUTS)
+@pytest.mark.parametrize("channels", [1, 3, 65])
+def test_sums_and_input_gradient_take_every_layout(layout, upstream, channels):
+    x = LAYOUTS[layout](torch.randn(4, channels, 3, 5))
+    dy = LAYOUTS[upstream](torch.randn(4, channels, 3, 5))
+    mean, scale, slope, offset = torch.randn(4, channels, dtype=torch.float64)
+    root = torch.rand(channels, dtype=torch.float64) + 0.5
+    view = (1, -1, 1, 1)
+
+    sums = kernels.reduce(dy, x, mean, root).double()
+    hat = (x.double() - mean.view(view)) / root.sqrt().view(view)
+    torch.testing.assert_close(sums[0], channels_of(dy).sum(1), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(sums[1], channels_of(dy * hat).sum(1), rtol=1e-5, atol=1e-4)
+
+    dx = kernels.input_gradient(dy, x, mean, scale, slope, offset)
+    expected = (
+        scale.view(view) * dy.double()
+        - slope.view(view) * (x.double() - mean.view(view))
+        - offset.view(view)
+    )
+    torch.testing.assert_close(dx.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_the_output_keeps_the_memory_format(layout):
+    x = LAYOUTS[layout](torch.randn(4, 3, 2, 5))
+    ones = torch.ones(3, dtype=torch.float64)
+    assert kernels.normalize(x, ones, ones, None, None).stride() == x.stride()
+    assert kernels.input_gradient(None, x, ones, ones, ones, ones).stride() == x.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_comes_back_in_its_own_dtype(dtype):
+    x = torch.randn(4, 3, 2, 5).to(dtype)
+    ones = torch.ones(3, dtype=torch.float64)
+    for parameter in (None, ones.float(), ones.to(dtype)):
+        assert kernels.normalize(x, ones, ones, parameter, parameter).dtype == dtype
+    assert kernels.input_gradient(x, x, ones, ones, ones, ones).dtype == dtype
+    assert kernels.reduce(x, x, ones, ones).dtype == torch.float64
+
+
+def test_merging_the_moments_of_parts_gives_those_of_the_whole():
+    parts = [torch.randn(n, 4, dtype=torch.float64) * n + n for n in (1, 5, 0, 17)]
+    counts = torch.tensor([[float(len(part))] for part in parts], dtype=torch.float64)
+    stats = torch.stack([kernels.moments(part) for part in parts])
+    torch.testing.assert_close(kernels.merge(counts, stats), kernels.moments(torch.cat(parts)))

@@ -1,0 +1,187 @@
+"""Whole networks over several optimizer steps: n replicas give the numbers of one device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from replication import (
+    DataParallel,
+    data_parallel,
+    gather,
+    parallel_apply,
+    patch_replication_callback,
+    replicate,
+    scatter_kwargs,
+)
+from syncbn import convert_model
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out, momentum=None)
+        self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+
+
+class Classifier(nn.Module):
+    """Two-dimensional, with a frozen layer and one without affine parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(2, 4, 3, 1, 1), nn.BatchNorm2d(4), nn.ReLU(True))
+        self.blocks = nn.Sequential(Residual(4, 4, 1), Residual(4, 6, 2))
+        self.norm = nn.BatchNorm1d(6, affine=False)
+        self.frozen = nn.BatchNorm1d(6).requires_grad_(False)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks(self.stem(x)).mean((2, 3))
+        return self.head(self.frozen(self.norm(y)).tanh())
+
+
+class Volumes(nn.Module):
+    """Three-dimensional, with one normalization shared by two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(2, 3, 2)
+        self.again = nn.Conv3d(3, 3, 1)
+        self.bn = nn.BatchNorm3d(3)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn(self.again(self.bn(self.conv(x)).relu()))
+        return self.head(y.amax((2, 3, 4)))
+
+
+def batch(net: nn.Module, samples: int) -> tuple[Tensor, Tensor]:
+    extent = (4, 4) if isinstance(net, Classifier) else (2, 3, 2)
+    x = torch.randn(samples, 2, *extent, dtype=torch.float64) * 2 + 1
+    return x.requires_grad_(), torch.randint(2, (samples,))
+
+
+def train(model: nn.Module, batches: list[tuple[Tensor, Tensor]], upstream: list[Tensor]):
+    """What every step gives: outputs, gradients of input and parameters, and at last the state."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    seen: list[Tensor] = []
+    for (x, target), noise in zip(batches, upstream, strict=True):
+        x = x.detach().clone().requires_grad_()
+        optimizer.zero_grad()
+        y = model(x)
+        # A random direction beside the loss: its gradient has no symmetry to hide a mistake in.
+        (F.cross_entropy(y, target) + (y * noise).sum()).backward()
+        optimizer.step()
+        seen += [y.detach(), x.grad]
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [*seen, *model.state_dict().values()]
+
+
+def assert_trains_alike(net: nn.Module, model: nn.Module, sizes: list[int]) -> None:
+    batches = [batch(net, samples) for samples in sizes]
+    upstream = [torch.randn_like(copy.deepcopy(net)(x).detach()) for x, _ in batches]
+    expected = train(copy.deepcopy(net), batches, upstream)
+    for one, other in zip(train(model, batches, upstream), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("network", [Classifier, Volumes])
+@pytest.mark.parametrize("replicas", range(1, 9))
+@pytest.mark.parametrize("sizes", [[8, 8, 8], [9, 3, 8, 2], [16, 5, 7]], ids=str)
+def test_training_on_replicas_equals_training_on_one_device(network, replicas, sizes):
+    net = network().double()
+    model = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * replicas)
+    assert_trains_alike(net, model, sizes)
+
+
+@settings(max_examples=25)
+@given(replicas=st.integers(1, 8), sizes=st.lists(st.integers(2, 17), min_size=1, max_size=3))
+def test_training_with_any_batch_sizes_equals_training_on_one_device(replicas, sizes):
+    net = Classifier().double()
+    model = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * replicas)
+    assert_trains_alike(net, model, sizes)
+
+
+class Customized(nn.DataParallel):
+    """A DataParallel as users write them; it knows nothing of callbacks."""
+
+    def __init__(self, module: nn.Module, replicas: int) -> None:
+        nn.Module.__init__(self)
+        self.module, self.device_ids, self.dim = module, ["cpu"] * replicas, 0
+        self.output_device, self.src_device_obj = "cpu", torch.device("cpu")
+
+    def replicate(self, module, device_ids):
+        return replicate(module, device_ids)
+
+    def scatter(self, inputs, kwargs, device_ids):
+        return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
+
+    def parallel_apply(self, replicas, inputs, kwargs):
+        return parallel_apply(replicas, inputs, kwargs)
+
+    def gather(self, outputs, output_device):
+        return gather(outputs, output_device, self.dim)
+
+
+def test_a_patched_data_parallel_of_the_users_own_trains_alike():
+    net = Classifier().double()
+    model = Customized(convert_model(copy.deepcopy(net)), 3)
+    patch_replication_callback(model)
+    assert_trains_alike(net, model, [8, 5, 1 + 3])
+
+
+def test_wrapping_first_and_converting_then_trains_alike():
+    net = Classifier().double()
+    model = convert_model(DataParallel(copy.deepcopy(net), ["cpu"] * 3))
+    assert_trains_alike(net, model, [8, 5])
+
+
+def test_the_functional_form_trains_alike():
+    class Functional(nn.Module):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            return data_parallel(self.net, x, ["cpu"] * 3)
+
+    net = Classifier().double()
+    assert_trains_alike(net, Functional(convert_model(copy.deepcopy(net))), [8, 5])
+
+
+def test_a_data_parallel_inside_a_data_parallel_synchronizes_its_own_replicas():
+    net = nn.Sequential(nn.BatchNorm1d(3)).double()
+    inner = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * 2)
+    outer = DataParallel(inner, ["cpu"] * 2)
+    x = torch.randn(8, 3, dtype=torch.float64)
+    expected = torch.cat([copy.deepcopy(net)(half) for half in x.chunk(2)])
+    torch.testing.assert_close(outer(x), expected)
+    torch.testing.assert_close(inner(x), net(x))
+
+
+def test_several_networks_that_share_a_layer_train_alike():
+    shared = nn.BatchNorm1d(3).double()
+    first, second = (
+        nn.Sequential(shared, nn.ReLU()),
+        nn.Sequential(nn.Linear(3, 3).double(), shared),
+    )
+    pair = nn.ModuleList([first, second])
+    synchronized = convert_model(copy.deepcopy(pair))
+    models = [DataParallel(m, ["cpu"] * n) for m, n in zip(synchronized, (2, 3), strict=True)]
+    x = torch.randn(7, 3, dtype=torch.float64)
+    torch.testing.assert_close(models[1](models[0](x)), second(first(x)))
+    for one, other in zip(synchronized.buffers(), pair.buffers(), strict=True):
+        torch.testing.assert_close(one, other)

@@ -275,10 +275,10 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, Path]:
     dtype = getattr(torch, args.dtype)
     for name in names:
         try:
-            torch.ones(1, dtype=dtype, device=name).item()
+            torch.ones(1, dtype=dtype, device=int(name) if name.isdigit() else name).item()
         except Exception as error:  # of many types: no such device, no driver, no such dtype on it
             parser.error(f"device {name!r} cannot be used: {str(error).splitlines()[0]}")
-    devices = [torch.device(name) for name in names]
+    devices = [torch.device(int(name) if name.isdigit() else name) for name in names]
     options = Options(devices, args.batch_size, args.steps, args.lr, dtype, args.seed)
     return options, args.output
 

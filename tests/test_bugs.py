@@ -1,0 +1,372 @@
+"""What has gone wrong once, each with the smallest model that shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+
+import pytest
+import torch
+from sharded import run_sharded
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from replication import (
+    DataParallel,
+    ReplicaFailed,
+    ReplicasDiverged,
+    ReplicationError,
+    SyncMaster,
+    execute_replication_callbacks,
+    parallel_apply,
+    replicate,
+)
+from syncbn import SynchronizedBatchNorm1d, convert_model, revert_model
+
+X = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def layer(**options) -> SynchronizedBatchNorm1d:
+    return SynchronizedBatchNorm1d(3, dtype=torch.float64, **options)
+
+
+def whole_batch(x=X):
+    return nn.functional.batch_norm(x, None, None, training=True)
+
+
+class Failing(nn.Module):
+    """Raises ``errors[index]`` in the replica of that index."""
+
+    def __init__(self, errors: dict[int, object]) -> None:
+        super().__init__()
+        self.errors = errors
+
+    def forward(self, x):
+        error = self.errors.get(int(threading.current_thread().name[-1]))
+        if error is not None:
+            raise error
+        return x
+
+
+# -- the original reached past the replica -----------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Refers to a method of its own in an attribute, bound when it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = layer()
+        self.branches = {"main": self.run}
+
+    def run(self, x):
+        return self.bn(x)
+
+    def forward(self, x):
+        return self.branches["main"](x)
+
+
+def test_bound_methods_in_attributes_become_the_replicas():
+    model = DataParallel(Branches(), ["cpu"] * 4)
+    torch.testing.assert_close(model(X), whole_batch())
+    assert model.module.bn.num_batches_tracked == 1
+
+
+def test_a_forward_set_on_the_object_becomes_the_replicas():
+    net = nn.Sequential(layer())
+    net.forward = types.MethodType(lambda self, x: self[0](x), net)
+    torch.testing.assert_close(DataParallel(net, ["cpu"] * 4)(X), whole_batch())
+
+
+def test_a_closure_that_refers_to_the_original_is_warned_of():
+    net = nn.Sequential(layer())
+    plain = net[0].forward
+    net[0].forward = lambda x: plain(x)
+    with pytest.warns(UserWarning, match="is called by a replica but is not part of it"):
+        DataParallel(net, ["cpu"] * 4)(X)
+
+
+# -- modules that cannot be replicated ---------------------------------------------------------
+
+
+def test_what_compile_returns_is_refused_and_left_whole():
+    net = nn.Sequential(torch.compile(nn.Linear(3, 2), backend="eager"), nn.Linear(2, 2))
+    before = list(net.state_dict())
+    with pytest.raises(TypeError, match=r"compile in place instead: module.compile\(\)"):
+        DataParallel(net, ["cpu"] * 2)(torch.randn(4, 3))
+    assert list(net.state_dict()) == before
+
+
+def test_torch_func_is_refused_instead_of_losing_derivatives():
+    model = DataParallel(nn.Linear(3, 1).requires_grad_(False), ["cpu"] * 2)
+    with pytest.raises(RuntimeError, match=r"torch.func transforms do not reach"):
+        torch.func.grad(lambda x: model(x).sum())(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("attribute", ["list", "dict"])
+def test_containers_that_contain_themselves_are_left_as_they_are(attribute):
+    net = nn.Linear(3, 2)
+    cycle: list[object] | dict[str, object] = []
+    if attribute == "dict":
+        cycle = {}
+        cycle["self"] = cycle
+    else:
+        cycle.append(cycle)
+    net.cycle = cycle
+    assert replicate(net, ["cpu"] * 2)[1].cycle is cycle
+
+
+def test_a_replica_can_be_replicated_in_its_own_forward():
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = layer()
+
+        def forward(self, x, deeper=True):
+            if not deeper:
+                return self.bn(x)
+            replicas = replicate(self, ["cpu"] * 2)
+            execute_replication_callbacks(replicas)
+            return torch.cat(parallel_apply(replicas, [(part, False) for part in x.chunk(2)]))
+
+    expected = torch.cat([whole_batch(half) for half in X.chunk(2)])
+    torch.testing.assert_close(DataParallel(Again(), ["cpu"] * 2)(X), expected)
+
+
+def test_a_sparse_gradient_of_one_replica_and_a_dense_one_of_another_are_summed():
+    net = nn.Embedding(5, 2)
+    first, second = (replica.weight for replica in replicate(net, ["cpu"] * 2))
+    rows = torch.tensor([1, 3])
+    loss = nn.functional.embedding(rows, first, sparse=True).sum() + second.sum()
+    loss.backward()
+    expected = torch.ones(5, 2)
+    expected[rows] += 1
+    assert torch.equal(net.weight.grad.to_dense(), expected)
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+def test_an_error_that_cannot_be_printed_still_wakes_the_others():
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def fail(messages):
+        raise Unprintable
+
+    master = SyncMaster(fail)
+    pipe = master.register_slave(1)
+    caught = []
+
+    def slave() -> None:
+        try:
+            pipe.run_slave(1)
+        except ReplicaFailed as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=slave, daemon=True)
+    thread.start()
+    with pytest.raises(Unprintable):
+        master.run_master(0)
+    thread.join(20)
+    assert "failed with Unprintable" in str(caught[0])
+
+
+def test_an_error_that_takes_no_attributes_arrives_as_it_is():
+    @dataclasses.dataclass(frozen=True)
+    class Frozen(Exception):
+        code: int
+
+    with pytest.raises(Frozen) as caught:
+        run_sharded(nn.Sequential(Failing({1: Frozen(3)}), layer()), X.split([4, 4]))
+    assert caught.value.code == 3
+
+
+def test_a_follow_up_of_another_kind_does_not_mask_the_first_error():
+    class Exits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = layer()
+
+        def forward(self, x):
+            try:
+                return self.bn(x)
+            except ReplicaFailed:
+                raise SystemExit(1) from None
+
+    with pytest.raises(KeyError, match="first"):
+        run_sharded(nn.Sequential(Failing({0: KeyError("first")}), Exits()), X.split([4, 4]))
+
+
+def test_several_failing_replicas_are_listed_in_the_notes_of_the_first():
+    errors = {0: KeyError("a"), 2: ValueError("b")}
+    with pytest.raises((KeyError, ValueError)) as caught:
+        run_sharded(Failing(errors), X.split([4, 2, 2]))
+    other = "ValueError: b" if isinstance(caught.value, KeyError) else "KeyError: 'a'"
+    assert f"another replica failed, too: {other}" in caught.value.__notes__
+
+
+def test_replicas_that_have_failed_say_so_when_they_are_used_again():
+    replicas = replicate(nn.Sequential(Failing({1: KeyError("k")}), layer()), ["cpu"] * 2)
+    execute_replication_callbacks(replicas)
+    inputs = [(part,) for part in X.chunk(2)]
+    with pytest.raises(KeyError):
+        parallel_apply(replicas, inputs)
+    for replica in replicas:
+        replica[0].errors = {}
+    with pytest.raises(ReplicaFailed, match=r"That was before; these replicas cannot go on\."):
+        parallel_apply(replicas, inputs)
+
+
+# -- pipes -------------------------------------------------------------------------------------
+
+
+def test_a_replica_cannot_have_two_slaves_of_one_master():
+    class Greedy(nn.Module):
+        def __data_parallel_replicate__(self, ctx, copy_id):
+            if copy_id == 0:
+                ctx.master = SyncMaster(lambda messages: messages)
+            else:
+                ctx.master.register_slave(copy_id)
+                ctx.master.register_slave(copy_id + 10)
+
+    with pytest.raises(ReplicationError, match="replica 1 cannot register another slave"):
+        execute_replication_callbacks([Greedy(), Greedy()])
+
+
+@pytest.mark.parametrize("answer", [None, 5, [5], [(0, 1, 2)], "ab"], ids=str)
+def test_an_answer_that_is_not_made_of_pairs_is_an_error_that_says_what_it_must_be(answer):
+    with pytest.raises(ReplicationError, match=r"must return one \(identifier, reply\)"):
+        SyncMaster(lambda messages: answer).run_master(1)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_recomputation_after_the_forward_is_refused(reentrant, kept):
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = layer()
+
+        def forward(self, x):
+            return checkpoint(self.bn, x, use_reentrant=reentrant)
+
+    shards = [part.clone().requires_grad_() for part in X.chunk(2)]
+    y = run_sharded(Checkpointed(), shards)[kept]
+    with pytest.raises(ReplicationError, match="outside the forward"):
+        y.backward(torch.randn_like(y))
+
+
+# -- threads -----------------------------------------------------------------------------------
+
+
+def test_two_branches_may_run_side_by_side_inside_a_replica():
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = layer(), layer()
+
+        def forward(self, x):
+            return torch.stack(parallel_apply([self.a, self.b], [(x,), (2 * x,)]), 1)
+
+    for _ in range(20):
+        y = DataParallel(Parallel(), ["cpu"] * 3)(X)
+        torch.testing.assert_close(y[:, 0], whole_batch())
+
+
+def test_replicas_use_as_many_threads_as_the_caller_does_now():
+    class Threads(nn.Module):
+        def forward(self, x):
+            return x + torch.get_num_threads()
+
+    model = DataParallel(Threads(), ["cpu"] * 2)
+    try:
+        for count in (1, 3, 2):
+            torch.set_num_threads(count)
+            assert model(torch.zeros(2)).tolist() == [count] * 2
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_an_interrupted_forward_lets_the_interpreter_end():
+    """A thread in the middle of an operation of torch made it abort."""
+    program = """
+        import _thread, sys, threading, torch
+        from torch import nn
+        from replication import DataParallel
+        started = threading.Barrier(3)
+        class Busy(nn.Module):
+            def forward(self, x):
+                started.wait(20)
+                for _ in range(30):
+                    x = torch.tanh(x @ x)
+                return x
+        def interrupt():
+            started.wait(20)
+            _thread.interrupt_main()
+        threading.Thread(target=interrupt, daemon=True).start()
+        try:
+            DataParallel(Busy(), ["cpu"] * 2)(torch.randn(2, 500, 500).repeat(1, 1, 1))
+        except KeyboardInterrupt:
+            sys.exit(3)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], timeout=50, capture_output=True
+    )
+    assert done.returncode == 3, done.stderr
+
+
+# -- arguments, numbers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((print, ["cpu"] * 2), TypeError, "module must be a torch.nn.Module"),
+        ((nn.ReLU(), ["cuda:99"] * 2), ValueError, "this machine has no device 'cuda:99'"),
+        ((nn.ReLU(), ["cpu"] * 2, "cuda:99"), ValueError, "this machine has no device 'cuda:99'"),
+        ((nn.ReLU(), [-1, -2]), ValueError, "device_ids must be indices of devices"),
+        ((nn.ReLU(), []), ValueError, "at least one device"),
+        ((nn.ReLU(), "cpu"), TypeError, "expected a list of devices"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_devices_and_modules_are_checked_when_the_model_is_made(arguments, error, message):
+    with pytest.raises(error, match=message):
+        DataParallel(*arguments)
+
+
+@pytest.mark.parametrize("convert", [convert_model, revert_model])
+def test_only_modules_can_be_converted(convert):
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module \(got list\)"):
+        convert([nn.BatchNorm1d(3)])
+
+
+def test_infinite_values_give_the_running_statistics_of_torchs_layer():
+    x = X.clone()
+    x[3, 1], x[5, 2] = float("inf"), float("nan")
+    reference, synchronized = nn.BatchNorm1d(3, dtype=torch.float64), layer()
+    reference(x)
+    run_sharded(synchronized, x.split([4, 4]))
+    for name in ("running_mean", "running_var"):
+        one, other = getattr(synchronized, name), getattr(reference, name)
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_a_replica_in_evaluation_mode_is_named():
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = layer()
+
+        def forward(self, x):
+            self.bn.train(threading.current_thread().name == "replica-0")
+            return self.bn(x)
+
+    with pytest.raises(ReplicasDiverged, match="`bn`, call 1: replica 0 waits; replica 1 ended"):
+        run_sharded(Half(), X.split([4, 4]))

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from replication.rendezvous import Place, standing_at
-from replication.watch import MethodOverride, add_note, first_failure_wins, watch
+from replication.watch import (
+    MethodOverride,
+    add_note,
+    first_failure_wins,
+    rendezvous_of,
+    watch,
+)
 
 __all__ = [
     "CallbackContext",
@@ -29,7 +35,7 @@ __all__ = [
 
 CALLBACK = "__data_parallel_replicate__"
 
-#: A class of DataParallel with this attribute true calls the callbacks by itself.
+#: A method ``replicate`` with this attribute true calls the callbacks by itself.
 RUNS_CALLBACKS = "runs_replication_callbacks"
 
 
@@ -158,7 +164,8 @@ class PatchedReplicate(MethodOverride):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         replicas = self.original(*args, **kwargs)
-        execute_replication_callbacks(replicas)
+        if rendezvous_of(replicas) is None:  # else the method has called them itself
+            execute_replication_callbacks(replicas)
         return replicas
 
 
@@ -208,7 +215,7 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
             "expected a torch.nn.DataParallel, or an object of a class derived from it "
             f"(got {type(data_parallel).__name__})"
         )
-    if getattr(data_parallel, RUNS_CALLBACKS, False):
+    if getattr(type(data_parallel).replicate, RUNS_CALLBACKS, False):
         return PatchHandle(())
     overrides: list[MethodOverride] = []
     for kind, name in ((PatchedReplicate, "replicate"), (PatchedParallelApply, "parallel_apply")):
@@ -224,6 +231,6 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
 
 def has_replication_callback(data_parallel: nn.DataParallel[Any]) -> bool:
     """Whether the callbacks are called already: by its class, or because it was patched."""
-    return getattr(data_parallel, RUNS_CALLBACKS, False) or isinstance(
+    return getattr(type(data_parallel).replicate, RUNS_CALLBACKS, False) or isinstance(
         data_parallel.__dict__.get("replicate"), PatchedReplicate
     )

@@ -23,6 +23,7 @@ from replication import (
     SyncMaster,
     execute_replication_callbacks,
     parallel_apply,
+    patch_replication_callback,
     replicate,
 )
 from syncbn import SynchronizedBatchNorm1d, convert_model, revert_model
@@ -370,3 +371,18 @@ def test_a_replica_in_evaluation_mode_is_named():
 
     with pytest.raises(ReplicasDiverged, match="`bn`, call 1: replica 0 waits; replica 1 ended"):
         run_sharded(Half(), X.split([4, 4]))
+
+
+@pytest.mark.parametrize("calls_super", [True, False])
+def test_a_derived_class_that_replaces_replicate_can_be_patched(calls_super):
+    """The callbacks are run once, whether it calls the method that it replaces or not."""
+
+    class Derived(DataParallel):
+        def replicate(self, module, device_ids):
+            if calls_super:
+                return super().replicate(module, device_ids)
+            return replicate(module, device_ids)
+
+    model = Derived(layer(), ["cpu"] * 3)
+    patch_replication_callback(model)
+    torch.testing.assert_close(model(X), whole_batch())

@@ -12,11 +12,13 @@ from replication.data_parallel import (
     ReplicationCallbackDataParallel,
     data_parallel,
 )
+from replication.gather import gather
 from replication.parallel_apply import parallel_apply
 from replication.pipe import FutureResult, SlavePipe, SyncMaster
 from replication.rendezvous import ReplicaFailed, ReplicasDiverged, ReplicationError
 from replication.replicate import replicate
-from replication.scatter_gather import gather, scatter, scatter_kwargs
+from replication.scatter import scatter, scatter_kwargs
+from replication.scattered import Scattered
 
 __all__ = [
     "CallbackContext",
@@ -27,6 +29,7 @@ __all__ = [
     "ReplicasDiverged",
     "ReplicationCallbackDataParallel",
     "ReplicationError",
+    "Scattered",
     "SlavePipe",
     "SyncMaster",
     "data_parallel",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from replication.callback import execute_replication_callbacks
+from replication.callback import RUNS_CALLBACKS, execute_replication_callbacks
 from replication.devices import (
     DeviceLike,
     accelerator,
@@ -17,9 +17,10 @@ from replication.devices import (
     parse_device,
     parse_devices,
 )
+from replication.gather import gather, join_leaves
 from replication.parallel_apply import parallel_apply
 from replication.replicate import replicate
-from replication.scatter_gather import gather, scatter_kwargs
+from replication.scatter import scatter_kwargs
 from replication.torch_internals import check_balance
 from replication.watch import first_failure_wins
 
@@ -42,7 +43,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
     * after replication, ``__data_parallel_replicate__(ctx, copy_id)`` is called on every layer
       that has it (see `execute_replication_callbacks`), so that copies of a layer can talk;
     * a replica that fails or ends never leaves the others waiting, and its error arrives as it
-      was raised, with notes that name the replica, its device and the module.
+      was raised, with notes that name the replica, its device and the module;
+    * what is `Scattered` among the arguments is not split again: entry i goes to replica i, and
+      tensors beside it are split by its sizes.
 
     >>> net = DataParallel(nn.Linear(3, 2), device_ids=["cpu", "cpu"])
     >>> net(torch.ones(5, 3)).shape
@@ -55,14 +58,69 @@ class DataParallel(nn.DataParallel[ModuleT]):
             indices are given, the module is called directly, as torch does.
         output_device: Where outputs are joined; by default ``device_ids[0]``. May be the CPU.
         dim: The batch dimension of inputs and outputs.
+        gather_to_one_device: If false, outputs stay where they were computed: each leaf of the
+            output becomes a `Scattered`, also on a single device. ``None`` stays ``None``.
+
+            >>> extract = DataParallel(
+            ...     nn.Linear(3, 2), ["cpu"] * 2, gather_to_one_device=False
+            ... )
+            >>> [tuple(part.shape) for part in extract(torch.ones(5, 3))]
+            [(3, 2), (2, 2)]
+            >>> classify = DataParallel(nn.Linear(2, 1), ["cpu"] * 2)
+            >>> classify(extract(torch.ones(5, 3))).shape
+            torch.Size([5, 1])
+
+        inputs_are_scattered: If true, each argument is a list, tuple or `Scattered` of one entry
+            per replica, which is moved to its replica's device, whatever it is. Parts may differ
+            in length.
+
+            >>> net = DataParallel(nn.Linear(3, 2), ["cpu"] * 2, inputs_are_scattered=True)
+            >>> net([torch.ones(4, 3), torch.ones(1, 3)]).shape
+            torch.Size([5, 2])
+
+        except_keywords: Names of outputs that stay `Scattered` while all others are gathered: keys
+            of mappings (or names of fields) at any depth, or dotted paths that begin at the
+            output. A name that the output does not have is warned of.
+
+            >>> class Features(nn.Module):
+            ...     def forward(self, x):
+            ...         return {"features": x + 1, "score": x.sum(1)}
+            >>> net = DataParallel(Features(), ["cpu"] * 2, except_keywords=["features"])
+            >>> {name: type(value).__name__ for name, value in net(torch.ones(5, 3)).items()}
+            {'features': 'Scattered', 'score': 'Tensor'}
+
+        sort_and_gather: If true, outputs are put in the order of their devices' indices before
+            they are gathered; what is on the same device keeps its order. All leaves alike, those
+            that stay `Scattered` too. One needs it only if ``device_ids`` do not ascend and the
+            outputs have to line up with something in the order of the devices; with ``[1, 0]``
+            the second half of the batch comes first, and labels must be put in that order, too.
+
+            >>> net = DataParallel(nn.Linear(3, 2), ["cpu"] * 2, sort_and_gather=True)
+            >>> net(torch.ones(5, 3)).shape
+            torch.Size([5, 2])
+
+        cpu_keywords: Names of keyword arguments that are split like the others but not moved.
+            One that is not as long as the batch is split as evenly as can be.
+
+            >>> class Crops(nn.Module):
+            ...     def forward(self, x, boxes):
+            ...         return x.sum(1) + len(boxes)
+            >>> net = DataParallel(Crops(), ["cpu"] * 2, cpu_keywords=["boxes"])
+            >>> net(torch.ones(4, 3), boxes=torch.zeros(7, 4))
+            tensor([7., 7., 6., 6.])
 
     Raises:
         ValueError: ``device_ids`` is empty, or this machine has no such device.
-        TypeError: ``module`` is no module, or an item of ``device_ids`` is no device.
+        TypeError: ``module`` is no module, an item of ``device_ids`` is no device, or
+            names are not given as a list.
     """
 
-    #: What `patch_replication_callback` adds, this class has.
-    runs_replication_callbacks = True
+    # On the class, too, for objects that become one of this class later.
+    gather_to_one_device = True
+    inputs_are_scattered = False
+    except_keywords: Collection[str] = ()
+    sort_and_gather = False
+    cpu_keywords: Collection[str] = ()
 
     def __init__(
         self,
@@ -70,12 +128,23 @@ class DataParallel(nn.DataParallel[ModuleT]):
         device_ids: Sequence[DeviceLike] | None = None,
         output_device: DeviceLike | None = None,
         dim: int = 0,
+        *,
+        gather_to_one_device: bool = True,
+        inputs_are_scattered: bool = False,
+        except_keywords: Collection[str] = (),
+        sort_and_gather: bool = False,
+        cpu_keywords: Collection[str] = (),
     ) -> None:
         nn.Module.__init__(self)  # the constructor of torch's class knows accelerators only
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module (got {type(module).__name__})")
         self.module = module
         self.dim = dim
+        self.gather_to_one_device = gather_to_one_device
+        self.inputs_are_scattered = inputs_are_scattered
+        self.except_keywords = _names("except_keywords", except_keywords)
+        self.sort_and_gather = sort_and_gather
+        self.cpu_keywords = _names("cpu_keywords", cpu_keywords)
         devices = _devices_to_use(device_ids)
         self.device_ids = [_as_torch_spells(device) for device in devices]
         if not devices:
@@ -92,17 +161,41 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not self.device_ids:
-            return self.module(*inputs, **kwargs)
+            inputs, kwargs_tup = self._scatter(inputs, kwargs, [None])
+            return self._alone(inputs, kwargs_tup)
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             self._check_placement()
             inputs, kwargs_tup = self.scatter(inputs, kwargs, self.device_ids)
             if not inputs and not kwargs_tup:  # torch's scatter, without any argument
                 inputs, kwargs_tup = ((),), ({},)
             if len(self.device_ids) == 1:
-                return self.module(*inputs[0], **kwargs_tup[0])
+                return self._alone(inputs, kwargs_tup)
             replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
             outputs = first_failure_wins(self.parallel_apply, replicas, inputs, kwargs_tup)
             return self.gather(outputs, self.output_device)
+
+    def _alone(self, inputs: Any, kwargs: Any) -> Any:
+        """On one device there is nothing to join: the output of the module, as it is."""
+        output = self.module(*inputs[0], **kwargs[0])
+        if self.gather_to_one_device and not self.except_keywords:
+            return output
+        return join_leaves([output], lambda entries: entries[0], **self._stay_scattered())
+
+    def _stay_scattered(self) -> dict[str, Any]:
+        return {
+            "gather_to_one_device": self.gather_to_one_device,
+            "except_keywords": self.except_keywords,
+        }
+
+    def _scatter(self, inputs: Any, kwargs: Any, devices: Any) -> Any:
+        return scatter_kwargs(
+            inputs,
+            kwargs,
+            devices,
+            self.dim,
+            inputs_are_scattered=self.inputs_are_scattered,
+            cpu_keywords=self.cpu_keywords,
+        )
 
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Makes the replicas and runs their callbacks."""
@@ -110,19 +203,25 @@ class DataParallel(nn.DataParallel[ModuleT]):
         execute_replication_callbacks(replicas)
         return replicas
 
+    # What `patch_replication_callback` adds, this method has, unless a derived class replaces it.
+    setattr(replicate, RUNS_CALLBACKS, True)
+
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any
     ) -> Any:
         """Splits the arguments; as many parts as replicas that have data."""
-        return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
+        return self._scatter(inputs, kwargs, device_ids)
 
     def parallel_apply(self, replicas: Sequence[ModuleT], inputs: Any, kwargs: Any) -> list[Any]:
         """Calls each replica with its part."""
         return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Joins the outputs."""
-        return gather(outputs, output_device, self.dim)
+        """Joins the outputs, but for what is to stay `Scattered`."""
+        if self.sort_and_gather:
+            order = device_order(self.device_ids[: len(outputs)])
+            outputs = [outputs[replica] for replica in order]
+        return gather(outputs, output_device, self.dim, **self._stay_scattered())
 
     def _check_placement(self) -> None:
         for tensors in (self.module.parameters(), self.module.buffers()):
@@ -147,6 +246,7 @@ def data_parallel(
     output_device: DeviceLike | None = None,
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
+    **policies: Any,
 ) -> Any:
     """Evaluates ``module(*inputs, **module_kwargs)`` on several replicas, as `DataParallel` does.
 
@@ -157,10 +257,24 @@ def data_parallel(
         output_device: See `DataParallel`.
         dim: See `DataParallel`.
         module_kwargs: Keyword arguments.
+        policies: The keyword-only arguments of `DataParallel`.
     """
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
-    return DataParallel(module, device_ids, output_device, dim)(*inputs, **(module_kwargs or {}))
+    model = DataParallel(module, device_ids, output_device, dim, **policies)
+    return model(*inputs, **(module_kwargs or {}))
+
+
+def _names(argument: str, names: Collection[str]) -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise TypeError(f"{argument} must be a list of names (got {names!r})")
+    return tuple(names)
+
+
+def device_order(devices: Sequence[DeviceLike]) -> list[int]:
+    """The replicas in the order of their devices' indices; on one device they keep theirs."""
+    parsed = parse_devices(devices)
+    return sorted(range(len(parsed)), key=lambda i: (parsed[i].type, parsed[i].index or 0))
 
 
 def _devices_to_use(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:

@@ -5,17 +5,32 @@ All of them are here, so that a test can say which one a new release of torch ha
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.parallel._functions import Broadcast
 from torch.nn.parallel.data_parallel import _check_balance as check_balance
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_unflatten
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    MappingKey,
+    TreeSpec,
+    register_pytree_node,
+    tree_flatten_with_path,
+    tree_is_leaf,
+    tree_map,
+    tree_unflatten,
+)
 
 __all__ = [
     "Broadcast",
+    "MappingKey",
     "TreeSpec",
     "check_balance",
-    "tree_flatten",
+    "pytree_node",
+    "register_pytree_node",
+    "tree_flatten_with_path",
     "tree_is_leaf",
+    "tree_map",
     "tree_unflatten",
 ]
 
@@ -41,3 +56,8 @@ def is_compiled_wrapper(module: object) -> bool:
 def in_functorch_transform() -> bool:
     """Whether a `torch.func` transform (``grad``, ``vmap``, ...) is going on in this thread."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def pytree_node(kind: type) -> Any:
+    """How pytree walks objects of exactly this class; None if it does not."""
+    return SUPPORTED_NODES.get(kind)

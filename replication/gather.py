@@ -1,0 +1,124 @@
+"""Joins the outputs of the replicas."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replication.devices import DeviceLike, parse_device, to_device
+from replication.scattered import Scattered
+from replication.structure import Leaf, flatten
+
+__all__ = ["gather"]
+
+
+def gather(
+    outputs: Sequence[Any],
+    target_device: DeviceLike,
+    dim: int = 0,
+    *,
+    gather_to_one_device: bool = True,
+    except_keywords: Collection[str] = (),
+) -> Any:
+    """Joins the outputs of the replicas, which must be alike in structure.
+
+    Tensors are concatenated along ``dim`` on ``target_device``, in the order of ``outputs``; 0-dim
+    tensors become one vector. ``None`` stays ``None``. Any other object becomes a list of one
+    entry per replica. Containers keep their types.
+
+    >>> gather([{"x": torch.ones(2), "n": 2}, {"x": torch.ones(1), "n": 1}], "cpu")
+    {'x': tensor([1., 1., 1.]), 'n': [2, 1]}
+
+    Args:
+        outputs: One output per replica.
+        target_device: Where the joined tensors go.
+        dim: The batch dimension.
+        gather_to_one_device: If false, nothing is joined: each leaf becomes a `Scattered`.
+        except_keywords: What is under these keys becomes `Scattered`; see `DataParallel`.
+
+    Raises:
+        ValueError: No outputs, or their structures differ.
+    """
+    device = parse_device(target_device)
+
+    def join(entries: tuple[Any, ...]) -> Any:
+        return _joined(entries, device, dim)
+
+    return join_leaves(outputs, join, gather_to_one_device, except_keywords)
+
+
+def join_leaves(
+    outputs: Sequence[Any],
+    join: Callable[[tuple[Any, ...]], Any],
+    gather_to_one_device: bool = True,
+    except_keywords: Collection[str] = (),
+) -> Any:
+    """Makes one object of several of the same structure; ``join`` makes one leaf of several."""
+    if not outputs:
+        raise ValueError("expected the output of at least one replica (got none)")
+    leaves, structure = flatten(outputs[0])
+    columns = [structure.leaves_of(output) for output in outputs]
+    rows = []
+    for index, column in enumerate(columns):
+        if column is None:
+            raise ValueError(_difference(outputs[0], outputs[index], index))
+        rows.append(column)
+    _report_unknown(except_keywords, leaves)
+    joined: list[Any] = []
+    for leaf, *entries in zip(leaves, *rows, strict=True):
+        keep = not gather_to_one_device or any(_is_under(leaf, name) for name in except_keywords)
+        if all(entry is None for entry in entries):
+            joined.append(None)
+        else:
+            joined.append(Scattered(entries) if keep else join(tuple(entries)))
+    return structure.around(joined)
+
+
+def _joined(entries: tuple[Any, ...], device: torch.device, dim: int) -> Any:
+    if not all(isinstance(entry, Tensor) for entry in entries):
+        return list(entries)
+    tensors = [to_device(entry, device) for entry in entries]
+    if all(tensor.dim() == 0 for tensor in tensors):
+        return torch.stack(tensors)
+    return torch.cat(tensors, dim)
+
+
+def _is_under(leaf: Leaf, name: str) -> bool:
+    """Whether a key on the way to the leaf is ``name``, or the way begins with ``name``."""
+    parts = tuple(name.split("."))
+    return name in leaf.path or leaf.path[: len(parts)] == parts
+
+
+def _report_unknown(names: Collection[str], leaves: list[Leaf]) -> None:
+    unknown = [name for name in names if not any(_is_under(leaf, name) for leaf in leaves)]
+    if unknown:
+        there = ", ".join(f"`{leaf}`" for leaf in leaves if leaf.path) or "none"
+        warnings.warn(
+            f"except_keywords names {', '.join(map(repr, unknown))}, which the output does not "
+            f"have; it has {there}",
+            stacklevel=2,
+        )
+
+
+def _difference(first: Any, other: Any, index: int) -> str:
+    """Says how two outputs differ, as exactly as their leaves tell."""
+    mine = {str(leaf) for leaf in flatten(first)[0]}
+    theirs = {str(leaf) for leaf in flatten(other)[0]}
+    missing = [f"only replica 0 has `{path}`" for path in sorted(mine - theirs)]
+    missing += [f"only replica {index} has `{path}`" for path in sorted(theirs - mine)]
+    if not missing or "" in mine | theirs:
+        missing = [f"replica 0: {_outline(first)}, replica {index}: {_outline(other)}"]
+    return f"the outputs of the replicas must be alike in structure ({'; '.join(missing)})"
+
+
+def _outline(output: Any) -> str:
+    """A container's type and keys or length, for messages."""
+    if isinstance(output, dict):
+        return f"{type(output).__name__} with keys {list(output)}"
+    if isinstance(output, (list, tuple)):
+        return f"{type(output).__name__} of length {len(output)}"
+    return type(output).__name__

@@ -1,0 +1,247 @@
+"""Splits arguments between replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from replication.devices import DeviceLike, parse_device, parse_devices, to_device
+from replication.scattered import Scattered
+from replication.structure import Leaf, flatten
+
+__all__ = ["scatter", "scatter_kwargs"]
+
+Scatter = tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]
+
+
+def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[Any]:
+    """Splits the tensors in ``inputs`` along ``dim``, one part per replica.
+
+    Sizes are those of `torch.chunk`: 9 samples on 4 devices are parts of 3, 3 and 3, so that three
+    replicas run. An empty batch goes to one. Containers keep their types, and are new objects.
+    0-dim tensors and other objects go to every replica that has data. Of what is `Scattered`
+    already, entry i goes to device i, and tensors beside it are split by its sizes.
+
+    >>> scatter({"x": torch.arange(3), "train": True}, ["cpu"] * 2)
+    [{'x': tensor([0, 1]), 'train': True}, {'x': tensor([2]), 'train': True}]
+
+    Args:
+        inputs: A tensor, or any nesting of containers: those of the standard library, dataclasses,
+            and what is registered with torch's pytree.
+        devices: Where the parts go.
+        dim: The batch dimension of all tensors.
+
+    Returns:
+        One item for each replica that has data, at most ``len(devices)``.
+
+    Raises:
+        ValueError: Tensors differ in length along ``dim``, a tensor has no such dimension, lengths
+            do not fit what is scattered already, or there are no devices.
+    """
+    leaves, structure = flatten(inputs)
+    count, parts = _split_leaves(leaves, parse_devices(devices), dim)
+    return [structure.around([part[i] for part in parts]) for i in range(count)]
+
+
+def scatter_kwargs(
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    devices: Sequence[DeviceLike | None],
+    dim: int = 0,
+    *,
+    inputs_are_scattered: bool = False,
+    cpu_keywords: Collection[str] = (),
+) -> Scatter:
+    """Splits positional and keyword arguments as `scatter` does, into equally many parts.
+
+    Args:
+        inputs: Positional arguments.
+        kwargs: Keyword arguments.
+        devices: Where the parts go; None leaves a part where it is.
+        dim: The batch dimension of all tensors.
+        inputs_are_scattered: Takes each argument as a list of one entry per replica; see
+            `DataParallel`.
+        cpu_keywords: Keyword arguments that are split but stay where they are; see `DataParallel`.
+
+    Returns:
+        The positional arguments and the keyword arguments, one item for each replica that has
+        data. Without anything to split there is one part: nothing says how to share the work.
+
+    Raises:
+        ValueError: As `scatter`; or an argument has not one entry per replica.
+        TypeError: An argument that should be scattered is no list, tuple or `Scattered`.
+    """
+    targets = [None if device is None else parse_device(device) for device in devices]
+    arguments = tuple(inputs), dict(kwargs or {})
+    if inputs_are_scattered:
+        arguments = _taken_apart(*arguments, len(targets))
+    found, structure = flatten(arguments)
+    stay = [leaf.path[0] == "1" and leaf.path[1] in cpu_keywords for leaf in found]
+    leaves = [Leaf(_as_arguments_are_named(leaf.path), leaf.value) for leaf in found]
+    count, parts = _split_leaves(leaves, targets, dim, stay)
+    if not any(isinstance(leaf.value, Scattered) or _is_batch(leaf.value) for leaf in leaves):
+        count = 1
+    scattered = [structure.around([part[i] for part in parts]) for i in range(count)]
+    return tuple(args for args, _ in scattered), tuple(kw for _, kw in scattered)
+
+
+def _as_arguments_are_named(path: tuple[str, ...]) -> tuple[str, ...]:
+    """``("0", "2", "x")`` leads into positional argument 2, ``("1", "name", "x")`` into `name`."""
+    return (f"argument {path[1]}", *path[2:]) if path[0] == "0" else path[1:]
+
+
+def _taken_apart(
+    args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Makes a `Scattered` of each argument, which must have one entry per replica."""
+    named = [*((f"argument {i}", arg) for i, arg in enumerate(args)), *kwargs.items()]
+    for _, argument in named:
+        if isinstance(argument, Scattered):  # made by replicas: it may be for fewer
+            replicas = min(replicas, len(argument))
+    for name, argument in named:
+        if not isinstance(argument, (list, tuple)):
+            raise TypeError(
+                f"with inputs_are_scattered, {name} must be a list, tuple or Scattered of one "
+                f"entry per replica (expected {replicas} entries, got {type(argument).__name__})"
+            )
+        if len(argument) != replicas:
+            raise ValueError(
+                f"with inputs_are_scattered, {name} must have one entry per replica (expected "
+                f"{replicas}, got {len(argument)})"
+            )
+    return tuple(map(Scattered, args)), {name: Scattered(arg) for name, arg in kwargs.items()}
+
+
+def _split_leaves(
+    leaves: list[Leaf],
+    devices: Sequence[torch.device | None],
+    dim: int,
+    stay: list[bool] | None = None,
+) -> tuple[int, list[list[Any]]]:
+    """The number of parts, and the parts of each leaf. What is to ``stay`` is not moved."""
+    if not devices:
+        raise ValueError("expected at least one device (got none)")
+    stay = stay or [False] * len(leaves)
+    plan = _plan(leaves, len(devices), dim, stay)
+    parts = []
+    for leaf, stays in zip(leaves, stay, strict=True):
+        targets = [None if stays else device for device in devices[: plan.parts]]
+        if isinstance(leaf.value, Scattered):
+            entries = list(leaf.value)
+        elif _is_batch(leaf.value):
+            entries = _split(leaf.value, plan.sizes_of(leaf, dim, stays), dim)
+        else:
+            entries = [leaf.value] * plan.parts
+        parts.append(
+            [moved(entry, device) for entry, device in zip(entries, targets, strict=True)]
+        )
+    return plan.parts, parts
+
+
+class Plan(NamedTuple):
+    """How a batch is split."""
+
+    parts: int
+    #: The lengths of the parts; several, where tensors that are scattered already differ; none,
+    #: where nothing says how.
+    sizes: list[list[int]]
+
+    def sizes_of(self, leaf: Leaf, dim: int, stays: bool) -> list[int]:
+        """The lengths of the parts of one tensor."""
+        length = leaf.value.size(dim)
+        fitting = [sizes for sizes in self.sizes if sum(sizes) == length]
+        if len(fitting) == 1:
+            return fitting[0]
+        if stays or not self.sizes:
+            return [length // self.parts + (i < length % self.parts) for i in range(self.parts)]
+        raise ValueError(
+            f"{_where(leaf)} cannot be split as what is scattered already (expected a length of "
+            f"{' or '.join(str(sum(s)) for s in self.sizes)}, split into "
+            f"{' or '.join(map(str, self.sizes))}, got {length})"
+        )
+
+
+def _plan(leaves: list[Leaf], replicas: int, dim: int, stay: list[bool]) -> Plan:
+    batch = [leaf for leaf in leaves if _is_batch(leaf.value)]
+    for leaf in batch:
+        if not -leaf.value.dim() <= dim < leaf.value.dim():
+            raise ValueError(
+                f"{_where(leaf)} must have a dimension {dim} to be split along "
+                f"(got shape {tuple(leaf.value.shape)})"
+            )
+    scattered = [leaf for leaf in leaves if isinstance(leaf.value, Scattered)]
+    if scattered:
+        return _plan_beside(scattered, replicas, dim)
+    if not batch or replicas == 1:  # nothing to split, whatever the lengths
+        return Plan(replicas, [])
+    moving = [leaf for leaf, stays in zip(leaves, stay, strict=True) if not stays]
+    first, *others = [leaf for leaf in moving if _is_batch(leaf.value)] or batch[:1]
+    for leaf in others:
+        if leaf.value.size(dim) != first.value.size(dim):
+            raise ValueError(
+                f"tensors must have the same length along the batch dimension {dim} (got shapes "
+                f"{tuple(first.value.shape)} of {_where(first)} and {tuple(leaf.value.shape)} of "
+                f"{_where(leaf)}); what every replica needs whole must be 0-dim, or no tensor"
+            )
+    length = first.value.size(dim)
+    part = max(1, -(-length // replicas))
+    sizes = [min(part, length - start) for start in range(0, length, part)] or [0]
+    return Plan(len(sizes), [sizes])
+
+
+def _plan_beside(scattered: list[Leaf], replicas: int, dim: int) -> Plan:
+    """What is scattered already says how the rest is split."""
+    first = scattered[0]
+    count = len(first.value)
+    for leaf in scattered:
+        if len(leaf.value) != count:
+            raise ValueError(
+                "what is scattered must have one entry per replica (got "
+                f"{count} entries of {_where(first)} and {len(leaf.value)} of {_where(leaf)})"
+            )
+    if not 1 <= count <= replicas:
+        raise ValueError(
+            f"{_where(first)} must have one entry per replica (expected 1 to {replicas}, "
+            f"got {count})"
+        )
+    sizes: list[list[int]] = []
+    for leaf in scattered:
+        if all(_is_batch(entry) and entry.dim() > dim for entry in leaf.value):
+            lengths = [entry.size(dim) for entry in leaf.value]
+            if lengths not in sizes:
+                sizes.append(lengths)
+    return Plan(count, sizes)
+
+
+def _is_batch(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _where(leaf: Leaf) -> str:
+    return f"`{leaf}`" if leaf.path else "the input"
+
+
+def _split(tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
+    if len(sizes) == 1:
+        return [tensor]
+    if tensor.is_sparse:  # torch has no views of it
+        order = torch.arange(tensor.size(dim), device=tensor.device)
+        return [tensor.index_select(dim, rows) for rows in order.split(sizes)]
+    parts = torch.split(tensor, sizes, dim)
+    # Views of one tensor: in-place operations of two replicas would meet in one graph.
+    return [part.clone() for part in parts] if tensor.requires_grad else list(parts)
+
+
+def moved(tree: Any, device: torch.device | None) -> Any:
+    """``tree`` with its tensors on ``device``; None leaves them where they are."""
+    if device is None:
+        return tree
+    if isinstance(tree, Tensor):
+        return to_device(tree, device)
+    leaves, structure = flatten(tree)
+    if len(leaves) == 1 and leaves[0].value is tree:
+        return tree
+    return structure.around([moved(leaf.value, device) for leaf in leaves])

@@ -1,0 +1,558 @@
+"""What each option of DataParallel does to arguments and outputs."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from replication import DataParallel, Scattered, data_parallel, gather, scatter, scatter_kwargs
+from replication.data_parallel import device_order
+from replication.torch_internals import register_pytree_node
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass(frozen=True)
+class Record:
+    image: Tensor
+    name: str
+    extra: Any = None
+    derived: int = field(init=False, default=7)
+
+
+class Settings(dict):
+    """A mapping of a class of its own, as configuration libraries have."""
+
+
+class Box:
+    """A container that its library has registered with torch's pytree."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+register_pytree_node(Box, lambda box: ([box.content], None), lambda items, _: Box(*items))
+
+
+class Echo(nn.Module):
+    """Returns its arguments, and remembers what each replica was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []  # the replicas share it
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append((args, kwargs))
+        return args[0] if len(args) == 1 and not kwargs else {"args": args, **kwargs}
+
+
+def echo(replicas: int, **options: Any) -> DataParallel:
+    return DataParallel(Echo(), ["cpu"] * replicas, **options)
+
+
+def lengths(scattered: Scattered) -> list[int]:
+    return [len(entry) for entry in scattered]
+
+
+# -- arguments ---------------------------------------------------------------------------------
+
+ARGUMENTS = {
+    "a tensor": lambda x: ((x,), {}),
+    "a keyword": lambda x: ((), {"x": x}),
+    "with flags": lambda x: ((x, True, None, "mode"), {"scale": 2.0, "names": {"a", "b"}}),
+    "nested": lambda x: (([x, {"y": (x, 1)}],), {"z": [[x]]}),
+}
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("devices", range(2, 6))
+@pytest.mark.parametrize("samples", [1, 2, 3, 4, 5, 9, 12])
+def test_exactly_the_replicas_that_have_data_run(arguments, devices, samples):
+    model = echo(devices)
+    args, kwargs = ARGUMENTS[arguments](torch.arange(samples))
+    model(*args, **kwargs)
+    expected = len(torch.arange(samples).chunk(devices))
+    assert len(model.module.seen) == expected
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_without_a_tensor_one_replica_runs(devices):
+    model = echo(devices)
+    model()
+    model(flag=True)
+    model(torch.tensor(3.0))
+    assert len(model.module.seen) == 3
+
+
+def nested_arguments() -> dict[str, Any]:
+    x = torch.arange(10.0).view(5, 2)
+    return {
+        "record": Record(x, "a", [x, {"deep": x + 1}]),
+        "pair": Pair(x, x * 2),
+        "ordered": OrderedDict(b=x, a=x),
+        "defaults": defaultdict(list, {"x": x}),
+        "settings": Settings(x=x, flag=True),
+        "box": Box(x),
+        "mixed": [x, (x, None, "text", 3), {"y": x}],
+    }
+
+
+def test_containers_keep_their_types_in_and_out():
+    model = echo(3)
+    output = model(**nested_arguments())
+    for kwargs in [output, *(kwargs for _, kwargs in model.module.seen)]:
+        for name, argument in nested_arguments().items():
+            assert type(kwargs[name]) is type(argument)
+    x = nested_arguments()["record"].image
+    assert torch.equal(output["record"].image, x)
+    assert torch.equal(output["record"].extra[1]["deep"], x + 1)
+    assert output["record"].derived == [7, 7, 7]
+    assert list(output["ordered"]) == ["b", "a"]
+    assert output["defaults"]["missing"] == []
+    assert torch.equal(output["box"].content, x)
+    assert output["settings"]["flag"] == [True] * 3
+
+
+def test_arguments_are_not_mutated():
+    arguments = nested_arguments()
+    before = copy.deepcopy(arguments)
+    output = echo(3)(**arguments)
+    output["mixed"].append(1)
+    output["settings"]["new"] = 1
+    assert len(arguments["mixed"]) == 3
+    assert "new" not in arguments["settings"]
+    assert torch.equal(arguments["record"].image, before["record"].image)
+    assert arguments.keys() == before.keys()
+
+
+@pytest.mark.parametrize("devices", [0, 1])
+def test_without_replicas_the_module_gets_the_same_arguments(devices):
+    module = Echo()
+    model = DataParallel(module) if devices == 0 else DataParallel(module, ["cpu"])
+    x, flag = torch.arange(3), object()
+    model(x, flag, y={"z": x})
+    model(torch.arange(3), torch.arange(5))  # nothing is split, so lengths may differ
+    (args, kwargs), _ = module.seen
+    assert args[0] is x
+    assert args[1] is flag
+    assert kwargs["y"]["z"] is x
+
+
+def test_different_lengths_are_an_error_that_names_both():
+    with pytest.raises(ValueError, match=r"\(5, 2\) of `argument 0` and \(4,\) of `labels`"):
+        echo(2)(torch.zeros(5, 2), labels=torch.zeros(4))
+
+
+def test_a_tensor_without_the_batch_dimension_is_an_error_that_names_it():
+    with pytest.raises(ValueError, match=r"`b.0` must have a dimension 1.*\(3,\)"):
+        echo(2, dim=1)(torch.zeros(5, 4), b=[torch.zeros(3)])
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_another_batch_dimension(dim):
+    model = echo(3, dim=dim)
+    x = torch.arange(10).view(2, 5)
+    assert torch.equal(model(x), x)
+    assert len(model.module.seen) == 3
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(5, 3, dtype=torch.complex64),
+        torch.eye(5).to_sparse(),
+        torch.arange(5) % 2 == 0,
+        torch.randn(5, 3, 2, 2).contiguous(memory_format=torch.channels_last),
+    ],
+    ids=["complex", "sparse", "bool", "channels_last"],
+)
+def test_any_kind_of_tensor_is_split_and_joined(x):
+    y = echo(3)(x)
+    assert y.dtype == x.dtype
+    assert y.layout == x.layout
+    assert torch.equal(y.to_dense(), x.to_dense())
+
+
+def test_a_0_dim_tensor_goes_to_every_replica_whole():
+    model = echo(3)
+    model(torch.zeros(6), scale=torch.tensor(2.0))
+    assert [kwargs["scale"].item() for _, kwargs in model.module.seen] == [2.0] * 3
+
+
+# -- outputs -----------------------------------------------------------------------------------
+
+
+class Produce(nn.Module):
+    """Returns the entry of its own replica."""
+
+    def forward(self, outputs: Any) -> Any:
+        return outputs[0]
+
+
+def produce(*outputs: Any) -> Any:
+    model = DataParallel(Produce(), ["cpu"] * len(outputs), inputs_are_scattered=True)
+    return model([[output] for output in outputs])
+
+
+def test_0_dim_tensors_become_a_vector_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(produce(torch.tensor(1), torch.tensor(2)), torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("outputs", [(1, 2), ("a", "b"), (1.5, None), (print, len)], ids=str)
+def test_other_objects_become_a_list_with_one_entry_per_replica(outputs):
+    assert produce(*outputs) == list(outputs)
+
+
+def test_none_stays_none():
+    assert produce(None, None) is None
+    assert produce({"a": None}, {"a": None}) == {"a": None}
+
+
+def test_keys_that_differ_are_an_error_that_names_them():
+    with pytest.raises(ValueError, match=r"only replica 0 has `x.a`; only replica 1 has `x.b`"):
+        produce({"x": {"a": torch.zeros(1)}}, {"x": {"b": torch.zeros(1)}})
+
+
+def test_structures_that_differ_are_an_error():
+    with pytest.raises(ValueError, match=r"replica 0: Tensor, replica 1: list of length 1"):
+        produce(torch.zeros(1), [torch.zeros(1)])
+
+
+# -- gather_to_one_device ----------------------------------------------------------------------
+
+
+def test_outputs_stay_where_they_are_in_the_structure_they_are_in():
+    x = torch.arange(10).view(5, 2)
+    output = echo(3, gather_to_one_device=False)(x, pair=Pair(x, None), n=3)
+    assert lengths(output["args"][0]) == lengths(output["pair"].first) == [2, 2, 1]
+    assert type(output["pair"]) is Pair
+    assert output["pair"].second is None
+    assert output["n"] == Scattered((3, 3, 3))
+
+
+@pytest.mark.parametrize("devices", [0, 1])
+def test_on_one_device_it_is_scattered_too(devices):
+    devices = ["cpu"] * devices or None
+    output = DataParallel(Echo(), devices, gather_to_one_device=False)(torch.zeros(5))
+    assert isinstance(output, Scattered)
+    assert lengths(output) == [5]
+    assert DataParallel(Echo(), devices)(output).shape == (5,)
+
+
+def test_the_next_network_recognizes_what_is_scattered():
+    x = torch.arange(10).view(5, 2)
+    features = echo(3, gather_to_one_device=False)(x)
+    model = echo(4)
+    output = model(features, [features, 1], labels=torch.arange(5), flag=True, y={"z": features})
+    assert len(model.module.seen) == 3
+    assert torch.equal(output["args"][0], x)
+    assert torch.equal(output["args"][1][0], x)
+    assert torch.equal(output["labels"], torch.arange(5))  # labels have stayed with their features
+    assert torch.equal(output["y"]["z"], x)
+    sizes = sorted(len(kwargs["labels"]) for _, kwargs in model.module.seen)
+    assert sizes == [1, 2, 2]
+
+
+def test_nothing_is_split_twice_or_copied():
+    entries = Scattered(torch.zeros(n, 2) for n in (3, 1))
+    model = echo(2)
+    model(entries)
+    given = {id(args[0]) for args, _ in model.module.seen}
+    assert given == set(map(id, entries))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, s: m(s, torch.zeros(6)), r"`argument 1` cannot be split.*expected.*5.*got 6"),
+        (lambda m, s: m(s, y=Scattered(s[:2])), r"3 entries of `argument 0` and 2 of `y`"),
+        (lambda m, s: m(Scattered([*s, *s])), r"expected 1 to 3, got 6"),
+        (lambda m, s: m(Scattered()), r"expected 1 to 3, got 0"),
+    ],
+    ids=["tensor beside", "fewer beside", "too many", "none"],
+)
+def test_what_cannot_match_is_an_error(call, message):
+    scattered = Scattered(torch.zeros(n) for n in (2, 2, 1))
+    with pytest.raises(ValueError, match=message):
+        call(echo(3), scattered)
+
+
+def test_between_different_splits_the_length_decides():
+    a, b = (Scattered(torch.zeros(n) for n in sizes) for sizes in ([2, 1], [1, 3]))
+    output = echo(2, gather_to_one_device=False)(a, b, torch.zeros(4))
+    assert lengths(output["args"][2]) == [1, 3]
+
+
+# -- inputs_are_scattered ----------------------------------------------------------------------
+
+
+def test_each_argument_has_one_entry_per_replica():
+    model = echo(3, inputs_are_scattered=True)
+    parts = [torch.zeros(n, 2) for n in (4, 1, 2)]
+    output = model(parts, flag=(1, 2, 3), y=Scattered([{"z": part} for part in parts]))
+    assert output["args"][0].shape == (7, 2)
+    assert output["flag"] == [1, 2, 3]
+    assert output["y"]["z"].shape == (7, 2)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "error", "message"),
+    [
+        (([1, 2],), {}, ValueError, r"argument 0 must have one entry.*expected 3, got 2"),
+        (([1, 2, 3],), {"y": [1] * 4}, ValueError, r"y must have one entry.*expected 3, got 4"),
+        ((torch.zeros(3),), {}, TypeError, r"argument 0 must be a list.*got Tensor"),
+        (([1, 2, 3],), {"flag": True}, TypeError, r"flag must be a list.*got bool"),
+        ((Scattered([1, 2]), [1, 2, 3]), {}, ValueError, r"argument 1.*expected 2, got 3"),
+    ],
+    ids=["short", "long", "tensor", "flag", "beside fewer"],
+)
+def test_a_wrong_number_of_entries_is_an_error_that_names_the_argument(
+    args, kwargs, error, message
+):
+    with pytest.raises(error, match=message):
+        echo(3, inputs_are_scattered=True)(*args, **kwargs)
+
+
+def test_fewer_shards_than_devices_use_as_many_replicas():
+    features = echo(3, gather_to_one_device=False)(torch.arange(2))
+    model = echo(3, inputs_are_scattered=True)
+    assert torch.equal(model(features), torch.arange(2))
+    assert len(model.module.seen) == 2
+
+
+def test_a_loader_delivers_one_batch_per_device():
+    items = [{"x": torch.full((n, 2), n), "name": str(n)} for n in (3, 1, 2, 4)]
+    loader = DataLoader(items, batch_size=2, collate_fn=Scattered)
+    outputs = [echo(2)(batch) for batch in loader]
+    assert [len(output["x"]) for output in outputs] == [4, 6]
+    assert [output["name"] for output in outputs] == [["3", "1"], ["2", "4"]]
+
+
+def test_gradients_flow_through_scattered_arguments():
+    parts = [torch.randn(n, 2, requires_grad=True) for n in (2, 1)]
+    weights = torch.randn(3, 2)
+    (echo(2, inputs_are_scattered=True)(parts) * weights).sum().backward()
+    assert torch.equal(torch.cat([part.grad for part in parts]), weights)
+
+
+# -- except_keywords ---------------------------------------------------------------------------
+
+
+class Outputs(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        inner = {"out1": x, "out2": [x, {"deep": x}]}
+        return {"outputs": inner, "second": x, "again": {"out1": x}, "record": Record(x, "n")}
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (["out1"], {"outputs.out1", "again.out1"}),
+        (["outputs.out1"], {"outputs.out1"}),
+        (["outputs"], {"outputs.out1", "outputs.out2.0", "outputs.out2.1.deep"}),
+        (["deep", "second"], {"outputs.out2.1.deep", "second"}),
+        (["image"], {"record.image"}),
+        (("outputs.out2",), {"outputs.out2.0", "outputs.out2.1.deep"}),
+    ],
+    ids=str,
+)
+def test_outputs_under_the_names_stay_scattered(names, kept):
+    x = torch.arange(5)
+    output = DataParallel(Outputs(), ["cpu"] * 2, except_keywords=names)(x)
+    found = {
+        "outputs.out1": output["outputs"]["out1"],
+        "outputs.out2.0": output["outputs"]["out2"][0],
+        "outputs.out2.1.deep": output["outputs"]["out2"][1]["deep"],
+        "second": output["second"],
+        "again.out1": output["again"]["out1"],
+        "record.image": output["record"].image,
+    }
+    for path, value in found.items():
+        assert isinstance(value, Scattered) == (path in kept), path
+        assert torch.equal(torch.cat(value) if path in kept else value, x), path
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_name_that_does_not_match_is_reported_with_the_names_that_exist(devices):
+    model = DataParallel(Outputs(), ["cpu"] * devices, except_keywords=["out1", "out3"])
+    with pytest.warns(UserWarning, match=r"names 'out3'.*it has `outputs.out1`.*`second`"):
+        model(torch.arange(5))
+
+
+@pytest.mark.parametrize("option", ["except_keywords", "cpu_keywords"])
+def test_a_single_string_is_no_list_of_names(option):
+    with pytest.raises(TypeError, match=f"{option} must be a list of names"):
+        echo(2, **{option: "out1"})
+
+
+# -- sort_and_gather ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "order"),
+    [
+        (["cuda:1", "cuda:0"], [1, 0]),
+        (["cuda:2", "cuda:0", "cuda:2", "cuda:1"], [1, 3, 0, 2]),
+        (["cpu"] * 4, [0, 1, 2, 3]),
+        (["meta:3", "meta:1", "meta:2"], [1, 2, 0]),
+    ],
+    ids=str,
+)
+def test_replicas_are_ordered_by_device_index_and_equal_ones_keep_their_order(devices, order):
+    assert device_order(devices) == order
+
+
+@pytest.mark.parametrize("sorts", [False, True])
+def test_all_leaves_are_ordered_alike(sorts, monkeypatch):
+    model = echo(3, sort_and_gather=sorts, except_keywords=["kept"])
+    # The gather of three replicas on devices that do not ascend, without such devices.
+    model.device_ids = ["cuda:2", "cuda:0", "cuda:1"]
+    outputs = [
+        {"x": torch.tensor([i, i]), "n": i, "kept": torch.tensor([i]), "t": torch.tensor(i)}
+        for i in range(3)
+    ]
+    output = model.gather(outputs, "cpu")
+    order = [1, 2, 0] if sorts else [0, 1, 2]
+    assert output["n"] == order
+    assert output["x"][::2].tolist() == output["t"].tolist() == order
+    assert [entry.item() for entry in output["kept"]] == order
+
+
+# -- cpu_keywords ------------------------------------------------------------------------------
+
+
+def test_cpu_keywords_are_split_but_not_moved():
+    x, boxes = torch.zeros(4, 2), torch.zeros(4, 4)
+    inputs, kwargs = scatter_kwargs(
+        (x,), {"boxes": boxes, "moved": x}, ["meta"] * 2, cpu_keywords=["boxes"]
+    )
+    assert [args[0].device.type for args in inputs] == ["meta"] * 2
+    assert [kw["moved"].device.type for kw in kwargs] == ["meta"] * 2
+    assert [kw["boxes"].device.type for kw in kwargs] == ["cpu"] * 2
+    assert [len(kw["boxes"]) for kw in kwargs] == [2, 2]
+
+
+@pytest.mark.parametrize(("length", "parts"), [(5, [2, 2, 1]), (7, [3, 2, 2]), (1, [1, 0, 0])])
+def test_cpu_keywords_may_have_a_length_of_their_own(length, parts):
+    model = echo(3, cpu_keywords=["boxes"], gather_to_one_device=False)
+    assert lengths(model(torch.zeros(5), boxes=torch.zeros(length))["boxes"]) == parts
+
+
+def test_cpu_keywords_keep_their_gradients():
+    boxes = torch.randn(5, 2, requires_grad=True)
+    weights = torch.randn(5, 2)
+    output = echo(3, cpu_keywords=["boxes"])(torch.zeros(5), boxes=boxes)
+    (output["boxes"] * weights).sum().backward()
+    assert torch.equal(boxes.grad, weights)
+
+
+# -- the functional form -----------------------------------------------------------------------
+
+
+def test_the_functional_form_has_the_same_policies():
+    x = torch.arange(5)
+    kept = data_parallel(Echo(), x, ["cpu"] * 2, gather_to_one_device=False)
+    assert lengths(kept) == [3, 2]
+    assert torch.equal(data_parallel(Echo(), (kept,), ["cpu"] * 2, inputs_are_scattered=True), x)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        data_parallel(Echo(), x, ["cpu"] * 2, scattered=True)
+
+
+# -- properties --------------------------------------------------------------------------------
+
+SAMPLES = 7
+
+
+def batches() -> st.SearchStrategy[Tensor]:
+    """Tensors with a batch of seven, such as one of shape (7, 2) that needs a gradient."""
+    shapes = st.lists(st.integers(0, 3), max_size=2)
+    kinds = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.complex64])
+    return st.builds(
+        lambda shape, dtype, grad: (
+            torch.randn(SAMPLES, *shape, dtype=torch.float64)
+            .to(dtype)
+            .requires_grad_(grad and dtype != torch.int64)
+        ),
+        shapes,
+        kinds,
+        st.booleans(),
+    )
+
+
+def containers() -> st.SearchStrategy[Any]:
+    """Nested containers of such tensors, such as {"a": [x, Pair(x, y)]}."""
+    return st.recursive(
+        batches(),
+        lambda inner: st.one_of(
+            st.lists(inner, min_size=1, max_size=3),
+            st.tuples(inner, inner),
+            st.builds(Pair, inner, inner),
+            st.dictionaries(st.sampled_from("abc"), inner, min_size=1),
+            st.builds(lambda d: OrderedDict(d), st.dictionaries(st.sampled_from("ab"), inner)),
+            st.builds(Record, inner, st.just("name"), inner),
+            st.builds(lambda x: Settings(x=x), inner),
+        ),
+        max_leaves=6,
+    )
+
+
+def flat(tree: Any) -> list[Tensor]:
+    """The tensors of a tree, found without the code under test."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Record):
+        return flat(tree.image) + flat(tree.extra)
+    values = tree.values() if isinstance(tree, dict) else tree
+    return [tensor for value in values for tensor in flat(value)]
+
+
+def shape_of(tree: Any) -> Any:
+    """The types of a tree and nothing else."""
+    if isinstance(tree, Record):
+        return Record, shape_of(tree.image), shape_of(tree.extra)
+    if isinstance(tree, dict):
+        return type(tree), {key: shape_of(value) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return type(tree), [shape_of(value) for value in tree]
+    return type(tree)
+
+
+@given(tree=containers(), replicas=st.integers(1, 9))
+def test_gathering_what_was_scattered_gives_it_back(tree, replicas):
+    joined = gather(scatter(tree, ["cpu"] * replicas), "cpu")
+    assert shape_of(joined) == shape_of(tree)
+    for one, other in zip(flat(joined), flat(tree), strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+        if other.requires_grad:
+            upstream = torch.randn_like(one)
+            (grad,) = torch.autograd.grad(one, other, upstream)
+            assert torch.equal(grad, upstream)
+
+
+@given(samples=st.integers(1, 9), first=st.integers(1, 5), second=st.integers(5, 6))
+def test_networks_chained_by_what_is_scattered_equal_the_plain_composition(samples, first, second):
+    a, b = nn.Linear(3, 4).double(), nn.Bilinear(4, 1, 2).double()
+    x = torch.randn(samples, 3, dtype=torch.float64)
+    y = torch.randn(samples, 1, dtype=torch.float64)
+    upstream = torch.randn(samples, 2, dtype=torch.float64)
+    expected = b(a(x), y)
+    grads = torch.autograd.grad(expected, [*a.parameters(), *b.parameters()], upstream)
+    extract = DataParallel(a, ["cpu"] * first, gather_to_one_device=False)
+    combine = DataParallel(b, ["cpu"] * second)
+    output = combine(extract(x), y)
+    torch.testing.assert_close(output, expected)
+    found = torch.autograd.grad(output, [*a.parameters(), *b.parameters()], upstream)
+    torch.testing.assert_close(found, grads)

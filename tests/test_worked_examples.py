@@ -1,0 +1,70 @@
+"""The examples that need nothing but torch, and the numbers that they print."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from replication import DataParallel, Scattered
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--devices", "cpu", "cpu", "cpu"], ["--devices", "cpu"]]
+)
+def test_keeping_outputs_scattered(arguments, monkeypatch, capsys):
+    assert load("keep_scattered", monkeypatch).main(arguments) == 0
+    printed = capsys.readouterr().out
+    if not arguments:
+        assert "features: Scattered of 8, each [2, 2]" in printed
+        assert "second_output: [16, 2]" in printed
+
+
+def test_the_shapes_on_eight_devices(monkeypatch):
+    example = load("keep_scattered", monkeypatch)
+    x, devices = torch.ones(16, 5), ["cpu"] * 8
+    features, scores = example.keep_all(x, devices)
+    assert isinstance(features, Scattered)
+    assert [tuple(part.shape) for part in features] == [(2, 2)] * 8
+    assert scores.shape == (16, 1)
+    found, scores = example.keep_some(x, devices)
+    for name in ("out1", "out2"):
+        assert [tuple(part.shape) for part in found["outputs"][name]] == [(2, 2)] * 8
+    assert found["second_output"].shape == (16, 2)
+    assert scores.shape == (16, 1)
+
+
+def test_the_flag_may_be_given_as_well(monkeypatch):
+    """As the second network had to be told where its inputs were not recognized."""
+    features, _ = load("keep_scattered", monkeypatch).keep_all(torch.ones(16, 5), ["cpu"] * 8)
+    classify = torch.nn.Linear(2, 1)
+    told = DataParallel(classify, ["cpu"] * 8, inputs_are_scattered=True)
+    assert torch.equal(told(features), DataParallel(classify, ["cpu"] * 8)(features))
+
+
+@pytest.mark.parametrize(("replicas", "samples"), [(4, 10), (3, 7), (5, 2), (1, 4)])
+def test_the_loss_where_outputs_are_is_that_of_one_device(replicas, samples, monkeypatch):
+    example = load("loss_where_outputs_are", monkeypatch)
+    loss, grads = example.compare(["cpu"] * replicas, samples)
+    assert loss < 1e-14
+    assert grads < 1e-14
+    assert example.main([]) == 0
+
+
+def test_constants_reach_every_replica(monkeypatch, capsys):
+    assert load("constants", monkeypatch).main() == 0
+    assert capsys.readouterr().out.count("converted with the network: True") == 2

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 import textwrap
 import threading
 import types
 
 import pytest
 import torch
+from processes import run_python
 from sharded import run_sharded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -316,9 +315,7 @@ def test_an_interrupted_forward_lets_the_interpreter_end():
         except KeyboardInterrupt:
             sys.exit(3)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], timeout=50, capture_output=True
-    )
+    done = run_python("-c", textwrap.dedent(program))
     assert done.returncode == 3, done.stderr
 
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +20,7 @@ from layers import (
     Repeat,
     outcome_of,
 )
+from processes import ROOT, run_python
 from torch import Tensor, nn
 
 from replication import (
@@ -357,19 +354,11 @@ def test_that_hangs():
 
 def test_hang_ends_the_test_run_with_the_stack_of_every_thread(tmp_path):
     (tmp_path / "test_hang.py").write_text(HANGING_TEST)
-    root = Path(__file__).resolve().parent.parent
-    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    process = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider"),
-            *("-c", str(root / "setup.cfg"), "-o", "faulthandler_timeout=0.5"),
-            str(tmp_path / "test_hang.py"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=50,
+    process = run_python(
+        *("-m", "pytest", "-p", "no:cacheprovider"),
+        *("-c", str(ROOT / "setup.cfg"), "-o", "faulthandler_timeout=0.5"),
+        str(tmp_path / "test_hang.py"),
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
     )
     assert process.returncode != 0
     assert process.stderr.count("in forward") == 2

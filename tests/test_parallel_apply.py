@@ -8,17 +8,16 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from layers import DEADLINE, Centering, Numbered, freed, together, values
+from processes import run_python
 from torch import nn
 
 from replication import (
@@ -29,8 +28,6 @@ from replication import (
     parallel_apply,
     replicate,
 )
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 class Call(nn.Module):
@@ -534,14 +531,7 @@ print(model(x).tolist())
 
 
 def run_script(rest: str, returncode: int = 0) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    process = subprocess.run(
-        [sys.executable, "-c", SCRIPT + rest],
-        capture_output=True,
-        text=True,
-        timeout=40,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    process = run_python("-c", SCRIPT + rest)
     assert process.returncode == returncode, process.stderr
     return process
 

@@ -267,7 +267,12 @@ class Rendezvous:
         with self.lock:
             if self.size is None or wait not in self._waits:
                 return
-            late = [r for r, n in enumerate(self._entries) if n < self._entries[wait.replica]]
+            late = [
+                replica
+                for replica in sorted(wait.needs)
+                if not self._inside[replica]
+                and self._entries[replica] < self._entries[wait.replica]
+            ]
             if not self._somebody_runs({wait.replica for wait in self._waits}):
                 self._give_up(ReplicasDiverged, self._who_is_where(), None)
             elif late:

@@ -114,13 +114,18 @@ class Attendance:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._standing.__exit__()
-        if error is not None:
-            # First of all: whatever else goes wrong, nobody must wait for this replica.
-            self._rendezvous.fail(self._index, error)
-            replica = self._replica()
-            if self._outermost and replica is not None and not isinstance(error, ReplicationError):
-                add_failure_note(error, replica, self._index, self._rendezvous.size)
-        self._rendezvous.leave(self._index)
+        try:
+            if error is not None:
+                # First of all: whatever else goes wrong, nobody must wait for this replica.
+                self._rendezvous.fail(self._index, error)
+                self._add_note(error)
+        finally:
+            self._rendezvous.leave(self._index)
+
+    def _add_note(self, error: BaseException) -> None:
+        replica = self._replica()
+        if self._outermost and replica is not None and not isinstance(error, ReplicationError):
+            add_failure_note(error, replica, self._index, self._rendezvous.size)
 
 
 #: What a replica can be run through: ``replica(...)``, the root's hooks included, and

@@ -376,7 +376,25 @@ def test_wait_gives_up_on_replicas_that_do_not_begin(monkeypatch):
         match=r"^`layer`, call 1: replica 0 waits, and replicas 1, 2 did not begin within "
         r"0\.01 s\. .* must run at the same time, each in a thread",
     ):
-        begin_wait(rendezvous, 0, 1).block()
+        begin_wait(rendezvous, 0, 1, 2).block()
+
+
+def test_wait_goes_on_when_only_a_replica_that_it_does_not_need_has_not_begun():
+    rendezvous = Rendezvous(3)
+    rendezvous.enter(0)
+    rendezvous.enter(1)
+    wait = begin_wait(rendezvous, 0, 1)
+    rendezvous.expect_progress(wait)
+    assert wait.error is None
+
+
+def test_wait_goes_on_when_the_other_replica_is_busy_with_an_earlier_micro_batch():
+    rendezvous = entered(2)
+    rendezvous.leave(0)
+    rendezvous.enter(0)
+    wait = begin_wait(rendezvous, 0, 1)
+    rendezvous.expect_progress(wait)
+    assert wait.error is None
 
 
 def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):

@@ -136,7 +136,7 @@ class SynchronizedBatchNorm(_Base):
             if warned:
                 return
             warned.append(True)
-        warnings.warn(f"{type(self).__name__} {what}", stacklevel=5)
+        warnings.warn(f"{self!r} {what}", stacklevel=2)
 
     def _exchange(self, shard: Shard) -> Whole:
         if self._pipe is None:

@@ -161,7 +161,7 @@ def synchronized_batch_norm(
     link.joint = whole.joint
     if whole.moments is None:
         if whole.joint.total:
-            raise ValueError(
+            raise ValueError(  # torch's own words, which programs may look for
                 "Expected more than 1 value per channel when training, got input size "
                 f"{x.size()} on this replica and {whole.joint.total} value per channel on all"
             )
@@ -204,8 +204,11 @@ def _moments_derivative(x: Tensor, dz: Tensor | None, dmoments: Tensor | None) -
     if dmoments is None or n == 0:
         return dz
     dmean, dvar = (kernels.per_channel(d, x) for d in dmoments / n)
+    dims = kernels.reduced_dims(x)
     centered = x.to(kernels.accumulation_dtype(x.dtype))
-    centered = centered - centered.mean(kernels.reduced_dims(x), keepdim=True)
+    # Twice: what the rounding of a large mean has left is taken off the second time.
+    centered = centered - centered.detach().mean(dims, keepdim=True)
+    centered = centered - centered.mean(dims, keepdim=True)
     dx = (dmean + 2 * dvar * centered).to(x.dtype)
     return dx if dz is None else dz + dx
 
@@ -247,7 +250,8 @@ def _stacked(counts: list[int], moments: Sequence[Tensor]) -> tuple[Tensor, Tens
     """Counts and moments of all replicas, on the master's device."""
     home = moments[0].device
     stats = torch.stack([m.to(home) for m in moments])
-    return torch.tensor(counts, dtype=stats.dtype, device=home).unsqueeze(1), stats
+    n = torch.tensor(counts, dtype=stats.dtype).unsqueeze(1)
+    return n.to(home, non_blocking=True), stats  # a GPU's host does not wait for a few bytes
 
 
 def _merge_derivative(
@@ -324,8 +328,10 @@ def _normalize_derivative(
     mean, var = merged
     inverse = denominator.of(var).rsqrt()
     scale = inverse if weight is None else inverse * weight
-    dy = dy.to(kernels.accumulation_dtype(x.dtype))
-    centered = x - kernels.per_channel(mean, x)
+    dtype = kernels.accumulation_dtype(x.dtype)
+    dy = dy.to(dtype)
+    head, _ = kernels.two_parts(mean.detach(), dtype)
+    centered = x - kernels.per_channel(head, x) - kernels.per_channel(mean - head, x)
     dbias, dweight = dy.sum(dims), (dy * centered).sum(dims) * inverse
     dvar = -0.5 * dweight * scale * inverse * denominator.slope(var)
     return (

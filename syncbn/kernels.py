@@ -50,7 +50,10 @@ def two_parts(vector: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def channel_sums(x: Tensor) -> Tensor:
-    """The sum of each channel: of each sample in the accumulation dtype, of these in float64."""
+    """The sum of each channel: within samples in the accumulation dtype, over them in float64.
+
+    Of ``(N, C)``, where a sample has one value, over them in the accumulation dtype, too.
+    """
     dtype = accumulation_dtype(x.dtype)
     if x.dim() == 2:
         return x.sum(0, dtype=dtype).double()
@@ -97,16 +100,18 @@ def reduce(dy: Tensor, x: Tensor, mean: Tensor, denominator: Tensor) -> Tensor:
         return torch.zeros_like(mean).expand(2, -1)
     dtype = accumulation_dtype(x.dtype)
     head, rest = two_parts(mean, dtype)
+    center, one = head.to(dtype), torch.ones_like(head, dtype=dtype)
     # As parameter gradients, torch's batch norm in evaluation mode returns the sums of
-    # dy * (x - running_mean) / sqrt(running_var) and of dy, fused.
+    # dy * (x - running_mean) / sqrt(running_var) and of dy, fused. Its CUDA kernel takes the
+    # device and dtype of the sums from the weight, and may look for the saved moments.
     _, along_x, plain = torch.ops.aten.native_batch_norm_backward(
         dy.to(dtype),
         x.to(dtype),
-        None,
-        head.to(dtype),
-        torch.ones_like(head, dtype=dtype),
-        None,
-        None,
+        one,
+        center,
+        one,
+        center,
+        one,
         False,
         0.0,
         [False, True, True],

@@ -81,10 +81,11 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     positions = paired(modules)
     for position in positions:
         for copy_id, module in enumerate(position.copies):
-            if not callable(getattr(module, CALLBACK, paired)):
+            callback = getattr(module, CALLBACK, None)
+            if callback is not None and not callable(callback):
                 raise TypeError(
                     f"{CALLBACK} of {position}, copy {copy_id}, must be callable "
-                    f"(got {type(getattr(module, CALLBACK)).__name__})"
+                    f"(got {type(callback).__name__})"
                 )
     rendezvous = watch(modules)
     listeners = [
@@ -139,8 +140,8 @@ def paired(modules: Sequence[nn.Module]) -> list[Position]:
         for copy_id, module in enumerate(position.copies):
             if (type(module), *module._modules) != (type(master), *master._modules):
                 raise ValueError(
-                    f"the copies must be alike: {position} is {described(master)} in copy 0 "
-                    f"but {described(module)} in copy {copy_id}"
+                    f"the copies must be alike: {position} is {outlined(master)} in copy 0 "
+                    f"but {outlined(module)} in copy {copy_id}"
                 )
         for name in master._modules:
             copies = tuple(module._modules[name] for module in position.copies)
@@ -154,7 +155,7 @@ def paired(modules: Sequence[nn.Module]) -> list[Position]:
     return positions
 
 
-def described(module: nn.Module) -> str:
+def outlined(module: nn.Module) -> str:
     """A module's type and children, for messages."""
     return f"{type(module).__name__}({', '.join(module._modules)})"
 

@@ -63,8 +63,13 @@ def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
 
 
 def check_available(device: torch.device) -> None:
-    """Raises ValueError if ``device`` is an accelerator that this machine does not have."""
+    """Raises ValueError if ``device`` is one that replicas cannot run on here."""
     kind = accelerator()
+    if device.type not in ("cpu", "cuda", "xpu", "meta"):
+        raise ValueError(
+            f"replicas run on the CPU, CUDA and XPU devices (got {str(device)!r}); MPS has no "
+            "float64, in which statistics are merged"
+        )
     if device.type in ("cuda", "xpu") and (
         device.type != kind or (device.index or 0) >= module_of(device).device_count()
     ):
@@ -94,7 +99,7 @@ def current_stream(device: torch.device) -> Any:
     return module_of(device).current_stream(device)
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: Any, device: torch.device) -> Any:
     """``tensor.to(device)``, without making the host wait where that is safe: not for the CPU."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
@@ -119,12 +124,12 @@ class use_device(ExitStack):
         self._device, self._stream = device, stream
 
     def __enter__(self) -> use_device:
-        self.callback(setattr, _in_use, "device", _in_use.device)
-        _in_use.device = self._device
         if self._stream is not None:
             module = module_of(self._device)
             self.enter_context(module.device(self._device))
             self.enter_context(module.stream(self._stream))
+        self.callback(setattr, _in_use, "device", _in_use.device)
+        _in_use.device = self._device
         return self
 
 

@@ -34,8 +34,9 @@ def parallel_apply(
 
     The threads are named ``replica-0``, ``replica-1``, ...; they serve the calling thread from
     call to call and never keep the interpreter alive. They see its grad mode, inference mode,
-    autocast state and dtype for each type of device, default device, and context variables. A
-    single replica runs in the calling thread.
+    autocast state and dtype for each type of device, default device (of a default on the type of
+    device that the replica is on, the replica's own), streams, and context variables. A single
+    replica runs in the calling thread.
 
     Args:
         replicas: The modules to call.
@@ -49,7 +50,8 @@ def parallel_apply(
     Raises:
         ValueError: The lists differ in length.
         BaseException: The first error, by time, of any replica, after all have ended; a note names
-            the replica and its device. `KeyboardInterrupt` in the caller is raised at once.
+            the replica and its device. `KeyboardInterrupt` in the caller, and what is no
+            `Exception` in a replica, such as `SystemExit`, is raised at once.
     """
     n = len(replicas)
     kwargs_tup = [{}] * n if kwargs_tup is None else kwargs_tup
@@ -77,24 +79,38 @@ def parallel_apply(
 def _run_all(replicas: Sequence[nn.Module], calls: Sequence[Callable[[], Any]]) -> list[Any]:
     if len(calls) == 1:
         return [calls[0]()]
-    done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
     outputs: list[Any] = [None] * len(calls)
     failures: list[BaseException] = []
-    with borrowed_workers(len(calls)) as workers:
-        for index, (worker, call) in enumerate(zip(workers, calls, strict=True)):
-            # A Context cannot be entered by two threads: each has its own copy.
-            worker.submit(index, partial(contextvars.copy_context().run, call), done)
-        for _ in calls:
-            index, outputs[index], failure = done.get()
-            if failure is not None:
-                failures.append(failure)
-            del failure
     try:
+        with borrowed_workers(len(calls)) as workers:
+            if not _collect(workers, calls, outputs, failures):
+                raise failures[-1]  # inside the block, as workers are still busy
         if failures:
             raise failures[0]
     finally:
         failures.clear()  # the traceback of an error refers to this frame
     return outputs
+
+
+def _collect(
+    workers: Sequence[Worker],
+    calls: Sequence[Callable[[], Any]],
+    outputs: list[Any],
+    failures: list[BaseException],
+) -> bool:
+    """Makes all calls and awaits their results. Returns whether all of them have ended: a failure
+    that is to end the program, such as SystemExit, does not wait for the others."""
+    done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+    for index, (worker, call) in enumerate(zip(workers, calls, strict=True)):
+        # A Context cannot be entered by two threads: each has its own copy.
+        worker.submit(index, partial(contextvars.copy_context().run, call), done)
+    for _ in calls:
+        index, outputs[index], failure = done.get()
+        if failure is not None:
+            failures.append(failure)
+            if not isinstance(failure, Exception):
+                return False
+    return True
 
 
 class ThreadState:
@@ -106,8 +122,9 @@ class ThreadState:
         self.num_threads = torch.get_num_threads()
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
-        self.default_device = torch.get_default_device()
+        self.default_device = torch.empty(0).device
         kinds = {"cpu", accelerator() or "cpu", *(device.type for device in devices)}
+        kinds = set(filter(torch.amp.is_autocast_available, kinds))
         self.autocast = [
             partial(
                 torch.autocast,
@@ -128,11 +145,18 @@ class ThreadState:
             with ExitStack() as stack:
                 stack.enter_context(torch.inference_mode(self.inference))
                 stack.enter_context(torch.set_grad_enabled(self.grad))
-                if torch.get_default_device() != self.default_device:
-                    stack.enter_context(self.default_device)
+                # A default of "cuda" is that of each replica, not that of the caller.
+                alike = self.default_device.type == device.type
+                default = device if alike else self.default_device
+                if torch.empty(0).device != default:
+                    stack.enter_context(default)
                 for autocast in self.autocast:
                     stack.enter_context(autocast())
-                stack.enter_context(use_device(device, self.streams[index]))
+                # Messages of other replicas are on their devices, in the caller's streams.
+                streams = dict(zip(self.devices, self.streams, strict=True))
+                streams[device] = streams.pop(device)  # the last one is the current device
+                for other, stream in streams.items():
+                    stack.enter_context(use_device(other, stream))
                 call = watched_call(module)
                 if call is not None and call.rendezvous is not None:
                     # The replica itself reports, too; but not if it fails before its forward.
@@ -161,8 +185,11 @@ class Worker:
         self.thread.name = f"replica-{index}"
         self._inbox.put((index, call, done))
 
-    def __del__(self) -> None:
+    def dismiss(self) -> None:
+        """Lets the thread end, after its call if there is one."""
         self._inbox.put(None)
+
+    __del__ = dismiss
 
 
 def _serve(inbox: SimpleQueue[tuple[int, Callable[[], Any], SimpleQueue[Any]] | None]) -> None:
@@ -207,7 +234,9 @@ def borrowed_workers(count: int) -> Iterator[list[Worker]]:
     try:
         yield workers
     except BaseException:
-        _abandoned.update(worker.thread for worker in workers)
+        for worker in workers:
+            worker.dismiss()
+            _abandoned.add(worker.thread)
         raise
     idle.extend(reversed(workers))
 

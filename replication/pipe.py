@@ -55,25 +55,28 @@ class FutureResult:
             if self._result is not _EMPTY:
                 raise ReplicationError("the previous result has not been fetched")
             self._result = result
-            if self._wait is not None:
-                with self._wait.rendezvous.lock:
-                    self._wait.rendezvous.end_wait(self._wait)
+            wait = self._wait
+            if wait is not None:
+                with wait.rendezvous.lock:
+                    wait.rendezvous.end_wait(wait)
 
     def get(self) -> Any:
         """Returns the result, after waiting for it if it is not there yet."""
+        wait = None
         with self._lock:
             if self._result is _EMPTY:
                 place = here()
                 rendezvous = place.rendezvous if place else Rendezvous(None)
                 with rendezvous.lock:
-                    self._wait = rendezvous.begin_wait(
+                    wait = self._wait = rendezvous.begin_wait(
                         place.replica if place else _MASTER, (), Site("FutureResult", 1), {}
                     )
-        if self._wait is not None:
+        if wait is not None:
             try:
-                self._wait.block()
+                wait.block()
             finally:
-                self._wait = None
+                with self._lock:
+                    self._wait = None
         with self._lock:
             result, self._result = self._result, _EMPTY
         return result
@@ -129,6 +132,8 @@ class SlavePipe:
 
     def run_slave(self, msg: Any) -> Any:
         """Sends ``msg`` to the master and returns its reply.
+
+        Tensors in both may be part of an autograd graph; gradients flow through them.
 
         Raises:
             ReplicaFailed: Another replica raised.
@@ -258,6 +263,8 @@ class SyncMaster:
 
     def run_master(self, master_msg: Any) -> Any:
         """Collects the slaves' messages, calls the callback, sends the replies.
+
+        Tensors in them may be part of an autograd graph; gradients flow through them.
 
         Returns:
             The callback's reply to the master.

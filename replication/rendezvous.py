@@ -18,8 +18,9 @@ thread, or in too few threads. A replica that waits for one that has not begun g
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -129,7 +130,7 @@ class Rendezvous:
         self.size = size
         self.lock = threading.Lock()
         #: What the pipes of this forward keep for its duration, by the object that owns it.
-        self.channels: dict[Hashable, Any] = {}
+        self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         # A forward may be entered more than once (micro-batches): the k-th time of one replica
         # meets the k-th time of the others.
         self._entries = [0] * (size or 0)
@@ -177,15 +178,20 @@ class Rendezvous:
                 self._give_up(ReplicaFailed, reason, error)
 
     def close(self, reason: str) -> list[BaseException]:
-        """Ends all waits, now and later; returns the replicas' failures, the first one first.
-
-        It forgets them: an exception refers to the frames that it passed, and these to the
-        replicas, so that it would make a cycle.
-        """
+        """Ends all waits, now and later; returns the replicas' failures, the first one first."""
         with self.lock:
             if self._verdict is None:
                 self._give_up(ReplicationError, reason, None)
-            elif self._verdict.cause is not None:
+        return self.forget_failures()
+
+    def forget_failures(self) -> list[BaseException]:
+        """Returns the replicas' failures, for the last time.
+
+        An exception refers to the frames that it passed, and these to the replicas: kept here, it
+        would make a cycle.
+        """
+        with self.lock:
+            if self._verdict is not None:
                 self._verdict = self._verdict._replace(cause=None)
             failures, self._failures = self._failures, []
             return failures

@@ -9,10 +9,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import comm
 
 from replication.devices import DeviceLike, are_distinct_cuda, parse_devices, to_device
 from replication.torch_internals import COMPILED_CALL_IMPL, MAKE_SHELL, is_compiled_wrapper
-from replication.torch_internals import Broadcast as CudaBroadcast
 from replication.watch import unwatch
 
 __all__ = ["replicate"]
@@ -194,19 +194,34 @@ def broadcast(
     """
     if detach:
         tensors = [tensor.detach() for tensor in tensors]
-    if are_distinct_cuda(devices) and tensors and all(t.device == devices[0] for t in tensors):
-        copies = CudaBroadcast.apply(devices, *tensors)
-        return [list(copies[i : i + len(tensors)]) for i in range(0, len(copies), len(tensors))]
     learnt = [t for t in tensors if t.requires_grad]
-    by_tensor = iter(Broadcast.apply(devices, *learnt) if learnt else ())  # type: ignore[no-untyped-call]
-    copies_of = {id(t): [next(by_tensor) for _ in devices] for t in learnt}
-    return [
-        [
-            copies_of[id(t)][i] if t.requires_grad else to_device(t.detach(), device)
-            for t in tensors
+    constant = [t for t in tensors if not t.requires_grad]
+    flat = list(Broadcast.apply(devices, *learnt)) if learnt else []  # type: ignore[no-untyped-call]
+    by_device = zip(_copies(constant, devices), range(len(devices)), strict=True)
+    copies = []
+    for constants, i in by_device:
+        learnt_here, constants_here = iter(flat[i :: len(devices)]), iter(constants)
+        copies.append([next(learnt_here if t.requires_grad else constants_here) for t in tensors])
+    return copies
+
+
+def _copies(tensors: Sequence[Tensor], devices: list[torch.device]) -> Copies:
+    """The tensors on each device, cut off from the graph."""
+    tensors = [tensor.detach() for tensor in tensors]
+    if are_distinct_cuda(devices) and tensors and all(t.device == devices[0] for t in tensors):
+        # Many small tensors at once; of complex ones it copies the real view.
+        _, *others = comm.broadcast_coalesced(tensors, devices)
+        return [
+            tensors,
+            *(
+                [
+                    torch.view_as_complex(copy) if t.is_complex() else copy
+                    for t, copy in zip(tensors, copies, strict=True)
+                ]
+                for copies in others
+            ),
         ]
-        for i, device in enumerate(devices)
-    ]
+    return [[to_device(tensor, device) for tensor in tensors] for device in devices]
 
 
 class Broadcast(torch.autograd.Function):

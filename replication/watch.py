@@ -178,7 +178,9 @@ def first_failure_wins(
         return parallel_apply(replicas, *args, **kwargs)
     rendezvous.expect_only([call.replica for call in map(watched_call, replicas) if call])
     try:
-        return parallel_apply(replicas, *args, **kwargs)
+        outputs = parallel_apply(replicas, *args, **kwargs)
+        rendezvous.forget_failures()  # it may have swallowed them
+        return outputs
     except BaseException as error:
         failures = rendezvous.close("the forward was ended by its caller.")
         interrupted = not isinstance(error, Exception) and not any(error is f for f in failures)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-# The time of an example depends on who else uses the machine. The examples are the same in every
-# run, so that a failure can be run again.
+# The time of an example varies. The examples are the same in every run, so that a failure can be
+# run again.
 settings.register_profile("tests", deadline=None, derandomize=True, database=None)
 settings.load_profile("tests")
 
@@ -21,7 +21,7 @@ DEADLINE = 10.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # With more, small tensors on a machine that others use are slower and not faster.
+    # With more, the threads of several replicas compete for the cores.
     torch.set_num_threads(1)
 
 

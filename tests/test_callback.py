@@ -209,10 +209,19 @@ def test_nobody_is_called_unless_everybody_can_be(culprit):
     if culprit == "type":
         modules[1].c1 = nn.Identity()
     else:
-        modules[1].c1.__data_parallel_replicate__ = None
+        modules[1].c1.__data_parallel_replicate__ = "no function"
     with pytest.raises((ValueError, TypeError)):
         execute_replication_callbacks(modules)
     assert out == []
+
+
+def test_a_callback_that_is_none_is_switched_off():
+    out: list[Any] = []
+    modules = [tree(out) for _ in range(2)]
+    for module in modules:
+        module.c1.__data_parallel_replicate__ = None
+    execute_replication_callbacks(modules)
+    assert [name for name, _, _ in out] == ORDER[:-1] * 2
 
 
 # -- errors in a callback ----------------------------------------------------------------------

@@ -363,3 +363,19 @@ def test_hang_ends_the_test_run_with_the_stack_of_every_thread(tmp_path):
     assert process.returncode != 0
     assert process.stderr.count("in forward") == 2
     assert "in test_that_hangs" in process.stderr
+
+
+def test_an_error_that_ends_programs_does_not_wait_for_the_other_replicas():
+    released = threading.Event()
+
+    class Exits(nn.Module):
+        def forward(self, x):
+            if threading.current_thread().name == "replica-0":
+                raise SystemExit(3)
+            assert released.wait(DEADLINE)
+            return x
+
+    model = DataParallel(Exits(), ["cpu"] * 3)
+    with pytest.raises(SystemExit):  # while the others are still busy
+        model(torch.zeros(3))
+    released.set()

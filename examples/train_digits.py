@@ -287,8 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
     options, output = parse_options(argv)
     # The replicas are the parallelism here. Each would start as many threads of its own as there
-    # are cores, for convolutions too small to share: 4 replicas on 2 cores then take 1.6 to 2
-    # times as long. (One device would take 0.7 times as long, but the times should compare.)
+    # are cores, for convolutions too small to share, and all of them would compete for the cores.
     torch.set_num_threads(1)
     runs = compare(options)
     print_table(runs)

@@ -21,6 +21,7 @@ from replication.gather import gather, join_leaves
 from replication.parallel_apply import parallel_apply
 from replication.replicate import replicate
 from replication.scatter import scatter_kwargs
+from replication.scattered import Scattered
 from replication.torch_internals import check_balance
 from replication.watch import first_failure_wins
 
@@ -116,6 +117,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     """
 
     # On the class, too, for objects that become one of this class later.
+    dim = 0
     gather_to_one_device = True
     inputs_are_scattered = False
     except_keywords: Collection[str] = ()
@@ -227,7 +229,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         for tensors in (self.module.parameters(), self.module.buffers()):
             for tensor in tensors:
                 if tensor.device != self.src_device_obj:
-                    raise RuntimeError(
+                    raise RuntimeError(  # torch's own words, which programs may look for
                         "module must have its parameters and buffers on device "
                         f"{self.src_device_obj} (device_ids[0]) but found one of them on device: "
                         f"{tensor.device}"
@@ -258,16 +260,25 @@ def data_parallel(
         dim: See `DataParallel`.
         module_kwargs: Keyword arguments.
         policies: The keyword-only arguments of `DataParallel`.
+
+    Returns:
+        What the `DataParallel` returns.
+
+    Raises:
+        ValueError: As `DataParallel`.
+        TypeError: As `DataParallel`.
     """
-    if not isinstance(inputs, tuple):
+    if not isinstance(inputs, tuple) or isinstance(inputs, Scattered):
         inputs = () if inputs is None else (inputs,)
     model = DataParallel(module, device_ids, output_device, dim, **policies)
     return model(*inputs, **(module_kwargs or {}))
 
 
 def _names(argument: str, names: Collection[str]) -> tuple[str, ...]:
-    if isinstance(names, str):
+    if isinstance(names, str) or not isinstance(names, Collection):
         raise TypeError(f"{argument} must be a list of names (got {names!r})")
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{argument} must be a list of names (got {list(names)})")
     return tuple(names)
 
 

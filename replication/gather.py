@@ -11,7 +11,7 @@ from torch import Tensor
 
 from replication.devices import DeviceLike, parse_device, to_device
 from replication.scattered import Scattered
-from replication.structure import Leaf, flatten
+from replication.structure import Key, Leaf, flatten
 
 __all__ = ["gather"]
 
@@ -90,7 +90,8 @@ def _joined(entries: tuple[Any, ...], device: torch.device, dim: int) -> Any:
 def _is_under(leaf: Leaf, name: str) -> bool:
     """Whether a key on the way to the leaf is ``name``, or the way begins with ``name``."""
     parts = tuple(name.split("."))
-    return name in leaf.path or leaf.path[: len(parts)] == parts
+    keys = [part for part in leaf.path if isinstance(part, Key)]
+    return name in keys or (len(parts) > 1 and leaf.path[: len(parts)] == parts)
 
 
 def _report_unknown(names: Collection[str], leaves: list[Leaf]) -> None:

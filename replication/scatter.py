@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from replication.devices import DeviceLike, parse_device, parse_devices, to_device
 from replication.scattered import Scattered
@@ -14,7 +15,7 @@ from replication.structure import Leaf, flatten
 
 __all__ = ["scatter", "scatter_kwargs"]
 
-Scatter = tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]
+ScatteredArguments = tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]
 
 
 def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[Any]:
@@ -54,7 +55,7 @@ def scatter_kwargs(
     *,
     inputs_are_scattered: bool = False,
     cpu_keywords: Collection[str] = (),
-) -> Scatter:
+) -> ScatteredArguments:
     """Splits positional and keyword arguments as `scatter` does, into equally many parts.
 
     Args:
@@ -79,6 +80,9 @@ def scatter_kwargs(
     if inputs_are_scattered:
         arguments = _taken_apart(*arguments, len(targets))
     found, structure = flatten(arguments)
+    if len(targets) == 1 and not any(isinstance(leaf.value, Scattered) for leaf in found):
+        args, named = arguments if targets[0] is None else moved(arguments, targets[0])
+        return (args,), (named,)
     stay = [leaf.path[0] == "1" and leaf.path[1] in cpu_keywords for leaf in found]
     leaves = [Leaf(_as_arguments_are_named(leaf.path), leaf.value) for leaf in found]
     count, parts = _split_leaves(leaves, targets, dim, stay)
@@ -145,8 +149,7 @@ class Plan(NamedTuple):
     """How a batch is split."""
 
     parts: int
-    #: The lengths of the parts; several, where tensors that are scattered already differ; none,
-    #: where nothing says how.
+    #: The lengths of the parts; several, where what is scattered already differs.
     sizes: list[list[int]]
 
     def sizes_of(self, leaf: Leaf, dim: int, stays: bool) -> list[int]:
@@ -155,41 +158,59 @@ class Plan(NamedTuple):
         fitting = [sizes for sizes in self.sizes if sum(sizes) == length]
         if len(fitting) == 1:
             return fitting[0]
-        if stays or not self.sizes:
-            return [length // self.parts + (i < length % self.parts) for i in range(self.parts)]
+        if self.parts == 1 or (stays and not fitting):
+            return even_sizes(length, self.parts)
+        splits = " or ".join(map(str, fitting or self.sizes))
         raise ValueError(
-            f"{_where(leaf)} cannot be split as what is scattered already (expected a length of "
-            f"{' or '.join(str(sum(s)) for s in self.sizes)}, split into "
-            f"{' or '.join(map(str, self.sizes))}, got {length})"
+            f"{_where(leaf)} cannot be split as what is scattered already: "
+            + (
+                f"its length of {length} fits several splits (got {splits})"
+                if fitting
+                else f"expected a length that is split into {splits} (got {length})"
+            )
         )
 
 
+def even_sizes(length: int, parts: int) -> list[int]:
+    """The sizes of `torch.tensor_split`: as many as asked for, and as even as can be."""
+    return [length // parts + (i < length % parts) for i in range(parts)]
+
+
 def _plan(leaves: list[Leaf], replicas: int, dim: int, stay: list[bool]) -> Plan:
+    scattered = [leaf for leaf in leaves if isinstance(leaf.value, Scattered)]
     batch = [leaf for leaf in leaves if _is_batch(leaf.value)]
+    moving = [leaf for leaf, stays in zip(leaves, stay, strict=True) if not stays]
+    leading = [leaf for leaf in moving if _is_batch(leaf.value)] or batch
+    if scattered:
+        plan = _plan_beside(scattered, replicas, dim)
+        if not plan.sizes and leading:  # nothing scattered says how
+            sizes = even_sizes(_common_length(leading, dim), plan.parts)
+            return Plan(plan.parts, [sizes])
+        return plan
+    if not batch or replicas == 1:  # nothing to split, whatever the lengths
+        return Plan(replicas, [])
+    length = _common_length(leading, dim)
+    part = max(1, -(-length // replicas))
+    sizes = [min(part, length - start) for start in range(0, length, part)] or [0]
+    return Plan(len(sizes), [sizes])
+
+
+def _common_length(batch: list[Leaf], dim: int) -> int:
+    first = batch[0]
     for leaf in batch:
-        if not -leaf.value.dim() <= dim < leaf.value.dim():
+        if not _has_dimension(leaf.value, dim):
             raise ValueError(
                 f"{_where(leaf)} must have a dimension {dim} to be split along "
                 f"(got shape {tuple(leaf.value.shape)})"
             )
-    scattered = [leaf for leaf in leaves if isinstance(leaf.value, Scattered)]
-    if scattered:
-        return _plan_beside(scattered, replicas, dim)
-    if not batch or replicas == 1:  # nothing to split, whatever the lengths
-        return Plan(replicas, [])
-    moving = [leaf for leaf, stays in zip(leaves, stay, strict=True) if not stays]
-    first, *others = [leaf for leaf in moving if _is_batch(leaf.value)] or batch[:1]
-    for leaf in others:
         if leaf.value.size(dim) != first.value.size(dim):
             raise ValueError(
                 f"tensors must have the same length along the batch dimension {dim} (got shapes "
                 f"{tuple(first.value.shape)} of {_where(first)} and {tuple(leaf.value.shape)} of "
                 f"{_where(leaf)}); what every replica needs whole must be 0-dim, or no tensor"
             )
-    length = first.value.size(dim)
-    part = max(1, -(-length // replicas))
-    sizes = [min(part, length - start) for start in range(0, length, part)] or [0]
-    return Plan(len(sizes), [sizes])
+    length: int = first.value.size(dim)
+    return length
 
 
 def _plan_beside(scattered: list[Leaf], replicas: int, dim: int) -> Plan:
@@ -209,11 +230,22 @@ def _plan_beside(scattered: list[Leaf], replicas: int, dim: int) -> Plan:
         )
     sizes: list[list[int]] = []
     for leaf in scattered:
-        if all(_is_batch(entry) and entry.dim() > dim for entry in leaf.value):
-            lengths = [entry.size(dim) for entry in leaf.value]
-            if lengths not in sizes:
-                sizes.append(lengths)
+        lengths = [_length_of(entry, dim) for entry in leaf.value]
+        known = [length for length in lengths if length is not None]
+        if len(known) == count and known not in sizes:
+            sizes.append(known)
     return Plan(count, sizes)
+
+
+def _length_of(entry: Any, dim: int) -> int | None:
+    """The length of the batch in an entry, if its tensors agree on one."""
+    tensors = [leaf.value for leaf in flatten(entry)[0] if _is_batch(leaf.value)]
+    lengths = {t.size(dim) if _has_dimension(t, dim) else None for t in tensors}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _has_dimension(tensor: Tensor, dim: int) -> bool:
+    return -tensor.dim() <= dim < tensor.dim()
 
 
 def _is_batch(value: Any) -> bool:
@@ -230,16 +262,16 @@ def _split(tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
     if tensor.is_sparse:  # torch has no views of it
         order = torch.arange(tensor.size(dim), device=tensor.device)
         return [tensor.index_select(dim, rows) for rows in order.split(sizes)]
-    parts = torch.split(tensor, sizes, dim)
-    # Views of one tensor: in-place operations of two replicas would meet in one graph.
-    return [part.clone() for part in parts] if tensor.requires_grad else list(parts)
+    # Not views: what one replica does to its part in place would concern the parts of the others,
+    # and the caller's tensor.
+    return [part.clone() for part in torch.split(tensor, sizes, dim)]
 
 
 def moved(tree: Any, device: torch.device | None) -> Any:
     """``tree`` with its tensors on ``device``; None leaves them where they are."""
     if device is None:
         return tree
-    if isinstance(tree, Tensor):
+    if isinstance(tree, (Tensor, PackedSequence)):
         return to_device(tree, device)
     leaves, structure = flatten(tree)
     if len(leaves) == 1 and leaves[0].value is tree:

@@ -12,7 +12,8 @@ class Scattered(tuple[Any, ...]):
 
     `DataParallel` returns it where it does not gather, and takes it apart again among the
     arguments of the next network: entry i goes to replica i, as it is. It may stand for any
-    argument, or anywhere inside one. Otherwise it is a tuple::
+    argument, or anywhere inside one. Otherwise it is a tuple; a part of it, or a sum, is a plain
+    one::
 
         features = extract(images)            # gather_to_one_device=False
         doubled = Scattered(2 * f for f in features)

@@ -8,22 +8,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.parallel._functions import Broadcast
 from torch.nn.parallel.data_parallel import _check_balance as check_balance
 from torch.utils._pytree import (
     SUPPORTED_NODES,
     MappingKey,
+    SequenceKey,
     TreeSpec,
     register_pytree_node,
     tree_flatten_with_path,
-    tree_is_leaf,
     tree_map,
     tree_unflatten,
 )
 
+try:
+    from torch.utils._pytree import tree_is_leaf
+except ImportError:  # torch 2.4
+    from torch.utils._pytree import _is_leaf as tree_is_leaf
+
 __all__ = [
-    "Broadcast",
     "MappingKey",
+    "SequenceKey",
     "TreeSpec",
     "check_balance",
     "pytree_node",

@@ -132,6 +132,12 @@ def test_a_stock_data_parallel_keeps_its_settings_and_gains_callbacks():
     assert type(wrapper.module[0]) is nn.BatchNorm1d
 
 
+def test_a_stock_data_parallel_still_runs_after_conversion():
+    wrapper = nn.DataParallel(nn.Sequential(nn.BatchNorm1d(3)))
+    assert convert_model(wrapper)(torch.randn(4, 3)).shape == (4, 3)
+    assert copy.deepcopy(wrapper)(torch.randn(4, 3)).shape == (4, 3)
+
+
 def test_our_data_parallel_stays_what_it_is():
     model = DataParallel(nn.BatchNorm1d(3), ["cpu"] * 2)
     before = dict(vars(model))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 from replication import DataParallel, Scattered, data_parallel, gather, scatter, scatter_kwargs
@@ -148,6 +149,13 @@ def test_without_replicas_the_module_gets_the_same_arguments(devices):
     assert kwargs["y"]["z"] is x
 
 
+def test_without_replicas_containers_are_not_even_rebuilt():
+    module = Echo()
+    cache: dict[str, Any] = {"x": torch.zeros(2)}
+    DataParallel(module, dim=3)(cache)
+    assert module.seen[0][0][0] is cache
+
+
 def test_different_lengths_are_an_error_that_names_both():
     with pytest.raises(ValueError, match=r"\(5, 2\) of `argument 0` and \(4,\) of `labels`"):
         echo(2)(torch.zeros(5, 2), labels=torch.zeros(4))
@@ -187,6 +195,104 @@ def test_a_0_dim_tensor_goes_to_every_replica_whole():
     model = echo(3)
     model(torch.zeros(6), scale=torch.tensor(2.0))
     assert [kwargs["scale"].item() for _, kwargs in model.module.seen] == [2.0] * 3
+
+
+class Attributes(dict):
+    """Keys that are attributes as well."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Items(list):
+    """A list of a class of its own."""
+
+
+class Row(tuple):
+    """A tuple of a class of its own."""
+
+
+def test_what_is_derived_from_containers_is_split_too():
+    x = torch.arange(6)
+    model = echo(2)
+    output = model(Attributes(a=x), Items([x]), Row((x, 1)), deque([x]), torch.Size([6]))
+    for (attributes, items, row, queue, size), _ in model.module.seen:
+        assert len(attributes["a"]) == len(attributes.a) == len(items[0]) == len(row[0]) == 3
+        assert (type(items), type(row), type(queue)) == (Items, Row, deque)
+        assert size == torch.Size([6])
+    attributes, items, row, queue, size = output["args"]
+    for joined in (attributes["a"], attributes.a, items[0], row[0], queue[0]):
+        assert torch.equal(joined, x)
+    assert size == [torch.Size([6])] * 2
+
+
+def test_containers_of_their_own_class_without_tensors_go_as_they_are():
+    settings, record = Settings(lr=1), Record("path", "name")
+    model = echo(2)
+    model(torch.zeros(4), settings, record)
+    for (_, one, other), _ in model.module.seen:
+        assert one is settings
+        assert other is record
+
+
+class Output(OrderedDict):
+    """Registered as libraries of models do it: its parts have no names."""
+
+
+register_pytree_node(
+    Output,
+    lambda output: (list(output.values()), list(output)),
+    lambda values, names: Output(zip(names, values, strict=True)),
+)
+
+
+def test_containers_registered_without_names_have_those_of_their_keys():
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Output:
+            return Output(logits=x, hidden=x)
+
+    output = DataParallel(Model(), ["cpu"] * 2, except_keywords=["hidden"])(torch.arange(4))
+    assert type(output) is Output
+    assert isinstance(output["hidden"], Scattered)
+    assert torch.equal(output["logits"], torch.arange(4))
+    with pytest.raises(ValueError, match="only replica 0 has `a`; only replica 1 has `b`"):
+        produce(Output(a=torch.zeros(1)), Output(b=torch.zeros(1)))
+
+
+def test_mappings_of_their_own_class_may_have_their_keys_in_any_order():
+    first, second = (
+        Settings({k: torch.tensor([i]) for k in keys}) for i, keys in enumerate(("ab", "ba"))
+    )
+    output = produce(first, second)
+    assert list(output) == ["a", "b"]
+    assert output["b"].tolist() == [0, 1]
+
+
+def test_a_packed_sequence_goes_whole_and_moves_as_one():
+    packed = pack_sequence([torch.zeros(3), torch.zeros(2)])
+    model = echo(2)
+    model(torch.zeros(4), packed)
+    assert all(args[1] is packed for args, _ in model.module.seen)
+    inputs, _ = scatter_kwargs(([packed] * 2,), {}, ["meta"] * 2, inputs_are_scattered=True)
+    assert [args[0].data.device.type for args in inputs] == ["meta"] * 2
+
+
+def test_a_part_may_be_changed_in_place():
+    """The parts share no version counter, and the batch of the caller stays what it is."""
+
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.mul_(2))
+
+    x = torch.ones(8, 3)
+    for _ in range(10):
+        DataParallel(InPlace(), ["cpu"] * 4)(x).sum().backward()
+    assert torch.equal(x, torch.ones(8, 3))
 
 
 # -- outputs -----------------------------------------------------------------------------------
@@ -276,7 +382,10 @@ def test_nothing_is_split_twice_or_copied():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m, s: m(s, torch.zeros(6)), r"`argument 1` cannot be split.*expected.*5.*got 6"),
+        (
+            lambda m, s: m(s, torch.zeros(6)),
+            r"`argument 1` cannot be split.*expected.*2, 2, 1.*got 6",
+        ),
         (lambda m, s: m(s, y=Scattered(s[:2])), r"3 entries of `argument 0` and 2 of `y`"),
         (lambda m, s: m(Scattered([*s, *s])), r"expected 1 to 3, got 6"),
         (lambda m, s: m(Scattered()), r"expected 1 to 3, got 0"),
@@ -293,6 +402,28 @@ def test_between_different_splits_the_length_decides():
     a, b = (Scattered(torch.zeros(n) for n in sizes) for sizes in ([2, 1], [1, 3]))
     output = echo(2, gather_to_one_device=False)(a, b, torch.zeros(4))
     assert lengths(output["args"][2]) == [1, 3]
+
+
+def test_a_length_that_fits_different_splits_is_an_error():
+    a, b = (Scattered(torch.zeros(n) for n in sizes) for sizes in ([2, 2], [1, 3]))
+    with pytest.raises(ValueError, match=r"length of 4 fits several splits"):
+        echo(2)(a, b, torch.zeros(4))
+
+
+def test_tensors_inside_the_entries_say_how_the_rest_is_split():
+    items = Scattered((torch.zeros(n, 2), {"y": torch.zeros(n)}) for n in (3, 1))
+    output = echo(2, gather_to_one_device=False)(items, torch.zeros(4))
+    assert lengths(output["args"][1]) == [3, 1]
+    with pytest.raises(ValueError, match=r"split into \[3, 1\] \(got 5\)"):
+        echo(2)(items, torch.zeros(5))
+
+
+def test_beside_flags_that_are_scattered_tensors_are_split_evenly_and_alike():
+    flags = Scattered([True, False, True])
+    output = echo(3, gather_to_one_device=False)(flags, torch.zeros(4), torch.ones(4))
+    assert [lengths(entry) for entry in output["args"][1:]] == [[2, 1, 1], [2, 1, 1]]
+    with pytest.raises(ValueError, match="must have the same length"):
+        echo(3)(flags, torch.zeros(4), torch.zeros(6))
 
 
 # -- inputs_are_scattered ----------------------------------------------------------------------
@@ -391,10 +522,21 @@ def test_a_name_that_does_not_match_is_reported_with_the_names_that_exist(device
         model(torch.arange(5))
 
 
+@pytest.mark.parametrize("names", ["out1", [1], None, 3], ids=str)
 @pytest.mark.parametrize("option", ["except_keywords", "cpu_keywords"])
-def test_a_single_string_is_no_list_of_names(option):
+def test_names_are_given_as_a_list(option, names):
     with pytest.raises(TypeError, match=f"{option} must be a list of names"):
-        echo(2, **{option: "out1"})
+        echo(2, **{option: names})
+
+
+def test_a_number_is_the_name_of_a_key_and_not_of_a_position():
+    class Numbered(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return [x, {"0": x}]
+
+    first, second = DataParallel(Numbered(), ["cpu"] * 2, except_keywords=["0"])(torch.zeros(4))
+    assert isinstance(first, Tensor)
+    assert isinstance(second["0"], Scattered)
 
 
 # -- sort_and_gather ---------------------------------------------------------------------------
@@ -464,6 +606,7 @@ def test_cpu_keywords_keep_their_gradients():
 def test_the_functional_form_has_the_same_policies():
     x = torch.arange(5)
     kept = data_parallel(Echo(), x, ["cpu"] * 2, gather_to_one_device=False)
+    assert torch.equal(data_parallel(Echo(), kept, ["cpu"] * 2), x)  # one argument, not two
     assert lengths(kept) == [3, 2]
     assert torch.equal(data_parallel(Echo(), (kept,), ["cpu"] * 2, inputs_are_scattered=True), x)
     with pytest.raises(TypeError, match="unexpected keyword argument"):

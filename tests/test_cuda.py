@@ -1,0 +1,76 @@
+"""The laws on CUDA devices: several replicas on one, and on several where there are."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from sharded import randomized
+from torch import nn
+
+from replication import DataParallel, replicate
+from syncbn import SynchronizedBatchNorm2d, convert_model, kernels
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICES = [["cuda:0"] * 2, ["cuda:0"] * 3, [f"cuda:{i}" for i in range(torch.cuda.device_count())]]
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (6, 3, 4, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_kernels_give_the_numbers_of_the_cpu(shape, dtype, channels_last):
+    x, dy = torch.randn(2, *shape).to(dtype)
+    if channels_last and x.dim() == 4:
+        x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
+    mean, var = kernels.moments(x)
+    root = var + 1e-5
+    tolerance = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(
+        kernels.moments(x.cuda()).cpu(), torch.stack((mean, var)), **tolerance
+    )
+    on_gpu = (dy.cuda(), x.cuda(), mean.cuda(), root.cuda())
+    expected = kernels.reduce(dy, x, mean, root)
+    torch.testing.assert_close(kernels.reduce(*on_gpu).cpu(), expected, **tolerance)
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=str)
+def test_training_on_replicas_equals_training_on_one_device(devices):
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.Flatten(), nn.Linear(16, 3)
+    )
+    net = net.double().to("cuda:0")
+    model = DataParallel(convert_model(copy.deepcopy(net)), devices)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, model)]
+    for samples in (7, 4, 1 + 1):
+        x = torch.randn(samples, 2, 4, 4, dtype=torch.float64, device="cuda:0")
+        dy = torch.randn(samples, 3, dtype=torch.float64, device="cuda:0")
+        for m, optimizer in zip((net, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(x).backward(dy)
+            optimizer.step()
+    for one, other in zip(
+        model.module.state_dict().values(), net.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=str)
+def test_second_derivatives(devices):
+    layer = randomized(SynchronizedBatchNorm2d(3).double()).to("cuda:0")
+    model = DataParallel(layer, devices)
+    x = torch.randn(5, 3, 2, 2, dtype=torch.float64, device="cuda:0", requires_grad=True)
+    torch.autograd.gradgradcheck(model, (x,))
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=str)
+def test_a_parameter_that_no_replica_uses_gets_no_gradient(devices):
+    net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]).to("cuda:0")
+    replicas = replicate(net, devices)
+    replicas[0][0].weight.sum().backward()
+    assert net[0].weight.grad is not None
+    assert net[1].weight.grad is None

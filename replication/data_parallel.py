@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
@@ -101,7 +103,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
             torch.Size([5, 2])
 
         cpu_keywords: Names of keyword arguments that are split like the others but not moved.
-            One that is not as long as the batch is split as evenly as can be.
+            One that is not as long as the batch is split as evenly as can be. A name that is no
+            argument of the module, or is passed by position, is warned of.
 
             >>> class Crops(nn.Module):
             ...     def forward(self, x, boxes):
@@ -190,6 +193,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
         }
 
     def _scatter(self, inputs: Any, kwargs: Any, devices: Any) -> Any:
+        missing = [name for name in self.cpu_keywords if name not in kwargs]
+        if missing:
+            self._report_misplaced(missing, inputs)
         return scatter_kwargs(
             inputs,
             kwargs,
@@ -198,6 +204,20 @@ class DataParallel(nn.DataParallel[ModuleT]):
             inputs_are_scattered=self.inputs_are_scattered,
             cpu_keywords=self.cpu_keywords,
         )
+
+    def _report_misplaced(self, names: list[str], inputs: tuple[Any, ...]) -> None:
+        """Warns of names of keyword arguments that the module cannot mean."""
+        parameters = inspect.signature(self.module.forward).parameters
+        positional = list(parameters)[: len(inputs)]
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        for name in names:
+            if name in positional:
+                why = "was passed by position, and is moved"
+            elif name not in parameters and not takes_any:
+                why = f"is no argument of the module, which has {list(parameters)}"
+            else:
+                continue  # left out in this call
+            warnings.warn(f"cpu_keywords names {name!r}, which {why}", stacklevel=2)
 
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Makes the replicas and runs their callbacks."""

@@ -91,7 +91,7 @@ def _is_under(leaf: Leaf, name: str) -> bool:
     """Whether a key on the way to the leaf is ``name``, or the way begins with ``name``."""
     parts = tuple(name.split("."))
     keys = [part for part in leaf.path if isinstance(part, Key)]
-    return name in keys or (len(parts) > 1 and leaf.path[: len(parts)] == parts)
+    return name in keys or leaf.path[: len(parts)] == parts
 
 
 def _report_unknown(names: Collection[str], leaves: list[Leaf]) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from replication.devices import DeviceLike, accelerator, current_stream, parse_devices, use_device
+from replication.rendezvous import ReplicationError
 from replication.torch_internals import in_functorch_transform
 from replication.watch import Attendance, add_note, device_of, first_failure_wins, watched_call
 
@@ -165,7 +166,8 @@ class ThreadState:
         except BaseException as error:
             origin = f"in replica {index} of {len(self.devices)}"
             notes = getattr(error, "__notes__", None) or ()
-            if not any(str(note).startswith(origin) for note in notes):
+            known = any(str(note).startswith(origin) for note in notes)
+            if not known and not isinstance(error, ReplicationError):  # which says who is where
                 add_note(error, f"{origin} on {device}")
             raise
 

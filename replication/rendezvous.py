@@ -117,6 +117,13 @@ class Verdict(NamedTuple):
         raise self.kind(self.reason + where + later) from self.cause
 
 
+class Failure(NamedTuple):
+    """A replica and what it raised."""
+
+    replica: int
+    error: BaseException
+
+
 class Rendezvous:
     """The replicas of one forward and their waits for each other.
 
@@ -139,7 +146,7 @@ class Rendezvous:
         # Replicas that will not run at all.
         self._absent: set[int] = set()
         self._waits: list[Wait] = []
-        self._failures: list[BaseException] = []
+        self._failures: list[Failure] = []
         self._verdict: Verdict | None = None
 
     # -- the life of a replica -----------------------------------------------------------------
@@ -172,19 +179,19 @@ class Rendezvous:
         reason = f"{self._name(replica)} failed with {described(error)}."
         with self.lock:
             follow_up = isinstance(error, ReplicaFailed)
-            if not follow_up and not any(error is failure for failure in self._failures):
-                self._failures.append(error)
+            if not follow_up and not any(error is failure.error for failure in self._failures):
+                self._failures.append(Failure(replica, error))
             if self._verdict is None:
                 self._give_up(ReplicaFailed, reason, error)
 
-    def close(self, reason: str) -> list[BaseException]:
+    def close(self, reason: str) -> list[Failure]:
         """Ends all waits, now and later; returns the replicas' failures, the first one first."""
         with self.lock:
             if self._verdict is None:
                 self._give_up(ReplicationError, reason, None)
         return self.forget_failures()
 
-    def forget_failures(self) -> list[BaseException]:
+    def forget_failures(self) -> list[Failure]:
         """Returns the replicas' failures, for the last time.
 
         An exception refers to the frames that it passed, and these to the replicas: kept here, it
@@ -206,7 +213,7 @@ class Rendezvous:
         The lock is held. The caller releases it and then calls `Wait.block`.
         """
         if self._verdict is not None:
-            self._verdict.raise_at(later=" That was before; these replicas cannot go on.")
+            self._verdict.raise_at(later=f" Replica {replica} came to {site} after that.")
         wait = Wait(self, replica, needs, site, calls)
         self._waits.append(wait)
         self._check()

@@ -114,7 +114,7 @@ def _taken_apart(
         if len(argument) != replicas:
             raise ValueError(
                 f"with inputs_are_scattered, {name} must have one entry per replica (expected "
-                f"{replicas}, got {len(argument)})"
+                f"{replicas}, got {len(argument)}); only a Scattered may have fewer"
             )
     return tuple(map(Scattered, args)), {name: Scattered(arg) for name, arg in kwargs.items()}
 
@@ -207,7 +207,8 @@ def _common_length(batch: list[Leaf], dim: int) -> int:
             raise ValueError(
                 f"tensors must have the same length along the batch dimension {dim} (got shapes "
                 f"{tuple(first.value.shape)} of {_where(first)} and {tuple(leaf.value.shape)} of "
-                f"{_where(leaf)}); what every replica needs whole must be 0-dim, or no tensor"
+                f"{_where(leaf)}). What every replica needs whole belongs in a buffer of the "
+                "module; parts that are for one replica each are passed as Scattered(parts)."
             )
     length: int = first.value.size(dim)
     return length

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from replication.devices import device_in_use
 from replication.rendezvous import (
+    Failure,
     Place,
     Rendezvous,
     ReplicationError,
     described,
+    listed,
     standing_at,
 )
 from replication.torch_internals import CALL_IMPL
@@ -183,16 +185,26 @@ def first_failure_wins(
         return outputs
     except BaseException as error:
         failures = rendezvous.close("the forward was ended by its caller.")
-        interrupted = not isinstance(error, Exception) and not any(error is f for f in failures)
-        failure = error if interrupted or not failures else failures[0]
-    others = [f for f in failures if f is not failure and not isinstance(f, ReplicationError)]
-    for text in map(described, others):
-        add_note(failure, f"another replica failed, too: {text}")
+        interrupted = not isinstance(error, Exception) and all(
+            error is not f.error for f in failures
+        )
+        failure = error if interrupted or not failures else failures[0].error
+    add_others(failure, failures)
     try:
         # Outside the except clause, so that the error keeps the context it was raised in.
         raise failure
     finally:
-        del failure, failures, others  # the traceback of the error refers to this frame
+        del failure, failures  # the traceback of the error refers to this frame
+
+
+def add_others(error: BaseException, failures: Sequence[Failure]) -> None:
+    """Notes on an error which other replicas failed; not those that failed because of it."""
+    also: dict[str, list[int]] = {}
+    for replica, other in failures:
+        if other is not error and not isinstance(other, ReplicationError):
+            also.setdefault(described(other), []).append(replica)
+    for text, replicas in also.items():
+        add_note(error, f"{listed(replicas)} failed, too: {text}")
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -532,11 +532,24 @@ def test_names_are_given_as_a_list(option, names):
 def test_a_number_is_the_name_of_a_key_and_not_of_a_position():
     class Numbered(nn.Module):
         def forward(self, x: Tensor) -> Any:
-            return [x, {"0": x}]
+            return {"list": [x], "mapping": {"0": x}}
 
-    first, second = DataParallel(Numbered(), ["cpu"] * 2, except_keywords=["0"])(torch.zeros(4))
-    assert isinstance(first, Tensor)
-    assert isinstance(second["0"], Scattered)
+    output = DataParallel(Numbered(), ["cpu"] * 2, except_keywords=["0"])(torch.zeros(4))
+    assert isinstance(output["list"][0], Tensor)
+    assert isinstance(output["mapping"]["0"], Scattered)
+
+
+def test_a_position_is_named_by_its_path():
+    class Listed(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x, [x, x]
+
+    first, (second, third) = DataParallel(Listed(), ["cpu"] * 2, except_keywords=["0", "1.1"])(
+        torch.zeros(4)
+    )
+    assert isinstance(first, Scattered)
+    assert isinstance(second, Tensor)
+    assert isinstance(third, Scattered)
 
 
 # -- sort_and_gather ---------------------------------------------------------------------------
@@ -590,6 +603,28 @@ def test_cpu_keywords_are_split_but_not_moved():
 def test_cpu_keywords_may_have_a_length_of_their_own(length, parts):
     model = echo(3, cpu_keywords=["boxes"], gather_to_one_device=False)
     assert lengths(model(torch.zeros(5), boxes=torch.zeros(length))["boxes"]) == parts
+
+
+class Boxes(nn.Module):
+    def forward(self, x: Tensor, boxes: Tensor | None = None) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("names", "args", "message"),
+    [
+        (["box"], 1, r"'box', which is no argument of the module, which has \['x', 'boxes'\]"),
+        (["boxes"], 2, r"'boxes', which was passed by position, and is moved"),
+    ],
+)
+def test_cpu_keywords_that_are_not_meant_are_warned_of(names, args, message):
+    model = DataParallel(Boxes(), ["cpu"] * 2, cpu_keywords=names)
+    with pytest.warns(UserWarning, match=message):
+        model(*[torch.zeros(4)] * args)
+
+
+def test_cpu_keywords_may_be_left_out():
+    assert DataParallel(Boxes(), ["cpu"] * 2, cpu_keywords=["boxes"])(torch.zeros(4)).shape == (4,)
 
 
 def test_cpu_keywords_keep_their_gradients():

@@ -128,7 +128,7 @@ def test_first_failure_is_the_one_that_is_kept():
     first = KeyError("first")
     rendezvous.fail(1, first)
     rendezvous.fail(0, ValueError("second"))
-    assert rendezvous.close("over")[0] is first
+    assert rendezvous.close("over")[0].error is first
 
 
 def test_follow_up_is_not_kept_as_the_first_failure():
@@ -136,7 +136,7 @@ def test_follow_up_is_not_kept_as_the_first_failure():
     rendezvous.fail(0, ReplicaFailed("follow-up"))
     first = KeyError("k")
     rendezvous.fail(1, first)
-    assert rendezvous.close("over")[0] is first
+    assert rendezvous.close("over")[0].error is first
 
 
 # -- a wait that can no longer be met ----------------------------------------------------------
@@ -335,7 +335,9 @@ def test_close_wakes_every_wait_and_forbids_later_ones():
     rendezvous.close("it is over.")
     with pytest.raises(ReplicationError, match=r"^it is over\.$"):
         wait.block()
-    with pytest.raises(ReplicationError, match=r"^it is over\. That was before"):
+    with pytest.raises(
+        ReplicationError, match=r"^it is over\. Replica 1 came to `layer`, call 1 after that\.$"
+    ):
         begin_wait(rendezvous, 1, 0)
 
 
@@ -343,7 +345,7 @@ def test_close_may_be_called_again():
     rendezvous = entered(2)
     failure = KeyError("k")
     rendezvous.fail(0, failure)
-    assert rendezvous.close("over") == [failure]
+    assert rendezvous.close("over") == [(0, failure)]
     assert rendezvous.close("over") == []
 
 

@@ -140,6 +140,21 @@ def test_the_fast_and_the_exact_edges_agree():
     torch.testing.assert_close(fast, exact)
 
 
+@pytest.mark.parametrize("mean", [1e2, 1e4])
+def test_both_kinds_of_edges_are_exact_at_large_means(mean):
+    """Where the rounding of the mean would show: in what is proportional to ``x - mean``."""
+    layer = SynchronizedBatchNorm1d(3)
+    shards = [(torch.randn(n, 3, 7) + mean).requires_grad_() for n in (5, 4)]
+    # Along x itself, so that the sum of dy * x_hat is as large as it can be.
+    upstream = [shard.detach() - mean + torch.randn_like(shard) for shard in shards]
+    expected = oracle.batch_norm(shards, upstream)
+    for create_graph in (False, True):
+        outputs = run_sharded(layer, shards)
+        grads = torch.autograd.grad(outputs, shards, upstream, create_graph=create_graph)
+        for grad, exact in zip(grads, expected.input_grads, strict=True):
+            torch.testing.assert_close(grad.double(), exact, rtol=0, atol=2e-6)
+
+
 def test_two_backwards_through_a_retained_graph_give_the_same_numbers():
     function = as_function([2, 3])
     inputs = leaves(5)

@@ -197,9 +197,8 @@ def broadcast(
     learnt = [t for t in tensors if t.requires_grad]
     constant = [t for t in tensors if not t.requires_grad]
     flat = list(Broadcast.apply(devices, *learnt)) if learnt else []  # type: ignore[no-untyped-call]
-    by_device = zip(_copies(constant, devices), range(len(devices)), strict=True)
     copies = []
-    for constants, i in by_device:
+    for i, constants in enumerate(_copies(constant, devices)):
         learnt_here, constants_here = iter(flat[i :: len(devices)]), iter(constants)
         copies.append([next(learnt_here if t.requires_grad else constants_here) for t in tensors])
     return copies
@@ -236,9 +235,8 @@ class Broadcast(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.sources = [tensor.device for tensor in tensors]
         ctx.copies = len(devices)
-        return tuple(
-            to_device(tensor.detach(), device) for tensor in tensors for device in devices
-        )
+        copies = _copies(tensors, devices)
+        return tuple(copy for of_tensor in zip(*copies, strict=True) for copy in of_tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

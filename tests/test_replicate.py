@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any, NamedTuple
 
@@ -549,3 +550,28 @@ def test_broadcast_lists_copies_by_device():
 
 def test_broadcast_of_nothing_is_nothing_per_device():
     assert broadcast([], [CPU, CPU]) == [[], []]
+
+
+def test_on_distinct_cuda_devices_all_tensors_are_broadcast_at_once(monkeypatch):
+    """torch's broadcast stands in for itself, as there are no two such devices."""
+    calls = []
+
+    def broadcast_coalesced(tensors, devices):
+        calls.append([tensor.shape for tensor in tensors])
+        real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+        return [real, *([t.clone() for t in real] for _ in devices[1:])]
+
+    module = importlib.import_module("replication.replicate")
+    monkeypatch.setattr(module, "are_distinct_cuda", lambda devices: True)
+    monkeypatch.setattr(module.comm, "broadcast_coalesced", broadcast_coalesced)
+    net = nn.BatchNorm1d(3)
+    net.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    replicas = replicate(net, ["cpu"] * 3)
+    assert sorted(map(len, calls)) == [3, 3]  # the parameters, and the buffers
+    for replica in replicas:
+        assert torch.equal(replica.phase, net.phase)
+        assert torch.equal(replica.running_var, net.running_var)
+    weights = torch.randn(3, 3)
+    sum((r.weight * w).sum() for r, w in zip(replicas, weights, strict=True)).backward()
+    torch.testing.assert_close(net.weight.grad, weights.sum(0))
+    assert net.bias.grad is None

@@ -74,8 +74,10 @@ class Link:
 
     joint: Joint
     mean: Tensor
-    scale: Tensor
+    #: One over the root of the denominator.
     inverse: Tensor
+    #: The weight times that.
+    scale: Tensor
     #: x, from (3) to (1) during a backward: unpacking a saved tensor twice can be costly, and
     #: activation checkpoints forbid it.
     x: Tensor | None = None
@@ -281,16 +283,15 @@ class Normalize(Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         mean, var = merged.detach().unbind()
-        root = denominator.of(var)
         link.mean = mean
-        link.inverse = root.rsqrt()
+        link.inverse = denominator.of(var).rsqrt()
         link.scale = link.inverse if weight is None else link.inverse * weight.detach()
         ctx.link, ctx.denominator = link, denominator
         ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
         # (1) has saved x, unless x needs no gradient.
         ctx.moments = z.grad_fn
         ctx.save_for_backward(merged, weight, None if z.requires_grad else z)
-        return kernels.normalize(z, mean, root, weight, bias)
+        return kernels.normalize(z, mean, link.scale, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
@@ -304,7 +305,7 @@ class Normalize(Function):
         if link.joint.walks_exact_edges():
             dz, sums, dmerged = _normalize_derivative(dy, x, merged, weight, ctx.denominator)
         else:
-            sums = kernels.reduce(dy, x, link.mean, ctx.denominator.of(merged[1]))
+            sums = kernels.reduce(dy, x, link.mean, link.inverse)
             dz, dmerged = dy, sums if weight is None else sums * weight
             if ctx.denominator.clamps:  # no way through the variance where it is clamped
                 dmerged = torch.stack((dmerged[0], dmerged[1] * ctx.denominator.slope(merged[1])))

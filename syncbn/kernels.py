@@ -78,23 +78,20 @@ def moments(x: Tensor) -> Tensor:
     return torch.stack((torch.where(head.isinf(), head, head + rest), variance))
 
 
-def normalize(
-    x: Tensor, mean: Tensor, denominator: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """``(x - mean) / sqrt(denominator) * weight + bias``, in the dtype and layout of ``x``."""
+def normalize(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """``(x - mean) * scale + bias``, in the dtype and layout of ``x``."""
     head, rest = two_parts(mean, accumulation_dtype(x.dtype))
-    scale = denominator.rsqrt() if weight is None else denominator.rsqrt() * weight
     shift = -rest * scale if bias is None else bias - rest * scale
     y = x - per_channel(head, x)
     return y.mul_(per_channel(scale, x)).add_(per_channel(shift, x)).to(x.dtype)
 
 
-def reduce(dy: Tensor, x: Tensor, mean: Tensor, denominator: Tensor) -> Tensor:
+def reduce(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
     """The two sums of the backward pass.
 
     Returns:
         ``(2, C)`` in float64: the sums of ``dy`` and of ``dy * x_hat``, with
-        ``x_hat = (x - mean) / sqrt(denominator)``.
+        ``x_hat = (x - mean) * inverse``.
     """
     if x.numel() == 0:
         return torch.zeros_like(mean).expand(2, -1)
@@ -116,7 +113,7 @@ def reduce(dy: Tensor, x: Tensor, mean: Tensor, denominator: Tensor) -> Tensor:
         0.0,
         [False, True, True],
     )
-    return torch.stack((plain, (along_x - rest * plain) * denominator.rsqrt()))
+    return torch.stack((plain, (along_x - rest * plain) * inverse))
 
 
 def input_gradient(

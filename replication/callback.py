@@ -78,24 +78,21 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
             callable.
         Exception: What a callback raises; a note names the module's path and the copy.
     """
-    positions = paired(modules)
-    for position in positions:
-        for copy_id, module in enumerate(position.copies):
-            callback = getattr(module, CALLBACK, None)
+    listeners = []
+    for position in paired(modules):
+        callbacks = [getattr(module, CALLBACK, None) for module in position.copies]
+        for copy_id, callback in enumerate(callbacks):
             if callback is not None and not callable(callback):
                 raise TypeError(
                     f"{CALLBACK} of {position}, copy {copy_id}, must be callable "
                     f"(got {type(callback).__name__})"
                 )
+        if any(callback is not None for callback in callbacks):
+            listeners.append((position, callbacks, CallbackContext()))
     rendezvous = watch(modules)
-    listeners = [
-        (position, CallbackContext())
-        for position in positions
-        if any(hasattr(module, CALLBACK) for module in position.copies)
-    ]
     for copy_id in range(len(modules)):
-        for position, context in listeners:
-            callback = getattr(position.copies[copy_id], CALLBACK, None)
+        for position, callbacks, context in listeners:
+            callback = callbacks[copy_id]
             if callback is None:
                 continue
             try:
@@ -216,7 +213,7 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
             "expected a torch.nn.DataParallel, or an object of a class derived from it "
             f"(got {type(data_parallel).__name__})"
         )
-    if getattr(type(data_parallel).replicate, RUNS_CALLBACKS, False):
+    if _runs_callbacks(data_parallel):
         return PatchHandle(())
     overrides: list[MethodOverride] = []
     for kind, name in ((PatchedReplicate, "replicate"), (PatchedParallelApply, "parallel_apply")):
@@ -232,6 +229,10 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
 
 def has_replication_callback(data_parallel: nn.DataParallel[Any]) -> bool:
     """Whether the callbacks are called already: by its class, or because it was patched."""
-    return getattr(type(data_parallel).replicate, RUNS_CALLBACKS, False) or isinstance(
+    return _runs_callbacks(data_parallel) or isinstance(
         data_parallel.__dict__.get("replicate"), PatchedReplicate
     )
+
+
+def _runs_callbacks(data_parallel: nn.DataParallel[Any]) -> bool:
+    return getattr(type(data_parallel).replicate, RUNS_CALLBACKS, False)

@@ -16,6 +16,7 @@ from replication.devices import (
     accelerator,
     check_available,
     default_devices,
+    device_order,
     parse_device,
     parse_devices,
 )
@@ -166,7 +167,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not self.device_ids:
-            inputs, kwargs_tup = self._scatter(inputs, kwargs, [None])
+            inputs, kwargs_tup = self._scatter(inputs, kwargs, None)
             return self._alone(inputs, kwargs_tup)
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             self._check_placement()
@@ -300,12 +301,6 @@ def _names(argument: str, names: Collection[str]) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"{argument} must be a list of names (got {list(names)})")
     return tuple(names)
-
-
-def device_order(devices: Sequence[DeviceLike]) -> list[int]:
-    """The replicas in the order of their devices' indices; on one device they keep theirs."""
-    parsed = parse_devices(devices)
-    return sorted(range(len(parsed)), key=lambda i: (parsed[i].type, parsed[i].index or 0))
 
 
 def _devices_to_use(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:

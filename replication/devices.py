@@ -62,6 +62,12 @@ def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
     return [parse_device(device) for device in devices]
 
 
+def device_order(devices: Sequence[DeviceLike]) -> list[int]:
+    """The replicas in the order of their devices' indices; on one device they keep theirs."""
+    parsed = parse_devices(devices)
+    return sorted(range(len(parsed)), key=lambda i: (parsed[i].type, parsed[i].index or 0))
+
+
 def check_available(device: torch.device) -> None:
     """Raises ValueError if ``device`` is one that replicas cannot run on here."""
     kind = accelerator()

@@ -61,12 +61,12 @@ def join_leaves(
     if not outputs:
         raise ValueError("expected the output of at least one replica (got none)")
     leaves, structure = flatten(outputs[0])
-    columns = [structure.leaves_of(output) for output in outputs]
     rows = []
-    for index, column in enumerate(columns):
-        if column is None:
-            raise ValueError(_difference(outputs[0], outputs[index], index))
-        rows.append(column)
+    for index, output in enumerate(outputs):
+        row = structure.leaves_of(output)
+        if row is None:
+            raise ValueError(_difference(outputs[0], output, index))
+        rows.append(row)
     _report_unknown(except_keywords, leaves)
     joined: list[Any] = []
     for leaf, *entries in zip(leaves, *rows, strict=True):

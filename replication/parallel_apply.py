@@ -20,7 +20,14 @@ from torch import nn
 from replication.devices import DeviceLike, accelerator, current_stream, parse_devices, use_device
 from replication.rendezvous import ReplicationError
 from replication.torch_internals import in_functorch_transform
-from replication.watch import Attendance, add_note, device_of, first_failure_wins, watched_call
+from replication.watch import (
+    Attendance,
+    add_note,
+    device_of,
+    first_failure_wins,
+    origin,
+    watched_call,
+)
 
 __all__ = ["parallel_apply"]
 
@@ -164,11 +171,11 @@ class ThreadState:
                     stack.enter_context(Attendance(call.rendezvous, call.replica, call.owner))
                 return module(*args, **kwargs)
         except BaseException as error:
-            origin = f"in replica {index} of {len(self.devices)}"
+            where = origin(index, len(self.devices))
             notes = getattr(error, "__notes__", None) or ()
-            known = any(str(note).startswith(origin) for note in notes)
+            known = any(str(note).startswith(where) for note in notes)
             if not known and not isinstance(error, ReplicationError):  # which says who is where
-                add_note(error, f"{origin} on {device}")
+                add_note(error, f"{where} on {device}")
             raise
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from replication.devices import DeviceLike, parse_device, parse_devices, to_device
+from replication.devices import DeviceLike, parse_devices, to_device
 from replication.scattered import Scattered
 from replication.structure import Leaf, flatten
 
@@ -50,7 +50,7 @@ def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[An
 def scatter_kwargs(
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
-    devices: Sequence[DeviceLike | None],
+    devices: Sequence[DeviceLike] | None,
     dim: int = 0,
     *,
     inputs_are_scattered: bool = False,
@@ -61,7 +61,7 @@ def scatter_kwargs(
     Args:
         inputs: Positional arguments.
         kwargs: Keyword arguments.
-        devices: Where the parts go; None leaves a part where it is.
+        devices: Where the parts go; None for one part, which is left where it is.
         dim: The batch dimension of all tensors.
         inputs_are_scattered: Takes each argument as a list of one entry per replica; see
             `DataParallel`.
@@ -75,7 +75,7 @@ def scatter_kwargs(
         ValueError: As `scatter`; or an argument has not one entry per replica.
         TypeError: An argument that should be scattered is no list, tuple or `Scattered`.
     """
-    targets = [None if device is None else parse_device(device) for device in devices]
+    targets: Sequence[torch.device | None] = [None] if devices is None else parse_devices(devices)
     arguments = tuple(inputs), dict(kwargs or {})
     if inputs_are_scattered:
         arguments = _taken_apart(*arguments, len(targets))

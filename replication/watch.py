@@ -48,13 +48,18 @@ class MethodOverride:
         self.owner().__dict__[self.name] = self
 
     def remove(self) -> None:
-        """Puts back what was there before."""
+        """Takes it off its owner."""
         owner = self.owner()
-        if owner is not None and owner.__dict__.get(self.name) is self:
+        if owner is not None:
+            self.remove_from(owner)
+
+    def remove_from(self, module: nn.Module) -> None:
+        """Puts back what was there before, if it is set on ``module``."""
+        if module.__dict__.get(self.name) is self:
             if self.previous is None:
-                del owner.__dict__[self.name]
+                del module.__dict__[self.name]
             else:
-                owner.__dict__[self.name] = self.previous
+                module.__dict__[self.name] = self.previous
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -149,9 +154,7 @@ def unwatch(replica: nn.Module) -> None:
     for name in _ENTRANCES:
         call = replica.__dict__.get(name)
         if isinstance(call, WatchedCall):
-            del replica.__dict__[name]
-            if call.previous is not None:
-                replica.__dict__[name] = call.previous
+            call.remove_from(replica)
 
 
 def watched_call(replica: Any) -> WatchedCall | None:
@@ -223,10 +226,15 @@ def add_failure_note(
     path = failing_path(error, replica)
     add_note(
         error,
-        f"in replica {index} of {size}"
+        origin(index, size)
         + (f" on {device}" if device is not None else "")
         + (f", module `{path}`" if path else ""),
     )
+
+
+def origin(index: int, size: int | None) -> str:
+    """How a note on an error begins that says where the error came from."""
+    return f"in replica {index} of {size}"
 
 
 def device_of(replica: nn.Module) -> torch.device | None:

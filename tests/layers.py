@@ -127,6 +127,21 @@ class Numbered(nn.Module):
         self.copy_id = copy_id
 
 
+class WithMaster(Numbered):
+    """Has a master in the older style, and a slave of it in every other copy."""
+
+    def __init__(self, callback: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.master = SyncMaster(callback)
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        super().__data_parallel_replicate__(ctx, copy_id)
+        if copy_id == 0:
+            ctx.master = self.master
+        else:
+            ctx.master.register_slave(copy_id)
+
+
 class FailsAt(Numbered):
     """Raises in one replica; passes its input on in the others. Failing can be switched off."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import DEADLINE, Centering, Numbered, freed, together, values
+from layers import DEADLINE, Centering, Numbered, WithMaster, freed, together, values
 from processes import run_python
 from torch import nn
 
@@ -286,19 +286,8 @@ def fail() -> None:
     raise WorkerError("own")
 
 
-class FollowsUp(Numbered):
+class FollowsUp(WithMaster):
     """Copy 1 fails; copy 0, first by index, waits for it and then raises an error of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.master = SyncMaster(lambda messages: messages)
-
-    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-        super().__data_parallel_replicate__(ctx, copy_id)
-        if copy_id == 0:
-            ctx.master = self.master
-        else:
-            ctx.master.register_slave(copy_id)
 
     def forward(self) -> None:
         if self.copy_id == 1:
@@ -310,7 +299,7 @@ class FollowsUp(Numbered):
 
 
 def test_error_of_the_first_replica_by_time_is_raised():
-    replicas = replicate(FollowsUp(), ["cpu"] * 2)
+    replicas = replicate(FollowsUp(list), ["cpu"] * 2)
     execute_replication_callbacks(replicas)
     with pytest.raises(WorkerError, match="first"):
         parallel_apply(replicas, [()] * 2)

@@ -13,7 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from layers import DEADLINE, Centering, Numbered, freed, join_all, outcome_of, together, values
+from layers import (
+    DEADLINE,
+    Centering,
+    Numbered,
+    WithMaster,
+    freed,
+    join_all,
+    outcome_of,
+    together,
+    values,
+)
 from torch import nn
 
 from replication import (
@@ -226,26 +236,15 @@ def test_instance_serves_forwards_of_any_number_of_replicas():
         torch.testing.assert_close(model(x), x - x.mean(0))
 
 
-class CountsSlaves(Numbered):
+class CountsSlaves(WithMaster):
     """Returns how many slaves the master has, as the copy that is asked sees it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.master = SyncMaster(echo)
-
-    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-        super().__data_parallel_replicate__(ctx, copy_id)
-        if copy_id == 0:
-            ctx.master = self.master
-        else:
-            ctx.master.register_slave(copy_id)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tensor([self.master.nr_slaves])
 
 
 def test_nr_slaves_in_a_forward_counts_its_replicas():
-    model = DataParallel(CountsSlaves(), ["cpu"] * 4)
+    model = DataParallel(CountsSlaves(echo), ["cpu"] * 4)
     assert [model(torch.zeros(n, 1)).tolist() for n in (4, 2, 1, 4)] == [
         [3] * 4,
         [1] * 2,
@@ -255,7 +254,7 @@ def test_nr_slaves_in_a_forward_counts_its_replicas():
 
 
 def test_nr_slaves_between_forwards_is_zero():
-    model = DataParallel(CountsSlaves(), ["cpu"] * 4)
+    model = DataParallel(CountsSlaves(echo), ["cpu"] * 4)
     model(torch.zeros(4, 1))
     assert model.module.master.nr_slaves == 0
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 from replication import DataParallel, Scattered, data_parallel, gather, scatter, scatter_kwargs
-from replication.data_parallel import device_order
+from replication.devices import device_order
 from replication.torch_internals import register_pytree_node
 
 Pair = namedtuple("Pair", "first second")

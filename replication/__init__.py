@@ -12,9 +12,10 @@ from replication.data_parallel import (
     ReplicationCallbackDataParallel,
     data_parallel,
 )
+from replication.future import FutureResult
 from replication.gather import gather
 from replication.parallel_apply import parallel_apply
-from replication.pipe import FutureResult, SlavePipe, SyncMaster
+from replication.pipe import SlavePipe, SyncMaster
 from replication.rendezvous import ReplicaFailed, ReplicasDiverged, ReplicationError
 from replication.replicate import replicate
 from replication.scatter import scatter, scatter_kwargs

@@ -13,7 +13,6 @@ number of forwards, one after the other or at once.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -21,65 +20,13 @@ from typing import Any
 
 from replication.rendezvous import Rendezvous, ReplicationError, Site, Wait, here
 
-__all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
+__all__ = ["SlavePipe", "SyncMaster"]
 
+#: The identifier of the master's own message.
 _MASTER = 0
 _EMPTY: Any = object()
 
 MasterCallback = Callable[[Sequence[tuple[Any, Any]]], Iterable[tuple[Any, Any]]]
-
-
-class FutureResult:
-    """A pipe of one slot, from one thread that puts to one thread that gets.
-
-    It can be used again once its result has been fetched. Any value passes, ``None`` included.
-    Inside a replica's forward, `get` raises as every wait does (`ReplicaFailed`,
-    `ReplicasDiverged`) when no other replica can put any more.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._result = _EMPTY
-        self._wait: Wait | None = None
-
-    def __reduce__(self) -> tuple[type[FutureResult], tuple[()]]:
-        return FutureResult, ()  # a copy waits for nobody and holds nothing
-
-    def put(self, result: Any) -> None:
-        """Hands over ``result``.
-
-        Raises:
-            ReplicationError: The previous result has not been fetched.
-        """
-        with self._lock:
-            if self._result is not _EMPTY:
-                raise ReplicationError("the previous result has not been fetched")
-            self._result = result
-            wait = self._wait
-            if wait is not None:
-                with wait.rendezvous.lock:
-                    wait.rendezvous.end_wait(wait)
-
-    def get(self) -> Any:
-        """Returns the result, after waiting for it if it is not there yet."""
-        wait = None
-        with self._lock:
-            if self._result is _EMPTY:
-                place = here()
-                rendezvous = place.rendezvous if place else Rendezvous(None)
-                with rendezvous.lock:
-                    wait = self._wait = rendezvous.begin_wait(
-                        place.replica if place else _MASTER, (), Site("FutureResult", 1), {}
-                    )
-        if wait is not None:
-            try:
-                wait.block()
-            finally:
-                with self._lock:
-                    self._wait = None
-        with self._lock:
-            result, self._result = self._result, _EMPTY
-        return result
 
 
 class Slot:
@@ -98,8 +45,10 @@ class Slot:
 class Channel:
     """One master, its slaves, and their calls in one forward."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, master: int = 0) -> None:
         self.path = path
+        #: The replica that the master is in.
+        self.master = master
         #: In the order of the replicas, also if they have registered in another.
         self.slots: list[Slot] = []
         self.calls: dict[int, int] = defaultdict(int)
@@ -151,13 +100,91 @@ class SlavePipe:
             channel.missing.discard(slot.replica)
             if channel.master_wait is not None and not channel.missing:
                 rendezvous.end_wait(channel.master_wait)
-            slot.wait = rendezvous.begin_wait(slot.replica, (_MASTER,), site, channel.calls)
+            slot.wait = rendezvous.begin_wait(slot.replica, (channel.master,), site, channel.calls)
         try:
             slot.wait.block()
         finally:
             slot.wait = None
         reply, slot.reply = slot.reply, _EMPTY
         return reply
+
+
+class MasterPipe:
+    """The master's end in one forward."""
+
+    def __init__(self, callback: MasterCallback, rendezvous: Rendezvous, channel: Channel) -> None:
+        self._callback = callback
+        self._rendezvous = rendezvous
+        self._channel = channel
+
+    def run_master(self, master_msg: Any) -> Any:
+        """See `SyncMaster.run_master`."""
+        rendezvous, channel = self._rendezvous, self._channel
+        wait = None
+        with rendezvous.lock:
+            site = channel.next_call(channel.master)
+            channel.missing = {slot.replica for slot in channel.slots if slot.message is _EMPTY}
+            if channel.missing:
+                wait = channel.master_wait = rendezvous.begin_wait(
+                    channel.master, channel.missing, site, channel.calls
+                )
+        if wait is not None:
+            try:
+                wait.block()
+            finally:
+                channel.master_wait = None
+        messages: list[tuple[Any, Any]] = [(_MASTER, master_msg)]
+        for slot in channel.slots:
+            messages.append((slot.identifier, slot.message))
+            slot.message = _EMPTY
+        try:
+            replies = replies_to(messages, self._callback, channel.path)
+        except BaseException as error:
+            rendezvous.fail(channel.master, error)
+            raise
+        with rendezvous.lock:
+            for slot in channel.slots:
+                slot.reply = replies[slot.identifier]
+                if slot.wait is not None:
+                    rendezvous.end_wait(slot.wait)
+        return replies[_MASTER]
+
+
+def connect(
+    callback: MasterCallback, rendezvous: Rendezvous, path: str, replicas: Sequence[int]
+) -> list[Callable[[Any], Any]]:
+    """Connects replicas that are known from the start; the first of them has the master.
+
+    Returns:
+        One function for each, which sends a message and returns the reply. The messages'
+        identifiers count from 0, in the order of ``replicas``.
+    """
+    channel = Channel(path, master=replicas[0])
+    channel.slots = [Slot(i, replica) for i, replica in enumerate(replicas) if i != _MASTER]
+    return [
+        MasterPipe(callback, rendezvous, channel).run_master,
+        *(SlavePipe(s.identifier, rendezvous, channel, s).run_slave for s in channel.slots),
+    ]
+
+
+def replies_to(
+    messages: list[tuple[Any, Any]], callback: MasterCallback, path: str
+) -> dict[Any, Any]:
+    """The callback's reply to each message, by its identifier."""
+    answer = callback(messages)
+    pairs = list(answer) if isinstance(answer, Iterable) else None
+    expected = [identifier for identifier, _ in messages]
+    try:
+        replies = dict(pairs or ())
+    except (TypeError, ValueError):  # not made of pairs
+        replies = {}
+    if set(replies) != set(expected):
+        got = list(replies) or (type(answer).__name__ if pairs is None else pairs)
+        raise ReplicationError(
+            f"the master's callback of `{path}` must return one (identifier, reply) for each "
+            f"message (expected identifiers {expected}, got {got})"
+        )
+    return replies
 
 
 class SyncMaster:
@@ -282,49 +309,7 @@ class SyncMaster:
             )
         slots = self._slots(rendezvous)
         if rendezvous is None or not slots:
-            return self._replies([(_MASTER, master_msg)], "SyncMaster")[_MASTER]
-        channel: Channel = rendezvous.channels[self]
-        wait = None
-        with rendezvous.lock:
-            site = channel.next_call(_MASTER)
-            channel.missing = {slot.replica for slot in slots if slot.message is _EMPTY}
-            if channel.missing:
-                wait = channel.master_wait = rendezvous.begin_wait(
-                    _MASTER, channel.missing, site, channel.calls
-                )
-        if wait is not None:
-            try:
-                wait.block()
-            finally:
-                channel.master_wait = None
-        messages: list[tuple[Any, Any]] = [(_MASTER, master_msg)]
-        for slot in slots:
-            messages.append((slot.identifier, slot.message))
-            slot.message = _EMPTY
-        try:
-            replies = self._replies(messages, channel.path)
-        except BaseException as error:
-            rendezvous.fail(_MASTER, error)
-            raise
-        with rendezvous.lock:
-            for slot in slots:
-                slot.reply = replies[slot.identifier]
-                if slot.wait is not None:
-                    rendezvous.end_wait(slot.wait)
-        return replies[_MASTER]
-
-    def _replies(self, messages: list[tuple[Any, Any]], path: str) -> dict[Any, Any]:
-        answer = self._master_callback(messages)
-        pairs = list(answer) if isinstance(answer, Iterable) else None
-        expected = [identifier for identifier, _ in messages]
-        try:
-            replies = dict(pairs or ())
-        except (TypeError, ValueError):  # not made of pairs
-            replies = {}
-        if set(replies) != set(expected):
-            got = list(replies) or (type(answer).__name__ if pairs is None else pairs)
-            raise ReplicationError(
-                f"the master's callback of `{path}` must return one (identifier, reply) for each "
-                f"message (expected identifiers {expected}, got {got})"
-            )
-        return replies
+            messages = [(_MASTER, master_msg)]
+            return replies_to(messages, self._master_callback, "SyncMaster")[_MASTER]
+        channel = rendezvous.channels[self]
+        return MasterPipe(self._master_callback, rendezvous, channel).run_master(master_msg)

@@ -1,11 +1,12 @@
 """Replicas of a module side by side, whose layers can talk to their copies."""
 
 from replication.callback import (
-    CallbackContext,
     exec_data_parallel_replication_callback,
     execute_replication_callbacks,
     patch_replication_callback,
+    register_replication_callback,
 )
+from replication.context import CallbackContext
 from replication.data_parallel import (
     DataParallel,
     DataParallelWithCallback,
@@ -14,9 +15,11 @@ from replication.data_parallel import (
 )
 from replication.future import FutureResult
 from replication.gather import gather
+from replication.group import Group, SoloGroup
 from replication.parallel_apply import parallel_apply
 from replication.pipe import SlavePipe, SyncMaster
 from replication.rendezvous import ReplicaFailed, ReplicasDiverged, ReplicationError
+from replication.replica_group import ReplicaGroup
 from replication.replicate import replicate
 from replication.scatter import scatter, scatter_kwargs
 from replication.scattered import Scattered
@@ -26,12 +29,15 @@ __all__ = [
     "DataParallel",
     "DataParallelWithCallback",
     "FutureResult",
+    "Group",
     "ReplicaFailed",
+    "ReplicaGroup",
     "ReplicasDiverged",
     "ReplicationCallbackDataParallel",
     "ReplicationError",
     "Scattered",
     "SlavePipe",
+    "SoloGroup",
     "SyncMaster",
     "data_parallel",
     "exec_data_parallel_replication_callback",
@@ -39,6 +45,7 @@ __all__ = [
     "gather",
     "parallel_apply",
     "patch_replication_callback",
+    "register_replication_callback",
     "replicate",
     "scatter",
     "scatter_kwargs",

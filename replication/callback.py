@@ -6,31 +6,38 @@ replication, and before any forward, it is called on every copy that has it:
     copy 0:  root, first child, ...      all of the master copy first
     copy 1:  root, first child, ...      then the others, in order
 
-The n copies of one layer share one `CallbackContext`.
+The n copies of one layer share one `CallbackContext`, through which they get a `Group`. For a
+layer whose class cannot be changed there is `register_replication_callback`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from replication.context import CallbackContext
+from replication.devices import DeviceLike, parse_devices
 from replication.rendezvous import Place, standing_at
 from replication.watch import (
     MethodOverride,
     add_note,
+    device_of,
     first_failure_wins,
     rendezvous_of,
     watch,
 )
 
 __all__ = [
-    "CallbackContext",
     "PatchHandle",
     "exec_data_parallel_replication_callback",
     "execute_replication_callbacks",
     "patch_replication_callback",
+    "register_replication_callback",
 ]
 
 CALLBACK = "__data_parallel_replicate__"
@@ -39,13 +46,10 @@ CALLBACK = "__data_parallel_replicate__"
 RUNS_CALLBACKS = "runs_replication_callbacks"
 
 
-class CallbackContext:
-    """What the copies of one layer share in one forward: any attribute that they set on it."""
+#: Where a module keeps what `register_replication_callback` was given; its replicas share it.
+_REGISTERED = "_replication_callbacks"
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
-        def __setattr__(self, name: str, value: Any) -> None: ...
+Callback = Callable[[nn.Module, CallbackContext, int], object]
 
 
 class Position(NamedTuple):
@@ -58,8 +62,50 @@ class Position(NamedTuple):
         return f"`{self.path}`" if self.path else f"the root ({type(self.copies[0]).__name__})"
 
 
-def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
+def register_replication_callback(module: nn.Module, callback: Callback) -> RemovableHandle:
+    """Gives a module a callback of replication without changing its class.
+
+    ``callback(copy, ctx, copy_id)`` is called for each copy of ``module`` where
+    ``copy.__data_parallel_replicate__(ctx, copy_id)`` would be, and after it if there is one.
+
+    >>> import torch
+    >>> from replication import DataParallel
+    >>> def number(copy, ctx, copy_id):
+    ...     print(f"copy {copy_id} of {ctx.num_copies}")
+    >>> net = nn.Sequential(nn.Linear(2, 1))
+    >>> handle = register_replication_callback(net[0], number)
+    >>> y = DataParallel(net, ["cpu"] * 2)(torch.ones(4, 2))
+    copy 0 of 2
+    copy 1 of 2
+    >>> handle.remove()
+
+    Args:
+        module: Any module, alone or part of one that will be replicated.
+        callback: What it sets on the copy is gone after the forward. To be pickled with the
+            module it must be a function of a Python module.
+
+    Returns:
+        A handle whose ``remove()`` takes the callback away.
+
+    Raises:
+        TypeError: ``module`` is no module, or ``callback`` is not callable.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module (got {type(module).__name__})")
+    if not callable(callback):
+        raise TypeError(f"expected a callable (got {type(callback).__name__})")
+    callbacks = module.__dict__.setdefault(_REGISTERED, OrderedDict())
+    handle = RemovableHandle(callbacks)
+    callbacks[handle.id] = callback
+    return handle
+
+
+def execute_replication_callbacks(
+    modules: Sequence[nn.Module], devices: Sequence[DeviceLike] | None = None
+) -> None:
     """Calls ``__data_parallel_replicate__(ctx, copy_id)`` on every submodule that has it.
+
+    And what `register_replication_callback` was given.
 
     Guarantees:
         * All callbacks of copy 0 come before any of copy 1, and so on. Within a copy they come in
@@ -71,39 +117,63 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 
     Args:
         modules: The copies of one module, the master copy first.
+        devices: The device of each, for `CallbackContext`; by default that of its first tensor.
 
     Raises:
-        ValueError: ``modules`` is empty, or the copies differ in structure.
+        ValueError: ``modules`` is empty, the copies differ in structure, or there are not as many
+            ``devices``.
         TypeError: An item is no module, or an attribute ``__data_parallel_replicate__`` is not
             callable.
         Exception: What a callback raises; a note names the module's path and the copy.
     """
-    listeners = []
-    for position in paired(modules):
-        callbacks = [getattr(module, CALLBACK, None) for module in position.copies]
-        for copy_id, callback in enumerate(callbacks):
-            if callback is not None and not callable(callback):
-                raise TypeError(
-                    f"{CALLBACK} of {position}, copy {copy_id}, must be callable "
-                    f"(got {type(callback).__name__})"
-                )
-        if any(callback is not None for callback in callbacks):
-            listeners.append((position, callbacks, CallbackContext()))
+    positions = [(position, callbacks_of(position)) for position in paired(modules)]
+    if devices is not None and len(devices) != len(modules):
+        raise ValueError(
+            f"expected one device for each of {len(modules)} copies (got {len(devices)})"
+        )
+    on = [device_of(module) for module in modules] if devices is None else parse_devices(devices)
     rendezvous = watch(modules)
+    listeners = [
+        (position, callbacks, CallbackContext(len(modules), on, position.path, rendezvous))
+        for position, callbacks in positions
+        if any(callbacks)
+    ]
     for copy_id in range(len(modules)):
         for position, callbacks, context in listeners:
-            callback = callbacks[copy_id]
-            if callback is None:
-                continue
-            try:
-                with standing_at(Place(rendezvous, copy_id, position.path or "(root)")):
-                    callback(context, copy_id)
-            except BaseException as error:
-                add_note(error, f"in {CALLBACK} of {position}, copy {copy_id} of {len(modules)}")
-                raise
+            for name, callback in callbacks[copy_id]:
+                try:
+                    with standing_at(Place(rendezvous, copy_id, position.path or "(root)")):
+                        callback(context, copy_id)
+                except BaseException as error:
+                    add_note(error, f"in {name} of {position}, copy {copy_id} of {len(modules)}")
+                    raise
 
 
 exec_data_parallel_replication_callback = execute_replication_callbacks
+
+
+def callbacks_of(position: Position) -> list[list[tuple[str, Callable[[Any, int], object]]]]:
+    """For each copy what is to be called with the context and the copy's number, and its name.
+
+    Raises:
+        TypeError: An attribute ``__data_parallel_replicate__`` is not callable.
+    """
+    callbacks = []
+    for copy_id, module in enumerate(position.copies):
+        method = getattr(module, CALLBACK, None)
+        if method is not None and not callable(method):
+            raise TypeError(
+                f"{CALLBACK} of {position}, copy {copy_id}, must be callable "
+                f"(got {type(method).__name__})"
+            )
+        registered = module.__dict__.get(_REGISTERED, {}).values()
+        callbacks.append(
+            [
+                *([] if method is None else [(CALLBACK, method)]),
+                *(("a registered callback", partial(function, module)) for function in registered),
+            ]
+        )
+    return callbacks
 
 
 def paired(modules: Sequence[nn.Module]) -> list[Position]:

@@ -223,7 +223,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Makes the replicas and runs their callbacks."""
         replicas = replicate(module, device_ids, detach=not torch.is_grad_enabled())
-        execute_replication_callbacks(replicas)
+        execute_replication_callbacks(replicas, device_ids)
         return replicas
 
     # What `patch_replication_callback` adds, this method has, unless a derived class replaces it.

@@ -45,9 +45,10 @@ class ReplicaFailed(ReplicationError):
 
 
 class ReplicasDiverged(ReplicationError):
-    """Replicas wait for values that nobody can send any more.
+    """Replicas do not do the same, so that what they wait for cannot come.
 
-    One replica has skipped a layer, called it more often than the others, or in another order.
+    One replica has skipped a layer, called it more often than the others, or in another order; or
+    it has called another collective of a group, or with a tensor of another shape or dtype.
     """
 
 
@@ -350,10 +351,10 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def listed(replicas: Iterable[int]) -> str:
+def listed(numbers: Iterable[int], kind: str = "replica") -> str:
     """``[0, 2]`` -> ``"replicas 0, 2"``."""
-    numbers = [str(replica) for replica in replicas]
-    return f"replica{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+    texts = [str(number) for number in numbers]
+    return f"{kind}{'s' if len(texts) > 1 else ''} {', '.join(texts)}"
 
 
 class Place(NamedTuple):

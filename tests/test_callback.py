@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from replication import (
     exec_data_parallel_replication_callback,
     execute_replication_callbacks,
     patch_replication_callback,
+    register_replication_callback,
     replicate,
 )
 
@@ -421,3 +423,116 @@ def test_one_sample_runs_one_replica_and_its_callback():
     model = unpatched()
     patch_replication_callback(model)
     assert recorded(model, torch.zeros(1, 1)) == [("root", 0)]
+
+
+# -- registered callbacks ----------------------------------------------------------------------
+
+
+def set_number(module: nn.Module, ctx: CallbackContext, copy_id: int) -> None:
+    module.number = copy_id
+
+
+def test_registered_callback_is_called_on_each_copy_of_its_module_only():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    register_replication_callback(net[1], set_number)
+    replicas = copies(net, 3)
+    execute_replication_callbacks(replicas)
+    assert [replica[1].number for replica in replicas] == [0, 1, 2]
+    assert not any(hasattr(m, "number") for m in (net[0], net[1], *(r[0] for r in replicas)))
+
+
+def test_registered_callbacks_come_after_the_method_in_their_order_with_its_context():
+    out: list[Any] = []
+    module = Recorder(out, "method")
+    for name in ("first", "second"):
+        register_replication_callback(
+            module, lambda m, ctx, copy_id, name=name: out.append((name, copy_id, ctx))
+        )
+    execute_replication_callbacks(copies(module, 2))
+    names = ["method", "first", "second"]
+    assert [(name, i) for name, i, _ in out] == [(n, i) for i in range(2) for n in names]
+    assert len({id(ctx) for _, _, ctx in out}) == 1
+
+
+def test_registered_callback_connects_copies():
+    def connect(module: nn.Module, ctx: CallbackContext, copy_id: int) -> None:
+        group = ctx.group(copy_id)
+        module.forward = lambda x: group.all_reduce(x.sum(0)).expand_as(x)
+
+    relu = nn.ReLU()
+    register_replication_callback(relu, connect)
+    model = DataParallel(nn.Sequential(relu), ["cpu"] * 3)
+    assert model(torch.ones(5, 1)).tolist() == [[5]] * 5
+    assert relu(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_handle_takes_the_callback_away():
+    linear = nn.Linear(1, 1)
+    handle = register_replication_callback(linear, set_number)
+    handle.remove()
+    handle.remove()
+    (replica,) = replicas = copies(linear, 1)
+    execute_replication_callbacks(replicas)
+    assert not hasattr(replica, "number")
+    with register_replication_callback(linear, set_number):
+        (replica,) = replicas = copies(linear, 1)
+    execute_replication_callbacks(replicas)
+    assert not hasattr(replica, "number")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copy_of_a_module_has_its_callbacks_and_is_independent(copied):
+    linear = nn.Linear(1, 1)
+    handle = register_replication_callback(linear, set_number)
+    twin = copied(linear)
+    handle.remove()
+    (replica,) = replicas = copies(twin, 1)
+    execute_replication_callbacks(replicas)
+    assert replica.number == 0
+    assert list(twin.state_dict()) == ["weight", "bias"]
+
+
+def test_bound_method_of_a_replicated_module_is_called_on_the_replica():
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.ReLU()
+            self.told = None
+            register_replication_callback(self.layer, self.tell)
+
+        def tell(self, module: nn.Module, ctx: CallbackContext, copy_id: int) -> None:
+            self.told = copy_id
+
+    root = Root()
+    replicas = copies(root, 2)
+    execute_replication_callbacks(replicas)
+    assert [replica.told for replica in replicas] == [0, 1]
+    assert root.told is None
+
+
+def test_error_in_a_registered_callback_names_the_module_and_the_copy():
+    def fails(module: nn.Module, ctx: CallbackContext, copy_id: int) -> None:
+        if copy_id == 1:
+            raise KeyError("mine")
+
+    net = nn.Sequential(nn.Sequential(nn.ReLU()))
+    register_replication_callback(net[0][0], fails)
+    with pytest.raises(KeyError) as caught:
+        execute_replication_callbacks(copies(net, 3))
+    assert caught.value.__notes__ == ["in a registered callback of `0.0`, copy 1 of 3"]
+
+
+def test_registration_keeps_no_module_alive():
+    linear = nn.Linear(1, 1)
+    handle = register_replication_callback(linear, set_number)
+    reference = weakref.ref(linear)
+    del linear
+    assert reference() is None
+    handle.remove()
+
+
+def test_registration_refuses_anything_else():
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module \(got type\)"):
+        register_replication_callback(nn.Linear, set_number)
+    with pytest.raises(TypeError, match=r"expected a callable \(got int\)"):
+        register_replication_callback(nn.Linear(1, 1), 3)

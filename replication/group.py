@@ -1,0 +1,308 @@
+"""`Group`: collectives between the copies of a layer, wherever these copies are.
+
+Names and meaning are those of `torch.distributed`. Results are returned, not written into the
+argument, and are differentiable, any number of times.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from replication.rendezvous import ReplicasDiverged, listed
+
+__all__ = ["Group", "SoloGroup"]
+
+T = TypeVar("T")
+
+ReduceOp = Literal["sum", "mean", "max", "min", "product"]
+
+
+class Call(NamedTuple):
+    """One member's call of a collective, as far as the others' must be alike."""
+
+    name: str
+    #: ``op`` or ``src``, with its name.
+    option: str = ""
+    #: Dtype and shape of each tensor.
+    layouts: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()
+    #: Whether the first dimension may differ.
+    any_length: bool = False
+    #: Whether a graph leads through it; matters between processes.
+    requires_grad: bool | None = None
+
+    def __str__(self) -> str:
+        tensors = ", ".join(
+            f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in self.layouts
+        )
+        text = f"{self.name}({self.option})" + (f" of {tensors}" if tensors else "")
+        if self.requires_grad is not None and self.layouts:
+            text += f" that {'requires' if self.requires_grad else 'does not require'} gradients"
+        return text
+
+    def must_equal(self) -> tuple[Any, ...]:
+        """What must be equal in the calls of all members."""
+        if not self.any_length:
+            return self
+        layouts = [(dtype, len(shape), shape[1:]) for dtype, shape in self.layouts]
+        return (*self._replace(layouts=()), layouts)
+
+
+def check_alike(calls: Sequence[Call], where: str, members: Sequence[int], kind: str) -> None:
+    """Raises `ReplicasDiverged` unless all members make the same call.
+
+    Args:
+        calls: One for each member.
+        where: The layer and the number of its call.
+        members: The members' numbers, for the message.
+        kind: What a member is.
+    """
+    first = calls[0].must_equal()
+    if all(call.must_equal() == first for call in calls[1:]):
+        return
+    callers: dict[str, list[int]] = {}
+    for member, call in zip(members, calls, strict=True):
+        callers.setdefault(str(call), []).append(member)
+    found = "; ".join(f"{listed(who, kind)}: {text}" for text, who in callers.items())
+    raise ReplicasDiverged(
+        f"{where}: the calls do not match: {found}. All must make the same calls in the same "
+        "order, with tensors of one dtype and one shape (in all_gather the first dimension may "
+        "differ)."
+    )
+
+
+class Group(ABC):
+    """The copies of one layer, and the collectives between them.
+
+    Every member must call the same collectives in the same order. It is rank ``rank`` of ``size``
+    (from 0). A collective returns tensors of the member's own: to change one in place changes
+    nobody else's, nor the argument. They are on the device of the argument and have its dtype.
+
+    Gradients are those of the sum of all members' losses, as in `torch.distributed.nn`: the
+    derivative of what *every* member makes of the result. All collectives can be differentiated
+    any number of times; under `torch.no_grad` a member's results are constants.
+
+    Raises:
+        TypeError: An argument is not of the type that is asked for; before anyone waits.
+        ValueError: An argument has the wrong value; before anyone waits.
+        ReplicasDiverged: The members' calls do not match, or someone does not call.
+        ReplicaFailed: Another member raised.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+    def _where(self) -> str:
+        """Who this is, for messages."""
+        return repr(self)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Reduces the members' tensors, of one shape and dtype, to one that everyone gets.
+
+        >>> SoloGroup().all_reduce(torch.tensor([1.0, 2.0]), op="mean")
+        tensor([1., 2.])
+
+        Args:
+            tensor: Any shape.
+            op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"product"``, elementwise. The
+                gradient of a largest or smallest value is shared evenly by those that have it,
+                as in `torch.amax`.
+        """
+        self._check_tensors("all_reduce", [tensor])
+        self._check_op("all_reduce", op, tensor)
+        return self._all_reduce(tensor, op)
+
+    def all_gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Returns the tensors of all members, in the order of their ranks.
+
+        Args:
+            tensor: Any shape; the first dimension may differ between members, and be 0.
+        """
+        self._check_tensors("all_gather", [tensor])
+        return self._all_gather(tensor)
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Tensor:
+        """Reduces the tensors that all members have for this one.
+
+        Args:
+            tensors: One for each member, in the order of their ranks, of one dtype and on one
+                device. Those for different members may differ in shape.
+            op: See `all_reduce`.
+
+        Returns:
+            ``op`` of what the members have at index ``rank``.
+        """
+        if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
+            self._refuse(
+                TypeError,
+                f"reduce_scatter takes a list of {self.size} tensors, one for each member "
+                f"(got {described(tensors)}); of one tensor, list(tensor.chunk({self.size}))",
+            )
+        if len(tensors) != self.size:
+            self._refuse(
+                ValueError,
+                f"reduce_scatter takes one tensor for each of {self.size} members "
+                f"(got {len(tensors)})",
+            )
+        self._check_tensors("reduce_scatter", tensors)
+        if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+            self._refuse(
+                ValueError,
+                "reduce_scatter takes tensors of one dtype on one device "
+                f"(got {', '.join(f'{t.dtype} on {t.device}' for t in tensors)})",
+            )
+        self._check_op("reduce_scatter", op, tensors[0])
+        return self._reduce_scatter(tuple(tensors), op)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Returns the tensor of the member of rank ``src``.
+
+        Args:
+            tensor: Of the same shape and dtype in all members.
+            src: A rank of this group.
+        """
+        self._check_tensors("broadcast", [tensor])
+        if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < self.size:
+            self._refuse(
+                ValueError, f"broadcast takes a src from 0 to {self.size - 1} (got {src!r})"
+            )
+        return self._broadcast(tensor, src)
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Returns when all members have called it."""
+
+    @abstractmethod
+    def all_gather_object(self, obj: T) -> tuple[T, ...]:
+        """Returns the objects of all members, in the order of their ranks.
+
+        Between processes they are pickled; between replicas they are the objects themselves.
+        """
+
+    def split(self, size: int) -> Group:
+        """Returns the member's part of this group: ranks 0 to size - 1, size to 2 size - 1, ...
+
+        All members must split alike. If ``size`` does not divide the group, the last part is
+        smaller, as the last batch of an epoch is.
+        """
+        if isinstance(size, bool) or not isinstance(size, int):
+            self._refuse(TypeError, f"split takes an int (got {described(size)})")
+        if size < 1:
+            self._refuse(ValueError, f"split takes a size of at least 1 (got {size})")
+        return self if size >= self.size else self._split(size)
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor: ...
+
+    @abstractmethod
+    def _all_gather(self, tensor: Tensor) -> tuple[Tensor, ...]: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, tensors: tuple[Tensor, ...], op: ReduceOp) -> Tensor: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, src: int) -> Tensor: ...
+
+    @abstractmethod
+    def _split(self, size: int) -> Group: ...
+
+    # -- what is checked before anyone waits ---------------------------------------------------
+
+    def _refuse(self, kind: type[Exception], text: str) -> None:
+        raise kind(f"{self._where()}: {text}")
+
+    def _check_tensors(self, name: str, tensors: Sequence[Any]) -> None:
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                self._refuse(TypeError, f"{name} takes tensors (got {described(tensor)})")
+            if tensor.layout is not torch.strided:
+                self._refuse(TypeError, f"{name} takes dense tensors (got {tensor.layout})")
+
+    def _check_op(self, name: str, op: Any, tensor: Tensor) -> None:
+        known = get_args(ReduceOp)
+        if op not in known:
+            self._refuse(ValueError, f"{name} knows the ops {', '.join(known)} (got {op!r})")
+        dtype = tensor.dtype
+        is_inexact = dtype.is_floating_point or dtype.is_complex
+        if (
+            (op == "mean" and not is_inexact)
+            or (op in ("max", "min") and dtype.is_complex)
+            or (op in ("sum", "product") and dtype is torch.bool)
+        ):
+            self._refuse(TypeError, f"{name} has no {op} of {dtype}")
+
+
+def described(value: Any) -> str:
+    """What an argument is, for messages."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return type(value).__name__
+
+
+def layouts(tensors: Sequence[Tensor]) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+    """Dtypes and shapes, for a `Call`."""
+    return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+
+
+_PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "product": torch.mul,
+}
+
+
+def reduced(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
+    """``op`` over tensors of one shape and device, from left to right, in their dtype.
+
+    Pairwise: `torch.sum` and `torch.prod` would return float32 under a CUDA autocast.
+    """
+    if op in _PAIRWISE:
+        total = reduce(_PAIRWISE[op], tensors)
+        return total / len(tensors) if op == "mean" else total
+    extreme = torch.amax if op == "max" else torch.amin
+    return extreme(torch.stack(tuple(tensors)), 0)
+
+
+class SoloGroup(Group):
+    """A group of one: each collective returns a copy of its argument, at once.
+
+    >>> group = SoloGroup()
+    >>> group.rank, group.size
+    (0, 1)
+    >>> group.all_gather(torch.tensor([1.0, 2.0]))
+    (tensor([1., 2.]),)
+    """
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=1)
+
+    def barrier(self) -> None:
+        """Returns at once."""
+
+    def all_gather_object(self, obj: T) -> tuple[T, ...]:
+        """Returns ``(obj,)``."""
+        return (obj,)
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        return tensor.clone()
+
+    def _all_gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor.clone(),)
+
+    def _reduce_scatter(self, tensors: tuple[Tensor, ...], op: ReduceOp) -> Tensor:
+        return tensors[0].clone()
+
+    def _broadcast(self, tensor: Tensor, src: int) -> Tensor:
+        return tensor.clone()
+
+    def _split(self, size: int) -> Group:
+        return self

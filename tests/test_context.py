@@ -1,0 +1,176 @@
+"""`CallbackContext`: a bag of attributes, three fields, and the groups of a layer's copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from layers import AsTorchDoes, ByForward, ByPlainThreads, CustomDataParallel, together, values
+from torch import Tensor, nn
+
+from replication import (
+    CallbackContext,
+    DataParallel,
+    ReplicaGroup,
+    ReplicationError,
+    SoloGroup,
+    data_parallel,
+    execute_replication_callbacks,
+    patch_replication_callback,
+    replicate,
+)
+
+
+class Keeps(nn.Module):
+    """Keeps the context, and sums over the copies."""
+
+    ctx: Any = None
+    copy_id = 0
+
+    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+        self.ctx, self.copy_id = ctx, copy_id
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ctx.group(self.copy_id).all_reduce(x.sum(0, keepdim=True))
+
+
+def contexts(module: nn.Module, n: int, **options: Any) -> list[Any]:
+    replicas = replicate(module, ["cpu"] * n)
+    execute_replication_callbacks(replicas, **options)
+    return [replica.get_submodule("1.0").ctx for replica in replicas]
+
+
+NET = nn.Sequential(nn.ReLU(), nn.Sequential(Keeps(), nn.Linear(1, 1)))
+
+
+# -- fields ------------------------------------------------------------------------------------
+
+
+def test_fields():
+    first, *others = contexts(NET, 3)
+    assert first.num_copies == 3
+    assert first.path == "1.0"
+    assert first.devices == (torch.device("cpu"),) * 3
+    assert all(ctx is first for ctx in others)
+
+
+def test_path_of_the_root_is_empty():
+    (replica,) = replicas = replicate(Keeps(), ["cpu"])
+    execute_replication_callbacks(replicas)
+    assert replica.ctx.path == ""
+
+
+def test_devices_may_be_given():
+    (ctx, _) = contexts(NET, 2, devices=["meta", torch.device("cpu")])
+    assert ctx.devices == (torch.device("meta"), torch.device("cpu"))
+
+
+def test_devices_of_copies_without_tensors_are_unknown_unless_given():
+    replicas = replicate(Keeps(), ["cpu"] * 2)
+    execute_replication_callbacks(replicas)
+    assert replicas[0].ctx.devices == (None, None)
+    (replica, _) = DataParallel(Keeps(), ["cpu"] * 2).replicate(Keeps(), ["cpu"] * 2)
+    assert replica.ctx.devices == (torch.device("cpu"),) * 2
+
+
+def test_another_number_of_devices_is_refused():
+    with pytest.raises(ValueError, match=r"one device for each of 2 copies \(got 1\)"):
+        contexts(NET, 2, devices=["cpu"])
+
+
+def test_any_attribute_can_be_set_the_names_of_the_fields_included():
+    class Sets(Keeps):
+        def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+            super().__data_parallel_replicate__(ctx, copy_id)
+            ctx.devices = ctx.path = ctx.num_copies = ctx.anything = None
+
+    x = torch.ones(4, 1)
+    assert DataParallel(Sets(), ["cpu"] * 2)(x).tolist() == [[4.0]] * 2
+
+
+def test_unknown_attribute_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="sync_master"):
+        _ = CallbackContext().sync_master
+
+
+# -- groups ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        DataParallel(Keeps(), ["cpu"] * 3),
+        CustomDataParallel(Keeps(), 3),
+        AsTorchDoes(Keeps(), 3),
+        ByPlainThreads(Keeps(), 3),
+        ByForward(Keeps(), 3),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_copies_talk_whoever_runs_them(model):
+    patch_replication_callback(model)
+    assert model(torch.ones(7, 1)).tolist() == [[7.0]] * 3
+
+
+def test_copies_talk_under_the_function():
+    assert data_parallel(Keeps(), torch.ones(4, 1), ["cpu"] * 2).tolist() == [[4.0]] * 2
+
+
+def test_group_is_the_same_every_time():
+    ctx, _ = contexts(NET, 2)
+    assert ctx.group(1) is ctx.group(1)
+    assert ctx.group(1) is not ctx.group(0)
+    assert isinstance(ctx.group(1), ReplicaGroup)
+    assert (ctx.group(1).rank, ctx.group(1).size) == (1, 2)
+
+
+def test_threads_that_ask_at_once_get_groups_that_are_connected():
+    for _ in range(50):
+        ctx, *_ = contexts(NET, 4)
+        groups = values(together(*(partial(ctx.group, i) for i in range(4))))
+        assert len({id(group._circle) for group in groups}) == 1
+
+
+def test_single_copy_has_a_group_of_one():
+    (ctx,) = contexts(NET, 1)
+    assert isinstance(ctx.group(0), SoloGroup)
+    assert isinstance(CallbackContext().group(0), SoloGroup)
+
+
+@pytest.mark.parametrize(
+    ("copy_id", "error", "text"),
+    [
+        (2, IndexError, r"`1.0` has copies 0 to 1 \(got copy_id 2\)"),
+        (-1, IndexError, "got copy_id -1"),
+        ("0", TypeError, r"a copy_id is an int \(got '0'\)"),
+        (True, TypeError, r"got True"),
+    ],
+)
+def test_copy_that_does_not_exist_is_refused(copy_id, error, text):
+    ctx, _ = contexts(NET, 2)
+    with pytest.raises(error, match=text):
+        ctx.group(copy_id)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda ctx: pickle.loads(pickle.dumps(ctx))])
+@pytest.mark.parametrize("used", [False, True])
+def test_copy_of_a_context_keeps_its_attributes_and_belongs_to_no_forward(copied, used):
+    ctx, _ = contexts(NET, 2)
+    if used:
+        ctx.kept = ctx.group(1)
+    twin = copied(ctx)
+    assert (twin.num_copies, twin.path, twin.devices) == (2, "1.0", ctx.devices)
+    with pytest.raises(ReplicationError, match=r"`1.0`: the context is a copy.*no forward"):
+        twin.group(0)
+    if used:
+        with pytest.raises(ReplicationError, match="is a copy and belongs to no forward"):
+            twin.kept.barrier()
+
+
+def test_context_made_by_hand_for_several_copies_has_no_groups():
+    with pytest.raises(ReplicationError, match="execute_replication_callbacks makes one"):
+        CallbackContext(2).group(0)

@@ -1,0 +1,561 @@
+"""Groups alone and of replicas: values, derivatives, freshness, and calls that do not match."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import random
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from collective_cases import (
+    CASES,
+    Member,
+    Tensors,
+    in_replicas,
+    leaves,
+    upstream,
+)
+from layers import freed, outcome_of, together, until_others_wait
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+
+from replication import (
+    DataParallel,
+    Group,
+    ReplicaFailed,
+    ReplicaGroup,
+    ReplicasDiverged,
+    ReplicationError,
+    SoloGroup,
+    execute_replication_callbacks,
+    parallel_apply,
+    replicate,
+)
+
+cases = pytest.mark.parametrize("name", CASES)
+sizes = pytest.mark.parametrize("size", [1, 2, 3])
+
+
+# -- values and derivatives --------------------------------------------------------------------
+
+
+@cases
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_results_are_those_of_the_oracle(name, size):
+    case = CASES[name]
+    inputs = leaves(case, min(size, 3) if "uneven" in name else size)
+    outputs = in_replicas(case.call, inputs)
+    expected = case.oracle(inputs)
+    for got, want in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-15)
+
+
+def as_function(name: str, size: int) -> tuple[Any, Tensors]:
+    """The collective in replicas as a function of all members' tensors, and such tensors."""
+    case = CASES[name]
+    inputs = leaves(case, size)
+    counts = [len(own) for own in inputs]
+
+    def function(*flat: Tensor) -> Tensors:
+        rest = list(flat)
+        # Not linear, or the second derivative is zero, and any is right.
+        members = [tuple(rest.pop(0).sin() for _ in range(count)) for count in counts]
+        return tuple(y.square() for own in in_replicas(case.call, members) for y in own)
+
+    return function, tuple(x for own in inputs for x in own)
+
+
+@cases
+@sizes
+def test_gradcheck(name, size):
+    function, inputs = as_function(name, size)
+    assert gradcheck(function, inputs)
+
+
+@cases
+@sizes
+def test_gradgradcheck(name, size):
+    function, inputs = as_function(name, size)
+    assert gradgradcheck(function, inputs)
+
+
+@cases
+@pytest.mark.parametrize("used", [[0], [1], [2], [0, 2]], ids=str)
+def test_only_some_members_outputs_enter_the_loss(name, used):
+    case = CASES[name]
+    inputs = leaves(case, 3)
+    flat = [x for own in inputs for x in own]
+    grads = upstream(case.oracle(inputs))
+
+    def by(outputs: list[Tensors]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(
+            [y for i in used for y in outputs[i]],
+            flat,
+            [g for i in used for g in grads[i]],
+            materialize_grads=True,
+        )
+
+    torch.testing.assert_close(by(in_replicas(case.call, inputs)), by(case.oracle(inputs)))
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_gradient_of_an_extreme_is_shared_evenly_by_those_who_have_it(op):
+    inputs = [(torch.ones(1, requires_grad=True),) for _ in range(3)]
+    outputs = in_replicas(lambda group, x: group.all_reduce(x, op), inputs)
+    torch.autograd.backward(outputs, [torch.tensor([g]) for g in (0.5, 1.0, 1.5)])
+    for (x,) in inputs:
+        torch.testing.assert_close(x.grad, torch.ones(1))
+
+
+def test_gradient_of_a_product_with_zeros():
+    inputs = [(torch.tensor(v, requires_grad=True),) for v in (0.0, 2.0, 3.0)]
+    (y,), *_ = in_replicas(lambda group, x: (group.all_reduce(x, "product"),), inputs)
+    y.backward()
+    assert [x.grad.item() for (x,) in inputs] == [6.0, 0.0, 0.0]
+
+
+def test_gradients_are_equal_to_the_last_bit_whatever_the_timing():
+    def step(delays: list[float]) -> list[Tensor]:
+        inputs = [(torch.full((50,), 1.1, requires_grad=True), d) for d in delays]
+
+        def member(group: Group, x: Tensor, delay: float) -> Tensor:
+            time.sleep(delay)
+            total = group.all_reduce(x.exp())
+            time.sleep(0.003 - delay)
+            # Gradients of very different sizes: their sum depends on the order.
+            return (total * 10.0 ** (7 * group.rank) / 3).sin()
+
+        outputs = in_replicas(member, inputs)
+        torch.autograd.backward(outputs, [torch.ones(50)] * len(outputs))
+        return [x.grad for x, _ in inputs]
+
+    chance = random.Random(0)
+    first = step([0.0] * 4)
+    for _ in range(20):
+        again = step([chance.random() * 0.003 for _ in range(4)])
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+# -- dtypes, modes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str
+)
+def test_dtype_stays(dtype, groups):
+    x = torch.ones(2, dtype=dtype)
+    op = "max" if dtype is torch.bool else "sum"
+
+    def member(group: Group, x: Tensor) -> list[Tensor]:
+        return [
+            group.all_reduce(x, op),
+            group.broadcast(x),
+            group.reduce_scatter([x] * group.size, op),
+            *group.all_gather(x),
+        ]
+
+    for results in in_replicas(member, [(x,)] * groups):
+        assert {y.dtype for y in results} == {dtype}
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "product"])
+def test_autocast_does_not_change_the_dtype(op):
+    def member(group: Group, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return group.all_reduce(x, op)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        outputs = in_replicas(member, [(torch.ones(2, dtype=dtype),)] * 2)
+        assert {y.dtype for y in outputs} == {dtype}
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_member_without_grad_gets_and_gives_constants(without):
+    def member(group: Group, x: Tensor, replica: int) -> Tensor:
+        with torch.set_grad_enabled(replica != without):
+            return group.all_reduce(x * x)
+
+    inputs = [(torch.full((2,), 3.0, requires_grad=True), i) for i in range(3)]
+    outputs = in_replicas(member, inputs)
+    assert [y.requires_grad for y in outputs] == [i != without for i in range(3)]
+    torch.autograd.backward(
+        [y for y in outputs if y.requires_grad], [torch.ones(2), torch.full((2,), 10.0)]
+    )
+    for i, (x, _) in enumerate(inputs):
+        assert x.grad is None if i == without else torch.equal(x.grad, torch.full((2,), 66.0))
+
+
+def test_parameter_in_a_member_without_grad_is_a_constant_too():
+    weight = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        outputs = in_replicas(lambda group: group.all_gather(weight), [()] * 2)
+    assert not any(y.requires_grad for own in outputs for y in own)
+
+
+def test_hooks_on_saved_tensors_of_one_member_see_nothing_of_the_others():
+    packed = []
+
+    def member(group: Group, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda x: x):
+            return group.all_reduce(x, "product")
+
+    in_replicas(member, [(torch.ones(2, requires_grad=True),)] * 3)
+    assert packed == []
+
+
+# -- results are one's own ---------------------------------------------------------------------
+
+
+@cases
+@pytest.mark.parametrize("size", [1, 3])
+def test_results_may_be_changed_in_place(name, size):
+    case = CASES[name]
+    inputs = [tuple(x.detach() for x in own) for own in leaves(case, size)]
+    before = copy.deepcopy(inputs)
+
+    def member(group: Group, *xs: Tensor) -> Tensors:
+        results = case.call(group, *xs)
+        kept = [y.clone() for y in results]
+        group.barrier()
+        for y in results:
+            y.fill_(100.0 + group.rank)
+        group.barrier()
+        assert all((y == 100.0 + group.rank).all() for y in results)
+        return tuple(kept)
+
+    torch.testing.assert_close(in_replicas(member, inputs), case.oracle(before))
+    torch.testing.assert_close(inputs, before, rtol=0, atol=0)
+
+
+def test_objects_are_gathered_as_they_are():
+    objects = [object() for _ in range(3)]
+    for gathered in in_replicas(
+        lambda group, o: group.all_gather_object(o), [(o,) for o in objects]
+    ):
+        assert all(a is b for a, b in zip(gathered, objects, strict=True))
+
+
+def test_barrier_lets_nobody_pass_before_all_have_come():
+    here = []
+
+    def member(group: Group) -> int:
+        if group.rank == 2:
+            until_others_wait(2)
+        here.append(group.rank)
+        group.barrier()
+        return len(here)
+
+    assert in_replicas(member, [()] * 3) == [3, 3, 3]
+
+
+# -- groups of some ----------------------------------------------------------------------------
+
+
+def test_rank_and_size():
+    assert in_replicas(lambda g: (g.rank, g.size), [()] * 3) == [(0, 3), (1, 3), (2, 3)]
+    assert in_replicas(lambda g: repr(g), [()] * 2)[1] == "ReplicaGroup(rank=1, size=2)"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "size", "expected"),
+    [
+        (4, 2, [(0, 2), (1, 2), (0, 2), (1, 2)]),
+        (5, 4, [(0, 4), (1, 4), (2, 4), (3, 4), (0, 1)]),
+        (3, 1, [(0, 1)] * 3),
+        (2, 4, [(0, 2), (1, 2)]),
+        (1, 4, [(0, 1)]),
+    ],
+)
+def test_split(replicas, size, expected):
+    def member(group: Group) -> tuple[int, int, float]:
+        part = group.split(size)
+        total = part.all_reduce(torch.tensor(float(group.rank))).item()
+        return part.rank, part.size, total
+
+    got = in_replicas(member, [()] * replicas)
+    assert [(rank, size) for rank, size, _ in got] == expected
+    assert [t for *_, t in got] == [
+        sum(range(i // size * size, min(i // size * size + size, replicas)))
+        for i in range(replicas)
+    ]
+
+
+def test_split_twice_is_the_same_part_and_parts_can_be_split():
+    def member(group: Group) -> bool:
+        quarter = group.split(4).split(2)
+        assert quarter.all_gather_object(group.rank) == (
+            group.rank // 2 * 2,
+            group.rank // 2 * 2 + 1,
+        )
+        return group.split(4) is group.split(4)
+
+    assert all(in_replicas(member, [()] * 8))
+
+
+def test_parts_do_not_wait_for_each_other():
+    def member(group: Group) -> None:
+        part = group.split(2)
+        if group.rank < 2:
+            until_others_wait(2)
+        for _ in range(3):
+            part.barrier()
+        group.barrier()
+
+    in_replicas(member, [()] * 4)
+
+
+# -- calls that do not match -------------------------------------------------------------------
+
+
+class Calling(Member):
+    """A layer that calls this function with its group."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(self.group, x)
+
+
+def failure(member: Any, arguments: list[Any]) -> BaseException:
+    """What the caller gets to see if the layer `0.1` of each replica calls this."""
+    net = nn.Sequential(nn.Sequential(nn.Identity(), Calling(member)))
+    model = DataParallel(net, ["cpu"] * len(arguments), inputs_are_scattered=True)
+    outcome = outcome_of(lambda: model(arguments))
+    assert outcome.error is not None
+    return outcome.error
+
+
+@pytest.mark.parametrize(
+    ("calls", "texts"),
+    [
+        (
+            [lambda g, x: g.all_reduce(x), lambda g, x: g.all_gather(x)],
+            [r"replica 0: all_reduce\(op='sum'\) of float32 \[2, 3\]", "replica 1: all_gather"],
+        ),
+        (
+            [lambda g, x: g.all_reduce(x), lambda g, x: g.all_reduce(x, "max")],
+            [r"replica 0: .*op='sum'", r"replica 1: .*op='max'"],
+        ),
+        (
+            [lambda g, x: g.broadcast(x), lambda g, x: g.broadcast(x, 1)],
+            [r"replica 0: .*src=0", r"replica 1: .*src=1"],
+        ),
+        (
+            [lambda g, x: g.all_reduce(x), lambda g, x: g.all_reduce(x[:1])],
+            [r"replica 0: .*\[2, 3\]", r"replica 1: .*\[1, 3\]"],
+        ),
+        (
+            [lambda g, x: g.all_gather(x), lambda g, x: g.all_gather(x[:, :2])],
+            [r"replica 0: .*\[2, 3\]", r"replica 1: .*\[2, 2\]"],
+        ),
+        (
+            [lambda g, x: g.all_gather(x), lambda g, x: g.all_gather(x.double())],
+            [r"replica 0: .*float32", r"replica 1: .*float64"],
+        ),
+        (
+            [lambda g, x: g.reduce_scatter([x, x]), lambda g, x: g.reduce_scatter([x, x[:1]])],
+            [r"replica 0: .*float32 \[2, 3\], float32 \[2, 3\]", r"replica 1: .*float32 \[1, 3\]"],
+        ),
+        (
+            [lambda g, x: g.barrier(), lambda g, x: g.all_gather_object(x)],
+            [r"replica 0: barrier", r"replica 1: all_gather_object"],
+        ),
+    ],
+)  # fmt: skip
+def test_calls_that_do_not_match_are_named(calls, texts):
+    def member(group: Group, x: Tensor) -> Any:
+        group.barrier()
+        return calls[group.rank](group, x)
+
+    error = failure(member, [torch.zeros(2, 3)] * 2)
+    assert isinstance(error, ReplicasDiverged)
+    (message,) = error.args
+    assert message.startswith("`0.1`, call 2: the calls do not match: ")
+    for text in texts:
+        assert_found(text, message)
+
+
+def assert_found(pattern: str, text: str) -> None:
+    with pytest.raises(AssertionError, match=pattern):
+        raise AssertionError(text)
+
+
+def test_replicas_with_the_same_call_are_named_together():
+    def member(group: Group, x: Tensor) -> Tensor:
+        return group.all_reduce(x) if group.rank == 1 else group.broadcast(x)
+
+    error = failure(member, [torch.zeros(2)] * 3)
+    assert_found("replicas 0, 2: broadcast", str(error))
+
+
+def test_every_replica_gets_an_error_that_names_the_calls():
+    errors = []
+
+    def member(group: Group, x: Tensor) -> Any:
+        outcome = outcome_of(
+            lambda: group.all_reduce(x) if group.rank else group.all_reduce(x, "max")
+        )
+        errors.append(outcome.error)
+        raise outcome.error
+
+    failure(member, [torch.zeros(2)] * 3)
+    kinds = sorted(type(error).__name__ for error in errors)
+    assert kinds == ["ReplicaFailed", "ReplicaFailed", "ReplicasDiverged"]
+    for error in errors:
+        assert_found("call 1.*replica 0.*op='max'.*replicas 1, 2.*op='sum'", str(error))
+
+
+def test_member_that_does_not_call_is_named():
+    def member(group: Group, x: Tensor) -> Tensor:
+        if group.rank != 1:
+            return group.all_reduce(x)
+        until_others_wait(2)
+        return x
+
+    error = failure(member, [torch.zeros(2)] * 3)
+    assert isinstance(error, ReplicasDiverged)
+    assert_found("`0.1`, call 1: replicas 0, 2 wait; replica 1 ended without", str(error))
+
+
+def test_whole_and_part_are_told_apart():
+    def member(group: Group, x: Tensor) -> Any:
+        return (group.split(2) if group.rank == 2 else group).all_reduce(x)
+
+    error = failure(member, [torch.zeros(2)] * 4)
+    assert_found("`0.1`, call 1: replicas 0, 1, 3 wait", str(error))
+    assert_found("`0.1, replicas 2-3`, call 1: replica 2 waits", str(error))
+
+
+def test_member_that_raises_wakes_the_others():
+    seen = []
+
+    def member(group: Group, x: Tensor) -> Tensor:
+        group.barrier()
+        if group.rank == 1:
+            until_others_wait(2)
+            raise KeyError("mine")
+        outcome = outcome_of(lambda: group.all_reduce(x))
+        seen.append(type(outcome.error))
+        raise outcome.error
+
+    assert isinstance(failure(member, [torch.zeros(2)] * 3), KeyError)
+    assert seen == [ReplicaFailed, ReplicaFailed]
+
+
+def test_after_a_mismatch_the_next_forward_is_clean():
+    member = Member()
+    model = DataParallel(member, ["cpu"] * 2)
+    with pytest.raises(ReplicasDiverged):
+        model(lambda g, x: g.all_reduce(x), torch.zeros(3, 2))
+    (total,) = model(lambda g, x: g.all_reduce(x), torch.ones(4, 2)).unique()
+    assert total == 2
+
+
+# -- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda g: g.all_reduce([1.0]), TypeError, r"all_reduce takes tensors \(got list\)"),
+        (lambda g: g.all_reduce(torch.ones(1), "avg"), ValueError, "sum, mean, max.*'avg'"),
+        (lambda g: g.all_reduce(torch.ones(1), []), ValueError, "sum, mean, max"),
+        (lambda g: g.all_reduce(torch.ones(1).int(), "mean"), TypeError, "no mean of torch.int32"),
+        (lambda g: g.all_reduce(torch.ones(1) > 0), TypeError, "no sum of torch.bool"),
+        (lambda g: g.all_reduce(torch.ones(1) + 0j, "min"), TypeError, "no min of .*complex"),
+        (lambda g: g.all_reduce(torch.eye(2).to_sparse()), TypeError, "dense.*sparse"),
+        (lambda g: g.all_gather(None), TypeError, "all_gather takes tensors.*NoneType"),
+        (lambda g: g.reduce_scatter(torch.ones(2)), TypeError, r"list.*tensor.*\[2\].*chunk"),
+        (lambda g: g.reduce_scatter(7), TypeError, "list.*int"),
+        (lambda g: g.reduce_scatter([]), ValueError, "one tensor for each.*got 0"),
+        (lambda g: g.reduce_scatter([1] * g.size), TypeError, "takes tensors.*int"),
+        (lambda g: g.reduce_scatter([torch.ones(1)] * g.size, "no"), ValueError, "'no'"),
+        (lambda g: g.broadcast(3), TypeError, "broadcast takes tensors.*int"),
+        (lambda g: g.broadcast(torch.ones(1), g.size), ValueError, "src from 0 to"),
+        (lambda g: g.broadcast(torch.ones(1), -1), ValueError, "src from 0 to.*-1"),
+        (lambda g: g.broadcast(torch.ones(1), 0.0), ValueError, "src from 0 to.*0.0"),
+        (lambda g: g.broadcast(torch.ones(1), False), ValueError, "src from 0 to.*False"),
+        (lambda g: g.split(0), ValueError, "at least 1.*0"),
+        (lambda g: g.split(2.0), TypeError, "int.*float"),
+        (lambda g: g.split(True), TypeError, "int.*bool"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_alike_before_anyone_waits(call, error, text, size):
+    raised = []
+
+    def member(group: Group) -> None:
+        outcome = outcome_of(lambda: call(group))
+        raised.append(outcome.error)
+
+    in_replicas(member, [()] * size)
+    assert [type(e) for e in raised] == [error] * size
+    for e in raised:
+        assert_found(text, str(e))
+    if size > 1:
+        assert {str(e).partition(":")[0] for e in raised} == {
+            "`(root)`, replica 0",
+            "`(root)`, replica 1",
+        }
+
+
+def test_lists_of_two_dtypes_are_refused():
+    with pytest.raises(ValueError, match=r"one dtype.*float32.*float64"):
+        in_replicas(lambda g: g.reduce_scatter([torch.ones(1), torch.ones(1).double()]), [()] * 2)
+
+
+def test_collective_in_a_callback_is_refused_at_once():
+    class Early(nn.Module):
+        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+            ctx.group(copy_id).barrier()
+
+    with pytest.raises(ReplicationError, match=r"`(.*)`, replica 0: barrier in a .*callback"):
+        execute_replication_callbacks(replicate(Early(), ["cpu"] * 2))
+
+
+def test_collective_after_the_forward_is_refused_at_once():
+    groups = in_replicas(lambda group: group, [()] * 2)
+    outcomes = together(*(group.barrier for group in groups))
+    assert all(isinstance(o.error, ReplicationError) for o in outcomes)
+
+
+# -- life --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])
+def test_copy_of_a_group_belongs_to_no_forward(copied):
+    group = copied(in_replicas(lambda group: group, [()] * 2)[1])
+    assert (type(group), group.rank, group.size) == (ReplicaGroup, 1, 2)
+    for call in (group.barrier, lambda: group.split(1), lambda: group.all_reduce(torch.ones(1))):
+        with pytest.raises(ReplicationError, match="is a copy and belongs to no forward"):
+            call()
+    assert isinstance(copied(SoloGroup()), SoloGroup)
+
+
+def test_nothing_is_left_of_a_forward_without_the_garbage_collector():
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.randn(3, 2, requires_grad=True)
+        replicas = replicate(Member(), ["cpu"] * 3)
+        execute_replication_callbacks(replicas)
+        outputs = parallel_apply(
+            replicas, [(lambda g, x: g.split(2).all_reduce(g.all_reduce(x, "product")), x)] * 3
+        )
+        groups = [replica.group for replica in replicas]
+        parts = [group.split(2) for group in groups]
+        gone = [weakref.ref(thing) for thing in (*groups, *parts, *replicas, *outputs)]
+        del groups, parts
+        torch.autograd.backward(outputs, [torch.ones(3, 2)] * 3)
+        del replicas, outputs
+        assert freed(*gone)
+    finally:
+        gc.enable()

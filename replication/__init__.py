@@ -18,6 +18,7 @@ from replication.gather import gather
 from replication.group import Group, SoloGroup
 from replication.parallel_apply import parallel_apply
 from replication.pipe import SlavePipe, SyncMaster
+from replication.process_group import ProcessGroup
 from replication.rendezvous import ReplicaFailed, ReplicasDiverged, ReplicationError
 from replication.replica_group import ReplicaGroup
 from replication.replicate import replicate
@@ -30,6 +31,7 @@ __all__ = [
     "DataParallelWithCallback",
     "FutureResult",
     "Group",
+    "ProcessGroup",
     "ReplicaFailed",
     "ReplicaGroup",
     "ReplicasDiverged",

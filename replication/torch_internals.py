@@ -5,9 +5,11 @@ All of them are here, so that a test can say which one a new release of torch ha
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.nn.parallel.data_parallel import _check_balance as check_balance
 from torch.utils._pytree import (
     SUPPORTED_NODES,
@@ -24,6 +26,12 @@ try:
     from torch.utils._pytree import tree_is_leaf
 except ImportError:  # torch 2.4
     from torch.utils._pytree import _is_leaf as tree_is_leaf
+
+functional_collectives: Any = None
+collective_functions: Any = None
+if distributed.is_available():
+    functional_collectives = import_module("torch.distributed._functional_collectives")
+    collective_functions = import_module("torch.distributed.nn.functional")
 
 __all__ = [
     "MappingKey",
@@ -46,6 +54,17 @@ IS_REPLICA = "_is_replica"
 CALL_IMPL = "_call_impl"
 #: What ``module(...)`` runs instead after ``module.compile()``; bound to the original module.
 COMPILED_CALL_IMPL = "_compiled_call_impl"
+
+
+def has_differentiable_collectives() -> bool:
+    """Whether this torch's functional collectives have derivatives; they took over from Functions.
+
+    Those Functions warn that they are deprecated where the others are complete.
+    """
+    return all(
+        hasattr(functional_collectives, name)
+        for name in ("all_reduce_backward", "all_gather_single", "all_to_all_single")
+    )
 
 
 def is_compiled_wrapper(module: object) -> bool:

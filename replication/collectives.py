@@ -1,0 +1,83 @@
+"""The differentiable collectives of `torch.distributed`, whichever this release of torch keeps.
+
+Three are enough: sum, gather, and exchange. All take contiguous tensors of dtypes that the backend
+knows; gradients are theirs, too, so a backward is a collective that all ranks must take part in.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, distributed
+
+from replication.torch_internals import (
+    collective_functions,
+    functional_collectives,
+    has_differentiable_collectives,
+)
+
+__all__: list[str] = []
+
+
+class Collectives(Protocol):
+    """Between the ranks of a `torch.distributed.ProcessGroup`."""
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Tensor:
+        """The sum of all ranks' tensors."""
+
+    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
+        """All ranks' tensors, of one shape, concatenated."""
+
+    def all_to_all(self, tensor: Tensor, sent: list[int], got: list[int], group: Any) -> Tensor:
+        """Rows from all ranks, concatenated, for rows that all ranks get.
+
+        Args:
+            tensor: Rows for rank 0, for rank 1, ...
+            sent: How many for each.
+            got: How many there are from each.
+            group: The ranks.
+        """
+
+
+class FunctionalCollectives:
+    """By the functional collectives of torch, differentiable since its release 2.10 or so."""
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Tensor:
+        """See `Collectives`."""
+        return _waited(functional_collectives.all_reduce(tensor, "sum", group))
+
+    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
+        """See `Collectives`."""
+        return _waited(functional_collectives.all_gather_single(tensor, 0, group))
+
+    def all_to_all(self, tensor: Tensor, sent: list[int], got: list[int], group: Any) -> Tensor:
+        """See `Collectives`."""
+        return _waited(functional_collectives.all_to_all_single(tensor, got, sent, group))
+
+
+def _waited(tensor: Tensor) -> Tensor:
+    return functional_collectives.wait_tensor(tensor)  # type: ignore[no-any-return]
+
+
+class CollectiveFunctions:
+    """By the autograd Functions of `torch.distributed.nn.functional`, for older releases."""
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Tensor:
+        """See `Collectives`."""
+        op = distributed.ReduceOp.SUM
+        return collective_functions._AllReduce.apply(op, group, tensor)  # type: ignore[no-any-return]
+
+    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
+        """See `Collectives`."""
+        return torch.cat(collective_functions._AllGather.apply(group, tensor))
+
+    def all_to_all(self, tensor: Tensor, sent: list[int], got: list[int], group: Any) -> Tensor:
+        """See `Collectives`."""
+        output = tensor.new_empty(sum(got), *tensor.shape[1:])
+        return collective_functions._AlltoAllSingle.apply(group, output, got, sent, tensor)  # type: ignore[no-any-return]
+
+
+def differentiable_collectives() -> Collectives:
+    """Those of this torch."""
+    return FunctionalCollectives() if has_differentiable_collectives() else CollectiveFunctions()

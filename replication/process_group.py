@@ -1,0 +1,185 @@
+"""`ProcessGroup`: collectives between processes, by `torch.distributed`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, distributed
+
+from replication.collectives import differentiable_collectives
+from replication.group import Call, Group, ReduceOp, SoloGroup, check_alike, layouts, reduced
+
+__all__ = ["ProcessGroup"]
+
+T = TypeVar("T")
+
+_collectives = differentiable_collectives()
+
+#: The part of a group that this process is in, by that group and the size of its parts.
+_parts: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
+
+
+def processes() -> int:
+    """The number of processes of the default group; 1 where there is none."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    return distributed.get_world_size()
+
+
+def debugging() -> bool:
+    """Whether ``TORCH_DISTRIBUTED_DEBUG`` asks for checks that cost time."""
+    return distributed.get_debug_level() is not distributed.DebugLevel.OFF  # type: ignore[attr-defined]
+
+
+class ProcessGroup(Group):
+    """The processes of a group of `torch.distributed`, on any backend (gloo, NCCL, ...).
+
+    A backward through a result is a collective, too: all ranks must run it, and in the same order.
+    A rank whose results do not enter its loss multiplies them by 0 and adds them. Tensors require
+    gradients on all ranks or on none.
+
+    Ranks whose calls do not match are told so in `all_gather`, which exchanges the shapes. In
+    other collectives the backend decides what happens, unless ``TORCH_DISTRIBUTED_DEBUG`` is
+    ``INFO`` or ``DETAIL`` in the environment, which makes every call be compared first.
+
+    Args:
+        group: A group of `torch.distributed` that this process is in; by default all processes.
+        name: Of the layer that talks, for messages.
+
+    Raises:
+        RuntimeError: `torch.distributed` is not initialized.
+        ValueError: This process is not in ``group``.
+    """
+
+    def __init__(self, group: Any = None, name: str = "ProcessGroup") -> None:
+        if not (distributed.is_available() and distributed.is_initialized()):
+            raise RuntimeError(
+                "a ProcessGroup needs torch.distributed to be initialized; call "
+                "torch.distributed.init_process_group, or use a SoloGroup"
+            )
+        #: That of `torch.distributed`.
+        self.group: Any = distributed.group.WORLD if group is None else group
+        rank = distributed.get_rank(self.group)
+        if rank < 0:
+            raise ValueError("this process is not in the group that a ProcessGroup is made of")
+        super().__init__(rank, distributed.get_world_size(self.group))
+        self._name = name
+        self._calls = 0
+
+    def _where(self) -> str:
+        return f"`{self._name}`, rank {self.rank}"
+
+    def barrier(self) -> None:
+        """Returns when all members have called it."""
+        self._compare(Call("barrier"))
+        distributed.barrier(self.group)
+
+    def all_gather_object(self, obj: T) -> tuple[T, ...]:
+        """Returns copies of the objects of all members, in the order of their ranks."""
+        self._compare(Call("all_gather_object"))
+        return self._gathered(obj)
+
+    def _gathered(self, obj: T) -> tuple[T, ...]:
+        objects: list[Any] = [None] * self.size
+        distributed.all_gather_object(objects, obj, self.group)
+        return tuple(objects)
+
+    def _compare(self, call: Call, always: bool = False) -> list[Call]:
+        """Compares the calls of all ranks, if users ask for it; returns those that it knows."""
+        self._calls += 1
+        if not always and not debugging():
+            return [call]
+        calls = self._gathered(call)
+        where = f"`{self._name}`, call {self._calls}"
+        check_alike(calls, where, range(self.size), "rank")
+        return list(calls)
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        self._compare(_call("all_reduce", (tensor,), f"op={op!r}"))
+        if op in ("sum", "mean"):
+            total = self._sum(tensor)
+            return total / self.size if op == "mean" else total
+        return reduced(self._gather_rows(tensor.unsqueeze(0), [1] * self.size), op).squeeze(0)
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        return _through_reals(lambda real: _collectives.all_reduce(real, self.group), tensor)
+
+    def _all_gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        call = _call("all_gather", (tensor,))._replace(any_length=True)
+        shapes = [
+            shape for other in self._compare(call, always=True) for _, shape in other.layouts
+        ]
+        if tensor.dim() == 0:
+            rows = self._gather_rows(tensor.unsqueeze(0), [1] * self.size)
+            return tuple(row.squeeze(0) for row in rows)
+        return self._gather_rows(tensor, [shape[0] for shape in shapes])
+
+    def _gather_rows(self, tensor: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
+        """All ranks' tensors; those that are short travel padded, as backends want one length."""
+        longest = max(lengths)
+        padding = tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])
+        padded = torch.cat([tensor, padding]) if len(padding) else tensor
+        if padded.numel():
+            gathered = _through_reals(
+                lambda real: _collectives.all_gather(real, self.group), padded
+            )
+        else:
+            gathered = padded  # backends refuse what is empty
+        by_rank = gathered.reshape(self.size, *padded.shape)
+        return tuple(rows[:n].clone() for rows, n in zip(by_rank, lengths, strict=True))
+
+    def _reduce_scatter(self, tensors: tuple[Tensor, ...], op: ReduceOp) -> Tensor:
+        self._compare(_call("reduce_scatter", tensors, f"op={op!r}"))
+        own = tensors[self.rank]
+        sent = [tensor.numel() for tensor in tensors]
+        got = [own.numel()] * self.size
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        received = _through_reals(
+            lambda real: _collectives.all_to_all(real, sent, got, self.group), flat
+        )
+        return reduced([part.view(own.shape) for part in received.split(got)], op)
+
+    def _broadcast(self, tensor: Tensor, src: int) -> Tensor:
+        self._compare(_call("broadcast", (tensor,), f"src={src}"))
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            received = tensor.clone(memory_format=torch.contiguous_format)
+            distributed.broadcast(received, self._global_rank(src), self.group)
+            return received
+        if self.rank != src:  # zero whatever is in it, yet with a gradient: that of its own zero
+            everything = torch.ones((), dtype=torch.bool, device=tensor.device)
+            tensor = tensor.masked_fill(everything, 0)
+        return self._sum(tensor)
+
+    def _split(self, size: int) -> Group:
+        start = self.rank // size * size
+        ranks = [self._global_rank(r) for r in range(start, min(start + size, self.size))]
+        if len(ranks) == 1:
+            return SoloGroup()
+        parts = _parts.setdefault(self.group, {})
+        if size not in parts:
+            # Only its members make it, so that a split concerns nobody else.
+            parts[size] = distributed.new_group(
+                ranks,
+                backend=distributed.get_backend_config(self.group),
+                use_local_synchronization=True,
+            )
+        return ProcessGroup(parts[size], f"{self._name}, ranks {ranks[0]}-{ranks[-1]}")
+
+    def _global_rank(self, rank: int) -> int:
+        return distributed.get_global_rank(self.group, rank)
+
+
+def _call(name: str, tensors: tuple[Tensor, ...], option: str = "") -> Call:
+    requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return Call(name, option, layouts(tensors), requires_grad=requires_grad)
+
+
+def _through_reals(collective: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Runs a collective on a contiguous tensor, of real numbers: not all backends know others."""
+    tensor = tensor.contiguous()
+    if not tensor.is_complex():
+        return collective(tensor)
+    return torch.view_as_complex(collective(torch.view_as_real(tensor)))

@@ -20,6 +20,7 @@ from replication.parallel_apply import parallel_apply
 from replication.pipe import SlavePipe, SyncMaster
 from replication.process_group import ProcessGroup
 from replication.rendezvous import ReplicaFailed, ReplicasDiverged, ReplicationError
+from replication.replica_aware import ReplicaAware
 from replication.replica_group import ReplicaGroup
 from replication.replicate import replicate
 from replication.scatter import scatter, scatter_kwargs
@@ -32,6 +33,7 @@ __all__ = [
     "FutureResult",
     "Group",
     "ProcessGroup",
+    "ReplicaAware",
     "ReplicaFailed",
     "ReplicaGroup",
     "ReplicasDiverged",

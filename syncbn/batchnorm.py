@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from replication import CallbackContext, SlavePipe, SyncMaster
-from replication.rendezvous import here
-from replication.torch_internals import IS_REPLICA
+from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
+from replication.group import Call
 from syncbn.functional import Denominator, Shard, Whole, merge_shards, synchronized_batch_norm
 
 if TYPE_CHECKING:
@@ -27,7 +25,6 @@ __all__ = [
 ]
 
 _eps_mode = "plus"
-_warning_lock = threading.Lock()
 
 
 def set_sbn_eps_mode(mode: str) -> None:
@@ -49,7 +46,15 @@ def set_sbn_eps_mode(mode: str) -> None:
     _eps_mode = mode
 
 
-class SynchronizedBatchNorm(_Base):
+def check_group_size(size: int | None) -> None:
+    """Raises TypeError or ValueError on what is no size of a group."""
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+        raise TypeError(f"group_size must be an int or None (got {size!r})")
+    if size is not None and size < 1:
+        raise ValueError(f"group_size must be at least 1 (got {size})")
+
+
+class SynchronizedBatchNorm(ReplicaAware, _Base):
     """What the layers for 1, 2 and 3 dimensions have in common: everything but the name.
 
     In training, in a replica made by a `replication.DataParallel` (or a patched one), the
@@ -57,9 +62,8 @@ class SynchronizedBatchNorm(_Base):
     that it is derived from, bit for bit.
     """
 
-    # Of a replica: what it shares with its copies, and its end of the pipes between them.
-    _shared: CallbackContext | None = None
-    _pipe: SlavePipe | None = None
+    # Copy 0's are those of the original module.
+    _has_lasting_buffers = True
 
     def __init__(
         self,
@@ -72,32 +76,31 @@ class SynchronizedBatchNorm(_Base):
         dtype: Any = None,
         *,
         bias: bool = True,
+        group_size: int | None = None,
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
         if not bias:  # as a keyword of torch's own constructor it is newer than torch 2.4
             self.register_parameter("bias", None)
+        check_group_size(group_size)
+        self.group_size = group_size
 
-    def _replicate_for_data_parallel(self) -> Any:
-        self.__dict__.setdefault("_warned", [])
-        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        # A replica of a replica (a DataParallel inside another) has its own copies to talk to.
-        replica._shared = replica._pipe = None
-        return replica
+    def extra_repr(self) -> str:
+        """As `torch.nn.BatchNorm2d`, and the ``group_size`` if there is one."""
+        text = super().extra_repr()  # type: ignore[no-untyped-call]
+        return text if self.group_size is None else f"{text}, group_size={self.group_size}"
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Connects this copy with the others."""
-        self._shared = ctx
-        if copy_id == 0:
-            ctx.sync_master = SyncMaster(merge_shards)
-            ctx.copies = 1
-        else:
-            self._pipe = ctx.sync_master.register_slave(copy_id)
-            ctx.copies += 1
+        super().__data_parallel_replicate__(ctx, copy_id)
+        self._has_lasting_buffers = copy_id == 0
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or not self._has_copies():
+        if not self.training:
+            return super().forward(input)
+        group = self.group
+        if group.size == 1:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         self._check_synchronized_input(input)
@@ -106,42 +109,21 @@ class SynchronizedBatchNorm(_Base):
             self.weight,
             self.bias,
             Denominator(self.eps, clamps=_eps_mode == "clamp"),
-            self._exchange,
+            partial(self._exchange, group, input.dtype),
         )
-        if self._pipe is None:  # copy 0: its buffers are those of the original module
+        if self._has_lasting_buffers:
             self._update_running_statistics(whole)
         return y
 
-    def _has_copies(self) -> bool:
-        if self._shared is not None:
-            return bool(self._shared.copies > 1)
-        place = here()
-        if getattr(self, IS_REPLICA, False):
-            self._warn_once(
-                "trains in a replica that has not been told about its copies, so its statistics "
-                "are those of one replica; call replication.patch_replication_callback(model) on "
-                "the DataParallel, or use replication.DataParallel"
-            )
-        elif place is not None and (place.rendezvous.size or 0) > 1:
-            self._warn_once(
-                "is called by a replica but is not part of it, so its statistics are those of one "
-                "replica; the model reaches the original layer, probably through a function made "
-                "before replication that refers to it"
-            )
-        return False
-
-    def _warn_once(self, what: str) -> None:
-        with _warning_lock:  # the replicas come here at the same time
-            warned = self.__dict__.setdefault("_warned", [])
-            if warned:
-                return
-            warned.append(True)
-        warnings.warn(f"{self!r} {what}", stacklevel=2)
-
-    def _exchange(self, shard: Shard) -> Whole:
-        if self._pipe is None:
-            return self._shared.sync_master.run_master(shard)  # type: ignore[no-any-return, union-attr]
-        return self._pipe.run_slave(shard)  # type: ignore[no-any-return]
+    def _exchange(self, group: Group, dtype: torch.dtype, shard: Shard) -> Whole:
+        """Merges the moments of all copies: in threads one of them does, processes do alike."""
+        if isinstance(group, ReplicaGroup):
+            call = Call("batch_norm", layouts=((dtype, tuple(shard.moments.shape[1:])),))
+            return group.exchange(call, shard, merge_shards, shard.moments.requires_grad)
+        count = shard.moments.new_tensor([shard.values])
+        packed = group.all_gather(torch.cat((shard.moments.flatten(), count)))
+        shards = [Shard(int(p[-1]), p[:-1].view_as(shard.moments)) for p in packed]
+        return merge_shards(shards)[group.rank]
 
     def _check_synchronized_input(self, input: Tensor) -> None:
         """Raises on what torch's kernels would refuse, before anyone waits for this replica."""
@@ -207,6 +189,9 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
         device: Of parameters and buffers.
         dtype: Of parameters and buffers.
         bias: Whether it has a ``bias``, if ``affine``.
+        group_size: If given, replicas are synchronized in groups of this size (0 to
+            group_size - 1, and so on; a last group may be smaller). Running statistics are then
+            those of the first group.
 
     Raises:
         ValueError: Wrong number of dimensions or channels, or one value per channel on all

@@ -16,6 +16,7 @@ from syncbn.batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    check_group_size,
 )
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
@@ -33,7 +34,7 @@ _NAMES = {plain.__name__ for plain in _SYNCHRONIZED}
 _PLAIN = {synchronized: plain for plain, synchronized in _SYNCHRONIZED.items()}
 
 
-def convert_model(module: ModuleT) -> ModuleT:
+def convert_model(module: ModuleT, group_size: int | None = None) -> ModuleT:
     """Makes every `torch.nn.BatchNorm1d/2d/3d` in ``module`` a synchronized one, in place.
 
     The layers stay the objects they are and only change their class: parameters, buffers, hooks,
@@ -50,14 +51,18 @@ def convert_model(module: ModuleT) -> ModuleT:
 
     Args:
         module: A layer, a network, or a DataParallel around one.
+        group_size: If given, set on every synchronized layer, those that were so before included
+            (see `SynchronizedBatchNorm1d`).
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError: ``module`` is no module.
+        TypeError: ``module`` is no module, or ``group_size`` no int.
+        ValueError: ``group_size`` is less than 1.
     """
     _check_module(module)
+    check_group_size(group_size)
     left_alone = []
     for path, submodule in module.named_modules():
         if type(submodule) in _SYNCHRONIZED:
@@ -74,6 +79,8 @@ def convert_model(module: ModuleT) -> ModuleT:
             left_alone.append(f"`{path or '(root)'}` ({type(submodule).__name__})")
         elif getattr(submodule, "original_name", "") in _NAMES:  # of a ScriptModule
             left_alone.append(f"`{path or '(root)'}` (a script of {submodule.original_name})")
+        if group_size is not None and isinstance(submodule, SynchronizedBatchNorm):
+            submodule.group_size = group_size
     if left_alone:
         warnings.warn(
             "convert_model converts torch.nn.BatchNorm1d, 2d and 3d and no class derived from "
@@ -98,7 +105,8 @@ def revert_model(module: ModuleT) -> ModuleT:
     for submodule in module.modules():
         if type(submodule) in _PLAIN:
             submodule.__class__ = _PLAIN[type(submodule)]
-            submodule.__dict__.pop("_warned", None)
+            for name in ("_warned", "group_size"):
+                submodule.__dict__.pop(name, None)
         elif isinstance(submodule, nn.DataParallel) and submodule.__dict__.pop(_CONVERTED, False):
             if type(submodule) is DataParallel:
                 submodule.__class__ = nn.DataParallel  # type: ignore[assignment]

@@ -84,55 +84,27 @@ class Link:
 
 
 class Shard(NamedTuple):
-    """A replica's message: values per channel, their ``(2, C)`` moments, the input's dtype."""
+    """A replica's message: values per channel, and their ``(2, C)`` moments."""
 
     values: int
-    dtype: torch.dtype
     moments: Tensor
 
 
 class Whole(NamedTuple):
-    """The master's reply: the ``(2, C)`` moments of the batch, None if it has under 2 values."""
+    """The reply: the ``(2, C)`` moments of the batch, None if it has under 2 values."""
 
     joint: Joint
     moments: Tensor | None
 
 
-def merge_shards(messages: Sequence[tuple[Any, Shard]]) -> list[tuple[Any, Whole]]:
-    """The master's callback: merges the replicas' moments, in replica order.
-
-    Raises:
-        ValueError: The replicas' inputs differ in channels or dtype.
-    """
-    first = messages[0][1]
-    for identifier, shard in messages:
-        if (shard.moments.shape, shard.dtype) != (first.moments.shape, first.dtype):
-            raise ValueError(
-                "the inputs of all replicas must have the same channels and dtype (replica 0: "
-                f"{first.moments.size(1)} channels, {first.dtype}; replica {identifier}: "
-                f"{shard.moments.size(1)} channels, {shard.dtype})"
-            )
-    shards = [shard for _, shard in messages]
+def merge_shards(shards: Sequence[Shard]) -> list[Whole]:
+    """Merges the moments of all replicas, in their order."""
     joint = Joint(sum(shard.values for shard in shards))
     merged: Sequence[Tensor | None] = [None] * len(shards)
     if joint.total > 1:
-        # The master may run without grad, or behind hooks on saved tensors; the others need the
-        # graph all the same.
-        with (
-            torch.set_grad_enabled(any(shard.moments.requires_grad for shard in shards)),
-            torch.autograd.graph.saved_tensors_hooks(_itself, _itself),
-        ):
-            counts = [shard.values for shard in shards]
-            moments = [shard.moments for shard in shards]
-            merged = Merge.apply(joint, counts, *moments)  # type: ignore[no-untyped-call]
-    return [
-        (identifier, Whole(joint, moments))
-        for (identifier, _), moments in zip(messages, merged, strict=True)
-    ]
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+        counts = [shard.values for shard in shards]
+        merged = Merge.apply(joint, counts, *(shard.moments for shard in shards))  # type: ignore[no-untyped-call]
+    return [Whole(joint, moments) for moments in merged]
 
 
 def synchronized_batch_norm(
@@ -159,7 +131,7 @@ def synchronized_batch_norm(
     """
     link = Link()
     z, moments = Moments.apply(link, x)  # type: ignore[no-untyped-call]
-    whole = exchange(Shard(kernels.values_per_channel(x), x.dtype, moments))
+    whole = exchange(Shard(kernels.values_per_channel(x), moments))
     link.joint = whole.joint
     if whole.moments is None:
         if whole.joint.total:
@@ -202,9 +174,11 @@ class Moments(Function):
 
 
 def _moments_derivative(x: Tensor, dz: Tensor | None, dmoments: Tensor | None) -> Tensor | None:
-    n = kernels.values_per_channel(x)
-    if dmoments is None or n == 0:
+    if dmoments is None:
         return dz
+    # Without any values the result is empty, but still depends on dmoments: between processes the
+    # second derivative is a collective, in which this rank must take part.
+    n = max(kernels.values_per_channel(x), 1)
     dmean, dvar = (kernels.per_channel(d, x) for d in dmoments / n)
     dims = kernels.reduced_dims(x)
     centered = x.to(kernels.accumulation_dtype(x.dtype))

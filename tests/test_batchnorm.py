@@ -15,11 +15,18 @@ from hypothesis import strategies as st
 from sharded import randomized, run_sharded
 from torch import nn
 
-from replication import DataParallel, execute_replication_callbacks, parallel_apply, replicate
+from replication import (
+    DataParallel,
+    ReplicasDiverged,
+    execute_replication_callbacks,
+    parallel_apply,
+    replicate,
+)
 from syncbn import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    convert_model,
     set_sbn_eps_mode,
 )
 
@@ -449,7 +456,9 @@ def test_numbers_that_are_not_real_floats_are_refused_as_torch_does(dtype):
 
 def test_different_dtypes_on_different_replicas_are_an_error_that_names_them():
     layer = SynchronizedBatchNorm1d(3, affine=False, track_running_stats=False)
-    with pytest.raises(ValueError, match=r"same channels and dtype.*float32.*replica 1.*float64"):
+    with pytest.raises(
+        ReplicasDiverged, match=r"call 1.*replica 0: .*float32.*replica 1: .*float64"
+    ):
         run_sharded(layer, [torch.randn(4, 3), torch.randn(4, 3).double()])
 
 
@@ -462,6 +471,52 @@ def test_after_an_error_the_next_step_is_exact():
     x = torch.randn(6, 3, dtype=torch.float64)
     torch.testing.assert_close(model(x), reference(x))
     assert_same_buffers(reference, layer)
+
+
+# -- groups of some replicas -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[3, 2, 4], [2, 2, 2, 0, 3], [4]], ids=str)
+@pytest.mark.parametrize("by", ["argument", "conversion"])
+def test_groups_of_two_replicas_are_normalized_by_themselves(sizes, by):
+    options = {"dtype": torch.float64}
+    if by == "argument":
+        layer = SynchronizedBatchNorm1d(3, group_size=2, **options)
+    else:
+        layer = convert_model(nn.BatchNorm1d(3, **options), group_size=2)
+    shards = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in sizes]
+    upstream = [torch.randn_like(shard) for shard in shards]
+    outputs = run_sharded(layer, shards)
+    torch.autograd.backward(outputs, upstream)
+    weight_grad = torch.zeros(3, dtype=torch.float64)
+    for start in range(0, len(sizes), 2):
+        some = slice(start, start + 2)
+        expected = oracle.batch_norm(shards[some], upstream[some], layer.weight, layer.bias)
+        torch.testing.assert_close(outputs[some], expected.outputs)
+        torch.testing.assert_close([s.grad for s in shards[some]], expected.input_grads)
+        weight_grad += expected.weight_grad
+        if start == 0:
+            torch.testing.assert_close(layer.running_mean, expected.running_mean)
+            torch.testing.assert_close(layer.running_var, expected.running_var)
+    torch.testing.assert_close(layer.weight.grad, weight_grad)
+
+
+def test_group_size_is_printed_and_left_out_of_the_state():
+    layer = SynchronizedBatchNorm2d(3, group_size=4)
+    assert repr(layer).endswith("track_running_stats=True, group_size=4)")
+    assert list(layer.state_dict()) == list(nn.BatchNorm2d(3).state_dict())
+    assert copy.deepcopy(layer).group_size == 4
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "text"),
+    [(0, ValueError, r"at least 1 \(got 0\)"), (2.0, TypeError, "int or None.*2.0")],
+)
+def test_bad_group_size_is_refused(size, error, text):
+    with pytest.raises(error, match=text):
+        SynchronizedBatchNorm1d(3, group_size=size)
+    with pytest.raises(error, match=text):
+        convert_model(nn.BatchNorm1d(3), group_size=size)
 
 
 @pytest.mark.parametrize("mode", ["minus", None, 1])

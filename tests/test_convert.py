@@ -181,3 +181,13 @@ def test_the_patch_ends_when_the_builder_raises():
     with pytest.raises(KeyError), patch_sync_batchnorm():
         raise KeyError
     assert nn.BatchNorm1d.__module__.startswith("torch.")
+
+
+def test_group_size_is_given_to_every_layer_and_taken_away_again():
+    net = nn.Sequential(nn.BatchNorm1d(3), SynchronizedBatchNorm1d(3), nn.Linear(3, 3))
+    convert_model(net, group_size=2)
+    assert [layer.group_size for layer in net[:2]] == [2, 2]
+    convert_model(net)
+    assert [layer.group_size for layer in net[:2]] == [2, 2]
+    revert_model(net)
+    assert not any(hasattr(layer, "group_size") for layer in net)

@@ -1,0 +1,120 @@
+"""`ReplicaAware`: layers that know their copies."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from replication.context import CallbackContext
+from replication.group import Group, SoloGroup
+from replication.process_group import ProcessGroup, processes
+from replication.rendezvous import ReplicationError, here
+from replication.torch_internals import IS_REPLICA
+
+if TYPE_CHECKING:
+    _Base = nn.Module
+else:
+    _Base = object
+
+__all__ = ["ReplicaAware"]
+
+_warning_lock = threading.Lock()
+
+#: Beside the layers, not in them: a process group can be neither copied nor pickled.
+_process_groups: WeakKeyDictionary[nn.Module, ProcessGroup] = WeakKeyDictionary()
+
+
+class ReplicaAware(_Base):
+    """A mixin for layers, in front of `torch.nn.Module`: ``self.group`` are the layer's copies.
+
+    >>> import torch
+    >>> from replication import DataParallel
+    >>> class Center(ReplicaAware, nn.Module):
+    ...     def forward(self, x):
+    ...         n = torch.tensor(float(len(x)))
+    ...         return x - self.group.all_reduce(x.sum(0)) / self.group.all_reduce(n)
+    >>> x = torch.tensor([[1.0], [2.0], [6.0]])
+    >>> DataParallel(Center(), ["cpu"] * 2)(x).tolist() == Center()(x).tolist()
+    True
+
+    Attributes:
+        group_size: If not None, ``group`` is the layer's part of all its copies, in parts of this
+            size (see `Group.split`).
+    """
+
+    group_size: int | None = None
+
+    # Of a replica.
+    _replica_group: Group | None = None
+
+    def _replicate_for_data_parallel(self) -> Any:
+        self.__dict__.setdefault("_warned", [])
+        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        # A replica of a replica (a DataParallel inside another) has its own copies to talk to.
+        replica._replica_group = None
+        return replica
+
+    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+        """Connects this copy with the others; an override calls it, too."""
+        self._replica_group = ctx.group(copy_id)
+
+    @property
+    def group(self) -> Group:
+        """The copies of this layer: in the replicas of this forward; or else in all processes of
+        `torch.distributed`, if it is initialized; or else this layer alone.
+
+        Raises:
+            ReplicationError: There are replicas in several processes.
+        """
+        group = self._replica_group
+        if group is None and self._cannot_know_its_copies():
+            return SoloGroup()
+        if group is None or group.size == 1:
+            group = self._processes()
+        elif processes() > 1:
+            raise ReplicationError(
+                f"{type(self).__name__} is in one of {group.size} replicas, in one of "
+                f"{processes()} processes; a group is of replicas or of processes: run one "
+                "replica per process, or, to leave the other processes out, take ctx.group in a "
+                "callback of your own"
+            )
+        return group if self.group_size is None else group.split(self.group_size)
+
+    def _processes(self) -> Group:
+        if processes() == 1:
+            return SoloGroup()
+        group = _process_groups.get(self)
+        current = ProcessGroup(name=type(self).__name__)
+        if group is None or group.group is not current.group:
+            group = _process_groups[self] = current
+        return group
+
+    def _cannot_know_its_copies(self) -> bool:
+        place = here()
+        if getattr(self, IS_REPLICA, False):
+            self._warn_once(
+                "is in a replica that has not been told about its copies, so its group is this "
+                "replica alone; call replication.patch_replication_callback(model) on the "
+                "DataParallel, or use replication.DataParallel"
+            )
+        elif place is not None and (place.rendezvous.size or 0) > 1:
+            self._warn_once(
+                "is called by a replica but is not part of it, so its group is this replica "
+                "alone; the model reaches the original layer, probably through a function made "
+                "before replication that refers to it"
+            )
+        else:
+            return False
+        return True
+
+    def _warn_once(self, what: str) -> None:
+        with _warning_lock:  # the replicas come here at the same time
+            warned = self.__dict__.setdefault("_warned", [])
+            if warned:
+                return
+            warned.append(True)
+        warnings.warn(f"{self!r} {what}", stacklevel=4)

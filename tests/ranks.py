@@ -1,0 +1,70 @@
+"""Runs a function in several processes that `torch.distributed` connects, by gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+#: Seconds after which a rank that waits for another gives up, and after which one counts as hung.
+TIMEOUT, DEADLINE = 20.0, 50.0
+
+
+def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``function(rank, *arguments)`` in each of ``size`` processes; what each returned.
+
+    Raises:
+        AssertionError: A rank has raised (its traceback is the text), or hangs.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        ranks = [
+            context.Process(target=_run, args=(rank, size, folder, function, arguments))
+            for rank in range(size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            for process in ranks:
+                process.join(DEADLINE)
+                assert process.exitcode is not None, f"{process.name} hangs"
+        finally:
+            for process in ranks:
+                process.kill()
+        results = [Path(folder, f"{rank}.pt") for rank in range(size)]
+        loaded = [torch.load(path, weights_only=False) for path in results]
+    failures = [error for _, error in loaded if error]
+    assert not failures, "\n".join(failures)
+    return [value for value, _ in loaded]
+
+
+def _run(
+    rank: int, size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    value, error = None, None
+    try:
+        distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=TIMEOUT),
+        )
+        value = function(rank, *arguments)
+        distributed.barrier()
+        distributed.destroy_process_group()
+    except BaseException:
+        error = f"rank {rank}: {traceback.format_exc()}"
+    torch.save((value, error), f"{folder}/{rank}.pt")

@@ -1,0 +1,349 @@
+"""Groups of processes: as those of replicas, on gloo over loopback."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from collective_cases import CASES, Tensors, derivatives, leaves, upstream
+from layers import outcome_of
+from ranks import run_ranks
+from torch import Tensor, distributed, nn
+
+from replication import (
+    DataParallel,
+    ProcessGroup,
+    ReplicaAware,
+    ReplicasDiverged,
+    ReplicationError,
+    SoloGroup,
+    process_group,
+)
+from replication.collectives import CollectiveFunctions, FunctionalCollectives
+from replication.torch_internals import has_differentiable_collectives
+from syncbn import SynchronizedBatchNorm1d
+
+pytestmark = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()),
+    reason="this torch has no gloo",
+)
+
+IMPLEMENTATIONS = [CollectiveFunctions, FunctionalCollectives]
+
+
+def run_cases(rank: int, size: int) -> dict[tuple[str, str], Any]:
+    """Each collective, with its first and second derivatives, in one rank."""
+    results = {}
+    for implementation, (name, case) in itertools.product(IMPLEMENTATIONS, CASES.items()):
+        process_group._collectives = implementation()
+        own = leaves(case, size)[rank]
+        outputs = case.call(ProcessGroup(), *own)
+        gradients = upstream(case.oracle(leaves(case, size)))[rank]
+        loss = sum((g * y.square()).sum() for g, y in zip(gradients, outputs, strict=True))
+        first = torch.autograd.grad(loss, own, create_graph=True, materialize_grads=True)
+        penalty = sum(g.square().sum() for g in first)
+        second = torch.autograd.grad(penalty, own, materialize_grads=True)
+        results[implementation.__name__, name] = [
+            [t.detach() for t in ts] for ts in (outputs, first, second)
+        ]
+    return results
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def all_cases(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Any]]:
+    return run_ranks(request.param, run_cases, request.param)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_results_and_derivatives_are_those_of_the_oracle(all_cases, implementation, name):
+    case = CASES[name]
+    inputs = leaves(case, len(all_cases))
+    outputs = case.oracle(inputs)
+    first, second = (iter(grads) for grads in derivatives(outputs, inputs))
+    for got, own, expected in zip(all_cases, inputs, outputs, strict=True):
+        y, dx, ddx = got[implementation.__name__, name]
+        torch.testing.assert_close(y, [t.detach() for t in expected])
+        torch.testing.assert_close(dx, [next(first) for _ in own])
+        torch.testing.assert_close(ddx, [next(second) for _ in own])
+
+
+def test_this_torch_is_one_whose_functional_collectives_are_differentiable():
+    """So that both ways are tested; the other one is for older releases."""
+    assert has_differentiable_collectives()
+
+
+# -- everything else, in one run of two ranks --------------------------------------------------
+
+
+def dtypes(rank: int) -> Any:
+    group, found = ProcessGroup(), []
+    for dtype in (torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
+        x = torch.ones(2, dtype=dtype)
+        op = "max" if dtype is torch.bool else "sum"
+        results = [
+            group.all_reduce(x, op),
+            group.broadcast(x, 1),
+            group.reduce_scatter([x, x], op),
+            *group.all_gather(x),
+        ]
+        found.append({y.dtype for y in results} == {dtype})
+    return found
+
+
+def empty(rank: int) -> Any:
+    gathered = (
+        ProcessGroup().all_gather(torch.zeros(rank, 0)),
+        ProcessGroup().all_gather(torch.zeros(0, 3)),
+    )
+    return [[tuple(x.shape) for x in tensors] for tensors in gathered]
+
+
+def strided(rank: int) -> Any:
+    x = torch.arange(6.0).view(2, 3).t()
+    group = ProcessGroup()
+    return [
+        group.all_reduce(x),
+        torch.cat(group.all_gather(x)),
+        group.broadcast(x[:, :1].expand(3, 2)),
+    ]
+
+
+def own_results(rank: int) -> Any:
+    group, x = ProcessGroup(), torch.ones(2)
+    for y in (group.all_reduce(x), *group.all_gather(x), group.broadcast(x)):
+        y.fill_(rank + 5.0)
+        group.barrier()
+        assert (y == rank + 5.0).all()
+    return x
+
+
+def objects(rank: int) -> Any:
+    return ProcessGroup().all_gather_object({"rank": rank})
+
+
+def bad_input(rank: int) -> Any:
+    return str(outcome_of(lambda: ProcessGroup().all_reduce(3)).error)
+
+
+def mismatch_in_all_gather(rank: int) -> Any:
+    group = ProcessGroup(name="head")
+    group.barrier()
+    error = outcome_of(lambda: group.all_gather(torch.ones(2, 3 + rank))).error
+    assert isinstance(error, ReplicasDiverged)
+    return str(error)
+
+
+def mismatch_in_requires_grad(rank: int) -> Any:
+    x = torch.ones(2, requires_grad=rank == 0)
+    return str(outcome_of(lambda: ProcessGroup().all_gather(x)).error)
+
+
+def mismatch_under_debug(rank: int) -> Any:
+    group, x = ProcessGroup(name="head"), torch.ones(2)
+    level = distributed.get_debug_level()
+    distributed.set_debug_level(distributed.DebugLevel.INFO)
+    try:
+        calls = [
+            lambda: group.all_reduce(x, "max" if rank else "sum"),
+            lambda: group.barrier() if rank else group.broadcast(x),
+            lambda: group.all_gather_object(x) if rank else group.reduce_scatter([x, x]),
+        ]
+        return [str(outcome_of(call).error) for call in calls]
+    finally:
+        distributed.set_debug_level(level)
+
+
+def parts(rank: int) -> Any:
+    group = ProcessGroup(distributed.new_group([0, 1]))
+    assert group.split(2) is group
+    return group.rank, group.size, type(group.split(1))
+
+
+class Aware(ReplicaAware, nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(x)
+
+
+def aware(rank: int) -> Any:
+    layer = Aware()
+    first = layer.group
+    assert layer.group is first
+    layer.group_size = 1
+    assert isinstance(layer.group, SoloGroup)
+    layer.group_size = None
+    single = DataParallel(layer, ["cpu"] * 2)(torch.ones(1))  # one replica: the processes
+    several = outcome_of(lambda: DataParallel(layer, ["cpu"] * 2)(torch.ones(2))).error
+    return type(first), layer(torch.ones(1)).item(), single.item(), type(several), str(several)
+
+
+def not_a_member(rank: int) -> Any:
+    alone = distributed.new_group([0])
+    return str(outcome_of(lambda: ProcessGroup(alone)).error)
+
+
+def with_warnings(rank: int) -> Any:
+    """The checks above, and what they warn of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = {check.__name__: check(rank) for check in CHECKS}
+    return found, [str(warning.message) for warning in caught]
+
+
+CHECKS = [
+    dtypes, empty, strided, own_results, objects, bad_input, mismatch_in_all_gather,
+    mismatch_in_requires_grad, mismatch_under_debug, parts, aware, not_a_member,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two() -> list[Any]:
+    return run_ranks(2, with_warnings)
+
+
+def test_nothing_warns(two):
+    assert [caught for _, caught in two] == [[], []]
+
+
+def test_dtype_stays(two):
+    assert [found["dtypes"] for found, _ in two] == [[True] * 5] * 2
+
+
+def test_empty_tensors_are_gathered(two):
+    assert [found["empty"] for found, _ in two] == [[[(0, 0), (1, 0)], [(0, 3), (0, 3)]]] * 2
+
+
+def test_strides_do_not_matter(two):
+    x = torch.arange(6.0).view(2, 3).t()
+    expected = [2 * x, torch.cat([x, x]), x[:, :1].expand(3, 2)]
+    for found, _ in two:
+        torch.testing.assert_close(found["strided"], expected)
+
+
+def test_argument_is_left_alone(two):
+    assert all(torch.equal(found["own_results"], torch.ones(2)) for found, _ in two)
+
+
+def test_objects_are_gathered_in_the_order_of_ranks(two):
+    assert two[0][0]["objects"] == ({"rank": 0}, {"rank": 1})
+
+
+def test_bad_input_is_refused_by_the_rank_that_has_it(two):
+    assert two[1][0]["bad_input"] == ("`ProcessGroup`, rank 1: all_reduce takes tensors (got int)")
+
+
+def test_calls_of_all_gather_that_do_not_match_are_named_in_every_rank(two):
+    for found, _ in two:
+        assert found["mismatch_in_all_gather"].startswith(
+            "`head`, call 2: the calls do not match: rank 0: all_gather() of float32 [2, 3] that "
+            "does not require gradients; rank 1: all_gather() of float32 [2, 4] that does not"
+        )
+
+
+def test_tensors_that_require_gradients_on_some_ranks_only_are_named(two):
+    for found, _ in two:
+        assert (
+            "rank 0: all_gather() of float32 [2] that requires gradients; rank 1: "
+            in (found["mismatch_in_requires_grad"])
+        )
+
+
+def test_under_debug_all_calls_are_compared(two):
+    for found, _ in two:
+        first, second, third = found["mismatch_under_debug"]
+        assert first.startswith("`head`, call 1: the calls do not match: rank 0: all_reduce(op='s")
+        assert "rank 0: broadcast(src=0) of float32 [2]" in second
+        assert "rank 1: barrier()" in second
+        assert "rank 1: all_gather_object()" in third
+
+
+def test_groups_of_some_processes(two):
+    assert [found["parts"] for found, _ in two] == [(0, 2, SoloGroup), (1, 2, SoloGroup)]
+
+
+def test_aware_layer_finds_the_processes(two):
+    for found, _ in two:
+        kind, alone, single, several, text = found["aware"]
+        assert (kind, alone, single, several) == (ProcessGroup, 2.0, 2.0, ReplicationError)
+        assert "is in one of 2 replicas, in one of 2 processes" in text
+        assert "one replica per process" in text
+
+
+def test_process_outside_the_group_is_refused(two):
+    assert two[0][0]["not_a_member"] == "None"
+    assert "this process is not in the group" in two[1][0]["not_a_member"]
+
+
+def test_without_torch_distributed_it_says_what_to_do():
+    with pytest.raises(RuntimeError, match=r"init_process_group.*SoloGroup"):
+        ProcessGroup()
+
+
+# -- the synchronized layer --------------------------------------------------------------------
+
+SHARDS = {2: [3, 4], 3: [2, 0, 5]}
+
+
+def batches(size: int) -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(size)
+
+    def shards() -> list[Tensor]:
+        return [
+            torch.randn(n, 2, 3, generator=generator, dtype=torch.float64) for n in SHARDS[size]
+        ]
+
+    return shards(), shards()
+
+
+def layer_of(size: int) -> SynchronizedBatchNorm1d:
+    layer = SynchronizedBatchNorm1d(2, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([0.5, 2.0]))
+        layer.bias.copy_(torch.tensor([1.0, -1.0]))
+    return layer
+
+
+def normalize(rank: int, size: int) -> Tensors:
+    (shards, upstreams), layer = batches(size), layer_of(size)
+    x = shards[rank].requires_grad_()
+    y = layer(x)
+    (dx,) = torch.autograd.grad(y, x, upstreams[rank], create_graph=True)
+    (ddx,) = torch.autograd.grad(dx.square().sum(), x)
+    y = layer(x)
+    dx_fast, dw, db = torch.autograd.grad(y, (x, layer.weight, layer.bias), upstreams[rank])
+    evaluated = layer.eval()(x) if rank == 0 else x  # evaluation waits for nobody
+    return tuple(
+        t.detach()
+        for t in (y, dx, dx_fast, ddx, dw, db, layer.running_mean, layer.running_var, evaluated)
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_synchronized_layer_gives_the_numbers_of_one_process(size):
+    results = run_ranks(size, normalize, size)
+    shards, upstreams = batches(size)
+    layer = nn.BatchNorm1d(2, dtype=torch.float64)
+    layer.load_state_dict(layer_of(size).state_dict())
+    x = torch.cat(shards).requires_grad_()
+    expected = oracle.batch_norm(shards, upstreams, layer.weight, layer.bias)
+    y = layer(x)
+    layer(x)
+    (dx,) = torch.autograd.grad(y, x, torch.cat(upstreams), create_graph=True)
+    (ddx,) = torch.autograd.grad(dx.square().sum(), x)
+    columns = list(zip(*results, strict=True))
+    for got, want in zip(
+        (torch.cat(column) for column in columns[:4]),
+        (y, torch.cat(expected.input_grads), torch.cat(expected.input_grads), ddx),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want.detach())
+    # A rank's gradients of the parameters are those of its own loss; DDP averages them.
+    torch.testing.assert_close(sum(columns[4]), expected.weight_grad)
+    torch.testing.assert_close(sum(columns[5]), expected.bias_grad)
+    for mean, var in zip(columns[6], columns[7], strict=True):
+        torch.testing.assert_close(mean, layer.running_mean)
+        torch.testing.assert_close(var, layer.running_var)

@@ -1,0 +1,172 @@
+"""`ReplicaAware`: which group a layer has, alone and in replicas, and when it warns."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from layers import CustomDataParallel
+from torch import Tensor, nn
+
+from replication import (
+    DataParallel,
+    ReplicaAware,
+    ReplicaGroup,
+    ReplicationError,
+    SoloGroup,
+    execute_replication_callbacks,
+    patch_replication_callback,
+    replicate,
+)
+
+
+class Total(ReplicaAware, nn.Module):
+    """The sum over the batch, for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = self.group.all_reduce((self.weight * x).sum(0))
+        return total.expand_as(x)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_same_numbers_alone_and_in_replicas(n):
+    x = torch.randn(6, 2, dtype=torch.float64)
+    upstream = torch.randn_like(x)
+    grads = []
+    for model in (Total().double(), DataParallel(Total().double(), ["cpu"] * n)):
+        inputs = x.clone().requires_grad_()
+        y = model(inputs)
+        y.backward(upstream)
+        grads.append((y.detach(), inputs.grad, *(p.grad for p in model.parameters())))
+    torch.testing.assert_close(*grads)
+
+
+def test_groups():
+    layer = Total()
+    assert isinstance(layer.group, SoloGroup)
+    replicas = replicate(layer, ["cpu"] * 2)
+    execute_replication_callbacks(replicas)
+    assert [(r.group.rank, r.group.size) for r in replicas] == [(0, 2), (1, 2)]
+    assert isinstance(replicas[1].group, ReplicaGroup)
+    assert isinstance(layer.group, SoloGroup)
+
+
+@pytest.mark.parametrize("where", ["class", "object"])
+def test_group_size_makes_it_the_layers_part(where):
+    class Parted(Total):
+        group_size = 2 if where == "class" else None
+
+    layer = Parted()
+    if where == "object":
+        layer.group_size = 2
+    y = DataParallel(layer, ["cpu"] * 5)(torch.ones(5, 1))
+    assert y.flatten().tolist() == [2, 2, 2, 2, 1]
+    assert layer(torch.ones(3, 1)).tolist() == [[3]] * 3
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_bad_group_size_is_refused_in_every_replica(size):
+    layer = Total()
+    layer.group_size = size
+    with pytest.raises(ValueError, match=r"at least 1 \(got "):
+        DataParallel(layer, ["cpu"] * 2)(torch.ones(2, 1))
+
+
+def test_override_of_the_callback_that_calls_it_too():
+    class Numbered(Total):
+        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+            super().__data_parallel_replicate__(ctx, copy_id)
+            ctx.last = self.copy_id = copy_id
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.copy_id
+
+    assert DataParallel(Numbered(), ["cpu"] * 2)(torch.ones(2, 1)).tolist() == [[2], [3]]
+
+
+def test_copies_in_a_customized_data_parallel_talk():
+    model = CustomDataParallel(Total(), 2)
+    patch_replication_callback(model)
+    assert model(torch.ones(4, 1)).tolist() == [[4]] * 4
+
+
+def test_data_parallel_inside_a_replica_has_groups_of_its_own():
+    inner = DataParallel(Total(), ["cpu"] * 2)
+    outer = DataParallel(nn.Sequential(Total(), inner), ["cpu"] * 2)
+    assert outer(torch.ones(8, 1)).tolist() == [[32]] * 8  # the sum of 8, then of 4 times 8
+
+
+# -- never silently alone ----------------------------------------------------------------------
+
+
+def test_replica_that_was_not_told_warns_once_and_names_the_remedy():
+    model = CustomDataParallel(nn.Sequential(Total()), 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.ones(3, 1))
+        y = model(torch.ones(3, 1))
+    assert y.tolist() == [[1]] * 3
+    (warning,) = caught
+    assert warning.category is UserWarning
+    assert "Total() is in a replica that has not been told about its copies" in str(
+        warning.message
+    )
+    assert "patch_replication_callback(model)" in str(warning.message)
+
+
+def test_override_of_the_callback_that_does_not_call_it_warns():
+    class Forgets(Total):
+        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+            pass
+
+    with pytest.warns(UserWarning, match="has not been told about its copies"):
+        DataParallel(Forgets(), ["cpu"] * 2)(torch.ones(2, 1))
+
+
+def test_original_reached_from_a_replica_warns():
+    class Reaches(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.reach = lambda x: layer(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.reach(x)
+
+    with pytest.warns(UserWarning, match="is called by a replica but is not part of it"):
+        DataParallel(Reaches(Total()), ["cpu"] * 2)(torch.ones(2, 1))
+
+
+# -- life --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_independent(copied):
+    layer = Total()
+    DataParallel(layer, ["cpu"] * 2)(torch.ones(2, 1))
+    assert DataParallel(copied(layer), ["cpu"] * 2)(torch.ones(2, 1)).tolist() == [[2]] * 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copy_of_a_replica_says_that_it_has_no_copies(copied):
+    with torch.no_grad():
+        replicas = replicate(Total(), ["cpu"] * 2, detach=True)
+    execute_replication_callbacks(replicas)
+    twin = copied(replicas[1])
+    with pytest.raises(ReplicationError, match="is a copy and belongs to no forward"):
+        twin(torch.ones(1, 1))
+
+
+def test_original_keeps_nothing_of_a_forward():
+    layer = Total()
+    before = set(vars(layer))
+    DataParallel(layer, ["cpu"] * 2)(torch.ones(2, 1))
+    assert set(vars(layer)) - before <= {"_warned"}
+    assert list(layer.state_dict()) == ["weight"]

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from processes import run_python
 
 from replication import DataParallel, Scattered
 
@@ -68,3 +69,32 @@ def test_the_loss_where_outputs_are_is_that_of_one_device(replicas, samples, mon
 def test_constants_reach_every_replica(monkeypatch, capsys):
     assert load("constants", monkeypatch).main() == 0
     assert capsys.readouterr().out.count("converted with the network: True") == 2
+
+
+TALKING = ["contrastive", "whiten", "hardest", "older_style"]
+
+
+@pytest.mark.parametrize("name", TALKING)
+@pytest.mark.parametrize(("replicas", "samples"), [(2, 8), (4, 10), (3, 7), (1, 6)])
+def test_layers_that_talk_give_the_numbers_of_one_device(name, replicas, samples, monkeypatch):
+    found = load(name, monkeypatch).compare(replicas, samples)
+    distances = [d for d in (found if isinstance(found, tuple) else (found,)) if type(d) is float]
+    assert distances
+    assert max(distances) < 1e-12
+
+
+@pytest.mark.parametrize("name", TALKING)
+def test_layers_that_talk_are_short_and_run_as_scripts(name):
+    path = EXAMPLES / f"{name}.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+    done = run_python("-W", "error", "-W", "ignore:Failed to initialize NumPy", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "off by" in done.stdout
+
+
+def test_the_loss_of_the_hardest_is_that_of_the_whole_batch_not_of_each_replica(monkeypatch):
+    example = load("hardest", monkeypatch)
+    scores = torch.tensor([[0.0, 9.0]] * 4 + [[9.0, 0.0]] * 4)
+    classes = torch.zeros(8, dtype=torch.long)
+    shares = DataParallel(example.HardestLoss(4), ["cpu"] * 2)(scores, classes)
+    assert (shares > 1).tolist() == [True, False]

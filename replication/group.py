@@ -22,6 +22,13 @@ T = TypeVar("T")
 
 ReduceOp = Literal["sum", "mean", "max", "min", "product"]
 
+#: What all backends know, the complex ones as pairs of reals.
+_DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex64, torch.complex128),
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+)
+
 
 class Call(NamedTuple):
     """One member's call of a collective, as far as the others' must be alike."""
@@ -35,6 +42,8 @@ class Call(NamedTuple):
     any_length: bool = False
     #: Whether a graph leads through it; matters between processes.
     requires_grad: bool | None = None
+    #: The layer and the number of its call, where these may differ: between processes.
+    where: str = ""
 
     def __str__(self) -> str:
         tensors = ", ".join(
@@ -65,9 +74,11 @@ def check_alike(calls: Sequence[Call], where: str, members: Sequence[int], kind:
     first = calls[0].must_equal()
     if all(call.must_equal() == first for call in calls[1:]):
         return
+    elsewhere = len({call.where for call in calls}) > 1
     callers: dict[str, list[int]] = {}
     for member, call in zip(members, calls, strict=True):
-        callers.setdefault(str(call), []).append(member)
+        text = f"{call} at {call.where}" if elsewhere else str(call)
+        callers.setdefault(text, []).append(member)
     found = "; ".join(f"{listed(who, kind)}: {text}" for text, who in callers.items())
     raise ReplicasDiverged(
         f"{where}: the calls do not match: {found}. All must make the same calls in the same "
@@ -112,7 +123,8 @@ class Group(ABC):
         tensor([1., 2.])
 
         Args:
-            tensor: Any shape.
+            tensor: Any shape. Like all tensors here: dense; floating point from float16 on,
+                complex64, complex128, bool, uint8, int8, int32 or int64.
             op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"product"``, elementwise. The
                 gradient of a largest or smallest value is shared evenly by those that have it,
                 as in `torch.amax`.
@@ -226,6 +238,9 @@ class Group(ABC):
                 self._refuse(TypeError, f"{name} takes tensors (got {described(tensor)})")
             if tensor.layout is not torch.strided:
                 self._refuse(TypeError, f"{name} takes dense tensors (got {tensor.layout})")
+            if tensor.dtype not in _DTYPES:
+                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+                self._refuse(TypeError, f"{name} takes tensors of {known} (got {tensor.dtype})")
 
     def _check_op(self, name: str, op: Any, tensor: Tensor) -> None:
         known = get_args(ReduceOp)
@@ -265,11 +280,14 @@ def reduced(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
 
     Pairwise: `torch.sum` and `torch.prod` would return float32 under a CUDA autocast.
     """
+    if op == "mean" and tensors[0].dtype is torch.float16:  # whose sum may overflow
+        return reduce(torch.add, [tensor / len(tensors) for tensor in tensors])
     if op in _PAIRWISE:
         total = reduce(_PAIRWISE[op], tensors)
         return total / len(tensors) if op == "mean" else total
     extreme = torch.amax if op == "max" else torch.amin
-    return extreme(torch.stack(tuple(tensors)), 0)
+    # A copy, as autograd has saved the result itself.
+    return extreme(torch.stack(tuple(tensors)), 0).clone()
 
 
 class SoloGroup(Group):

@@ -61,6 +61,13 @@ class Channel:
         return Site(self.path, self.calls[replica])
 
 
+def _two_at_once(path: str, replica: int) -> ReplicationError:
+    return ReplicationError(
+        f"`{path}`: replica {replica} calls it in one thread while it waits there in another; the "
+        "calls of a replica come one after the other"
+    )
+
+
 class SlavePipe:
     """A slave's end. Made by `SyncMaster.register_slave`."""
 
@@ -95,7 +102,10 @@ class SlavePipe:
                 "register_slave makes one for each forward"
             )
         with rendezvous.lock:
+            if slot.wait is not None:
+                raise _two_at_once(channel.path, slot.replica)
             site = channel.next_call(slot.replica)
+            rendezvous.refuse_if_over(slot.replica, site)
             slot.message = msg
             channel.missing.discard(slot.replica)
             if channel.master_wait is not None and not channel.missing:
@@ -103,6 +113,9 @@ class SlavePipe:
             slot.wait = rendezvous.begin_wait(slot.replica, (channel.master,), site, channel.calls)
         try:
             slot.wait.block()
+        except BaseException:
+            slot.message = _EMPTY  # which no later call of the master is to find
+            raise
         finally:
             slot.wait = None
         reply, slot.reply = slot.reply, _EMPTY
@@ -122,7 +135,10 @@ class MasterPipe:
         rendezvous, channel = self._rendezvous, self._channel
         wait = None
         with rendezvous.lock:
+            if channel.master_wait is not None:
+                raise _two_at_once(channel.path, channel.master)
             site = channel.next_call(channel.master)
+            rendezvous.refuse_if_over(channel.master, site)
             channel.missing = {slot.replica for slot in channel.slots if slot.message is _EMPTY}
             if channel.missing:
                 wait = channel.master_wait = rendezvous.begin_wait(

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed
+from torch.nn.functional import pad
 
 from replication.collectives import differentiable_collectives
 from replication.group import Call, Group, ReduceOp, SoloGroup, check_alike, layouts, reduced
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 _collectives = differentiable_collectives()
 
-#: The part of a group that this process is in, by that group and the size of its parts.
+#: The part of a group of torch's that this process is in, by that group and the size of its parts.
 _parts: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
 
 
@@ -31,7 +32,8 @@ def processes() -> int:
 
 def debugging() -> bool:
     """Whether ``TORCH_DISTRIBUTED_DEBUG`` asks for checks that cost time."""
-    return distributed.get_debug_level() is not distributed.DebugLevel.OFF  # type: ignore[attr-defined]
+    # Not by identity: each is a new object.
+    return distributed.get_debug_level() != distributed.DebugLevel.OFF  # type: ignore[attr-defined]
 
 
 class ProcessGroup(Group):
@@ -68,6 +70,7 @@ class ProcessGroup(Group):
         super().__init__(rank, distributed.get_world_size(self.group))
         self._name = name
         self._calls = 0
+        self._parts: dict[int, Group] = {}
 
     def _where(self) -> str:
         return f"`{self._name}`, rank {self.rank}"
@@ -92,14 +95,16 @@ class ProcessGroup(Group):
         self._calls += 1
         if not always and not debugging():
             return [call]
-        calls = self._gathered(call)
         where = f"`{self._name}`, call {self._calls}"
+        calls = self._gathered(call._replace(where=where))
         check_alike(calls, where, range(self.size), "rank")
         return list(calls)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         self._compare(_call("all_reduce", (tensor,), f"op={op!r}"))
         if op in ("sum", "mean"):
+            if op == "mean" and tensor.dtype is torch.float16:  # whose sum may overflow
+                return self._sum(tensor / self.size)
             total = self._sum(tensor)
             return total / self.size if op == "mean" else total
         return reduced(self._gather_rows(tensor.unsqueeze(0), [1] * self.size), op).squeeze(0)
@@ -119,9 +124,8 @@ class ProcessGroup(Group):
 
     def _gather_rows(self, tensor: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
         """All ranks' tensors; those that are short travel padded, as backends want one length."""
-        longest = max(lengths)
-        padding = tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])
-        padded = torch.cat([tensor, padding]) if len(padding) else tensor
+        missing = max(lengths) - len(tensor)
+        padded = pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing]) if missing else tensor
         if padded.numel():
             gathered = _through_reals(
                 lambda real: _collectives.all_gather(real, self.group), padded
@@ -148,12 +152,18 @@ class ProcessGroup(Group):
             received = tensor.clone(memory_format=torch.contiguous_format)
             distributed.broadcast(received, self._global_rank(src), self.group)
             return received
-        if self.rank != src:  # zero whatever is in it, yet with a gradient: that of its own zero
+        if self.rank != src:
+            # Nothing, whatever is in it, but part of the graph; -0 as that leaves a -0 as it is.
             everything = torch.ones((), dtype=torch.bool, device=tensor.device)
-            tensor = tensor.masked_fill(everything, 0)
+            tensor = tensor.masked_fill(everything, -0.0)
         return self._sum(tensor)
 
     def _split(self, size: int) -> Group:
+        if size not in self._parts:
+            self._parts[size] = self._part(size)
+        return self._parts[size]
+
+    def _part(self, size: int) -> Group:
         start = self.rank // size * size
         ranks = [self._global_rank(r) for r in range(start, min(start + size, self.size))]
         if len(ranks) == 1:
@@ -179,7 +189,7 @@ def _call(name: str, tensors: tuple[Tensor, ...], option: str = "") -> Call:
 
 def _through_reals(collective: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """Runs a collective on a contiguous tensor, of real numbers: not all backends know others."""
-    tensor = tensor.contiguous()
     if not tensor.is_complex():
-        return collective(tensor)
-    return torch.view_as_complex(collective(torch.view_as_real(tensor)))
+        return collective(tensor.contiguous())
+    real = torch.view_as_real(tensor.resolve_conj()).contiguous()
+    return torch.view_as_complex(collective(real))

@@ -213,12 +213,16 @@ class Rendezvous:
 
         The lock is held. The caller releases it and then calls `Wait.block`.
         """
-        if self._verdict is not None:
-            self._verdict.raise_at(later=f" Replica {replica} came to {site} after that.")
+        self.refuse_if_over(replica, site)
         wait = Wait(self, replica, needs, site, calls)
         self._waits.append(wait)
         self._check()
         return wait
+
+    def refuse_if_over(self, replica: int, site: Site) -> None:
+        """Raises if no wait can be met any more. The lock is held."""
+        if self._verdict is not None:
+            self._verdict.raise_at(later=f" Replica {replica} came to {site} after that.")
 
     def end_wait(self, wait: Wait) -> None:
         """The value has come: from here on the replica counts as running. The lock is held."""

@@ -99,7 +99,8 @@ class ReplicaAware(_Base):
             self._warn_once(
                 "is in a replica that has not been told about its copies, so its group is this "
                 "replica alone; call replication.patch_replication_callback(model) on the "
-                "DataParallel, or use replication.DataParallel"
+                "DataParallel, or use replication.DataParallel; if its class has a "
+                "__data_parallel_replicate__ of its own, call super's there"
             )
         elif place is not None and (place.rendezvous.size or 0) > 1:
             self._warn_once(

@@ -63,11 +63,13 @@ class Circle:
         self._calls += 1
         calls = [request.call for _, request in requests]
         check_alike(calls, str(Site(self.path, self._calls)), self.replicas, "replica")
+        requires_grad = any(request.requires_grad for _, request in requests)
         # The first member may run without grad, or behind hooks on saved tensors; the others need
         # the graph all the same.
         with (
-            torch.set_grad_enabled(any(request.requires_grad for _, request in requests)),
-            saved_tensors_hooks(_itself, _itself),
+            torch.inference_mode(torch.is_inference_mode_enabled() and not requires_grad),
+            torch.set_grad_enabled(requires_grad),
+            saved_tensors_hooks(_packed, _unpacked),
         ):
             replies = requests[0][1].merge([request.message for _, request in requests])
             return list(enumerate(replies))
@@ -86,7 +88,19 @@ class Circle:
             return self._parts[size]
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def _packed(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, tensor._version
+
+
+def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
+    """The tensor; torch checks its version only where there are no hooks."""
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation after a collective: a tensor of shape {list(tensor.shape)} is at version "
+            f"{tensor._version}; expected version {version}"
+        )
     return tensor
 
 

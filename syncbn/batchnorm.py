@@ -121,8 +121,9 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             call = Call("batch_norm", layouts=((dtype, tuple(shard.moments.shape[1:])),))
             return group.exchange(call, shard, merge_shards, shard.moments.requires_grad)
         count = shard.moments.new_tensor([shard.values])
-        packed = group.all_gather(torch.cat((shard.moments.flatten(), count)))
-        shards = [Shard(int(p[-1]), p[:-1].view_as(shard.moments)) for p in packed]
+        # As one row, whose length must be the same on all ranks.
+        packed = group.all_gather(torch.cat((shard.moments.flatten(), count)).unsqueeze(0))
+        shards = [Shard(int(p[0, -1]), p[0, :-1].view_as(shard.moments)) for p in packed]
         return merge_shards(shards)[group.rank]
 
     def _check_synchronized_input(self, input: Tensor) -> None:

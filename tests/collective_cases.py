@@ -50,7 +50,8 @@ class Case(NamedTuple):
     oracle: Callable[[list[Tensors]], list[Tensors]]
 
 
-def _reduced(op: str, tensors: list[Tensor]) -> Tensor:
+def reduced(op: str, tensors: list[Tensor]) -> Tensor:
+    """``op`` over tensors of one shape."""
     stacked = torch.stack(tensors)
     if op == "product":
         return stacked.prod(0)
@@ -61,7 +62,7 @@ def _all_reduce(op: str) -> Case:
     return Case(
         lambda rank, size: [(2, 3)],
         lambda group, x: (group.all_reduce(x, op),),
-        lambda members: [(_reduced(op, [x for (x,) in members]),)] * len(members),
+        lambda members: [(reduced(op, [x for (x,) in members]),)] * len(members),
     )
 
 
@@ -70,7 +71,7 @@ def _reduce_scatter(op: str) -> Case:
         lambda rank, size: [(2, to + 1) for to in range(size)],
         lambda group, *xs: (group.reduce_scatter(xs, op),),
         lambda members: [
-            (_reduced(op, [xs[rank] for xs in members]),) for rank in range(len(members))
+            (reduced(op, [xs[rank] for xs in members]),) for rank in range(len(members))
         ],
     )
 
@@ -105,6 +106,12 @@ CASES = {
     "all_gather-even": _all_gather(lambda rank, size: 2),
     "all_gather-uneven": _all_gather(lambda rank, size: 3 - rank),
     "all_gather-one_empty": _all_gather(lambda rank, size: 2 * (rank != size - 1) + (size == 1)),
+    # torch.cat treats an empty vector in a way of its own.
+    "all_gather-vectors": Case(
+        lambda rank, size: [(rank,)],
+        lambda group, x: group.all_gather(x),
+        lambda members: [tuple(x for (x,) in members)] * len(members),
+    ),
     "all_gather-scalars": Case(
         lambda rank, size: [()],
         lambda group, x: group.all_gather(x),

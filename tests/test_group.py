@@ -14,10 +14,12 @@ import pytest
 import torch
 from collective_cases import (
     CASES,
+    OPS,
     Member,
     Tensors,
     in_replicas,
     leaves,
+    reduced,
     upstream,
 )
 from layers import freed, outcome_of, together, until_others_wait
@@ -191,6 +193,29 @@ def test_member_without_grad_gets_and_gives_constants(without):
         assert x.grad is None if i == without else torch.equal(x.grad, torch.full((2,), 66.0))
 
 
+@pytest.mark.parametrize("without", [0, 1])
+def test_member_in_inference_mode_leaves_the_others_their_graph(without):
+    def member(group: Group, x: Tensor, replica: int) -> Tensor:
+        with torch.inference_mode(replica == without):
+            return group.all_reduce(x * x)
+
+    inputs = [(torch.full((2,), 3.0, requires_grad=True), i) for i in range(2)]
+    outputs = in_replicas(member, inputs)
+    assert [y.requires_grad for y in outputs] == [i != without for i in range(2)]
+    outputs[1 - without].backward(torch.ones(2))
+    assert torch.equal(inputs[1 - without][0].grad, torch.full((2,), 6.0))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_mean_of_float16_does_not_overflow(size):
+    def member(group: Group, x: Tensor) -> tuple[Tensor, Tensor]:
+        return group.all_reduce(x, "mean"), group.reduce_scatter([x] * group.size, "mean")
+
+    x = torch.tensor([60000.0], dtype=torch.float16)
+    for results in in_replicas(member, [(x,)] * size):
+        assert all(torch.equal(y, x) for y in results)
+
+
 def test_parameter_in_a_member_without_grad_is_a_constant_too():
     weight = torch.ones(2, requires_grad=True)
     with torch.no_grad():
@@ -231,6 +256,36 @@ def test_results_may_be_changed_in_place(name, size):
 
     torch.testing.assert_close(in_replicas(member, inputs), case.oracle(before))
     torch.testing.assert_close(inputs, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("size", [1, 3])
+def test_results_may_be_changed_in_place_before_the_backward(op, size):
+    def member(group: Group, x: Tensor) -> Tensor:
+        total = group.all_reduce(x * 1, op).mul_(2)
+        return total + group.reduce_scatter([x * 1] * group.size, op).mul_(3)
+
+    x = torch.tensor([2.0, 5.0], requires_grad=True)
+    outputs = in_replicas(member, [(x,)] * size)
+    expected = 5 * reduced(op, [x] * size)
+    torch.testing.assert_close(outputs, [expected] * size)
+    upstream = [torch.randn(2) for _ in outputs]
+    (got,) = torch.autograd.grad(outputs, x, upstream)
+    (want,) = torch.autograd.grad(expected, x, sum(upstream))
+    torch.testing.assert_close(got, want)
+
+
+def test_argument_changed_in_place_before_the_backward_is_an_error_as_without_replicas():
+    def member(group: Group, x: Tensor) -> Tensor:
+        x = x * 1
+        total = group.all_reduce(x, "product")
+        x.add_(100)
+        return total
+
+    x = torch.tensor([2.0, 5.0], requires_grad=True)
+    outputs = in_replicas(member, [(x,)] * 2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(outputs, [torch.ones(2)] * 2)
 
 
 def test_objects_are_gathered_as_they_are():
@@ -473,6 +528,7 @@ def test_after_a_mismatch_the_next_forward_is_clean():
         (lambda g: g.all_reduce(torch.ones(1) > 0), TypeError, "no sum of torch.bool"),
         (lambda g: g.all_reduce(torch.ones(1) + 0j, "min"), TypeError, "no min of .*complex"),
         (lambda g: g.all_reduce(torch.eye(2).to_sparse()), TypeError, "dense.*sparse"),
+        (lambda g: g.all_gather(torch.ones(1).short()), TypeError, r"int64 \(got torch.int16\)"),
         (lambda g: g.all_gather(None), TypeError, "all_gather takes tensors.*NoneType"),
         (lambda g: g.reduce_scatter(torch.ones(2)), TypeError, r"list.*tensor.*\[2\].*chunk"),
         (lambda g: g.reduce_scatter(7), TypeError, "list.*int"),
@@ -525,6 +581,31 @@ def test_collective_after_the_forward_is_refused_at_once():
     groups = in_replicas(lambda group: group, [()] * 2)
     outcomes = together(*(group.barrier for group in groups))
     assert all(isinstance(o.error, ReplicationError) for o in outcomes)
+
+
+def test_message_of_a_failed_call_answers_no_later_one():
+    groups = in_replicas(lambda group: group, [()] * 2)
+    for group in (groups[1], groups[0]):
+        with pytest.raises(ReplicationError):
+            group.all_reduce(torch.ones(1))
+
+
+def test_second_thread_of_a_member_that_waits_is_refused_at_once():
+    refused = []
+
+    def member(group: Group, x: Tensor) -> Tensor:
+        if group.rank == group.size - 1:
+            until_others_wait(2)
+            return group.all_reduce(x)
+        if group.rank == 0:
+            return group.all_reduce(x)
+        calls = [lambda: group.all_reduce(x)] * 2
+        first, second = sorted(together(*calls), key=lambda outcome: outcome.error is not None)
+        refused.append(second.error)
+        return first.value
+
+    assert in_replicas(member, [(torch.ones(1),)] * 3) == [torch.full((1,), 3.0)] * 3
+    assert_found("`(.*)`: replica 1 calls it in one thread while it waits", str(refused[0]))
 
 
 # -- life --------------------------------------------------------------------------------------

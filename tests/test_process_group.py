@@ -9,7 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from collective_cases import CASES, Tensors, derivatives, leaves, upstream
+from collective_cases import CASES, OPS, Tensors, derivatives, leaves, upstream
 from layers import outcome_of
 from ranks import run_ranks
 from torch import Tensor, distributed, nn
@@ -113,6 +113,52 @@ def strided(rank: int) -> Any:
     ]
 
 
+def odd_numbers(rank: int) -> Any:
+    group, z = ProcessGroup(), torch.tensor([1 + 2j, 3 - 1j]).conj()
+    large = torch.tensor([60000.0], dtype=torch.float16)
+    return [
+        group.all_reduce(z),
+        torch.cat(group.all_gather(z)),
+        group.broadcast(z, 1),
+        group.all_reduce(large, "mean"),
+        group.broadcast(torch.tensor(-0.0)).signbit(),
+        group.broadcast(torch.tensor(float("nan") if rank else 1.0)),
+    ]
+
+
+def changed_in_place(rank: int) -> Any:
+    group, x = ProcessGroup(), torch.tensor([2.0, 5.0 + rank], requires_grad=True)
+    for op in OPS:
+        total = group.all_reduce(x * 1, op).mul_(2) + group.reduce_scatter([x * 1] * 2, op).mul_(3)
+        total.backward(torch.ones(2))
+    return True
+
+
+def exchanges(rank: int) -> Any:
+    """The collectives that exchange objects, which takes time."""
+    group, x, found = ProcessGroup(), torch.ones(2), []
+    exchange = distributed.all_gather_object
+    calls = {
+        "all_reduce": lambda: group.all_reduce(x),
+        "broadcast": lambda: group.broadcast(x),
+        "reduce_scatter": lambda: group.reduce_scatter([x, x]),
+        "barrier": group.barrier,
+        "all_gather": lambda: group.all_gather(x),
+    }
+    for name, call in calls.items():
+
+        def counted(*arguments: Any, name: str = name) -> None:
+            found.append(name)
+            exchange(*arguments)
+
+        distributed.all_gather_object = counted
+        try:
+            call()
+        finally:
+            distributed.all_gather_object = exchange
+    return found
+
+
 def own_results(rank: int) -> Any:
     group, x = ProcessGroup(), torch.ones(2)
     for y in (group.all_reduce(x), *group.all_gather(x), group.broadcast(x)):
@@ -136,6 +182,16 @@ def mismatch_in_all_gather(rank: int) -> Any:
     error = outcome_of(lambda: group.all_gather(torch.ones(2, 3 + rank))).error
     assert isinstance(error, ReplicasDiverged)
     return str(error)
+
+
+def mismatch_of_layers(rank: int) -> Any:
+    group = ProcessGroup(name="neck" if rank else "head")
+    return str(outcome_of(lambda: group.all_gather(torch.ones(2))).error)
+
+
+def mismatch_of_widths(rank: int) -> Any:
+    layer = SynchronizedBatchNorm1d(3 + rank)
+    return str(outcome_of(lambda: layer(torch.randn(2, 3 + rank))).error)
 
 
 def mismatch_in_requires_grad(rank: int) -> Any:
@@ -175,6 +231,7 @@ def aware(rank: int) -> Any:
     assert layer.group is first
     layer.group_size = 1
     assert isinstance(layer.group, SoloGroup)
+    assert layer.group is layer.group
     layer.group_size = None
     single = DataParallel(layer, ["cpu"] * 2)(torch.ones(1))  # one replica: the processes
     several = outcome_of(lambda: DataParallel(layer, ["cpu"] * 2)(torch.ones(2))).error
@@ -195,7 +252,8 @@ def with_warnings(rank: int) -> Any:
 
 
 CHECKS = [
-    dtypes, empty, strided, own_results, objects, bad_input, mismatch_in_all_gather,
+    dtypes, empty, strided, odd_numbers, changed_in_place, exchanges, own_results, objects,
+    bad_input, mismatch_in_all_gather, mismatch_of_layers, mismatch_of_widths,
     mismatch_in_requires_grad, mismatch_under_debug, parts, aware, not_a_member,
 ]  # fmt: skip
 
@@ -224,6 +282,24 @@ def test_strides_do_not_matter(two):
         torch.testing.assert_close(found["strided"], expected)
 
 
+def test_numbers_of_odd_kinds(two):
+    z = torch.tensor([1 - 2j, 3 + 1j])
+    for found, _ in two:
+        total, gathered, sent, mean, is_negative, one = found["odd_numbers"]
+        torch.testing.assert_close([total, gathered, sent], [2 * z, torch.cat([z, z]), z])
+        assert mean == 60000
+        assert is_negative
+        assert one == 1
+
+
+def test_results_may_be_changed_in_place_before_the_backward(two):
+    assert [found["changed_in_place"] for found, _ in two] == [True, True]
+
+
+def test_only_where_shapes_may_differ_they_are_exchanged(two):
+    assert [found["exchanges"] for found, _ in two] == [["all_gather"]] * 2
+
+
 def test_argument_is_left_alone(two):
     assert all(torch.equal(found["own_results"], torch.ones(2)) for found, _ in two)
 
@@ -249,6 +325,22 @@ def test_tensors_that_require_gradients_on_some_ranks_only_are_named(two):
         assert (
             "rank 0: all_gather() of float32 [2] that requires gradients; rank 1: "
             in (found["mismatch_in_requires_grad"])
+        )
+
+
+def test_calls_of_other_layers_are_named(two):
+    for found, _ in two:
+        assert (
+            "rank 0: all_gather() of float32 [2] that does not require gradients at `head`"
+            in (found["mismatch_of_layers"])
+        )
+        assert "at `neck`, call 1" in found["mismatch_of_layers"]
+
+
+def test_synchronized_layers_of_different_widths_are_named(two):
+    for found, _ in two:
+        assert found["mismatch_of_widths"].startswith(
+            "`SynchronizedBatchNorm1d`, call 1: the calls do not match: rank 0: "
         )
 
 

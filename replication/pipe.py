@@ -105,7 +105,6 @@ class SlavePipe:
             if slot.wait is not None:
                 raise _two_at_once(channel.path, slot.replica)
             site = channel.next_call(slot.replica)
-            rendezvous.refuse_if_over(slot.replica, site)
             slot.message = msg
             channel.missing.discard(slot.replica)
             if channel.master_wait is not None and not channel.missing:
@@ -113,9 +112,6 @@ class SlavePipe:
             slot.wait = rendezvous.begin_wait(slot.replica, (channel.master,), site, channel.calls)
         try:
             slot.wait.block()
-        except BaseException:
-            slot.message = _EMPTY  # which no later call of the master is to find
-            raise
         finally:
             slot.wait = None
         reply, slot.reply = slot.reply, _EMPTY
@@ -138,6 +134,7 @@ class MasterPipe:
             if channel.master_wait is not None:
                 raise _two_at_once(channel.path, channel.master)
             site = channel.next_call(channel.master)
+            # Even if all messages are there: some may be of calls that have failed.
             rendezvous.refuse_if_over(channel.master, site)
             channel.missing = {slot.replica for slot in channel.slots if slot.message is _EMPTY}
             if channel.missing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,13 @@ from replication import (
     ReplicaGroup,
     ReplicationError,
     SoloGroup,
+    context,
     data_parallel,
     execute_replication_callbacks,
     patch_replication_callback,
     replicate,
 )
+from replication.replica_group import replica_groups
 
 
 class Keeps(nn.Module):
@@ -128,11 +131,15 @@ def test_group_is_the_same_every_time():
     assert (ctx.group(1).rank, ctx.group(1).size) == (1, 2)
 
 
-def test_threads_that_ask_at_once_get_groups_that_are_connected():
-    for _ in range(50):
-        ctx, *_ = contexts(NET, 4)
-        groups = values(together(*(partial(ctx.group, i) for i in range(4))))
-        assert len({id(group._circle) for group in groups}) == 1
+def test_threads_that_ask_at_once_get_groups_that_are_connected(monkeypatch):
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.01)  # so that, without a lock, the others come in between
+        return replica_groups(*arguments)
+
+    monkeypatch.setattr(context, "replica_groups", slowly)
+    ctx, *_ = contexts(NET, 4)
+    groups = values(together(*(partial(ctx.group, i) for i in range(4))))
+    assert len({id(group._circle) for group in groups}) == 1
 
 
 def test_single_copy_has_a_group_of_one():

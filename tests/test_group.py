@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import queue
 import random
 import time
 import weakref
@@ -22,7 +23,7 @@ from collective_cases import (
     reduced,
     upstream,
 )
-from layers import freed, outcome_of, together, until_others_wait
+from layers import DEADLINE, freed, outcome_of, together, until_others_wait, values
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -122,13 +123,15 @@ def test_gradient_of_a_product_with_zeros():
 
 
 def test_gradients_are_equal_to_the_last_bit_whatever_the_timing():
-    def step(delays: list[float]) -> list[Tensor]:
+    def step(delays: list[int]) -> list[Tensor]:
         inputs = [(torch.full((50,), 1.1, requires_grad=True), d) for d in delays]
 
-        def member(group: Group, x: Tensor, delay: float) -> Tensor:
-            time.sleep(delay)
+        def member(group: Group, x: Tensor, delay: int) -> Tensor:
+            time.sleep(delay / 1000)
+            for _ in range(100 * delay):  # autograd goes by what a thread has done before
+                _ = x * 1
             total = group.all_reduce(x.exp())
-            time.sleep(0.003 - delay)
+            time.sleep((3 - delay) / 1000)
             # Gradients of very different sizes: their sum depends on the order.
             return (total * 10.0 ** (7 * group.rank) / 3).sin()
 
@@ -137,9 +140,9 @@ def test_gradients_are_equal_to_the_last_bit_whatever_the_timing():
         return [x.grad for x, _ in inputs]
 
     chance = random.Random(0)
-    first = step([0.0] * 4)
+    first = step([0] * 4)
     for _ in range(20):
-        again = step([chance.random() * 0.003 for _ in range(4)])
+        again = step([chance.randrange(4) for _ in range(4)])
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -191,6 +194,18 @@ def test_member_without_grad_gets_and_gives_constants(without):
     )
     for i, (x, _) in enumerate(inputs):
         assert x.grad is None if i == without else torch.equal(x.grad, torch.full((2,), 66.0))
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_what_a_member_without_grad_sends_is_a_constant_too(without):
+    def member(group: Group, x: Tensor, replica: int) -> Tensor:
+        with torch.set_grad_enabled(replica != without):
+            return group.all_reduce(x)
+
+    inputs = [(torch.ones(2, requires_grad=True), i) for i in range(2)]
+    in_replicas(member, inputs)[1 - without].backward(torch.ones(2))
+    assert inputs[without][0].grad is None
+    assert torch.equal(inputs[1 - without][0].grad, torch.ones(2))
 
 
 @pytest.mark.parametrize("without", [0, 1])
@@ -341,6 +356,10 @@ def test_split(replicas, size, expected):
     ]
 
 
+def test_part_that_is_the_whole_is_the_group_itself():
+    assert all(in_replicas(lambda group: group.split(group.size) is group, [()] * 2))
+
+
 def test_split_twice_is_the_same_part_and_parts_can_be_split():
     def member(group: Group) -> bool:
         quarter = group.split(4).split(2)
@@ -412,6 +431,10 @@ def failure(member: Any, arguments: list[Any]) -> BaseException:
             [r"replica 0: .*\[2, 3\]", r"replica 1: .*\[2, 2\]"],
         ),
         (
+            [lambda g, x: g.all_gather(x.sum()), lambda g, x: g.all_gather(x[0])],
+            [r"replica 0: .*float32 \[\]", r"replica 1: .*\[3\]"],
+        ),
+        (
             [lambda g, x: g.all_gather(x), lambda g, x: g.all_gather(x.double())],
             [r"replica 0: .*float32", r"replica 1: .*float64"],
         ),
@@ -466,6 +489,23 @@ def test_every_replica_gets_an_error_that_names_the_calls():
     assert kinds == ["ReplicaFailed", "ReplicaFailed", "ReplicasDiverged"]
     for error in errors:
         assert_found("call 1.*replica 0.*op='max'.*replicas 1, 2.*op='sum'", str(error))
+
+
+def test_calls_of_a_part_that_do_not_match_are_named_by_replica():
+    errors = []
+
+    def member(group: Group, x: Tensor) -> Any:
+        part = group.split(2)
+        if group.rank < 2:
+            return x
+        outcome = outcome_of(lambda: part.all_reduce(x, "sum" if part.rank else "max"))
+        errors.append(str(outcome.error))
+        raise outcome.error
+
+    failure(member, [torch.zeros(2)] * 4)
+    for error in errors:
+        assert_found("`0.1, replicas 2-3`, call 1.*replica 2: .*'max'.*replica 3: .*'sum'", error)
+    assert [error for error in errors if error.startswith("replica 2 of 4 failed with")]
 
 
 def test_member_that_does_not_call_is_named():
@@ -590,22 +630,27 @@ def test_message_of_a_failed_call_answers_no_later_one():
             group.all_reduce(torch.ones(1))
 
 
-def test_second_thread_of_a_member_that_waits_is_refused_at_once():
-    refused = []
+@pytest.mark.parametrize("twice", [0, 1])
+def test_second_thread_of_a_member_that_waits_is_refused_at_once(twice):
+    refused: queue.Queue[str] = queue.Queue()
 
     def member(group: Group, x: Tensor) -> Tensor:
-        if group.rank == group.size - 1:
-            until_others_wait(2)
+        def call() -> Tensor | None:
+            try:
+                return group.all_reduce(x)
+            except ReplicationError as error:
+                refused.put(str(error))
+                return None
+
+        if group.rank == 2:  # the others get no answer before the second thread is refused
+            text = refused.get(timeout=DEADLINE)
+            assert_found(f"replica {twice} calls it in one thread while it waits there", text)
+        if group.rank != twice:
             return group.all_reduce(x)
-        if group.rank == 0:
-            return group.all_reduce(x)
-        calls = [lambda: group.all_reduce(x)] * 2
-        first, second = sorted(together(*calls), key=lambda outcome: outcome.error is not None)
-        refused.append(second.error)
-        return first.value
+        first, second = values(together(call, call))
+        return first if second is None else second
 
     assert in_replicas(member, [(torch.ones(1),)] * 3) == [torch.full((1,), 3.0)] * 3
-    assert_found("`(.*)`: replica 1 calls it in one thread while it waits", str(refused[0]))
 
 
 # -- life --------------------------------------------------------------------------------------

@@ -122,6 +122,13 @@ def test_replica_that_was_not_told_warns_once_and_names_the_remedy():
     assert "patch_replication_callback(model)" in str(warning.message)
 
 
+def test_replica_of_a_replica_that_was_not_told_does_not_take_the_outer_ones_group():
+    inner = CustomDataParallel(Total(), 2)
+    with pytest.warns(UserWarning, match="has not been told about its copies"):
+        y = DataParallel(nn.Sequential(inner), ["cpu"] * 2)(torch.ones(8, 1))
+    assert y.tolist() == [[2]] * 8
+
+
 def test_override_of_the_callback_that_does_not_call_it_warns():
     class Forgets(Total):
         def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:

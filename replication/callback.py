@@ -66,7 +66,9 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
     """Gives a module a callback of replication without changing its class.
 
     ``callback(copy, ctx, copy_id)`` is called for each copy of ``module`` where
-    ``copy.__data_parallel_replicate__(ctx, copy_id)`` would be, and after it if there is one.
+    ``copy.__data_parallel_replicate__(ctx, copy_id)`` would be, and after it if there is one. It
+    is not called where nothing is replicated, on a single device that is. A deep copy of
+    ``module`` has the callbacks, too, and is otherwise independent.
 
     >>> import torch
     >>> from replication import DataParallel
@@ -88,10 +90,12 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
         A handle whose ``remove()`` takes the callback away.
 
     Raises:
-        TypeError: ``module`` is no module, or ``callback`` is not callable.
+        TypeError: ``module`` is no module, or a DataParallel; or ``callback`` is not callable.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module (got {type(module).__name__})")
+    if isinstance(module, nn.DataParallel):
+        raise TypeError("a DataParallel has no replicas of itself; register with its .module")
     if not callable(callback):
         raise TypeError(f"expected a callable (got {type(callback).__name__})")
     callbacks = module.__dict__.setdefault(_REGISTERED, OrderedDict())

@@ -232,7 +232,12 @@ class Group(ABC):
     def _refuse(self, kind: type[Exception], text: str) -> None:
         raise kind(f"{self._where()}: {text}")
 
+    def _check_use(self, name: str) -> None:
+        """Raises if a collective is called where nobody would answer as meant."""
+        return
+
     def _check_tensors(self, name: str, tensors: Sequence[Any]) -> None:
+        self._check_use(name)
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 self._refuse(TypeError, f"{name} takes tensors (got {described(tensor)})")
@@ -253,7 +258,7 @@ class Group(ABC):
             or (op in ("max", "min") and dtype.is_complex)
             or (op in ("sum", "product") and dtype is torch.bool)
         ):
-            self._refuse(TypeError, f"{name} has no {op} of {dtype}")
+            self._refuse(TypeError, f"{name} has no {op} of {dtype}; convert the tensor first")
 
 
 def described(value: Any) -> str:
@@ -305,9 +310,11 @@ class SoloGroup(Group):
 
     def barrier(self) -> None:
         """Returns at once."""
+        self._check_use("barrier")
 
     def all_gather_object(self, obj: T) -> tuple[T, ...]:
         """Returns ``(obj,)``."""
+        self._check_use("all_gather_object")
         return (obj,)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:

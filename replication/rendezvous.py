@@ -175,6 +175,11 @@ class Rendezvous:
             self._inside[replica] -= 1
             self._check()
 
+    def has_left(self, replica: int) -> bool:
+        """Whether a replica has been, and is no more, in its forward."""
+        with self.lock:
+            return self._entries[replica] > 0 and not self._inside[replica]
+
     def fail(self, replica: int, error: BaseException) -> None:
         """A replica failed: wakes all who wait; the first failure is the one they name."""
         reason = f"{self._name(replica)} failed with {described(error)}."

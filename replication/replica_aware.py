@@ -28,6 +28,25 @@ _warning_lock = threading.Lock()
 _process_groups: WeakKeyDictionary[nn.Module, ProcessGroup] = WeakKeyDictionary()
 
 
+class Unreplicated(SoloGroup):
+    """That of a layer outside replicas: kept and used in one, it would leave it alone silently."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def __repr__(self) -> str:
+        return repr(SoloGroup())
+
+    def _check_use(self, name: str) -> None:
+        place = here()
+        if place is not None and (place.rendezvous.size or 0) > 1:
+            raise ReplicationError(
+                f"{self._layer}: replica {place.replica} calls {name} of a group that was taken "
+                "outside the forward, before there were replicas; take self.group in forward"
+            )
+
+
 class ReplicaAware(_Base):
     """A mixin for layers, in front of `torch.nn.Module`: ``self.group`` are the layer's copies.
 
@@ -47,6 +66,15 @@ class ReplicaAware(_Base):
     """
 
     group_size: int | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if nn.Module in order and order.index(nn.Module) < order.index(ReplicaAware):
+            bases = ", ".join(base.__name__ for base in cls.__bases__ if base is not ReplicaAware)
+            raise TypeError(
+                f"ReplicaAware must be in front: class {cls.__name__}(ReplicaAware, {bases})"
+            )
 
     # Of a replica.
     _replica_group: Group | None = None
@@ -86,7 +114,7 @@ class ReplicaAware(_Base):
 
     def _processes(self) -> Group:
         if processes() == 1:
-            return SoloGroup()
+            return Unreplicated(type(self).__name__)
         group = _process_groups.get(self)
         current = ProcessGroup(name=type(self).__name__)
         if group is None or group.group is not current.group:
@@ -105,8 +133,8 @@ class ReplicaAware(_Base):
         elif place is not None and (place.rendezvous.size or 0) > 1:
             self._warn_once(
                 "is called by a replica but is not part of it, so its group is this replica "
-                "alone; the model reaches the original layer, probably through a function made "
-                "before replication that refers to it"
+                "alone; the model reaches the original layer, through a list where an "
+                "nn.ModuleList should be, or a function made before replication that refers to it"
             )
         else:
             return False

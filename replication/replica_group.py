@@ -169,13 +169,29 @@ class ReplicaGroup(Group):
         Raises:
             ReplicationError: As `Group`; and if it is called where it cannot be answered.
         """
-        circle, place = self._connected(), here()
-        if place is not None and place.path and place.rendezvous is circle.rendezvous:
-            raise ReplicationError(
-                f"{self._where()}: {call.name} in a replication callback; callbacks run one after "
-                "the other, so that no other copy can answer: call collectives in forward"
-            )
+        self._check_use(call.name)
         return self._send(Request(call, message, merge, requires_grad))  # type: ignore[no-any-return, misc]
+
+    def _check_use(self, name: str) -> None:
+        circle, place = self._connected(), here()
+        own = circle.replicas[self.rank]
+        if place is not None and place.rendezvous is circle.rendezvous:
+            if place.path:
+                raise ReplicationError(
+                    f"{self._where()}: {name} in a replication callback; callbacks run one after "
+                    "the other, so that no other copy can answer: call collectives in forward"
+                )
+            if place.replica != own:
+                raise ReplicationError(
+                    f"{self._where()}: replica {place.replica} calls {name} of the group of copy "
+                    f"{own}; ctx.group takes the copy_id that the callback has been called with"
+                )
+        elif circle.rendezvous.has_left(own):
+            raise ReplicationError(
+                f"{self._where()}: {name} outside the forward that the group is of, which has "
+                "ended (in backward, say, or in a recomputation); take the group anew in each "
+                "forward"
+            )
 
     def _connected(self) -> Circle:
         if self._circle is None:

@@ -137,7 +137,8 @@ def synchronized_batch_norm(
         if whole.joint.total:
             raise ValueError(  # torch's own words, which programs may look for
                 "Expected more than 1 value per channel when training, got input size "
-                f"{x.size()} on this replica and {whole.joint.total} value per channel on all"
+                f"{x.size()} on this replica and {whole.joint.total} value per channel in all of "
+                "its group"
             )
         # Nobody has any data: torch says what that gives.
         y = torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)

@@ -564,7 +564,7 @@ def test_after_a_mismatch_the_next_forward_is_clean():
         (lambda g: g.all_reduce([1.0]), TypeError, r"all_reduce takes tensors \(got list\)"),
         (lambda g: g.all_reduce(torch.ones(1), "avg"), ValueError, "sum, mean, max.*'avg'"),
         (lambda g: g.all_reduce(torch.ones(1), []), ValueError, "sum, mean, max"),
-        (lambda g: g.all_reduce(torch.ones(1).int(), "mean"), TypeError, "no mean of torch.int32"),
+        (lambda g: g.all_reduce(torch.ones(1).int(), "mean"), TypeError, "int32; convert"),
         (lambda g: g.all_reduce(torch.ones(1) > 0), TypeError, "no sum of torch.bool"),
         (lambda g: g.all_reduce(torch.ones(1) + 0j, "min"), TypeError, "no min of .*complex"),
         (lambda g: g.all_reduce(torch.eye(2).to_sparse()), TypeError, "dense.*sparse"),
@@ -619,8 +619,38 @@ def test_collective_in_a_callback_is_refused_at_once():
 
 def test_collective_after_the_forward_is_refused_at_once():
     groups = in_replicas(lambda group: group, [()] * 2)
-    outcomes = together(*(group.barrier for group in groups))
-    assert all(isinstance(o.error, ReplicationError) for o in outcomes)
+    for outcome in together(*(group.barrier for group in groups)):
+        assert isinstance(outcome.error, ReplicationError)
+        assert_found("barrier outside the forward that the group is of", str(outcome.error))
+
+
+def test_collective_in_backward_is_refused_at_once():
+    def member(group: Group, x: Tensor) -> Tensor:
+        y = x * 2
+        y.register_hook(group.all_reduce)
+        return y
+
+    outputs = in_replicas(member, [(torch.ones(1, requires_grad=True),)] * 2)
+    with pytest.raises(ReplicationError, match=r"outside the forward .*in backward, say"):
+        torch.autograd.backward(outputs)
+
+
+def test_group_of_another_copy_is_refused_at_once():
+    class Confused(Member):
+        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+            self.group = ctx.group(0)
+
+    model = DataParallel(Confused(), ["cpu"] * 2)
+    with pytest.raises(ReplicationError, match="replica 1 calls barrier of the group of copy 0"):
+        model(lambda group, x: group.barrier(), torch.ones(2))
+
+
+def test_group_can_be_used_by_a_thread_that_a_replica_has_started():
+    def member(group: Group) -> Tensor:
+        (total,) = values(together(lambda: group.all_reduce(torch.ones(1))))
+        return total
+
+    assert in_replicas(member, [()] * 3) == [torch.full((1,), 3.0)] * 3
 
 
 def test_message_of_a_failed_call_answers_no_later_one():

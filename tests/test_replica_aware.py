@@ -104,6 +104,13 @@ def test_data_parallel_inside_a_replica_has_groups_of_its_own():
     assert outer(torch.ones(8, 1)).tolist() == [[32]] * 8  # the sum of 8, then of 4 times 8
 
 
+def test_it_must_be_in_front():
+    with pytest.raises(TypeError, match=r"in front: class Behind\(ReplicaAware, Linear\)"):
+
+        class Behind(nn.Linear, ReplicaAware):
+            pass
+
+
 # -- never silently alone ----------------------------------------------------------------------
 
 
@@ -149,6 +156,23 @@ def test_original_reached_from_a_replica_warns():
 
     with pytest.warns(UserWarning, match="is called by a replica but is not part of it"):
         DataParallel(Reaches(Total()), ["cpu"] * 2)(torch.ones(2, 1))
+
+
+def test_group_that_was_taken_before_there_were_replicas_is_refused_in_them():
+    class Early(Total):
+        def __init__(self) -> None:
+            super().__init__()
+            self.early = self.group
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.early.all_reduce(x.sum(0)).expand_as(x)
+
+    layer = Early()
+    assert layer(torch.ones(2, 1)).tolist() == [[2]] * 2
+    with pytest.raises(
+        ReplicationError, match=r"Early: .* calls all_reduce .*; take self\.group in"
+    ):
+        DataParallel(layer, ["cpu"] * 2)(torch.ones(2, 1))
 
 
 # -- life --------------------------------------------------------------------------------------

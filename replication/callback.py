@@ -100,6 +100,8 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
         raise TypeError(f"expected a callable (got {type(callback).__name__})")
     callbacks = module.__dict__.setdefault(_REGISTERED, OrderedDict())
     handle = RemovableHandle(callbacks)
+    while handle.id in callbacks:  # of a module that was pickled in another process
+        handle = RemovableHandle(callbacks)
     callbacks[handle.id] = callback
     return handle
 

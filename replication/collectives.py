@@ -63,19 +63,22 @@ def _waited(tensor: Tensor) -> Tensor:
 class CollectiveFunctions:
     """By the autograd Functions of `torch.distributed.nn.functional`, for older releases."""
 
+    def __init__(self, functions: Any = collective_functions) -> None:
+        self._functions = functions
+
     def all_reduce(self, tensor: Tensor, group: Any) -> Tensor:
         """See `Collectives`."""
         op = distributed.ReduceOp.SUM
-        return collective_functions._AllReduce.apply(op, group, tensor)  # type: ignore[no-any-return]
+        return self._functions._AllReduce.apply(op, group, tensor)  # type: ignore[no-any-return]
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
         """See `Collectives`."""
-        return torch.cat(collective_functions._AllGather.apply(group, tensor))
+        return torch.cat(self._functions._AllGather.apply(group, tensor))
 
     def all_to_all(self, tensor: Tensor, sent: list[int], got: list[int], group: Any) -> Tensor:
         """See `Collectives`."""
         output = tensor.new_empty(sum(got), *tensor.shape[1:])
-        return collective_functions._AlltoAllSingle.apply(group, output, got, sent, tensor)  # type: ignore[no-any-return]
+        return self._functions._AlltoAllSingle.apply(group, output, got, sent, tensor)  # type: ignore[no-any-return]
 
 
 def differentiable_collectives() -> Collectives:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from replication.group import Group, SoloGroup
-from replication.rendezvous import Rendezvous, ReplicationError
-from replication.replica_group import replica_groups
+from replication.group import Group
+from replication.rendezvous import Rendezvous
+from replication.replica_group import Members
 
 __all__ = ["CallbackContext"]
 
@@ -41,7 +40,7 @@ class CallbackContext:
         self.devices = tuple(devices or [None] * num_copies)
         self.path = path
         # What `group` needs is out of the way of attributes that copies may set.
-        self._meeting = Meeting(num_copies, path or "(root)", rendezvous)
+        self._members = Members(rendezvous, path or "(root)", range(num_copies))
 
     def group(self, copy_id: int) -> Group:
         """Returns a copy's `Group`: it and the other copies of this layer in this forward.
@@ -52,39 +51,6 @@ class CallbackContext:
         Raises:
             TypeError: ``copy_id`` is no int.
             IndexError: There is no such copy.
+            ReplicationError: The context is a copy, and belongs to no forward.
         """
-        return self._meeting.group(copy_id)
-
-
-class Meeting:
-    """Makes the groups of one layer's copies, when the first of them is asked for."""
-
-    def __init__(self, size: int, path: str, rendezvous: Rendezvous | None) -> None:
-        self._size = size
-        self._path = path
-        self._rendezvous = rendezvous
-        self._groups: list[Group] = []
-        self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._size, self._path, None)  # a copy belongs to no forward
-
-    def group(self, copy_id: int) -> Group:
-        """See `CallbackContext.group`."""
-        if isinstance(copy_id, bool) or not isinstance(copy_id, int):
-            raise TypeError(f"a copy_id is an int (got {copy_id!r})")
-        if not 0 <= copy_id < self._size:
-            raise IndexError(
-                f"`{self._path}` has copies 0 to {self._size - 1} (got copy_id {copy_id})"
-            )
-        if self._size == 1:
-            return SoloGroup()
-        if self._rendezvous is None:
-            raise ReplicationError(
-                f"`{self._path}`: the context is a copy, or was made by hand, and belongs to no "
-                "forward; execute_replication_callbacks makes one that does"
-            )
-        with self._lock:
-            if not self._groups:
-                self._groups = replica_groups(self._rendezvous, self._path, range(self._size))
-        return self._groups[copy_id]
+        return self._members.group(copy_id)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from replication.rendezvous import ReplicasDiverged, listed
+from replication.rendezvous import ReplicasDiverged, ReplicationError, here, listed
 
 __all__ = ["Group", "SoloGroup"]
 
@@ -30,14 +30,17 @@ _DTYPES = (
 )
 
 
+#: Dtype and shape of some tensors.
+Layouts = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+
 class Call(NamedTuple):
     """One member's call of a collective, as far as the others' must be alike."""
 
     name: str
     #: ``op`` or ``src``, with its name.
     option: str = ""
-    #: Dtype and shape of each tensor.
-    layouts: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()
+    layouts: Layouts = ()
     #: Whether the first dimension may differ.
     any_length: bool = False
     #: Whether a graph leads through it; matters between processes.
@@ -101,7 +104,8 @@ class Group(ABC):
     Raises:
         TypeError: An argument is not of the type that is asked for; before anyone waits.
         ValueError: An argument has the wrong value; before anyone waits.
-        ReplicasDiverged: The members' calls do not match, or someone does not call.
+        ReplicasDiverged: The members' calls do not match, or, between replicas, someone does not
+            call.
         ReplicaFailed: Another member raised.
     """
 
@@ -261,6 +265,14 @@ class Group(ABC):
             self._refuse(TypeError, f"{name} has no {op} of {dtype}; convert the tensor first")
 
 
+def in_a_callback(name: str) -> str:
+    """Why a collective is refused there."""
+    return (
+        f"{name} in a replication callback; callbacks run one after the other, so that no other "
+        "copy can answer: call collectives in forward"
+    )
+
+
 def described(value: Any) -> str:
     """What an argument is, for messages."""
     if isinstance(value, Tensor):
@@ -268,8 +280,8 @@ def described(value: Any) -> str:
     return type(value).__name__
 
 
-def layouts(tensors: Sequence[Tensor]) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-    """Dtypes and shapes, for a `Call`."""
+def layouts_of(tensors: Sequence[Tensor]) -> Layouts:
+    """For a `Call`."""
     return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
 
 
@@ -307,6 +319,11 @@ class SoloGroup(Group):
 
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
+
+    def _check_use(self, name: str) -> None:
+        place = here()
+        if place is not None and place.path:  # as in a group of several
+            raise ReplicationError(f"{self!r}: {in_a_callback(name)}")
 
     def barrier(self) -> None:
         """Returns at once."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,7 +13,9 @@ from torch import Tensor, distributed
 from torch.nn.functional import pad
 
 from replication.collectives import differentiable_collectives
-from replication.group import Call, Group, ReduceOp, SoloGroup, check_alike, layouts, reduced
+from replication.devices import current_stream, use_device
+from replication.group import Call, Group, ReduceOp, SoloGroup, check_alike, layouts_of, reduced
+from replication.torch_internals import timeout_of
 
 __all__ = ["ProcessGroup"]
 
@@ -19,11 +23,29 @@ T = TypeVar("T")
 
 _collectives = differentiable_collectives()
 
-#: The part of a group of torch's that this process is in, by that group and the size of its parts.
-_parts: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
+
+class History:
+    """What has been done with a group of `torch.distributed`, whichever layers did it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        #: Number of calls, by the name of the layer.
+        self.calls: Counter[str] = Counter()
+        #: The group of this process' part, by the size of the parts.
+        self.parts: dict[int, Any] = {}
 
 
-def processes() -> int:
+_histories: WeakKeyDictionary[Any, History] = WeakKeyDictionary()
+_histories_lock = threading.Lock()
+
+
+def history_of(process_group: Any) -> History:
+    """That of a group, for as long as the group exists."""
+    with _histories_lock:
+        return _histories.setdefault(process_group, History())
+
+
+def process_count() -> int:
     """The number of processes of the default group; 1 where there is none."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return 1
@@ -48,29 +70,33 @@ class ProcessGroup(Group):
     ``INFO`` or ``DETAIL`` in the environment, which makes every call be compared first.
 
     Args:
-        group: A group of `torch.distributed` that this process is in; by default all processes.
+        process_group: A group of `torch.distributed` that this process is in; by default all
+            processes.
         name: Of the layer that talks, for messages.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialized.
-        ValueError: This process is not in ``group``.
+        ValueError: This process is not in ``process_group``.
     """
 
-    def __init__(self, group: Any = None, name: str = "ProcessGroup") -> None:
+    def __init__(self, process_group: Any = None, name: str = "ProcessGroup") -> None:
         if not (distributed.is_available() and distributed.is_initialized()):
             raise RuntimeError(
                 "a ProcessGroup needs torch.distributed to be initialized; call "
                 "torch.distributed.init_process_group, or use a SoloGroup"
             )
-        #: That of `torch.distributed`.
-        self.group: Any = distributed.group.WORLD if group is None else group
-        rank = distributed.get_rank(self.group)
+        self.process_group: Any = process_group or distributed.group.WORLD
+        rank = distributed.get_rank(self.process_group)
         if rank < 0:
             raise ValueError("this process is not in the group that a ProcessGroup is made of")
-        super().__init__(rank, distributed.get_world_size(self.group))
+        super().__init__(rank, distributed.get_world_size(self.process_group))
         self._name = name
-        self._calls = 0
-        self._parts: dict[int, Group] = {}
+
+    def __deepcopy__(self, memo: Any) -> ProcessGroup:
+        return ProcessGroup(self.process_group, self._name)  # between the same processes
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a ProcessGroup cannot be pickled: it connects the processes of this run")
 
     def _where(self) -> str:
         return f"`{self._name}`, rank {self.rank}"
@@ -78,7 +104,7 @@ class ProcessGroup(Group):
     def barrier(self) -> None:
         """Returns when all members have called it."""
         self._compare(Call("barrier"))
-        distributed.barrier(self.group)
+        distributed.barrier(self.process_group)
 
     def all_gather_object(self, obj: T) -> tuple[T, ...]:
         """Returns copies of the objects of all members, in the order of their ranks."""
@@ -87,18 +113,27 @@ class ProcessGroup(Group):
 
     def _gathered(self, obj: T) -> tuple[T, ...]:
         objects: list[Any] = [None] * self.size
-        distributed.all_gather_object(objects, obj, self.group)
+        distributed.all_gather_object(objects, obj, self.process_group)
         return tuple(objects)
 
-    def _compare(self, call: Call, always: bool = False) -> list[Call]:
-        """Compares the calls of all ranks, if users ask for it; returns those that it knows."""
-        self._calls += 1
-        if not always and not debugging():
-            return [call]
-        where = f"`{self._name}`, call {self._calls}"
+    def _compare(self, call: Call) -> None:
+        """Compares the calls of all ranks, if users ask for it."""
+        if debugging():
+            self._exchanged(call)
+        else:
+            self._count()
+
+    def _count(self) -> int:
+        calls = history_of(self.process_group).calls
+        calls[self._name] += 1
+        return calls[self._name]
+
+    def _exchanged(self, call: Call) -> tuple[Call, ...]:
+        """The calls of all ranks, which are alike."""
+        where = f"`{self._name}`, call {self._count()}"
         calls = self._gathered(call._replace(where=where))
         check_alike(calls, where, range(self.size), "rank")
-        return list(calls)
+        return calls
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         self._compare(_call("all_reduce", (tensor,), f"op={op!r}"))
@@ -110,17 +145,19 @@ class ProcessGroup(Group):
         return reduced(self._gather_rows(tensor.unsqueeze(0), [1] * self.size), op).squeeze(0)
 
     def _sum(self, tensor: Tensor) -> Tensor:
-        return _through_reals(lambda real: _collectives.all_reduce(real, self.group), tensor)
+        return _through_reals(
+            lambda real: _collectives.all_reduce(real, self.process_group), tensor
+        )
 
     def _all_gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
         call = _call("all_gather", (tensor,))._replace(any_length=True)
-        shapes = [
-            shape for other in self._compare(call, always=True) for _, shape in other.layouts
-        ]
+        # With NCCL objects travel through the current device.
+        with use_device(tensor.device, current_stream(tensor.device)):
+            calls = self._exchanged(call)
         if tensor.dim() == 0:
             rows = self._gather_rows(tensor.unsqueeze(0), [1] * self.size)
             return tuple(row.squeeze(0) for row in rows)
-        return self._gather_rows(tensor, [shape[0] for shape in shapes])
+        return self._gather_rows(tensor, [shape[0] for c in calls for _, shape in c.layouts])
 
     def _gather_rows(self, tensor: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
         """All ranks' tensors; those that are short travel padded, as backends want one length."""
@@ -128,7 +165,7 @@ class ProcessGroup(Group):
         padded = pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing]) if missing else tensor
         if padded.numel():
             gathered = _through_reals(
-                lambda real: _collectives.all_gather(real, self.group), padded
+                lambda real: _collectives.all_gather(real, self.process_group), padded
             )
         else:
             gathered = padded  # backends refuse what is empty
@@ -142,7 +179,7 @@ class ProcessGroup(Group):
         got = [own.numel()] * self.size
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         received = _through_reals(
-            lambda real: _collectives.all_to_all(real, sent, got, self.group), flat
+            lambda real: _collectives.all_to_all(real, sent, got, self.process_group), flat
         )
         return reduced([part.view(own.shape) for part in received.split(got)], op)
 
@@ -150,7 +187,7 @@ class ProcessGroup(Group):
         self._compare(_call("broadcast", (tensor,), f"src={src}"))
         if not (tensor.is_floating_point() or tensor.is_complex()):
             received = tensor.clone(memory_format=torch.contiguous_format)
-            distributed.broadcast(received, self._global_rank(src), self.group)
+            distributed.broadcast(received, self._global_rank(src), self.process_group)
             return received
         if self.rank != src:
             # Nothing, whatever is in it, but part of the graph; -0 as that leaves a -0 as it is.
@@ -159,32 +196,40 @@ class ProcessGroup(Group):
         return self._sum(tensor)
 
     def _split(self, size: int) -> Group:
-        if size not in self._parts:
-            self._parts[size] = self._part(size)
-        return self._parts[size]
-
-    def _part(self, size: int) -> Group:
-        start = self.rank // size * size
-        ranks = [self._global_rank(r) for r in range(start, min(start + size, self.size))]
-        if len(ranks) == 1:
+        starts = range(0, self.size, size)
+        parts = [range(start, min(start + size, self.size)) for start in starts]
+        own = parts[self.rank // size]
+        history = history_of(self.process_group)
+        with history.lock:
+            if size not in history.parts:
+                history.parts[size] = self._part(parts, own)
+        if len(own) == 1:
             return SoloGroup()
-        parts = _parts.setdefault(self.group, {})
-        if size not in parts:
-            # Only its members make it, so that a split concerns nobody else.
-            parts[size] = distributed.new_group(
-                ranks,
-                backend=distributed.get_backend_config(self.group),
-                use_local_synchronization=True,
+        return ProcessGroup(history.parts[size], f"{self._name}, ranks {own[0]}-{own[-1]}")
+
+    def _part(self, parts: list[range], own: range) -> Any:
+        """Makes the groups of torch's for some parts; returns the one of this process."""
+        is_world = self.process_group is distributed.group.WORLD
+        # torch wants all processes to make all groups. Those outside this one know nothing of it;
+        # without them, its members must have made the same groups before.
+        made = {
+            part: distributed.new_group(
+                [self._global_rank(rank) for rank in part],
+                timeout=timeout_of(self.process_group),
+                backend=distributed.get_backend(self.process_group),
+                use_local_synchronization=not is_world,
             )
-        return ProcessGroup(parts[size], f"{self._name}, ranks {ranks[0]}-{ranks[-1]}")
+            for part in (parts if is_world else [own])
+        }
+        return made[own]
 
     def _global_rank(self, rank: int) -> int:
-        return distributed.get_global_rank(self.group, rank)
+        return distributed.get_global_rank(self.process_group, rank)
 
 
 def _call(name: str, tensors: tuple[Tensor, ...], option: str = "") -> Call:
     requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return Call(name, option, layouts(tensors), requires_grad=requires_grad)
+    return Call(name, option, layouts_of(tensors), requires_grad=requires_grad)
 
 
 def _through_reals(collective: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

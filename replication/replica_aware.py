@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from replication.context import CallbackContext
 from replication.group import Group, SoloGroup
-from replication.process_group import ProcessGroup, processes
+from replication.process_group import ProcessGroup, process_count
 from replication.rendezvous import ReplicationError, here
 from replication.torch_internals import IS_REPLICA
 
@@ -23,9 +22,6 @@ else:
 __all__ = ["ReplicaAware"]
 
 _warning_lock = threading.Lock()
-
-#: Beside the layers, not in them: a process group can be neither copied nor pickled.
-_process_groups: WeakKeyDictionary[nn.Module, ProcessGroup] = WeakKeyDictionary()
 
 
 class Unreplicated(SoloGroup):
@@ -39,6 +35,7 @@ class Unreplicated(SoloGroup):
         return repr(SoloGroup())
 
     def _check_use(self, name: str) -> None:
+        super()._check_use(name)
         place = here()
         if place is not None and (place.rendezvous.size or 0) > 1:
             raise ReplicationError(
@@ -103,23 +100,18 @@ class ReplicaAware(_Base):
             return SoloGroup()
         if group is None or group.size == 1:
             group = self._processes()
-        elif processes() > 1:
+        elif process_count() > 1:
             raise ReplicationError(
                 f"{type(self).__name__} is in one of {group.size} replicas, in one of "
-                f"{processes()} processes; a group is of replicas or of processes: run one "
+                f"{process_count()} processes; a group is of replicas or of processes: run one "
                 "replica per process, or, to leave the other processes out, take ctx.group in a "
                 "callback of your own"
             )
         return group if self.group_size is None else group.split(self.group_size)
 
     def _processes(self) -> Group:
-        if processes() == 1:
-            return Unreplicated(type(self).__name__)
-        group = _process_groups.get(self)
-        current = ProcessGroup(name=type(self).__name__)
-        if group is None or group.group is not current.group:
-            group = _process_groups[self] = current
-        return group
+        name = type(self).__name__
+        return ProcessGroup(name=name) if process_count() > 1 else Unreplicated(name)
 
     def _cannot_know_its_copies(self) -> bool:
         place = here()

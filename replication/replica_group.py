@@ -18,7 +18,17 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from replication.devices import to_device
-from replication.group import Call, Group, ReduceOp, SoloGroup, check_alike, layouts, reduced
+from replication.group import (
+    Call,
+    Group,
+    Layouts,
+    ReduceOp,
+    SoloGroup,
+    check_alike,
+    in_a_callback,
+    layouts_of,
+    reduced,
+)
 from replication.pipe import connect
 from replication.rendezvous import Rendezvous, ReplicationError, Site, here
 from replication.replicate import broadcast
@@ -40,7 +50,9 @@ class Request(NamedTuple):
     message: Any
     #: Makes of the messages of all members, by rank, the replies to them.
     merge: Callable[[list[Any]], Iterable[Any]]
-    requires_grad: bool
+    wants_graph: bool
+    #: Whether the member is in inference mode.
+    infers: bool
 
 
 class Circle:
@@ -55,37 +67,33 @@ class Circle:
         #: For messages.
         self.path = f"{layer}, replicas {replicas[0]}-{replicas[-1]}" if is_part else layer
         self._calls = 0
-        self._lock = threading.Lock()
-        self._parts: dict[int, list[Group]] = {}
+        self._parts: dict[int, list[Members]] = {}
 
     def answer(self, requests: Sequence[tuple[int, Request]]) -> Iterable[tuple[int, Any]]:
         """The callback of the pipe's master."""
         self._calls += 1
         calls = [request.call for _, request in requests]
         check_alike(calls, str(Site(self.path, self._calls)), self.replicas, "replica")
-        requires_grad = any(request.requires_grad for _, request in requests)
-        # The first member may run without grad, or behind hooks on saved tensors; the others need
-        # the graph all the same.
+        # The first member may run without grad, in inference mode, or behind hooks on saved
+        # tensors; what the others get must not depend on it.
         with (
-            torch.inference_mode(torch.is_inference_mode_enabled() and not requires_grad),
-            torch.set_grad_enabled(requires_grad),
+            torch.inference_mode(all(request.infers for _, request in requests)),
+            torch.set_grad_enabled(any(request.wants_graph for _, request in requests)),
             saved_tensors_hooks(_packed, _unpacked),
         ):
             replies = requests[0][1].merge([request.message for _, request in requests])
             return list(enumerate(replies))
 
-    def parts(self, size: int) -> list[Group]:
-        """For each member the group of its part, all parts but the last of this size."""
-        with self._lock:
-            if size not in self._parts:
-                self._parts[size] = [
-                    member
-                    for start in range(0, len(self.replicas), size)
-                    for member in replica_groups(
-                        self.rendezvous, self.layer, self.replicas[start : start + size]
-                    )
-                ]
-            return self._parts[size]
+    def part(self, rank: int, size: int) -> Group:
+        """A member's group of its part, if all parts but the last are of this size."""
+        parts = self._parts.get(size)
+        if parts is None:
+            starts = range(0, len(self.replicas), size)
+            made = [
+                Members(self.rendezvous, self.layer, self.replicas[i : i + size]) for i in starts
+            ]
+            parts = self._parts.setdefault(size, made)  # somebody else may have been faster
+        return parts[rank // size].group(rank % size)
 
 
 def _packed(tensor: Tensor) -> tuple[Tensor, int]:
@@ -104,19 +112,51 @@ def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
     return tensor
 
 
-def replica_groups(rendezvous: Rendezvous, layer: str, replicas: Sequence[int]) -> list[Group]:
-    """Makes a group of some replicas of a forward: each member's end of it.
+class Members:
+    """Some copies of a layer, and their groups, which are made when the first is asked for.
 
     Args:
-        rendezvous: That of the forward.
-        layer: The path of the layer that talks, for messages.
-        replicas: Their numbers.
+        rendezvous: That of the forward; None where there is none.
+        layer: The path of the layer, for messages.
+        replicas: The replica that each copy is in.
     """
-    if len(replicas) == 1:
-        return [SoloGroup()]
-    circle = Circle(rendezvous, layer, replicas)
-    ends = connect(circle.answer, rendezvous, circle.path, replicas)
-    return [ReplicaGroup(rank, len(replicas), circle, end) for rank, end in enumerate(ends)]
+
+    def __init__(self, rendezvous: Rendezvous | None, layer: str, replicas: Sequence[int]) -> None:
+        self._rendezvous = rendezvous
+        self._layer = layer
+        self._replicas = replicas
+        self._groups: list[Group] = []
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (None, self._layer, self._replicas)  # a copy belongs to no forward
+
+    def group(self, rank: int) -> Group:
+        """The group of one of them.
+
+        Raises:
+            TypeError: ``rank`` is no int.
+            IndexError: There is no such copy.
+            ReplicationError: They belong to no forward.
+        """
+        size = len(self._replicas)
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"a copy_id is an int (got {rank!r})")
+        if not 0 <= rank < size:
+            raise IndexError(f"`{self._layer}` has copies 0 to {size - 1} (got copy_id {rank})")
+        if size == 1:
+            return SoloGroup()
+        if self._rendezvous is None:
+            raise ReplicationError(
+                f"`{self._layer}`: the context is a copy, or was made by hand, and belongs to no "
+                "forward; execute_replication_callbacks makes one that does"
+            )
+        with self._lock:
+            if not self._groups:
+                circle = Circle(self._rendezvous, self._layer, self._replicas)
+                ends = connect(circle.answer, self._rendezvous, circle.path, self._replicas)
+                self._groups = [ReplicaGroup(i, size, circle, end) for i, end in enumerate(ends)]
+        return self._groups[rank]
 
 
 class ReplicaGroup(Group):
@@ -149,38 +189,48 @@ class ReplicaGroup(Group):
 
     def exchange(
         self,
-        call: Call,
+        name: str,
         message: MessageT,
         merge: Callable[[list[MessageT]], Iterable[ReplyT]],
+        *,
+        layouts: Layouts = (),
         requires_grad: bool = False,
     ) -> ReplyT:
         """Sends a message; the first member makes of those of all members the replies to them.
 
-        What the collectives consist of, and layers with graph nodes of their own.
+        For layers with graph nodes of their own; the collectives consist of it, too.
 
         Args:
-            call: Must be alike in all members.
+            name: What the call is named in messages; must be alike in all members.
             message: Anything.
             merge: Called in the first member's thread with the messages by rank; returns the
                 replies by rank.
+            layouts: Dtypes and shapes that must be alike in all members.
             requires_grad: Whether the message holds a tensor that does; ``merge`` runs with grad
                 enabled if one of the members says so.
 
         Raises:
             ReplicationError: As `Group`; and if it is called where it cannot be answered.
         """
+        return self._exchange(Call(name, layouts=layouts), message, merge, requires_grad)
+
+    def _exchange(
+        self,
+        call: Call,
+        message: MessageT,
+        merge: Callable[[list[MessageT]], Iterable[ReplyT]],
+        wants_graph: bool = False,
+    ) -> ReplyT:
         self._check_use(call.name)
-        return self._send(Request(call, message, merge, requires_grad))  # type: ignore[no-any-return, misc]
+        request = Request(call, message, merge, wants_graph, torch.is_inference_mode_enabled())
+        return self._send(request)  # type: ignore[no-any-return, misc]
 
     def _check_use(self, name: str) -> None:
         circle, place = self._connected(), here()
         own = circle.replicas[self.rank]
         if place is not None and place.rendezvous is circle.rendezvous:
             if place.path:
-                raise ReplicationError(
-                    f"{self._where()}: {name} in a replication callback; callbacks run one after "
-                    "the other, so that no other copy can answer: call collectives in forward"
-                )
+                raise ReplicationError(f"{self._where()}: {in_a_callback(name)}")
             if place.replica != own:
                 raise ReplicationError(
                     f"{self._where()}: replica {place.replica} calls {name} of the group of copy "
@@ -208,18 +258,20 @@ class ReplicaGroup(Group):
         grad_enabled = torch.is_grad_enabled()
         if not grad_enabled:
             tensors = tuple(tensor.detach() for tensor in tensors)
-        requires_grad = any(tensor.requires_grad for tensor in tensors)
-        results = self.exchange(call, tensors, merge, requires_grad)
+        wants_graph = any(tensor.requires_grad for tensor in tensors)
+        results = self._exchange(
+            call, tensors, lambda messages: merge([_ordinary(m) for m in messages]), wants_graph
+        )
         return results if grad_enabled else tuple(result.detach() for result in results)
 
     def barrier(self) -> None:
         """Returns when all members have called it."""
-        self.exchange(Call("barrier"), None, lambda messages: messages)
+        self._exchange(Call("barrier"), None, lambda messages: messages)
 
     def all_gather_object(self, obj: T) -> tuple[T, ...]:
         """Returns the objects of all members themselves, in the order of their ranks."""
         call = Call("all_gather_object")
-        return self.exchange(call, obj, lambda objects: [tuple(objects)] * len(objects))
+        return self._exchange(call, obj, lambda objects: [tuple(objects)] * len(objects))
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         def merge(shards: list[Tensors]) -> Iterable[Tensors]:
@@ -228,7 +280,7 @@ class ReplicaGroup(Group):
             total = reduced([to_device(t, home) for t in tensors], op)
             return copies([total], [t.device for t in tensors])
 
-        call = Call("all_reduce", f"op={op!r}", layouts([tensor]))
+        call = Call("all_reduce", f"op={op!r}", layouts_of([tensor]))
         return self._join(call, (tensor,), merge)[0]
 
     def _all_gather(self, tensor: Tensor) -> Tensors:
@@ -236,7 +288,7 @@ class ReplicaGroup(Group):
             tensors = [shard for (shard,) in shards]
             return copies(tensors, [t.device for t in tensors])
 
-        call = Call("all_gather", "", layouts([tensor]), any_length=True)
+        call = Call("all_gather", "", layouts_of([tensor]), any_length=True)
         return self._join(call, (tensor,), merge)
 
     def _reduce_scatter(self, tensors: Tensors, op: ReduceOp) -> Tensor:
@@ -244,18 +296,25 @@ class ReplicaGroup(Group):
             for parts, own in zip(zip(*lists, strict=True), lists, strict=True):
                 yield (reduced([to_device(part, own[0].device) for part in parts], op),)
 
-        call = Call("reduce_scatter", f"op={op!r}", layouts(tensors))
+        call = Call("reduce_scatter", f"op={op!r}", layouts_of(tensors))
         return self._join(call, tensors, merge)[0]
 
     def _broadcast(self, tensor: Tensor, src: int) -> Tensor:
         def merge(shards: list[Tensors]) -> Iterable[Tensors]:
             return copies(shards[src], [shard.device for (shard,) in shards])
 
-        call = Call("broadcast", f"src={src}", layouts([tensor]))
+        call = Call("broadcast", f"src={src}", layouts_of([tensor]))
         return self._join(call, (tensor,), merge)[0]
 
     def _split(self, size: int) -> Group:
-        return self._connected().parts(size)[self.rank]
+        return self._connected().part(self.rank, size)
+
+
+def _ordinary(tensors: Tensors) -> Tensors:
+    """Copies of those made in inference mode, outside of it: no graph may hold them."""
+    if torch.is_inference_mode_enabled():
+        return tensors
+    return tuple(tensor.clone() if tensor.is_inference() else tensor for tensor in tensors)
 
 
 def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensors]:

@@ -5,6 +5,7 @@ All of them are here, so that a test can say which one a new release of torch ha
 
 from __future__ import annotations
 
+from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
@@ -27,11 +28,11 @@ try:
 except ImportError:  # torch 2.4
     from torch.utils._pytree import _is_leaf as tree_is_leaf
 
-functional_collectives: Any = None
-collective_functions: Any = None
-if distributed.is_available():
-    functional_collectives = import_module("torch.distributed._functional_collectives")
-    collective_functions = import_module("torch.distributed.nn.functional")
+functional_collectives: Any = (
+    import_module("torch.distributed._functional_collectives")
+    if distributed.is_available()
+    else None
+)
 
 __all__ = [
     "MappingKey",
@@ -40,6 +41,7 @@ __all__ = [
     "check_balance",
     "pytree_node",
     "register_pytree_node",
+    "timeout_of",
     "tree_flatten_with_path",
     "tree_is_leaf",
     "tree_map",
@@ -57,14 +59,29 @@ COMPILED_CALL_IMPL = "_compiled_call_impl"
 
 
 def has_differentiable_collectives() -> bool:
-    """Whether this torch's functional collectives have derivatives; they took over from Functions.
-
-    Those Functions warn that they are deprecated where the others are complete.
-    """
+    """Whether the functional collectives of this torch have derivatives."""
     return all(
         hasattr(functional_collectives, name)
         for name in ("all_reduce_backward", "all_gather_single", "all_to_all_single")
     )
+
+
+#: The autograd Functions that they take over from, and that go away where they have.
+collective_functions: Any = (
+    import_module("torch.distributed.nn.functional")
+    if distributed.is_available() and not has_differentiable_collectives()
+    else None
+)
+
+
+def timeout_of(process_group: Any) -> timedelta | None:
+    """That of a group of `torch.distributed`; None (the backend's own) if torch does not tell."""
+    for device in getattr(process_group, "_device_types", ()):
+        options = getattr(process_group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout  # type: ignore[no-any-return]
+    return None
 
 
 def is_compiled_wrapper(module: object) -> bool:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
-from replication.group import Call
 from syncbn.functional import Denominator, Shard, Whole, merge_shards, synchronized_batch_norm
 
 if TYPE_CHECKING:
@@ -118,12 +117,19 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
     def _exchange(self, group: Group, dtype: torch.dtype, shard: Shard) -> Whole:
         """Merges the moments of all copies: in threads one of them does, processes do alike."""
         if isinstance(group, ReplicaGroup):
-            call = Call("batch_norm", layouts=((dtype, tuple(shard.moments.shape[1:])),))
-            return group.exchange(call, shard, merge_shards, shard.moments.requires_grad)
+            return group.exchange(
+                "batch_norm",
+                shard,
+                merge_shards,
+                layouts=((dtype, (self.num_features,)),),
+                requires_grad=shard.moments.requires_grad,
+            )
         count = shard.moments.new_tensor([shard.values])
         # As one row, whose length must be the same on all ranks.
         packed = group.all_gather(torch.cat((shard.moments.flatten(), count)).unsqueeze(0))
-        shards = [Shard(int(p[0, -1]), p[0, :-1].view_as(shard.moments)) for p in packed]
+        counts = torch.cat(packed)[:, -1].tolist()
+        moments = [row[0, :-1].view_as(shard.moments) for row in packed]
+        shards = [Shard(int(n), m) for n, m in zip(counts, moments, strict=True)]
         return merge_shards(shards)[group.rank]
 
     def _check_synchronized_input(self, input: Tensor) -> None:

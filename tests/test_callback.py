@@ -11,6 +11,7 @@ import pytest
 import torch
 from layers import AsTorchDoes, Centering, CustomDataParallel
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from replication import (
     CallbackContext,
@@ -490,6 +491,18 @@ def test_copy_of_a_module_has_its_callbacks_and_is_independent(copied):
     execute_replication_callbacks(replicas)
     assert replica.number == 0
     assert list(twin.state_dict()) == ["weight", "bias"]
+
+
+def test_callbacks_of_a_module_that_came_from_another_process_are_kept(monkeypatch):
+    """There the handles' numbers began at 0, too."""
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)
+    linear = nn.Linear(1, 1)
+    register_replication_callback(linear, set_number)
+    RemovableHandle.next_id = 0
+    handle = register_replication_callback(linear, set_number)
+    assert len(linear._replication_callbacks) == 2
+    handle.remove()
+    assert len(linear._replication_callbacks) == 1
 
 
 def test_bound_method_of_a_replicated_module_is_called_on_the_replica():

@@ -19,13 +19,13 @@ from replication import (
     ReplicaGroup,
     ReplicationError,
     SoloGroup,
-    context,
     data_parallel,
     execute_replication_callbacks,
     patch_replication_callback,
+    replica_group,
     replicate,
 )
-from replication.replica_group import replica_groups
+from replication.pipe import connect
 
 
 class Keeps(nn.Module):
@@ -134,9 +134,9 @@ def test_group_is_the_same_every_time():
 def test_threads_that_ask_at_once_get_groups_that_are_connected(monkeypatch):
     def slowly(*arguments: Any) -> Any:
         time.sleep(0.01)  # so that, without a lock, the others come in between
-        return replica_groups(*arguments)
+        return connect(*arguments)
 
-    monkeypatch.setattr(context, "replica_groups", slowly)
+    monkeypatch.setattr(replica_group, "connect", slowly)
     ctx, *_ = contexts(NET, 4)
     groups = values(together(*(partial(ctx.group, i) for i in range(4))))
     assert len({id(group._circle) for group in groups}) == 1

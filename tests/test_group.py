@@ -208,17 +208,29 @@ def test_what_a_member_without_grad_sends_is_a_constant_too(without):
     assert torch.equal(inputs[1 - without][0].grad, torch.ones(2))
 
 
+@pytest.mark.parametrize("op", ["sum", "max", "product"])
 @pytest.mark.parametrize("without", [0, 1])
-def test_member_in_inference_mode_leaves_the_others_their_graph(without):
+def test_member_in_inference_mode_leaves_the_others_their_graph(without, op):
     def member(group: Group, x: Tensor, replica: int) -> Tensor:
         with torch.inference_mode(replica == without):
-            return group.all_reduce(x * x)
+            return group.all_reduce(x * x, op)
 
     inputs = [(torch.full((2,), 3.0, requires_grad=True), i) for i in range(2)]
     outputs = in_replicas(member, inputs)
     assert [y.requires_grad for y in outputs] == [i != without for i in range(2)]
     outputs[1 - without].backward(torch.ones(2))
-    assert torch.equal(inputs[1 - without][0].grad, torch.full((2,), 6.0))
+    expected = {"sum": 6.0, "max": 3.0, "product": 54.0}[op]
+    assert torch.equal(inputs[1 - without][0].grad, torch.full((2,), expected))
+
+
+def test_constants_of_members_in_inference_mode_can_be_used_by_the_others():
+    def member(group: Group, x: Tensor) -> Tensor:
+        with torch.inference_mode(group.rank == 0):
+            y = group.all_reduce(x.detach())
+        return torch.ones(1, requires_grad=True) * y if group.rank else y
+
+    outputs = in_replicas(member, [(torch.ones(1),)] * 2)
+    outputs[1].backward()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -684,6 +696,15 @@ def test_second_thread_of_a_member_that_waits_is_refused_at_once(twice):
 
 
 # -- life --------------------------------------------------------------------------------------
+
+
+def test_collective_in_a_callback_of_a_single_copy_is_refused_too():
+    class Early(nn.Module):
+        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+            ctx.group(copy_id).all_reduce(torch.ones(1))
+
+    with pytest.raises(ReplicationError, match="all_reduce in a replication callback"):
+        execute_replication_callbacks(replicate(Early(), ["cpu"]))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import warnings
 from typing import Any
 
@@ -11,8 +13,9 @@ import pytest
 import torch
 from collective_cases import CASES, OPS, Tensors, derivatives, leaves, upstream
 from layers import outcome_of
-from ranks import run_ranks
+from ranks import TIMEOUT, run_ranks
 from torch import Tensor, distributed, nn
+from torch.distributed.nn import functional as nn_functional
 
 from replication import (
     DataParallel,
@@ -24,7 +27,7 @@ from replication import (
     process_group,
 )
 from replication.collectives import CollectiveFunctions, FunctionalCollectives
-from replication.torch_internals import has_differentiable_collectives
+from replication.torch_internals import has_differentiable_collectives, timeout_of
 from syncbn import SynchronizedBatchNorm1d
 
 pytestmark = pytest.mark.skipif(
@@ -32,14 +35,19 @@ pytestmark = pytest.mark.skipif(
     reason="this torch has no gloo",
 )
 
-IMPLEMENTATIONS = [CollectiveFunctions, FunctionalCollectives]
+#: Both, where there are both: the Functions are for older releases.
+IMPLEMENTATIONS = [
+    CollectiveFunctions,
+    *([FunctionalCollectives] if has_differentiable_collectives() else []),
+]
 
 
 def run_cases(rank: int, size: int) -> dict[tuple[str, str], Any]:
     """Each collective, with its first and second derivatives, in one rank."""
     results = {}
     for implementation, (name, case) in itertools.product(IMPLEMENTATIONS, CASES.items()):
-        process_group._collectives = implementation()
+        functions = () if implementation is FunctionalCollectives else (nn_functional,)
+        process_group._collectives = implementation(*functions)
         own = leaves(case, size)[rank]
         outputs = case.call(ProcessGroup(), *own)
         gradients = upstream(case.oracle(leaves(case, size)))[rank]
@@ -70,11 +78,6 @@ def test_results_and_derivatives_are_those_of_the_oracle(all_cases, implementati
         torch.testing.assert_close(y, [t.detach() for t in expected])
         torch.testing.assert_close(dx, [next(first) for _ in own])
         torch.testing.assert_close(ddx, [next(second) for _ in own])
-
-
-def test_this_torch_is_one_whose_functional_collectives_are_differentiable():
-    """So that both ways are tested; the other one is for older releases."""
-    assert has_differentiable_collectives()
 
 
 # -- everything else, in one run of two ranks --------------------------------------------------
@@ -185,7 +188,7 @@ def mismatch_in_all_gather(rank: int) -> Any:
 
 
 def mismatch_of_layers(rank: int) -> Any:
-    group = ProcessGroup(name="neck" if rank else "head")
+    group = ProcessGroup(name="neck" if rank else "stem")
     return str(outcome_of(lambda: group.all_gather(torch.ones(2))).error)
 
 
@@ -200,7 +203,7 @@ def mismatch_in_requires_grad(rank: int) -> Any:
 
 
 def mismatch_under_debug(rank: int) -> Any:
-    group, x = ProcessGroup(name="head"), torch.ones(2)
+    group, x = ProcessGroup(name="tail"), torch.ones(2)
     level = distributed.get_debug_level()
     distributed.set_debug_level(distributed.DebugLevel.INFO)
     try:
@@ -220,6 +223,17 @@ def parts(rank: int) -> Any:
     return group.rank, group.size, type(group.split(1))
 
 
+def copies(rank: int) -> Any:
+    """A layer that one rank has copied, to keep the best one, say, goes on with the others."""
+    layer = SynchronizedBatchNorm1d(2)
+    layer(torch.ones(3, 2))
+    if rank == 0:
+        layer = copy.deepcopy(layer)
+    layer(torch.ones(3, 2))
+    group = copy.deepcopy({"group": ProcessGroup()})["group"]
+    return group.all_gather_object(rank), str(outcome_of(lambda: pickle.dumps(group)).error)
+
+
 class Aware(ReplicaAware, nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(x)
@@ -228,10 +242,8 @@ class Aware(ReplicaAware, nn.Module):
 def aware(rank: int) -> Any:
     layer = Aware()
     first = layer.group
-    assert layer.group is first
     layer.group_size = 1
     assert isinstance(layer.group, SoloGroup)
-    assert layer.group is layer.group
     layer.group_size = None
     single = DataParallel(layer, ["cpu"] * 2)(torch.ones(1))  # one replica: the processes
     several = outcome_of(lambda: DataParallel(layer, ["cpu"] * 2)(torch.ones(2))).error
@@ -254,7 +266,7 @@ def with_warnings(rank: int) -> Any:
 CHECKS = [
     dtypes, empty, strided, odd_numbers, changed_in_place, exchanges, own_results, objects,
     bad_input, mismatch_in_all_gather, mismatch_of_layers, mismatch_of_widths,
-    mismatch_in_requires_grad, mismatch_under_debug, parts, aware, not_a_member,
+    mismatch_in_requires_grad, mismatch_under_debug, parts, copies, aware, not_a_member,
 ]  # fmt: skip
 
 
@@ -331,7 +343,7 @@ def test_tensors_that_require_gradients_on_some_ranks_only_are_named(two):
 def test_calls_of_other_layers_are_named(two):
     for found, _ in two:
         assert (
-            "rank 0: all_gather() of float32 [2] that does not require gradients at `head`"
+            "rank 0: all_gather() of float32 [2] that does not require gradients at `stem`"
             in (found["mismatch_of_layers"])
         )
         assert "at `neck`, call 1" in found["mismatch_of_layers"]
@@ -347,7 +359,7 @@ def test_synchronized_layers_of_different_widths_are_named(two):
 def test_under_debug_all_calls_are_compared(two):
     for found, _ in two:
         first, second, third = found["mismatch_under_debug"]
-        assert first.startswith("`head`, call 1: the calls do not match: rank 0: all_reduce(op='s")
+        assert first.startswith("`tail`, call 1: the calls do not match: rank 0: all_reduce(op='s")
         assert "rank 0: broadcast(src=0) of float32 [2]" in second
         assert "rank 1: barrier()" in second
         assert "rank 1: all_gather_object()" in third
@@ -355,6 +367,13 @@ def test_under_debug_all_calls_are_compared(two):
 
 def test_groups_of_some_processes(two):
     assert [found["parts"] for found, _ in two] == [(0, 2, SoloGroup), (1, 2, SoloGroup)]
+
+
+def test_copies_go_on_with_the_others(two):
+    for found, _ in two:
+        gathered, error = found["copies"]
+        assert gathered == (0, 1)
+        assert "cannot be pickled: it connects the processes of this run" in error
 
 
 def test_aware_layer_finds_the_processes(two):
@@ -368,6 +387,53 @@ def test_aware_layer_finds_the_processes(two):
 def test_process_outside_the_group_is_refused(two):
     assert two[0][0]["not_a_member"] == "None"
     assert "this process is not in the group" in two[1][0]["not_a_member"]
+
+
+# -- some of three ranks, and a second life ----------------------------------------------------
+
+
+def some_of_three(rank: int) -> Any:
+    last_two = distributed.new_group([1, 2])
+    found = {}
+    if rank:
+        group = ProcessGroup(last_two)
+        found["broadcast"] = group.broadcast(torch.tensor(rank), src=1).item()
+        found["of one"] = group.split(1).all_gather_object(rank)
+    whole, again = ProcessGroup(), ProcessGroup()
+    part = whole.split(2)
+    found["part"] = part.all_gather_object(rank)
+    found["shared"] = rank == 2 or part.process_group is again.split(2).process_group
+    found["timeout"] = rank == 2 or timeout_of(part.process_group).total_seconds() == TIMEOUT
+    layer = SynchronizedBatchNorm1d(2, group_size=2, dtype=torch.float64)
+    found["normalized"] = layer(batches(3)[0][rank])  # that of rank 1 is empty
+    return {name: y.detach() if isinstance(y, Tensor) else y for name, y in found.items()}
+
+
+def second_life(rank: int, store: str) -> Any:
+    layer = Aware()
+    before = layer(torch.ones(1)).item()
+    distributed.barrier()
+    distributed.destroy_process_group()
+    alone = layer(torch.ones(1)).item()
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    return before, alone, layer(torch.ones(1)).item()
+
+
+def test_some_of_three_ranks():
+    first, second, third = run_ranks(3, some_of_three)
+    assert "broadcast" not in first
+    assert [found["broadcast"] for found in (second, third)] == [2, 2]
+    assert [found["of one"] for found in (second, third)] == [(1,), (2,)]
+    assert [found["part"] for found in (first, second, third)] == [(0, 1), (0, 1), (2,)]
+    assert all(found["shared"] and found["timeout"] for found in (first, second, third))
+    shards, _ = batches(3)
+    plain = nn.BatchNorm1d(2, dtype=torch.float64)
+    torch.testing.assert_close(first["normalized"], plain(shards[0]).detach())
+    torch.testing.assert_close(third["normalized"], plain(shards[2]).detach())
+
+
+def test_layer_outlives_the_processes_it_was_used_with(tmp_path):
+    assert run_ranks(2, second_life, str(tmp_path / "store")) == [(2, 1, 2)] * 2
 
 
 def test_without_torch_distributed_it_says_what_to_do():

@@ -18,7 +18,7 @@ from replication import register_replication_callback as register
 
 
 class HardestLoss(nn.Module):
-    """This copy's share of the mean loss of the ``k`` samples of largest loss in the batch."""
+    """This copy's share of the mean loss of the ``k`` samples of largest loss; ties all count."""
 
     group: Group = SoloGroup()
 

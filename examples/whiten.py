@@ -25,7 +25,7 @@ class Whiten(ReplicaAware, nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        samples = self.group.all_reduce(x.new_tensor(len(x)))
+        samples = self.group.all_reduce(torch.tensor(len(x), device=x.device))
         centered = x - self.group.all_reduce(x.sum(0)) / samples
         covariance = self.group.all_reduce(centered.T @ centered) / samples
         factor = torch.linalg.cholesky(covariance + self.eps * torch.eye(x.size(1)).to(x))

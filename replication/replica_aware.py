@@ -51,8 +51,8 @@ class ReplicaAware(_Base):
     >>> from replication import DataParallel
     >>> class Center(ReplicaAware, nn.Module):
     ...     def forward(self, x):
-    ...         n = torch.tensor(float(len(x)))
-    ...         return x - self.group.all_reduce(x.sum(0)) / self.group.all_reduce(n)
+    ...         count = self.group.all_reduce(torch.tensor(len(x), device=x.device))
+    ...         return x - self.group.all_reduce(x.sum(0)) / count
     >>> x = torch.tensor([[1.0], [2.0], [6.0]])
     >>> DataParallel(Center(), ["cpu"] * 2)(x).tolist() == Center()(x).tolist()
     True

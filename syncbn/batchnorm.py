@@ -56,9 +56,10 @@ def check_group_size(size: int | None) -> None:
 class SynchronizedBatchNorm(ReplicaAware, _Base):
     """What the layers for 1, 2 and 3 dimensions have in common: everything but the name.
 
-    In training, in a replica made by a `replication.DataParallel` (or a patched one), the
-    statistics are those of the whole batch. Everywhere else the layer is the `torch.nn.BatchNorm`
-    that it is derived from, bit for bit.
+    In training the statistics are those of the layer's group (see `replication.ReplicaAware`): of
+    all replicas made by a `replication.DataParallel`, or a patched one; or else of all processes,
+    where `torch.distributed` is initialized. In evaluation, and where the layer is alone, it is
+    the `torch.nn.BatchNorm` that it is derived from, bit for bit.
     """
 
     # Copy 0's are those of the original module.
@@ -196,9 +197,9 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
         device: Of parameters and buffers.
         dtype: Of parameters and buffers.
         bias: Whether it has a ``bias``, if ``affine``.
-        group_size: If given, replicas are synchronized in groups of this size (0 to
+        group_size: If given, replicas, or processes, are synchronized in groups of this size (0 to
             group_size - 1, and so on; a last group may be smaller). Running statistics are then
-            those of the first group.
+            those of the first group of replicas; each process keeps those of its own group.
 
     Raises:
         ValueError: Wrong number of dimensions or channels, or one value per channel on all

@@ -32,11 +32,17 @@ class Member(nn.Module):
         return function(self.group, *arguments)
 
 
-def in_replicas(function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> list[Any]:
+def in_replicas(
+    function: Callable[..., Any],
+    arguments: Sequence[Sequence[Any]],
+    devices: Sequence[str] | None = None,
+) -> list[Any]:
     """``function(group, *arguments[i])`` in replica i; what each returned."""
-    replicas = replicate(Member(), ["cpu"] * len(arguments))
+    devices = devices or ["cpu"] * len(arguments)
+    replicas = replicate(Member(), devices)
     execute_replication_callbacks(replicas)
-    return parallel_apply(replicas, [(function, *own) for own in arguments])
+    inputs = [(function, *own) for own in arguments]
+    return parallel_apply(replicas, inputs, devices=devices)
 
 
 class Case(NamedTuple):
@@ -104,7 +110,7 @@ CASES = {
     "broadcast-0": _broadcast(0),
     "broadcast-last": _broadcast(-1),
     "all_gather-even": _all_gather(lambda rank, size: 2),
-    "all_gather-uneven": _all_gather(lambda rank, size: 3 - rank),
+    "all_gather-uneven": _all_gather(lambda rank, size: max(3 - rank, 0)),
     "all_gather-one_empty": _all_gather(lambda rank, size: 2 * (rank != size - 1) + (size == 1)),
     # torch.cat treats an empty vector in a way of its own.
     "all_gather-vectors": Case(

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from collective_cases import CASES, derivatives, in_replicas, leaves
 from sharded import randomized
 from torch import nn
 
@@ -74,3 +75,19 @@ def test_a_parameter_that_no_replica_uses_gets_no_gradient(devices):
     replicas[0][0].weight.sum().backward()
     assert net[0].weight.grad is not None
     assert net[1].weight.grad is None
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_collectives_and_their_derivatives_are_those_of_the_oracle(name, devices):
+    case = CASES[name]
+    inputs = leaves(case, len(devices))
+    there = [tuple(x.to(d) for x in own) for own, d in zip(inputs, devices, strict=True)]
+    outputs = in_replicas(case.call, there, devices)
+    assert all(
+        y.device == torch.device(d) for own, d in zip(outputs, devices, strict=True) for y in own
+    )
+    home = [tuple(y.cpu() for y in own) for own in outputs]
+    expected = case.oracle(inputs)
+    torch.testing.assert_close(home, expected)
+    torch.testing.assert_close(derivatives(home, inputs), derivatives(expected, inputs))

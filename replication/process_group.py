@@ -168,7 +168,7 @@ class ProcessGroup(Group):
                 lambda real: _collectives.all_gather(real, self.process_group), padded
             )
         else:
-            gathered = padded  # backends refuse what is empty
+            gathered = padded  # nothing to send
         by_rank = gathered.reshape(self.size, *padded.shape)
         return tuple(rows[:n].clone() for rows, n in zip(by_rank, lengths, strict=True))
 

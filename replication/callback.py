@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from replication.context import CallbackContext
 from replication.devices import DeviceLike, parse_devices
 from replication.rendezvous import Place, standing_at
+from replication.torch_internals import IS_REPLICA
 from replication.watch import (
     MethodOverride,
     add_note,
@@ -90,12 +91,15 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
         A handle whose ``remove()`` takes the callback away.
 
     Raises:
-        TypeError: ``module`` is no module, or a DataParallel; or ``callback`` is not callable.
+        TypeError: ``module`` is no module, or a DataParallel, or a replica; or ``callback`` is not
+            callable.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module (got {type(module).__name__})")
     if isinstance(module, nn.DataParallel):
         raise TypeError("a DataParallel has no replicas of itself; register with its .module")
+    if getattr(module, IS_REPLICA, False):
+        raise TypeError("a replica shares its callbacks with the original; register with that one")
     if not callable(callback):
         raise TypeError(f"expected a callable (got {type(callback).__name__})")
     callbacks = module.__dict__.setdefault(_REGISTERED, OrderedDict())

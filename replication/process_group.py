@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from replication.collectives import differentiable_collectives
 from replication.devices import current_stream, use_device
 from replication.group import Call, Group, ReduceOp, SoloGroup, check_alike, layouts_of, reduced
-from replication.torch_internals import timeout_of
+from replication.torch_internals import timeout_of, uncompiled
 
 __all__ = ["ProcessGroup"]
 
@@ -67,7 +67,7 @@ class ProcessGroup(Group):
 
     Ranks whose calls do not match are told so in `all_gather`, which exchanges the shapes. In
     other collectives the backend decides what happens, unless ``TORCH_DISTRIBUTED_DEBUG`` is
-    ``INFO`` or ``DETAIL`` in the environment, which makes every call be compared first.
+    ``INFO`` in the environment (or ``DETAIL``), which makes every call be compared first.
 
     Args:
         process_group: A group of `torch.distributed` that this process is in; by default all
@@ -111,6 +111,7 @@ class ProcessGroup(Group):
         self._compare(Call("all_gather_object"))
         return self._gathered(obj)
 
+    @uncompiled
     def _gathered(self, obj: T) -> tuple[T, ...]:
         objects: list[Any] = [None] * self.size
         distributed.all_gather_object(objects, obj, self.process_group)
@@ -196,6 +197,8 @@ class ProcessGroup(Group):
         return self._sum(tensor)
 
     def _split(self, size: int) -> Group:
+        if size == 1:  # without a word to the others: perhaps only some ranks run this layer
+            return SoloGroup()
         starts = range(0, self.size, size)
         parts = [range(start, min(start + size, self.size)) for start in starts]
         own = parts[self.rank // size]

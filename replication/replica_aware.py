@@ -72,6 +72,11 @@ class ReplicaAware(_Base):
             raise TypeError(
                 f"ReplicaAware must be in front: class {cls.__name__}(ReplicaAware, {bases})"
             )
+        if not isinstance(cls.group, property):
+            raise TypeError(
+                f"`group` of {cls.__name__} must be the group of its copies (see ReplicaAware); "
+                "give what is there another name"
+            )
 
     # Of a replica.
     _replica_group: Group | None = None
@@ -85,7 +90,8 @@ class ReplicaAware(_Base):
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Connects this copy with the others; an override calls it, too."""
-        self._replica_group = ctx.group(copy_id)
+        # Not as ctx.group: what copies set on the context is their own affair.
+        self._replica_group = CallbackContext.group(ctx, copy_id)
 
     @property
     def group(self) -> Group:
@@ -108,6 +114,13 @@ class ReplicaAware(_Base):
                 "callback of your own"
             )
         return group if self.group_size is None else group.split(self.group_size)
+
+    @group.setter
+    def group(self, value: object) -> None:
+        raise AttributeError(
+            f"`group` of {type(self).__name__} is the group of its copies (see ReplicaAware) and "
+            "cannot be set; give the attribute another name"
+        )
 
     def _processes(self) -> Group:
         name = type(self).__name__

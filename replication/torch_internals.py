@@ -5,12 +5,15 @@ All of them are here, so that a test can say which one a new release of torch ha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import distributed
+from torch._compile import _disable_dynamo
 from torch.nn.parallel.data_parallel import _check_balance as check_balance
 from torch.utils._pytree import (
     SUPPORTED_NODES,
@@ -27,6 +30,9 @@ try:
     from torch.utils._pytree import tree_is_leaf
 except ImportError:  # torch 2.4
     from torch.utils._pytree import _is_leaf as tree_is_leaf
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 functional_collectives: Any = (
     import_module("torch.distributed._functional_collectives")
@@ -46,6 +52,7 @@ __all__ = [
     "tree_is_leaf",
     "tree_map",
     "tree_unflatten",
+    "uncompiled",
 ]
 
 #: Called by torch on each module to make its shell of a replica; classes override it (RNNs).
@@ -72,6 +79,18 @@ collective_functions: Any = (
     if distributed.is_available() and not has_differentiable_collectives()
     else None
 )
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Makes `torch.compile` leave a function as it is."""
+    disabled = _disable_dynamo(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        # Only then: what torch offers for it imports the compiler, which takes seconds.
+        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return call
 
 
 def timeout_of(process_group: Any) -> timedelta | None:

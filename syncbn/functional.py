@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from replication.torch_internals import uncompiled
 from syncbn import kernels
 
 __all__: list[str] = []
@@ -107,6 +108,7 @@ def merge_shards(shards: Sequence[Shard]) -> list[Whole]:
     return [Whole(joint, moments) for moments in merged]
 
 
+@uncompiled  # its nodes speak to each other beside the graph
 def synchronized_batch_norm(
     x: Tensor,
     weight: Tensor | None,

@@ -253,6 +253,25 @@ def aware(rank: int) -> Any:
     return type(first), layer(torch.ones(1)).item(), single.item(), type(several), str(several)
 
 
+def alone_on_one_rank(rank: int) -> Any:
+    """A layer that only one rank runs, and groups that all make after that."""
+    if rank == 0:
+        SynchronizedBatchNorm1d(3, group_size=1)(torch.randn(4, 3))
+    everyone = ProcessGroup(distributed.new_group([0, 1]))
+    return everyone.all_gather_object(rank)
+
+
+def compiled(rank: int) -> Any:
+    warnings.simplefilter("ignore")  # the compiler's own
+    x = batches(2)[0][rank]
+    layer = SynchronizedBatchNorm1d(2, dtype=torch.float64)
+    gathered = torch.compile(lambda x: ProcessGroup().all_gather(x)[1 - rank] * 2, backend="eager")
+    return (
+        torch.compile(layer, backend="eager")(x).detach(),
+        gathered(torch.full((rank + 1,), rank + 1.0)).tolist(),
+    )
+
+
 def not_a_member(rank: int) -> Any:
     alone = distributed.new_group([0])
     return str(outcome_of(lambda: ProcessGroup(alone)).error)
@@ -269,7 +288,8 @@ def with_warnings(rank: int) -> Any:
 CHECKS = [
     dtypes, empty, strided, odd_numbers, changed_in_place, exchanges, own_results, objects,
     bad_input, mismatch_in_all_gather, mismatch_of_layers, mismatch_of_widths,
-    mismatch_in_requires_grad, mismatch_under_debug, parts, copies, aware, not_a_member,
+    mismatch_in_requires_grad, mismatch_under_debug, parts, copies, alone_on_one_rank, aware,
+    not_a_member,
 ]  # fmt: skip
 
 
@@ -385,6 +405,17 @@ def test_aware_layer_finds_the_processes(two):
         assert (kind, alone, single, several) == (ProcessGroup, 2.0, 2.0, ReplicationError)
         assert "is in one of 2 replicas, in one of 2 processes" in text
         assert "one replica per process" in text
+
+
+def test_layer_that_one_rank_runs_alone_leaves_the_others_in_peace(two):
+    assert [found["alone_on_one_rank"] for found, _ in two] == [(0, 1)] * 2
+
+
+def test_compiled_layers_talk():
+    (y0, gathered0), (y1, gathered1) = run_ranks(2, compiled)
+    plain = nn.BatchNorm1d(2, dtype=torch.float64)
+    torch.testing.assert_close(torch.cat([y0, y1]), plain(torch.cat(batches(2)[0])).detach())
+    assert (gathered0, gathered1) == ([4.0, 4.0], [2.0])
 
 
 def test_process_outside_the_group_is_refused(two):

@@ -111,6 +111,26 @@ def test_it_must_be_in_front():
             pass
 
 
+def test_group_is_its_name():
+    layer = Total()
+    with pytest.raises(AttributeError, match=r"`group` of Total .* another name"):
+        layer.group = 3
+    with pytest.raises(TypeError, match=r"`group` of Method .* another name"):
+
+        class Method(Total):
+            def group(self) -> None:
+                pass
+
+
+def test_context_may_have_a_group_of_its_users():
+    class Sets(Total):
+        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+            super().__data_parallel_replicate__(ctx, copy_id)
+            ctx.group = "mine"
+
+    assert DataParallel(Sets(), ["cpu"] * 2)(torch.ones(2, 1)).tolist() == [[2]] * 2
+
+
 # -- never silently alone ----------------------------------------------------------------------
 
 

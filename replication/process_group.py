@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable
+from ctypes import string_at
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -15,7 +17,7 @@ from torch.nn.functional import pad
 from replication.collectives import differentiable_collectives
 from replication.devices import current_stream, use_device
 from replication.group import Call, Group, ReduceOp, SoloGroup, check_alike, layouts_of, reduced
-from replication.torch_internals import timeout_of, uncompiled
+from replication.torch_internals import device_of_group, timeout_of, uncompiled
 
 __all__ = ["ProcessGroup"]
 
@@ -113,9 +115,13 @@ class ProcessGroup(Group):
 
     @uncompiled
     def _gathered(self, obj: T) -> tuple[T, ...]:
-        objects: list[Any] = [None] * self.size
-        distributed.all_gather_object(objects, obj, self.process_group)
-        return tuple(objects)
+        # As torch.distributed.all_gather_object, which wants NumPy to be installed.
+        pickled = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        pickled = pickled.to(device_of_group(self.process_group))
+        length = pickled.new_tensor([len(pickled)], dtype=torch.int64)
+        lengths = [int(n) for n in self._gather_rows(length, [1] * self.size)]
+        rows = [row.cpu() for row in self._gather_rows(pickled, lengths)]
+        return tuple(pickle.loads(string_at(row.data_ptr(), len(row))) for row in rows)
 
     def _compare(self, call: Call) -> None:
         """Compares the calls of all ranks, if users ask for it."""

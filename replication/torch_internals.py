@@ -45,6 +45,7 @@ __all__ = [
     "SequenceKey",
     "TreeSpec",
     "check_balance",
+    "device_of_group",
     "pytree_node",
     "register_pytree_node",
     "timeout_of",
@@ -91,6 +92,14 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
         return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
 
     return call
+
+
+def device_of_group(process_group: Any) -> torch.device:
+    """Where objects travel between the processes of a group: on the CPU if its backend does."""
+    kinds = [device.type for device in process_group._device_types]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
 def timeout_of(process_group: Any) -> timedelta | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from replication.context import CallbackContext
 from replication.group import Group, SoloGroup
-from replication.process_group import ProcessGroup, process_count
+from replication.process_group import Kept, ProcessGroup, process_count
 from replication.rendezvous import ReplicationError, here
 from replication.torch_internals import IS_REPLICA
 
@@ -60,9 +60,13 @@ class ReplicaAware(_Base):
     Attributes:
         group_size: If not None, ``group`` is the layer's part of all its copies, in parts of this
             size (see `Group.split`).
+        process_group: If not None, a group of `torch.distributed`, to whose processes ``group`` is
+            limited. Copies of the layer keep it; pickling leaves it out, with a warning.
     """
 
     group_size: int | None = None
+
+    _process_group: Kept | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -106,12 +110,11 @@ class ReplicaAware(_Base):
             return SoloGroup()
         if group is None or group.size == 1:
             group = self._processes()
-        elif process_count() > 1:
+        elif (count := process_count(self.process_group)) > 1:
             raise ReplicationError(
-                f"{type(self).__name__} is in one of {group.size} replicas, in one of "
-                f"{process_count()} processes; a group is of replicas or of processes: run one "
-                "replica per process, or, to leave the other processes out, take ctx.group in a "
-                "callback of your own"
+                f"{type(self).__name__} is in one of {group.size} replicas, in one of {count} "
+                "processes; a group is of replicas or of processes: run one replica per process, "
+                "or, to leave the other processes out, take ctx.group in a callback of your own"
             )
         return group if self.group_size is None else group.split(self.group_size)
 
@@ -122,9 +125,20 @@ class ReplicaAware(_Base):
             "cannot be set; give the attribute another name"
         )
 
+    @property
+    def process_group(self) -> Any:
+        """See above."""
+        return self._process_group and self._process_group.process_group
+
+    @process_group.setter
+    def process_group(self, value: Any) -> None:
+        self._process_group = None if value is None else Kept(value)
+
     def _processes(self) -> Group:
         name = type(self).__name__
-        return ProcessGroup(name=name) if process_count() > 1 else Unreplicated(name)
+        if process_count(self.process_group) > 1:
+            return ProcessGroup(self.process_group, name)
+        return Unreplicated(name)
 
     def _cannot_know_its_copies(self) -> bool:
         place = here()

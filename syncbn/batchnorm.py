@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
 from syncbn.functional import Denominator, Shard, Whole, merge_shards, synchronized_batch_norm
+from syncbn.merge_ranks import merge_ranks
+
+_BatchNorm = nn.modules.batchnorm._BatchNorm
 
 if TYPE_CHECKING:
-    _Base = nn.modules.batchnorm._BatchNorm
+    _Base = _BatchNorm
 else:
     _Base = object
 
@@ -76,6 +79,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         dtype: Any = None,
         *,
         bias: bool = True,
+        process_group: Any = None,
         group_size: int | None = None,
     ) -> None:
         super().__init__(
@@ -85,6 +89,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             self.register_parameter("bias", None)
         check_group_size(group_size)
         self.group_size = group_size
+        self.process_group = process_group
 
     def extra_repr(self) -> str:
         """As `torch.nn.BatchNorm2d`, and the ``group_size`` if there is one."""
@@ -101,7 +106,8 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             return super().forward(input)
         group = self.group
         if group.size == 1:
-            return super().forward(input)
+            # Not super's: `torch.nn.SyncBatchNorm` would look for other processes.
+            return _BatchNorm.forward(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         self._check_synchronized_input(input)
         y, whole = synchronized_batch_norm(
@@ -116,7 +122,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         return y
 
     def _exchange(self, group: Group, dtype: torch.dtype, shard: Shard) -> Whole:
-        """Merges the moments of all copies: in threads one of them does, processes do alike."""
+        """Merges the moments of all copies: among threads one of them does, processes do alike."""
         if isinstance(group, ReplicaGroup):
             return group.exchange(
                 "batch_norm",
@@ -125,13 +131,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
                 layouts=((dtype, (self.num_features,)),),
                 requires_grad=shard.moments.requires_grad,
             )
-        count = shard.moments.new_tensor([shard.values])
-        # As one row, whose length must be the same on all ranks.
-        packed = group.all_gather(torch.cat((shard.moments.flatten(), count)).unsqueeze(0))
-        counts = torch.cat(packed)[:, -1].tolist()
-        moments = [row[0, :-1].view_as(shard.moments) for row in packed]
-        shards = [Shard(int(n), m) for n, m in zip(counts, moments, strict=True)]
-        return merge_shards(shards)[group.rank]
+        return merge_ranks(group, shard)
 
     def _check_synchronized_input(self, input: Tensor) -> None:
         """Raises on what torch's kernels would refuse, before anyone waits for this replica."""
@@ -171,10 +171,21 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         if whole.moments is None:
             return
         mean, var = whole.moments
-        var = var * (whole.joint.total / (whole.joint.total - 1))
+        total = whole.joint.total
+        if isinstance(total, Tensor):  # of which the host does not know whether it is above 1
+            factor = factor * (total > 0)
+            total = total.clamp(min=2)
+        var = var * (total / (total - 1))
         for running, new in ((self.running_mean, mean), (self.running_var, var)):
             if running is not None:
                 running.copy_(running + factor * (new - running))
+
+
+class SynchronizedBatchNormNd(SynchronizedBatchNorm, nn.SyncBatchNorm):
+    """What `syncbn.convert_model` makes of a `torch.nn.SyncBatchNorm`: for any dimensions.
+
+    It synchronizes replicas, and runs on the CPU, too.
+    """
 
 
 class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
@@ -197,6 +208,7 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
         device: Of parameters and buffers.
         dtype: Of parameters and buffers.
         bias: Whether it has a ``bias``, if ``affine``.
+        process_group: Of `torch.distributed`: the processes to synchronize; by default all.
         group_size: If given, replicas, or processes, are synchronized in groups of this size (0 to
             group_size - 1, and so on; a last group may be smaller). Running statistics are then
             those of the first group of replicas; each process keeps those of its own group.

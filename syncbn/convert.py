@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from syncbn.batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    SynchronizedBatchNormNd,
     check_group_size,
 )
 
@@ -27,6 +28,7 @@ _SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: SynchronizedBatchNorm1d,
     nn.BatchNorm2d: SynchronizedBatchNorm2d,
     nn.BatchNorm3d: SynchronizedBatchNorm3d,
+    nn.SyncBatchNorm: SynchronizedBatchNormNd,
 }
 #: Marks the DataParallel objects that `revert_model` has to change back.
 _CONVERTED = "_converted_by_convert_model"
@@ -34,8 +36,12 @@ _NAMES = {plain.__name__ for plain in _SYNCHRONIZED}
 _PLAIN = {synchronized: plain for plain, synchronized in _SYNCHRONIZED.items()}
 
 
-def convert_model(module: ModuleT, group_size: int | None = None) -> ModuleT:
+def convert_model(
+    module: ModuleT, group_size: int | None = None, process_group: Any = None
+) -> ModuleT:
     """Makes every `torch.nn.BatchNorm1d/2d/3d` in ``module`` a synchronized one, in place.
+
+    `torch.nn.SyncBatchNorm` layers too, which keep their process group.
 
     The layers stay the objects they are and only change their class: parameters, buffers, hooks,
     flags, names, and whoever else refers to them see no difference. A `torch.nn.DataParallel`
@@ -53,6 +59,7 @@ def convert_model(module: ModuleT, group_size: int | None = None) -> ModuleT:
         module: A layer, a network, or a DataParallel around one.
         group_size: If given, set on every synchronized layer, those that were so before included
             (see `SynchronizedBatchNorm1d`).
+        process_group: The same.
 
     Returns:
         ``module``.
@@ -66,7 +73,10 @@ def convert_model(module: ModuleT, group_size: int | None = None) -> ModuleT:
     left_alone = []
     for path, submodule in module.named_modules():
         if type(submodule) in _SYNCHRONIZED:
+            own = submodule.__dict__.pop("process_group", None)  # of a SyncBatchNorm
             submodule.__class__ = _SYNCHRONIZED[type(submodule)]
+            if own is not None:
+                submodule.process_group = own
         elif isinstance(submodule, nn.DataParallel) and not has_replication_callback(submodule):
             if type(submodule) is nn.DataParallel:
                 submodule.__class__ = DataParallel
@@ -79,8 +89,11 @@ def convert_model(module: ModuleT, group_size: int | None = None) -> ModuleT:
             left_alone.append(f"`{path or '(root)'}` ({type(submodule).__name__})")
         elif getattr(submodule, "original_name", "") in _NAMES:  # of a ScriptModule
             left_alone.append(f"`{path or '(root)'}` (a script of {submodule.original_name})")
-        if group_size is not None and isinstance(submodule, SynchronizedBatchNorm):
-            submodule.group_size = group_size
+        if isinstance(submodule, SynchronizedBatchNorm):
+            if group_size is not None:
+                submodule.group_size = group_size
+            if process_group is not None:
+                submodule.process_group = process_group
     if left_alone:
         warnings.warn(
             "convert_model converts torch.nn.BatchNorm1d, 2d and 3d and no class derived from "
@@ -104,9 +117,12 @@ def revert_model(module: ModuleT) -> ModuleT:
     _check_module(module)
     for submodule in module.modules():
         if type(submodule) in _PLAIN:
+            own = submodule.process_group
             submodule.__class__ = _PLAIN[type(submodule)]
-            for name in ("_warned", "group_size"):
+            for name in ("_warned", "group_size", "_process_group"):
                 submodule.__dict__.pop(name, None)
+            if isinstance(submodule, nn.SyncBatchNorm):
+                submodule.process_group = own
         elif isinstance(submodule, nn.DataParallel) and submodule.__dict__.pop(_CONVERTED, False):
             if type(submodule) is DataParallel:
                 submodule.__class__ = nn.DataParallel  # type: ignore[assignment]

@@ -59,8 +59,8 @@ class Denominator(NamedTuple):
 class Joint:
     """What the nodes of one call share, over all replicas."""
 
-    def __init__(self, total: int) -> None:
-        #: Values per channel in the whole batch.
+    def __init__(self, total: int | Tensor) -> None:
+        #: Values per channel in the whole batch; a tensor where the host should not wait for it.
         self.total = total
         self.exact = False
 

@@ -100,9 +100,7 @@ def test_a_round_trip_gives_bit_equal_outputs():
     assert torch.equal(net(x), other(x))
 
 
-@pytest.mark.parametrize(
-    "layer", [Fused(3), nn.LazyBatchNorm2d(), nn.SyncBatchNorm(3)], ids=lambda m: type(m).__name__
-)
+@pytest.mark.parametrize("layer", [Fused(3), nn.LazyBatchNorm2d()], ids=lambda m: type(m).__name__)
 def test_other_classes_are_left_alone_with_a_warning_that_names_them(layer):
     kind = type(layer)
     net = nn.Sequential(nn.Conv2d(3, 3, 1), layer, nn.BatchNorm2d(3))
@@ -191,3 +189,20 @@ def test_group_size_is_given_to_every_layer_and_taken_away_again():
     assert [layer.group_size for layer in net[:2]] == [2, 2]
     revert_model(net)
     assert not any(hasattr(layer, "group_size") for layer in net)
+
+
+def test_torchs_synchronized_layers_are_converted_for_any_dimensions_and_back():
+    net = nn.Sequential(nn.SyncBatchNorm(3), nn.SyncBatchNorm(3, affine=False)).double()
+    state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    before = [dict(vars(layer)) for layer in net]
+    convert_model(net)
+    assert all(isinstance(layer, nn.SyncBatchNorm) for layer in net)
+    for shape in [(6, 3), (6, 3, 4), (6, 3, 2, 2), (6, 3, 2, 2, 2)]:
+        x = torch.randn(shape, dtype=torch.float64)
+        y = DataParallel(net, ["cpu"] * 3)(x)
+        plain = nn.functional.batch_norm(x, None, None, training=True)
+        torch.testing.assert_close(y, nn.functional.batch_norm(plain, None, None, training=True))
+    net.load_state_dict(state)
+    revert_model(net)
+    assert [type(layer) for layer in net] == [nn.SyncBatchNorm] * 2
+    assert [dict(vars(layer)) for layer in net] == before

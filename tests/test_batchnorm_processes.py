@@ -1,0 +1,418 @@
+"""`SynchronizedBatchNorm` between processes, on gloo over loopback."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import warnings
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from layers import outcome_of
+from ranks import run_ranks
+from sharded import randomized
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from replication import ProcessGroup, ReplicaAware, process_group
+from syncbn import SynchronizedBatchNorm1d, convert_model, merge_ranks
+
+pytestmark = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()),
+    reason="this torch has no gloo",
+)
+
+#: How a sum is computed: few ranks gather, many reduce; and with a total that the host does not
+#: know, as on GPUs.
+WAYS = ["gather", "reduce", "unseen"]
+
+
+def go(way: str) -> None:
+    process_group._FEW_RANKS = 0 if way == "reduce" else 8
+    merge_ranks.known_to_host = {"unseen": lambda total: total}.get(way, KNOWN_TO_HOST)
+
+
+KNOWN_TO_HOST = merge_ranks.known_to_host
+
+#: Samples of each rank, by the number of ranks.
+SIZES = {2: [3, 4], 3: [2, 0, 5]}
+
+
+def shards_of(size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Random shards, the same in each process."""
+    generator = torch.Generator().manual_seed(10 * size + seed)
+    return [
+        torch.randn(n, 2, 3, generator=generator, dtype=torch.float64).to(dtype)
+        for n in SIZES[size]
+    ]
+
+
+def layer_like(**options: Any) -> SynchronizedBatchNorm1d:
+    torch.manual_seed(1)
+    return randomized(SynchronizedBatchNorm1d(2, **options))
+
+
+# -- the numbers -------------------------------------------------------------------------------
+
+
+def numbers(rank: int, size: int, **options: Any) -> dict[str, Tensor]:
+    layer = layer_like(dtype=torch.float64, **options)
+    x = shards_of(size)[rank].requires_grad_()
+    dy = shards_of(size, seed=1)[rank]
+    y = layer(x)
+    (exact,) = torch.autograd.grad(y, x, dy, create_graph=True)
+    (second,) = torch.autograd.grad(exact.square().sum(), x)
+    y = layer(x)
+    fast, dw, db = torch.autograd.grad(y, (x, layer.weight, layer.bias), dy)
+    evaluated = layer.eval()(x) if rank == 0 else x  # evaluation waits for nobody
+    return {
+        "y": y.detach(),
+        "exact": exact.detach(),
+        "second": second,
+        "fast": fast,
+        "dw": dw,
+        "db": db,
+        "mean": layer.running_mean,
+        "var": layer.running_var,
+        "count": layer.num_batches_tracked,
+        "evaluated": evaluated.detach(),
+    }
+
+
+def half(rank: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = shards_of(size, dtype=dtype)[rank].requires_grad_()
+    y = layer_like()(x)
+    (dx,) = torch.autograd.grad(y, x, shards_of(size, seed=1, dtype=dtype)[rank])
+    return y.detach(), dx
+
+
+def nobody_has_data(rank: int) -> tuple[Tensor, Tensor, int]:
+    layer = layer_like()
+    y = layer(torch.zeros(0, 2, 3))
+    return y.detach(), layer.running_mean, layer.num_batches_tracked.item()
+
+
+def one_value_in_all(rank: int) -> str:
+    return str(outcome_of(lambda: layer_like()(torch.ones(int(rank == 0), 2))).error)
+
+
+def one_value_each(rank: int) -> Tensor:
+    return layer_like()(torch.full((1, 2), float(rank))).detach()
+
+
+def all_numbers(rank: int, size: int) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for way in WAYS:
+        go(way)
+        found[way, 0.1] = numbers(rank, size)
+        found[way, None] = numbers(rank, size, momentum=None)
+        for dtype in (torch.float16, torch.bfloat16):
+            found[way, dtype] = half(rank, size, dtype)
+        found[way, "no data"] = nobody_has_data(rank)
+        found[way, "one each"] = one_value_each(rank)
+        if way != "unseen":
+            found[way, "one"] = one_value_in_all(rank)
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def found(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
+    return run_ranks(request.param, all_numbers, request.param)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_ranks_compute_what_one_process_computes(found, way, momentum):
+    ranks = [results[way, momentum] for results in found]
+    shards, upstream = shards_of(len(found)), shards_of(len(found), seed=1)
+    layer = layer_like(dtype=torch.float64, momentum=momentum)
+    plain = nn.BatchNorm1d(2, dtype=torch.float64, momentum=momentum)
+    plain.load_state_dict(layer.state_dict())
+    expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias)
+    x = torch.cat(shards).requires_grad_()
+    (dx,) = torch.autograd.grad(plain(x), x, torch.cat(upstream), create_graph=True)
+    (second,) = torch.autograd.grad(dx.square().sum(), x)
+    plain(x)
+    joined = {name: torch.cat([rank[name] for rank in ranks]) for name in ("y", "exact", "fast")}
+    torch.testing.assert_close(joined["y"], torch.cat(expected.outputs))
+    torch.testing.assert_close(joined["exact"], torch.cat(expected.input_grads))
+    torch.testing.assert_close(joined["fast"], torch.cat(expected.input_grads))
+    torch.testing.assert_close(torch.cat([rank["second"] for rank in ranks]), second)
+    # A rank's gradients of the parameters are those of its own loss; DDP averages them.
+    torch.testing.assert_close(sum(rank["dw"] for rank in ranks), expected.weight_grad)
+    torch.testing.assert_close(sum(rank["db"] for rank in ranks), expected.bias_grad)
+    for rank in ranks:
+        torch.testing.assert_close(rank["mean"], plain.running_mean)
+        torch.testing.assert_close(rank["var"], plain.running_var)
+        assert rank["count"] == 2
+    torch.testing.assert_close(ranks[0]["evaluated"], plain.eval()(shards[0]).detach())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(found, way, dtype):
+    shards = [s.double() for s in shards_of(len(found), dtype=dtype)]
+    upstream = [s.double() for s in shards_of(len(found), seed=1, dtype=dtype)]
+    layer = layer_like()
+    expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias)
+    outputs, grads = zip(*(results[way, dtype] for results in found), strict=True)
+    step = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+    for got, want in zip(outputs + grads, expected.outputs + expected.input_grads, strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, **step)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_if_nobody_has_data_nothing_is_learnt(found, way):
+    for results in found:
+        y, mean, count = results[way, "no data"]
+        assert y.shape == (0, 2, 3)
+        assert mean.tolist() == [0, 0]
+        assert count == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_value_per_rank_is_enough(found, way):
+    plain = nn.BatchNorm1d(2)
+    plain.load_state_dict(layer_like().state_dict())
+    x = torch.arange(float(len(found))).unsqueeze(1).expand(-1, 2)
+    y = torch.cat([results[way, "one each"] for results in found])
+    torch.testing.assert_close(y, plain(x).detach())
+
+
+@pytest.mark.parametrize("way", ["gather", "reduce"])
+def test_one_value_in_all_is_torchs_error_in_every_rank(found, way):
+    for results in found:
+        assert results[way, "one"].startswith(
+            "Expected more than 1 value per channel when training, got input size"
+        )
+
+
+# -- large means -------------------------------------------------------------------------------
+
+MEANS = [0.0, 1e2, 1e3, 1e4]
+
+
+def whole_batch(mean: float) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        torch.randn(3, 12, 16, 27, generator=generator)
+        + torch.tensor([mean, 0, 0]).view(3, 1, 1, 1)
+    )
+
+
+def step(layer: nn.Module, x: Tensor, dy: Tensor, direction: Tensor | None) -> list[Tensor]:
+    x = x.to(dy.dtype).requires_grad_()
+    y = layer(x)
+    grads = torch.autograd.grad(
+        y, (x, layer.weight, layer.bias), dy, create_graph=direction is not None
+    )
+    if direction is not None:
+        grads = torch.autograd.grad(grads[0], (x, layer.weight), direction)
+    return [y.detach(), *grads, layer.running_mean, layer.running_var]
+
+
+def at_means(rank: int) -> dict[Any, list[Tensor]]:
+    found = {}
+    for way, mean, second in itertools.product(WAYS, MEANS, [False, True]):
+        go(way)
+        layer = randomized_with(SynchronizedBatchNorm1d(16))
+        part = slice(0, 7) if rank == 0 else slice(7, 12)
+        x, dy, direction = (t[part] for t in whole_batch(mean))
+        found[way, mean, second] = step(layer, x, dy, direction if second else None)
+    return found
+
+
+def randomized_with(layer: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    return randomized(layer)
+
+
+@pytest.fixture(scope="module")
+def at_large_means() -> list[dict[Any, list[Tensor]]]:
+    return run_ranks(2, at_means)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
+def test_at_large_means_it_is_as_accurate_as_torchs_layer(at_large_means, way, mean, second):
+    """Against float64, its error is at most twice that of `nn.BatchNorm1d`, plus one ulp."""
+    x, dy, direction = whole_batch(mean)
+    plain = randomized_with(nn.BatchNorm1d(16))
+    exact = copy.deepcopy(plain).double()
+    theirs = step(plain, x, dy, direction if second else None)
+    true = step(exact, x, dy.double(), direction.double() if second else None)
+    first, other = (results[way, mean, second] for results in at_large_means)
+    joined = [torch.cat([a, b]) for a, b in zip(first[:2], other[:2], strict=True)]
+    ours = [*joined, *(a + b for a, b in zip(first[2:-2], other[2:-2], strict=True)), *first[-2:]]
+    for index, (got, them, want) in enumerate(zip(ours, theirs, true, strict=True)):
+        # Of a mean near zero, the ulp is that of the values it is the mean of.
+        scale = x if index == len(true) - 2 else want
+        ulp = scale.abs().max() * torch.finfo(torch.float32).eps
+        assert (got - want).abs().max() <= 2 * (them - want).abs().max() + ulp, index
+
+
+# -- what travels ------------------------------------------------------------------------------
+
+
+class Counting:
+    """Counts the collectives, and the bytes that each rank sends."""
+
+    def __init__(self, collectives: Any) -> None:
+        self._collectives = collectives
+        self.calls: list[tuple[str, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        collective = getattr(self._collectives, name)
+
+        def call(tensor: Tensor, *arguments: Any) -> Tensor:
+            self.calls.append((name, tensor.numel() * tensor.element_size()))
+            return collective(tensor, *arguments)
+
+        return call
+
+
+def traffic(rank: int, channels: int) -> list[Any]:
+    found = []
+    for way in WAYS:
+        go(way)
+        counting = process_group._collectives = Counting(process_group._collectives)
+        layer = SynchronizedBatchNorm1d(channels)
+        y = layer(torch.randn(4, channels, 5, requires_grad=True))
+        forward = list(counting.calls)
+        counting.calls.clear()
+        y.backward(torch.randn_like(y))
+        found.append((forward, counting.calls))
+        process_group._collectives = counting._collectives
+    return found
+
+
+@pytest.mark.parametrize("channels", [3, 64])
+def test_one_collective_forward_and_one_backward_of_a_few_values_per_channel(channels):
+    for found in run_ranks(2, traffic, channels):
+        for (forward, backward), name in zip(
+            found, ["all_gather", "all_reduce", "all_gather"], strict=True
+        ):
+            assert forward == [(name, 8 * (2 * channels + 1))]
+            assert backward == [(name, 8 * 2 * channels)]
+
+
+# -- which processes ---------------------------------------------------------------------------
+
+
+class Parts(ReplicaAware, nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(x)
+
+
+def limited(rank: int) -> dict[str, Any]:
+    """To ranks 0 and 1 of three, each in another way."""
+    pair = distributed.new_group([0, 1])
+    found: dict[str, Any] = {}
+    x = shards_of(3)[rank] + rank
+    parted = SynchronizedBatchNorm1d(2, dtype=torch.float64, group_size=2)
+    found["group_size"] = parted(x).detach()
+    if rank < 2:
+        layers = {
+            "argument": SynchronizedBatchNorm1d(2, dtype=torch.float64, process_group=pair),
+            "conversion": convert_model(
+                nn.BatchNorm1d(2, dtype=torch.float64), process_group=pair
+            ),
+            "torch's": convert_model(nn.SyncBatchNorm(2, process_group=pair).double()),
+        }
+        layers["copy"] = copy.deepcopy(layers["argument"])
+        found |= {name: layer(x).detach() for name, layer in layers.items()}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loaded = pickle.loads(pickle.dumps(layers["argument"]))
+        found["warning"] = str(caught[0].message)
+        found["loaded"] = loaded.process_group
+        aware = Parts()
+        aware.process_group = pair
+        found["mixin"] = aware(torch.ones(1)).item()
+    return found
+
+
+def test_process_group_limits_the_processes():
+    results = run_ranks(3, limited)
+    shards = shards_of(3)
+    expected = nn.BatchNorm1d(2, dtype=torch.float64)(torch.cat([shards[0], shards[1] + 1]))
+    alone = nn.BatchNorm1d(2, dtype=torch.float64)(shards[2] + 2).detach()
+    torch.testing.assert_close(results[2]["group_size"], alone)
+    for name in ("group_size", "argument", "conversion", "torch's", "copy"):
+        torch.testing.assert_close(
+            torch.cat([found[name] for found in results[:2]]), expected.detach()
+        )
+    for found in results[:2]:
+        assert "a process_group is not pickled with a layer" in found["warning"]
+        assert found["loaded"] is None
+        assert found["mixin"] == 2
+
+
+# -- torch.compile -----------------------------------------------------------------------------
+
+
+def compiled(rank: int) -> tuple[Tensor, list[float]]:
+    warnings.simplefilter("ignore")  # the compiler's own
+    layer = SynchronizedBatchNorm1d(2, dtype=torch.float64)
+    gathered = torch.compile(lambda x: ProcessGroup().all_gather(x)[1 - rank] * 2, backend="eager")
+    return (
+        torch.compile(layer, backend="eager")(shards_of(2)[rank]).detach(),
+        gathered(torch.full((rank + 1,), rank + 1.0)).tolist(),
+    )
+
+
+def test_compiled_layers_talk():
+    (y0, gathered0), (y1, gathered1) = run_ranks(2, compiled)
+    plain = nn.BatchNorm1d(2, dtype=torch.float64)
+    torch.testing.assert_close(torch.cat([y0, y1]), plain(torch.cat(shards_of(2))).detach())
+    assert (gathered0, gathered1) == ([4.0, 4.0], [2.0])
+
+
+# -- DistributedDataParallel -------------------------------------------------------------------
+
+
+def network() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)
+    ).double()
+
+
+def train(model: nn.Module, part: slice, rank: int | None, accumulate: int) -> dict[str, Tensor]:
+    """Some steps on a part of each batch; its state afterwards."""
+    generator = torch.Generator().manual_seed(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(6):
+        x = torch.randn(7, 2, 3, generator=generator, dtype=torch.float64)[part]
+        target = torch.randn(7, 3, generator=generator, dtype=torch.float64)[part]
+        last = (step + 1) % accumulate == 0
+        with model.no_sync() if rank is not None and not last else warnings.catch_warnings():
+            # DDP averages gradients over the ranks; of a sum of two the mean is half.
+            loss = (model(x) - target).square().sum() * (1 if rank is None else 2)
+            loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 2 and rank in (0, None):  # one rank alone evaluates, and nobody waits
+            getattr(model, "module", model).eval()(x)
+            model.train()
+    return getattr(model, "module", model).state_dict()
+
+
+def trained(rank: int, accumulate: int) -> dict[str, Tensor]:
+    model = DistributedDataParallel(convert_model(network()))
+    return train(model, slice(0, 3) if rank == 0 else slice(3, 7), rank, accumulate)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_training_under_ddp_equals_training_in_one_process(accumulate):
+    expected = train(network(), slice(0, 7), None, accumulate)
+    for state in run_ranks(2, trained, accumulate):
+        torch.testing.assert_close(state, expected)
+        network().load_state_dict(state)
+        nn.SyncBatchNorm.convert_sync_batchnorm(network()).load_state_dict(state)

@@ -6,7 +6,7 @@ import pickle
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import string_at
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
@@ -18,7 +18,9 @@ from torch.nn.functional import pad
 from replication.collectives import differentiable_collectives
 from replication.devices import current_stream, use_device
 from replication.group import Call, Group, ReduceOp, SoloGroup, check_alike, layouts_of, reduced
+from replication.rendezvous import ReplicationError
 from replication.torch_internals import device_of_group, timeout_of, uncompiled
+from replication.watch import add_note
 
 __all__ = ["ProcessGroup"]
 
@@ -131,13 +133,11 @@ class ProcessGroup(Group):
 
     def barrier(self) -> None:
         """Returns when all members have called it."""
-        self._compare(Call("barrier"))
-        distributed.barrier(self.process_group)
+        self._made(Call("barrier"), lambda _: distributed.barrier(self.process_group))
 
     def all_gather_object(self, obj: T) -> tuple[T, ...]:
         """Returns copies of the objects of all members, in the order of their ranks."""
-        self._compare(Call("all_gather_object"))
-        return self._gathered(obj)
+        return self._made(Call("all_gather_object"), lambda _: self._gathered(obj))
 
     @uncompiled
     def _gathered(self, obj: T) -> tuple[T, ...]:
@@ -149,30 +149,42 @@ class ProcessGroup(Group):
         rows = [row.cpu() for row in self._gather_rows(pickled, lengths)]
         return tuple(pickle.loads(string_at(row.data_ptr(), len(row))) for row in rows)
 
-    def _compare(self, call: Call) -> None:
-        """Compares the calls of all ranks, if users ask for it."""
-        if debugging():
-            self._exchanged(call)
-        else:
-            self._count()
+    def _made(
+        self, call: Call, collective: Callable[[Sequence[Call]], T], compares: bool = False
+    ) -> T:
+        """Makes a call, with those of all ranks, if they are compared: on demand, or if users ask.
 
-    def _count(self) -> int:
+        If a rank raises or dies, the others get an error of the backend's, or run into the timeout
+        of the process group: a note says which call that was.
+        """
+        call = self._counted(call)
+        try:
+            return collective(self._exchanged(call) if compares or debugging() else ())
+        except Exception as error:
+            if not isinstance(error, ReplicationError):
+                add_note(error, f"in {call} at {call.where}, rank {self.rank} of {self.size}")
+            raise
+
+    def _counted(self, call: Call) -> Call:
+        """The call, with its place."""
         calls = history_of(self.process_group).calls
         calls[self._name] += 1
-        return calls[self._name]
+        return call._replace(where=f"`{self._name}`, call {calls[self._name]}")
 
     def _exchanged(self, call: Call) -> tuple[Call, ...]:
         """The calls of all ranks, which are alike."""
-        where = f"`{self._name}`, call {self._count()}"
-        calls = self._gathered(call._replace(where=where))
-        check_alike(calls, where, range(self.size), "rank")
+        calls = self._gathered(call)
+        check_alike(calls, call.where, range(self.size), "rank")
         return calls
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        self._compare(_call("all_reduce", (tensor,), f"op={op!r}"))
+        call = _call("all_reduce", (tensor,), f"op={op!r}")
+        return self._made(call, lambda _: self._reduced(tensor, op))
+
+    def _reduced(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        if op == "mean" and tensor.dtype is torch.float16:  # whose sum may overflow
+            return self._sum(tensor / self.size)
         if op in ("sum", "mean"):
-            if op == "mean" and tensor.dtype is torch.float16:  # whose sum may overflow
-                return self._sum(tensor / self.size)
             total = self._sum(tensor)
             return total / self.size if op == "mean" else total
         return reduced(self._gather_rows(tensor.unsqueeze(0), [1] * self.size), op).squeeze(0)
@@ -201,13 +213,16 @@ class ProcessGroup(Group):
 
     def _all_gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
         call = _call("all_gather", (tensor,))._replace(any_length=True)
-        # With NCCL objects travel through the current device.
+
+        def collective(calls: Sequence[Call]) -> tuple[Tensor, ...]:
+            if tensor.dim() == 0:
+                rows = self._gather_rows(tensor.unsqueeze(0), [1] * self.size)
+                return tuple(row.squeeze(0) for row in rows)
+            return self._gather_rows(tensor, [shape[0] for c in calls for _, shape in c.layouts])
+
+        # With NCCL the calls travel through the current device.
         with use_device(tensor.device, current_stream(tensor.device)):
-            calls = self._exchanged(call)
-        if tensor.dim() == 0:
-            rows = self._gather_rows(tensor.unsqueeze(0), [1] * self.size)
-            return tuple(row.squeeze(0) for row in rows)
-        return self._gather_rows(tensor, [shape[0] for c in calls for _, shape in c.layouts])
+            return self._made(call, collective, compares=True)
 
     def _gather_rows(self, tensor: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
         """All ranks' tensors; those that are short travel padded, as backends want one length."""
@@ -223,7 +238,10 @@ class ProcessGroup(Group):
         return tuple(rows[:n].clone() for rows, n in zip(by_rank, lengths, strict=True))
 
     def _reduce_scatter(self, tensors: tuple[Tensor, ...], op: ReduceOp) -> Tensor:
-        self._compare(_call("reduce_scatter", tensors, f"op={op!r}"))
+        call = _call("reduce_scatter", tensors, f"op={op!r}")
+        return self._made(call, lambda _: self._scattered(tensors, op))
+
+    def _scattered(self, tensors: tuple[Tensor, ...], op: ReduceOp) -> Tensor:
         own = tensors[self.rank]
         sent = [tensor.numel() for tensor in tensors]
         got = [own.numel()] * self.size
@@ -234,7 +252,10 @@ class ProcessGroup(Group):
         return reduced([part.view(own.shape) for part in received.split(got)], op)
 
     def _broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        self._compare(_call("broadcast", (tensor,), f"src={src}"))
+        call = _call("broadcast", (tensor,), f"src={src}")
+        return self._made(call, lambda _: self._sent(tensor, src))
+
+    def _sent(self, tensor: Tensor, src: int) -> Tensor:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             received = tensor.clone(memory_format=torch.contiguous_format)
             distributed.broadcast(received, self._global_rank(src), self.process_group)

@@ -63,8 +63,9 @@ def _run(
             timeout=timedelta(seconds=TIMEOUT),
         )
         value = function(rank, *arguments)
-        distributed.barrier()
-        distributed.destroy_process_group()
+        if distributed.is_initialized():  # else the function has seen to it
+            distributed.barrier()
+            distributed.destroy_process_group()
     except BaseException:
         error = f"rank {rank}: {traceback.format_exc()}"
     torch.save((value, error), f"{folder}/{rank}.pt")

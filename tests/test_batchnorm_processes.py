@@ -353,24 +353,53 @@ def test_process_group_limits_the_processes():
         assert found["mixin"] == 2
 
 
+# -- errors ------------------------------------------------------------------------------------
+
+
+def beside_one_that_raises(rank: int, where: str) -> list[str]:
+    """What the other rank gets to see."""
+    layer = SynchronizedBatchNorm1d(3)
+    layer(torch.randn(4, 3))
+    x = torch.randn(4, 3, requires_grad=True)
+    if rank == 1:
+        if where == "backward":
+            layer(x)
+        distributed.destroy_process_group()  # as if it had died
+        return []
+    outcome = outcome_of(lambda: layer(x).sum().backward())
+    distributed.destroy_process_group()
+    return [type(outcome.error).__name__, *getattr(outcome.error, "__notes__", [])]
+
+
+@pytest.mark.parametrize(("where", "call"), [("forward", 2), ("backward", 3)])
+def test_rank_whose_peer_dies_is_told_in_which_layer_and_call(where, call):
+    survivor, _ = run_ranks(2, beside_one_that_raises, where)
+    kind, note = survivor
+    assert kind == "RuntimeError"
+    assert note.startswith("in all_reduce(op='sum') of float64 [")
+    assert note.endswith(f" at `SynchronizedBatchNorm1d`, call {call}, rank 0 of 2")
+
+
 # -- torch.compile -----------------------------------------------------------------------------
 
 
-def compiled(rank: int) -> tuple[Tensor, list[float]]:
+def compiled(rank: int) -> tuple[Tensor, list[float], list[float]]:
     warnings.simplefilter("ignore")  # the compiler's own
     layer = SynchronizedBatchNorm1d(2, dtype=torch.float64)
     gathered = torch.compile(lambda x: ProcessGroup().all_gather(x)[1 - rank] * 2, backend="eager")
     return (
         torch.compile(layer, backend="eager")(shards_of(2)[rank]).detach(),
         gathered(torch.full((rank + 1,), rank + 1.0)).tolist(),
+        torch.compile(Parts(), backend="eager")(torch.ones(2, requires_grad=True)).tolist(),
     )
 
 
 def test_compiled_layers_talk():
-    (y0, gathered0), (y1, gathered1) = run_ranks(2, compiled)
+    (y0, gathered0, total0), (y1, gathered1, total1) = run_ranks(2, compiled)
     plain = nn.BatchNorm1d(2, dtype=torch.float64)
     torch.testing.assert_close(torch.cat([y0, y1]), plain(torch.cat(shards_of(2))).detach())
     assert (gathered0, gathered1) == ([4.0, 4.0], [2.0])
+    assert total0 == total1 == [2.0, 2.0]
 
 
 # -- DistributedDataParallel -------------------------------------------------------------------

@@ -1,0 +1,129 @@
+"""What a synchronized layer costs between processes: time, collectives and bytes per layer.
+
+Each number of ranks is a run of its own, in which the ways to synchronize take turns, one step
+each, so that all of them see the same machine. A step is forward and backward of one layer.
+
+    plain     `torch.nn.BatchNorm2d`, which synchronizes nothing
+    ours      `syncbn.SynchronizedBatchNorm2d`
+    reduce    ours, with an all-reduce also where it would gather
+    gather    ours, with a gather also where it would reduce: the bytes of each rank's statistics,
+              as `torch.nn.SyncBatchNorm` (which refuses the CPU) sends them forward
+
+    python benchmarks/processes.py --ranks 2 4 8 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, multiprocessing, nn
+
+from replication import process_group
+from syncbn import SynchronizedBatchNorm2d
+
+WARM_UP = 5
+
+
+class Counting:
+    """Counts the collectives of a step, and the bytes that each rank gets from the others."""
+
+    def __init__(self, collectives: Any, ranks: int) -> None:
+        self._collectives = collectives
+        self._ranks = ranks
+        self.calls = self.received = 0
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Tensor:
+        self.calls += 1
+        # Of a ring: all but one part of n, twice.
+        self.received += 2 * (self._ranks - 1) * _bytes(tensor) // self._ranks
+        return self._collectives.all_reduce(tensor, group)
+
+    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
+        self.calls += 1
+        self.received += (self._ranks - 1) * _bytes(tensor)
+        return self._collectives.all_gather(tensor, group)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def step(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
+    layer(x).backward(dy)
+
+
+def ways(channels: int) -> dict[str, tuple[nn.Module, int]]:
+    """The layers, each with the number of ranks up to which it gathers."""
+    few = process_group._FEW_RANKS
+    return {
+        "plain": (nn.BatchNorm2d(channels), few),
+        "ours": (SynchronizedBatchNorm2d(channels), few),
+        "reduce": (SynchronizedBatchNorm2d(channels), 0),
+        "gather": (SynchronizedBatchNorm2d(channels), 1 << 30),
+    }
+
+
+def measure(rank: int, ranks: int, store: str, channels: int, steps: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
+    )
+    x = torch.randn(2, channels, 7, 7, requires_grad=True)
+    dy = torch.randn_like(x)
+    collectives = process_group._collectives
+    times: dict[str, list[float]] = {}
+    traffic: dict[str, Counting] = {}
+    layers = ways(channels)
+    for turn in range(WARM_UP + steps):
+        for way, (layer, few) in layers.items():
+            process_group._FEW_RANKS = few
+            traffic[way] = process_group._collectives = Counting(collectives, ranks)
+            distributed.barrier()
+            begin = time.perf_counter()
+            step(layer, x, dy)
+            if turn >= WARM_UP:
+                times.setdefault(way, []).append(time.perf_counter() - begin)
+    if rank == 0:
+        best = min(statistics.median(times[way]) for way in ("reduce", "gather"))
+        for way, values in times.items():
+            row(ranks, way, statistics.median(values), best, traffic[way])
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def row(ranks: int, way: str, median: float, best: float, traffic: Counting) -> None:
+    print(
+        f"{ranks:>5}  {way:<7} {1e3 * median:>8.2f} {median / best:>8.2f} "
+        f"{traffic.calls:>12} {traffic.received:>10}",
+        flush=True,
+    )
+
+
+def run(function: Callable[..., None], ranks: int, *arguments: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(function, (ranks, f"{folder}/store", *arguments), ranks)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--channels", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=50, help="of each way, after warm-up")
+    options = parser.parse_args(arguments)
+    print(f"C = {options.channels}, medians of {options.steps} steps, gloo over loopback")
+    print("ranks  way           ms  to best  collectives  bytes got")
+    for ranks in options.ranks:
+        run(measure, ranks, options.channels, options.steps)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,28 @@
+"""The benchmarks run; what they measure is nobody's business here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import run_python
+from torch import distributed
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()),
+    reason="this torch has no gloo",
+)
+def test_layer_between_processes():
+    script = str(BENCHMARKS / "processes.py")
+    done = run_python(script, "--ranks", "2", "--steps", "1", "--channels", "4")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert [(ranks, way, calls) for ranks, way, _, _, calls, _ in rows] == [
+        ("2", "plain", "0"),
+        ("2", "ours", "2"),
+        ("2", "reduce", "2"),
+        ("2", "gather", "2"),
+    ]

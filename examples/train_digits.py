@@ -19,6 +19,11 @@ across zero; from there on runs 1 and 3, too, go different ways. See the first s
 
     python examples/train_digits.py
     python examples/train_digits.py --devices cuda:0 cuda:1 --batch-size 64 --dtype float32
+
+Under `torchrun` the replicas are processes instead: of one machine, or of several. Each trains the
+first run for itself; in the others it has its share of each batch, under DistributedDataParallel.
+
+    torchrun --nproc-per-node=2 examples/train_digits.py
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -37,10 +43,12 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
-from replication import DataParallel
+from replication import DataParallel, Group, ProcessGroup, SoloGroup
 from syncbn import convert_model
 
 #: Far above what rounding makes of a training in float64, far below what wrong statistics make of
@@ -52,7 +60,10 @@ Samples = tuple[Tensor, Tensor]
 
 
 class Options(NamedTuple):
-    """What the three runs have in common; the one-device run is on the first device."""
+    """What the three runs have in common; the one-device run is on the first device.
+
+    Of several processes each has one device.
+    """
 
     devices: list[torch.device]
     batch_size: int
@@ -60,6 +71,7 @@ class Options(NamedTuple):
     lr: float = 0.02
     dtype: torch.dtype = torch.float64
     seed: int = 0
+    processes: int = 1
 
 
 class Run(NamedTuple):
@@ -83,15 +95,28 @@ def load_data(device: torch.device, dtype: torch.dtype) -> tuple[Samples, Sample
     return (images[training], digits[training]), (images[test], digits[test])
 
 
-def batches(samples: Samples, options: Options) -> Iterator[Samples]:
-    """Yields the training batches, for the same options always the same ones."""
+def in_order(samples: Samples, options: Options) -> Samples:
+    """All samples of a training in their order, for the same options always the same."""
     images, digits = samples
     generator = torch.Generator().manual_seed(options.seed)
     needed = options.steps * options.batch_size
     epochs = math.ceil(needed / len(digits))
     order = torch.cat([torch.randperm(len(digits), generator=generator) for _ in range(epochs)])
-    for batch in order[:needed].to(digits.device).split(options.batch_size):
-        yield images[batch], digits[batch]
+    order = order[:needed].to(digits.device)
+    return images[order], digits[order]
+
+
+def batches(samples: Samples, options: Options) -> Iterator[Samples]:
+    """Yields the training batches."""
+    images, digits = (tensor.split(options.batch_size) for tensor in in_order(samples, options))
+    return zip(images, digits, strict=True)
+
+
+def shares(samples: Samples, options: Options) -> Iterable[Samples]:
+    """This process' share of each batch."""
+    dataset = TensorDataset(*in_order(samples, options))
+    sampler = DistributedSampler(dataset, shuffle=False)  # every n-th sample
+    return DataLoader(dataset, options.batch_size // options.processes, sampler=sampler)
 
 
 def conv(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
@@ -123,8 +148,13 @@ def build_net() -> nn.Module:
     return nn.Sequential(*conv(1, 16, 3), nn.ReLU(), *blocks, *head)
 
 
-def train(model: nn.Module, data: Iterable[Samples], lr: float) -> tuple[Tensor, float]:
-    """Trains ``model`` in place; returns the loss of each step and the median ms per step."""
+def train(
+    model: nn.Module, data: Iterable[Samples], lr: float, group: Group
+) -> tuple[Tensor, float]:
+    """Trains ``model`` in place; returns the loss of each step and the median ms per step.
+
+    The loss is the mean over the ``group`` of those that have a share of the batch each.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
     model.train()
     losses, seconds = [], []
@@ -135,7 +165,8 @@ def train(model: nn.Module, data: Iterable[Samples], lr: float) -> tuple[Tensor,
         loss = nn.functional.cross_entropy(model(images), digits)
         loss.backward()
         optimizer.step()
-        losses.append(loss.item())  # waits for the device, so that its work is in the time
+        # Waits for the device, so that its work is in the time.
+        losses.append(group.all_reduce(loss.detach(), "mean").item())
         seconds.append(time.perf_counter() - start)
     return torch.tensor(losses, dtype=torch.float64), 1000 * float(np.median(seconds))
 
@@ -155,16 +186,22 @@ def compare(options: Options) -> list[Run]:
     torch.manual_seed(options.seed)
     alone = build_net().to(devices[0], options.dtype)
     plain, synchronized = copy.deepcopy(alone), convert_model(copy.deepcopy(alone))
+    several = options.processes > 1
+    kind = "processes" if several else "replicas"
     # What is trained, and the network in it.
-    contenders = {
-        "one device": (alone, alone),
-        "replicas, plain BatchNorm": (DataParallel(plain, devices), plain),
-        "replicas, synchronized": (DataParallel(synchronized, devices), synchronized),
-    }
+    contenders: dict[str, tuple[nn.Module, nn.Module]] = {"one device": (alone, alone)}
+    for what, net in (("plain BatchNorm", plain), ("synchronized", synchronized)):
+        model = DistributedDataParallel(net) if several else DataParallel(net, devices)
+        contenders[f"{kind}, {what}"] = (model, net)
     runs = []
     for name, (model, net) in contenders.items():
-        data = tqdm(batches(training, options), f"{name:<25}", options.steps, unit="step")
-        losses, ms_per_step = train(model, data, options.lr)
+        is_shared = several and model is not net
+        data = shares(training, options) if is_shared else batches(training, options)
+        group = ProcessGroup() if is_shared else SoloGroup()
+        shown = tqdm(
+            data, f"{name:<26}", options.steps, unit="step", disable=not is_first_process()
+        )
+        losses, ms_per_step = train(model, shown, options.lr, group)
         weights = nn.utils.parameters_to_vector(net.parameters()).detach().cpu().double()
         runs.append(Run(name, losses, weights, accuracy(net, test), ms_per_step))
     return runs
@@ -177,7 +214,7 @@ def largest_distance(a: Tensor, b: Tensor) -> float:
 
 def print_table(runs: Sequence[Run]) -> None:
     """Prints one line per run."""
-    row = "{:<25}  {:>13}  {:>10}  {:>11}  {:>14}  {:>11}".format
+    row = "{:<26}  {:>13}  {:>10}  {:>11}  {:>14}  {:>11}".format
     print(row("", "test accuracy", "final loss", "loss off by", "weights off by", "ms per step"))
     for run in runs:
         off = ["-", "-"]
@@ -199,7 +236,9 @@ def draw(runs: Sequence[Run], options: Options, path: Path) -> None:
     # A Figure without pyplot needs no display, and leaves the caller's backend as it is.
     figure = Figure(figsize=(9, 8))
     figure.set_layout_engine("constrained", h_pad=0.12)
-    setting = f"batches of {options.batch_size}, replicas: {len(options.devices)}"
+    several = options.processes > 1
+    count = f"processes: {options.processes}" if several else f"replicas: {len(options.devices)}"
+    setting = f"batches of {options.batch_size}, {count}"
     figure.suptitle(f"Handwritten digits ({setting})", fontsize="x-large")
     above, below = figure.subplots(2, 1, sharex=True)
     above.set_title("Loss (thin: each step; thick: mean of 15 steps)", loc="left")
@@ -227,6 +266,16 @@ def draw(runs: Sequence[Run], options: Options, path: Path) -> None:
     figure.savefig(path, format="png", dpi=150)
 
 
+def is_first_process() -> bool:
+    """Whether this is the process that prints and draws."""
+    return not distributed.is_initialized() or distributed.get_rank() == 0
+
+
+def device_of_process() -> str:
+    """The device of one of several processes: its own GPU, if the machine has any."""
+    return f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
+
+
 def parse_options(argv: Sequence[str] | None) -> tuple[Options, Path]:
     """Reads the command line; a bad value ends the program with a message."""
     parser = argparse.ArgumentParser(
@@ -250,6 +299,15 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, Path]:
     add("--output", type=Path, default="train_digits.png", metavar="PNG", help=output_help)
     args = parser.parse_args(argv)
 
+    processes = int(os.environ["WORLD_SIZE"]) if distributed.is_torchelastic_launched() else 1
+    if processes > 1:
+        if args.replicas is not None or args.devices is not None:
+            parser.error("--replicas and --devices do not go with torchrun: one replica a process")
+        args.devices = [device_of_process()]
+        if args.batch_size is None:
+            args.batch_size = 4 * processes
+        if args.batch_size % processes:
+            parser.error(f"--batch-size must be a multiple of {processes}, the processes")
     names = [name for item in args.devices or () for name in item.split(",") if name]
     if args.replicas is None:
         args.replicas = 4 if args.devices is None else len(names)
@@ -279,7 +337,7 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, Path]:
         except Exception as error:  # of many types: no such device, no driver, no such dtype on it
             parser.error(f"device {name!r} cannot be used: {str(error).splitlines()[0]}")
     devices = [torch.device(int(name) if name.isdigit() else name) for name in names]
-    options = Options(devices, args.batch_size, args.steps, args.lr, dtype, args.seed)
+    options = Options(devices, args.batch_size, args.steps, args.lr, dtype, args.seed, processes)
     return options, args.output
 
 
@@ -289,7 +347,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The replicas are the parallelism here. Each would start as many threads of its own as there
     # are cores, for convolutions too small to share, and all of them would compete for the cores.
     torch.set_num_threads(1)
-    runs = compare(options)
+    if options.processes > 1:
+        if options.devices[0].type == "cuda":
+            torch.cuda.set_device(options.devices[0])
+        distributed.init_process_group()
+    try:
+        runs = compare(options)
+        return report(runs, options, output) if is_first_process() else 0
+    finally:
+        if options.processes > 1:
+            distributed.destroy_process_group()
+
+
+def report(runs: Sequence[Run], options: Options, output: Path) -> int:
+    """Prints and draws what came of the runs; returns the program's exit code."""
     print_table(runs)
     draw(runs, options, output)
     print(f"The curves are in {output}")

@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def run_python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Runs ``python`` with these arguments; a hang ends after a while."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         # The warning of an import of torch where NumPy is not installed.
         [sys.executable, "-W", "ignore:Failed to initialize NumPy:UserWarning", *arguments],
@@ -20,5 +19,11 @@ def run_python(*arguments: str, cwd: Path | None = None) -> subprocess.Completed
         text=True,
         timeout=50,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path},
+        env=environment(),
     )
+
+
+def environment() -> dict[str, str]:
+    """That of a process which finds the packages of this checkout."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import socket
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from processes import environment, run_python
+from torch import distributed
 
 for package in ("sklearn", "matplotlib", "tqdm"):
     pytest.importorskip(package, reason=f"the example needs {package}: pip install '.[examples]'")
@@ -37,7 +44,7 @@ def test_it_prints_a_table_and_draws_the_curves(example, dtype, tmp_path, capsys
     assert example.main(few_steps(figure, "--dtype", dtype)) == 0
     assert figure.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     _, *rows, _ = capsys.readouterr().out.splitlines()
-    assert [row[:25].rstrip() for row in rows] == RUNS
+    assert [row[:26].rstrip() for row in rows] == RUNS
 
 
 # Batches of 10 on 4 replicas are 3, 3, 3 and 1.
@@ -90,3 +97,113 @@ def test_devices_are_separated_by_spaces_or_commas(example, devices):
     options, _ = example.parse_options(["--devices", *devices])
     assert options.devices == [torch.device("cpu")] * 3
     assert options.batch_size == 12
+
+
+# -- under torchrun ----------------------------------------------------------------------------
+
+needs_gloo = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()),
+    reason="this torch has no gloo",
+)
+TORCHRUN = ["-m", "torch.distributed.run"]
+
+
+def assert_trained(printed: str) -> None:
+    """The table is there, once."""
+    titles = [line[:26].rstrip() for line in printed.splitlines()]
+    runs = ["one device", "processes, plain BatchNorm", "processes, synchronized"]
+    assert [title for title in titles if title in runs] == runs
+
+
+@needs_gloo
+def test_processes_take_the_place_of_replicas(tmp_path):
+    figure = str(tmp_path / "figure.png")
+    launched = [*TORCHRUN, "--standalone", "--nproc-per-node=2", str(SOURCE)]
+    done = run_python(*launched, "--steps", "8", "--output", figure)
+    assert done.returncode == 0, done.stderr  # the program checks the losses itself
+    assert_trained(done.stdout)
+    assert Path(figure).exists()
+
+
+@needs_gloo
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--replicas", "2"], "--replicas and --devices do not go with torchrun"),
+        (["--batch-size", "9"], "--batch-size must be a multiple of 2"),
+    ],
+)
+def test_processes_refuse_what_is_for_replicas(example, arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(distributed, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(SystemExit):
+        example.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+class Host:
+    """A command prefix that runs a program on a host, its address, and its network device."""
+
+    def __init__(self, prefix: list[str], address: str, device: str) -> None:
+        self.prefix, self.address, self.device = prefix, address, device
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    """Two network namespaces with a cable between them; where there can be none, this machine."""
+    names = [f"host{os.getpid()}{end}" for end in "ab"]
+    made = [
+        Host(["ip", "netns", "exec", n], f"10.77.0.{i}", f"v{n}"[:15])
+        for i, n in enumerate(names, 1)
+    ]
+    try:
+        if shutil.which("ip") is None:
+            raise OSError("no ip")
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", made[0].device, "type", "veth", "peer", "name", made[1].device)
+        for name, host in zip(names, made, strict=True):
+            ip("link", "set", host.device, "netns", name)
+            ip("-n", name, "addr", "add", f"{host.address}/24", "dev", host.device)
+            ip("-n", name, "link", "set", host.device, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except (OSError, subprocess.SubprocessError):
+        made = [Host([], "127.0.0.1", "lo")] * 2
+    yield made
+    if shutil.which("ip") is not None:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10)
+
+
+@needs_gloo
+def test_two_hosts(hosts, tmp_path):
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank, host in enumerate(hosts):
+        launched = [*TORCHRUN, "--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1"]
+        where = [f"--master-addr={hosts[0].address}", f"--master-port={port}", str(SOURCE)]
+        own = ["--steps", "8", "--output", str(tmp_path / f"{rank}.png")]
+        started.append(
+            subprocess.Popen(
+                [*host.prefix, sys.executable, *launched, *where, *own],
+                env={**environment(), "GLOO_SOCKET_IFNAME": host.device},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        (first, errors), (second, other) = [p.communicate(timeout=50) for p in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], errors + other
+    assert_trained(first)
+    assert second == ""

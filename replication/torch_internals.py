@@ -126,6 +126,11 @@ def in_functorch_transform() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def in_backward() -> bool:
+    """Whether this thread is in a backward: in the recomputation of a checkpoint, say."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def pytree_node(kind: type) -> Any:
     """How pytree walks objects of exactly this class; None if it does not."""
     return SUPPORTED_NODES.get(kind)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
+from replication.torch_internals import in_backward
 from syncbn.functional import Denominator, Shard, Whole, merge_shards, synchronized_batch_norm
 from syncbn.merge_ranks import merge_ranks
 
@@ -161,7 +162,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
     @torch.no_grad()
     def _update_running_statistics(self, whole: Whole) -> None:
         """As `torch.nn.BatchNorm2d` does, in place; the running variance is the unbiased one."""
-        if not self.track_running_stats:
+        if not self.track_running_stats or in_backward():  # a recomputation is the same batch
             return
         factor: float | Tensor = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:

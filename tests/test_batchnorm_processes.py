@@ -15,10 +15,17 @@ from layers import outcome_of
 from ranks import run_ranks
 from sharded import randomized
 from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from replication import ProcessGroup, ReplicaAware, process_group
 from syncbn import SynchronizedBatchNorm1d, convert_model, merge_ranks
+
+try:
+    from torch.distributed.fsdp import fully_shard
+except ImportError:  # torch 2.4
+    fully_shard = None
 
 pytestmark = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()),
@@ -402,7 +409,7 @@ def test_compiled_layers_talk():
     assert total0 == total1 == [2.0, 2.0]
 
 
-# -- DistributedDataParallel -------------------------------------------------------------------
+# -- DistributedDataParallel, checkpoints, FSDP2 -----------------------------------------------
 
 
 def network() -> nn.Module:
@@ -412,8 +419,20 @@ def network() -> nn.Module:
     ).double()
 
 
-def train(model: nn.Module, part: slice, rank: int | None, accumulate: int) -> dict[str, Tensor]:
-    """Some steps on a part of each batch; its state afterwards."""
+def train(
+    model: nn.Module, part: slice, rank: int | None, accumulate: int, scale: int | None = None
+) -> dict[str, Tensor]:
+    """Some steps on a part of each batch; its state afterwards.
+
+    Args:
+        model: What is trained.
+        part: The samples of each batch.
+        rank: Under DDP.
+        accumulate: How many steps share an update.
+        scale: Of the loss: gradients are averaged over the ranks, and of a sum of two the mean is
+            half.
+    """
+    scale = scale or (1 if rank is None else 2)
     generator = torch.Generator().manual_seed(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(6):
@@ -421,8 +440,7 @@ def train(model: nn.Module, part: slice, rank: int | None, accumulate: int) -> d
         target = torch.randn(7, 3, generator=generator, dtype=torch.float64)[part]
         last = (step + 1) % accumulate == 0
         with model.no_sync() if rank is not None and not last else warnings.catch_warnings():
-            # DDP averages gradients over the ranks; of a sum of two the mean is half.
-            loss = (model(x) - target).square().sum() * (1 if rank is None else 2)
+            loss = (model(x) - target).square().sum() * scale
             loss.backward()
         if last:
             optimizer.step()
@@ -435,7 +453,47 @@ def train(model: nn.Module, part: slice, rank: int | None, accumulate: int) -> d
 
 def trained(rank: int, accumulate: int) -> dict[str, Tensor]:
     model = DistributedDataParallel(convert_model(network()))
-    return train(model, slice(0, 3) if rank == 0 else slice(3, 7), rank, accumulate)
+    return train(model, PARTS[rank], rank, accumulate)
+
+
+PARTS = [slice(0, 3), slice(3, 7)]
+
+
+class Checkpointed(nn.Module):
+    """Computes a network again in backward."""
+
+    def __init__(self, net: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.net = net
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.net, x, use_reentrant=self.reentrant)
+        return y
+
+
+def checkpointed(rank: int, reentrant: bool) -> dict[str, Tensor]:
+    net = convert_model(network())
+    whole = nn.Sequential(net[0], Checkpointed(net[1:], reentrant))
+    train(DistributedDataParallel(whole), PARTS[rank], rank, 1)
+    return net.state_dict()
+
+
+def sharded(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
+    warnings.simplefilter("ignore")  # those of FSDP itself
+    net = convert_model(network())
+    for module in (net[4], net):
+        fully_shard(module)
+    train(net, PARTS[rank], None, 1, scale=2)
+    options = StateDictOptions(full_state_dict=True)
+    full = get_model_state_dict(net, options=options)
+    kinds = {type(tensor).__name__ for tensor in net.state_dict().values()}
+    # And back: from the sharded and from a full state.
+    other = convert_model(network())
+    fully_shard(other)
+    other.load_state_dict(net.state_dict())
+    again = get_model_state_dict(other, options=options)
+    return full, again, kinds
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -445,3 +503,21 @@ def test_training_under_ddp_equals_training_in_one_process(accumulate):
         torch.testing.assert_close(state, expected)
         network().load_state_dict(state)
         nn.SyncBatchNorm.convert_sync_batchnorm(network()).load_state_dict(state)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_gives_the_same_gradients_and_learns_nothing_twice(reentrant):
+    expected = train(network(), slice(0, 7), None, 1)
+    for state in run_ranks(2, checkpointed, reentrant):
+        torch.testing.assert_close(state, expected)
+
+
+@pytest.mark.skipif(fully_shard is None, reason="this torch has no FSDP2 under its public name")
+def test_training_under_fsdp2_equals_training_in_one_process():
+    expected = train(network(), slice(0, 7), None, 1)
+    for full, again, kinds in run_ranks(2, sharded):
+        assert kinds == {"DTensor", "Tensor"}
+        if full:  # of rank 0
+            torch.testing.assert_close(full, expected)
+            torch.testing.assert_close(again, expected)
+            network().load_state_dict(full)

@@ -68,6 +68,9 @@ class ReplicaAware(_Base):
 
     _process_group: Kept | None = None
 
+    #: For messages between processes, where a layer does not know its path; else its class.
+    _layer_name: str | None = None
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
@@ -135,7 +138,7 @@ class ReplicaAware(_Base):
         self._process_group = None if value is None else Kept(value)
 
     def _processes(self) -> Group:
-        name = type(self).__name__
+        name = self._layer_name or type(self).__name__
         if process_count(self.process_group) > 1:
             return ProcessGroup(self.process_group, name)
         return Unreplicated(name)

@@ -48,6 +48,8 @@ def convert_model(
     becomes a `replication.DataParallel` with the same devices, output device and dimension; one of
     a derived class is given the replication callback. Converting twice changes nothing.
 
+    Each layer notes its path in ``module``, for errors between processes.
+
     Layers of a class *derived* from batch norm, lazy ones included, may behave in any way; they
     are left alone, with a warning that names them.
 
@@ -90,6 +92,7 @@ def convert_model(
         elif getattr(submodule, "original_name", "") in _NAMES:  # of a ScriptModule
             left_alone.append(f"`{path or '(root)'}` (a script of {submodule.original_name})")
         if isinstance(submodule, SynchronizedBatchNorm):
+            submodule._layer_name = path or None
             if group_size is not None:
                 submodule.group_size = group_size
             if process_group is not None:
@@ -119,7 +122,7 @@ def revert_model(module: ModuleT) -> ModuleT:
         if type(submodule) in _PLAIN:
             own = submodule.process_group
             submodule.__class__ = _PLAIN[type(submodule)]
-            for name in ("_warned", "group_size", "_process_group"):
+            for name in ("_warned", "group_size", "_process_group", "_layer_name"):
                 submodule.__dict__.pop(name, None)
             if isinstance(submodule, nn.SyncBatchNorm):
                 submodule.process_group = own

@@ -79,6 +79,11 @@ def test_everything_about_a_layer_is_kept():
         SynchronizedBatchNorm3d,
     }
     assert net.bn is net.again is net.listed[0]
+    # Besides, each notes its path, for messages.
+    noted = {
+        name: vars(m).pop("_layer_name") for name, m in net.named_modules() if m in layers(net)
+    }
+    assert all(path == name for name, path in noted.items())
     assert {name: dict(vars(m)) for name, m in net.named_modules()} == before
     assert {n: id(t) for n, t in [*net.named_parameters(), *net.named_buffers()]} == tensors
     assert [name for name, _ in net.named_modules(remove_duplicate=False)] == names

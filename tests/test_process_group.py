@@ -28,7 +28,7 @@ from replication import (
 )
 from replication.collectives import CollectiveFunctions, FunctionalCollectives
 from replication.torch_internals import has_differentiable_collectives, timeout_of
-from syncbn import SynchronizedBatchNorm1d
+from syncbn import SynchronizedBatchNorm1d, convert_model
 
 pytestmark = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()),
@@ -235,6 +235,13 @@ def mismatch_in_requires_grad(rank: int) -> Any:
     return str(outcome_of(lambda: ProcessGroup().all_gather(x)).error)
 
 
+def mismatch_of_order(rank: int) -> Any:
+    """Two layers of one class and width, in another order on each rank."""
+    net = convert_model(nn.Sequential(nn.Sequential(nn.BatchNorm1d(3)), nn.BatchNorm1d(3)))
+    first, second = (net[0][0], net[1]) if rank else (net[1], net[0][0])
+    return under_debug([lambda: second(first(torch.randn(2, 3)))])[0]
+
+
 def mismatch_under_debug(rank: int) -> Any:
     group, x = ProcessGroup(name="tail"), torch.ones(2)
     return under_debug(
@@ -303,8 +310,8 @@ def with_warnings(rank: int) -> Any:
 CHECKS = [
     dtypes, empty, strided, odd_numbers, changed_in_place, exchanges, sums, own_results, objects,
     bad_input, mismatch_in_all_gather, mismatch_of_layers, mismatch_of_widths,
-    mismatch_in_requires_grad, mismatch_under_debug, parts, copies, alone_on_one_rank, aware,
-    not_a_member,
+    mismatch_in_requires_grad, mismatch_of_order, mismatch_under_debug, parts, copies,
+    alone_on_one_rank, aware, not_a_member,
 ]  # fmt: skip
 
 
@@ -397,6 +404,16 @@ def test_synchronized_layers_of_different_widths_are_named(two):
         assert found["mismatch_of_widths"].startswith(
             "`SynchronizedBatchNorm1d`, call 1: the calls do not match: rank 0: "
         )
+
+
+def test_under_debug_layers_that_are_called_in_another_order_are_named_by_their_paths(two):
+    for found, _ in two:
+        assert (
+            "rank 0: all_reduce(op='sum') of float64 [7] that does not require gradients at "
+            in (found["mismatch_of_order"])
+        )
+        assert "at `1`, call 1" in found["mismatch_of_order"]
+        assert "at `0.0`, call 1" in found["mismatch_of_order"]
 
 
 def test_under_debug_all_calls_are_compared(two):

@@ -33,6 +33,12 @@ _collectives = differentiable_collectives()
 _FEW_RANKS, _FEW_BYTES = 8, 64 * 1024
 
 
+_REMEDY = (
+    "if no other rank has failed before (see their logs), the ranks may have called different "
+    "layers: with TORCH_DISTRIBUTED_DEBUG=INFO in the environment the calls are compared"
+)
+
+
 class History:
     """What has been done with a group of `torch.distributed`, whichever layers did it."""
 
@@ -55,7 +61,10 @@ def history_of(process_group: Any) -> History:
 
 
 def process_count(process_group: Any = None) -> int:
-    """The number of processes of a group, by default of all; 1 where there are no others."""
+    """The number of processes of a group, by default of all; 1 where there are no others.
+
+    -1 if this process is not in the group.
+    """
     if not (distributed.is_available() and distributed.is_initialized()):
         return 1
     return distributed.get_world_size(process_group)
@@ -84,6 +93,8 @@ class Kept:
 
 def debugging() -> bool:
     """Whether ``TORCH_DISTRIBUTED_DEBUG`` asks for checks that cost time."""
+    if torch.compiler.is_compiling():  # it could not be asked there
+        return False
     # Not by identity: each is a new object.
     return distributed.get_debug_level() != distributed.DebugLevel.OFF  # type: ignore[attr-defined]
 
@@ -118,7 +129,10 @@ class ProcessGroup(Group):
         self.process_group: Any = process_group or distributed.group.WORLD
         rank = distributed.get_rank(self.process_group)
         if rank < 0:
-            raise ValueError("this process is not in the group that a ProcessGroup is made of")
+            raise ValueError(
+                f"`{name}`: this process is not in the process_group that it is given; give each "
+                "process a group that it is in"
+            )
         super().__init__(rank, distributed.get_world_size(self.process_group))
         self._name = name
 
@@ -163,6 +177,7 @@ class ProcessGroup(Group):
         except Exception as error:
             if not isinstance(error, ReplicationError):
                 add_note(error, f"in {call} at {call.where}, rank {self.rank} of {self.size}")
+                add_note(error, _REMEDY)
             raise
 
     def _counted(self, call: Call) -> Call:

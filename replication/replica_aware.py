@@ -139,7 +139,7 @@ class ReplicaAware(_Base):
 
     def _processes(self) -> Group:
         name = self._layer_name or type(self).__name__
-        if process_count(self.process_group) > 1:
+        if process_count(self.process_group) != 1:  # of others: then ProcessGroup says so
             return ProcessGroup(self.process_group, name)
         return Unreplicated(name)
 

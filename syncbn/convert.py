@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from replication import DataParallel, patch_replication_callback
+from replication import DataParallel, ReplicaAware, patch_replication_callback
 from replication.callback import has_replication_callback
 from syncbn.batchnorm import (
     SynchronizedBatchNorm,
@@ -48,7 +48,8 @@ def convert_model(
     becomes a `replication.DataParallel` with the same devices, output device and dimension; one of
     a derived class is given the replication callback. Converting twice changes nothing.
 
-    Each layer notes its path in ``module``, for errors between processes.
+    Each layer that talks, `replication.ReplicaAware` ones of other kinds included, notes its path
+    in ``module``, for errors between processes.
 
     Layers of a class *derived* from batch norm, lazy ones included, may behave in any way; they
     are left alone, with a warning that names them.
@@ -91,8 +92,9 @@ def convert_model(
             left_alone.append(f"`{path or '(root)'}` ({type(submodule).__name__})")
         elif getattr(submodule, "original_name", "") in _NAMES:  # of a ScriptModule
             left_alone.append(f"`{path or '(root)'}` (a script of {submodule.original_name})")
-        if isinstance(submodule, SynchronizedBatchNorm):
+        if isinstance(submodule, ReplicaAware):
             submodule._layer_name = path or None
+        if isinstance(submodule, SynchronizedBatchNorm):
             if group_size is not None:
                 submodule.group_size = group_size
             if process_group is not None:
@@ -110,6 +112,7 @@ def revert_model(module: ModuleT) -> ModuleT:
     """Undoes `convert_model`: makes every synchronized layer in ``module`` a plain one, in place.
 
     A DataParallel that `convert_model` has changed becomes what it was; others stay as they are.
+    What was a `torch.nn.SyncBatchNorm` becomes one again.
 
     Args:
         module: A layer or a network.

@@ -98,12 +98,21 @@ def half(rank: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def nobody_has_data(rank: int) -> tuple[Tensor, Tensor, int]:
     layer = layer_like()
+    layer.running_mean.fill_(3)
+    layer.running_var.fill_(4)
     y = layer(torch.zeros(0, 2, 3))
-    return y.detach(), layer.running_mean, layer.num_batches_tracked.item()
+    running = torch.stack((layer.running_mean, layer.running_var))
+    return y.detach(), running, layer.num_batches_tracked.item()
 
 
-def one_value_in_all(rank: int) -> str:
-    return str(outcome_of(lambda: layer_like()(torch.ones(int(rank == 0), 2))).error)
+def one_value_in_all(rank: int) -> tuple[str, Tensor]:
+    layer = layer_like()
+    error = outcome_of(lambda: layer(torch.ones(int(rank == 0), 2))).error
+    return str(error), torch.stack((layer.running_mean, layer.running_var))
+
+
+def constant_and_large(rank: int) -> Tensor:
+    return layer_like()(torch.full((3, 2), 1e6)).detach()
 
 
 def one_value_each(rank: int) -> Tensor:
@@ -120,8 +129,8 @@ def all_numbers(rank: int, size: int) -> dict[Any, Any]:
             found[way, dtype] = half(rank, size, dtype)
         found[way, "no data"] = nobody_has_data(rank)
         found[way, "one each"] = one_value_each(rank)
-        if way != "unseen":
-            found[way, "one"] = one_value_in_all(rank)
+        found[way, "one"] = one_value_in_all(rank)
+        found[way, "constant"] = constant_and_large(rank)
     return found
 
 
@@ -175,9 +184,9 @@ def test_half_precision(found, way, dtype):
 @pytest.mark.parametrize("way", WAYS)
 def test_if_nobody_has_data_nothing_is_learnt(found, way):
     for results in found:
-        y, mean, count = results[way, "no data"]
+        y, running, count = results[way, "no data"]
         assert y.shape == (0, 2, 3)
-        assert mean.tolist() == [0, 0]
+        assert running.tolist() == [[3, 3], [4, 4]]
         assert count == 1
 
 
@@ -193,9 +202,24 @@ def test_one_value_per_rank_is_enough(found, way):
 @pytest.mark.parametrize("way", ["gather", "reduce"])
 def test_one_value_in_all_is_torchs_error_in_every_rank(found, way):
     for results in found:
-        assert results[way, "one"].startswith(
+        error, _ = results[way, "one"]
+        assert error.startswith(
             "Expected more than 1 value per channel when training, got input size"
         )
+
+
+def test_one_value_in_all_that_the_host_does_not_know_does_no_harm(found):
+    for results in found:
+        error, running = results["unseen", "one"]
+        assert error == "None"
+        assert running.isfinite().all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_constant_channel_of_large_mean_gives_the_bias(found, way):
+    expected = layer_like().bias.detach().expand(3, 2)
+    for results in found:
+        torch.testing.assert_close(results[way, "constant"], expected)
 
 
 # -- large means -------------------------------------------------------------------------------
@@ -341,6 +365,10 @@ def limited(rank: int) -> dict[str, Any]:
         aware = Parts()
         aware.process_group = pair
         found["mixin"] = aware(torch.ones(1)).item()
+    else:
+        stranger = SynchronizedBatchNorm1d(2, process_group=pair)
+        found["stranger"] = str(outcome_of(lambda: stranger(torch.ones(2, 2))).error)
+        stranger.eval()(torch.ones(2, 2))
     return found
 
 
@@ -354,6 +382,9 @@ def test_process_group_limits_the_processes():
         torch.testing.assert_close(
             torch.cat([found[name] for found in results[:2]]), expected.detach()
         )
+    assert results[2]["stranger"].startswith(
+        "`SynchronizedBatchNorm1d`: this process is not in the process_group"
+    )
     for found in results[:2]:
         assert "a process_group is not pickled with a layer" in found["warning"]
         assert found["loaded"] is None
@@ -381,7 +412,8 @@ def beside_one_that_raises(rank: int, where: str) -> list[str]:
 @pytest.mark.parametrize(("where", "call"), [("forward", 2), ("backward", 3)])
 def test_rank_whose_peer_dies_is_told_in_which_layer_and_call(where, call):
     survivor, _ = run_ranks(2, beside_one_that_raises, where)
-    kind, note = survivor
+    kind, note, remedy = survivor
+    assert "TORCH_DISTRIBUTED_DEBUG=INFO" in remedy
     assert kind == "RuntimeError"
     assert note.startswith("in all_reduce(op='sum') of float64 [")
     assert note.endswith(f" at `SynchronizedBatchNorm1d`, call {call}, rank 0 of 2")

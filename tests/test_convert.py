@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from replication import DataParallel
+from replication import DataParallel, ReplicaAware
 from syncbn import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
@@ -211,3 +211,11 @@ def test_torchs_synchronized_layers_are_converted_for_any_dimensions_and_back():
     revert_model(net)
     assert [type(layer) for layer in net] == [nn.SyncBatchNorm] * 2
     assert [dict(vars(layer)) for layer in net] == before
+
+
+def test_layers_that_talk_note_their_paths():
+    class Talks(ReplicaAware, nn.Module):
+        pass
+
+    net = convert_model(nn.Sequential(nn.Sequential(Talks(), nn.BatchNorm1d(2))))
+    assert [layer._layer_name for layer in net[0]] == ["0.0", "0.1"]

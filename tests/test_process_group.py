@@ -450,7 +450,7 @@ def test_layer_that_one_rank_runs_alone_leaves_the_others_in_peace(two):
 
 def test_process_outside_the_group_is_refused(two):
     assert two[0][0]["not_a_member"] == "None"
-    assert "this process is not in the group" in two[1][0]["not_a_member"]
+    assert "`ProcessGroup`: this process is not in the process_group" in two[1][0]["not_a_member"]
 
 
 # -- some of three ranks, and a second life ----------------------------------------------------

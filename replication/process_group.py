@@ -17,7 +17,16 @@ from torch.nn.functional import pad
 
 from replication.collectives import differentiable_collectives
 from replication.devices import current_stream, use_device
-from replication.group import Call, Group, ReduceOp, SoloGroup, check_alike, layouts_of, reduced
+from replication.group import (
+    Call,
+    Group,
+    Layouts,
+    ReduceOp,
+    SoloGroup,
+    check_alike,
+    layouts_of,
+    reduced,
+)
 from replication.rendezvous import ReplicationError
 from replication.torch_internals import device_of_group, timeout_of, uncompiled
 from replication.watch import add_note
@@ -29,7 +38,7 @@ T = TypeVar("T")
 _collectives = differentiable_collectives()
 
 #: Up to so many ranks, and bytes of each, gloo gathers sooner than it reduces (see
-#: `ProcessGroup._gathers`).
+#: `ProcessGroup.prefers_gather`).
 _FEW_RANKS, _FEW_BYTES = 8, 64 * 1024
 
 
@@ -83,11 +92,12 @@ class Kept:
         return self
 
     def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
-        warnings.warn(
-            "a process_group is not pickled with a layer; set it again where it is loaded, or the "
-            "layer will talk to all processes",
-            stacklevel=2,
-        )
+        if self.process_group is not None:
+            warnings.warn(
+                "a process_group is not pickled with a layer; set it again where it is loaded, or "
+                "the layer will talk to all processes",
+                stacklevel=2,
+            )
         return Kept, ()
 
 
@@ -204,14 +214,45 @@ class ProcessGroup(Group):
             return total / self.size if op == "mean" else total
         return reduced(self._gather_rows(tensor.unsqueeze(0), [1] * self.size), op).squeeze(0)
 
+    def exchange(
+        self,
+        name: str,
+        tensor: Tensor,
+        *,
+        stack: bool,
+        layouts: Layouts = (),
+        requires_grad: bool = False,
+    ) -> Tensor:
+        """Gathers or sums tensors of one shape, in one collective.
+
+        For layers with graph nodes of their own.
+
+        Args:
+            name: What the call is named in messages.
+            tensor: Of the same shape and dtype on all ranks.
+            stack: Whether to gather (see `prefers_gather`).
+            layouts: Dtypes and shapes that must be alike on all ranks.
+            requires_grad: Whether the node leads a backward through this call.
+
+        Returns:
+            ``(size, ...)``, all ranks' tensors, or else their sum.
+        """
+        call = Call(name, layouts=layouts, requires_grad=requires_grad)
+        if stack:
+            lengths = [1] * self.size
+            return self._made(
+                call, lambda _: torch.cat(self._gather_rows(tensor.unsqueeze(0), lengths))
+            )
+        return self._made(call, lambda _: self._sum(tensor))
+
     def _sum(self, tensor: Tensor) -> Tensor:
-        if self._gathers(tensor):
+        if self.prefers_gather(tensor):
             return reduced(self._gather_rows(tensor.unsqueeze(0), [1] * self.size), "sum")[0]
         return _through_reals(
             lambda real: _collectives.all_reduce(real, self.process_group), tensor
         )
 
-    def _gathers(self, tensor: Tensor) -> bool:
+    def prefers_gather(self, tensor: Tensor) -> bool:
         """Whether a sum is faster by a gather, after which each rank adds.
 
         A ring of n ranks reduces in 2 (n - 1) steps and gathers in n - 1. Where the steps, not the

@@ -64,6 +64,9 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
     all replicas made by a `replication.DataParallel`, or a patched one; or else of all processes,
     where `torch.distributed` is initialized. In evaluation, and where the layer is alone, it is
     the `torch.nn.BatchNorm` that it is derived from, bit for bit.
+
+    Between processes a forward inside a backward, which is the recomputation of an activation
+    checkpoint as a rule, does not update running statistics.
     """
 
     # Copy 0's are those of the original module.
@@ -107,8 +110,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             return super().forward(input)
         group = self.group
         if group.size == 1:
-            # Not super's: `torch.nn.SyncBatchNorm` would look for other processes.
-            return _BatchNorm.forward(self, input)
+            return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         self._check_synchronized_input(input)
         y, whole = synchronized_batch_norm(
@@ -132,7 +134,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
                 layouts=((dtype, (self.num_features,)),),
                 requires_grad=shard.moments.requires_grad,
             )
-        return merge_ranks(group, shard)
+        return merge_ranks(group, shard, ((dtype, (self.num_features,)),))
 
     def _check_synchronized_input(self, input: Tensor) -> None:
         """Raises on what torch's kernels would refuse, before anyone waits for this replica."""
@@ -182,11 +184,15 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
                 running.copy_(running + factor * (new - running))
 
 
-class SynchronizedBatchNormNd(SynchronizedBatchNorm, nn.SyncBatchNorm):
+class SynchronizedBatchNormNd(SynchronizedBatchNorm, _BatchNorm):
     """What `syncbn.convert_model` makes of a `torch.nn.SyncBatchNorm`: for any dimensions.
 
-    It synchronizes replicas, and runs on the CPU, too.
+    Not derived from that, of which DistributedDataParallel believes that it needs a GPU.
     """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
 class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):

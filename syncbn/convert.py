@@ -93,7 +93,7 @@ def convert_model(
         elif getattr(submodule, "original_name", "") in _NAMES:  # of a ScriptModule
             left_alone.append(f"`{path or '(root)'}` (a script of {submodule.original_name})")
         if isinstance(submodule, ReplicaAware):
-            submodule._layer_name = path or None
+            submodule._layer_name = path or submodule._layer_name
         if isinstance(submodule, SynchronizedBatchNorm):
             if group_size is not None:
                 submodule.group_size = group_size
@@ -155,10 +155,12 @@ def patch_sync_batchnorm() -> Iterator[None]:
     where the code looks the names up in ``torch.nn``: a ``from torch.nn import BatchNorm2d`` that
     ran before keeps the plain class (`convert_model` converts those too).
     """
-    before = {plain.__name__: getattr(nn, plain.__name__) for plain in _SYNCHRONIZED}
+    names = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+    before = {name: getattr(nn, name) for name in names}
     try:
         for plain, synchronized in _SYNCHRONIZED.items():
-            setattr(nn, plain.__name__, synchronized)
+            if plain.__name__ in names:
+                setattr(nn, plain.__name__, synchronized)
         yield
     finally:
         for name, layer in before.items():

@@ -135,7 +135,7 @@ def merge(counts: Tensor, stats: Tensor) -> Tensor:
     """Mean and biased variance of the union of several sets, from those of the sets.
 
     Chan, Golub & LeVeque, «Updating Formulae and a Pairwise Algorithm for Computing Sample
-    Variances», 1979. Sets may be empty, not all of them.
+    Variances», 1979. Sets may be empty; of all of them together mean and variance are then 0.
 
     Args:
         counts: ``(n, 1)``, values per channel of each set.
@@ -144,7 +144,7 @@ def merge(counts: Tensor, stats: Tensor) -> Tensor:
     Returns:
         ``(2, C)``.
     """
-    share = counts / counts.sum()
+    share = counts / counts.sum().clamp(min=1)
     means, variances = stats.unbind(1)
     mean = (share * means).sum(0)
     return torch.stack((mean, (share * (variances + (means - mean).square())).sum(0)))

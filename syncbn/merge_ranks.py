@@ -1,13 +1,14 @@
 """The merge of the moments between processes: one collective forward, one backward.
 
-What travels are float64 sums, of C values a few whatever the number of ranks:
+Where a gather is faster (few ranks, see `ProcessGroup.prefers_gather`) each rank gets the others'
+counts, means and variances, and merges them as replicas do. Else float64 sums travel, of a few
+values per channel whatever the number of ranks:
 
     forward    n, sum(x) = n * mean, sum(x^2) = n * (var + mean^2)
     backward   the two sums that `syncbn.functional` describes
 
-    var = sum(x^2) / n - mean^2 loses digits where the mean is large against the deviation; of the
-    16 that float64 has it loses log10(mean^2 / var), which leaves 8 at a mean of 1e4, and more
-    than the float32 of the inputs has.
+    var = sum(x^2) / n - mean^2 has lost log10(mean^2 / var) of the 16 digits of float64: 8 are
+    left for a mean of 1e4 deviations, as many as the inputs have in float32.
 """
 
 from __future__ import annotations
@@ -18,18 +19,63 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication import Group
+from replication import ProcessGroup
+from replication.group import Layouts
+from syncbn import kernels
 from syncbn.functional import Joint, Shard, Whole
 
 __all__: list[str] = []
 
 
-def merge_ranks(group: Group, shard: Shard) -> Whole:
+def merge_ranks(group: Any, shard: Shard, layouts: Layouts) -> Whole:
     """Sends this rank's moments, and returns those of all ranks."""
     joint = Joint(0)
-    merged = MergeRanks.apply(joint, group, shard.values, shard.moments)  # type: ignore[no-untyped-call]
+    merged = MergeRanks.apply(joint, Exchange(group, shard, layouts), shard.moments)  # type: ignore[no-untyped-call]
     has_data = not isinstance(joint.total, int) or joint.total > 1
     return Whole(joint, merged if has_data else None)
+
+
+class Exchange:
+    """The two collectives of a call."""
+
+    def __init__(self, group: ProcessGroup, shard: Shard, layouts: Layouts) -> None:
+        self._group = group
+        self._values = shard.values
+        self._layouts = layouts
+        self._requires_grad = torch.is_grad_enabled() and shard.moments.requires_grad
+
+    def merged(self, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The number of values of this rank, that of all, and their ``(2, C)`` moments."""
+        count = moments.new_full((1,), self._values)  # a kernel: a copy would stop a GPU's host
+        mean, var = moments
+        part = torch.cat((count, mean, var))
+        if self._group.prefers_gather(part):
+            parts = self._exchange("batch_norm", part, stack=True)
+            counts, stats = parts[:, :1], parts[:, 1:].unflatten(1, (2, -1))
+            return count, counts.sum(), kernels.merge(counts, stats)
+        sums = torch.cat((count, self._values * mean, self._values * (var + mean.square())))
+        total, *rest = self._exchange("batch_norm", sums, stack=False).split(
+            [1, len(mean), len(mean)]
+        )
+        mean, square = (one / total.clamp(min=1) for one in rest)
+        return count, total[0], torch.stack((mean, (square - mean.square()).clamp(min=0)))
+
+    def summed(self, sums: Tensor) -> Tensor:
+        """The sum over the ranks, in backward; differentiable."""
+        if torch.is_grad_enabled():
+            return self._group.all_reduce(sums)
+        if not self._group.prefers_gather(sums):
+            return self._exchange("batch_norm_backward", sums, stack=False)
+        return self._exchange("batch_norm_backward", sums, stack=True).sum(0)
+
+    def _exchange(self, name: str, tensor: Tensor, stack: bool) -> Tensor:
+        return self._group.exchange(
+            name,
+            tensor,
+            stack=stack,
+            layouts=self._layouts,
+            requires_grad=self._requires_grad,
+        )
 
 
 def known_to_host(total: Tensor) -> int | Tensor:
@@ -41,29 +87,20 @@ class MergeRanks(Function):
     """(2) of `syncbn.functional`, as each rank has a part of it."""
 
     @staticmethod
-    def forward(ctx: Any, joint: Joint, group: Group, n: int, moments: Tensor) -> Tensor:
-        mean, var = moments
-        count = moments.new_tensor([n])
-        sums = torch.cat((count, n * mean, n * (var + mean.square())))
-        total, *parts = group.all_reduce(sums).split([1, len(mean), len(mean)])
-        mean, square = (part / total.clamp(min=1) for part in parts)
-        merged = torch.stack((mean, (square - mean.square()).clamp(min=0)))
+    def forward(ctx: Any, joint: Joint, exchange: Exchange, moments: Tensor) -> Tensor:
+        count, total, merged = exchange.merged(moments)
         joint.total = known_to_host(total)
-        ctx.joint, ctx.group = joint, group
+        ctx.joint, ctx.exchange = joint, exchange
         ctx.save_for_backward(moments, merged, count / total.clamp(min=1))
         return merged
 
     @staticmethod
     def backward(ctx: Any, sums: Tensor) -> tuple[Any, ...]:
-        total = ctx.group.all_reduce(sums)
+        total = ctx.exchange.summed(sums)
         if not ctx.joint.walks_exact_edges():
-            return None, None, None, total
+            return None, None, total
         moments, merged, share = ctx.saved_tensors
         dmean, dvar = total
         # The variance's way through the merged mean adds up to nothing.
-        return (
-            None,
-            None,
-            None,
-            torch.stack((share * (dmean + 2 * dvar * (moments[0] - merged[0])), share * dvar)),
-        )
+        dmoments = (share * (dmean + 2 * dvar * (moments[0] - merged[0])), share * dvar)
+        return None, None, torch.stack(dmoments)

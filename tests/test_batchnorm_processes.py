@@ -111,6 +111,16 @@ def one_value_in_all(rank: int) -> tuple[str, Tensor]:
     return str(error), torch.stack((layer.running_mean, layer.running_var))
 
 
+def of_tiny_deviation(size: int) -> list[Tensor]:
+    return [1e4 + 1e-3 * shard for shard in shards_of(size)]
+
+
+def tiny_variance(rank: int, size: int) -> Tensor:
+    layer = SynchronizedBatchNorm1d(2, momentum=1.0, dtype=torch.float64)
+    layer(of_tiny_deviation(size)[rank])
+    return layer.running_var
+
+
 def constant_and_large(rank: int) -> Tensor:
     return layer_like()(torch.full((3, 2), 1e6)).detach()
 
@@ -131,6 +141,7 @@ def all_numbers(rank: int, size: int) -> dict[Any, Any]:
         found[way, "one each"] = one_value_each(rank)
         found[way, "one"] = one_value_in_all(rank)
         found[way, "constant"] = constant_and_large(rank)
+        found[way, "tiny"] = tiny_variance(rank, size)
     return found
 
 
@@ -220,6 +231,13 @@ def test_constant_channel_of_large_mean_gives_the_bias(found, way):
     expected = layer_like().bias.detach().expand(3, 2)
     for results in found:
         torch.testing.assert_close(results[way, "constant"], expected)
+
+
+def test_few_ranks_lose_nothing_of_a_tiny_variance_at_a_large_mean(found):
+    x = torch.cat(of_tiny_deviation(len(found)))
+    expected = (x - 1e4).transpose(0, 1).flatten(1).var(1)
+    for results in found:
+        torch.testing.assert_close(results["gather", "tiny"], expected, rtol=1e-9, atol=0)
 
 
 # -- large means -------------------------------------------------------------------------------
@@ -335,6 +353,30 @@ def test_one_collective_forward_and_one_backward_of_a_few_values_per_channel(cha
 # -- which processes ---------------------------------------------------------------------------
 
 
+def trained_on_the_cpu(rank: int) -> Tensor:
+    """What was a layer of torch's, which DDP refuses without a GPU."""
+    net = convert_model(nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4)).double())
+    model = DistributedDataParallel(net)
+    model(torch.full((2, 3), float(rank), dtype=torch.float64)).square().sum().backward()
+    return net[0].weight.grad
+
+
+def test_converted_layers_of_torchs_train_under_ddp_on_the_cpu():
+    first, second = run_ranks(2, trained_on_the_cpu)
+    assert torch.equal(first, second)
+
+
+def requires_grad_differs(rank: int) -> str:
+    distributed.set_debug_level(distributed.DebugLevel.INFO)
+    x = torch.randn(3, 2).requires_grad_(rank == 0)
+    return str(outcome_of(lambda: SynchronizedBatchNorm1d(2)(x)).error)
+
+
+def test_under_debug_inputs_that_require_gradients_on_some_ranks_only_are_named():
+    for error in run_ranks(2, requires_grad_differs):
+        assert "rank 0: batch_norm() of float32 [2] that requires gradients; rank 1: " in error
+
+
 class Parts(ReplicaAware, nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(x)
@@ -415,8 +457,11 @@ def test_rank_whose_peer_dies_is_told_in_which_layer_and_call(where, call):
     kind, note, remedy = survivor
     assert "TORCH_DISTRIBUTED_DEBUG=INFO" in remedy
     assert kind == "RuntimeError"
-    assert note.startswith("in all_reduce(op='sum') of float64 [")
-    assert note.endswith(f" at `SynchronizedBatchNorm1d`, call {call}, rank 0 of 2")
+    suffix = "_backward" if where == "backward" else ""
+    assert note == (
+        f"in batch_norm{suffix}() of float32 [3] that requires gradients at "
+        f"`SynchronizedBatchNorm1d`, call {call}, rank 0 of 2"
+    )
 
 
 # -- torch.compile -----------------------------------------------------------------------------

@@ -409,7 +409,7 @@ def test_synchronized_layers_of_different_widths_are_named(two):
 def test_under_debug_layers_that_are_called_in_another_order_are_named_by_their_paths(two):
     for found, _ in two:
         assert (
-            "rank 0: all_reduce(op='sum') of float64 [7] that does not require gradients at "
+            "rank 0: batch_norm() of float32 [3] that does not require gradients at "
             in (found["mismatch_of_order"])
         )
         assert "at `1`, call 1" in found["mismatch_of_order"]

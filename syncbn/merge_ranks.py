@@ -62,8 +62,6 @@ class Exchange:
 
     def summed(self, sums: Tensor) -> Tensor:
         """The sum over the ranks, in backward; differentiable."""
-        if torch.is_grad_enabled():
-            return self._group.all_reduce(sums)
         if not self._group.prefers_gather(sums):
             return self._exchange("batch_norm_backward", sums, stack=False)
         return self._exchange("batch_norm_backward", sums, stack=True).sum(0)

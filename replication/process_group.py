@@ -169,7 +169,7 @@ class ProcessGroup(Group):
         pickled = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         pickled = pickled.to(device_of_group(self.process_group))
         length = pickled.new_tensor([len(pickled)], dtype=torch.int64)
-        lengths = [int(n) for n in self._gather_rows(length, [1] * self.size)]
+        lengths = [int(n) for n in self._stacked(length)]
         rows = [row.cpu() for row in self._gather_rows(pickled, lengths)]
         return tuple(pickle.loads(string_at(row.data_ptr(), len(row))) for row in rows)
 
@@ -212,7 +212,7 @@ class ProcessGroup(Group):
         if op in ("sum", "mean"):
             total = self._sum(tensor)
             return total / self.size if op == "mean" else total
-        return reduced(self._gather_rows(tensor.unsqueeze(0), [1] * self.size), op).squeeze(0)
+        return reduced(self._stacked(tensor).unbind(), op)
 
     def exchange(
         self,
@@ -238,16 +238,12 @@ class ProcessGroup(Group):
             ``(size, ...)``, all ranks' tensors, or else their sum.
         """
         call = Call(name, layouts=layouts, requires_grad=requires_grad)
-        if stack:
-            lengths = [1] * self.size
-            return self._made(
-                call, lambda _: torch.cat(self._gather_rows(tensor.unsqueeze(0), lengths))
-            )
-        return self._made(call, lambda _: self._sum(tensor))
+        collective = self._stacked if stack else self._sum
+        return self._made(call, lambda _: collective(tensor))
 
     def _sum(self, tensor: Tensor) -> Tensor:
         if self.prefers_gather(tensor):
-            return reduced(self._gather_rows(tensor.unsqueeze(0), [1] * self.size), "sum")[0]
+            return reduced(self._stacked(tensor).unbind(), "sum")
         return _through_reals(
             lambda real: _collectives.all_reduce(real, self.process_group), tensor
         )
@@ -272,8 +268,7 @@ class ProcessGroup(Group):
 
         def collective(calls: Sequence[Call]) -> tuple[Tensor, ...]:
             if tensor.dim() == 0:
-                rows = self._gather_rows(tensor.unsqueeze(0), [1] * self.size)
-                return tuple(row.squeeze(0) for row in rows)
+                return tuple(entry.clone() for entry in self._stacked(tensor))
             return self._gather_rows(tensor, [shape[0] for c in calls for _, shape in c.layouts])
 
         # With NCCL the calls travel through the current device.
@@ -284,14 +279,18 @@ class ProcessGroup(Group):
         """All ranks' tensors; those that are short travel padded, as backends want one length."""
         missing = max(lengths) - len(tensor)
         padded = pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing]) if missing else tensor
-        if padded.numel():
-            gathered = _through_reals(
-                lambda real: _collectives.all_gather(real, self.process_group), padded
-            )
-        else:
-            gathered = padded  # nothing to send
-        by_rank = gathered.reshape(self.size, *padded.shape)
-        return tuple(rows[:n].clone() for rows, n in zip(by_rank, lengths, strict=True))
+        return tuple(
+            rows[:n].clone() for rows, n in zip(self._stacked(padded), lengths, strict=True)
+        )
+
+    def _stacked(self, tensor: Tensor) -> Tensor:
+        """All ranks' tensors, of one shape, as one: ``(size, ...)``."""
+        if not tensor.numel():  # nothing to send
+            return tensor.reshape(self.size, *tensor.shape)
+        gathered = _through_reals(
+            lambda real: _collectives.all_gather(real, self.process_group), tensor.unsqueeze(0)
+        )
+        return gathered.reshape(self.size, *tensor.shape)
 
     def _reduce_scatter(self, tensors: tuple[Tensor, ...], op: ReduceOp) -> Tensor:
         call = _call("reduce_scatter", tensors, f"op={op!r}")

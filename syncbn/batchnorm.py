@@ -126,15 +126,16 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
 
     def _exchange(self, group: Group, dtype: torch.dtype, shard: Shard) -> Whole:
         """Merges the moments of all copies: among threads one of them does, processes do alike."""
+        layouts = ((dtype, (self.num_features,)),)
         if isinstance(group, ReplicaGroup):
             return group.exchange(
                 "batch_norm",
                 shard,
                 merge_shards,
-                layouts=((dtype, (self.num_features,)),),
+                layouts=layouts,
                 requires_grad=shard.moments.requires_grad,
             )
-        return merge_ranks(group, shard, ((dtype, (self.num_features,)),))
+        return merge_ranks(group, shard, layouts)
 
     def _check_synchronized_input(self, input: Tensor) -> None:
         """Raises on what torch's kernels would refuse, before anyone waits for this replica."""

@@ -62,9 +62,7 @@ class Exchange:
 
     def summed(self, sums: Tensor) -> Tensor:
         """The sum over the ranks, in backward; differentiable."""
-        if not self._group.prefers_gather(sums):
-            return self._exchange("batch_norm_backward", sums, stack=False)
-        return self._exchange("batch_norm_backward", sums, stack=True).sum(0)
+        return self._exchange("batch_norm_backward", sums, stack=False)
 
     def _exchange(self, name: str, tensor: Tensor, stack: bool) -> Tensor:
         return self._group.exchange(

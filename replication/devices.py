@@ -11,17 +11,16 @@ import torch
 
 __all__: list[str] = []
 
+_ACCELERATORS = ("cuda", "xpu", "mps")
+
 #: What users may write for a device.
 DeviceLike = int | str | torch.device
 
 
 def accelerator() -> str | None:
     """The type of this machine's accelerator, or None."""
-    if torch.cuda.is_available():
-        return "cuda"
-    if hasattr(torch, "xpu") and torch.xpu.is_available():
-        return "xpu"
-    return None
+    available = (kind for kind in _ACCELERATORS if torch.get_device_module(kind).is_available())
+    return next(available, None)
 
 
 def parse_device(device: DeviceLike) -> torch.device:
@@ -47,7 +46,8 @@ def parse_device(device: DeviceLike) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if device.index is None and device.type == accelerator():
-        return torch.device(device.type, module_of(device).current_device())
+        one_alone = device.type == "mps"  # of which torch does not say which is current
+        return torch.device(device.type, 0 if one_alone else module_of(device).current_device())
     return device
 
 
@@ -71,12 +71,9 @@ def device_order(devices: Sequence[DeviceLike]) -> list[int]:
 def check_available(device: torch.device) -> None:
     """Raises ValueError if ``device`` is one that replicas cannot run on here."""
     kind = accelerator()
-    if device.type not in ("cpu", "cuda", "xpu", "meta"):
-        raise ValueError(
-            f"replicas run on the CPU, CUDA and XPU devices (got {str(device)!r}); MPS has no "
-            "float64, in which statistics are merged"
-        )
-    if device.type in ("cuda", "xpu") and (
+    if device.type not in ("cpu", *_ACCELERATORS, "meta"):
+        raise ValueError(f"replicas run on CPU, CUDA, XPU and MPS devices (got {str(device)!r})")
+    if device.type in _ACCELERATORS and (
         device.type != kind or (device.index or 0) >= module_of(device).device_count()
     ):
         raise ValueError(
@@ -100,7 +97,7 @@ def module_of(device: torch.device) -> Any:
 
 def current_stream(device: torch.device) -> Any:
     """The stream that the calling thread uses on ``device``; None where there are no streams."""
-    if device.type in ("cpu", "meta"):
+    if device.type in ("cpu", "mps", "meta"):
         return None
     return module_of(device).current_stream(device)
 

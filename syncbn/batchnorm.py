@@ -167,14 +167,15 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         """As `torch.nn.BatchNorm2d` does, in place; the running variance is the unbiased one."""
         if not self.track_running_stats or in_backward():  # a recomputation is the same batch
             return
-        factor: float | Tensor = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            if self.momentum is None:  # a cumulative average; a tensor spares the GPU a stop
-                factor = self.num_batches_tracked.double().reciprocal()
         if whole.moments is None:
             return
         mean, var = whole.moments
+        factor: float | Tensor = 0.0 if self.momentum is None else self.momentum
+        if self.momentum is None and self.num_batches_tracked is not None:
+            # A cumulative average; a tensor spares the GPU a stop.
+            factor = self.num_batches_tracked.to(mean).reciprocal()
         total = whole.joint.total
         if isinstance(total, Tensor):  # of which the host does not know whether it is above 1
             factor = factor * (total > 0)
@@ -182,7 +183,8 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         var = var * (total / (total - 1))
         for running, new in ((self.running_mean, mean), (self.running_var, var)):
             if running is not None:
-                running.copy_(running + factor * (new - running))
+                old = running.to(new.device)
+                running.copy_(old + factor * (new - old))
 
 
 class SynchronizedBatchNormNd(SynchronizedBatchNorm, _BatchNorm):

@@ -262,9 +262,9 @@ class Normalize(Function):
         mean, var = merged.detach().unbind()
         link.mean = mean
         link.inverse = denominator.of(var).rsqrt()
-        link.scale = link.inverse if weight is None else link.inverse * weight.detach()
+        link.scale = _times(link.inverse, None if weight is None else weight.detach())
         ctx.link, ctx.denominator = link, denominator
-        ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
+        ctx.options = [None if p is None else (p.device, p.dtype) for p in (weight, bias)]
         # (1) has saved x, unless x needs no gradient.
         ctx.moments = z.grad_fn
         ctx.save_for_backward(merged, weight, None if z.requires_grad else z)
@@ -283,19 +283,24 @@ class Normalize(Function):
             dz, sums, dmerged = _normalize_derivative(dy, x, merged, weight, ctx.denominator)
         else:
             sums = kernels.reduce(dy, x, link.mean, link.inverse)
-            dz, dmerged = dy, sums if weight is None else sums * weight
+            dz, dmerged = dy, _times(sums, weight)
             if ctx.denominator.clamps:  # no way through the variance where it is clamped
                 dmerged = torch.stack((dmerged[0], dmerged[1] * ctx.denominator.slope(merged[1])))
         dbias, dweight = sums
-        weight_dtype, bias_dtype = ctx.dtypes
+        of_weight, of_bias = ctx.options
         return (
             None,
             None,
             dz,
             dmerged,
-            None if weight_dtype is None else dweight.to(weight_dtype),
-            None if bias_dtype is None else dbias.to(bias_dtype),
+            None if of_weight is None else dweight.to(*of_weight),
+            None if of_bias is None else dbias.to(*of_bias),
         )
+
+
+def _times(statistics: Tensor, weight: Tensor | None) -> Tensor:
+    """The product, where the statistics are."""
+    return statistics if weight is None else statistics * weight.to(statistics.device)
 
 
 def _normalize_derivative(
@@ -305,12 +310,13 @@ def _normalize_derivative(
     dims = kernels.reduced_dims(x)
     mean, var = merged
     inverse = denominator.of(var).rsqrt()
-    scale = inverse if weight is None else inverse * weight
+    scale = _times(inverse, weight)
     dtype = kernels.accumulation_dtype(x.dtype)
     dy = dy.to(dtype)
     head, _ = kernels.two_parts(mean.detach(), dtype)
     centered = x - kernels.per_channel(head, x) - kernels.per_channel(mean - head, x)
-    dbias, dweight = dy.sum(dims), (dy * centered).sum(dims) * inverse
+    dbias, along_x = (sums.to(mean.device) for sums in (dy.sum(dims), (dy * centered).sum(dims)))
+    dweight = along_x * inverse
     dvar = -0.5 * dweight * scale * inverse * denominator.slope(var)
     return (
         (dy * kernels.per_channel(scale, x)).to(x.dtype),

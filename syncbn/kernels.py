@@ -1,8 +1,9 @@
 """Per-device tensor kernels of batch normalization. Torch only; they know no replicas.
 
 Notation. ``x`` is ``(N, C, ...)``; a channel has ``n = x.numel() / C`` values. Per-channel
-quantities are vectors of length C in float64, which costs nothing at their size. What has the size
-of ``x`` is computed in the *accumulation dtype*: float64 for float64, float32 for everything else.
+quantities are vectors of length C in float64, which costs nothing at their size, on the device of
+``x``, or on the CPU if that device has no float64. What has the size of ``x`` is computed in the
+*accumulation dtype*: float64 for float64, float32 for everything else.
 
 Numerical promises
     * Moments are centered sums (two-pass, corrected; Chan, Golub & LeVeque, «Algorithms for
@@ -27,6 +28,18 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
+def statistics_device(device: torch.device) -> torch.device:
+    """Where the per-channel quantities are of what is on ``device``."""
+    return device if has_float64(device) else torch.device("cpu")
+
+
 def values_per_channel(x: Tensor) -> int:
     """How many values each channel has."""
     return x.numel() // x.size(1) if x.size(1) else 0
@@ -39,7 +52,7 @@ def reduced_dims(x: Tensor) -> list[int]:
 
 def per_channel(vector: Tensor, like: Tensor) -> Tensor:
     """Shapes a vector of length C so that it broadcasts against ``like``, in its computations."""
-    vector = vector.to(accumulation_dtype(like.dtype))
+    vector = vector.to(like.device, accumulation_dtype(like.dtype))
     return vector.view(1, -1, *[1] * (like.dim() - 2))
 
 
@@ -54,10 +67,10 @@ def channel_sums(x: Tensor) -> Tensor:
 
     Of ``(N, C)``, where a sample has one value, over them in the accumulation dtype, too.
     """
-    dtype = accumulation_dtype(x.dtype)
+    dtype, home = accumulation_dtype(x.dtype), statistics_device(x.device)
     if x.dim() == 2:
-        return x.sum(0, dtype=dtype).double()
-    return x.sum(list(range(2, x.dim())), dtype=dtype).sum(0, dtype=torch.float64)
+        return x.sum(0, dtype=dtype).to(home).double()
+    return x.sum(list(range(2, x.dim())), dtype=dtype).to(home).sum(0, dtype=torch.float64)
 
 
 def moments(x: Tensor) -> Tensor:
@@ -68,7 +81,8 @@ def moments(x: Tensor) -> Tensor:
     """
     n = values_per_channel(x)
     if n == 0:
-        return x.new_zeros(2, x.size(1), dtype=torch.float64)
+        home = statistics_device(x.device)
+        return torch.zeros(2, x.size(1), dtype=torch.float64, device=home)
     head, _ = two_parts(channel_sums(x) / n, accumulation_dtype(x.dtype))
     centered = x - per_channel(head, x)
     # What the rounding of the mean has left in the centered values.
@@ -81,7 +95,7 @@ def moments(x: Tensor) -> Tensor:
 def normalize(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """``(x - mean) * scale + bias``, in the dtype and layout of ``x``."""
     head, rest = two_parts(mean, accumulation_dtype(x.dtype))
-    shift = -rest * scale if bias is None else bias - rest * scale
+    shift = -rest * scale if bias is None else bias.to(mean.device) - rest * scale
     y = x - per_channel(head, x)
     return y.mul_(per_channel(scale, x)).add_(per_channel(shift, x)).to(x.dtype)
 
@@ -97,7 +111,8 @@ def reduce(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
         return torch.zeros_like(mean).expand(2, -1)
     dtype = accumulation_dtype(x.dtype)
     head, rest = two_parts(mean, dtype)
-    center, one = head.to(dtype), torch.ones_like(head, dtype=dtype)
+    center = head.to(x.device, dtype)
+    one = torch.ones_like(center)
     # As parameter gradients, torch's batch norm in evaluation mode returns the sums of
     # dy * (x - running_mean) / sqrt(running_var) and of dy, fused. Its CUDA kernel takes the
     # device and dtype of the sums from the weight, and may look for the saved moments.
@@ -113,6 +128,7 @@ def reduce(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
         0.0,
         [False, True, True],
     )
+    plain, along_x = (sums.to(mean.device) for sums in (plain, along_x))
     return torch.stack((plain, (along_x - rest * plain) * inverse))
 
 

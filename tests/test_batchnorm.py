@@ -210,6 +210,20 @@ def test_any_split_of_any_batch_gives_the_numbers_of_torchs_layer(
         assert_same_buffers(reference, layer, **tolerance)
 
 
+@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
+def test_the_host_waits_for_no_device(second):
+    """Of a tensor on the meta device nobody can know a value: to look at one raises."""
+    layer = SynchronizedBatchNorm2d(3, momentum=None, device="meta")
+    x = torch.randn(5, 3, 2, 2, device="meta", requires_grad=True)
+    y = DataParallel(layer, ["meta"] * 3)(x)
+    (dx,) = torch.autograd.grad(y, x, torch.randn_like(y), create_graph=second)
+    if second:
+        dx.backward(torch.randn_like(x))
+        assert layer.weight.grad.shape == (3,)
+    with pytest.raises(RuntimeError, match="meta"):
+        dx.sum().item()
+
+
 @pytest.mark.parametrize("order", ["first", "first, exact edges", "second"])
 @pytest.mark.parametrize("mean", [0.0, 1e2, 1e3, 1e4])
 @pytest.mark.parametrize("replicas", [2, 3, 4])

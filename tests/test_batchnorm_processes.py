@@ -352,6 +352,37 @@ def test_one_collective_forward_and_one_backward_of_a_few_values_per_channel(cha
             assert backward == [(name, 8 * 2 * channels)]
 
 
+class OfMeta:
+    """A group of two ranks, as far as shapes go."""
+
+    size = 2
+
+    def __init__(self, gathers: bool) -> None:
+        self.gathers = gathers
+
+    def prefers_gather(self, tensor: Tensor) -> bool:
+        return self.gathers
+
+    def exchange(self, name: str, tensor: Tensor, *, stack: bool, **options: Any) -> Tensor:
+        return torch.stack([tensor] * 2) if stack else tensor * 2
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
+def test_the_host_waits_for_no_device(gathers, second, monkeypatch):
+    """Of a tensor on the meta device nobody can know a value: to look at one raises."""
+    layer = SynchronizedBatchNorm1d(3, momentum=None, device="meta")
+    monkeypatch.setattr(SynchronizedBatchNorm1d, "group", OfMeta(gathers))
+    x = torch.randn(5, 3, device="meta", requires_grad=True)
+    y = layer(x)
+    (dx,) = torch.autograd.grad(y, x, torch.randn_like(y), create_graph=second)
+    if second:
+        dx.backward(torch.randn_like(x))
+        assert layer.weight.grad.shape == (3,)
+    with pytest.raises(RuntimeError, match="meta"):
+        dx.sum().item()
+
+
 # -- which processes ---------------------------------------------------------------------------
 
 

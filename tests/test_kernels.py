@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncbn import kernels
 
@@ -135,3 +139,26 @@ def test_merging_the_moments_of_parts_gives_those_of_the_whole():
     counts = torch.tensor([[float(len(part))] for part in parts], dtype=torch.float64)
     stats = torch.stack([kernels.moments(part) for part in parts])
     torch.testing.assert_close(kernels.merge(counts, stats), kernels.moments(torch.cat(parts)))
+
+
+class WithoutFloat64(TorchDispatchMode):
+    """Raises where a tensor in float64 is on an accelerator."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = op(*args, **(kwargs or {}))
+        for tensor in results if isinstance(results, (tuple, list)) else [results]:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+                assert tensor.dtype != torch.float64, op
+        return results
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3, 4, 5, 5), (0, 4)], ids=str)
+def test_a_device_without_float64_leaves_the_statistics_to_the_cpu(shape):
+    with FakeTensorMode(), torch.no_grad(), WithoutFloat64():
+        x, bias = torch.empty(shape, device="mps"), torch.empty(4, device="mps")
+        mean, var = moments = kernels.moments(x)
+        y = kernels.normalize(x, mean, var, bias)
+        sums = kernels.reduce(y, x, mean, var)
+        dx = kernels.input_gradient(y, x, mean, var, var, var)
+    assert {(t.device.type, t.dtype) for t in (moments, sums)} == {("cpu", torch.float64)}
+    assert {(t.device.type, t.dtype) for t in (y, dx)} == {("mps", torch.float32)}

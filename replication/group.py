@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from replication.rendezvous import ReplicasDiverged, ReplicationError, here, listed
+from replication.torch_internals import NO_BACKWARD, current_backward
 
 __all__ = ["Group", "SoloGroup"]
 
@@ -115,6 +116,14 @@ class Group(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether this is a recomputation of an activation checkpoint: a call inside a backward.
+
+        A layer that keeps something from forward to forward does not update it then.
+        """
+        return current_backward() != NO_BACKWARD
 
     def _where(self) -> str:
         """Who this is, for messages."""

@@ -252,7 +252,7 @@ class SyncMaster:
         """
         place = here()
         if place is not None:
-            rendezvous, replica, path = place
+            rendezvous, replica, path = place[:3]
             self._latest = weakref.ref(rendezvous)
         else:
             rendezvous, path = self._registering_by_hand(), "SyncMaster"

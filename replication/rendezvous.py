@@ -373,6 +373,8 @@ class Place(NamedTuple):
     replica: int
     #: Path of the module whose callback runs; empty in a forward.
     path: str = ""
+    #: The backward, by a number, that the thread was in when it came here.
+    backward: int | None = None
 
 
 class _Here(threading.local):

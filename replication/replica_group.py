@@ -32,6 +32,7 @@ from replication.group import (
 from replication.pipe import connect
 from replication.rendezvous import Rendezvous, ReplicationError, Site, here
 from replication.replicate import broadcast
+from replication.torch_internals import NO_BACKWARD, current_backward
 
 __all__ = ["ReplicaGroup"]
 
@@ -66,6 +67,8 @@ class Circle:
         is_part = len(replicas) != rendezvous.size
         #: For messages.
         self.path = f"{layer}, replicas {replicas[0]}-{replicas[-1]}" if is_part else layer
+        #: Whether all of this forward is inside a backward, whose thread is that of the caller.
+        self.in_backward = current_backward() != NO_BACKWARD
         self._calls = 0
         self._parts: dict[int, list[Members]] = {}
 
@@ -186,6 +189,21 @@ class ReplicaGroup(Group):
         if self._circle is None:
             return super()._where()
         return f"`{self._circle.path}`, replica {self._circle.replicas[self.rank]}"
+
+    @property
+    def recomputes(self) -> bool:
+        """As `Group` says; also in replicas whose whole forward is a recomputation."""
+        return self.forward_is_over or self._connected().in_backward
+
+    @property
+    def forward_is_over(self) -> bool:
+        """Whether this is a call in a backward that began after this replica's forward had.
+
+        Nobody would answer it.
+        """
+        place = here()
+        inside = place is not None and place.rendezvous is self._connected().rendezvous
+        return current_backward() != (place.backward if place and inside else NO_BACKWARD)
 
     def exchange(
         self,

@@ -6,6 +6,7 @@ All of them are here, so that a test can say which one a new release of torch ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from functools import wraps
 from importlib import import_module
@@ -15,6 +16,7 @@ import torch
 from torch import distributed
 from torch._compile import _disable_dynamo
 from torch.nn.parallel.data_parallel import _check_balance as check_balance
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
 from torch.utils._pytree import (
     SUPPORTED_NODES,
     MappingKey,
@@ -25,6 +27,7 @@ from torch.utils._pytree import (
     tree_map,
     tree_unflatten,
 )
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 try:
     from torch.utils._pytree import tree_is_leaf
@@ -44,7 +47,9 @@ __all__ = [
     "MappingKey",
     "SequenceKey",
     "TreeSpec",
+    "beside_selective_checkpoints",
     "check_balance",
+    "current_backward",
     "device_of_group",
     "pytree_node",
     "register_pytree_node",
@@ -55,6 +60,8 @@ __all__ = [
     "tree_unflatten",
     "uncompiled",
 ]
+
+_SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 #: Called by torch on each module to make its shell of a replica; classes override it (RNNs).
 MAKE_SHELL = "_replicate_for_data_parallel"
@@ -126,9 +133,27 @@ def in_functorch_transform() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-def in_backward() -> bool:
-    """Whether this thread is in a backward: in the recomputation of a checkpoint, say."""
-    return torch._C._current_graph_task_id() != -1
+#: That of `current_backward`, where there is none.
+NO_BACKWARD = -1
+
+
+def current_backward() -> int:
+    """The number of the backward that this thread is in: in the recomputation of an activation
+    checkpoint, say."""
+    return torch._C._current_graph_task_id()
+
+
+def beside_selective_checkpoints() -> AbstractContextManager[object]:
+    """Hides what runs inside from a selective activation checkpoint around it, if there is one.
+
+    It counts the operations in the forward, and wants as many in the recomputation.
+    """
+    modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
+    stack = ExitStack()
+    if any(isinstance(mode, _SELECTIVE_CHECKPOINTS) for mode in modes):
+        for _ in modes:
+            stack.enter_context(_pop_mode_temporarily())
+    return stack
 
 
 def pytree_node(kind: type) -> Any:

@@ -21,7 +21,7 @@ from replication.rendezvous import (
     listed,
     standing_at,
 )
-from replication.torch_internals import CALL_IMPL
+from replication.torch_internals import CALL_IMPL, current_backward
 
 __all__: list[str] = []
 
@@ -113,7 +113,7 @@ class Attendance:
         self._rendezvous = rendezvous
         self._index = index
         self._replica = replica
-        self._standing = standing_at(Place(rendezvous, index))
+        self._standing = standing_at(Place(rendezvous, index, backward=current_backward()))
 
     def __enter__(self) -> None:
         self._outermost = self._rendezvous.enter(self._index)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
-from replication.torch_internals import in_backward
+from replication.torch_internals import beside_selective_checkpoints
 from syncbn.functional import Denominator, Shard, Whole, merge_shards, synchronized_batch_norm
 from syncbn.merge_ranks import merge_ranks
+from syncbn.recomputation import KeptCalls
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -65,12 +66,15 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
     where `torch.distributed` is initialized. In evaluation, and where the layer is alone, it is
     the `torch.nn.BatchNorm` that it is derived from, bit for bit.
 
-    Between processes a forward inside a backward, which is the recomputation of an activation
-    checkpoint as a rule, does not update running statistics.
+    A forward inside a backward, which is the recomputation of an activation checkpoint as a rule,
+    does not update running statistics. In a replica it waits for nobody: it uses the moments of
+    the batch again, which the copy has kept.
     """
 
     # Copy 0's are those of the original module.
     _has_lasting_buffers = True
+    # Of a copy.
+    _kept_calls: KeptCalls | None = None
 
     def __init__(
         self,
@@ -104,6 +108,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         """Connects this copy with the others."""
         super().__data_parallel_replicate__(ctx, copy_id)
         self._has_lasting_buffers = copy_id == 0
+        self._kept_calls = KeptCalls(f"`{ctx.path or '(root)'}`, replica {copy_id}")
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -113,29 +118,35 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         self._check_synchronized_input(input)
-        y, whole = synchronized_batch_norm(
-            input,
-            self.weight,
-            self.bias,
-            Denominator(self.eps, clamps=_eps_mode == "clamp"),
-            partial(self._exchange, group, input.dtype),
-        )
-        if self._has_lasting_buffers:
-            self._update_running_statistics(whole)
+        with beside_selective_checkpoints():
+            y, whole = synchronized_batch_norm(
+                input,
+                self.weight,
+                self.bias,
+                Denominator(self.eps, clamps=_eps_mode == "clamp"),
+                partial(self._exchange, group, input.dtype),
+            )
+            if self._has_lasting_buffers and not group.recomputes:
+                self._update_running_statistics(whole)
         return y
 
     def _exchange(self, group: Group, dtype: torch.dtype, shard: Shard) -> Whole:
         """Merges the moments of all copies: among threads one of them does, processes do alike."""
         layouts = ((dtype, (self.num_features,)),)
-        if isinstance(group, ReplicaGroup):
-            return group.exchange(
-                "batch_norm",
-                shard,
-                merge_shards,
-                layouts=layouts,
-                requires_grad=shard.moments.requires_grad,
-            )
-        return merge_ranks(group, shard, layouts)
+        if not isinstance(group, ReplicaGroup):
+            return merge_ranks(group, shard, layouts)
+        assert self._kept_calls is not None  # as it has the group
+        if group.forward_is_over:
+            return self._kept_calls.recall(shard)
+        whole = group.exchange(
+            "batch_norm",
+            shard,
+            merge_shards,
+            layouts=layouts,
+            requires_grad=shard.moments.requires_grad,
+        )
+        self._kept_calls.keep(shard, whole)
+        return whole
 
     def _check_synchronized_input(self, input: Tensor) -> None:
         """Raises on what torch's kernels would refuse, before anyone waits for this replica."""
@@ -165,7 +176,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
     @torch.no_grad()
     def _update_running_statistics(self, whole: Whole) -> None:
         """As `torch.nn.BatchNorm2d` does, in place; the running variance is the unbiased one."""
-        if not self.track_running_stats or in_backward():  # a recomputation is the same batch
+        if not self.track_running_stats:
             return
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)

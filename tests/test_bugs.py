@@ -12,7 +12,6 @@ import torch
 from processes import run_python
 from sharded import run_sharded
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from replication import (
     DataParallel,
@@ -250,23 +249,6 @@ def test_a_replica_cannot_have_two_slaves_of_one_master():
 def test_an_answer_that_is_not_made_of_pairs_is_an_error_that_says_what_it_must_be(answer):
     with pytest.raises(ReplicationError, match=r"must return one \(identifier, reply\)"):
         SyncMaster(lambda messages: answer).run_master(1)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("kept", [0, 1])
-def test_a_recomputation_after_the_forward_is_refused(reentrant, kept):
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = layer()
-
-        def forward(self, x):
-            return checkpoint(self.bn, x, use_reentrant=reentrant)
-
-    shards = [part.clone().requires_grad_() for part in X.chunk(2)]
-    y = run_sharded(Checkpointed(), shards)[kept]
-    with pytest.raises(ReplicationError, match="outside the forward"):
-        y.backward(torch.randn_like(y))
 
 
 # -- threads -----------------------------------------------------------------------------------

@@ -1,0 +1,291 @@
+"""Activation checkpoints inside replicas: the same gradients, nothing learnt twice, no waiting.
+
+T8.1, T8.2; mapillary/inplace_abn#48, #60, pytorch#43946 (stuck), #96136 (learnt twice).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from layers import freed
+from sharded import Sharded, randomized, run_sharded
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from replication import DataParallel, ReplicaAware, ReplicationError
+from syncbn import SynchronizedBatchNorm1d, convert_model
+
+Forward = Callable[[Tensor], Tensor]
+
+aten = torch.ops.aten
+
+
+def recomputed(function: Forward, **options: Any) -> Forward:
+    return partial(checkpoint, function, use_reentrant=False, **options)
+
+
+def saving(policy: Any) -> dict[str, Any]:
+    return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+
+
+class Net(nn.Module):
+    """Two layers, of which one is called twice; any part may be in a checkpoint."""
+
+    def __init__(self, where: str = "nowhere") -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.norm, self.shared = nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None)
+        self.where = where
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.tail(self.shared(torch.relu(self.norm(self.first(x)))))
+
+    def tail(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.shared(self.second(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self, self.where)(x)  # type: ignore[no-any-return]
+
+    def nowhere(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+    def around_each_layer(self, x: Tensor) -> Tensor:
+        norm, shared = recomputed(self.norm), recomputed(self.shared)
+        x = shared(torch.relu(norm(self.first(x))))
+        return torch.tanh(shared(self.second(x)))
+
+    def around_several_layers(self, x: Tensor) -> Tensor:
+        return recomputed(self.tail)(self.shared(torch.relu(self.norm(self.first(x)))))
+
+    def around_the_replica(self, x: Tensor) -> Tensor:
+        return recomputed(self.body)(x)
+
+    def without_early_stop(self, x: Tensor) -> Tensor:
+        with set_checkpoint_early_stop(False):
+            return recomputed(self.body)(x)
+
+    def nested(self, x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            return recomputed(self.tail)(self.shared(torch.relu(self.norm(self.first(x)))))
+
+        return recomputed(recomputed(inner))(x)
+
+    def saving_everything(self, x: Tensor) -> Tensor:
+        options = saving(lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE)
+        return recomputed(self.body, **options)(x)
+
+    def saving_some_operations(self, x: Tensor) -> Tensor:
+        """Among them such as the layers consist of."""
+        some = [aten.addmm.default, aten.sum.dim_IntList, aten.mul.Tensor, aten.add.Tensor]
+        return recomputed(self.body, **saving(some))(x)
+
+
+PLACES = [
+    "around_each_layer",
+    "around_several_layers",
+    "around_the_replica",
+    "without_early_stop",
+    "nested",
+]
+SELECTIVE_PLACES = ["saving_everything", "saving_some_operations"]
+
+
+def step(model: Forward, net: nn.Module, order: str = "first") -> list[Tensor]:
+    """Output, gradients (or those of the graph's second use, or second ones) and buffers."""
+    generator = torch.Generator().manual_seed(0)
+    x, dy, direction = torch.randn(3, 9, 4, generator=generator, dtype=torch.float64)
+    x = x[:, :3].clone().requires_grad_()
+    y = model(x)
+    inputs = [x, *net.parameters()]
+    grads = torch.autograd.grad(
+        y, inputs, dy, create_graph=order == "second", retain_graph=order != "first"
+    )
+    if order == "second":
+        grads = torch.autograd.grad(grads[0], inputs[:2], direction[:, :3])
+    elif order == "again":
+        grads = torch.autograd.grad(y, inputs, dy)
+    return [y.detach(), *grads, *net.buffers()]
+
+
+@pytest.mark.parametrize(
+    ("where", "order"),
+    [
+        *itertools.product(PLACES, ["first", "again", "second"]),
+        *itertools.product(SELECTIVE_PLACES, ["first"]),  # torch's allow for one backward only
+    ],
+)
+@pytest.mark.parametrize("sizes", [[5, 4], [3, 0, 6], [1, 1, 7]], ids=str)
+def test_a_recomputation_gives_the_same_gradients_and_learns_nothing_twice(where, sizes, order):
+    net = randomized(Net()).double()
+    twin = convert_model(copy.deepcopy(net))
+    twin.where = where
+    torch.testing.assert_close(step(Sharded(twin, sizes), twin, order), step(net, net, order))
+
+
+def test_groups_of_replicas_recompute_by_themselves():
+    net = convert_model(randomized(Net()).double(), group_size=2)
+    twin = copy.deepcopy(net)
+    twin.where = "around_the_replica"
+    expected = step(DataParallel(net, ["cpu"] * 3), net)
+    torch.testing.assert_close(step(DataParallel(twin, ["cpu"] * 3), twin), expected)
+
+
+def test_one_replica_recomputes_while_the_others_do_not():
+    """Neither do those whose outputs are unused, nor those without a checkpoint."""
+    shards = torch.randn(3, 4, 3, dtype=torch.float64)
+    dy = torch.randn(4, 4, dtype=torch.float64)
+    net = convert_model(randomized(Net()).double())
+    grads = []
+    for where in ("nowhere", "around_the_replica"):
+        net.where = where
+        leaves = [shard.clone().requires_grad_() for shard in shards]
+        outputs = run_sharded(net, leaves)
+        grads.append(torch.autograd.grad(outputs[1], [*leaves, *net.parameters()], dy))
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("constant", [0, 1])
+def test_a_replica_whose_input_needs_no_gradient_recomputes(constant):
+    """What it saves depends on the inputs of the others."""
+
+    class MayRecompute(nn.Module):
+        def __init__(self, checkpoints: bool) -> None:
+            super().__init__()
+            self.net = nn.Sequential(SynchronizedBatchNorm1d(3, affine=False), nn.Tanh())
+            self.checkpoints = checkpoints
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (recomputed(self.net) if self.checkpoints else self.net)(x)
+
+    shards, upstream = torch.randn(2, 2, 4, 3, dtype=torch.float64)
+    grads = []
+    for checkpoints in (False, True):
+        leaves = [s.clone().requires_grad_(i != constant) for i, s in enumerate(shards)]
+        outputs = run_sharded(MayRecompute(checkpoints).double(), leaves)
+        torch.autograd.backward(outputs, list(upstream))
+        grads.append(leaves[1 - constant].grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_a_checkpoint_around_the_whole_model_learns_once():
+    """Its hooks do not reach the replicas; what it recomputes is another forward of all."""
+    net = randomized(Net()).double()
+    twin = convert_model(copy.deepcopy(net))
+    model = DataParallel(twin, ["cpu"] * 2)
+    torch.testing.assert_close(
+        step(recomputed(lambda x: model(x).exp()), twin), step(lambda x: net(x).exp(), net)
+    )
+
+
+def test_a_checkpoint_frees_the_activations():
+    """What a replica keeps for the recomputation is not of the size of its input."""
+    seen = []
+
+    class Watched(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 2
+            seen.append(weakref.ref(x))
+            return x
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(Watched(), SynchronizedBatchNorm1d(3), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return recomputed(self.body)(x)
+
+    y = DataParallel(Whole(), ["cpu"] * 2)(torch.randn(6, 3, requires_grad=True))
+    assert len(seen) == 2
+    assert freed(*seen)
+    y.backward(torch.randn_like(y))
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_reentrant_checkpoint_is_refused_with_advice(kept):
+    class Reentrant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = SynchronizedBatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.norm, x, use_reentrant=True)
+
+    shards = [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
+    y = run_sharded(Reentrant(), shards)[kept]
+    with pytest.raises(ReplicationError, match=rf"`norm`, replica {kept} .*use_reentrant=False"):
+        y.backward(torch.randn_like(y))
+
+
+def test_calls_that_cannot_be_told_apart_are_an_error():
+    """Replica 0 sees the same in both calls; replica 1 does not."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = SynchronizedBatchNorm1d(3)
+
+        def forward(self, pair: Tensor) -> Tensor:
+            first, other = pair.unbind(1)
+            return recomputed(self.norm)(first) + recomputed(self.norm)(other)
+
+    pair = torch.randn(4, 2, 3)
+    pair[:2, 0] = pair[:2, 1]
+    y = DataParallel(Twice(), ["cpu"] * 2)(pair.requires_grad_())
+    with pytest.raises(ReplicationError, match=r"`norm`, replica 0 .* which of 2 calls"):
+        y.backward(torch.randn_like(y))
+
+
+def test_another_call_in_backward_is_an_error():
+    class CalledInBackward(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = SynchronizedBatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            y.register_hook(lambda grad: grad + self.norm(torch.zeros(7, 3)).sum())
+            return y
+
+    y = DataParallel(CalledInBackward(), ["cpu"] * 2)(torch.randn(4, 3, requires_grad=True))
+    with pytest.raises(ReplicationError, match=r"`norm`, .* in backward with 7 values"):
+        y.backward(torch.randn_like(y))
+
+
+def test_a_layer_may_ask_whether_it_is_recomputed():
+    answers: list[tuple[str, bool]] = []
+
+    class Asks(ReplicaAware, nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            answers.append((threading.current_thread().name, self.group.recomputes))
+            return x.exp()
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Asks()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return recomputed(self.layer)(x)
+
+    for model in (DataParallel(Whole(), ["cpu"] * 2), Whole()):
+        y = model(torch.randn(4, 3, requires_grad=True))
+        y.backward(torch.randn_like(y))
+    here = threading.current_thread().name
+    alone = [(here, False), (here, True)]
+    assert sorted(answers[:2]) == [("replica-0", False), ("replica-1", False)]
+    assert answers[2:] == [(here, True)] * 2 + alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import warnings
@@ -13,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed
+from torch.autograd import Function
 from torch.nn.functional import pad
 
 from replication.collectives import differentiable_collectives
@@ -42,19 +44,13 @@ _collectives = differentiable_collectives()
 _FEW_RANKS, _FEW_BYTES = 8, 64 * 1024
 
 
-_REMEDY = (
-    "if no other rank has failed before (see their logs), the ranks may have called different "
-    "layers: with TORCH_DISTRIBUTED_DEBUG=INFO in the environment the calls are compared"
-)
-
-
 class History:
     """What has been done with a group of `torch.distributed`, whichever layers did it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        #: Number of calls, by the name of the layer.
-        self.calls: Counter[str] = Counter()
+        #: Number of calls, by the name of the layer, and whether they were in backward.
+        self.calls: Counter[tuple[str, bool]] = Counter()
         #: The group of this process' part, by the size of the parts.
         self.parts: dict[int, Any] = {}
 
@@ -77,6 +73,29 @@ def process_count(process_group: Any = None) -> int:
     if not (distributed.is_available() and distributed.is_initialized()):
         return 1
     return distributed.get_world_size(process_group)
+
+
+def processes_are_not_connected() -> bool:
+    """Whether torchrun has started several processes that do not know of each other."""
+    return (
+        distributed.is_available()
+        and not distributed.is_initialized()
+        and distributed.is_torchelastic_launched()
+        and os.environ.get("WORLD_SIZE", "1") != "1"
+    )
+
+
+def check_process_group(value: Any) -> None:
+    """Raises TypeError on what is no group of `torch.distributed`."""
+    known = distributed.is_available() and (
+        isinstance(value, distributed.ProcessGroup)
+        or value == distributed.GroupMember.NON_GROUP_MEMBER  # for `ProcessGroup` to refuse
+    )
+    if not known:
+        raise TypeError(
+            "process_group must be a torch.distributed.ProcessGroup or None "
+            f"(got {type(value).__name__}); of a DeviceMesh it is mesh.get_group()"
+        )
 
 
 class Kept:
@@ -187,14 +206,15 @@ class ProcessGroup(Group):
         except Exception as error:
             if not isinstance(error, ReplicationError):
                 add_note(error, f"in {call} at {call.where}, rank {self.rank} of {self.size}")
-                add_note(error, _REMEDY)
+                add_note(error, _remedy())
             raise
 
     def _counted(self, call: Call) -> Call:
         """The call, with its place."""
         calls = history_of(self.process_group).calls
-        calls[self._name] += 1
-        return call._replace(where=f"`{self._name}`, call {calls[self._name]}")
+        kind = self._name, call.name.endswith("_backward")
+        calls[kind] += 1
+        return call._replace(where=f"`{self._name}`, call {calls[kind]}")
 
     def _exchanged(self, call: Call) -> tuple[Call, ...]:
         """The calls of all ranks, which are alike."""
@@ -242,25 +262,33 @@ class ProcessGroup(Group):
         return self._made(call, lambda _: collective(tensor))
 
     def _sum(self, tensor: Tensor) -> Tensor:
+        return Sum.apply(self, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+    def sum_without_graph(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, by the faster way."""
         if self.prefers_gather(tensor):
             return reduced(self._stacked(tensor).unbind(), "sum")
         return _through_reals(
             lambda real: _collectives.all_reduce(real, self.process_group), tensor
         )
 
+    def sum_in_backward(self, grad: Tensor) -> Tensor:
+        """The derivative of a sum over the ranks: the sum of the derivatives."""
+        call = Call("all_reduce_backward", layouts=layouts_of([grad]))
+        return self._made(call, lambda _: self._sum(grad))
+
     def prefers_gather(self, tensor: Tensor) -> bool:
         """Whether a sum is faster by a gather, after which each rank adds.
 
         A ring of n ranks reduces in 2 (n - 1) steps and gathers in n - 1. Where the steps, not the
         bytes, take the time, and that is so for few ranks and short tensors, the gather wins; on
-        gloo by a quarter for 2 ranks, and by 40 % for 8, up to the bounds above. A backward would
-        scatter, which gloo does slowly. NCCL picks its own algorithm.
+        gloo by a quarter for 2 ranks, and by 40 % for 8, up to the bounds above. NCCL picks its
+        own algorithm. All ranks go the same way: only what is alike in all of them may count.
         """
         return (
             self.size <= _FEW_RANKS
             and tensor.numel() * tensor.element_size() <= _FEW_BYTES
             and tensor.device.type == "cpu"
-            and not (torch.is_grad_enabled() and tensor.requires_grad)
         )
 
     def _all_gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -353,6 +381,32 @@ class ProcessGroup(Group):
 
     def _global_rank(self, rank: int) -> int:
         return distributed.get_global_rank(self.process_group, rank)
+
+
+def _remedy() -> str:
+    """What a rank can do that was left alone in a call."""
+    if debugging():
+        return (
+            "if no other rank has failed before (see their logs), some of them have not come to "
+            "this call: is one in eval(), at the end of its data, or without a backward?"
+        )
+    return (
+        "if no other rank has failed before (see their logs), the ranks may have called different "
+        "layers: with TORCH_DISTRIBUTED_DEBUG=INFO in the environment the calls are compared"
+    )
+
+
+class Sum(Function):
+    """The sum over the ranks, and, as its derivative, the sum of theirs; any number of times."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, tensor: Tensor) -> Tensor:
+        ctx.group = group
+        return group.sum_without_graph(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.group.sum_in_backward(grad)
 
 
 def _call(name: str, tensors: tuple[Tensor, ...], option: str = "") -> Call:

@@ -10,7 +10,13 @@ from torch import nn
 
 from replication.context import CallbackContext
 from replication.group import Group, SoloGroup
-from replication.process_group import Kept, ProcessGroup, process_count
+from replication.process_group import (
+    Kept,
+    ProcessGroup,
+    check_process_group,
+    process_count,
+    processes_are_not_connected,
+)
 from replication.rendezvous import ReplicationError, here
 from replication.torch_internals import IS_REPLICA
 
@@ -22,6 +28,23 @@ else:
 __all__ = ["ReplicaAware"]
 
 _warning_lock = threading.Lock()
+
+
+_warned_of_processes: list[str] = []
+
+
+def warn_of_unconnected_processes(layer: str) -> None:
+    """Warns once in this process."""
+    with _warning_lock:
+        if _warned_of_processes:
+            return
+        _warned_of_processes.append(layer)
+    warnings.warn(
+        f"{layer} is in one of several processes that torchrun has started, but "
+        "torch.distributed is not initialized, so it does not talk to those; call "
+        "torch.distributed.init_process_group() first",
+        stacklevel=4,
+    )
 
 
 class Unreplicated(SoloGroup):
@@ -116,8 +139,9 @@ class ReplicaAware(_Base):
         elif (count := process_count(self.process_group)) > 1:
             raise ReplicationError(
                 f"{type(self).__name__} is in one of {group.size} replicas, in one of {count} "
-                "processes; a group is of replicas or of processes: run one replica per process, "
-                "or, to leave the other processes out, take ctx.group in a callback of your own"
+                "processes; a group is of replicas or of processes: run one replica per process "
+                "(DistributedDataParallel), or limit the layer to this one's replicas by a "
+                "process_group of this process alone"
             )
         return group if self.group_size is None else group.split(self.group_size)
 
@@ -135,12 +159,16 @@ class ReplicaAware(_Base):
 
     @process_group.setter
     def process_group(self, value: Any) -> None:
+        if value is not None:
+            check_process_group(value)
         self._process_group = None if value is None else Kept(value)
 
     def _processes(self) -> Group:
         name = self._layer_name or type(self).__name__
         if process_count(self.process_group) != 1:  # of others: then ProcessGroup says so
             return ProcessGroup(self.process_group, name)
+        if processes_are_not_connected():
+            warn_of_unconnected_processes(name)
         return Unreplicated(name)
 
     def _cannot_know_its_copies(self) -> bool:

@@ -59,6 +59,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "uncompiled",
+    "will_run",
 ]
 
 _SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
@@ -141,6 +142,11 @@ def current_backward() -> int:
     """The number of the backward that this thread is in: in the recomputation of an activation
     checkpoint, say."""
     return torch._C._current_graph_task_id()
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward that this thread is in comes to a node of the graph."""
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def beside_selective_checkpoints() -> AbstractContextManager[object]:

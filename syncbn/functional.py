@@ -11,17 +11,20 @@ replica, (2) once, (1) for each replica. A queue or a barrier there would deadlo
 engine runs all nodes of the CPU on one thread.
 
 Fast edges
-    In the usual backward, (3) hands ``dy`` itself to (1) along the z-edge and the sums
-    ``w * sum(dy)``, ``w * sum(dy * x_hat)`` to (2), which adds those of all replicas and hands
-    the totals S1, S2 to each (1), which then computes in one pass
-        dx = w * s * dy - s^2 * S2 / n * (x - mean) - s * S1 / n,    s = 1 / sqrt(denominator)
-    (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx). What runs along the edges are
-    no gradients: this is a private convention of the three nodes.
+    In the usual backward, (3) hands ``dy`` itself to (1) along the z-edge, and to (2) the
+    derivatives by the merged moments,
+        dmean = -w * s * sum(dy),  dvar = -w * s^2 / 2 * sum(dy * x_hat)
+    with s = 1 / sqrt(denominator); (2) adds them over all replicas and hands them on to each (1),
+    which then computes in one pass
+        dx = w * s * dy + 2 * dvar / n * (x - mean) + dmean / n
+    (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx). What runs along the edges to (1)
+    are no gradients: this is a private convention of the three nodes.
 
 Exact edges
     With ``create_graph=True`` the three nodes return true derivatives, in differentiable
     operations. A graph that was walked so once stays so (`Joint.exact`), because the graph of the
-    second derivative ends in the same edges.
+    second derivative ends in the same edges. What (2) adds is the same on either edges, so that
+    ranks may differ in them.
 
 Saved for backward: x_i, once, by (1), and vectors of length C.
 """
@@ -35,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication.torch_internals import uncompiled
+from replication.torch_internals import uncompiled, will_run
 from syncbn import kernels
 
 __all__: list[str] = []
@@ -171,9 +174,8 @@ class Moments(Function):
             return None, _moments_derivative(x, dz, dmoments)
         if dmoments is None:
             dmoments = torch.zeros_like(link.mean).expand(2, -1)
-        s1, s2 = dmoments / link.joint.total
-        slope, offset = s2 * link.inverse.square(), s1 * link.inverse
-        return None, kernels.input_gradient(dz, x, link.mean, link.scale, slope, offset)
+        dmean, dvar = dmoments / link.joint.total
+        return None, kernels.input_gradient(dz, x, link.mean, link.scale, 2 * dvar, dmean)
 
 
 def _moments_derivative(x: Tensor, dz: Tensor | None, dmoments: Tensor | None) -> Tensor | None:
@@ -193,7 +195,7 @@ def _moments_derivative(x: Tensor, dz: Tensor | None, dmoments: Tensor | None) -
 
 
 class Merge(Function):
-    """(2) Merges the moments of all replicas; in backward adds their sums, in replica order."""
+    """(2) Merges the moments of all replicas; in backward adds derivatives, in replica order."""
 
     @staticmethod
     def forward(ctx: Any, joint: Joint, counts: list[int], *moments: Tensor) -> tuple[Tensor, ...]:
@@ -246,7 +248,7 @@ def _merge_derivative(
 
 
 class Normalize(Function):
-    """(3) Normalizes a shard; in backward the parameter gradients, and the sums that (2) adds."""
+    """(3) Normalizes a shard; in backward the gradients of the parameters and of the moments."""
 
     @staticmethod
     def forward(
@@ -278,14 +280,13 @@ class Normalize(Function):
         link: Link = ctx.link
         if x is None:
             (x,) = ctx.moments.saved_tensors
-            link.x = x
+            link.x = x if will_run(ctx.moments) else None
         if link.joint.walks_exact_edges():
             dz, sums, dmerged = _normalize_derivative(dy, x, merged, weight, ctx.denominator)
         else:
-            sums = kernels.reduce(dy, x, link.mean, link.inverse)
-            dz, dmerged = dy, _times(sums, weight)
-            if ctx.denominator.clamps:  # no way through the variance where it is clamped
-                dmerged = torch.stack((dmerged[0], dmerged[1] * ctx.denominator.slope(merged[1])))
+            dz, sums = dy, kernels.reduce(dy, x, link.mean, link.inverse)
+            slope = link.inverse * ctx.denominator.slope(merged[1])
+            dmerged = -link.scale * torch.stack((sums[0], 0.5 * sums[1] * slope))
         dbias, dweight = sums
         of_weight, of_bias = ctx.options
         return (

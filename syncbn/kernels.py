@@ -135,13 +135,13 @@ def reduce(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
 def input_gradient(
     dy: Tensor | None, x: Tensor, mean: Tensor, scale: Tensor, slope: Tensor, offset: Tensor
 ) -> Tensor:
-    """``scale * dy - slope * (x - mean) - offset``, in the dtype and layout of ``x``.
+    """``scale * dy + slope * (x - mean) + offset``, in the dtype and layout of ``x``.
 
     ``dy`` is None where an output is unused.
     """
     head, rest = two_parts(mean, accumulation_dtype(x.dtype))
     dx = x - per_channel(head, x)
-    dx.mul_(per_channel(-slope, x)).add_(per_channel(slope * rest - offset, x))
+    dx.mul_(per_channel(slope, x)).add_(per_channel(offset - slope * rest, x))
     if dy is not None:
         dx.addcmul_(dy, per_channel(scale, x))
     return dx.to(x.dtype)

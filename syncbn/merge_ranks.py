@@ -1,8 +1,8 @@
 """The merge of the moments between processes: one collective forward, one backward.
 
-Where a gather is faster (few ranks, see `ProcessGroup.prefers_gather`) each rank gets the others'
-counts, means and variances, and merges them as replicas do. Else float64 sums travel, of a few
-values per channel whatever the number of ranks:
+Where a gather is faster (few ranks, see `ProcessGroup.prefers_gather`), and for inputs in
+float64, each rank gets the others' counts, means and variances, and merges them as replicas do.
+Else float64 sums travel, of a few values per channel whatever the number of ranks:
 
     forward    n, sum(x) = n * mean, sum(x^2) = n * (var + mean^2)
     backward   the two sums that `syncbn.functional` describes
@@ -27,6 +27,10 @@ from syncbn.functional import Joint, Shard, Whole
 __all__: list[str] = []
 
 
+#: Dtypes of inputs from which one expects more digits than sums have left.
+_PRECISE = {torch.float64}
+
+
 def merge_ranks(group: Any, shard: Shard, layouts: Layouts) -> Whole:
     """Sends this rank's moments, and returns those of all ranks."""
     joint = Joint(0)
@@ -42,6 +46,7 @@ class Exchange:
         self._group = group
         self._values = shard.values
         self._layouts = layouts
+        self._gathers = any(dtype in _PRECISE for dtype, _ in layouts)
         self._requires_grad = torch.is_grad_enabled() and shard.moments.requires_grad
 
     def merged(self, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +54,7 @@ class Exchange:
         count = moments.new_full((1,), self._values)  # a kernel: a copy would stop a GPU's host
         mean, var = moments
         part = torch.cat((count, mean, var))
-        if self._group.prefers_gather(part):
+        if self._gathers or self._group.prefers_gather(part):
             parts = self._exchange("batch_norm", part, stack=True)
             counts, stats = parts[:, :1], parts[:, 1:].unflatten(1, (2, -1))
             return count, counts.sum(), kernels.merge(counts, stats)

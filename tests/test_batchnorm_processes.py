@@ -32,13 +32,14 @@ pytestmark = pytest.mark.skipif(
     reason="this torch has no gloo",
 )
 
-#: How a sum is computed: few ranks gather, many reduce; and with a total that the host does not
-#: know, as on GPUs.
-WAYS = ["gather", "reduce", "unseen"]
+#: How moments are merged: few ranks gather, many reduce, but not what is in float64; and with a
+#: total that the host does not know, as on GPUs.
+WAYS = ["gather", "reduce", "reduce or gather", "unseen"]
 
 
 def go(way: str) -> None:
-    process_group._FEW_RANKS = 0 if way == "reduce" else 8
+    process_group._FEW_RANKS = 0 if way.startswith("reduce") else 8
+    merge_ranks._PRECISE = set() if way == "reduce" else {torch.float64}
     merge_ranks.known_to_host = {"unseen": lambda total: total}.get(way, KNOWN_TO_HOST)
 
 
@@ -63,6 +64,38 @@ def layer_like(**options: Any) -> SynchronizedBatchNorm1d:
 
 
 # -- the numbers -------------------------------------------------------------------------------
+
+
+class WithoutGradient(torch.autograd.Function):
+    """Has none, not even zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def unlike(rank: int, size: int) -> list[Tensor]:
+    """The input's gradient, where ranks differ in the derivatives that they want."""
+    found = []
+    layer, x = layer_like(dtype=torch.float64), shards_of(size)[rank].requires_grad_()
+    y = layer(x)
+    if rank == 0:  # no collective: (3) alone
+        torch.autograd.grad(y.sum(), layer.weight, create_graph=True)
+    found += torch.autograd.grad(layer(x).pow(3).sum() + y.pow(3).sum(), x)
+    found += torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=rank == 0)
+    y = layer(x)
+    (dx,) = torch.autograd.grad(
+        (WithoutGradient.apply(y) if rank == 0 else y).pow(3).sum(),
+        x,
+        create_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return [grad.detach() for grad in (*found, dx)]
 
 
 def numbers(rank: int, size: int, **options: Any) -> dict[str, Tensor]:
@@ -144,6 +177,7 @@ def all_numbers(rank: int, size: int) -> dict[Any, Any]:
         found[way, "one"] = one_value_in_all(rank)
         found[way, "constant"] = constant_and_large(rank)
         found[way, "tiny"] = tiny_variance(rank, size)
+        found[way, "unlike"] = unlike(rank, size)
     return found
 
 
@@ -178,6 +212,18 @@ def test_ranks_compute_what_one_process_computes(found, way, momentum):
         torch.testing.assert_close(rank["var"], plain.running_var)
         assert rank["count"] == 2
     torch.testing.assert_close(ranks[0]["evaluated"], plain.eval()(shards[0]).detach())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_may_differ_in_the_derivatives_that_they_want(found, way):
+    plain = nn.BatchNorm1d(2, dtype=torch.float64)
+    plain.load_state_dict(layer_like(dtype=torch.float64).state_dict())
+    shards = shards_of(len(found))
+    x = torch.cat(shards).requires_grad_()
+    (once,) = torch.autograd.grad(plain(x).pow(3).sum(), x)
+    (of_others,) = torch.autograd.grad(plain(x)[len(shards[0]) :].pow(3).sum(), x)
+    joined = map(torch.cat, zip(*(results[way, "unlike"] for results in found), strict=True))
+    torch.testing.assert_close(list(joined), [2 * once, once, of_others])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -235,11 +281,12 @@ def test_constant_channels_of_large_means_give_the_bias(found, way):
         torch.testing.assert_close(y, torch.zeros_like(y), rtol=0, atol=1e-4)
 
 
-def test_few_ranks_lose_nothing_of_a_tiny_variance_at_a_large_mean(found):
+@pytest.mark.parametrize("way", ["gather", "reduce or gather"])
+def test_float64_loses_nothing_of_a_tiny_variance_at_a_large_mean(found, way):
     x = torch.cat(of_tiny_deviation(len(found)))
     expected = (x - 1e4).transpose(0, 1).flatten(1).var(1)
     for results in found:
-        torch.testing.assert_close(results["gather", "tiny"], expected, rtol=1e-9, atol=0)
+        torch.testing.assert_close(results[way, "tiny"], expected, rtol=1e-9, atol=0)
 
 
 # -- large means -------------------------------------------------------------------------------
@@ -346,7 +393,7 @@ def traffic(rank: int, channels: int) -> list[Any]:
 def test_one_collective_forward_and_one_backward_of_a_few_values_per_channel(channels):
     for found in run_ranks(2, traffic, channels):
         for (forward, backward), name in zip(
-            found, ["all_gather", "all_reduce", "all_gather"], strict=True
+            found, ["all_gather", "all_reduce", "all_reduce", "all_gather"], strict=True
         ):
             assert forward == [(name, 8 * (2 * channels + 1))]
             assert backward == [(name, 8 * 2 * channels)]
@@ -356,6 +403,7 @@ class OfMeta:
     """A group of two ranks, as far as shapes go."""
 
     size = 2
+    recomputes = False
 
     def __init__(self, gathers: bool) -> None:
         self.gathers = gathers
@@ -484,7 +532,7 @@ def beside_one_that_raises(rank: int, where: str) -> list[str]:
     return [type(outcome.error).__name__, *getattr(outcome.error, "__notes__", [])]
 
 
-@pytest.mark.parametrize(("where", "call"), [("forward", 2), ("backward", 3)])
+@pytest.mark.parametrize(("where", "call"), [("forward", 2), ("backward", 1)])
 def test_rank_whose_peer_dies_is_told_in_which_layer_and_call(where, call):
     survivor, _ = run_ranks(2, beside_one_that_raises, where)
     kind, note, remedy = survivor

@@ -9,11 +9,13 @@ import weakref
 import oracle
 import pytest
 import torch
+from layers import freed
 from sharded import Sharded, randomized, run_sharded
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, set_sbn_eps_mode
+from syncbn.functional import Denominator, merge_shards, synchronized_batch_norm
 
 SIZES = [[5], [2, 3], [1, 1], [3, 1, 2], [2, 0, 3]]
 
@@ -109,6 +111,24 @@ def test_one_frozen_shard_leaves_the_gradients_of_the_others_exact():
     expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias)
     torch.testing.assert_close(shards[1].grad, expected.input_grads[1])
     torch.testing.assert_close(layer.weight.grad, expected.weight_grad)
+
+
+def test_a_backward_to_parameters_alone_keeps_no_input():
+    """As long as the output lives, where hooks make the saved tensors anew (checkpoints)."""
+    seen = []
+
+    def fresh(tensor: Tensor) -> Tensor:
+        seen.append(weakref.ref(copied := tensor.clone()))
+        return copied
+
+    x, weight = torch.randn(4, 3, requires_grad=True), torch.ones(3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), fresh):
+        y, _ = synchronized_batch_norm(
+            x, weight, None, Denominator(1e-5), lambda shard: merge_shards([shard])[0]
+        )
+    torch.autograd.grad(y, weight, torch.randn_like(y))
+    assert len(seen) == 3
+    assert freed(*seen)
 
 
 def test_a_graph_walked_with_create_graph_takes_a_plain_backward_afterwards():

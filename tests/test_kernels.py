@@ -67,7 +67,7 @@ def test_normalizing_and_its_gradient_do_not_suffer_from_a_large_mean(mean):
     torch.testing.assert_close(y.double(), hat, rtol=1e-6, atol=1e-6)
     _, along_x = kernels.reduce(dy, x, center, var.rsqrt())
     torch.testing.assert_close(along_x, (dy * hat).sum((0, 2)), rtol=1e-5, atol=1e-5)
-    dx = kernels.input_gradient(dy, x, center, one, one, 0 * one)
+    dx = kernels.input_gradient(dy, x, center, one, -one, 0 * one)
     expected = dy - (x.double() - center[:, None])
     torch.testing.assert_close(dx.double(), expected, rtol=1e-6, atol=1e-6)
 
@@ -110,8 +110,8 @@ def test_sums_and_input_gradient_take_every_layout(layout, upstream, channels):
     dx = kernels.input_gradient(dy, x, mean, scale, slope, offset)
     expected = (
         scale.view(view) * dy.double()
-        - slope.view(view) * (x.double() - mean.view(view))
-        - offset.view(view)
+        + slope.view(view) * (x.double() - mean.view(view))
+        + offset.view(view)
     )
     torch.testing.assert_close(dx.double(), expected, rtol=1e-5, atol=1e-5)
 

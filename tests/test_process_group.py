@@ -283,7 +283,12 @@ def aware(rank: int) -> Any:
     layer.group_size = None
     single = DataParallel(layer, ["cpu"] * 2)(torch.ones(1))  # one replica: the processes
     several = outcome_of(lambda: DataParallel(layer, ["cpu"] * 2)(torch.ones(2))).error
-    return type(first), layer(torch.ones(1)).item(), single.item(), type(several), str(several)
+    only_own = [distributed.new_group([member]) for member in range(2)]
+    layer.process_group = only_own[rank]
+    replicas = DataParallel(layer, ["cpu"] * 2)(torch.ones(2)).tolist()
+    layer.process_group = None
+    values = layer(torch.ones(1)).item(), single.item(), replicas
+    return type(first), *values, type(several), str(several)
 
 
 def alone_on_one_rank(rank: int) -> Any:
@@ -357,9 +362,9 @@ def test_only_where_shapes_may_differ_they_are_exchanged(two):
     assert [found["exchanges"] for found, _ in two] == [["all_gather"]] * 2
 
 
-def test_short_tensors_without_gradients_are_summed_by_a_gather(two):
+def test_short_tensors_are_summed_by_a_gather(two):
     for found, _ in two:
-        assert found["sums"] == ["all_gather", "all_reduce", "all_reduce"]
+        assert found["sums"] == ["all_gather", "all_reduce", "all_gather"]
 
 
 def test_argument_is_left_alone(two):
@@ -438,8 +443,9 @@ def test_copies_go_on_with_the_others(two):
 
 def test_aware_layer_finds_the_processes(two):
     for found, _ in two:
-        kind, alone, single, several, text = found["aware"]
+        kind, alone, single, replicas, several, text = found["aware"]
         assert (kind, alone, single, several) == (ProcessGroup, 2.0, 2.0, ReplicationError)
+        assert replicas == [2.0, 2.0]  # of this process
         assert "is in one of 2 replicas, in one of 2 processes" in text
         assert "one replica per process" in text
 

@@ -20,6 +20,7 @@ from replication import (
     SoloGroup,
     execute_replication_callbacks,
     patch_replication_callback,
+    replica_aware,
     replicate,
 )
 
@@ -221,3 +222,27 @@ def test_original_keeps_nothing_of_a_forward():
     DataParallel(layer, ["cpu"] * 2)(torch.ones(2, 1))
     assert set(vars(layer)) - before <= {"_warned"}
     assert list(layer.state_dict()) == ["weight"]
+
+
+# -- processes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["gloo", 2, object()], ids=str)
+def test_what_is_no_process_group_is_refused(value):
+    with pytest.raises(TypeError, match=r"must be a torch.distributed.ProcessGroup .*mesh"):
+        Total().process_group = value
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_processes_that_do_not_know_of_each_other_are_warned_of_once(monkeypatch, processes):
+    monkeypatch.setattr(replica_aware, "_warned_of_processes", [])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")  # as torchrun does
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            Total()(torch.ones(2, 1))
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == int(processes) - 1
+    assert all("Total is in one of several processes" in text for text in texts)
+    assert all(warning.filename == __file__ for warning in caught)

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from replication.context import CallbackContext
 from replication.devices import DeviceLike, parse_devices
 from replication.rendezvous import Place, standing_at
+from replication.replicate import own_hooks
 from replication.torch_internals import IS_REPLICA
 from replication.watch import (
     MethodOverride,
@@ -242,6 +243,9 @@ class PatchedReplicate(MethodOverride):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         replicas = self.original(*args, **kwargs)
+        for replica in replicas:
+            for module in replica.modules():
+                own_hooks(module)
         if rendezvous_of(replicas) is None:  # else the method has called them itself
             execute_replication_callbacks(replicas)
         return replicas

@@ -28,6 +28,8 @@ _PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
 #: Attributes that every module has; none of them holds a tensor of the user's.
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 
+_HOOKS = tuple(name for name in _OWN_ATTRIBUTES if name.endswith(("_hooks", "_hooks_with_kwargs")))
+
 
 def replicate(
     module: ModuleT, devices: Sequence[DeviceLike], detach: bool = False
@@ -46,7 +48,8 @@ def replicate(
     Plain attributes, and what is in a list, tuple or dict that is one: tensors are moved to the
     replica's device if they are elsewhere; the module's own parameters, buffers, submodules and
     bound methods become the replica's. Everything else is shared by all replicas and the original,
-    closures that refer to the original included.
+    closures that refer to the original included. Hooks of the original are run by all replicas;
+    those that a replica registers or removes in its forward concern it alone.
 
     Args:
         module: Any module; parameters and submodules may be shared (tied) or ``None``.
@@ -94,7 +97,8 @@ def replicate(
 
 
 def _fill(copy: nn.Module, submodule: nn.Module, copied: dict[int, Any]) -> None:
-    """Gives a shell the copies of its children, parameters and buffers."""
+    """Gives a shell the copies of its children, parameters and buffers, and its own hooks."""
+    own_hooks(copy)
     for name, child in submodule._modules.items():
         copy._modules[name] = None if child is None else copied[id(child)]
     for name, buffer in submodule._buffers.items():
@@ -113,6 +117,15 @@ def _fill(copy: nn.Module, submodule: nn.Module, copied: dict[int, Any]) -> None
     if copy.__dict__.get(COMPILED_CALL_IMPL) is not None:
         # It would run the original; a replica runs eagerly.
         copy.__dict__[COMPILED_CALL_IMPL] = None
+
+
+def own_hooks(replica: nn.Module) -> None:
+    """Gives one module of a replica its own dictionaries of hooks.
+
+    torch shares them: what a replica registers in its forward, all others would run.
+    """
+    for name in _HOOKS:
+        replica.__dict__[name] = replica.__dict__[name].copy()
 
 
 def _attacher(copy: nn.Module) -> Callable[[str, Any], None]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from layers import DEADLINE, AsTorchDoes
 from torch import Tensor, nn
 
-from replication import replicate
-from replication.replicate import broadcast
+from replication import DataParallel, patch_replication_callback, replicate
+from replication.replicate import _HOOKS, broadcast
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -353,6 +355,60 @@ def test_hooks_of_the_module_are_the_replicas():
     for replica in replicas:
         replica(torch.zeros(1))
     assert calls == replicas
+
+
+class Hooking(nn.Module):
+    """Registers hooks in its forward, and takes one away; T13.1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+        self.before = nn.Identity()
+        self.before.register_forward_hook(lambda module, args, y: y + 100)
+        self.barrier = threading.Barrier(3)
+
+    def forward(self, x):
+        hooks = [self.inner.register_forward_hook(lambda module, args, y: y + x)]
+        hooks.append(self.inner.register_forward_pre_hook(lambda module, args: (args[0] + 1,)))
+        self.barrier.wait(DEADLINE)
+        first = self.inner(x)
+        self.barrier.wait(DEADLINE)
+        if x < 2:
+            hooks[0].remove()
+        return torch.stack((first, self.inner(x), self.before(x)))
+
+
+class SharesHooks(AsTorchDoes):
+    """Its replicas have the original's dictionaries of hooks, as torch's have."""
+
+    def replicate(self, module, device_ids):
+        replicas = super().replicate(module, device_ids)
+        for replica in replicas:
+            for copy, original in zip(replica.modules(), module.modules(), strict=True):
+                copy.__dict__.update({name: vars(original)[name] for name in _HOOKS})
+        return replicas
+
+
+def ours(net):
+    return DataParallel(net, ["cpu"] * 3)
+
+
+def patched(net):
+    model = SharesHooks(net, 3)
+    patch_replication_callback(model)
+    return model
+
+
+@pytest.mark.parametrize("wrap", [ours, patched])
+def test_hooks_registered_in_forward_are_seen_by_their_own_replica_only(wrap):
+    net = Hooking()
+    for _ in range(2):
+        x = torch.tensor([[1.0], [2.0], [3.0]])
+        first, second, before = wrap(net)(x).view(3, 3).unbind(1)
+        assert first.tolist() == [3, 5, 7]
+        assert second.tolist() == [2, 5, 7]
+        assert before.tolist() == [101, 102, 103]
+    assert not net.inner._forward_hooks
 
 
 def test_training_mode_is_the_modules():

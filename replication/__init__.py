@@ -13,13 +13,13 @@ from replication.data_parallel import (
     ReplicationCallbackDataParallel,
     data_parallel,
 )
+from replication.errors import ReplicaFailed, ReplicasDiverged, ReplicasTimedOut, ReplicationError
 from replication.future import FutureResult
 from replication.gather import gather
 from replication.group import Group, SoloGroup
 from replication.parallel_apply import parallel_apply
 from replication.pipe import SlavePipe, SyncMaster
 from replication.process_group import ProcessGroup
-from replication.rendezvous import ReplicaFailed, ReplicasDiverged, ReplicationError
 from replication.replica_aware import ReplicaAware
 from replication.replica_group import ReplicaGroup
 from replication.replicate import replicate
@@ -37,6 +37,7 @@ __all__ = [
     "ReplicaFailed",
     "ReplicaGroup",
     "ReplicasDiverged",
+    "ReplicasTimedOut",
     "ReplicationCallbackDataParallel",
     "ReplicationError",
     "Scattered",

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from replication.context import CallbackContext
 from replication.devices import DeviceLike, parse_devices
-from replication.rendezvous import Place, standing_at
+from replication.place import Place, standing_at
 from replication.replicate import own_hooks
 from replication.torch_internals import IS_REPLICA
 from replication.watch import (

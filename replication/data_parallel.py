@@ -26,7 +26,7 @@ from replication.replicate import replicate
 from replication.scatter import scatter_kwargs
 from replication.scattered import Scattered
 from replication.torch_internals import check_balance
-from replication.watch import first_failure_wins
+from replication.watch import first_failure_wins, limit_waits
 
 __all__ = [
     "DataParallel",
@@ -114,10 +114,15 @@ class DataParallel(nn.DataParallel[ModuleT]):
             >>> net(torch.ones(4, 3), boxes=torch.zeros(7, 4))
             tensor([7., 7., 6., 6.])
 
+        timeout: Seconds that a replica may wait for others, as a last resort, as nobody waits for
+            what cannot come. Then `ReplicasTimedOut` is raised, with a table of where each replica
+            is; those that hang are left to themselves. Allow for replicas that compute for long.
+
     Raises:
-        ValueError: ``device_ids`` is empty, or this machine has no such device.
-        TypeError: ``module`` is no module, an item of ``device_ids`` is no device, or
-            names are not given as a list.
+        ValueError: ``device_ids`` is empty, or this machine has no such device; or ``timeout`` is
+            not above 0.
+        TypeError: ``module`` is no module, an item of ``device_ids`` is no device, names are not
+            given as a list, or ``timeout`` is no number.
     """
 
     # On the class, too, for objects that become one of this class later.
@@ -127,6 +132,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     except_keywords: Collection[str] = ()
     sort_and_gather = False
     cpu_keywords: Collection[str] = ()
+    timeout: float | None = None
 
     def __init__(
         self,
@@ -140,6 +146,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         except_keywords: Collection[str] = (),
         sort_and_gather: bool = False,
         cpu_keywords: Collection[str] = (),
+        timeout: float | None = None,
     ) -> None:
         nn.Module.__init__(self)  # the constructor of torch's class knows accelerators only
         if not isinstance(module, nn.Module):
@@ -151,6 +158,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.except_keywords = _names("except_keywords", except_keywords)
         self.sort_and_gather = sort_and_gather
         self.cpu_keywords = _names("cpu_keywords", cpu_keywords)
+        self.timeout = _seconds(timeout)
         devices = _devices_to_use(device_ids)
         self.device_ids = [_as_torch_spells(device) for device in devices]
         if not devices:
@@ -177,6 +185,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             if len(self.device_ids) == 1:
                 return self._alone(inputs, kwargs_tup)
             replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
+            limit_waits(replicas, self.timeout)
             outputs = first_failure_wins(self.parallel_apply, replicas, inputs, kwargs_tup)
             return self.gather(outputs, self.output_device)
 
@@ -301,6 +310,16 @@ def _names(argument: str, names: Collection[str]) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"{argument} must be a list of names (got {list(names)})")
     return tuple(names)
+
+
+def _seconds(timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds or None (got {timeout!r})")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be above 0 s (got {timeout})")
+    return timeout
 
 
 def _devices_to_use(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from replication.rendezvous import Rendezvous, ReplicationError, Site, Wait, here
+from replication.errors import ReplicationError
+from replication.place import here
+from replication.rendezvous import Rendezvous, Site, Wait
 
 __all__ = ["FutureResult"]
 

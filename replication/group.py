@@ -14,8 +14,10 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from replication.rendezvous import ReplicasDiverged, ReplicationError, here, listed
+from replication.errors import ReplicasDiverged, ReplicationError
+from replication.place import here
 from replication.torch_internals import NO_BACKWARD, current_backward
+from replication.wording import listed
 
 __all__ = ["Group", "SoloGroup"]
 

@@ -9,16 +9,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 from torch import nn
 
 from replication.devices import DeviceLike, accelerator, current_stream, parse_devices, use_device
-from replication.rendezvous import ReplicationError
+from replication.errors import ReplicasTimedOut, ReplicationError
 from replication.torch_internals import in_functorch_transform
 from replication.watch import (
     Attendance,
@@ -58,8 +58,8 @@ def parallel_apply(
     Raises:
         ValueError: The lists differ in length.
         BaseException: The first error, by time, of any replica, after all have ended; a note names
-            the replica and its device. `KeyboardInterrupt` in the caller, and what is no
-            `Exception` in a replica, such as `SystemExit`, is raised at once.
+            the replica and its device. `KeyboardInterrupt` in the caller, what is no `Exception`
+            in a replica, such as `SystemExit`, and `ReplicasTimedOut` are raised at once.
     """
     n = len(replicas)
     kwargs_tup = [{}] * n if kwargs_tup is None else kwargs_tup
@@ -107,18 +107,27 @@ def _collect(
     failures: list[BaseException],
 ) -> bool:
     """Makes all calls and awaits their results. Returns whether all of them have ended: a failure
-    that is to end the program, such as SystemExit, does not wait for the others."""
+    that is to end the program, such as SystemExit, does not wait for the others, nor does one that
+    says that they have been waited for."""
     done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
     for index, (worker, call) in enumerate(zip(workers, calls, strict=True)):
         # A Context cannot be entered by two threads: each has its own copy.
         worker.submit(index, partial(contextvars.copy_context().run, call), done)
     for _ in calls:
-        index, outputs[index], failure = done.get()
+        index, outputs[index], failure = _next(done)
         if failure is not None:
             failures.append(failure)
-            if not isinstance(failure, Exception):
+            if not isinstance(failure, Exception) or isinstance(failure, ReplicasTimedOut):
                 return False
     return True
+
+
+def _next(done: SimpleQueue[tuple[int, Any, BaseException | None]]) -> Any:
+    """What comes next. Looks up now and then: of a Ctrl-C that comes right before it goes to sleep
+    a thread learns only when it wakes up."""
+    while True:
+        with suppress(Empty):
+            return done.get(timeout=1.0)
 
 
 class ThreadState:

@@ -18,7 +18,9 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from replication.rendezvous import Rendezvous, ReplicationError, Site, Wait, here
+from replication.errors import ReplicationError
+from replication.place import here
+from replication.rendezvous import Rendezvous, Site, Wait
 
 __all__ = ["SlavePipe", "SyncMaster"]
 

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from replication.collectives import differentiable_collectives
 from replication.devices import current_stream, use_device
+from replication.errors import ReplicationError
 from replication.group import (
     Call,
     Group,
@@ -29,7 +30,6 @@ from replication.group import (
     layouts_of,
     reduced,
 )
-from replication.rendezvous import ReplicationError
 from replication.torch_internals import device_of_group, timeout_of, uncompiled
 from replication.watch import add_note
 

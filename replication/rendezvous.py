@@ -4,8 +4,8 @@ The problem. The replicas of one forward run in threads and wait for each other'
 of them raises, returns early or waits elsewhere, a message that the others wait for never comes.
 
 Guarantees
-    * Every wait ends: in its value, in `ReplicaFailed` (a replica raised) or in
-      `ReplicasDiverged` (nobody can send the value any more).
+    * Every wait ends: in its value, in `ReplicaFailed` (a replica raised), in `ReplicasDiverged`
+      (nobody can send the value any more) or, where a limit is set, in `ReplicasTimedOut`.
     * When one wait fails all fail, at once, and no later wait in the same forward begins.
     * Nothing outlives the forward: a new forward has a new `Rendezvous`.
 
@@ -18,38 +18,24 @@ thread, or in too few threads. A replica that waits for one that has not begun g
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+import time
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-if TYPE_CHECKING:
-    from collections.abc import Collection
+from replication.errors import (
+    ReplicaFailed,
+    ReplicasDiverged,
+    ReplicasTimedOut,
+    ReplicationError,
+)
+from replication.wording import described, listed
 
-__all__ = ["ReplicaFailed", "ReplicasDiverged", "ReplicationError"]
+__all__: list[str] = []
 
 
 #: Seconds.
 GRACE = 20.0
-
-
-class ReplicationError(RuntimeError):
-    """Base of the errors that concern the replicas of one forward together."""
-
-
-class ReplicaFailed(ReplicationError):
-    """Another replica raised, so the value that this one waits for cannot come.
-
-    The other replica's error is the ``__cause__``. It, and not this follow-up, is what the caller
-    of the forward gets to see.
-    """
-
-
-class ReplicasDiverged(ReplicationError):
-    """Replicas do not do the same, so that what they wait for cannot come.
-
-    One replica has skipped a layer, called it more often than the others, or in another order; or
-    it has called another collective of a group, or with a tensor of another shape or dtype.
-    """
 
 
 class Site(NamedTuple):
@@ -94,9 +80,16 @@ class Wait:
 
     def block(self) -> None:
         """Sleeps until the wait has ended; raises if it has ended without a value."""
+        rendezvous, limit = self.rendezvous, self.rendezvous.timeout
+        end = None if limit is None else time.monotonic() + limit
         try:
-            while not self._gate.acquire(timeout=GRACE):
-                self.rendezvous.expect_progress(self)
+            while not self._gate.acquire(timeout=GRACE if limit is None else min(GRACE, limit)):
+                rendezvous.expect_progress(self)
+                if end is not None:
+                    limit = end - time.monotonic()
+                    if limit <= 0:
+                        rendezvous.time_out(self)
+                        limit = GRACE  # its end is near
         except BaseException:  # KeyboardInterrupt, where a replica runs in the main thread
             self.rendezvous.forget(self)
             raise
@@ -136,6 +129,10 @@ class Rendezvous:
 
     def __init__(self, size: int | None) -> None:
         self.size = size
+        #: Seconds that a wait may take; None for any number.
+        self.timeout: float | None = None
+        #: Says of a replica, and the thread that runs it, where in its code it is.
+        self.locate: Callable[[int, int], str] = lambda replica, thread: ""
         self.lock = threading.Lock()
         #: What the pipes of this forward keep for its duration, by the object that owns it.
         self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -307,6 +304,29 @@ class Rendezvous:
                     None,
                 )
 
+    def time_out(self, wait: Wait) -> None:
+        """Gives up on a wait that has been too long."""
+        with self.lock:
+            if wait not in self._waits:
+                return
+            waiting = {wait.replica: wait for wait in self._waits}
+            rows = [
+                f"waits at {waiting[replica].site}"
+                if replica in waiting
+                else " ".join(filter(None, (self._state(replica, None), self._spot(replica))))
+                for replica in range(len(self._entries))
+            ]
+            table = "".join(f"\n  replica {replica}: {row}" for replica, row in enumerate(rows))
+            self._give_up(
+                ReplicasTimedOut,
+                f"{wait.site}: replica {wait.replica} has waited for {self.timeout:g} s, the "
+                f"timeout:{table}",
+                None,
+            )
+
+    def _spot(self, replica: int) -> str:
+        return self.locate(replica, self._thread[replica]) if self._inside[replica] else ""
+
     # -- messages ------------------------------------------------------------------------------
 
     def _name(self, replica: int) -> str:
@@ -349,58 +369,3 @@ class Rendezvous:
             return "has ended"
         count = calls.get(replica, 0)
         return f"ended after call {count}" if count else "ended without calling it"
-
-
-def described(error: BaseException) -> str:
-    """``ValueError: its text``, whatever an error's own methods do."""
-    try:
-        text = str(error)
-    except Exception:  # code of a user, on the way to waking those who wait
-        text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def listed(numbers: Iterable[int], kind: str = "replica") -> str:
-    """``[0, 2]`` -> ``"replicas 0, 2"``."""
-    texts = [str(number) for number in numbers]
-    return f"{kind}{'s' if len(texts) > 1 else ''} {', '.join(texts)}"
-
-
-class Place(NamedTuple):
-    """What a thread is busy with: a replica's forward, or one callback of it."""
-
-    rendezvous: Rendezvous
-    replica: int
-    #: Path of the module whose callback runs; empty in a forward.
-    path: str = ""
-    #: The backward, by a number, that the thread was in when it came here.
-    backward: int | None = None
-
-
-class _Here(threading.local):
-    place: Place | None = None
-
-
-_here = _Here()
-
-
-def here() -> Place | None:
-    """The innermost replica's forward or callback that this thread runs, if any."""
-    return _here.place
-
-
-class standing_at:
-    """Makes `here` return ``place`` inside the ``with`` block.
-
-    A class: `contextlib.contextmanager` sets attributes of an exception that passes, which not
-    every exception takes.
-    """
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-
-    def __enter__(self) -> None:
-        self._outer, _here.place = _here.place, self._place
-
-    def __exit__(self, *exc_info: object) -> None:
-        _here.place = self._outer

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from replication.context import CallbackContext
+from replication.errors import ReplicationError
 from replication.group import Group, SoloGroup
+from replication.place import here
 from replication.process_group import (
     Kept,
     ProcessGroup,
@@ -17,7 +19,6 @@ from replication.process_group import (
     process_count,
     processes_are_not_connected,
 )
-from replication.rendezvous import ReplicationError, here
 from replication.torch_internals import IS_REPLICA
 
 if TYPE_CHECKING:

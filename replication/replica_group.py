@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from replication.devices import to_device
+from replication.errors import ReplicationError
 from replication.group import (
     Call,
     Group,
@@ -30,7 +31,8 @@ from replication.group import (
     reduced,
 )
 from replication.pipe import connect
-from replication.rendezvous import Rendezvous, ReplicationError, Site, here
+from replication.place import here
+from replication.rendezvous import Rendezvous, Site
 from replication.replicate import broadcast
 from replication.torch_internals import NO_BACKWARD, current_backward
 

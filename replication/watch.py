@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from replication.devices import device_in_use
-from replication.rendezvous import (
-    Failure,
-    Place,
-    Rendezvous,
-    ReplicationError,
-    described,
-    listed,
-    standing_at,
-)
+from replication.errors import ReplicationError
+from replication.place import Place, standing_at
+from replication.rendezvous import Failure, Rendezvous
 from replication.torch_internals import CALL_IMPL, current_backward
+from replication.wording import described, listed
 
 __all__: list[str] = []
 
@@ -143,10 +140,33 @@ _ENTRANCES = (CALL_IMPL, "forward")
 def watch(replicas: Sequence[nn.Module]) -> Rendezvous:
     """Gives the replicas of one forward a rendezvous, which sees each of them begin and end."""
     rendezvous = Rendezvous(len(replicas))
+    rendezvous.locate = Locator(replicas)
     for index, replica in enumerate(replicas):
         for name in _ENTRANCES:
             WatchedCall(replica, name, rendezvous, index).install()
     return rendezvous
+
+
+class Locator:
+    """Says in which submodule, and at which line, the thread of a replica is."""
+
+    def __init__(self, replicas: Sequence[nn.Module]) -> None:
+        self._replicas = [weakref.ref(replica) for replica in replicas]
+
+    def __call__(self, index: int, thread: int) -> str:
+        innermost = sys._current_frames().get(thread)
+        replica = self._replicas[index]()
+        if innermost is None or replica is None:
+            return ""
+        paths = {id(module): path for path, module in replica.named_modules()}
+        path = ""
+        frame: FrameType | None = innermost
+        while frame is not None and not path:
+            if frame.f_code.co_name == CALL_IMPL:
+                path = paths.get(id(frame.f_locals.get("self")), "")
+            frame = frame.f_back
+        module = f"in `{path}`, " if path else ""
+        return f"{module}at {innermost.f_code.co_filename}:{innermost.f_lineno}"
 
 
 def unwatch(replica: nn.Module) -> None:
@@ -167,6 +187,13 @@ def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
     """The rendezvous that `watch` gave to these replicas."""
     calls = filter(None, map(watched_call, replicas))
     return next((call.rendezvous for call in calls), None)
+
+
+def limit_waits(replicas: Sequence[Any], timeout: float | None) -> None:
+    """Limits the time that these replicas wait for each other, to some seconds."""
+    rendezvous = rendezvous_of(replicas)
+    if rendezvous is not None:
+        rendezvous.timeout = timeout
 
 
 def first_failure_wins(

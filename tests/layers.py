@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 
 from replication import SyncMaster, gather, parallel_apply, replicate, scatter_kwargs
-from replication.rendezvous import here
+from replication.place import here
 
 #: Seconds after which a thread that has not ended counts as hung.
 DEADLINE = 10.0

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -416,21 +416,6 @@ class Hangs(Numbered):
         self.woken.set()
 
 
-@pytest.fixture
-def one_interrupt() -> Iterator[None]:
-    """Of several SIGINTs the first alone interrupts: one that comes right before the main thread
-    goes to sleep is noticed only when it wakes up, so that it takes several."""
-
-    def interrupt(signum: int, frame: Any) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("one_interrupt")
 def test_interrupt_of_the_caller_ends_the_forward_at_once():
     module = Hangs()
     replicas = replicate(module, ["cpu"] * 2)
@@ -440,8 +425,7 @@ def test_interrupt_of_the_caller_ends_the_forward_at_once():
     def interrupt() -> None:
         # Copy 1 is the last to be started: from here on the caller waits for the replicas.
         assert module.waits.wait(DEADLINE)
-        while not module.woken.wait(0.05) and not module.released.is_set():
-            signal.pthread_kill(main, signal.SIGINT)
+        signal.pthread_kill(main, signal.SIGINT)
 
     interrupter = threading.Thread(target=interrupt, daemon=True)
     try:

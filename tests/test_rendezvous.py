@@ -11,15 +11,9 @@ from layers import DEADLINE, outcome_of, together, values
 
 import replication.rendezvous
 from replication import ReplicaFailed, ReplicasDiverged, ReplicationError
-from replication.rendezvous import (
-    Place,
-    Rendezvous,
-    Site,
-    Wait,
-    here,
-    listed,
-    standing_at,
-)
+from replication.place import Place, here, standing_at
+from replication.rendezvous import Rendezvous, Site, Wait
+from replication.wording import listed
 
 
 def begin_wait(

@@ -1,0 +1,78 @@
+"""The time limit, as a last resort: where each replica is, and a caller who goes on (T1.11)."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import pytest
+import torch
+from layers import DEADLINE, Centering, Numbered, until_others_wait
+from torch import Tensor, nn
+
+from replication import DataParallel, ReplicasTimedOut, data_parallel
+
+LIMIT = 0.3
+
+
+class Hangs(Numbered):
+    """One replica waits for something of its own, which nobody else knows of."""
+
+    def __init__(self, replica: int, others: int) -> None:
+        super().__init__()
+        self.replica, self.others = replica, others
+        self.go = threading.Event()
+        self.ended = threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.copy_id == self.replica:
+            until_others_wait(self.others)
+            self.go.wait(DEADLINE)
+            self.ended.set()
+        return x
+
+
+@pytest.mark.parametrize("replica", [0, 1, 2])
+def test_a_replica_that_hangs_is_named_and_the_caller_goes_on(replica):
+    hangs = Hangs(replica, others=2)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(hangs), Centering())
+    model = DataParallel(net, ["cpu"] * 3, timeout=LIMIT)
+    x = torch.randn(6, 2)
+    with pytest.raises(ReplicasTimedOut) as caught:
+        model(x)
+    assert not hangs.ended.is_set()  # nobody has waited for it
+    first, *rows = str(caught.value).splitlines()
+    waiting = [i for i in range(3) if i != replica]
+    assert re.fullmatch(
+        rf"`2`, call 1: replica [{waiting[0]}{waiting[1]}] has waited for 0.3 s, the timeout:",
+        first,
+    )
+    for i in waiting:
+        assert rows[i].startswith(f"  replica {i}: waits at `2`, call 1")
+    assert re.match(rf"  replica {replica}: runs in `1\.0`, at .*\.py:\d+", rows[replica])
+    hangs.go.set()
+    assert hangs.ended.wait(DEADLINE)
+    hangs.replica = -1
+    torch.testing.assert_close(model(x), net(x))
+
+
+def test_a_wait_that_ends_in_time_is_no_affair_of_the_limit():
+    hangs = Hangs(1, others=1)
+    hangs.go.set()
+    net = nn.Sequential(hangs, Centering())
+    x = torch.randn(6, 2)
+    y = data_parallel(net, x, ["cpu"] * 2, timeout=DEADLINE)
+    torch.testing.assert_close(y, x - x.mean(0))
+
+
+def test_by_default_there_is_no_limit():
+    assert DataParallel(nn.ReLU(), ["cpu"] * 2).timeout is None
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"),
+    [(0, ValueError), (-1.0, ValueError), (True, TypeError), ("5", TypeError)],
+)
+def test_what_is_no_limit_is_refused(timeout, error):
+    with pytest.raises(error, match=re.escape(f"{timeout}")):
+        DataParallel(nn.ReLU(), ["cpu"] * 2, timeout=timeout)

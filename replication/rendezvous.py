@@ -146,6 +146,7 @@ class Rendezvous:
         self._waits: list[Wait] = []
         self._failures: list[Failure] = []
         self._verdict: Verdict | None = None
+        self._is_closed = False
 
     # -- the life of a replica -----------------------------------------------------------------
 
@@ -181,6 +182,8 @@ class Rendezvous:
         """A replica failed: wakes all who wait; the first failure is the one they name."""
         reason = f"{self._name(replica)} failed with {described(error)}."
         with self.lock:
+            if self._is_closed:  # nobody would ask for it, or forget it
+                return
             follow_up = isinstance(error, ReplicaFailed)
             if not follow_up and not any(error is failure.error for failure in self._failures):
                 self._failures.append(Failure(replica, error))
@@ -190,6 +193,7 @@ class Rendezvous:
     def close(self, reason: str) -> list[Failure]:
         """Ends all waits, now and later; returns the replicas' failures, the first one first."""
         with self.lock:
+            self._is_closed = True
             if self._verdict is None:
                 self._give_up(ReplicationError, reason, None)
         return self.forget_failures()

@@ -280,7 +280,10 @@ class ReplicaGroup(Group):
             tensors = tuple(tensor.detach() for tensor in tensors)
         wants_graph = any(tensor.requires_grad for tensor in tensors)
         results = self._exchange(
-            call, tensors, lambda messages: merge([_ordinary(m) for m in messages]), wants_graph
+            call,
+            tensors,
+            lambda messages: merge([tuple(map(ordinary, m)) for m in messages]),
+            wants_graph,
         )
         return results if grad_enabled else tuple(result.detach() for result in results)
 
@@ -330,11 +333,11 @@ class ReplicaGroup(Group):
         return self._connected().part(self.rank, size)
 
 
-def _ordinary(tensors: Tensors) -> Tensors:
-    """Copies of those made in inference mode, outside of it: no graph may hold them."""
-    if torch.is_inference_mode_enabled():
-        return tensors
-    return tuple(tensor.clone() if tensor.is_inference() else tensor for tensor in tensors)
+def ordinary(tensor: Tensor) -> Tensor:
+    """Outside of inference mode a copy of a tensor made in it, which no graph may hold."""
+    if torch.is_inference_mode_enabled() or not tensor.is_inference():
+        return tensor
+    return tensor.clone()
 
 
 def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensors]:

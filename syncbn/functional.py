@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from replication.replica_group import ordinary
 from replication.torch_internals import uncompiled, will_run
 from syncbn import kernels
 
@@ -107,7 +108,8 @@ def merge_shards(shards: Sequence[Shard]) -> list[Whole]:
     merged: Sequence[Tensor | None] = [None] * len(shards)
     if joint.total > 1:
         counts = [shard.values for shard in shards]
-        merged = Merge.apply(joint, counts, *(shard.moments for shard in shards))  # type: ignore[no-untyped-call]
+        moments = [ordinary(shard.moments) for shard in shards]
+        merged = Merge.apply(joint, counts, *moments)  # type: ignore[no-untyped-call]
     return [Whole(joint, moments) for moments in merged]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +49,20 @@ def no_thread_left() -> Iterator[None]:
         while not _is_at_rest(thread):
             assert time.monotonic() < end, f"the test has left {thread} running"
             thread.join(0.01)
+
+
+@pytest.fixture
+def one_interrupt() -> Iterator[None]:
+    """Of several SIGINTs the first alone interrupts: one that comes right before the main thread
+    goes to sleep is noticed only when it wakes up, so that it takes several."""
+
+    def interrupt(signum: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def _is_at_rest(thread: threading.Thread) -> bool:

@@ -203,7 +203,7 @@ class AsTorchDoes(CustomDataParallel):
     """
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
-        results: list[Any] = [None] * len(replicas)
+        results: dict[int, Any] = {}  # of a thread that something else has ended it has nothing
         grad_enabled = torch.is_grad_enabled()
 
         def work(i: int) -> None:
@@ -214,10 +214,12 @@ class AsTorchDoes(CustomDataParallel):
                 results[i] = ExceptionWrapper(where=f"in replica {i} on device cpu")
 
         join_all([threading.Thread(target=work, args=(i,)) for i in range(len(replicas))])
-        for result in results:
-            if isinstance(result, ExceptionWrapper):
-                result.reraise()
-        return results
+        outputs = []
+        for i in range(len(replicas)):
+            if isinstance(results[i], ExceptionWrapper):
+                results[i].reraise()
+            outputs.append(results[i])
+        return outputs
 
 
 class ByPlainThreads(CustomDataParallel):

@@ -26,3 +26,12 @@ def test_layer_between_processes():
         ("2", "reduce", "2"),
         ("2", "gather", "2"),
     ]
+
+
+def test_delays_of_failures():
+    done = run_python(str(BENCHMARKS / "failures.py"), "--replicas", "2", "--forwards", "2")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    ways = ["before", "in", "between", "after", "skips", "twice", "order"]
+    assert [row[:3] for row in rows] == [["2", way, copy] for way in ways for copy in "01"]
+    assert all(0 < float(median) <= float(p99) < 1e3 for *_, median, p99 in rows)

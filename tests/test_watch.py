@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import pickle
+import signal
 import threading
 import traceback
 import weakref
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from layers import (
+    DEADLINE,
     AsTorchDoes,
     ByForward,
     ByMicroBatches,
@@ -31,7 +33,7 @@ from layers import (
     until_others_wait,
     values,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import replication.rendezvous
@@ -357,6 +359,57 @@ def test_replicas_end_with_a_forward_that_has_diverged():
         with suppress(ReplicasDiverged):
             model(torch.randn(4, 2))
         assert len(seen) == 2
+        assert freed(*seen)
+
+
+@pytest.mark.usefixtures("one_interrupt")
+def test_replicas_end_with_an_interrupted_forward():
+    """Without the garbage collector, as after any other error (test_watch.py)."""
+    main, waits, over = threading.get_ident(), threading.Event(), threading.Event()
+
+    class Interrupts(Numbered):
+        """Copy 1 interrupts the caller while copy 0 waits for it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Centering()
+
+        def forward(self, x: Tensor) -> Tensor:
+            while self.copy_id == 1 and not over.wait(0.01):
+                signal.pthread_kill(main, signal.SIGINT)
+            waits.set()
+            return self.layer(x)
+
+    model = ours(Interrupts(), 2)
+    seen = live_replicas(model)
+    with no_garbage_collection():
+        try:
+            model(torch.randn(4, 2))
+        except KeyboardInterrupt:
+            over.set()
+        assert seen
+        assert waits.wait(DEADLINE)
+        assert freed(*seen)
+
+
+def test_replicas_end_after_a_system_exit_that_another_error_follows():
+    """The same without signals: the second error comes after the caller has gone."""
+    gone = threading.Event()
+
+    class Both(Numbered):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.copy_id == 0:
+                raise SystemExit
+            assert gone.wait(DEADLINE)
+            raise KeyError(self.copy_id)
+
+    model = ours(Both(), 2)
+    seen = live_replicas(model)
+    with no_garbage_collection():
+        try:
+            model(torch.randn(4, 2))
+        except SystemExit:
+            gone.set()
         assert freed(*seen)
 
 

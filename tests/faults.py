@@ -1,0 +1,196 @@
+"""A network in which an error strikes one copy of one layer, and the step of its plain twin."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from layers import AsTorchDoes, ByPlainThreads, Centering, Numbered
+from torch import Tensor, nn
+
+from replication import DataParallel, data_parallel, patch_replication_callback, replicate
+from syncbn import SynchronizedBatchNorm1d
+
+#: How many replicas there are.
+N = 3
+
+#: What runs a network's replicas, as a function of the batch.
+Run = Callable[[Tensor], Tensor]
+
+
+class Fault:
+    """An error that is raised at one place, in one replica, while it is active."""
+
+    def __init__(self, place: str, replica: int, error: BaseException | None = None) -> None:
+        self.place = place
+        self.replica = replica
+        self.error = error
+        self.active = True
+        #: Weak references to the copies of a layer in all forwards.
+        self.copies: list[weakref.ref[nn.Module]] = []
+
+    def strike(self, place: str, replica: int | None) -> None:
+        if self.active and (place, replica) == (self.place, self.replica):
+            self.act()
+
+    def act(self) -> None:
+        assert self.error is not None
+        raise self.error
+
+
+class Point(Numbered):
+    """Passes on its input, unless the fault is in this place, in the callback or in backward."""
+
+    def __init__(self, place: str, fault: Fault) -> None:
+        super().__init__()
+        self.place = place
+        self.fault = fault
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        super().__data_parallel_replicate__(ctx, copy_id)
+        self.fault.copies.append(weakref.ref(self))
+        self.fault.strike(f"callback, {self.place}", copy_id)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fault, place, copy_id = self.fault, self.place, self.copy_id
+        fault.strike(place, copy_id)
+        x = StrikesInBackward.apply(x, fault, f"backward, {place}", copy_id)
+        x.register_hook(lambda dy: fault.strike(f"tensor hook, {place}", copy_id))
+        return x
+
+
+class StrikesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *where: Any) -> Tensor:
+        ctx.where = where
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        fault, place, copy_id = ctx.where
+        fault.strike(place, copy_id)
+        return dy, None, None, None
+
+
+class FaultyBatchNorm(SynchronizedBatchNorm1d):
+    """Can be struck in the layer, before it has sent anything."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(3, dtype=torch.float64)
+        self.fault = fault
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        super()._check_input_dim(input)
+        self.fault.strike("in", self.group.rank)
+
+
+class FaultyCentering(Centering):
+    """Can be struck in its master's callback, which runs in copy 0."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def _data_parallel_master(self, intermediates: Any) -> list[tuple[Any, Tensor]]:
+        self.fault.strike("master", 0)
+        return super()._data_parallel_master(intermediates)
+
+
+def faulty(fault: Fault) -> nn.Sequential:
+    """A network of two synchronized layers and an older one, in float64."""
+    struck = FaultyBatchNorm(fault)
+    struck.register_forward_pre_hook(
+        lambda layer, args: fault.strike("pre-hook", layer.group.rank)
+    )
+    struck.register_forward_hook(
+        lambda layer, args, output: fault.strike("hook", layer.group.rank)
+    )
+    layers: list[tuple[str, nn.Module]] = [
+        ("first", nn.Linear(3, 3, dtype=torch.float64)),
+        ("before", Point("before", fault)),
+        ("bn1", SynchronizedBatchNorm1d(3, dtype=torch.float64)),
+        ("between", Point("between", fault)),
+        ("bn2", struck),
+        ("center", FaultyCentering(fault)),
+        ("after", Point("after", fault)),
+        ("last", nn.Linear(3, 2, dtype=torch.float64)),
+    ]
+    return nn.Sequential(OrderedDict(layers))
+
+
+def twin_of(net: nn.Sequential) -> nn.Sequential:
+    """The same with torch's layers, for one device."""
+    twins: OrderedDict[str, nn.Module] = OrderedDict()
+    for name, layer in net.named_children():
+        if isinstance(layer, nn.Linear):
+            twins[name] = nn.Linear(layer.in_features, layer.out_features, dtype=torch.float64)
+        elif isinstance(layer, nn.BatchNorm1d):
+            twins[name] = nn.BatchNorm1d(layer.num_features, dtype=torch.float64)
+        else:
+            twins[name] = Centering() if isinstance(layer, Centering) else nn.Identity()
+    twin = nn.Sequential(twins)
+    twin.load_state_dict(net.state_dict())
+    return twin
+
+
+def batch(features: int = 2) -> tuple[Tensor, Tensor]:
+    """An input, of which the last replica gets a single sample, and an upstream gradient."""
+    x, dy = (torch.randn(7, size, dtype=torch.float64) for size in (3, features))
+    return x, dy
+
+
+def numbers(run: Run, net: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """All that a step makes: output, gradients, running statistics."""
+    net.zero_grad()
+    x = x.clone().requires_grad_()
+    y = run(x)
+    y.backward(dy)
+    grads = {name: parameter.grad for name, parameter in net.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, **grads, **dict(net.named_buffers())}
+
+
+def assert_next_step_is_exact(
+    run: Run, net: nn.Module, twin: nn.Module, step: tuple[Tensor, Tensor] | None = None
+) -> None:
+    x, dy = step or batch()
+    expected = numbers(twin, twin, x, dy)
+    torch.testing.assert_close(numbers(run, net, x, dy), expected, rtol=1e-10, atol=1e-12)
+
+
+# -- what runs the replicas --------------------------------------------------------------------
+
+
+def ours(net: nn.Module) -> Run:
+    return DataParallel(net, ["cpu"] * N)
+
+
+def as_torch_does(net: nn.Module) -> Run:
+    model = AsTorchDoes(net, N)
+    patch_replication_callback(model)
+    return model
+
+
+class Customized(DataParallel):
+    """Ours, with the user's own way to make the replicas and to run them."""
+
+    call = ByPlainThreads.call
+    parallel_apply = ByPlainThreads.parallel_apply
+
+    def replicate(self, module: Any, device_ids: Any) -> Any:
+        return replicate(module, device_ids)
+
+
+def customized(net: nn.Module) -> Run:
+    model = Customized(net, ["cpu"] * N)
+    patch_replication_callback(model)
+    return model
+
+
+def as_a_function(net: nn.Module) -> Run:
+    return lambda x: data_parallel(net, x, ["cpu"] * N)
+
+
+WRAPS = (ours, as_torch_does, customized, as_a_function)

@@ -1,0 +1,278 @@
+"""One copy that does something else, any of them: it is named at once, and the next step is exact.
+
+Where that is no error, a copy without grad, the others' numbers are right.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from faults import N, as_torch_does, assert_next_step_is_exact, batch, numbers, ours
+from layers import Numbered, outcome_of
+from sharded import run_sharded
+from torch import Tensor, nn
+
+from replication import Group, ReplicaAware, ReplicasDiverged
+from syncbn import SynchronizedBatchNorm1d
+
+#: Seconds; a wait that were given up late would take `replication.rendezvous.GRACE`.
+AT_ONCE = 5.0
+
+wraps = pytest.mark.parametrize("wrap", [ours, as_torch_does])
+replicas = pytest.mark.parametrize("replica", range(N))
+
+
+class TwoLayers(Numbered):
+    """Two layers between linear ones; one copy may do something other with them."""
+
+    def __init__(self, make: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3, dtype=torch.float64)
+        self.a, self.b = make(3, dtype=torch.float64), make(3, dtype=torch.float64)
+        self.last = nn.Linear(3, 2, dtype=torch.float64)
+        self.odd_one: int | None = None
+        self.other: Callable[[Any, Tensor], Tensor] | None = None
+        self.whole: Callable[[Any, Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.whole is not None and self.copy_id == self.odd_one:
+            return self.whole(self, x)
+        x = self.first(x)
+        if self.other is not None and self.copy_id == self.odd_one:
+            x = self.other(self, x)
+        else:
+            x = self.b(self.a(x))
+        return self.last(x)
+
+
+def nets() -> tuple[TwoLayers, TwoLayers]:
+    """A network with synchronized layers, and its twin of one device."""
+    net, twin = TwoLayers(SynchronizedBatchNorm1d), TwoLayers(nn.BatchNorm1d)
+    twin.load_state_dict(net.state_dict())
+    return net, twin
+
+
+def failure(net: nn.Module, wrap: Any, x: Tensor) -> BaseException:
+    begin = time.monotonic()
+    outcome = outcome_of(lambda: wrap(net)(x))
+    assert time.monotonic() - begin < AT_ONCE
+    assert outcome.error is not None, "nobody has noticed"
+    return outcome.error
+
+
+def assert_recovers(net: TwoLayers, twin: TwoLayers, wrap: Any) -> None:
+    net.other = None
+    assert net.training and net.b.training
+    twin.load_state_dict(net.state_dict())
+    assert_next_step_is_exact(wrap(net), net, twin)
+
+
+def in_eval(net: TwoLayers, x: Tensor) -> Tensor:
+    net.eval()
+    return net.b(net.a(x))
+
+
+def second_in_eval(net: TwoLayers, x: Tensor) -> Tensor:
+    net.b.eval()
+    return net.b(net.a(x))
+
+
+#: What the odd one does, and what the message says of it and of the others.
+WAYS: dict[str, tuple[Callable[[TwoLayers, Tensor], Tensor], str, str]] = {
+    # T1.4
+    "skips both": (lambda net, x: x, "", "`a`, call 1: {others}"),
+    "skips the first": (lambda net, x: net.b(x), "`b`, call 1: {odd} waits", "`a`, call 1: {all}"),
+    "skips the last": (lambda net, x: net.a(x), "", "`b`, call 1: {others}"),
+    # T1.6
+    "calls the first twice": (
+        lambda net, x: net.b(net.a(net.a(x))), "`a`, call 2: {odd} waits", "`b`, call 1: {all}"
+    ),
+    "calls the last twice": (
+        lambda net, x: net.b(net.b(net.a(x))), "`b`, call 2: {odd} waits", "ended after call 1"
+    ),
+    # T1.5
+    "calls in another order": (
+        lambda net, x: net.a(net.b(x)), "`b`, call 1: {odd} waits", "`a`, call 1: {all}"
+    ),
+    # T5.3
+    "is in eval": (in_eval, "", "`a`, call 1: {others}"),
+    "has a layer in eval": (second_in_eval, "", "`b`, call 1: {others}"),
+}  # fmt: skip
+
+
+@wraps
+@replicas
+@pytest.mark.parametrize("way", WAYS)
+def test_a_replica_that_goes_another_way_is_named(wrap, replica, way):
+    net, twin = nets()
+    net.odd_one, (net.other, of_odd, of_others) = replica, WAYS[way]
+    error = failure(net, wrap, batch()[0])
+
+    assert type(error) is ReplicasDiverged
+    first, second = (i for i in range(N) if i != replica)
+    names = {
+        "odd": f"replica {replica}",
+        "all": f"replicas {first}, {second} wait",
+        # Whoever comes last does so after the odd one has ended, and may not be waiting yet.
+        "others": f"replica(s {first}, {second} wait| ({first}|{second}) waits)",
+    }
+    text = str(error)
+    for part in (of_odd or f"{names['odd']} ended without calling it", of_others):
+        assert re.search(part.format(**names), text), text
+    assert_recovers(net, twin, wrap)
+
+
+#: What the odd one calls its second layer with, and what it is told.
+BAD_INPUT: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception], str]] = {
+    # T2.5
+    "channels": (lambda x: x[:, :2], ValueError, "expected 3 channels"),
+    "dimensions": (lambda x: x[None, None], ValueError, "expected 2D or 3D input"),
+    # T4.4
+    "dtype": (lambda x: x.float(), RuntimeError, "expected weight in torch.float32"),
+    "integers": (lambda x: x.long(), NotImplementedError, "not implemented for inputs of torch.i"),
+}
+
+
+@wraps
+@replicas
+@pytest.mark.parametrize("what", BAD_INPUT)
+def test_bad_input_in_one_replica_is_that_ones_error(wrap, replica, what):
+    net, twin = nets()
+    change, kind, text = BAD_INPUT[what]
+    net.odd_one, net.other = replica, lambda net, x: net.b(change(net.a(x)))
+    error = failure(net, wrap, batch()[0])
+    assert type(error) is kind
+    assert text in str(error)
+    assert error.__notes__ == [f"in replica {replica} of {N} on cpu, module `b`"]
+    assert_recovers(net, twin, wrap)
+
+
+# -- calls that do not match -------------------------------------------------------------------
+
+
+class Talks(ReplicaAware, nn.Module):
+    """Adds nothing, but talks first: one copy in another way than the others."""
+
+    def __init__(self, odd_one: int, usual: Any, other: Any) -> None:
+        super().__init__()
+        self.odd_one = odd_one
+        self.usual, self.other = usual, other
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.group.barrier()
+        call = self.other if self.group.rank == self.odd_one else self.usual
+        call(self.group, x[0])
+        return x
+
+
+def all_reduce(group: Group, x: Tensor) -> Any:
+    return group.all_reduce(x)
+
+
+CALLS: dict[str, tuple[Any, Any, str, str]] = {
+    "collective": (all_reduce, lambda g, x: g.all_gather(x), "all_reduce", "all_gather"),
+    "op": (all_reduce, lambda g, x: g.all_reduce(x, "max"), "op='sum'", "op='max'"),
+    "src": (lambda g, x: g.broadcast(x, 1), lambda g, x: g.broadcast(x, 2), "src=1", "src=2"),
+    "shape": (all_reduce, lambda g, x: g.all_reduce(x[:2]), r"float64 \[3\]", r"float64 \[2\]"),
+    "dtype": (all_reduce, lambda g, x: g.all_reduce(x.float()), "float64", "float32"),
+    "barrier": (all_reduce, lambda g, x: g.barrier(), "all_reduce", "barrier"),
+    "objects": (
+        lambda g, x: g.all_gather_object(x), lambda g, x: g.all_gather(x),
+        "all_gather_object", r"all_gather(?!_object)",
+    ),
+    "exchange of its own": (
+        all_reduce, lambda g, x: g.exchange("mine", x, lambda xs: xs), "all_reduce", "mine"
+    ),
+}  # fmt: skip
+
+
+def around(norm: Callable[..., nn.Module], talks: nn.Module) -> nn.Sequential:
+    linear = nn.Linear(3, 3, dtype=torch.float64)
+    return nn.Sequential(linear, norm(3, dtype=torch.float64), nn.Sequential(talks))
+
+
+@wraps
+@replicas
+@pytest.mark.parametrize("what", CALLS)
+def test_a_replica_that_calls_something_else_is_named(wrap, replica, what):
+    usual, other, of_others, of_odd = CALLS[what]
+    talks = Talks(replica, usual, other)
+    net = around(SynchronizedBatchNorm1d, talks)
+    text = str(failure(net, wrap, batch()[0]))
+    first, second = (i for i in range(N) if i != replica)
+    assert text.startswith("`2.0`, call 2: the calls do not match: ")
+    assert re.search(f"replicas {first}, {second}: [^;]*{of_others}", text), text
+    assert re.search(f"replica {replica}: [^;]*{of_odd}", text), text
+
+    talks.other = usual
+    twin = around(nn.BatchNorm1d, nn.Identity())
+    twin.load_state_dict(net.state_dict())
+    assert_next_step_is_exact(wrap(net), net, twin, batch(3))
+
+
+# -- without grad ------------------------------------------------------------------------------
+
+
+def under_no_grad(net: TwoLayers, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return net.last(net.b(net.a(net.first(x))))
+
+
+def with_constant_input(net: TwoLayers, x: Tensor) -> Tensor:
+    return net.last(net.b(net.a(net.first(x.detach()))))
+
+
+def with_constants_between(net: TwoLayers, x: Tensor) -> Tensor:
+    return net.last(net.b(net.a(net.first(x)).detach()))
+
+
+#: What a copy does, and between which of the layers its values are constants.
+CONSTANTS = {
+    "no_grad": (under_no_grad, range(5)),
+    "constant input": (with_constant_input, [0]),
+    "constants between": (with_constants_between, [2]),
+}
+
+
+@wraps
+@replicas
+@pytest.mark.parametrize("what", CONSTANTS)
+def test_what_a_replica_without_grad_sends_are_constants_to_the_others(wrap, replica, what):
+    way, places = CONSTANTS[what]
+    net, twin = nets()
+    net.whole, net.odd_one = way, replica
+    x, dy = batch()
+
+    def by_hand(x: Tensor) -> Tensor:
+        """All in one device, with the samples of that replica cut off from the graph."""
+        for place, layer in enumerate((twin.first, twin.a, twin.b, twin.last, nn.Identity())):
+            if place in places:
+                parts = list(x.chunk(N))
+                parts[replica] = parts[replica].detach()
+                x = torch.cat(parts)
+            x = layer(x)
+        return x
+
+    expected = numbers(by_hand, twin, x, dy)
+    torch.testing.assert_close(numbers(wrap(net), net, x, dy), expected, rtol=1e-10, atol=1e-12)
+
+
+@replicas
+def test_a_replica_in_inference_mode_sends_constants(replica):
+    class Infers(Numbered):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm1d(3, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.inference_mode(self.copy_id == replica):
+                return self.bn(x)
+
+    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    y = torch.cat(run_sharded(Infers(), x.chunk(N)))
+    torch.testing.assert_close(y, nn.functional.batch_norm(x, None, None, training=True))

@@ -1,0 +1,216 @@
+"""Any error, anywhere, in any copy, whoever runs it: it arrives as it is, and leaves nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from faults import (
+    WRAPS,
+    Fault,
+    N,
+    as_a_function,
+    assert_next_step_is_exact,
+    batch,
+    faulty,
+    ours,
+    twin_of,
+)
+from layers import DEADLINE
+from torch import Tensor, nn
+
+from replication.place import here
+from replication.rendezvous import Rendezvous
+
+#: Seconds; a replica that were left waiting would take `replication.rendezvous.GRACE`.
+AT_ONCE = 5.0
+
+#: Where an error strikes, and the synchronized layers that all copies have finished by then.
+PLACES = {
+    "callback, between": (),
+    "before": (),
+    "between": ("bn1",),
+    "pre-hook": ("bn1",),
+    "in": ("bn1",),
+    "hook": ("bn1", "bn2"),
+    "master": ("bn1", "bn2"),
+    "after": ("bn1", "bn2"),
+    "tensor hook, between": ("bn1", "bn2"),
+    "backward, between": ("bn1", "bn2"),
+}
+WHERE = [(place, replica) for place in PLACES for replica in range(1 if place == "master" else N)]
+
+
+class NeedsTwo(Exception):
+    """Cannot be made anew from a text, as torch does it."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code, reason)
+
+
+def out_of_memory() -> BaseException:
+    kind = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)  # before torch 2.5
+    return kind("tried to allocate too much")
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "RuntimeError": lambda: RuntimeError("own"),
+    "OutOfMemoryError": out_of_memory,
+    "NeedsTwo": lambda: NeedsTwo(3, "own"),
+    "SystemExit": lambda: SystemExit(3),
+    "KeyboardInterrupt": KeyboardInterrupt,
+}
+
+# The function is the class once more, so two errors will do.
+RUNS = [
+    (wrap, error)
+    for wrap in WRAPS
+    for error in ERRORS
+    if wrap is not as_a_function or error in ("NeedsTwo", "SystemExit")
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def three_idle_workers() -> Iterator[None]:
+    ours(nn.Identity())(torch.zeros(N))
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def garbage_of_the_test_alone() -> Iterator[None]:
+    """What is freed in a test is freed by its last reference, and so was in no cycle; and who
+    looks for objects sees those of the test."""
+    gc.freeze()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def quiet_threads(monkeypatch) -> None:
+    # The plain threads of torch die of what is no Exception, and report it to this hook.
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+
+
+def live_tensors() -> int:
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true: an error that ends programs arrives while replicas may be busy."""
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def forgotten(fault: Fault, *, in_cycles: bool) -> bool:
+    """Whether no replica is left, soon; ``in_cycles`` they may need the garbage collector."""
+
+    def none_is_left() -> bool:
+        if in_cycles:
+            gc.collect()
+        return not any(copy() is not None for copy in fault.copies)
+
+    return soon(none_is_left)
+
+
+def fail(run: Callable[[Tensor], Tensor], fault: Fault, x: Tensor, dy: Tensor) -> None:
+    """Makes a step that ends in the very error of the fault, and forgets that."""
+    begin = time.monotonic()
+    try:
+        run(x.clone().requires_grad_()).backward(dy)
+    except BaseException as error:
+        assert error is fault.error  # the first one, no follow-up, no new one of the same type
+        assert time.monotonic() - begin < AT_ONCE
+        frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        assert frames[0] == "fail"
+        assert frames[-2:] == ["strike", "act"]
+    else:
+        pytest.fail("the error has not arrived")
+    fault.error = None
+
+
+# T1.2, T1.3, T13.2, T14.2
+@pytest.mark.parametrize(("wrap", "error"), RUNS)
+@pytest.mark.parametrize(("place", "replica"), WHERE)
+def test_error_arrives_as_it_is_and_leaves_an_exact_model_behind(wrap, error, place, replica):
+    fault = Fault(place, replica, ERRORS[error]())
+    net = faulty(fault)
+    twin, run = twin_of(net), wrap(net)
+    state = copy.deepcopy(net.state_dict())
+    x, dy = batch()
+    twin(x)
+    threads, tensors = threading.active_count(), live_tensors()
+
+    fail(run, fault, x, dy)
+    assert fault.copies
+    # Whoever runs replicas may hold a follow-up in the frame that has raised it.
+    assert forgotten(fault, in_cycles=wrap not in (ours, as_a_function))
+    net.zero_grad()
+    # The engine keeps what a failed backward has left to do until the next one.
+    torch.ones((), requires_grad=True).backward()
+    assert live_tensors() == tensors
+
+    # Running statistics of layers that all copies have finished are those of the batch, and all
+    # others what they were.
+    for name, value in net.state_dict().items():
+        is_new = name.split(".")[0] in PLACES[place]
+        torch.testing.assert_close(value, twin.state_dict()[name] if is_new else state[name])
+
+    fault.active = False
+    assert_next_step_is_exact(run, net, twin_of(net))
+    assert soon(lambda: threading.active_count() <= threads)
+
+
+class Interruption(Fault):
+    """Interrupts the main thread, which awaits the replicas; till then its replica goes on."""
+
+    def __init__(self, place: str, replica: int) -> None:
+        super().__init__(place, replica)
+        self.main = threading.main_thread().ident or 0
+        self.is_over = threading.Event()
+        self.rendezvous: Rendezvous | None = None
+
+    def act(self) -> None:
+        place = here()
+        assert place is not None
+        self.rendezvous = place.rendezvous
+        end = time.monotonic() + 2 * DEADLINE  # longer than the test waits for anything
+        while not self.is_over.wait(0.01) and time.monotonic() < end:
+            signal.pthread_kill(self.main, signal.SIGINT)
+
+
+# T1.11
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("place", ["before", "in", "between", "after"])
+@pytest.mark.parametrize("replica", range(N))
+@pytest.mark.usefixtures("one_interrupt")
+def test_interrupt_of_the_caller_arrives_at_once_and_leaves_an_exact_model(wrap, place, replica):
+    fault = Interruption(place, replica)
+    net = faulty(fault)
+    run, (x, _) = wrap(net), batch()
+    threads = threading.active_count()
+    begin = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(x)
+        assert time.monotonic() - begin < AT_ONCE
+        assert soon(lambda: not fault.rendezvous._waits)  # nobody waits for the busy replica
+    finally:
+        fault.is_over.set()
+        fault.rendezvous = None
+    assert forgotten(fault, in_cycles=True)
+    fault.active = False
+    assert_next_step_is_exact(run, net, twin_of(net))
+    assert soon(lambda: threading.active_count() <= threads)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from replication.devices import DeviceLike, accelerator, current_stream, parse_devices, use_device
 from replication.errors import ReplicasTimedOut, ReplicationError
-from replication.torch_internals import in_functorch_transform
+from replication.torch_internals import in_functorch_transform, nodes_made
 from replication.watch import (
     Attendance,
     add_note,
@@ -109,12 +109,14 @@ def _collect(
     """Makes all calls and awaits their results. Returns whether all of them have ended: a failure
     that is to end the program, such as SystemExit, does not wait for the others, nor does one that
     says that they have been waited for."""
-    done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+    done: SimpleQueue[Outcome] = SimpleQueue()
+    nodes = max((worker.nodes for worker in workers), default=0)
     for index, (worker, call) in enumerate(zip(workers, calls, strict=True)):
         # A Context cannot be entered by two threads: each has its own copy.
-        worker.submit(index, partial(contextvars.copy_context().run, call), done)
+        worker.submit(Task(index, partial(contextvars.copy_context().run, call), done, nodes))
     for _ in calls:
-        index, outputs[index], failure = _next(done)
+        index, outputs[index], failure, nodes = _next(done)
+        workers[index].nodes = nodes
         if failure is not None:
             failures.append(failure)
             if not isinstance(failure, Exception) or isinstance(failure, ReplicasTimedOut):
@@ -122,7 +124,7 @@ def _collect(
     return True
 
 
-def _next(done: SimpleQueue[tuple[int, Any, BaseException | None]]) -> Any:
+def _next(done: SimpleQueue[Outcome]) -> Outcome:
     """What comes next. Looks up now and then: of a Ctrl-C that comes right before it goes to sleep
     a thread learns only when it wakes up."""
     while True:
@@ -188,20 +190,45 @@ class ThreadState:
             raise
 
 
+class Outcome(NamedTuple):
+    """What a call has returned or raised."""
+
+    replica: int
+    value: Any
+    failure: BaseException | None
+    #: See `Worker`; after the call.
+    nodes: int
+
+
+class Task(NamedTuple):
+    """A call, and where to put what comes of it."""
+
+    replica: int
+    call: Callable[[], Any]
+    done: SimpleQueue[Outcome]
+    #: See `Worker`; before the call.
+    nodes: int
+
+
 class Worker:
-    """A daemon thread that does one call after the other."""
+    """A daemon thread that does one call after the other.
+
+    Attributes:
+        nodes: How many nodes of graphs it has made. Autograd takes the latest first, of all
+            threads by their own count: for the same sums in each step all begin with the same.
+    """
 
     def __init__(self) -> None:
-        self._inbox: SimpleQueue[tuple[int, Callable[[], Any], SimpleQueue[Any]] | None]
-        self._inbox = SimpleQueue()
+        self.nodes = 0
+        self._inbox: SimpleQueue[Task | None] = SimpleQueue()
         # The thread refers to the inbox alone, so that an unused worker is freed and ends it.
         self.thread = threading.Thread(target=_serve, args=(self._inbox,), daemon=True)
         self.thread.start()
 
-    def submit(self, index: int, call: Callable[[], Any], done: SimpleQueue[Any]) -> None:
-        """Calls ``call`` in the thread and puts index, result and error in ``done``."""
-        self.thread.name = f"replica-{index}"
-        self._inbox.put((index, call, done))
+    def submit(self, task: Task) -> None:
+        """Lets the thread do it."""
+        self.thread.name = f"replica-{task.replica}"
+        self._inbox.put(task)
 
     def dismiss(self) -> None:
         """Lets the thread end, after its call if there is one."""
@@ -210,13 +237,16 @@ class Worker:
     __del__ = dismiss
 
 
-def _serve(inbox: SimpleQueue[tuple[int, Callable[[], Any], SimpleQueue[Any]] | None]) -> None:
+def _serve(inbox: SimpleQueue[Task | None]) -> None:
     while (task := inbox.get()) is not None:
-        index, call, done = task
+        replica, call, done, nodes = task
         try:
-            outcome: tuple[int, Any, BaseException | None] = (index, call(), None)
+            missing = nodes - nodes_made()
+            if missing > 0:
+                torch.atleast_1d([torch.zeros((), requires_grad=True)] * missing)
+            outcome = Outcome(replica, call(), None, nodes_made())
         except BaseException as error:
-            outcome = (index, None, error)
+            outcome = Outcome(replica, None, error, nodes_made())
         # Nothing of a forward may stay alive in an idle thread.
         del task, call
         done.put(outcome)
@@ -231,6 +261,10 @@ class _Idle(threading.local):
 
 
 _idle = _Idle()
+
+
+#: That a worker makes in a few milliseconds, to have made as many as the others.
+_FEW_NODES = 10_000
 
 
 def _forget_workers() -> None:
@@ -249,6 +283,9 @@ def borrowed_workers(count: int) -> Iterator[list[Worker]]:
     still be busy (a worker that nobody holds ends after its call)."""
     idle = _idle.workers
     workers = [idle.pop() if idle else Worker() for _ in range(count)]
+    nodes = [worker.nodes for worker in workers]
+    if max(nodes, default=0) - min(nodes, default=0) > _FEW_NODES:
+        workers = [Worker() for _ in range(count)]
     try:
         yield workers
     except BaseException:

@@ -233,7 +233,8 @@ def _copies(tensors: Sequence[Tensor], devices: list[torch.device]) -> Copies:
                 for copies in others
             ),
         ]
-    return [[to_device(tensor, device) for tensor in tensors] for device in devices]
+    # Detached for each: autograd adds the gradients of one object in whatever order they come.
+    return [[to_device(tensor.detach(), device) for tensor in tensors] for device in devices]
 
 
 class Broadcast(torch.autograd.Function):

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch._compile import _disable_dynamo
 from torch.nn.parallel.data_parallel import _check_balance as check_balance
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
@@ -51,6 +51,8 @@ __all__ = [
     "check_balance",
     "current_backward",
     "device_of_group",
+    "is_batched",
+    "nodes_made",
     "pytree_node",
     "register_pytree_node",
     "timeout_of",
@@ -142,6 +144,17 @@ def current_backward() -> int:
     """The number of the backward that this thread is in: in the recomputation of an activation
     checkpoint, say."""
     return torch._C._current_graph_task_id()
+
+
+def nodes_made() -> int:
+    """How many nodes of autograd graphs this thread has made; autograd goes by these numbers."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether this stands for several tensors, as the gradients of a vectorized Jacobian do."""
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
 def will_run(node: Any) -> bool:

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from replication.replica_group import ordinary
-from replication.torch_internals import uncompiled, will_run
+from replication.torch_internals import is_batched, uncompiled, will_run
 from syncbn import kernels
 
 __all__: list[str] = []
@@ -283,6 +283,8 @@ class Normalize(Function):
         if x is None:
             (x,) = ctx.moments.saved_tensors
             link.x = x if will_run(ctx.moments) else None
+        if is_batched(dy):  # ``is_grads_batched``, which takes no changes in place
+            link.joint.exact = True
         if link.joint.walks_exact_edges():
             dz, sums, dmerged = _normalize_derivative(dy, x, merged, weight, ctx.denominator)
         else:

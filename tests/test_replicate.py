@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import threading
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any, NamedTuple
@@ -100,16 +101,29 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(torch.zeros(shape))
 
 
-def test_gradients_are_summed_in_replica_order():
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_gradients_are_summed_in_replica_order(order):
+    """Whatever the order in which the engine meets them."""
     # Added from left to right these give 1, from right to left 0.
     grads = [torch.tensor(value) for value in (1e8, -1e8, 1.0)]
     module = Weight()
     weights = [replica.weight for replica in replicate(module, ["cpu"] * 3)]
-    # The engine meets them in the opposite order.
-    sum(
-        weight * grad for weight, grad in reversed(list(zip(weights, grads, strict=True)))
-    ).backward()
+    sum(weights[i] * grads[i] for i in order).backward()
     assert module.weight.grad.item() == 1.0
+
+
+def test_each_replica_has_a_copy_of_its_own_of_each_parameter():
+    replicas = replicate(nn.Linear(2, 2), ["cpu"] * 3)
+    assert len({id(replica.weight) for replica in replicas}) == 3
+
+
+def test_a_hook_on_a_replicas_parameter_gets_the_gradient_of_that_replica():
+    weights = [replica.weight for replica in replicate(nn.Linear(1, 1, bias=False), ["cpu"] * 3)]
+    seen = []
+    for weight in weights:
+        weight.register_hook(lambda grad: seen.append(grad.item()))
+    sum(weight.sum() * 10**i for i, weight in enumerate(weights)).backward()
+    assert sorted(seen) == [1.0, 10.0, 100.0]
 
 
 def test_two_runs_have_bit_equal_gradients():

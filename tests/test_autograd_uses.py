@@ -1,0 +1,568 @@
+"""What people do with autograd, around and inside replicas: always the numbers of one device.
+
+Each use is run twice, on a network with `nn.BatchNorm` that sees the whole batch, and on replicas
+of the converted one with uneven shards; everything it gives, and all gradients and buffers that
+it leaves behind, must agree.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from layers import DEADLINE, freed, outcome_of, together, values
+from sharded import randomized
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from replication import DataParallel
+from syncbn import convert_model
+
+#: Three replicas have 3, 3 and 1 of them.
+SAMPLES = 7
+
+Use = Callable[[nn.Module, Tensor, Tensor], Sequence[Any]]
+
+
+def network(*after: nn.Module) -> nn.Module:
+    """A normalization between two layers; ``after`` comes right behind it."""
+    layers = [nn.Linear(3, 4), nn.BatchNorm1d(4), *after, nn.Tanh(), nn.Linear(4, 2)]
+    return randomized(nn.Sequential(*layers).double())
+
+
+def inner(model: nn.Module) -> Any:
+    """The network itself, with or without replicas."""
+    return model.module if isinstance(model, DataParallel) else model
+
+
+def assert_alike(use: Use, net: nn.Module | None = None, **options: Any) -> None:
+    """Asserts that ``use(model, x, dy)`` gives and leaves the same with and without replicas."""
+    net = network() if net is None else net
+    x = torch.randn(SAMPLES, 3, dtype=torch.float64)
+    dy = torch.randn(SAMPLES, 2, dtype=torch.float64)
+    replicated = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * 3, **options)
+    seen = []
+    for model in (net, replicated):
+        leaf = x.clone().requires_grad_()
+        results = list(use(model, leaf, dy))
+        grads = [leaf.grad, *(parameter.grad for parameter in model.parameters())]
+        seen.append([results, grads, list(model.parameters()), list(model.buffers())])
+    for expected, actual in zip(*seen, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+# -- several forwards, several backwards -------------------------------------------------------
+
+
+def test_two_forwards_and_one_backward():
+    """T5.4; pytorch#24397."""
+
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        first, second = model(x), model(x.square() + 1)
+        (first * dy + second * first.cos()).backward(dy)
+        return [first, second]
+
+    assert_alike(use)
+
+
+def test_gradients_accumulate_over_forwards():
+    """T8.3."""
+
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        outputs = [model(x[i:] * (i + 1)) for i in range(4)]
+        for i, y in enumerate(outputs[:2]):
+            y.backward(dy[i:], retain_graph=True)
+        outputs += [model(x + 1)]
+        for i, y in enumerate(outputs[:4]):
+            y.backward(dy[i:].cos())
+        return outputs
+
+    assert_alike(use)
+
+
+def test_a_retained_graph_takes_further_backwards():
+    """T8.3."""
+
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        y = model(x)
+        y.backward(dy, retain_graph=True)
+        once = [parameter.grad.clone() for parameter in model.parameters()]
+        y.backward(dy.cos(), retain_graph=True)
+        y.backward(dy.sin())
+        return once
+
+    assert_alike(use)
+
+
+SUBSETS = [["x"], ["1.weight"], ["1.bias"], ["0.weight"], ["3.bias"], ["x", "1.weight", "0.bias"]]
+
+
+def leaf_of(model: nn.Module, x: Tensor, name: str) -> Tensor:
+    return x if name == "x" else inner(model).get_parameter(name)
+
+
+@pytest.mark.parametrize("names", SUBSETS, ids=" ".join)
+@pytest.mark.parametrize("by", ["grad", "backward"])
+def test_gradients_of_some_leaves_only(names, by):
+    """T8.3. Before and after a backward through the whole graph."""
+
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        leaves = [leaf_of(model, x, name) for name in names]
+        y, results = model(x), []
+        for retained in (True, False):
+            if by == "grad":
+                results += torch.autograd.grad(y, leaves, dy, retain_graph=True)
+            else:
+                y.backward(dy, retain_graph=True, inputs=leaves)
+            if retained:
+                y.backward(dy.cos(), retain_graph=True)
+        return results
+
+    assert_alike(use)
+
+
+@pytest.mark.parametrize("used", [[0], [2], [1, 2], [2, 0]], ids=str)
+def test_backward_of_some_replicas_outputs(used):
+    """One after the other; the others' outputs enter no loss."""
+
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        parts = model(x)
+        parts = parts.split((3, 3, 1)) if isinstance(parts, Tensor) else parts
+        for index in used:
+            parts[index].backward(dy.split((3, 3, 1))[index], retain_graph=True)
+        return list(parts)
+
+    assert_alike(use, gather_to_one_device=False)
+
+
+# -- frozen leaves -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [["x"], ["0"], ["x", "0"], ["1.weight"], ["1.bias"], ["1"], ["x", "0", "1"], ["0", "1", "3"]],
+    ids=" ".join,
+)
+def test_frozen_leaves_get_no_gradient_and_the_others_theirs(frozen):
+    """T2.12."""
+
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        for name, parameter in inner(model).named_parameters():
+            parameter.requires_grad_(not any(name.startswith(prefix) for prefix in frozen))
+        x.requires_grad_("x" not in frozen)
+        y = model(x)
+        y.backward(dy)
+        return [y]
+
+    assert_alike(use)
+
+
+def test_where_all_is_frozen_there_is_no_graph():
+    """T2.12."""
+
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Any]:
+        model.requires_grad_(False)
+        y = model(x.detach())
+        return [y, float(y.requires_grad)]
+
+    assert_alike(use)
+
+
+# -- in place ----------------------------------------------------------------------------------
+
+
+class PlusOne(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return x
+
+
+class Rectified(nn.Module):
+    """Normalizes what has been rectified in place, and adds to the result in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bn = nn.Linear(3, 2), nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).relu_()
+        y = self.bn(y).mul_(2)
+        y[:, 0] += y[:, 1]
+        return y
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        network(nn.ReLU(inplace=True)),
+        network(PlusOne(), nn.LeakyReLU(inplace=True)),
+        network(PlusOne(), nn.BatchNorm1d(4), nn.ReLU(inplace=True)),
+        Rectified().double(),
+    ],
+    ids=["relu", "plus", "between", "before"],
+)
+def test_activations_in_place_around_the_layer(net):
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        y = model(x)
+        y.backward(dy)
+        return [y]
+
+    assert_alike(use, net)
+
+
+# -- hooks -------------------------------------------------------------------------------------
+
+MODULE_HOOKS = {
+    "forward": lambda m: m.register_forward_hook(lambda m, args, y: y * 3),
+    "forward pre": lambda m: m.register_forward_pre_hook(lambda m, args: (args[0].sin(),)),
+    "full backward": lambda m: m.register_full_backward_hook(lambda m, dx, dy: (dx[0] * 3,)),
+    "full backward pre": lambda m: m.register_full_backward_pre_hook(lambda m, dy: (dy[0] * 3,)),
+}
+
+
+@pytest.mark.parametrize("kind", MODULE_HOOKS)
+@pytest.mark.parametrize("where", ["", "0", "1"], ids=["root", "before", "layer"])
+def test_hooks_of_modules_change_what_they_would_change_without_replicas(kind, where):
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        handle = MODULE_HOOKS[kind](inner(model).get_submodule(where))
+        hooked = model(x)
+        hooked.backward(dy)
+        handle.remove()
+        plain = model(x)
+        plain.backward(dy)
+        return [hooked, plain]
+
+    assert_alike(use)
+
+
+def test_hooks_of_parameters_run_once_per_backward():
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Any]:
+        calls = []
+
+        def tripled(grad: Tensor) -> Tensor:
+            calls.append("tripled")
+            return grad * 3
+
+        handles = [parameter.register_hook(tripled) for parameter in model.parameters()]
+        for _ in range(2):
+            model(x).backward(dy)
+        for handle in handles:
+            handle.remove()
+        model(x).backward(dy)
+        return [len(calls)]
+
+    assert_alike(use)
+
+
+def test_an_optimizer_may_step_inside_the_backward():
+    """By hooks that run when a gradient has been accumulated; the next steps build on it."""
+
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        def step(parameter: Tensor) -> None:
+            with torch.no_grad():
+                parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        outputs = []
+        for _ in range(3):
+            outputs.append(model(x))
+            outputs[-1].backward(dy)
+        return outputs
+
+    assert_alike(use)
+
+
+class HooksTensors(nn.Module):
+    """Sets hooks on what goes in and out of its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        x.register_hook(lambda grad: grad * 5)
+        y = self.layer(x)
+        y.register_hook(lambda grad: grad.tanh())
+        return self.head(y)
+
+
+def test_hooks_of_tensors_inside_the_forward():
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        y = model(x)
+        y.retain_grad()
+        y.backward(dy)
+        return [y, y.grad]
+
+    assert_alike(use, HooksTensors().double())
+
+
+# -- saved tensors -----------------------------------------------------------------------------
+
+
+class OnCpu(nn.Module):
+    """Moves what its layer saves for backward to the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with save_on_cpu():
+            return self.head(self.layer(x * 2))
+
+
+def test_saving_on_the_cpu_inside_the_forward():
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        y = model(x)
+        (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+        (dx.square().sum() + (y * dy).sum()).backward()
+        return [y, dx]
+
+    assert_alike(use, OnCpu().double())
+
+
+def test_hooks_on_saved_tensors_around_forward_and_backward():
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        with saved_tensors_hooks(lambda tensor: tensor.numpy(force=True), torch.from_numpy):
+            y = model(x).sin()
+            y.backward(dy)
+        return [y]
+
+    pytest.importorskip("numpy")
+    assert_alike(use)
+
+
+def test_a_reentrant_checkpoint_around_all_replicas_learns_once():
+    """It may be reentrant there: what it recomputes is a whole forward."""
+
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        replicated = isinstance(model, DataParallel)
+        y = checkpoint(model, x, use_reentrant=True) if replicated else model(x)
+        y.backward(dy)
+        return [y]
+
+    assert_alike(use)
+
+
+# -- derivatives of derivatives ----------------------------------------------------------------
+
+
+def test_a_graph_that_was_differentiated_takes_a_plain_backward():
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        y = model(x)
+        leaves = [x, *model.parameters()]
+        first = torch.autograd.grad(y, leaves, dy, create_graph=True)
+        y.backward(dy.cos(), retain_graph=True)
+        sum(grad.sin().sum() for grad in first).backward()
+        return [y, *first]
+
+    assert_alike(use)
+
+
+def test_training_with_a_gradient_penalty():
+    """As in WGAN-GP; T8.4. Several steps, each of which builds on those before."""
+
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        losses = []
+        for step in range(4):
+            optimizer.zero_grad()
+            between = (x * (step + 1)).cos().detach().requires_grad_()
+            score = model(between)
+            (grad,) = torch.autograd.grad(score, between, dy, create_graph=True)
+            penalty = (grad.norm(2, dim=1) - 1).square().mean()
+            losses.append((model(x) * dy).mean() + 10 * penalty)
+            losses[-1].backward()
+            optimizer.step()
+        return losses
+
+    assert_alike(use)
+
+
+@pytest.mark.parametrize("function", ["jacobian", "hessian", "vjp", "vhp", "hvp"])
+def test_functional_derivatives(function):
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Any]:
+        def loss(x: Tensor) -> Tensor:
+            return (model(x).sin() * dy).sum()
+
+        derive = getattr(torch.autograd.functional, function)
+        if function == "jacobian":
+            return [derive(model, x)]
+        if function == "hessian":
+            return [derive(loss, x)]
+        return list(derive(loss, x, *([] if function == "vjp" else [x.cos()])))
+
+    assert_alike(use)
+
+
+# -- in training loops -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["x", "0.weight", "1.weight", "3.weight"])
+def test_many_upstream_gradients_at_once(name):
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        many = torch.stack([dy, dy.cos(), dy.sin()])
+        leaf = leaf_of(model, x, name)
+        return list(torch.autograd.grad(model(x), leaf, many, is_grads_batched=True))
+
+    assert_alike(use)
+
+
+def test_vectorized_jacobian():
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        return [torch.autograd.functional.jacobian(model, x, vectorize=True)]
+
+    assert_alike(use)
+
+
+def test_a_training_forward_between_an_evaluation_and_its_backward_is_noticed():
+    """T5.4. The evaluation's gradient needs the statistics that the training has changed since.
+
+    `nn.BatchNorm` does not notice, and returns the gradient of other statistics.
+    """
+    model = DataParallel(convert_model(network()), ["cpu"] * 2)
+    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    evaluated = model.eval()(x)
+    model.train()(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        evaluated.backward(torch.randn_like(evaluated))
+
+
+def test_clipping_of_gradients():
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        model(x).backward(10 * dy)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_value_(inner(model)[1].parameters(), 0.1)
+        return [norm]
+
+    assert_alike(use)
+
+
+def test_scaling_of_the_loss():
+    """With a step that is skipped, as its gradients have overflown."""
+
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scales = []
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = (model(x.detach()) * dy).sum() * (float("inf") if step == 1 else 1)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return [*scales, *model.parameters()]
+
+    assert_alike(use)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+def test_anomaly_detection():
+    """It finds nothing where there is nothing, and the same as without replicas elsewhere."""
+    errors = []
+
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        with torch.autograd.detect_anomaly():
+            y = model(x)
+            y.backward(dy, retain_graph=True)
+            nan = torch.full_like(dy, float("nan"))
+            errors.append(str(outcome_of(lambda: torch.autograd.grad(y, x, nan)).error))
+        return [y]
+
+    assert_alike(use)
+    assert all("returned nan values" in error for error in errors), errors
+
+
+@pytest.mark.parametrize("elsewhere", ["forward", "backward", "both"])
+def test_forward_and_backward_in_different_threads(elsewhere):
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        def call(step: Callable[[], Any], name: str) -> Any:
+            return step() if elsewhere not in (name, "both") else values(together(step))[0]
+
+        y = call(lambda: model(x), "forward")
+        call(lambda: y.backward(dy), "backward")
+        return [y]
+
+    assert_alike(use)
+
+
+def test_backwards_of_several_graphs_at_once():
+    """Each in a thread of its own."""
+
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        outputs = [model(x * (i + 1)) for i in range(4)]
+        start = threading.Barrier(4, timeout=DEADLINE)
+
+        def backward(y: Tensor) -> None:
+            start.wait()
+            y.backward(dy)
+
+        values(together(*(lambda y=y: backward(y) for y in outputs)))
+        return outputs
+
+    assert_alike(use)
+
+
+# -- graphs that are dropped -------------------------------------------------------------------
+
+
+class Watching(nn.Module):
+    """Notes what passes it, weakly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        self.seen.append(weakref.ref(x))
+        return x
+
+
+def fails(grad: Tensor) -> Tensor:
+    raise ArithmeticError
+
+
+DROPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "without a backward": lambda y, x: None,
+    "after a backward": lambda y, x: y.backward(torch.randn_like(y)),
+    "after one that retains it": lambda y, x: y.backward(torch.randn_like(y), retain_graph=True),
+    "after a derivative": lambda y, x: torch.autograd.grad(y.sum(), x, create_graph=True),
+    "after a partial backward": lambda y, x: y[:1].backward(torch.randn_like(y[:1])),
+    "after a failed backward": lambda y, x: outcome_of(
+        lambda: (y.register_hook(fails), (y * 1).backward(torch.randn_like(y)))
+    ),
+}
+
+
+@pytest.mark.parametrize("drop", DROPS.values(), ids=DROPS)
+def test_a_graph_is_freed_with_its_outputs(drop):
+    watching = Watching()
+    net = convert_model(network(watching, nn.BatchNorm1d(4)))
+    net.insert(1, watching)  # before and behind the first normalization
+    model = DataParallel(net, ["cpu"] * 3)
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.randn(SAMPLES, 3, dtype=torch.float64, requires_grad=True)
+        y = model(x)
+        assert len(watching.seen) == 6
+        assert all(tensor() is not None for tensor in watching.seen)
+        drop(y, x)
+        del y
+        assert freed(*watching.seen)
+    finally:
+        gc.enable()

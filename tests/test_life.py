@@ -1,0 +1,434 @@
+"""The life of a model: copied, stored, sent, changed between forwards, and freed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import textwrap
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from layers import DEADLINE, FailsAt, Numbered, Repeat, freed, together, until_others_wait, values
+from processes import run_python
+from sharded import randomized
+from torch import Tensor, nn
+
+from replication import DataParallel, ReplicaAware, ReplicasDiverged
+from syncbn import SynchronizedBatchNorm1d, convert_model
+
+REPLICAS = 3
+
+
+class LayerError(Exception):
+    """An error that nobody else raises."""
+
+
+class Interlude(Numbered):
+    """Passes its input on; in the middle of a forward, ``action`` is called in one replica.
+
+    The action belongs to the class, so that copies of the module do not refer to it.
+    """
+
+    action: ClassVar[Callable[[int | None], None] | None] = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Interlude.action is not None:
+            Interlude.action(self.copy_id)
+        return x
+
+
+def network() -> nn.Module:
+    layers = [nn.Linear(3, 4), Interlude(), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)]
+    return randomized(nn.Sequential(*layers).double())
+
+
+def replicated(net: nn.Module) -> DataParallel:
+    return DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * REPLICAS)
+
+
+def train(model: nn.Module, seeds: range = range(2)) -> list[Tensor]:
+    """A few steps; the outputs, and what they have made of the model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    outputs = []
+    dtype = next(model.parameters()).dtype
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(7, 3, dtype=torch.float64, generator=generator).to(dtype)
+        dy = torch.randn(7, 2, dtype=torch.float64, generator=generator).to(dtype)
+        y = model(x)
+        optimizer.zero_grad()
+        if y.requires_grad:
+            y.backward(dy)
+            optimizer.step()
+        outputs.append(y.detach())
+    return [*outputs, *(tensor.clone() for tensor in model.state_dict().values())]
+
+
+# -- copies ------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+DUPLICATES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved_and_loaded,
+}
+duplicates = pytest.mark.parametrize("duplicate", DUPLICATES.values(), ids=DUPLICATES)
+wrapped = pytest.mark.parametrize("whole", [True, False], ids=["DataParallel", "module"])
+
+
+def assert_independent(model: DataParallel, twin: nn.Module, net: nn.Module, steps: int) -> None:
+    """Both are where one device is after ``steps``, and go on from there by themselves."""
+    twin = twin if isinstance(twin, DataParallel) else DataParallel(twin, ["cpu"] * REPLICAS)
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    train(net, range(steps))
+    expected = train(copy.deepcopy(net), range(9, 12))
+    torch.testing.assert_close(train(twin, range(9, 12)), expected)
+    torch.testing.assert_close([*model.state_dict().values()], before, rtol=0, atol=0)
+    twins = [tensor.clone() for tensor in twin.state_dict().values()]
+    torch.testing.assert_close(train(model, range(9, 12)), expected)
+    torch.testing.assert_close([*twin.state_dict().values()], twins, rtol=0, atol=0)
+
+
+@duplicates
+@wrapped
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_copy_trains_exactly_and_by_itself(duplicate, whole, steps):
+    """T12.1: before and after a forward."""
+    net = network()
+    model = replicated(net)
+    train(model, range(steps))
+    assert_independent(model, duplicate(model if whole else model.module), net, steps)
+
+
+@contextmanager
+def in_the_middle(action: Callable[[int | None], None]) -> Iterator[None]:
+    Interlude.action = staticmethod(action)
+    try:
+        yield
+    finally:
+        Interlude.action = None
+
+
+@duplicates
+@wrapped
+@pytest.mark.parametrize("thread", ["of a replica", "another"])
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_copy_made_while_replicas_wait_is_one_of_the_model_before(
+    duplicate, whole, thread, replica
+):
+    """T12.1: no replica can have normalized anything before all have come."""
+    net = network()
+    model = replicated(net)
+    train(model)
+    copies = []
+
+    def action(copy_id: int | None) -> None:
+        if copy_id == replica:
+            until_others_wait(REPLICAS - 1)
+
+            def make() -> None:
+                copies.append(duplicate(model if whole else model.module))
+
+            if thread == "another":
+                values(together(make))
+            else:
+                make()
+
+    with in_the_middle(action):
+        y = model(torch.randn(7, 3, dtype=torch.float64))
+    y.backward(torch.randn_like(y))
+    (twin,) = copies
+    # What that forward has made of the model is not in the copy; here it is undone.
+    model.load_state_dict({f"module.{key}": value for key, value in inner_state(twin).items()})
+    model.zero_grad()
+    assert_independent(model, twin, net, 2)
+
+
+def inner_state(model: nn.Module) -> dict[str, Tensor]:
+    return (model.module if isinstance(model, DataParallel) else model).state_dict()
+
+
+# -- other processes ---------------------------------------------------------------------------
+
+SCRIPT = """
+import multiprocessing, threading, time
+import torch
+from torch import nn
+from replication import DataParallel
+from syncbn import convert_model
+
+def step(model):
+    generator = torch.Generator().manual_seed(1)
+    x, dy = torch.randn(2, 7, 3, dtype=torch.float64, generator=generator)
+    model.zero_grad()
+    y = model(x)
+    y.backward(dy)
+    return [y.detach(), *(p.grad for p in model.parameters()), *model.buffers()]
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+
+def check(model, net):
+    for actual, expected in zip(step(model), step(net), strict=True):
+        torch.testing.assert_close(actual, expected)
+    print("exact", flush=True)
+
+def child(model, steps):
+    torch.set_num_threads(1)
+    net = make()
+    for _ in range(steps):
+        step(net)
+    check(model, net)
+
+def parent():
+    torch.set_num_threads(1)
+    net = make()
+    model = DataParallel(convert_model(make()), ["cpu"] * 3)
+    check(model, net)
+    return net, model
+"""
+
+
+def run_script(folder: Any, rest: str, returncode: int = 0) -> str:
+    script = folder / "script.py"
+    script.write_text(SCRIPT + textwrap.dedent(rest))
+    process = run_python(str(script))
+    assert process.returncode == returncode, process.stderr
+    assert returncode or process.stderr == ""
+    return process.stdout
+
+
+def test_a_model_is_an_argument_of_a_spawned_process(tmp_path):
+    """After use. Its tensors are in shared memory, as torch sends them: it is sent a copy."""
+    output = run_script(
+        tmp_path,
+        """
+        if __name__ == "__main__":
+            import copy
+            net, model = parent()
+            process = multiprocessing.get_context("spawn").Process(
+                target=child, args=(copy.deepcopy(model), 1)
+            )
+            process.start()
+            check(model, net)
+            process.join()
+            assert process.exitcode == 0
+            check(model, net)
+        """,
+    )
+    assert output == "exact\n" * 4
+
+
+FAILURES = {
+    "diverged": "if replica == 1: return x",
+    "ended while others are busy": """
+        if replica == 1: raise SystemExit(1)
+        if replica == 2: threading.Event().wait()""",
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
+def test_the_interpreter_ends_by_itself_after_any_failure(tmp_path, failure):
+    """T1.12: within 2 s where nothing else runs; here, in time at all."""
+    output = run_script(
+        tmp_path,
+        f"""
+class Fails(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = convert_model(nn.BatchNorm1d(3).double())
+
+    def forward(self, x):
+        replica = int(threading.current_thread().name[-1])
+        {failure}
+        return self.layer(x)
+
+print(time.monotonic(), flush=True)
+step(DataParallel(Fails(), ["cpu"] * 3))
+""",
+        returncode=1,
+    )
+    assert time.monotonic() - float(output) < 10
+
+
+# -- changed between forwards ------------------------------------------------------------------
+
+
+def inner(model: nn.Module) -> Any:
+    return model.module if isinstance(model, DataParallel) else model
+
+
+def set_layer(index: int, make: Callable[[], nn.Module]) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        torch.manual_seed(1)
+        layer = make().double()
+        inner(model)[index] = convert_model(layer) if model is not inner(model) else layer
+
+    return change
+
+
+def set_parameter(model: nn.Module) -> None:
+    inner(model)[2].weight = nn.Parameter(torch.linspace(-1, 2, 4, dtype=torch.float64))
+
+
+def load_state(model: nn.Module) -> None:
+    state = inner(model).state_dict()
+    inner(model).load_state_dict({key: value * 2 for key, value in state.items()})
+
+
+def append(model: nn.Module) -> None:
+    set_layer(1, lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)))(model)
+    inner(model)[3] = inner(model)[2]  # one layer in two places
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "normalization": set_layer(2, lambda: nn.BatchNorm1d(4, momentum=None, affine=False)),
+    "linear": set_layer(0, lambda: nn.Linear(3, 4, bias=False)),
+    "taken out": set_layer(2, nn.Identity),
+    "added and shared": append,
+    "parameter": set_parameter,
+    "no parameter": lambda model: inner(model)[2].register_parameter("bias", None),
+    "state dict": load_state,
+    "evaluation": lambda model: model.eval(),
+    "evaluation of one layer": lambda model: inner(model)[2].eval(),
+    "frozen": lambda model: model.requires_grad_(False),
+    "frozen layer": lambda model: inner(model)[2].requires_grad_(False),
+    "options": lambda model: vars(inner(model)[2]).update(momentum=0.7, eps=0.5),
+    "float": lambda model: model.float(),
+    "bfloat16": lambda model: model.to(torch.bfloat16),
+    "half": lambda model: model.half(),
+}
+TOLERANCES = {"float": 1e-4, "bfloat16": 0.1, "half": 0.02}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_may_be_changed_between_forwards(change):
+    """It is changed, trained, brought back to float64 and to training, and trained again."""
+    net = network()
+    model = replicated(net)
+    seen = []
+    for one in (net, model):
+        results = train(one)
+        CHANGES[change](one)
+        results += train(one, range(2, 4))
+        one.double().train().requires_grad_()
+        results += train(one, range(4, 6))
+        seen.append(results)
+    tolerance = TOLERANCES.get(change, 1e-9)
+    torch.testing.assert_close(seen[1], seen[0], rtol=tolerance, atol=tolerance)
+
+
+# -- freed, and nothing left -------------------------------------------------------------------
+
+
+class Center(ReplicaAware, nn.Module):
+    """Subtracts the mean of the replicas' means."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.group.all_reduce(x.mean(0), "mean")
+
+
+def talking(middle: nn.Module) -> DataParallel:
+    layers = [nn.Linear(3, 4), SynchronizedBatchNorm1d(4), middle, Center()]
+    return DataParallel(nn.Sequential(*layers, nn.Linear(4, 2)), ["cpu"] * REPLICAS)
+
+
+def forward(model: nn.Module) -> Tensor:
+    return model(torch.randn(7, 3, requires_grad=True))
+
+
+def backward(model: nn.Module) -> None:
+    y = forward(model)
+    y.backward(torch.randn_like(y))
+
+
+def in_vain(model: nn.Module) -> None:
+    with suppress(LayerError, ReplicasDiverged):
+        forward(model)
+        raise AssertionError("this forward should fail")
+
+
+LIVES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
+    "unused": (nn.Identity, lambda model: None),
+    "forward": (nn.Identity, forward),
+    "backward": (nn.Identity, backward),
+    "failed": (lambda: FailsAt(1, LayerError), in_vain),
+    "diverged": (lambda: Repeat(Center(), (1, 2, 1)), in_vain),
+}
+lives = pytest.mark.parametrize("life", LIVES)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@lives
+def test_a_model_is_freed_by_reference_counting_alone(life):
+    make, live = LIVES[life]
+    with no_garbage_collection():
+        model = talking(make())
+        for _ in range(2):
+            live(model)
+        gone = [weakref.ref(part) for part in (*model.modules(), *model.parameters())]
+        del model
+        assert freed(*gone)
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def census() -> Counter[str]:
+    """How many there are of what a forward makes, by class."""
+    # By the type itself: some objects execute code when they are asked for their class.
+    kinds = [type(thing) for thing in gc.get_objects()]
+    counts = Counter(kind.__name__ for kind in kinds if is_of_a_forward(kind))
+    counts["threads"] = threading.active_count()
+    return counts
+
+
+def is_of_a_forward(kind: type) -> bool:
+    known = issubclass(kind, (Tensor, nn.Module, torch.autograd.function.BackwardCFunction))
+    return known or str(kind.__module__).startswith(("replication.", "syncbn."))
+
+
+@lives
+def test_many_forwards_leave_nothing_behind(life):
+    """T10.2. Not by the grace of the garbage collector."""
+    make, live = LIVES[life]
+    model = talking(make())
+    live(model)
+    with no_garbage_collection():
+        before = census()
+        for _ in range(100):
+            live(model)
+        # Workers let go of the last call right after the caller goes on.
+        assert eventually(lambda: census() <= before), census() - before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from replication.parallel_apply import parallel_apply
 from replication.replicate import replicate
 from replication.scatter import scatter_kwargs
 from replication.scattered import Scattered
+from replication.structure import checked_names
 from replication.torch_internals import check_balance
 from replication.watch import first_failure_wins, limit_waits
 
@@ -121,8 +122,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
     Raises:
         ValueError: ``device_ids`` is empty, or this machine has no such device; or ``timeout`` is
             not above 0.
-        TypeError: ``module`` is no module, an item of ``device_ids`` is no device, names are not
-            given as a list, or ``timeout`` is no number.
+        TypeError: ``module`` is no module, an item of ``device_ids`` is no device, ``dim`` is no
+            int, names are not given as a list, or ``timeout`` is no number.
     """
 
     # On the class, too, for objects that become one of this class later.
@@ -151,13 +152,15 @@ class DataParallel(nn.DataParallel[ModuleT]):
         nn.Module.__init__(self)  # the constructor of torch's class knows accelerators only
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module (got {type(module).__name__})")
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise TypeError(f"dim must be an int (got {dim!r})")
         self.module = module
         self.dim = dim
         self.gather_to_one_device = gather_to_one_device
         self.inputs_are_scattered = inputs_are_scattered
-        self.except_keywords = _names("except_keywords", except_keywords)
+        self.except_keywords = checked_names("except_keywords", except_keywords)
         self.sort_and_gather = sort_and_gather
-        self.cpu_keywords = _names("cpu_keywords", cpu_keywords)
+        self.cpu_keywords = checked_names("cpu_keywords", cpu_keywords)
         self.timeout = _seconds(timeout)
         devices = _devices_to_use(device_ids)
         self.device_ids = [_as_torch_spells(device) for device in devices]
@@ -256,13 +259,14 @@ class DataParallel(nn.DataParallel[ModuleT]):
         return gather(outputs, output_device, self.dim, **self._stay_scattered())
 
     def _check_placement(self) -> None:
-        for tensors in (self.module.parameters(), self.module.buffers()):
-            for tensor in tensors:
-                if tensor.device != self.src_device_obj:
+        home = self.src_device_obj
+        for tensors in (self.module.named_parameters(), self.module.named_buffers()):
+            for name, tensor in tensors:
+                if tensor.device != home:
                     raise RuntimeError(  # torch's own words, which programs may look for
-                        "module must have its parameters and buffers on device "
-                        f"{self.src_device_obj} (device_ids[0]) but found one of them on device: "
-                        f"{tensor.device}"
+                        f"module must have its parameters and buffers on device {home} "
+                        f"(device_ids[0]) but found one of them on device: {tensor.device}; it is "
+                        f"`{name}`, and module.to({str(home)!r}) moves all"
                     )
 
 
@@ -304,14 +308,6 @@ def data_parallel(
     return model(*inputs, **(module_kwargs or {}))
 
 
-def _names(argument: str, names: Collection[str]) -> tuple[str, ...]:
-    if isinstance(names, str) or not isinstance(names, Collection):
-        raise TypeError(f"{argument} must be a list of names (got {names!r})")
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{argument} must be a list of names (got {list(names)})")
-    return tuple(names)
-
-
 def _seconds(timeout: float | None) -> float | None:
     if timeout is None:
         return None
@@ -325,12 +321,16 @@ def _seconds(timeout: float | None) -> float | None:
 def _devices_to_use(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
     if device_ids is None:
         return default_devices()
-    if isinstance(device_ids, (list, tuple)) and not device_ids:
-        raise ValueError("device_ids must name at least one device (got none)")
-    only_indices = isinstance(device_ids, (list, tuple)) and {*map(type, device_ids)} == {int}
-    if only_indices and any(index < 0 for index in device_ids):  # type: ignore[operator]
-        raise ValueError(f"device_ids must be indices of devices (got {device_ids})")
-    return [] if only_indices and accelerator() is None else parse_devices(device_ids)
+    if isinstance(device_ids, Iterable) and not isinstance(device_ids, str):
+        device_ids = list(device_ids)
+        if not device_ids:
+            raise ValueError("device_ids must name at least one device (got none)")
+        if {*map(type, device_ids)} == {int}:
+            if any(index < 0 for index in device_ids):  # type: ignore[operator]
+                raise ValueError(f"device_ids must be indices of devices (got {device_ids})")
+            if accelerator() is None:
+                return []
+    return parse_devices(device_ids)
 
 
 def _as_torch_spells(device: torch.device) -> Any:

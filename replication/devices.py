@@ -13,6 +13,8 @@ __all__: list[str] = []
 
 _ACCELERATORS = ("cuda", "xpu", "mps")
 
+_CPU_HINT = 'the CPU is spelled "cpu", and two replicas on it device_ids=["cpu", "cpu"]'
+
 #: What users may write for a device.
 DeviceLike = int | str | torch.device
 
@@ -39,7 +41,7 @@ def parse_device(device: DeviceLike) -> torch.device:
         if kind is None:
             raise ValueError(
                 f"device {device} is the index of an accelerator, and this machine has none; "
-                'replicas on the CPU are spelled device_ids=["cpu", "cpu"]'
+                + _CPU_HINT
             )
         return torch.device(kind, device)
     device = torch.device(device)
@@ -62,6 +64,19 @@ def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
     return [parse_device(device) for device in devices]
 
 
+def usable_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
+    """Parses a list of devices that replicas are to run on.
+
+    Raises:
+        TypeError: Not a list of devices.
+        ValueError: One is not there.
+    """
+    parsed = parse_devices(devices)
+    for device in parsed:
+        check_available(device)
+    return parsed
+
+
 def device_order(devices: Sequence[DeviceLike]) -> list[int]:
     """The replicas in the order of their devices' indices; on one device they keep theirs."""
     parsed = parse_devices(devices)
@@ -70,16 +85,12 @@ def device_order(devices: Sequence[DeviceLike]) -> list[int]:
 
 def check_available(device: torch.device) -> None:
     """Raises ValueError if ``device`` is one that replicas cannot run on here."""
-    kind = accelerator()
     if device.type not in ("cpu", *_ACCELERATORS, "meta"):
         raise ValueError(f"replicas run on CPU, CUDA, XPU and MPS devices (got {str(device)!r})")
     if device.type in _ACCELERATORS and (
-        device.type != kind or (device.index or 0) >= module_of(device).device_count()
+        device.type != accelerator() or (device.index or 0) >= module_of(device).device_count()
     ):
-        raise ValueError(
-            f"this machine has no device {str(device)!r}; "
-            'replicas on the CPU are spelled device_ids=["cpu", "cpu"]'
-        )
+        raise ValueError(f"this machine has no device {str(device)!r}; {_CPU_HINT}")
 
 
 def default_devices() -> list[torch.device]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replication.devices import DeviceLike, parse_device, to_device
+from replication.devices import DeviceLike, check_available, parse_device, to_device
 from replication.scattered import Scattered
-from replication.structure import Key, Leaf, flatten
+from replication.structure import Key, Leaf, checked_names, flatten
 
 __all__ = ["gather"]
 
@@ -41,9 +41,12 @@ def gather(
         except_keywords: What is under these keys becomes `Scattered`; see `DataParallel`.
 
     Raises:
-        ValueError: No outputs, or their structures differ.
+        ValueError: No outputs, or their structures differ; or there is no such device.
+        TypeError: ``outputs`` is no list, or ``except_keywords`` no list of names.
     """
     device = parse_device(target_device)
+    check_available(device)
+    except_keywords = checked_names("except_keywords", except_keywords)
 
     def join(entries: tuple[Any, ...]) -> Any:
         return _joined(entries, device, dim)
@@ -58,6 +61,10 @@ def join_leaves(
     except_keywords: Collection[str] = (),
 ) -> Any:
     """Makes one object of several of the same structure; ``join`` makes one leaf of several."""
+    if not isinstance(outputs, (list, tuple)):
+        raise TypeError(
+            f"outputs must be a list of one output per replica (got {type(outputs).__name__})"
+        )
     if not outputs:
         raise ValueError("expected the output of at least one replica (got none)")
     leaves, structure = flatten(outputs[0])

@@ -57,6 +57,7 @@ def parallel_apply(
 
     Raises:
         ValueError: The lists differ in length.
+        TypeError: ``inputs`` or ``kwargs_tup`` is no list.
         BaseException: The first error, by time, of any replica, after all have ended; a note names
             the replica and its device. `KeyboardInterrupt` in the caller, what is no `Exception`
             in a replica, such as `SystemExit`, and `ReplicasTimedOut` are raised at once.
@@ -68,6 +69,8 @@ def parallel_apply(
     else:
         targets = parse_devices(devices)
     for name, items in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", targets)):
+        if not isinstance(items, (list, tuple)):
+            raise TypeError(f"{name} must be a list with one item per replica (got {type(items)})")
         if len(items) != n:
             raise ValueError(f"expected one of {name} for each of {n} replicas (got {len(items)})")
     if n > 1 and in_functorch_transform():

@@ -250,8 +250,13 @@ class SyncMaster:
             identifier: Its name in the callback's messages, the ``copy_id`` as a rule.
 
         Raises:
+            TypeError: The identifier cannot be hashed.
             ReplicationError: The identifier is taken, or the replica has a slave already.
         """
+        if not isinstance(identifier, Hashable):
+            raise TypeError(
+                f"a slave's identifier must be hashable (got {type(identifier).__name__})"
+            )
         place = here()
         if place is not None:
             rendezvous, replica, path = place[:3]

@@ -146,6 +146,7 @@ class ProcessGroup(Group):
 
     Raises:
         RuntimeError: `torch.distributed` is not initialized.
+        TypeError: ``process_group`` is none.
         ValueError: This process is not in ``process_group``.
     """
 
@@ -155,6 +156,8 @@ class ProcessGroup(Group):
                 "a ProcessGroup needs torch.distributed to be initialized; call "
                 "torch.distributed.init_process_group, or use a SoloGroup"
             )
+        if process_group is not None:
+            check_process_group(process_group)
         self.process_group: Any = process_group or distributed.group.WORLD
         rank = distributed.get_rank(self.process_group)
         if rank < 0:

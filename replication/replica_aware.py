@@ -197,4 +197,5 @@ class ReplicaAware(_Base):
             if warned:
                 return
             warned.append(True)
-        warnings.warn(f"{self!r} {what}", stacklevel=4)
+        path = f"`{self._layer_name}`: " if self._layer_name else ""
+        warnings.warn(f"{path}{self!r} {what}", stacklevel=4)

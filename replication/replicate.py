@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 
-from replication.devices import DeviceLike, are_distinct_cuda, parse_devices, to_device
+from replication.devices import DeviceLike, are_distinct_cuda, to_device, usable_devices
 from replication.torch_internals import COMPILED_CALL_IMPL, MAKE_SHELL, is_compiled_wrapper
 from replication.watch import unwatch
 
@@ -60,10 +60,13 @@ def replicate(
         The replicas, in the order of ``devices``; no replicas for no devices.
 
     Raises:
-        TypeError: ``module`` is or contains what ``torch.compile(module)`` returns, or a
-            ScriptModule.
+        TypeError: ``module`` is no module, or is or contains what ``torch.compile(module)``
+            returns, or a ScriptModule.
+        ValueError: This machine has no such device.
     """
-    targets = parse_devices(devices)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module (got {type(module).__name__})")
+    targets = usable_devices(devices)
     modules = list(module.modules())
     for submodule in modules:
         if is_compiled_wrapper(submodule):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from replication.devices import DeviceLike, parse_devices, to_device
+from replication.devices import DeviceLike, to_device, usable_devices
 from replication.scattered import Scattered
-from replication.structure import Leaf, flatten
+from replication.structure import Leaf, checked_names, flatten
 
 __all__ = ["scatter", "scatter_kwargs"]
 
@@ -40,10 +40,10 @@ def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[An
 
     Raises:
         ValueError: Tensors differ in length along ``dim``, a tensor has no such dimension, lengths
-            do not fit what is scattered already, or there are no devices.
+            do not fit what is scattered already, or there are no (such) devices.
     """
     leaves, structure = flatten(inputs)
-    count, parts = _split_leaves(leaves, parse_devices(devices), dim)
+    count, parts = _split_leaves(leaves, usable_devices(devices), dim)
     return [structure.around([part[i] for part in parts]) for i in range(count)]
 
 
@@ -73,9 +73,15 @@ def scatter_kwargs(
 
     Raises:
         ValueError: As `scatter`; or an argument has not one entry per replica.
-        TypeError: An argument that should be scattered is no list, tuple or `Scattered`.
+        TypeError: ``inputs`` is no tuple or list, ``cpu_keywords`` is no list of names, or an
+            argument that should be scattered is no list, tuple or `Scattered`.
     """
-    targets: Sequence[torch.device | None] = [None] if devices is None else parse_devices(devices)
+    if not isinstance(inputs, (tuple, list)):
+        raise TypeError(
+            f"inputs must be a tuple of positional arguments (got {type(inputs).__name__})"
+        )
+    cpu_keywords = checked_names("cpu_keywords", cpu_keywords)
+    targets: Sequence[torch.device | None] = [None] if devices is None else usable_devices(devices)
     arguments = tuple(inputs), dict(kwargs or {})
     if inputs_are_scattered:
         arguments = _taken_apart(*arguments, len(targets))

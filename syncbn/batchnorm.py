@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,8 @@ __all__ = [
     "SynchronizedBatchNorm3d",
     "set_sbn_eps_mode",
 ]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _eps_mode = "plus"
 
@@ -154,19 +157,31 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         if input.size(1) != self.num_features:
             raise ValueError(
                 f"{name} expected {self.num_features} channels in dimension 1 (got input size "
-                f"{input.size()})"
+                f"{input.size()}); for such inputs num_features is {input.size(1)}"
             )
-        if not input.is_floating_point():
+        if input.dtype not in _DTYPES:
             raise NotImplementedError(f"{name} is not implemented for inputs of {input.dtype}")
+        momentum = self.momentum
+        if not (momentum is None or isinstance(momentum, (Real, Tensor))) or (
+            isinstance(momentum, Tensor) and momentum.requires_grad
+        ):
+            raise TypeError(f"momentum must be a number or None (got {momentum!r})")
         allowed = {input.dtype}
         if input.dtype in (torch.float16, torch.bfloat16):
             allowed.add(torch.float32)
         for key in ("weight", "bias", "running_mean", "running_var"):
             tensor = getattr(self, key)
-            if tensor is not None and tensor.dtype not in allowed:
+            if tensor is None:
+                continue
+            if tensor.dtype not in allowed:
                 raise RuntimeError(
                     f"{name} expected {key} in {' or '.join(map(str, allowed))} for inputs of "
-                    f"{input.dtype} (got {tensor.dtype})"
+                    f"{input.dtype} (got {tensor.dtype}); convert the layer or the input by .to()"
+                )
+            if tensor.device != input.device:
+                raise RuntimeError(
+                    f"{name} expected an input on {tensor.device}, where its {key} is "
+                    f"(got {input.device})"
                 )
         if self.eps <= 0:
             raise ValueError(

@@ -145,7 +145,7 @@ def synchronized_batch_norm(
             raise ValueError(  # torch's own words, which programs may look for
                 "Expected more than 1 value per channel when training, got input size "
                 f"{x.size()} on this replica and {whole.joint.total} value per channel in all of "
-                "its group"
+                "its group; take a larger batch, or call the layer in eval()"
             )
         # Nobody has any data: torch says what that gives.
         y = torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)

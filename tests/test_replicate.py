@@ -47,7 +47,7 @@ def test_there_are_no_replicas_for_no_devices():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without an accelerator")
 def test_index_without_an_accelerator_says_how_the_cpu_is_spelled():
-    with pytest.raises(ValueError, match=r'spelled device_ids=\["cpu", "cpu"\]'):
+    with pytest.raises(ValueError, match=r'device_ids=\["cpu", "cpu"\]'):
         replicate(nn.Linear(2, 2), [0, 1])
 
 

@@ -1,0 +1,279 @@
+"""Whatever is passed in: it works as torch's counterpart does, or it is refused at once, in words.
+
+Either way nothing that was passed in is changed, and the next step is correct.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from collective_cases import in_replicas
+from hypothesis import assume, given, settings
+from junk import COLLECTIVES, CPUS, X, anything, fingerprint, quietly, refused, scalars
+from layers import outcome_of
+from torch import Tensor, nn
+
+import replication
+from replication import (
+    CallbackContext,
+    DataParallel,
+    FutureResult,
+    ProcessGroup,
+    ReplicaAware,
+    ReplicationError,
+    Scattered,
+    SlavePipe,
+    SoloGroup,
+    SyncMaster,
+)
+from syncbn import SynchronizedBatchNorm1d, convert_model, revert_model, set_sbn_eps_mode
+
+# -- every function ----------------------------------------------------------------------------
+
+
+def linear() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def called_with_defaults(**options: Any) -> Any:
+    return DataParallel(**options)(X)
+
+
+def answered(master_callback: Any) -> Any:
+    return SyncMaster(master_callback).run_master(1)
+
+
+def registered(identifier: Any) -> Any:
+    return SyncMaster(lambda messages: messages).register_slave(identifier)
+
+
+def replicas_of(module: nn.Module) -> list[nn.Module]:
+    return replication.replicate(module, ["cpu"] * 2)
+
+
+class Function(NamedTuple):
+    """A public function, and arguments that it accepts."""
+
+    call: Callable[..., Any]
+    good: Callable[[], dict[str, Any]]
+
+
+FUNCTIONS = {
+    "scatter": Function(
+        replication.scatter, lambda: {"inputs": {"x": X}, "devices": CPUS, "dim": 0}
+    ),
+    "scatter_kwargs": Function(
+        replication.scatter_kwargs,
+        lambda: {
+            "inputs": (X,), "kwargs": {"y": X}, "devices": CPUS, "dim": 0,
+            "inputs_are_scattered": False, "cpu_keywords": ["y"],
+        },
+    ),
+    "gather": Function(
+        replication.gather,
+        lambda: {
+            "outputs": [X, X], "target_device": "cpu", "dim": 0, "gather_to_one_device": True,
+        },
+    ),
+    "replicate": Function(
+        lambda devices, detach: replication.replicate(linear(), devices, detach),
+        lambda: {"devices": CPUS, "detach": False},
+    ),
+    "parallel_apply": Function(
+        replication.parallel_apply,
+        lambda: {
+            "replicas": [linear(), linear()], "inputs": [(X,), (X,)], "kwargs_tup": [{}, {}],
+            "devices": CPUS,
+        },
+    ),
+    "execute_replication_callbacks": Function(
+        replication.execute_replication_callbacks,
+        lambda: {"modules": replication.replicate(linear(), CPUS), "devices": CPUS},
+    ),
+    "patch_replication_callback": Function(
+        replication.patch_replication_callback,
+        lambda: {"data_parallel": nn.DataParallel(linear())},
+    ),
+    "register_replication_callback": Function(
+        replication.register_replication_callback, lambda: {"module": linear(), "callback": int}
+    ),
+    "SyncMaster": Function(
+        lambda master_callback: SyncMaster(master_callback).run_master(1),
+        lambda: {"master_callback": list},
+    ),
+    "register_slave": Function(
+        lambda identifier: SyncMaster(list).register_slave(identifier), lambda: {"identifier": 1}
+    ),
+    "CallbackContext.group": Function(CallbackContext(2).group, lambda: {"copy_id": 0}),
+    "Scattered": Function(lambda items: Scattered(items), lambda: {"items": [1]}),
+    "ProcessGroup": Function(ProcessGroup, lambda: {"process_group": None, "name": "layer"}),
+    "convert_model": Function(
+        convert_model, lambda: {"module": nn.Sequential(nn.BatchNorm1d(3)), "group_size": 2}
+    ),
+    "revert_model": Function(revert_model, lambda: {"module": SynchronizedBatchNorm1d(3)}),
+    "set_sbn_eps_mode": Function(set_sbn_eps_mode, lambda: {"mode": "plus"}),
+}  # fmt: skip
+
+
+def all_names(values: Any) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+#: What a value must be at least, if an argument of this name accepts it.
+ACCEPTED: dict[str, Callable[[Any], bool]] = {
+    "module": lambda value: isinstance(value, nn.Module),
+    "data_parallel": lambda value: isinstance(value, nn.DataParallel),
+    "callback": callable,
+    "master_callback": callable,
+    "copy_id": lambda value: False,  # the context is in no forward
+    "process_group": lambda value: False,  # there are no processes
+    "name": lambda value: False,
+    "group_size": lambda value: value is None or (type(value) is int and value > 0),
+    "mode": lambda value: False,  # but for two words
+    "devices": lambda value: not isinstance(value, (int, float, str)),
+    "device_ids": lambda value: not isinstance(value, (int, float, str)),
+    "dim": lambda value: isinstance(value, int),
+    "except_keywords": lambda value: not isinstance(value, str) and all_names(value),
+}
+
+
+def may_be_accepted(argument: str, value: Any) -> bool:
+    return argument not in ACCEPTED or ACCEPTED[argument](value)
+
+
+#: What they do they do to their arguments.
+CHANGING = ("execute_replication", "patch_", "register_", "convert_", "revert_")
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [(name, key) for name, fn in FUNCTIONS.items() for key in fn.good()]
+)
+@settings(max_examples=40)
+@given(value=anything)
+def test_a_function_takes_an_argument_or_refuses_it_and_changes_nothing(name, argument, value):
+    function = FUNCTIONS[name]
+    arguments = {**function.good(), argument: value}
+    before = fingerprint(arguments)
+    outcome = quietly(lambda: function.call(**arguments))
+    if refused(outcome.error) or not name.startswith(CHANGING):
+        assert fingerprint(arguments) == before
+    assert outcome.error or may_be_accepted(argument, value)
+
+
+# The others want a forward, or other processes.
+@pytest.mark.parametrize(
+    "name", sorted(FUNCTIONS.keys() - {"CallbackContext.group", "ProcessGroup"})
+)
+def test_the_arguments_that_are_said_to_be_good_are_accepted(name):
+    FUNCTIONS[name].call(**FUNCTIONS[name].good())
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "module", "device_ids", "output_device", "dim", "gather_to_one_device", "except_keywords",
+        "inputs_are_scattered", "sort_and_gather", "cpu_keywords",
+    ],
+)  # fmt: skip
+@settings(max_examples=40)
+@given(value=anything)
+def test_an_option_of_data_parallel_is_refused_or_leaves_the_numbers_alone(option, value):
+    assume(not isinstance(value, nn.Module) or option == "module")  # becomes a submodule
+    module = nn.Linear(3, 2)
+    options = {"module": module, "device_ids": CPUS, option: value}
+    before = fingerprint(options)
+    outcome = quietly(lambda: DataParallel(**options)(X))
+    assert fingerprint(options) == before
+    if not refused(outcome.error):
+        assert may_be_accepted(option, value)
+        y = outcome.value
+        y = torch.cat(y) if isinstance(y, Scattered) else y
+        torch.testing.assert_close(y, options["module"](X))
+    torch.testing.assert_close(DataParallel(module, CPUS)(X), module(X))
+
+
+@settings(max_examples=60)
+@given(value=anything)
+def test_whatever_enters_a_network_comes_out_whole_or_is_refused(value):
+    """What has no batch goes whole to each replica, and comes back as a list."""
+
+    class Passes(nn.Module):
+        def forward(self, value: Any) -> Any:
+            return value
+
+    before = fingerprint(value)
+    outcome = quietly(lambda: replication.data_parallel(Passes(), (value,), CPUS))
+    assert fingerprint(value) == before
+    if not refused(outcome.error) and isinstance(value, Tensor) and value.dim() > 0:
+        assert fingerprint(outcome.value)[:3] == fingerprint(value)[:3]
+        assert fingerprint(outcome.value)[-1] == fingerprint(value)[-1]
+
+
+@given(value=anything)
+def test_a_future_passes_anything(value):
+    future = FutureResult()
+    future.put(value)
+    assert future.get() is value
+
+
+@given(value=anything)
+def test_a_pipe_without_a_forward_says_so_whatever_is_sent(value):
+    with pytest.raises(ReplicationError, match="is a copy and belongs to no forward"):
+        SlavePipe(1).run_slave(value)
+
+
+# -- collectives -------------------------------------------------------------------------------
+
+
+#: What is accepted depends on the size of the group.
+SIZED = ("reduce_scatter", "src")
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@settings(max_examples=60)
+@given(value=anything)
+def test_a_collective_refuses_alike_alone_and_in_replicas_before_anyone_waits(name, value):
+    call = COLLECTIVES[name]
+    before = fingerprint(value)
+    alone = outcome_of(lambda: call(SoloGroup(), value))
+    several = outcome_of(lambda: in_replicas(call, [(value,)] * 2))
+    assert fingerprint(value) == before
+    if refused(several.error):
+        assert several.error.__notes__[0].startswith("in replica ")
+    if name not in SIZED:
+        assert type(several.error) is type(alone.error)
+
+
+@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name != "split"])
+@pytest.mark.parametrize("replica", [0, 1])
+@settings(max_examples=40)
+@given(value=anything)
+def test_a_replica_whose_call_is_refused_is_named_to_the_caller(name, replica, value):
+    call = COLLECTIVES[name]
+    good: Any = {"op": "sum", "src": 0, "reduce_scatter": [X, X]}.get(name, X)
+    assume(outcome_of(lambda: in_replicas(call, [(value,)] * 2)).error is not None)
+    values = [(good,), (value,)] if replica else [(value,), (good,)]
+    error = outcome_of(lambda: in_replicas(call, values)).error
+    assert refused(error)
+    assert not isinstance(error, ReplicationError)
+    assert error.__notes__ == [f"in replica {replica} of 2 on cpu"]
+
+
+@settings(max_examples=60)
+@given(value=scalars)
+def test_a_group_size_that_is_no_size_is_refused_in_the_layer_that_has_it(value):
+    class Sum(ReplicaAware, nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.group.all_reduce(x)
+
+    layer = Sum()
+    model = DataParallel(nn.Sequential(layer), CPUS)
+    layer.group_size = value
+    error = outcome_of(lambda: model(X)).error
+    if refused(error):
+        assert error.__notes__[0].endswith("of 2 on cpu, module `0`")
+    layer.group_size = None
+    torch.testing.assert_close(model(X), (X[:3] + X[3:]).repeat(2, 1))

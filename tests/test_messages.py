@@ -1,0 +1,318 @@
+"""What a user reads after one of the likely mistakes: whole texts, to be judged by reading them.
+
+Each says what has happened and where (layer, replica, device), what was expected and what came,
+and what to do (T14.1).
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from layers import AsTorchDoes, FailsAt, Numbered, Repeat, outcome_of
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import replication.rendezvous
+from replication import (
+    DataParallel,
+    ProcessGroup,
+    ReplicaAware,
+    Scattered,
+    execute_replication_callbacks,
+    gather,
+    replicate,
+)
+from replication.devices import accelerator
+from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, convert_model
+
+CPUS = ["cpu", "cpu"]
+X = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+
+without_accelerator = pytest.mark.skipif(
+    accelerator() is not None, reason="where there is none, the text says how the CPU is spelled"
+)
+
+
+def reads(expected: str) -> Callable[[Callable[[], Any]], Callable[[], None]]:
+    """Makes a test of a mistake: what it tells, white space aside, is ``expected``."""
+
+    def decorate(mistake: Callable[[], Any]) -> Callable[[], None]:
+        @wraps(mistake)
+        def test() -> None:
+            assert " ".join(told_of(mistake).split()) == " ".join(expected.split())
+
+        return test
+
+    return decorate
+
+
+def told_of(mistake: Callable[[], Any]) -> str:
+    """Warnings, and the error with all its notes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = outcome_of(mistake).error
+    lines = [f"{warning.category.__name__}: {warning.message}" for warning in caught]
+    if error is not None:
+        lines += [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+    # If both of two replicas fail, either may be the first; here replica 0 is.
+    second = re.fullmatch("replica 0 failed, too: (.*)", lines[-1]) if lines else None
+    if second is not None:
+        first, where, _ = lines
+        where = where.replace("in replica 1", "in replica 0")
+        lines = [second[1], where, f"replica 1 failed, too: {first}"]
+    return "\n".join(lines)
+
+
+def network() -> nn.Module:
+    return convert_model(nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3))))
+
+
+# -- layers that talk --------------------------------------------------------------------------
+
+
+@reads("""
+    ReplicasDiverged: the replicas have diverged: `1.layer`, call 1: replica 0 waits; replica 1
+    ended without calling it. Every replica must call the layers that talk to their copies equally
+    often and in the same order.
+""")
+def test_a_replica_skips_a_layer():
+    """T1.4; vacancy#44, pt#44957"""
+    net = nn.Sequential(nn.Linear(3, 3), Repeat(SynchronizedBatchNorm1d(3), (1, 0)))
+    DataParallel(net, CPUS)(X)
+
+
+@reads("""
+    ReplicasDiverged: `1.0`, call 1: replica 0 waits, and replica 1 did not begin within 0.01 s.
+    Replicas that talk to each other must run at the same time, each in a thread of its own.
+""")
+def test_replicas_are_called_one_after_the_other():
+    replicas = replicate(network(), CPUS)
+    execute_replication_callbacks(replicas)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replication.rendezvous, "GRACE", 0.01)
+        for replica, shard in zip(replicas, X.chunk(2), strict=True):
+            replica(shard)
+
+
+@reads("""
+    ReplicationError: `0`, replica 0: barrier in a replication callback; callbacks run one after
+    the other, so that no other copy can answer: call collectives in forward
+    in __data_parallel_replicate__ of `0`, copy 0 of 2
+""")
+def test_a_callback_calls_a_collective():
+    class Eager(ReplicaAware, nn.Module):
+        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+            super().__data_parallel_replicate__(ctx, copy_id)
+            self.group.barrier()
+
+    DataParallel(nn.Sequential(Eager()), CPUS)(X)
+
+
+@reads("""
+    ReplicasDiverged: `0`, call 1: the calls do not match: replica 0: all_reduce(op='sum') of
+    float32 [4, 3]; replica 1: all_reduce(op='sum') of float32 [3, 3]. All must make the same calls
+    in the same order, with tensors of one dtype and one shape (in all_gather the first dimension
+    may differ).
+""")
+def test_what_is_reduced_depends_on_the_share():
+    class Sum(ReplicaAware, nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.group.all_reduce(x)
+
+    DataParallel(nn.Sequential(Sum()), CPUS)(X[:7])
+
+
+@reads("""
+    UserWarning: `1.0`: SynchronizedBatchNorm1d(3, eps=1e-05, momentum=0.1, affine=True, bias=True,
+    track_running_stats=True) is in a replica that has not been told about its copies, so its group
+    is this replica alone; call replication.patch_replication_callback(model) on the DataParallel,
+    or use replication.DataParallel; if its class has a __data_parallel_replicate__ of its own,
+    call super's there
+""")
+def test_a_stock_data_parallel_is_wrapped_around_a_converted_network():
+    """T2.14, T1.7; vacancy#40, inplace_abn#96. Without an accelerator torch's would not split."""
+    AsTorchDoes(network(), 2)(X)
+
+
+# -- batch normalization -----------------------------------------------------------------------
+
+
+@reads("""
+    ValueError: SynchronizedBatchNorm1d expected 3 channels in dimension 1 (got input size
+    torch.Size([4, 5])); for such inputs num_features is 5
+    in replica 0 of 2 on cpu, module `1`
+    replica 1 failed, too: ValueError: SynchronizedBatchNorm1d expected 3 channels in dimension 1
+    (got input size torch.Size([4, 5])); for such inputs num_features is 5
+""")
+def test_a_layer_has_the_wrong_number_of_channels():
+    """T2.5; vacancy#31"""
+    DataParallel(nn.Sequential(nn.Linear(3, 5), SynchronizedBatchNorm1d(3)), CPUS)(X)
+
+
+@reads("""
+    ValueError: expected 4D input (got 2D input)
+    in replica 0 of 2 on cpu, module `1`
+    replica 1 failed, too: ValueError: expected 4D input (got 2D input)
+""")
+def test_a_layer_is_of_the_wrong_dimensions():
+    """T2.5. torch's own words."""
+    DataParallel(nn.Sequential(nn.Linear(3, 3), SynchronizedBatchNorm2d(3)), CPUS)(X)
+
+
+class CastsOne(Numbered):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.half() if self.copy_id == 1 else x
+
+
+@reads("""
+    ReplicasDiverged: `1`, call 1: the calls do not match: replica 0: batch_norm() of float32 [3];
+    replica 1: batch_norm() of float16 [3]. All must make the same calls in the same order, with
+    tensors of one dtype and one shape (in all_gather the first dimension may differ).
+""")
+def test_replicas_differ_in_dtype():
+    """T4.4"""
+    DataParallel(nn.Sequential(CastsOne(), SynchronizedBatchNorm1d(3)), CPUS)(X)
+
+
+@reads("""
+    RuntimeError: SynchronizedBatchNorm1d expected weight in torch.float64 for inputs of
+    torch.float64 (got torch.float32); convert the layer or the input by .to()
+    in replica 0 of 2 on cpu, module `1.0`
+    replica 1 failed, too: RuntimeError: SynchronizedBatchNorm1d expected weight in torch.float64
+    for inputs of torch.float64 (got torch.float32); convert the layer or the input by .to()
+""")
+def test_the_batch_is_of_another_dtype_than_the_layer():
+    net = network()
+    net[0].double()
+    DataParallel(net, CPUS)(X.double())
+
+
+@reads("""
+    ValueError: Expected more than 1 value per channel when training, got input size
+    torch.Size([1, 3]) on this replica and 1 value per channel in all of its group; take a larger
+    batch, or call the layer in eval()
+    in replica 0 of 2 on cpu, module `1.0`
+    replica 1 failed, too: ValueError: Expected more than 1 value per channel when training, got
+    input size torch.Size([0, 3]) on this replica and 1 value per channel in all of its group; take
+    a larger batch, or call the layer in eval()
+""")
+def test_there_is_a_single_value_in_all():
+    """T6.3; apex#262"""
+    DataParallel(network(), CPUS)(Scattered([X[:1], X[:0]]))
+
+
+@reads("""
+    ReplicationError: `0.block.1`, replica 0 is recomputed by an activation checkpoint with
+    use_reentrant=True, whose forward makes no graph for the replicas to share; use
+    torch.utils.checkpoint.checkpoint(..., use_reentrant=False)
+""")
+def test_a_layer_is_in_a_reentrant_checkpoint():
+    """T8.2; inplace_abn#48, pt#43946"""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(3, 3), SynchronizedBatchNorm1d(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, x, use_reentrant=True)
+
+    y = DataParallel(nn.Sequential(Checkpointed()), CPUS)(X.clone().requires_grad_())
+    of_replica_0 = y[:4]
+    of_replica_0.backward(torch.randn(4, 3))
+
+
+# -- devices and wrapping ----------------------------------------------------------------------
+
+
+@without_accelerator
+@reads("""
+    ValueError: device 0 is the index of an accelerator, and this machine has none; the CPU is
+    spelled "cpu", and two replicas on it device_ids=["cpu", "cpu"]
+""")
+def test_an_index_names_a_device_that_is_not_there():
+    replicate(network(), [0, 1])
+
+
+@without_accelerator
+@reads("""
+    ValueError: this machine has no device 'cuda:0'; the CPU is spelled "cpu", and two replicas on
+    it device_ids=["cpu", "cpu"]
+""")
+def test_a_string_names_a_device_that_is_not_there():
+    DataParallel(network(), ["cuda:0", "cuda:1"])
+
+
+@reads("""
+    RuntimeError: module must have its parameters and buffers on device cpu (device_ids[0]) but
+    found one of them on device: meta; it is `0.weight`, and module.to('cpu') moves all
+""")
+def test_a_parameter_is_on_another_device():
+    """torch's own words."""
+    net = network()
+    net[0].to("meta")
+    DataParallel(net, CPUS)(X)
+
+
+@reads("""
+    TypeError: what torch.compile(module) returns cannot be replicated; compile in place instead:
+    module.compile()
+""")
+def test_a_compiled_network_is_wrapped():
+    """T9.3"""
+    DataParallel(torch.compile(network(), backend="eager"), CPUS)(X)
+
+
+@reads("""
+    RuntimeError: a ProcessGroup needs torch.distributed to be initialized; call
+    torch.distributed.init_process_group, or use a SoloGroup
+""")
+def test_torch_distributed_is_not_initialized():
+    ProcessGroup()
+
+
+# -- arguments and outputs ---------------------------------------------------------------------
+
+
+@reads("""
+    ValueError: tensors must have the same length along the batch dimension 0 (got shapes (8, 3) of
+    `argument 0` and (5, 3) of `mask`). What every replica needs whole belongs in a buffer of the
+    module; parts that are for one replica each are passed as Scattered(parts).
+""")
+def test_arguments_differ_in_batch_size():
+    """T6.6"""
+    DataParallel(network(), CPUS)(X, mask=X[:5])
+
+
+@reads("""
+    ValueError: with inputs_are_scattered, argument 0 must have one entry per replica (expected 2,
+    got 3); only a Scattered may have fewer
+""")
+def test_a_list_of_parts_has_the_wrong_length():
+    """T11.4"""
+    DataParallel(network(), CPUS, inputs_are_scattered=True)([X, X, X])
+
+
+@reads("""
+    ValueError: the outputs of the replicas must be alike in structure (only replica 0 has `loss`;
+    only replica 1 has `score`)
+""")
+def test_outputs_have_different_keys():
+    """T11.6"""
+    gather([{"loss": X}, {"score": X}], "cpu")
+
+
+@reads("""
+    KeyError: 'label'
+    in replica 1 of 2 on cpu, module `1.0`
+""")
+def test_the_users_own_code_fails_in_one_replica():
+    """T1.2; vacancy#22, #46"""
+    fails = nn.Sequential(FailsAt(1, lambda: KeyError("label")))
+    DataParallel(nn.Sequential(nn.Linear(3, 3), fails, SynchronizedBatchNorm1d(3)), CPUS)(X)

@@ -1,0 +1,128 @@
+"""Bad input is refused where it is given, not later, nor in words of another matter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from junk import CPUS, REFUSALS, X, refused
+from layers import outcome_of
+from sharded import run_sharded
+from torch import nn
+
+from replication import (
+    DataParallel,
+    SyncMaster,
+    gather,
+    parallel_apply,
+    replicate,
+    scatter,
+    scatter_kwargs,
+)
+from replication.devices import accelerator
+from syncbn import SynchronizedBatchNorm1d
+
+
+@pytest.mark.parametrize(
+    "module", [None, 3, "net", [nn.ReLU()], X], ids=lambda v: type(v).__name__
+)
+def test_only_modules_can_be_replicated(module):
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        replicate(module, CPUS)
+
+
+@pytest.mark.skipif(accelerator() == "cuda", reason="of a machine without CUDA")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: replicate(nn.Linear(3, 2), ["cuda:0"]),
+        lambda: scatter(X, ["cuda:0"]),
+        lambda: scatter_kwargs((X,), None, ["cuda:0"]),
+        lambda: gather([X, X], "cuda:0"),
+    ],
+    ids=["replicate", "scatter", "scatter_kwargs", "gather"],
+)
+def test_each_step_refuses_a_device_that_is_not_there(call):
+    with pytest.raises(ValueError, match="this machine has no device 'cuda:0'"):
+        call()
+
+
+@pytest.mark.parametrize("names", [[1], {1}, b"x", [None], "features"], ids=repr)
+def test_names_of_outputs_are_checked_by_gather_too(names):
+    with pytest.raises(TypeError, match="must be a list of names"):
+        gather([{"features": X}] * 2, "cpu", except_keywords=names)
+
+
+def test_a_single_name_is_not_taken_for_a_list_of_its_letters():
+    """`x` is in "box", and so is left on the CPU unasked."""
+    with pytest.raises(TypeError, match="must be a list of names"):
+        scatter_kwargs((), {"x": X}, CPUS, cpu_keywords="box")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: gather({"a": X, "b": X}, "cpu"),
+        lambda: parallel_apply([nn.ReLU()], {"x": X}),
+        lambda: parallel_apply([nn.ReLU()], [(X,)], {"x": X}),
+    ],
+    ids=["gather", "inputs", "kwargs_tup"],
+)
+def test_a_dict_where_a_list_should_be_is_refused(call):
+    error = outcome_of(call).error
+    assert refused(error)
+
+
+def test_a_tensor_as_positional_arguments_is_not_taken_for_its_rows():
+    """torch splits it; here each row becomes an argument, whole, for every replica."""
+    outcome = outcome_of(lambda: scatter_kwargs(X, None, CPUS))
+    assert isinstance(outcome.error, TypeError) or len(outcome.value[0][0]) == 1
+
+
+@pytest.mark.parametrize("dim", ["0", None, 0.5, [0], True, nn.ReLU()], ids=repr)
+def test_a_dimension_that_is_no_int_is_refused_when_the_model_is_made(dim):
+    with pytest.raises(TypeError, match="dim"):
+        DataParallel(nn.Linear(3, 2), CPUS, dim=dim)
+
+
+@pytest.mark.parametrize("devices", [{}, set(), iter(()), range(0)], ids=repr)
+def test_no_devices_are_refused_whatever_holds_them(devices):
+    with pytest.raises(ValueError, match="at least one device"):
+        DataParallel(nn.Linear(3, 2), devices)
+
+
+@pytest.mark.skipif(accelerator() is not None, reason="of a machine without accelerators")
+def test_a_range_of_indices_is_a_list_of_indices():
+    """torch.nn.DataParallel(net, range(2)) calls the module directly there."""
+    model = DataParallel(nn.Linear(3, 2), range(2))
+    torch.testing.assert_close(model(X), model.module(X))
+
+
+@pytest.mark.parametrize("momentum", [1j, "a", torch.ones(()).requires_grad_()], ids=str)
+def test_a_momentum_that_is_no_number_is_refused_by_every_replica(momentum):
+    layer = SynchronizedBatchNorm1d(3, momentum=momentum)
+    assert isinstance(outcome_of(lambda: nn.BatchNorm1d(3, momentum=momentum)(X)).error, TypeError)
+    error = outcome_of(lambda: run_sharded(layer, X.split([3, 3]))).error
+    assert isinstance(error, TypeError)
+    assert any("failed, too: TypeError" in note for note in error.__notes__)
+
+
+def test_a_shard_on_another_device_is_refused_by_its_replica():
+    shards = [X, X.to("meta")]
+    error = outcome_of(
+        lambda: run_sharded(nn.Sequential(SynchronizedBatchNorm1d(3)), shards)
+    ).error
+    assert isinstance(error, REFUSALS)
+    assert error.__notes__ == ["in replica 1 of 2 on cpu, module `0`"]
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False, "track_running_stats": False}], ids=str)
+def test_float8_is_not_implemented_as_in_torchs_layer(options):
+    x = X.to(torch.float8_e4m3fn)
+    error = outcome_of(lambda: run_sharded(SynchronizedBatchNorm1d(3, **options), [x, x])).error
+    assert isinstance(error, NotImplementedError)
+
+
+def test_an_identifier_that_cannot_be_hashed_is_refused_when_it_is_registered():
+    master = SyncMaster(lambda messages: messages)
+    with pytest.raises(TypeError, match="identifier"):
+        master.register_slave([1])

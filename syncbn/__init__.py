@@ -8,15 +8,18 @@ from syncbn.batchnorm import (
     set_sbn_eps_mode,
 )
 from syncbn.convert import convert_model, patch_sync_batchnorm, revert_model
+from syncbn.verification import Verification, verify
 
 __all__ = [
     "DataParallelWithCallback",
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "Verification",
     "convert_model",
     "patch_replication_callback",
     "patch_sync_batchnorm",
     "revert_model",
     "set_sbn_eps_mode",
+    "verify",
 ]

@@ -1,0 +1,191 @@
+"""`verify` and ``python -m syncbn``: they find what is not as on one device, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from layers import Centering, Numbered
+from processes import run_python
+from torch import Tensor, nn
+
+import syncbn.__main__
+from replication import DataParallel
+from syncbn import convert_model, verify
+
+CPUS = ["cpu"] * 3
+
+
+class Net(nn.Module):
+    """Nested layers; one that is called twice; arguments and outputs that are no tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.shared = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, name: str = "") -> dict[str, Any]:
+        features = self.stem(x).mean((2, 3))
+        if scale is not None:
+            features = features * scale
+        y = self.norm(self.shared(self.shared(features)))
+        return {"features": [features, y], "name": name}
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    return convert_model(Net())
+
+
+X = torch.randn(8, 2, 5, 5, generator=torch.Generator().manual_seed(0))
+SCALE = torch.rand(8, 1, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("wrap", [lambda net: net, lambda net: DataParallel(net, CPUS)])
+@pytest.mark.parametrize("batch", [X, (X, SCALE), [X, SCALE, "n"], {"x": X, "scale": SCALE}])
+@pytest.mark.parametrize("devices", [["cpu"], CPUS, ["cpu"] * 9])
+def test_a_synchronized_network_is_equal(net, wrap, batch, devices):
+    found = verify(wrap(net), batch, devices)
+    assert found
+    assert found.first_difference is None
+    assert max(d.error for kind in found.differences.values() for d in kind) < 1e-9
+    assert str(found).endswith("equal (tolerance 1e-06)")
+
+
+def test_everything_is_compared(net):
+    found = verify(net, (X, SCALE), CPUS).differences
+    assert [d.where for d in found["outputs of layers"]] == [
+        "output of `stem.0` (Conv2d)",
+        "output of `stem.1` (SynchronizedBatchNorm2d)",
+        "output of `stem.2` (ReLU)",
+        "output of `stem` (Sequential)",
+        "output of `shared` (Linear)",
+        "output of `shared` (Linear, call 2)",
+        "output of `norm` (SynchronizedBatchNorm1d)",
+    ]
+    assert {d.where for d in found["outputs"]} == {
+        "output of `features.0`",
+        "output of `features.1`",
+    }
+    assert len(found["gradients"]) == 2 + 2 * 4
+    assert len(found["buffers"]) == 2 * 3
+
+
+def test_the_first_layer_that_differs_is_named(net):
+    net.norm = nn.BatchNorm1d(4)
+    found = verify(net, X, CPUS)
+    assert not found
+    assert found.first_difference.where == "output of `norm` (BatchNorm1d)"
+    assert "the first that differs is output of `norm` (BatchNorm1d): error " in str(found)
+
+
+def test_the_model_is_left_as_it_is(net):
+    before = copy.deepcopy(net.state_dict())
+    verify(net, X, CPUS)
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert not any(module._forward_hooks for module in net.modules())
+
+
+class WrongBackward(Numbered):
+    """Right forward, but copy 1 forgets a part of the gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.detach() if self.copy_id == 1 else 2 * x
+
+
+def test_a_gradient_that_differs_is_named():
+    net = nn.Sequential(nn.Linear(3, 3), WrongBackward(), Centering())
+    found = verify(net, torch.randn(6, 3), CPUS)
+    assert found.first_difference.where == "gradient of `argument 0`"
+    assert all(d.error < 1e-12 for d in found.differences["outputs of layers"])
+
+
+class Odd(Numbered):
+    """In replicas it does something else."""
+
+    def __init__(self, does: str) -> None:
+        super().__init__()
+        self.does, self.inner = does, nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.copy_id is not None and self.does == "skips":
+            return x
+        y = self.inner(x)
+        if self.copy_id == 0 and self.does == "halves":
+            return self.inner(x[::2])
+        return y.new_full((), float("nan")) * y if self.does == "nan" else y
+
+
+@pytest.mark.parametrize(
+    ("does", "where", "reason"),
+    [
+        ("skips", "output of `inner` (Identity)", "no replica has called it as often"),
+        ("nan", "", ""),  # the same on one device
+        ("halves", "output of `the model`", "shapes"),
+    ],
+)
+def test_other_calls_and_shapes_are_told(does, where, reason):
+    found = verify(Odd(does), torch.randn(6, 3), ["cpu"] * 2)
+    first = found.first_difference
+    assert ("" if first is None else first.where) == where
+    assert first is None or reason in str(first)
+
+
+def test_a_loss_of_each_replica_cannot_be_compared():
+    class Loss(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.square().mean()
+
+    with pytest.raises(ValueError, match="a loss perhaps, of which each replica has its own"):
+        verify(Loss(), torch.randn(6, 3), CPUS)
+
+
+@pytest.mark.parametrize("model", [None, Net, "net"])
+def test_what_is_no_module_is_refused(model):
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"):
+        verify(model, X, CPUS)
+
+
+def test_in_float32_what_is_left_is_rounding():
+    net = convert_model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    found = verify(net, torch.randn(8, 3), CPUS, dtype=torch.float32, tolerance=1e-4)
+    assert found
+    assert max(d.error for d in found.differences["gradients"]) > 1e-9
+
+
+# -- python -m syncbn --------------------------------------------------------------------------
+
+
+def test_self_check_passes_here():
+    done = run_python("-m", "syncbn", "--replicas", "3")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("Python ")
+    assert f"torch {torch.__version__}" in lines[0]
+    names = [line[:20].strip() for line in lines[2:]]
+    assert names[:6] == [
+        "largest error", "allowed", "torch.nn.BatchNorm2d", "cpu x 1", "cpu x 2", "cpu x 3"
+    ]  # fmt: skip
+    assert lines[4][20:] == lines[5][20:]  # alone, it is torch's layer
+    assert lines[-1] == "all is exact"
+
+
+def test_self_check_fails_where_a_law_does(monkeypatch, capsys):
+    monkeypatch.setattr(syncbn.__main__, "SynchronizedBatchNorm2d", nn.BatchNorm2d)
+    assert syncbn.__main__.main(["--replicas", "2"]) == 1
+    rows = capsys.readouterr().out.splitlines()
+    assert "too large" not in rows[-4]
+    assert rows[-3].startswith("cpu x 2")
+    assert "too large: output, input grad, weight grad, second" in rows[-3]
+    assert rows[-1] == "not all is exact"
+
+
+@pytest.mark.parametrize("replicas", ["0", "two"])
+def test_self_check_refuses_bad_numbers(replicas, capsys):
+    with pytest.raises(SystemExit):
+        syncbn.__main__.main(["--replicas", replicas])
+    assert "--replicas" in capsys.readouterr().err

@@ -106,10 +106,14 @@ def verify(
     layers = dict(alone.named_modules())
     differences = {
         "outputs of layers": [
-            compared(f"output of {call.named(layers)}", actual.calls.get(call, {}), outputs)
+            compared(f"output of {call.named(layers)}", actual.calls.pop(call, {}), outputs)
             for call, outputs in expected.calls.items()
         ]
     }
+    differences["outputs of layers"] += [
+        Difference(f"output of {call.named(layers)}", math.inf, "replicas alone have called it")
+        for call in actual.calls
+    ]
     for quantity, tensors in expected.tensors.items():
         theirs = actual.tensors[quantity]
         largest = max(map(_magnitude, tensors.values()), default=0.0)
@@ -223,23 +227,44 @@ def compared(
     parts = [actual[replica] for replica in sorted(actual)]
     if not parts:
         return Difference(where, math.inf, "no replica has called it as often")
+    if {*map(len, parts)} != {len(wanted)}:
+        return Difference(where, math.inf, "replicas return another number of tensors")
     errors = [0.0]
-    for want, *found in zip(wanted, *parts, strict=False):
-        if want is None or any(tensor is None for tensor in found):
-            errors.append(0.0 if want is None and found == [None] else math.inf)
-            continue
-        shapes = [tuple(tensor.shape) for tensor in found]
-        got = torch.cat([t.to(want.device) for t in found]) if want.dim() else found[0]
-        if got.shape != want.shape:
-            return Difference(
-                where, math.inf, f"shapes {shapes} of the replicas, not {tuple(want.shape)} in all"
-            )
-        alike = (got == want) | (got.isnan() & want.isnan())
-        difference = _magnitude(torch.where(alike, 0, got - want))
-        scale = max(_magnitude(want), 1e-3 * largest_of_all)
-        errors.append(difference / scale if scale else difference)
+    for want, *found in zip(wanted, *parts, strict=True):
+        present = [tensor for tensor in found if tensor is not None]
+        if want is None or len(present) < len(found):
+            errors.append(0.0 if want is None and not present else math.inf)
+        elif want.dim() or len(found) == 1:  # else each replica has a number of its own
+            got = _joined(present, want)
+            if got is None:
+                shapes = ", ".join(str(tuple(tensor.shape)) for tensor in present)
+                reason = f"shapes {shapes} in the replicas, {tuple(want.shape)} on one device"
+                return Difference(where, math.inf, reason)
+            errors.append(_error(got, want, largest_of_all))
     return Difference(where, max(errors))
 
 
+def _joined(parts: list[Tensor], whole: Tensor) -> Tensor | None:
+    """What the replicas have, like the whole; None if it has another shape."""
+    if len(parts) == 1:
+        return parts[0].to(whole.device) if parts[0].shape == whole.shape else None
+    rows = sum(len(part) for part in parts if part.dim())
+    if rows != len(whole) or any(part.shape[1:] != whole.shape[1:] for part in parts):
+        return None
+    return torch.cat([part.to(whole.device) for part in parts])
+
+
+def _error(got: Tensor, want: Tensor, largest_of_all: float) -> float:
+    alike = (got == want) | (got.isnan() & want.isnan())
+    if not (want.is_floating_point() or want.is_complex()):
+        return 0.0 if alike.all() else math.inf
+    difference = _magnitude(torch.where(alike, 0, got - want))
+    scale = max(_magnitude(want), 1e-3 * largest_of_all)
+    return difference / scale if scale else difference
+
+
 def _magnitude(tensor: Tensor | None) -> float:
-    return 0.0 if tensor is None or not tensor.numel() else tensor.abs().amax().item()
+    if tensor is None or not tensor.numel():
+        return 0.0
+    has_abs = tensor.is_floating_point() or tensor.is_complex()
+    return (tensor if has_abs else tensor.double()).abs().amax().item()

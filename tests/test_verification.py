@@ -117,6 +117,8 @@ class Odd(Numbered):
         y = self.inner(x)
         if self.copy_id == 0 and self.does == "halves":
             return self.inner(x[::2])
+        if self.does == "returns odd things":
+            return y, x > 0, x.mean().detach(), None, "text"
         return y.new_full((), float("nan")) * y if self.does == "nan" else y
 
 
@@ -125,7 +127,8 @@ class Odd(Numbered):
     [
         ("skips", "output of `inner` (Identity)", "no replica has called it as often"),
         ("nan", "", ""),  # the same on one device
-        ("halves", "output of `the model`", "shapes"),
+        ("halves", "output of `inner` (Identity, call 2)", "replicas alone"),
+        ("returns odd things", "", ""),
     ],
 )
 def test_other_calls_and_shapes_are_told(does, where, reason):

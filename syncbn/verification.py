@@ -180,7 +180,9 @@ def run(
     if learnt:
         torch.autograd.backward(learnt, upstream)
     tensors: dict[str, dict[str, Tensor | None]] = {
-        "output": {str(leaf) or "the model": leaf.value.detach() for leaf in outputs},
+        "output": {  # of a number each replica has its own
+            str(leaf) or "the model": leaf.value.detach() for leaf in outputs if leaf.value.dim()
+        },
         "gradient": {
             **{name: x.grad for name, x in inputs.items()},
             **{name: parameter.grad for name, parameter in net.named_parameters()},

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from replication.checks import check_module
 from replication.context import CallbackContext
 from replication.devices import DeviceLike, parse_devices
 from replication.place import Place, standing_at
 from replication.replicate import own_hooks
-from replication.torch_internals import IS_REPLICA
+from replication.torch_internals import IS_REPLICA, current_backward
 from replication.watch import (
     MethodOverride,
     add_note,
@@ -95,8 +96,7 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
         TypeError: ``module`` is no module, or a DataParallel, or a replica; or ``callback`` is not
             callable.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module (got {type(module).__name__})")
+    check_module(module)
     if isinstance(module, nn.DataParallel):
         raise TypeError("a DataParallel has no replicas of itself; register with its .module")
     if getattr(module, IS_REPLICA, False):
@@ -149,11 +149,13 @@ def execute_replication_callbacks(
         for position, callbacks in positions
         if any(callbacks)
     ]
+    backward = current_backward()
     for copy_id in range(len(modules)):
         for position, callbacks, context in listeners:
             for name, callback in callbacks[copy_id]:
                 try:
-                    with standing_at(Place(rendezvous, copy_id, position.path or "(root)")):
+                    here = Place(rendezvous, copy_id, backward, position.path or "(root)")
+                    with standing_at(here):
                         callback(context, copy_id)
                 except BaseException as error:
                     add_note(error, f"in {name} of {position}, copy {copy_id} of {len(modules)}")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from replication.callback import RUNS_CALLBACKS, execute_replication_callbacks
+from replication.checks import check_module, checked_names, is_int
 from replication.devices import (
     DeviceLike,
     accelerator,
@@ -25,7 +26,6 @@ from replication.parallel_apply import parallel_apply
 from replication.replicate import replicate
 from replication.scatter import scatter_kwargs
 from replication.scattered import Scattered
-from replication.structure import checked_names
 from replication.torch_internals import check_balance
 from replication.watch import first_failure_wins, limit_waits
 
@@ -150,9 +150,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         timeout: float | None = None,
     ) -> None:
         nn.Module.__init__(self)  # the constructor of torch's class knows accelerators only
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module must be a torch.nn.Module (got {type(module).__name__})")
-        if isinstance(dim, bool) or not isinstance(dim, int):
+        check_module(module)
+        if not is_int(dim):
             raise TypeError(f"dim must be an int (got {dim!r})")
         self.module = module
         self.dim = dim
@@ -197,7 +196,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         output = self.module(*inputs[0], **kwargs[0])
         if self.gather_to_one_device and not self.except_keywords:
             return output
-        return join_leaves([output], lambda entries: entries[0], **self._stay_scattered())
+        return join_leaves([output], lambda leaf, entries: entries[0], **self._stay_scattered())
 
     def _stay_scattered(self) -> dict[str, Any]:
         return {
@@ -311,7 +310,7 @@ def data_parallel(
 def _seconds(timeout: float | None) -> float | None:
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+    if not (is_int(timeout) or isinstance(timeout, float)):
         raise TypeError(f"timeout must be a number of seconds or None (got {timeout!r})")
     if not timeout > 0:
         raise ValueError(f"timeout must be above 0 s (got {timeout})")

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from replication.checks import is_int
+
 __all__: list[str] = []
 
 _ACCELERATORS = ("cuda", "xpu", "mps")
@@ -30,9 +32,9 @@ def parse_device(device: DeviceLike) -> torch.device:
 
     Raises:
         TypeError: ``device`` is none of these.
-        ValueError: An index where there is no accelerator.
+        ValueError: An index where there is no accelerator, or no name of a device.
     """
-    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+    if not (is_int(device) or isinstance(device, (str, torch.device))):
         raise TypeError(f"a device is an int, a str or a torch.device (got {device!r})")
     if isinstance(device, int):
         if device == -1:  # torch's own spelling of the CPU as an output device
@@ -44,7 +46,10 @@ def parse_device(device: DeviceLike) -> torch.device:
                 + _CPU_HINT
             )
         return torch.device(kind, device)
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{device!r} names no device of torch's; {_CPU_HINT}") from error
     if device.type == "cpu":
         return torch.device("cpu")
     if device.index is None and device.type == accelerator():
@@ -86,7 +91,9 @@ def device_order(devices: Sequence[DeviceLike]) -> list[int]:
 def check_available(device: torch.device) -> None:
     """Raises ValueError if ``device`` is one that replicas cannot run on here."""
     if device.type not in ("cpu", *_ACCELERATORS, "meta"):
-        raise ValueError(f"replicas run on CPU, CUDA, XPU and MPS devices (got {str(device)!r})")
+        raise ValueError(
+            f"replicas run on devices of CPU, CUDA, XPU, MPS or meta (got {str(device)!r})"
+        )
     if device.type in _ACCELERATORS and (
         device.type != accelerator() or (device.index or 0) >= module_of(device).device_count()
     ):

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replication.checks import checked_names
 from replication.devices import DeviceLike, check_available, parse_device, to_device
 from replication.scattered import Scattered
-from replication.structure import Key, Leaf, checked_names, flatten
+from replication.structure import Key, Leaf, flatten
 
 __all__ = ["gather"]
 
@@ -41,22 +42,23 @@ def gather(
         except_keywords: What is under these keys becomes `Scattered`; see `DataParallel`.
 
     Raises:
-        ValueError: No outputs, or their structures differ; or there is no such device.
+        ValueError: No outputs, or their structures differ, or tensors cannot be joined; or there
+            is no such device.
         TypeError: ``outputs`` is no list, or ``except_keywords`` no list of names.
     """
     device = parse_device(target_device)
     check_available(device)
     except_keywords = checked_names("except_keywords", except_keywords)
 
-    def join(entries: tuple[Any, ...]) -> Any:
-        return _joined(entries, device, dim)
+    def join(leaf: Leaf, entries: tuple[Any, ...]) -> Any:
+        return _joined(leaf, entries, device, dim)
 
     return join_leaves(outputs, join, gather_to_one_device, except_keywords)
 
 
 def join_leaves(
     outputs: Sequence[Any],
-    join: Callable[[tuple[Any, ...]], Any],
+    join: Callable[[Leaf, tuple[Any, ...]], Any],
     gather_to_one_device: bool = True,
     except_keywords: Collection[str] = (),
 ) -> Any:
@@ -81,17 +83,25 @@ def join_leaves(
         if all(entry is None for entry in entries):
             joined.append(None)
         else:
-            joined.append(Scattered(entries) if keep else join(tuple(entries)))
+            joined.append(Scattered(entries) if keep else join(leaf, tuple(entries)))
     return structure.around(joined)
 
 
-def _joined(entries: tuple[Any, ...], device: torch.device, dim: int) -> Any:
+def _joined(leaf: Leaf, entries: tuple[Any, ...], device: torch.device, dim: int) -> Any:
     if not all(isinstance(entry, Tensor) for entry in entries):
         return list(entries)
     tensors = [to_device(entry, device) for entry in entries]
     if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack(tensors)
-    return torch.cat(tensors, dim)
+    try:
+        return torch.cat(tensors, dim)
+    except (RuntimeError, IndexError) as error:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ValueError(
+            f"the outputs of the replicas{f', `{leaf}`,' if leaf.path else ''} cannot be joined "
+            f"along dimension {dim} (got shapes {shapes}); gather_to_one_device=False or "
+            "except_keywords leaves them as they are"
+        ) from error
 
 
 def _is_under(leaf: Leaf, name: str) -> bool:

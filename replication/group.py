@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from replication.checks import is_int
 from replication.errors import ReplicasDiverged, ReplicationError
 from replication.place import here
 from replication.torch_internals import NO_BACKWARD, current_backward
@@ -50,6 +51,11 @@ class Call(NamedTuple):
     requires_grad: bool | None = None
     #: The layer and the number of its call, where these may differ: between processes.
     where: str = ""
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether it is one of those that a backward makes, which are counted by themselves."""
+        return self.name.endswith("_backward")
 
     def __str__(self) -> str:
         tensors = ", ".join(
@@ -198,7 +204,7 @@ class Group(ABC):
             src: A rank of this group.
         """
         self._check_tensors("broadcast", [tensor])
-        if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < self.size:
+        if not is_int(src) or not 0 <= src < self.size:
             self._refuse(
                 ValueError, f"broadcast takes a src from 0 to {self.size - 1} (got {src!r})"
             )
@@ -221,7 +227,7 @@ class Group(ABC):
         All members must split alike. If ``size`` does not divide the group, the last part is
         smaller, as the last batch of an epoch is.
         """
-        if isinstance(size, bool) or not isinstance(size, int):
+        if not is_int(size):
             self._refuse(TypeError, f"split takes an int (got {described(size)})")
         if size < 1:
             self._refuse(ValueError, f"split takes a size of at least 1 (got {size})")

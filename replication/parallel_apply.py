@@ -19,7 +19,7 @@ from torch import nn
 
 from replication.devices import DeviceLike, accelerator, current_stream, parse_devices, use_device
 from replication.errors import ReplicasTimedOut, ReplicationError
-from replication.torch_internals import in_functorch_transform, nodes_made
+from replication.torch_internals import in_functorch_transform, make_nodes, nodes_made
 from replication.watch import (
     Attendance,
     add_note,
@@ -213,6 +213,10 @@ class Task(NamedTuple):
     nodes: int
 
 
+#: That a worker makes in a few milliseconds, to have made as many as the others.
+_FEW_NODES = 10_000
+
+
 class Worker:
     """A daemon thread that does one call after the other.
 
@@ -244,9 +248,7 @@ def _serve(inbox: SimpleQueue[Task | None]) -> None:
     while (task := inbox.get()) is not None:
         replica, call, done, nodes = task
         try:
-            missing = nodes - nodes_made()
-            if missing > 0:
-                torch.atleast_1d([torch.zeros((), requires_grad=True)] * missing)
+            make_nodes(max(0, nodes - nodes_made()))
             outcome = Outcome(replica, call(), None, nodes_made())
         except BaseException as error:
             outcome = Outcome(replica, None, error, nodes_made())
@@ -264,10 +266,6 @@ class _Idle(threading.local):
 
 
 _idle = _Idle()
-
-
-#: That a worker makes in a few milliseconds, to have made as many as the others.
-_FEW_NODES = 10_000
 
 
 def _forget_workers() -> None:

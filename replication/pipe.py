@@ -259,7 +259,7 @@ class SyncMaster:
             )
         place = here()
         if place is not None:
-            rendezvous, replica, path = place[:3]
+            rendezvous, replica, path = place.rendezvous, place.replica, place.path
             self._latest = weakref.ref(rendezvous)
         else:
             rendezvous, path = self._registering_by_hand(), "SyncMaster"

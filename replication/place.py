@@ -15,10 +15,11 @@ class Place(NamedTuple):
 
     rendezvous: Rendezvous
     replica: int
+    #: The backward that the thread was in when it came here; see
+    #: `replication.torch_internals.current_backward`.
+    backward: int
     #: Path of the module whose callback runs; empty in a forward.
     path: str = ""
-    #: The backward, by a number, that the thread was in when it came here.
-    backward: int | None = None
 
 
 class _Here(threading.local):

@@ -89,13 +89,19 @@ def check_process_group(value: Any) -> None:
     """Raises TypeError on what is no group of `torch.distributed`."""
     known = distributed.is_available() and (
         isinstance(value, distributed.ProcessGroup)
-        or value == distributed.GroupMember.NON_GROUP_MEMBER  # for `ProcessGroup` to refuse
+        or _is_of_others(value)  # which `ProcessGroup` refuses
     )
     if not known:
         raise TypeError(
             "process_group must be a torch.distributed.ProcessGroup or None "
             f"(got {type(value).__name__}); of a DeviceMesh it is mesh.get_group()"
         )
+
+
+def _is_of_others(value: Any) -> bool:
+    """Whether this is what torch gives to those who are not in a new group."""
+    nobody = distributed.GroupMember.NON_GROUP_MEMBER
+    return type(value) is type(nobody) and value == nobody
 
 
 class Kept:
@@ -214,10 +220,10 @@ class ProcessGroup(Group):
 
     def _counted(self, call: Call) -> Call:
         """The call, with its place."""
-        calls = history_of(self.process_group).calls
-        kind = self._name, call.name.endswith("_backward")
-        calls[kind] += 1
-        return call._replace(where=f"`{self._name}`, call {calls[kind]}")
+        history, kind = history_of(self.process_group), (self._name, call.in_backward)
+        with history.lock:
+            history.calls[kind] += 1
+            return call._replace(where=f"`{self._name}`, call {history.calls[kind]}")
 
     def _exchanged(self, call: Call) -> tuple[Call, ...]:
         """The calls of all ranks, which are alike."""

@@ -17,6 +17,7 @@ thread, or in too few threads. A replica that waits for one that has not begun g
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -80,22 +81,23 @@ class Wait:
 
     def block(self) -> None:
         """Sleeps until the wait has ended; raises if it has ended without a value."""
-        rendezvous, limit = self.rendezvous, self.rendezvous.timeout
-        end = None if limit is None else time.monotonic() + limit
         try:
-            while not self._gate.acquire(timeout=GRACE if limit is None else min(GRACE, limit)):
-                rendezvous.expect_progress(self)
-                if end is not None:
-                    limit = end - time.monotonic()
-                    if limit <= 0:
-                        rendezvous.time_out(self)
-                        limit = GRACE  # its end is near
+            self._sleep(self.rendezvous.timeout)
         except BaseException:  # KeyboardInterrupt, where a replica runs in the main thread
             self.rendezvous.forget(self)
             raise
         error, self.error = self.error, None
         if error is not None:
             error.raise_at(self)
+
+    def _sleep(self, timeout: float | None) -> None:
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._gate.acquire(timeout=max(0.0, min(GRACE, end - time.monotonic()))):
+            if time.monotonic() < end:
+                self.rendezvous.expect_progress(self)
+            else:
+                self.rendezvous.time_out(self)
+                end = math.inf
 
 
 class Verdict(NamedTuple):
@@ -311,14 +313,18 @@ class Rendezvous:
     def time_out(self, wait: Wait) -> None:
         """Gives up on a wait that has been too long."""
         with self.lock:
+            threads = dict(enumerate(self._thread))
+        # Without the lock, as it asks the replicas' modules.
+        spots = {replica: self.locate(replica, thread) for replica, thread in threads.items()}
+        with self.lock:
             if wait not in self._waits:
                 return
             waiting = {wait.replica: wait for wait in self._waits}
             rows = [
                 f"waits at {waiting[replica].site}"
                 if replica in waiting
-                else " ".join(filter(None, (self._state(replica, None), self._spot(replica))))
-                for replica in range(len(self._entries))
+                else f"{self._state(replica, None)} {spots[replica] * bool(inside)}".rstrip()
+                for replica, inside in enumerate(self._inside)
             ]
             table = "".join(f"\n  replica {replica}: {row}" for replica, row in enumerate(rows))
             self._give_up(
@@ -327,9 +333,6 @@ class Rendezvous:
                 f"timeout:{table}",
                 None,
             )
-
-    def _spot(self, replica: int) -> str:
-        return self.locate(replica, self._thread[replica]) if self._inside[replica] else ""
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -359,7 +362,8 @@ class Rendezvous:
             "the replicas have diverged: "
             + "; ".join(parts)
             + ". Every replica must call the layers that talk to their copies equally often and"
-            " in the same order."
+            " in the same order: mind branches that depend on data, and layers in eval() in one"
+            " replica only."
         )
 
     def _state(self, replica: int, calls: dict[int, int] | None) -> str:

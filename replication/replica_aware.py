@@ -31,15 +31,16 @@ __all__ = ["ReplicaAware"]
 _warning_lock = threading.Lock()
 
 
-_warned_of_processes: list[str] = []
+#: Set when a warning has been given in this process.
+_has_warned_of_processes = threading.Event()
 
 
 def warn_of_unconnected_processes(layer: str) -> None:
     """Warns once in this process."""
     with _warning_lock:
-        if _warned_of_processes:
+        if _has_warned_of_processes.is_set():
             return
-        _warned_of_processes.append(layer)
+        _has_warned_of_processes.set()
     warnings.warn(
         f"{layer} is in one of several processes that torchrun has started, but "
         "torch.distributed is not initialized, so it does not talk to those; call "

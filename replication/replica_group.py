@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from replication.checks import is_int
 from replication.devices import to_device
 from replication.errors import ReplicationError
 from replication.group import (
@@ -145,7 +146,7 @@ class Members:
             ReplicationError: They belong to no forward.
         """
         size = len(self._replicas)
-        if isinstance(rank, bool) or not isinstance(rank, int):
+        if not is_int(rank):
             raise TypeError(f"a copy_id is an int (got {rank!r})")
         if not 0 <= rank < size:
             raise IndexError(f"`{self._layer}` has copies 0 to {size - 1} (got copy_id {rank})")
@@ -195,17 +196,18 @@ class ReplicaGroup(Group):
     @property
     def recomputes(self) -> bool:
         """As `Group` says; also in replicas whose whole forward is a recomputation."""
-        return self.forward_is_over or self._connected().in_backward
+        return self.in_later_backward or self._connected().in_backward
 
     @property
-    def forward_is_over(self) -> bool:
-        """Whether this is a call in a backward that began after this replica's forward had.
+    def in_later_backward(self) -> bool:
+        """Whether this is a call in a backward that began later than this replica's forward.
 
         Nobody would answer it.
         """
-        place = here()
-        inside = place is not None and place.rendezvous is self._connected().rendezvous
-        return current_backward() != (place.backward if place and inside else NO_BACKWARD)
+        place, began_in = here(), NO_BACKWARD
+        if place is not None and place.rendezvous is self._connected().rendezvous:
+            began_in = place.backward
+        return current_backward() != began_in
 
     def exchange(
         self,
@@ -259,8 +261,12 @@ class ReplicaGroup(Group):
         elif circle.rendezvous.has_left(own):
             raise ReplicationError(
                 f"{self._where()}: {name} outside the forward that the group is of, which has "
-                "ended (in backward, say, or in a recomputation); take the group anew in each "
-                "forward"
+                "ended; "
+                + (
+                    "in backward nobody answers, so leave the layer out of activation checkpoints"
+                    if current_backward() != NO_BACKWARD
+                    else "take the group anew in each forward"
+                )
             )
 
     def _connected(self) -> Circle:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 
+from replication.checks import check_module
 from replication.devices import DeviceLike, are_distinct_cuda, to_device, usable_devices
-from replication.torch_internals import COMPILED_CALL_IMPL, MAKE_SHELL, is_compiled_wrapper
+from replication.torch_internals import COMPILED_CALL_IMPL, HOOKS, MAKE_SHELL, is_compiled_wrapper
 from replication.watch import unwatch
 
 __all__ = ["replicate"]
@@ -27,8 +28,6 @@ _PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
 
 #: Attributes that every module has; none of them holds a tensor of the user's.
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
-
-_HOOKS = tuple(name for name in _OWN_ATTRIBUTES if name.endswith(("_hooks", "_hooks_with_kwargs")))
 
 
 def replicate(
@@ -49,7 +48,7 @@ def replicate(
     replica's device if they are elsewhere; the module's own parameters, buffers, submodules and
     bound methods become the replica's. Everything else is shared by all replicas and the original,
     closures that refer to the original included. Hooks of the original are run by all replicas;
-    those that a replica registers or removes in its forward concern it alone.
+    those that a replica registers in its forward are its own.
 
     Args:
         module: Any module; parameters and submodules may be shared (tied) or ``None``.
@@ -64,8 +63,7 @@ def replicate(
             returns, or a ScriptModule.
         ValueError: This machine has no such device.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module (got {type(module).__name__})")
+    check_module(module)
     targets = usable_devices(devices)
     modules = list(module.modules())
     for submodule in modules:
@@ -127,7 +125,7 @@ def own_hooks(replica: nn.Module) -> None:
 
     torch shares them: what a replica registers in its forward, all others would run.
     """
-    for name in _HOOKS:
+    for name in HOOKS:
         replica.__dict__[name] = replica.__dict__[name].copy()
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from replication.checks import checked_names
 from replication.devices import DeviceLike, to_device, usable_devices
 from replication.scattered import Scattered
-from replication.structure import Leaf, checked_names, flatten
+from replication.structure import Leaf, flatten
 
 __all__ = ["scatter", "scatter_kwargs"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -217,16 +217,3 @@ register_pytree_node(
     _unflatten_opened,
     flatten_with_keys_fn=_flatten_opened_with_keys,
 )
-
-
-def checked_names(argument: str, names: Collection[str]) -> tuple[str, ...]:
-    """Names of leaves, as a tuple.
-
-    Raises:
-        TypeError: Not a list of names; a single name is none.
-    """
-    if isinstance(names, (str, bytes)) or not isinstance(names, Collection):
-        raise TypeError(f"{argument} must be a list of names (got {names!r})")
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{argument} must be a list of names (got {list(names)})")
-    return tuple(names)

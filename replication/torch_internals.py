@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel.data_parallel import _check_balance as check_balance
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
@@ -52,6 +52,7 @@ __all__ = [
     "current_backward",
     "device_of_group",
     "is_batched",
+    "make_nodes",
     "nodes_made",
     "pytree_node",
     "register_pytree_node",
@@ -68,6 +69,8 @@ _SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 #: Called by torch on each module to make its shell of a replica; classes override it (RNNs).
 MAKE_SHELL = "_replicate_for_data_parallel"
+#: The dictionaries in which a module keeps its hooks, and what it notes of them.
+HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hooks" in name)
 #: True on a replica.
 IS_REPLICA = "_is_replica"
 #: What ``module(...)`` runs: hooks, then ``forward``.
@@ -157,6 +160,12 @@ def is_batched(tensor: Tensor) -> bool:
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
+def make_nodes(count: int) -> None:
+    """Makes so many nodes."""
+    # One for each tensor of a list, and all in one call.
+    torch.atleast_1d([torch.zeros((), requires_grad=True)] * count)
+
+
 def will_run(node: Any) -> bool:
     """Whether the backward that this thread is in comes to a node of the graph."""
     return bool(torch._C._will_engine_execute_node(node))
@@ -165,7 +174,8 @@ def will_run(node: Any) -> bool:
 def beside_selective_checkpoints() -> AbstractContextManager[object]:
     """Hides what runs inside from a selective activation checkpoint around it, if there is one.
 
-    It counts the operations in the forward, and wants as many in the recomputation.
+    It counts the operations in the forward, and wants as many in the recomputation. Other modes,
+    such as counters of operations, do not see them either then.
     """
     modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
     stack = ExitStack()

@@ -110,7 +110,7 @@ class Attendance:
         self._rendezvous = rendezvous
         self._index = index
         self._replica = replica
-        self._standing = standing_at(Place(rendezvous, index, backward=current_backward()))
+        self._standing = standing_at(Place(rendezvous, index, current_backward()))
 
     def __enter__(self) -> None:
         self._outermost = self._rendezvous.enter(self._index)
@@ -158,8 +158,11 @@ class Locator:
         replica = self._replicas[index]()
         if innermost is None or replica is None:
             return ""
-        paths = {id(module): path for path, module in replica.named_modules()}
         path = ""
+        try:
+            paths = {id(module): path for path, module in replica.named_modules()}
+        except Exception:  # it changes while it runs
+            paths = {}
         frame: FrameType | None = innermost
         while frame is not None and not path:
             if frame.f_code.co_name == CALL_IMPL:
@@ -234,7 +237,7 @@ def add_others(error: BaseException, failures: Sequence[Failure]) -> None:
         if other is not error and not isinstance(other, ReplicationError):
             also.setdefault(described(other), []).append(replica)
     for text, replicas in also.items():
-        add_note(error, f"{listed(replicas)} failed, too: {text}")
+        add_note(error, f"{listed(sorted(replicas))} failed, too: {text}")
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -1,6 +1,7 @@
 """Batch normalization over the batch of all replicas, with the numbers of one device."""
 
 from replication import DataParallelWithCallback, patch_replication_callback
+from replication.verification import Difference, Verification, verify
 from syncbn.batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
@@ -8,10 +9,10 @@ from syncbn.batchnorm import (
     set_sbn_eps_mode,
 )
 from syncbn.convert import convert_model, patch_sync_batchnorm, revert_model
-from syncbn.verification import Verification, verify
 
 __all__ = [
     "DataParallelWithCallback",
+    "Difference",
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",

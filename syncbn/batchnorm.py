@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
+from replication.checks import is_int
 from replication.torch_internals import beside_selective_checkpoints
 from syncbn.functional import Denominator, Shard, Whole, merge_shards, synchronized_batch_norm
 from syncbn.merge_ranks import merge_ranks
@@ -55,7 +56,7 @@ def set_sbn_eps_mode(mode: str) -> None:
 
 def check_group_size(size: int | None) -> None:
     """Raises TypeError or ValueError on what is no size of a group."""
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+    if size is not None and not is_int(size):
         raise TypeError(f"group_size must be an int or None (got {size!r})")
     if size is not None and size < 1:
         raise ValueError(f"group_size must be at least 1 (got {size})")
@@ -139,7 +140,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         if not isinstance(group, ReplicaGroup):
             return merge_ranks(group, shard, layouts)
         assert self._kept_calls is not None  # as it has the group
-        if group.forward_is_over:
+        if group.in_later_backward:
             return self._kept_calls.recall(shard)
         whole = group.exchange(
             "batch_norm",

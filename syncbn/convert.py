@@ -11,6 +11,7 @@ from torch import nn
 
 from replication import DataParallel, ReplicaAware, patch_replication_callback
 from replication.callback import has_replication_callback
+from replication.checks import check_module
 from syncbn.batchnorm import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
@@ -71,7 +72,7 @@ def convert_model(
         TypeError: ``module`` is no module, or ``group_size`` no int.
         ValueError: ``group_size`` is less than 1.
     """
-    _check_module(module)
+    check_module(module)
     check_group_size(group_size)
     left_alone = []
     for path, submodule in module.named_modules():
@@ -120,7 +121,7 @@ def revert_model(module: ModuleT) -> ModuleT:
     Returns:
         ``module``.
     """
-    _check_module(module)
+    check_module(module)
     for submodule in module.modules():
         if type(submodule) in _PLAIN:
             own = submodule.process_group
@@ -135,11 +136,6 @@ def revert_model(module: ModuleT) -> ModuleT:
             else:
                 patch_replication_callback(submodule).remove()
     return module
-
-
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module (got {type(module).__name__})")
 
 
 @contextmanager

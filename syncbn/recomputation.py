@@ -86,7 +86,8 @@ class KeptCalls:
 
     def _nearest(self, calls: list[KeptCall], moments: Tensor) -> KeptCall:
         distances = torch.stack([_distance(c.sent.moments, moments) for c in calls]).tolist()
-        nearest = [c for c, d in zip(calls, distances, strict=True) if d == min(distances)]
+        least = min(distances)
+        nearest = [c for c, d in zip(calls, distances, strict=True) if d == least]
         if any(_replies_differ(nearest[0].reply, call.reply) for call in nearest[1:]):
             raise ReplicationError(
                 f"{self._where} is recomputed by an activation checkpoint, and which of "

@@ -270,6 +270,10 @@ def test_a_layer_may_ask_whether_it_is_recomputed():
     answers: list[tuple[str, bool]] = []
 
     class Asks(ReplicaAware, nn.Module):
+        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+            super().__data_parallel_replicate__(ctx, copy_id)
+            assert not self.group.recomputes
+
         def forward(self, x: Tensor) -> Tensor:
             answers.append((threading.current_thread().name, self.group.recomputes))
             return x.exp()

@@ -247,7 +247,8 @@ FAILURES = {
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
 def test_the_interpreter_ends_by_itself_after_any_failure(tmp_path, failure):
     """T1.12: within 2 s where nothing else runs; here, in time at all."""
-    output = run_script(
+    begin = time.monotonic()
+    run_script(
         tmp_path,
         f"""
 class Fails(nn.Module):
@@ -260,12 +261,11 @@ class Fails(nn.Module):
         {failure}
         return self.layer(x)
 
-print(time.monotonic(), flush=True)
 step(DataParallel(Fails(), ["cpu"] * 3))
 """,
         returncode=1,
     )
-    assert time.monotonic() - float(output) < 10
+    assert time.monotonic() - begin < 20  # the import of torch included
 
 
 # -- changed between forwards ------------------------------------------------------------------

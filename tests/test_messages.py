@@ -79,7 +79,8 @@ def network() -> nn.Module:
 @reads("""
     ReplicasDiverged: the replicas have diverged: `1.layer`, call 1: replica 0 waits; replica 1
     ended without calling it. Every replica must call the layers that talk to their copies equally
-    often and in the same order.
+    often and in the same order: mind branches that depend on data, and layers in eval() in one
+    replica only.
 """)
 def test_a_replica_skips_a_layer():
     """T1.4; vacancy#44, pt#44957"""

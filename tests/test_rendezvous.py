@@ -442,7 +442,7 @@ def test_interrupted_wait_is_forgotten(monkeypatch):
 
 
 def test_standing_at_is_undone_at_the_end_of_the_block():
-    outer, inner = (Place(Rendezvous(1), 0, path) for path in ("outer", "inner"))
+    outer, inner = (Place(Rendezvous(1), 0, -1, path) for path in ("outer", "inner"))
     with standing_at(outer):
         with pytest.raises(KeyError), standing_at(inner):
             assert here() is inner
@@ -452,5 +452,5 @@ def test_standing_at_is_undone_at_the_end_of_the_block():
 
 
 def test_standing_at_concerns_one_thread():
-    with standing_at(Place(Rendezvous(1), 0)):
+    with standing_at(Place(Rendezvous(1), 0, -1)):
         assert values(together(here)) == [None]

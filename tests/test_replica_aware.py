@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import warnings
 from typing import Any
 
@@ -227,7 +228,7 @@ def test_original_keeps_nothing_of_a_forward():
 # -- processes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["gloo", 2, object()], ids=str)
+@pytest.mark.parametrize("value", ["gloo", 2, object(), torch.ones(3)], ids=str)
 def test_what_is_no_process_group_is_refused(value):
     with pytest.raises(TypeError, match=r"must be a torch.distributed.ProcessGroup .*mesh"):
         Total().process_group = value
@@ -235,7 +236,7 @@ def test_what_is_no_process_group_is_refused(value):
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_processes_that_do_not_know_of_each_other_are_warned_of_once(monkeypatch, processes):
-    monkeypatch.setattr(replica_aware, "_warned_of_processes", [])
+    monkeypatch.setattr(replica_aware, "_has_warned_of_processes", threading.Event())
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")  # as torchrun does
     monkeypatch.setenv("WORLD_SIZE", processes)
     with warnings.catch_warnings(record=True) as caught:

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import re
 import threading
+from typing import Any
 
 import pytest
 import torch
-from layers import DEADLINE, Centering, Numbered, until_others_wait
+from layers import (
+    DEADLINE,
+    AsTorchDoes,
+    Centering,
+    Numbered,
+    together,
+    until_others_wait,
+    values,
+)
 from torch import Tensor, nn
 
-from replication import DataParallel, ReplicasTimedOut, data_parallel
+from replication import (
+    DataParallel,
+    ReplicasTimedOut,
+    data_parallel,
+    patch_replication_callback,
+)
+from replication.place import here
+from replication.watch import limit_waits
 
 LIMIT = 0.3
 
@@ -52,7 +68,7 @@ def test_a_replica_that_hangs_is_named_and_the_caller_goes_on(replica):
     assert re.match(rf"  replica {replica}: runs in `1\.0`, at .*\.py:\d+", rows[replica])
     hangs.go.set()
     assert hangs.ended.wait(DEADLINE)
-    hangs.replica = -1
+    hangs.replica, model.timeout = -1, None
     torch.testing.assert_close(model(x), net(x))
 
 
@@ -63,6 +79,52 @@ def test_a_wait_that_ends_in_time_is_no_affair_of_the_limit():
     x = torch.randn(6, 2)
     y = data_parallel(net, x, ["cpu"] * 2, timeout=DEADLINE)
     torch.testing.assert_close(y, x - x.mean(0))
+
+
+def test_a_replica_that_comes_late_is_a_matter_of_the_limit():
+    """Not of the time within which replicas have to begin, which is longer."""
+    limit_passed = threading.Event()
+
+    class Late(AsTorchDoes):
+        def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+            limit_waits(replicas, LIMIT)
+
+            def run(i: int) -> Any:
+                if i == 1:
+                    assert limit_passed.wait(DEADLINE)
+                try:
+                    return replicas[i](*inputs[i], **kwargs[i])
+                finally:
+                    limit_passed.set()
+
+            return values(together(*(lambda i=i: run(i) for i in range(2))))
+
+    model = Late(Centering(), 2)
+    patch_replication_callback(model)
+    with pytest.raises(ReplicasTimedOut, match=r"replica 1: has not begun"):
+        model(torch.randn(4, 2))
+
+
+def test_modules_that_cannot_be_walked_hide_nothing():
+    class Unwalkable(Hangs):
+        def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+            if here() is not None:
+                raise RuntimeError("dictionary changed size during iteration")
+            return super().named_modules(*args, **kwargs)
+
+    class Whole(Unwalkable):
+        def __init__(self) -> None:
+            super().__init__(1, others=1)
+            self.layer = Centering()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(super().forward(x))
+
+    whole = Whole()
+    with pytest.raises(ReplicasTimedOut, match=r"replica 1: runs at .*\.py:\d+"):
+        DataParallel(whole, ["cpu"] * 2, timeout=LIMIT)(torch.randn(4, 2))
+    whole.go.set()
+    assert whole.ended.wait(DEADLINE)
 
 
 def test_by_default_there_is_no_limit():

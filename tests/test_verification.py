@@ -10,6 +10,7 @@ import torch
 from layers import Centering, Numbered
 from processes import run_python
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import syncbn.__main__
 from replication import DataParallel
@@ -46,13 +47,13 @@ SCALE = torch.rand(8, 1, generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize("wrap", [lambda net: net, lambda net: DataParallel(net, CPUS)])
 @pytest.mark.parametrize("batch", [X, (X, SCALE), [X, SCALE, "n"], {"x": X, "scale": SCALE}])
-@pytest.mark.parametrize("devices", [["cpu"], CPUS, ["cpu"] * 9])
+@pytest.mark.parametrize("devices", [CPUS, ["cpu"] * 9])
 def test_a_synchronized_network_is_equal(net, wrap, batch, devices):
     found = verify(wrap(net), batch, devices)
     assert found
     assert found.first_difference is None
     assert max(d.error for kind in found.differences.values() for d in kind) < 1e-9
-    assert str(found).endswith("equal (tolerance 1e-06)")
+    assert str(found).endswith(f"\n{min(len(devices), 8)} replicas: equal (tolerance 1e-06)")
 
 
 def test_everything_is_compared(net):
@@ -119,7 +120,15 @@ class Odd(Numbered):
             return self.inner(x[::2])
         if self.does == "returns odd things":
             return y, x > 0, x.mean().detach(), None, "text"
-        return y.new_full((), float("nan")) * y if self.does == "nan" else y
+        if self.does.startswith("masks"):
+            y = y.masked_fill(y > 1, float("-inf"))
+        if self.copy_id is not None and self.does == "masks and triples":
+            y = 3 * y
+        if self.does == "nan" or (self.copy_id == 1 and self.does == "nan in one"):
+            y = y * float("nan")
+        if self.does == "registers" and self.copy_id is None:
+            self.register_buffer("late", y.detach())
+        return y
 
 
 @pytest.mark.parametrize(
@@ -127,6 +136,10 @@ class Odd(Numbered):
     [
         ("skips", "output of `inner` (Identity)", "no replica has called it as often"),
         ("nan", "", ""),  # the same on one device
+        ("nan in one", "output of `the model`", "error inf"),
+        ("masks", "", ""),
+        ("masks and triples", "output of `the model`", "error"),
+        ("registers", "buffer of `late`", "inf"),
         ("halves", "output of `inner` (Identity, call 2)", "replicas alone"),
         ("returns odd things", "", ""),
     ],
@@ -153,9 +166,34 @@ def test_what_is_no_module_is_refused(model):
         verify(model, X, CPUS)
 
 
+@pytest.mark.parametrize("devices", [[], ["cpu"]])
+def test_one_device_is_nothing_to_compare_with(devices):
+    with pytest.raises(ValueError, match="at least two devices"):
+        verify(nn.ReLU(), X, devices)
+
+
+def test_one_replica_is_nothing_to_compare_with():
+    with pytest.raises(ValueError, match="only one replica has run"):
+        verify(nn.BatchNorm2d(2), X[:1], CPUS)
+
+
+def test_the_batch_dimension_is_that_of_the_data_parallel():
+    net = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+    x = torch.randn(4, 7, 3)
+    assert verify(DataParallel(net, CPUS, dim=1), x, CPUS)
+
+
+def test_layers_in_checkpoints_are_equal():
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)["features"][1]
+
+    assert verify(convert_model(Checkpointed()), X, CPUS)
+
+
 def test_in_float32_what_is_left_is_rounding():
     net = convert_model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    found = verify(net, torch.randn(8, 3), CPUS, dtype=torch.float32, tolerance=1e-4)
+    found = verify(net, torch.randn(8, 3), CPUS, dtype=torch.float32)
     assert found
     assert max(d.error for d in found.differences["gradients"]) > 1e-9
 

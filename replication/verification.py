@@ -6,22 +6,26 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from replication import DataParallel
+from replication.checks import check_module
+from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, usable_devices
 from replication.place import here
-from replication.structure import flatten
+from replication.structure import Leaf, flatten
+from replication.torch_internals import NO_BACKWARD, current_backward
 
-__all__ = ["Verification", "verify"]
+__all__ = ["Difference", "Verification", "verify"]
 
 
-class Difference(NamedTuple):
-    """What a layer, or one of its tensors, has on replicas and on one device."""
+@dataclass(frozen=True)
+class Difference:
+    """Between what a layer, or one of its tensors, has on replicas and on one device."""
 
     where: str
     #: The largest difference, in relation to the largest value; infinite for other shapes.
@@ -33,13 +37,16 @@ class Difference(NamedTuple):
         return f"{self.where}: {self.reason or f'error {self.error:.1e}'}"
 
 
-class Verification(NamedTuple):
+@dataclass(frozen=True)
+class Verification:
     """What `verify` has found. True if all is equal, up to rounding; prints as a table."""
 
     #: Quantities and how they differ: outputs of layers in the order in which they were computed
     #: on one device, gradients of inputs and parameters, buffers.
     differences: dict[str, list[Difference]]
     tolerance: float
+    #: How many replicas have run.
+    replicas: int
 
     def __bool__(self) -> bool:
         return self.first_difference is None
@@ -57,7 +64,8 @@ class Verification(NamedTuple):
         ]
         first = self.first_difference
         verdict = "equal" if first is None else f"the first that differs is {first}"
-        return "\n".join([*lines, f"{verdict} (tolerance {self.tolerance:.0e})"])
+        end = f"{self.replicas} replicas: {verdict} (tolerance {self.tolerance:.0e})"
+        return "\n".join([*lines, end])
 
 
 def verify(
@@ -66,7 +74,7 @@ def verify(
     device_ids: Sequence[DeviceLike],
     *,
     dtype: torch.dtype = torch.float64,
-    tolerance: float = 1e-6,
+    tolerance: float | None = None,
 ) -> Verification:
     """Compares a model on replicas with the same model on one device that sees the whole batch.
 
@@ -77,36 +85,46 @@ def verify(
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     >>> print(verify(net, torch.randn(8, 3), ["cpu"] * 2).first_difference.where)
     output of `1` (BatchNorm1d)
-    >>> from syncbn import convert_model
-    >>> bool(verify(convert_model(net), torch.randn(8, 3), ["cpu"] * 2))
-    True
 
     Args:
-        model: In training mode as a rule. Of a `torch.nn.DataParallel`, what is in it.
+        model: In training mode as a rule. Of a `torch.nn.DataParallel`, what is in it, and its
+            ``dim``.
         batch: A tensor; or a tuple or list of positional arguments; or a mapping of keyword
             arguments.
         device_ids: The devices of the replicas; the first is the one to compare with.
-        dtype: In which all is computed. In float64 nothing is left of rounding.
+        dtype: In which all is computed. In float64 next to nothing is left of rounding; a model
+            that casts by itself may need float32.
         tolerance: The largest error that is taken for rounding, in relation to the largest value
-            of a tensor.
+            of a tensor; by default 1e-6, or 1e-3 in other dtypes than float64.
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: There is no such device; or the output of a replica is a loss of its own, and
-            the replicas' together are not that of the batch.
+        ValueError: There is no such device; only one replica has anything to do; or the output of
+            a replica is a loss of its own, and the replicas' together are not that of the batch.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module (got {type(model).__name__})")
+    check_module(model)
+    dim = 0
     if isinstance(model, nn.DataParallel):
-        model = model.module
-    home = usable_devices(device_ids)[0]
+        dim, model = model.dim, model.module
+    devices = usable_devices(device_ids)
+    if len(devices) < 2:
+        raise ValueError(f"expected at least two devices to compare with one (got {len(devices)})")
+    if tolerance is None:
+        tolerance = 1e-6 if dtype is torch.float64 else 1e-3
+    home = devices[0]
     alone, split = (copy.deepcopy(model).to(home, dtype) for _ in range(2))
-    expected = run(alone, alone, batch, home, dtype)
-    actual = run(split, DataParallel(split, device_ids), batch, home, dtype)
+    expected = results_of_step(alone, alone, batch, home, dtype)
+    model = DataParallel(split, devices, dim=dim)
+    actual = results_of_step(split, model, batch, home, dtype)
+    if actual.replicas < 2:
+        raise ValueError(
+            "only one replica has run: there is nothing to compare; take a batch of as many "
+            "samples as devices, at least"
+        )
     layers = dict(alone.named_modules())
     differences = {
         "outputs of layers": [
-            compared(f"output of {call.named(layers)}", actual.calls.pop(call, {}), outputs)
+            difference(f"output of {call.named(layers)}", actual.calls.pop(call, {}), outputs, dim)
             for call, outputs in expected.calls.items()
         ]
     }
@@ -118,10 +136,12 @@ def verify(
         theirs = actual.tensors[quantity]
         largest = max(map(_magnitude, tensors.values()), default=0.0)
         differences[f"{quantity}s"] = [
-            compared(f"{quantity} of `{name}`", {0: [theirs[name]]}, {0: [tensor]}, largest)
+            difference(
+                f"{quantity} of `{name}`", {0: [theirs.get(name)]}, {0: [tensor]}, dim, largest
+            )
             for name, tensor in tensors.items()
         ]
-    return Verification(differences, tolerance)
+    return Verification(differences, tolerance, actual.replicas)
 
 
 class Call(NamedTuple):
@@ -147,9 +167,11 @@ class Results(NamedTuple):
     calls: dict[Call, Parts]
     #: Tensors by their names, by the singular of what they are.
     tensors: dict[str, dict[str, Tensor | None]]
+    #: How many have run.
+    replicas: int
 
 
-def run(
+def results_of_step(
     net: nn.Module, model: nn.Module, batch: Any, device: torch.device, dtype: torch.dtype
 ) -> Results:
     """A forward and a backward of ``model``, in which ``net`` is."""
@@ -158,17 +180,24 @@ def run(
     counts: Counter[tuple[str, int]] = Counter()
 
     def note(path: str, layer: nn.Module, args: Any, output: Any) -> None:
+        if current_backward() != NO_BACKWARD:  # the recomputation of a checkpoint
+            return
         place = here()
         replica = 0 if place is None else place.replica
         counts[path, replica] += 1
-        tensors = [leaf.value.detach().clone() for leaf in flatten(output)[0] if _is_tensor(leaf)]
+        tensors = [
+            leaf.value.detach().to(device, copy=True)
+            for leaf in flatten(output)[0]
+            if _is_tensor(leaf)
+        ]
         calls.setdefault(Call(path, counts[path, replica]), {})[replica] = tensors
 
     for path, layer in net.named_modules():
-        if path:
-            layer.register_forward_hook(partial(note, path))
+        layer.register_forward_hook(partial(note, path))
     args, kwargs = arguments
     outputs = [leaf for leaf in flatten(model(*args, **kwargs))[0] if _is_tensor(leaf)]
+    # Now, as those of torch's layers are updated once more in a recomputation.
+    buffers: dict[str, Tensor | None] = {name: b.clone() for name, b in net.named_buffers()}
     learnt = [leaf.value for leaf in outputs if leaf.value.requires_grad]
     if any(tensor.dim() == 0 for tensor in learnt):
         raise ValueError(
@@ -187,12 +216,13 @@ def run(
             **{name: x.grad for name, x in inputs.items()},
             **{name: parameter.grad for name, parameter in net.named_parameters()},
         },
-        "buffer": dict(net.named_buffers()),
+        "buffer": buffers,
     }
-    return Results(calls, tensors)
+    whole = calls.pop(Call("", 1), {})  # which is the output
+    return Results(calls, tensors, len(whole))
 
 
-def _is_tensor(leaf: Any) -> bool:
+def _is_tensor(leaf: Leaf) -> bool:
     return isinstance(leaf.value, Tensor)
 
 
@@ -217,8 +247,8 @@ def _prepared(
     return structure.around(values), inputs
 
 
-def compared(
-    where: str, actual: Parts, expected: Parts, largest_of_all: float = 0.0
+def difference(
+    where: str, actual: Parts, expected: Parts, dim: int, largest_of_all: float = 0.0
 ) -> Difference:
     """Compares tensors of replicas, joined, with those of one device.
 
@@ -237,7 +267,7 @@ def compared(
         if want is None or len(present) < len(found):
             errors.append(0.0 if want is None and not present else math.inf)
         elif want.dim() or len(found) == 1:  # else each replica has a number of its own
-            got = _joined(present, want)
+            got = _joined(present, want, dim)
             if got is None:
                 shapes = ", ".join(str(tuple(tensor.shape)) for tensor in present)
                 reason = f"shapes {shapes} in the replicas, {tuple(want.shape)} on one device"
@@ -246,27 +276,28 @@ def compared(
     return Difference(where, max(errors))
 
 
-def _joined(parts: list[Tensor], whole: Tensor) -> Tensor | None:
+def _joined(parts: list[Tensor], whole: Tensor, dim: int) -> Tensor | None:
     """What the replicas have, like the whole; None if it has another shape."""
-    if len(parts) == 1:
-        return parts[0].to(whole.device) if parts[0].shape == whole.shape else None
-    rows = sum(len(part) for part in parts if part.dim())
-    if rows != len(whole) or any(part.shape[1:] != whole.shape[1:] for part in parts):
+    try:
+        joined = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+    except (RuntimeError, IndexError):
         return None
-    return torch.cat([part.to(whole.device) for part in parts])
+    return joined if joined.shape == whole.shape else None
 
 
 def _error(got: Tensor, want: Tensor, largest_of_all: float) -> float:
     alike = (got == want) | (got.isnan() & want.isnan())
     if not (want.is_floating_point() or want.is_complex()):
         return 0.0 if alike.all() else math.inf
-    difference = _magnitude(torch.where(alike, 0, got - want))
+    error = (got - want)[~alike].abs().amax().item() if not alike.all() else 0.0
     scale = max(_magnitude(want), 1e-3 * largest_of_all)
-    return difference / scale if scale else difference
+    error = error / scale if scale else error
+    return error if math.isfinite(error) else math.inf
 
 
 def _magnitude(tensor: Tensor | None) -> float:
-    if tensor is None or not tensor.numel():
+    """The largest of the finite values."""
+    if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
-    has_abs = tensor.is_floating_point() or tensor.is_complex()
-    return (tensor if has_abs else tensor.double()).abs().amax().item()
+    finite = tensor[tensor.isfinite()]
+    return finite.abs().amax().item() if finite.numel() else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextvars
 import os
+import sys
 import threading
 import time
 import weakref
@@ -90,6 +91,8 @@ def parallel_apply(
 def _run_all(replicas: Sequence[nn.Module], calls: Sequence[Callable[[], Any]]) -> list[Any]:
     if len(calls) == 1:
         return [calls[0]()]
+    if sys.is_finalizing():  # no thread but this one runs any more
+        raise RuntimeError("replicas are called, by a finalizer say, while the interpreter ends")
     outputs: list[Any] = [None] * len(calls)
     failures: list[BaseException] = []
     try:
@@ -114,6 +117,9 @@ def _collect(
     says that they have been waited for."""
     done: SimpleQueue[Outcome] = SimpleQueue()
     nodes = max((worker.nodes for worker in workers), default=0)
+    if torch.is_grad_enabled() and abs(nodes - nodes_made()) <= _FEW_NODES:  # the caller, too
+        make_nodes(max(0, nodes - nodes_made()))
+        nodes = nodes_made()
     for index, (worker, call) in enumerate(zip(workers, calls, strict=True)):
         # A Context cannot be entered by two threads: each has its own copy.
         worker.submit(Task(index, partial(contextvars.copy_context().run, call), done, nodes))
@@ -222,7 +228,8 @@ class Worker:
 
     Attributes:
         nodes: How many nodes of graphs it has made. Autograd takes the latest first, of all
-            threads by their own count: for the same sums in each step all begin with the same.
+            threads by their own count: for the same sums in each step all begin with the same,
+            and the caller, too, unless it is far ahead or behind.
     """
 
     def __init__(self) -> None:

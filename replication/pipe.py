@@ -107,6 +107,7 @@ class SlavePipe:
             if slot.wait is not None:
                 raise _two_at_once(channel.path, slot.replica)
             site = channel.next_call(slot.replica)
+            rendezvous.refuse_if_over(slot.replica, site)
             slot.message = msg
             channel.missing.discard(slot.replica)
             if channel.master_wait is not None and not channel.missing:
@@ -114,10 +115,11 @@ class SlavePipe:
             slot.wait = rendezvous.begin_wait(slot.replica, (channel.master,), site, channel.calls)
         try:
             slot.wait.block()
+            return slot.reply
         finally:
-            slot.wait = None
-        reply, slot.reply = slot.reply, _EMPTY
-        return reply
+            with rendezvous.lock:
+                # Not collected, perhaps: a graph in it may hold the replica, which holds the slot.
+                slot.wait, slot.message, slot.reply = None, _EMPTY, _EMPTY
 
 
 class MasterPipe:
@@ -149,9 +151,12 @@ class MasterPipe:
             finally:
                 channel.master_wait = None
         messages: list[tuple[Any, Any]] = [(_MASTER, master_msg)]
-        for slot in channel.slots:
-            messages.append((slot.identifier, slot.message))
-            slot.message = _EMPTY
+        with rendezvous.lock:
+            if any(slot.message is _EMPTY for slot in channel.slots):  # given up meanwhile
+                rendezvous.refuse_if_over(channel.master, site)
+            for slot in channel.slots:
+                messages.append((slot.identifier, slot.message))
+                slot.message = _EMPTY
         try:
             replies = replies_to(messages, self._callback, channel.path)
         except BaseException as error:
@@ -159,8 +164,8 @@ class MasterPipe:
             raise
         with rendezvous.lock:
             for slot in channel.slots:
-                slot.reply = replies[slot.identifier]
                 if slot.wait is not None:
+                    slot.reply = replies[slot.identifier]
                     rendezvous.end_wait(slot.wait)
         return replies[_MASTER]
 

@@ -7,6 +7,7 @@ a replica keeps those of each of its calls, vectors of length C, and answers wit
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -54,39 +55,48 @@ class KeptCalls:
     def recall(self, sent: Shard) -> Whole:
         """The reply to the call that is recomputed.
 
-        Which one that is nobody tells. If the layer has been called more than once, it is the one
-        whose moments are nearest; they need not be equal, as some devices do not compute the same
-        twice.
+        Which one that is nobody tells: it is the one whose moments are nearest. They need not be
+        equal, as some devices do not compute the same twice.
 
         Raises:
             ReplicationError: No call, or more than one, can be meant; or the forward ran without
-                a graph.
+                a graph, or with other values.
         """
-        calls = [call for call in self._calls if call.sent.values == sent.values]
+        alike = [call for call in self._calls if call.sent.values == sent.values]
+        # Of a layer that is also called without a graph, those calls are not recomputed.
+        calls = [call for call in alike if call.grad_enabled] or alike
         if not calls:
             raise ReplicationError(
                 f"{self._where} is called in backward with {sent.values} values per channel, as "
                 "in no call of its forward. An activation checkpoint must call its layers as the "
                 "forward has; other calls belong into the forward."
             )
-        if not all(call.grad_enabled for call in calls):
+        if not calls[0].grad_enabled:
             raise ReplicationError(
                 f"{self._where} is recomputed by an activation checkpoint with use_reentrant=True,"
                 " whose forward makes no graph for the replicas to share; use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        # Of no values at all nothing is computed, whatever the reply.
-        is_clear = len(calls) == 1 or not sent.values
-        call = calls[0] if is_clear else self._nearest(calls, sent.moments.detach())
+        call = self._nearest(calls, sent.moments.detach(), is_sole=len(alike) == 1)
         if call.reply.moments is None:
             return call.reply
         # A leaf: the recomputed graph serves its saved tensors only, of which as many must be.
         merged = call.reply.moments.detach().requires_grad_(call.requires_grad)
         return call.reply._replace(moments=merged)
 
-    def _nearest(self, calls: list[KeptCall], moments: Tensor) -> KeptCall:
+    def _nearest(self, calls: list[KeptCall], moments: Tensor, is_sole: bool) -> KeptCall:
+        on_cpu = moments.device.type == "cpu"
+        if not calls[0].sent.values or (is_sole and not on_cpu):
+            return calls[0]  # without any values, or without making the host wait for a GPU
         distances = torch.stack([_distance(c.sent.moments, moments) for c in calls]).tolist()
         least = min(distances)
+        if least > _ROUNDING:
+            raise ReplicationError(
+                f"{self._where} is recomputed by an activation checkpoint with another input than "
+                "in any call of its forward. Random numbers, as of dropout, cannot be drawn again "
+                "where replicas on one device share its generator; nor may parameters change "
+                "between forward and backward."
+            )
         nearest = [c for c, d in zip(calls, distances, strict=True) if d == least]
         if any(_replies_differ(nearest[0].reply, call.reply) for call in nearest[1:]):
             raise ReplicationError(
@@ -98,12 +108,22 @@ class KeptCalls:
         return nearest[0]
 
 
+#: A difference, in standard deviations, that may come of rounding in another order.
+_ROUNDING = 1e-3
+
+
 def _distance(one: Tensor, other: Tensor) -> Tensor:
-    """The largest difference of two tensors; what is not finite in both is alike."""
-    return (one - other).abs().nan_to_num(nan=0.0).amax() if one.numel() else one.new_zeros(())
+    """The largest difference of two pairs of moments, in standard deviations."""
+    if not one.numel():
+        return one.new_zeros(())
+    deviation = one[1].sqrt() + torch.finfo(torch.float32).eps * one[0].abs()
+    scale = torch.stack((deviation, deviation.square()))
+    alike = (one == other) | (one.isnan() & other.isnan())
+    return torch.where(alike, 0.0, (one - other).abs() / scale).nan_to_num(nan=math.inf).amax()
 
 
 def _replies_differ(one: Whole, other: Whole) -> bool:
+    """By more than rounding."""
     if one.moments is None or other.moments is None:
         return one.moments is not other.moments
-    return not torch.equal(one.moments, other.moments)
+    return bool(_distance(one.moments, other.moments) > 1e-6)

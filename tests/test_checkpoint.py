@@ -250,6 +250,77 @@ def test_calls_that_cannot_be_told_apart_are_an_error():
         y.backward(torch.randn_like(y))
 
 
+class Calls(nn.Module):
+    """Calls one layer with each of several inputs, in a checkpoint each."""
+
+    def __init__(self, without_graph: bool = False) -> None:
+        super().__init__()
+        self.norm = SynchronizedBatchNorm1d(3)
+        self.without_graph = without_graph
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.without_graph:
+            with torch.no_grad():
+                self.norm(x[:, 0])
+        return torch.stack([recomputed(self.norm)(part) for part in x.unbind(1)], 1)
+
+
+def gradient(calls: Calls, x: Tensor, dy: Tensor) -> Tensor:
+    (grad,) = torch.autograd.grad(DataParallel(calls, ["cpu"] * 2)(x), x, dy)
+    return grad
+
+
+def test_calls_without_a_graph_are_no_reentrant_checkpoints():
+    x, dy = torch.randn(2, 6, 2, 3)
+    x.requires_grad_()
+    torch.testing.assert_close(gradient(Calls(True), x, dy), gradient(Calls(), x, dy))
+
+
+def test_calls_whose_statistics_differ_by_rounding_are_alike():
+    """As those of an iteration that converges, in one replica sooner than in another."""
+    x = torch.randn(4, 1, 3, dtype=torch.float64).expand(-1, 2, -1).clone()
+    x[2:, 1] *= 1 + 1e-12
+    dy = torch.randn_like(x)
+    calls = Calls().double()
+    expected = [gradient(calls, part.clone().requires_grad_(), d) for part, d in parts(x, dy)]
+    actual = gradient(calls, x.requires_grad_(), dy)
+    torch.testing.assert_close(actual, torch.cat(expected, 1), rtol=1e-6, atol=1e-6)
+
+
+def parts(*tensors: Tensor) -> Any:
+    return zip(*(t.split(1, 1) for t in tensors), strict=True)
+
+
+def test_values_that_are_no_numbers_are_told_apart():
+    x, dy = torch.randn(2, 6, 3, 3)
+    x[0, 1, 2] = float("nan")
+    x[5, 2, 1] = float("inf")
+    got = gradient(Calls(), x.clone().requires_grad_(), dy)
+    for i, (part, d) in enumerate(parts(x, dy)):
+        expected = gradient(Calls(), part.clone().requires_grad_(), d)
+        torch.testing.assert_close(got[:, i : i + 1], expected, equal_nan=True)
+
+
+def test_a_recomputation_with_other_values_is_noticed():
+    """Dropout does so where replicas on one device draw from one generator."""
+
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = SynchronizedBatchNorm1d(3)
+            self.drawn = itertools.count()
+
+        def body(self, x: Tensor) -> Tensor:
+            return self.norm(x * (1 + next(self.drawn)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return recomputed(self.body)(x)
+
+    y = DataParallel(Draws(), ["cpu"] * 2)(torch.randn(4, 3, requires_grad=True))
+    with pytest.raises(ReplicationError, match=r"`norm`, .* with another input .*dropout"):
+        y.backward(torch.randn_like(y))
+
+
 def test_another_call_in_backward_is_an_error():
     class CalledInBackward(nn.Module):
         def __init__(self) -> None:

@@ -202,6 +202,37 @@ def test_steps_are_bit_equal_whatever_the_threads_have_done_before(network, repl
         assert_equal_bits(bits(model, x), expected)
 
 
+class Around(nn.Module):
+    """Replicas in the middle of a network, and other ways around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        inner = [
+            nn.Linear(4, 4),
+            SynchronizedBatchNorm1d(4),
+            nn.Tanh(),
+            SynchronizedBatchNorm1d(4),
+        ]
+        self.replicated = DataParallel(nn.Sequential(*inner), ["cpu"] * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x.sin() + 3 * x.cos() + self.replicated(x)
+
+
+@pytest.mark.parametrize("nodes", [0, 50, 500])
+def test_the_callers_own_graph_is_bit_equal_whatever_it_has_done_before(nodes):
+    model, x = Around(), torch.randn(12, 4)
+    expected = bits(model, x)
+    for _ in range(30):
+        with_graph = torch.ones((), requires_grad=True)
+        for _ in range(nodes):
+            _ = with_graph * 1
+        unlike_before(3)
+        assert_equal_bits(bits(model, x), expected)
+
+
 @pytest.mark.parametrize("network", [Branches, Scatter])
 @pytest.mark.parametrize("replicas", [2, 3, 5])
 def test_branches_are_bit_equal_whatever_the_threads_have_done_before(network, replicas):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +20,9 @@ from layers import (
     FailsAt,
     Numbered,
     Repeat,
+    freed,
     outcome_of,
+    until_others_wait,
 )
 from processes import ROOT, run_python
 from torch import Tensor, nn
@@ -30,6 +34,7 @@ from replication import (
     ReplicationError,
     patch_replication_callback,
 )
+from syncbn import SynchronizedBatchNorm1d
 
 
 class LayerError(Exception):
@@ -84,6 +89,31 @@ def test_failure_that_is_no_exception_reaches_the_caller(replica, error):
     model = ours(nn.Sequential(FailsAt(replica, error), Centering()), 2)
     with pytest.raises(error):
         model(torch.randn(4, 2))
+
+
+def test_what_nobody_has_collected_is_freed():
+    """The message of a replica that waited, whose graph refers to the replica by a hook."""
+
+    class Hooked(Numbered):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.factor = SynchronizedBatchNorm1d(2), 2.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 2
+            x.register_hook(lambda grad: grad * self.factor)
+            seen.append(weakref.ref(x))
+            if self.copy_id == 1:
+                until_others_wait(2)
+                raise LayerError
+            return self.layer(x)
+
+    seen: list[Any] = []
+    with contextlib.suppress(LayerError):
+        ours(Hooked(), 3)(torch.randn(6, 2, requires_grad=True))
+    gc.collect()
+    assert len(seen) == 3
+    assert freed(*seen)
 
 
 def test_error_that_several_replicas_raise_is_one_of_theirs():

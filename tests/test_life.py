@@ -268,6 +268,25 @@ step(DataParallel(Fails(), ["cpu"] * 3))
     assert time.monotonic() - begin < 20  # the import of torch included
 
 
+def test_a_forward_while_the_interpreter_ends_is_an_error(tmp_path):
+    """In a finalizer that runs when all other threads have been stopped."""
+    run_script(
+        tmp_path,
+        """
+class Late:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        model(torch.ones(4, 3))
+
+model = DataParallel(nn.Linear(3, 3), ["cpu"] * 2)
+model(torch.ones(4, 3))
+Late()
+""",
+    )
+
+
 # -- changed between forwards ------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -80,7 +81,8 @@ def verify(
 
     Copies of the model run forward and backward, with a random upstream gradient. It is not
     changed, and layers that are not synchronized are not converted: they are what this finds.
-    Layers that draw random numbers (dropout) differ; put them in evaluation mode before.
+    Layers that draw random numbers (dropout) differ; put them in evaluation mode before. Layers
+    after which the rows of a batch are in another order differ, too.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     >>> print(verify(net, torch.randn(8, 3), ["cpu"] * 2).first_difference.where)
@@ -112,7 +114,7 @@ def verify(
     if tolerance is None:
         tolerance = 1e-6 if dtype is torch.float64 else 1e-3
     home = devices[0]
-    alone, split = (copy.deepcopy(model).to(home, dtype) for _ in range(2))
+    alone, split = (_cast(copy.deepcopy(model).to(home), dtype) for _ in range(2))
     expected = results_of_step(alone, alone, batch, home, dtype)
     model = DataParallel(split, devices, dim=dim)
     actual = results_of_step(split, model, batch, home, dtype)
@@ -124,7 +126,7 @@ def verify(
     layers = dict(alone.named_modules())
     differences = {
         "outputs of layers": [
-            difference(f"output of {call.named(layers)}", actual.calls.pop(call, {}), outputs, dim)
+            difference(f"output of {call.named(layers)}", actual.calls.pop(call, {}), outputs)
             for call, outputs in expected.calls.items()
         ]
     }
@@ -136,9 +138,7 @@ def verify(
         theirs = actual.tensors[quantity]
         largest = max(map(_magnitude, tensors.values()), default=0.0)
         differences[f"{quantity}s"] = [
-            difference(
-                f"{quantity} of `{name}`", {0: [theirs.get(name)]}, {0: [tensor]}, dim, largest
-            )
+            difference(f"{quantity} of `{name}`", {0: [theirs.get(name)]}, {0: [tensor]}, largest)
             for name, tensor in tensors.items()
         ]
     return Verification(differences, tolerance, actual.replicas)
@@ -195,7 +195,8 @@ def results_of_step(
     for path, layer in net.named_modules():
         layer.register_forward_hook(partial(note, path))
     args, kwargs = arguments
-    outputs = [leaf for leaf in flatten(model(*args, **kwargs))[0] if _is_tensor(leaf)]
+    with torch.enable_grad():
+        outputs = [leaf for leaf in flatten(model(*args, **kwargs))[0] if _is_tensor(leaf)]
     # Now, as those of torch's layers are updated once more in a recomputation.
     buffers: dict[str, Tensor | None] = {name: b.clone() for name, b in net.named_buffers()}
     learnt = [leaf.value for leaf in outputs if leaf.value.requires_grad]
@@ -220,6 +221,14 @@ def results_of_step(
     }
     whole = calls.pop(Call("", 1), {})  # which is the output
     return Results(calls, tensors, len(whole))
+
+
+def _cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Casts what is real and floating, and nothing else."""
+    for tensor in (*net.parameters(), *net.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    return net
 
 
 def _is_tensor(leaf: Leaf) -> bool:
@@ -248,7 +257,7 @@ def _prepared(
 
 
 def difference(
-    where: str, actual: Parts, expected: Parts, dim: int, largest_of_all: float = 0.0
+    where: str, actual: Parts, expected: Parts, largest_of_all: float = 0.0
 ) -> Difference:
     """Compares tensors of replicas, joined, with those of one device.
 
@@ -267,25 +276,31 @@ def difference(
         if want is None or len(present) < len(found):
             errors.append(0.0 if want is None and not present else math.inf)
         elif want.dim() or len(found) == 1:  # else each replica has a number of its own
-            got = _joined(present, want, dim)
-            if got is None:
+            ways = _joined(present, want)
+            if not ways:
                 shapes = ", ".join(str(tuple(tensor.shape)) for tensor in present)
                 reason = f"shapes {shapes} in the replicas, {tuple(want.shape)} on one device"
                 return Difference(where, math.inf, reason)
-            errors.append(_error(got, want, largest_of_all))
+            errors.append(min(_error(way, want, largest_of_all) for way in ways))
     return Difference(where, max(errors))
 
 
-def _joined(parts: list[Tensor], whole: Tensor, dim: int) -> Tensor | None:
-    """What the replicas have, like the whole; None if it has another shape."""
-    try:
-        joined = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
-    except (RuntimeError, IndexError):
-        return None
-    return joined if joined.shape == whole.shape else None
+def _joined(parts: list[Tensor], whole: Tensor) -> list[Tensor]:
+    """What the replicas have, like the whole: in all ways that give its shape.
+
+    Between layers the batch may be in any dimension, or in none, as in what depends on parameters
+    alone, of which each replica has the whole.
+    """
+    ways = [torch.stack(parts)] if all(part.shape == whole.shape for part in parts) else []
+    for dim in range(whole.dim()):
+        with suppress(RuntimeError, IndexError):
+            joined = torch.cat(parts, dim)
+            ways += [joined] if joined.shape == whole.shape else []
+    return ways
 
 
 def _error(got: Tensor, want: Tensor, largest_of_all: float) -> float:
+    want = want.expand_as(got)
     alike = (got == want) | (got.isnan() & want.isnan())
     if not (want.is_floating_point() or want.is_complex()):
         return 0.0 if alike.all() else math.inf

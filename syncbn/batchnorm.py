@@ -116,7 +116,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
-            return super().forward(input)
+            return self._evaluated(input)
         group = self.group
         if group.size == 1:
             return super().forward(input)
@@ -133,6 +133,20 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             if self._has_lasting_buffers and not group.recomputes:
                 self._update_running_statistics(whole)
         return y
+
+    def _evaluated(self, input: Tensor) -> Tensor:
+        is_shared = self._kept_calls is not None and self._has_lasting_buffers
+        if not (is_shared and self.track_running_stats and torch.is_grad_enabled()):
+            return super().forward(input)
+        # What a training forward writes into the original's statistics, before this one's backward
+        # has used them, must not concern it.
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        mean, var = (
+            None if b is None else b.clone() for b in (self.running_mean, self.running_var)
+        )
+        return nn.functional.batch_norm(
+            input, mean, var, self.weight, self.bias, mean is None and var is None, eps=self.eps
+        )
 
     def _exchange(self, group: Group, dtype: torch.dtype, shard: Shard) -> Whole:
         """Merges the moments of all copies: among threads one of them does, processes do alike."""
@@ -211,7 +225,9 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         for running, new in ((self.running_mean, mean), (self.running_var, var)):
             if running is not None:
                 old = running.to(new.device)
-                running.copy_(old + factor * (new - old))
+                # Unnoticed by autograd, as torch's kernels do it: a graph of a forward on a single
+                # device may have saved the buffer, without a need for its value.
+                running.data.copy_(old + factor * (new - old))
 
 
 class SynchronizedBatchNormNd(SynchronizedBatchNorm, _BatchNorm):

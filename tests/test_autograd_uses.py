@@ -425,17 +425,19 @@ def test_vectorized_jacobian():
     assert_alike(use)
 
 
-def test_a_training_forward_between_an_evaluation_and_its_backward_is_noticed():
-    """T5.4. The evaluation's gradient needs the statistics that the training has changed since.
-
-    `nn.BatchNorm` does not notice, and returns the gradient of other statistics.
-    """
-    model = DataParallel(convert_model(network()), ["cpu"] * 2)
-    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_training_forward_between_an_evaluation_and_its_backward_is_no_matter(trains):
+    """T5.4. On one device `nn.BatchNorm` returns a gradient of the training's statistics."""
+    net = network()
+    model = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * 3)
+    x = torch.randn(SAMPLES, 3, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(SAMPLES, 2, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(net.eval()(x), x, dy)
     evaluated = model.eval()(x)
-    model.train()(x)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        evaluated.backward(torch.randn_like(evaluated))
+    if trains:
+        model.train()(x)
+    (actual,) = torch.autograd.grad(evaluated, x, dy)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_clipping_of_gradients():

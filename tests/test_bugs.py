@@ -314,7 +314,7 @@ def test_an_interrupted_forward_lets_the_interpreter_end():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((print, ["cpu"] * 2), TypeError, "module must be a torch.nn.Module"),
+        ((print, ["cpu"] * 2), TypeError, "expected a torch.nn.Module"),
         ((nn.ReLU(), ["cuda:99"] * 2), ValueError, "this machine has no device 'cuda:99'"),
         ((nn.ReLU(), ["cpu"] * 2, "cuda:99"), ValueError, "this machine has no device 'cuda:99'"),
         ((nn.ReLU(), [-1, -2]), ValueError, "device_ids must be indices of devices"),

@@ -293,8 +293,8 @@ def parts(*tensors: Tensor) -> Any:
 
 def test_values_that_are_no_numbers_are_told_apart():
     x, dy = torch.randn(2, 6, 3, 3)
-    x[0, 1, 2] = float("nan")
-    x[5, 2, 1] = float("inf")
+    x[0, 0, 2] = float("nan")
+    x[5, 1, 1] = float("inf")
     got = gradient(Calls(), x.clone().requires_grad_(), dy)
     for i, (part, d) in enumerate(parts(x, dy)):
         expected = gradient(Calls(), part.clone().requires_grad_(), d)

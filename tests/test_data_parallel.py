@@ -173,7 +173,7 @@ def test_device_that_the_machine_lacks_is_refused(arguments):
 
 
 def test_what_is_no_module_is_refused():
-    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module \(got function\)"):
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module \(got function\)"):
         DataParallel(lambda x: x, ["cpu"] * 2)
 
 

@@ -206,12 +206,13 @@ def parent():
 """
 
 
-def run_script(folder: Any, rest: str, returncode: int = 0) -> str:
+def run_script(folder: Any, rest: str, returncode: int | None = 0) -> str:
+    """What a script prints; it ends with this code, or, for None, with any."""
     script = folder / "script.py"
     script.write_text(SCRIPT + textwrap.dedent(rest))
     process = run_python(str(script))
-    assert process.returncode == returncode, process.stderr
-    assert returncode or process.stderr == ""
+    assert returncode in (None, process.returncode), process.stderr
+    assert returncode != 0 or process.stderr == ""
     return process.stdout
 
 
@@ -270,7 +271,7 @@ step(DataParallel(Fails(), ["cpu"] * 3))
 
 def test_a_forward_while_the_interpreter_ends_is_an_error(tmp_path):
     """In a finalizer that runs when all other threads have been stopped."""
-    run_script(
+    output = run_script(
         tmp_path,
         """
 class Late:
@@ -278,13 +279,18 @@ class Late:
         self.itself = self
 
     def __del__(self):
-        model(torch.ones(4, 3))
+        try:
+            model(torch.ones(4, 3))
+        except RuntimeError as error:
+            print(error, flush=True)
 
 model = DataParallel(nn.Linear(3, 3), ["cpu"] * 2)
 model(torch.ones(4, 3))
 Late()
 """,
+        returncode=None,  # torch does not like its tensors to be freed then, and may abort
     )
+    assert output.endswith("while the interpreter ends\n")
 
 
 # -- changed between forwards ------------------------------------------------------------------

@@ -191,6 +191,45 @@ def test_layers_in_checkpoints_are_equal():
     assert verify(convert_model(Checkpointed()), X, CPUS)
 
 
+class Sequences(nn.Module):
+    """Batches in other dimensions, and outputs without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(5, 4)
+        self.rnn = nn.LSTM(4, 4)
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.positions(torch.arange(x.shape[1]))
+        y, _ = self.rnn(x.transpose(0, 1))
+        return self.linear(y[-1])
+
+
+def test_batches_in_other_dimensions_are_equal():
+    found = verify(Sequences(), torch.randn(7, 5, 4), CPUS)
+    assert found, str(found)
+
+
+def test_it_does_not_matter_that_gradients_are_off(net):
+    with torch.no_grad():
+        found = verify(net, X, CPUS)
+    assert found
+    assert max(d.error for d in found.differences["gradients"]) > 0
+
+
+def test_complex_parameters_stay_complex():
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.by).abs()
+
+    assert verify(Turns(), torch.randn(6, 2), CPUS)
+
+
 def test_in_float32_what_is_left_is_rounding():
     net = convert_model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     found = verify(net, torch.randn(8, 3), CPUS, dtype=torch.float32)

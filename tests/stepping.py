@@ -1,0 +1,50 @@
+"""A small network, its step with and without replicas, and two ways to run these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from layers import AsTorchDoes
+from sharded import randomized
+from torch import Tensor, nn
+
+from replication import (
+    DataParallel,
+    patch_replication_callback,
+)
+
+
+def network() -> nn.Module:
+    """Takes ``(n, 3, 2)``, also of a single sample, to ``(n, 2)``."""
+    layers = [nn.BatchNorm1d(3), nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4, momentum=None), nn.Tanh()]
+    return randomized(nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 2)).double())
+
+
+def batch(samples: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(samples, 3, 2, dtype=torch.float64) * 2 + 1
+    return x, torch.randn(samples, 2, dtype=torch.float64)
+
+
+def step(run: Callable[[Tensor], Tensor], net: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """All that a step gives and leaves behind."""
+    net.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = run(leaf)
+    y.backward(dy)
+    grads = [leaf.grad, *(parameter.grad.clone() for parameter in net.parameters())]
+    return [y.detach(), *grads, *(buffer.clone() for buffer in net.buffers())]
+
+
+def patched(net: nn.Module, n: int) -> DataParallel:
+    model = AsTorchDoes(net, n)
+    patch_replication_callback(model)
+    return model
+
+
+def ours(net: nn.Module, n: int) -> DataParallel:
+    return DataParallel(net, ["cpu"] * n)
+
+
+wraps = pytest.mark.parametrize("wrap", [ours, patched])

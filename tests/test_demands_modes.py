@@ -1,0 +1,139 @@
+"""What users of such toolkits asked for of training and evaluation; see the references."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from faults import WRAPS
+from layers import outcome_of
+from sharded import randomized, run_sharded
+from torch import Tensor, nn
+
+from replication import DataParallel, execute_replication_callbacks, replicate
+from syncbn import (
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    convert_model,
+)
+
+LAYERS = {
+    1: (nn.BatchNorm1d, SynchronizedBatchNorm1d),
+    2: (nn.BatchNorm2d, SynchronizedBatchNorm2d),
+    3: (nn.BatchNorm3d, SynchronizedBatchNorm3d),
+}
+
+
+@pytest.mark.parametrize("track", [True, False])
+@pytest.mark.parametrize("replica", range(3))
+def test_a_single_replica_evaluates_alone(track, replica):
+    """T5.1; pytorch#48988, #22538: the others never come."""
+    layer = SynchronizedBatchNorm1d(3, track_running_stats=track).eval()
+    replicas = replicate(layer, ["cpu"] * 3)
+    execute_replication_callbacks(replicas)
+    x = torch.randn(4, 3)
+    expected = nn.BatchNorm1d(3, track_running_stats=track).eval()(x)
+    assert torch.equal(replicas[replica](x), expected)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("frozen", [[1], [3], [1, 5], [1, 3, 5]], ids=str)
+def test_layers_in_evaluation_do_not_talk_and_the_others_do(wrap, frozen, monkeypatch):
+    """T5.2; mmengine#1624, pytorch-deeplab-xception#140. Frozen before the conversion."""
+    layers = [layer for i in range(3) for layer in (nn.Linear(3, 3), nn.BatchNorm1d(3))]
+    net = randomized(nn.Sequential(*layers)).double()
+    for index in frozen:
+        net[index].eval().requires_grad_(False)
+    twin = copy.deepcopy(net)
+    convert_model(net)
+    assert [layer.training for layer in net] == [layer.training for layer in twin]
+    assert [p.requires_grad for p in net.parameters()] == [
+        p.requires_grad for p in twin.parameters()
+    ]
+    talked = []
+    exchange = SynchronizedBatchNorm1d._exchange
+
+    def noting(layer: Any, *args: Any) -> Any:
+        talked.append(layer._layer_name)
+        return exchange(layer, *args)
+
+    monkeypatch.setattr(SynchronizedBatchNorm1d, "_exchange", noting)
+    run = wrap(net)
+    for samples in (7, 4):
+        x, dy = torch.randn(2, samples, 3, dtype=torch.float64)
+        seen = []
+        for forward, module in ((run, net), (twin, twin)):
+            leaf = x.clone().requires_grad_()
+            y = forward(leaf)
+            y.backward(dy)
+            seen.append([y, leaf.grad, [p.grad for p in module.parameters()], *module.buffers()])
+        torch.testing.assert_close(*seen)
+    assert set(talked) == {str(index) for index in (1, 3, 5)} - {str(i) for i in frozen}
+    net.train()
+    twin.train()
+    x = torch.randn(7, 3, dtype=torch.float64)
+    torch.testing.assert_close(run(x), twin(x))
+
+
+def test_evaluation_in_the_middle_of_an_epoch_changes_nothing():
+    """T5.4, T5.7: a training forward, an evaluation, and the backward of the former."""
+    net = randomized(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))).double()
+    model = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * 3)
+    x, dy, other = torch.randn(3, 7, 3, dtype=torch.float64)
+    seen = []
+    for trained in (net, model):
+        leaf = x.clone().requires_grad_()
+        y = trained.train()(leaf)
+        evaluated = trained.eval()(other)
+        y.backward(dy)
+        seen.append([y, evaluated, leaf.grad, *(p.grad for p in trained.parameters())])
+        seen[-1] += trained.buffers()
+    torch.testing.assert_close(*seen)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("track", [True, False])
+@pytest.mark.parametrize("dims", LAYERS)
+@pytest.mark.parametrize("rank", range(1, 7))
+def test_the_same_ranks_are_accepted_in_training_and_evaluation(training, track, dims, rank):
+    """T5.6; tamakoji/pytorch-syncbn#9. Those of torch's layer, and with its words."""
+    plain, synchronized = LAYERS[dims]
+    x = torch.randn(4, *(3, 2, 2, 2, 2)[: rank - 1])
+    reference = plain(3, track_running_stats=track).train(training)
+    layer = synchronized(3, track_running_stats=track).train(training)
+    expected = outcome_of(lambda: reference(x))
+    actual = outcome_of(lambda: torch.cat(run_sharded(layer, x.chunk(2))))
+    assert (expected.error is None) == (rank in {1: (2, 3), 2: (4,), 3: (5,)}[dims])
+    assert (type(actual.error), str(actual.error)) == (type(expected.error), str(expected.error))
+    if actual.error is None and (training or track):
+        torch.testing.assert_close(actual.value, expected.value)
+
+
+FIRSTS: dict[str, Callable[[DataParallel, Tensor], Tensor]] = {
+    "a short batch": lambda model, x: model(x),
+    "the module itself": lambda model, x: getattr(model, "module", model)(x),
+    "another model": lambda model, x: (
+        DataParallel(model.module, ["cpu"])(x) if isinstance(model, DataParallel) else model(x)
+    ),
+}
+
+
+@pytest.mark.parametrize("first", FIRSTS)
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_forward_of_one_replica_and_one_of_several_before_their_backward(first, momentum):
+    """T5.4, T1.1; pytorch#24397. As when gradients are accumulated, or of two forwards at once."""
+    net = randomized(nn.Sequential(nn.BatchNorm1d(3, momentum=momentum), nn.Tanh())).double()
+    model = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * 3)
+    x = torch.randn(7, 3, 2, dtype=torch.float64)
+    dy = torch.randn_like(x)
+    seen = []
+    for trained in (net, model):
+        leaf = x.clone().requires_grad_()
+        short, whole = FIRSTS[first](trained, leaf[:1]), trained(leaf)
+        torch.autograd.backward([short, whole], [dy[:1].cos(), dy])
+        seen.append([leaf.grad, *(p.grad for p in trained.parameters()), *trained.buffers()])
+    torch.testing.assert_close(*seen)

@@ -1,0 +1,277 @@
+"""What users of such toolkits asked for in numbers: statistics, layouts, dtypes, modes.
+
+Each case was reported of some toolkit; its reference is in the docstring. Cases that the tests
+of a module show are not repeated here.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from faults import WRAPS
+from layers import Numbered, outcome_of
+from sharded import randomized, run_sharded
+from torch import Tensor, nn
+
+from replication import DataParallel
+from syncbn import (
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    convert_model,
+    set_sbn_eps_mode,
+)
+
+LAYERS = {
+    1: (nn.BatchNorm1d, SynchronizedBatchNorm1d),
+    2: (nn.BatchNorm2d, SynchronizedBatchNorm2d),
+    3: (nn.BatchNorm3d, SynchronizedBatchNorm3d),
+}
+
+
+def in_float64(layer: nn.Module) -> nn.Module:
+    """torch's layer of the same parameters and buffers, in float64."""
+    plain = next(plain for plain, ours in LAYERS.values() if type(layer) is ours)
+    twin = plain(
+        layer.num_features,
+        momentum=layer.momentum,
+        affine=layer.affine,
+        track_running_stats=layer.track_running_stats,
+        dtype=torch.float64,
+    )
+    twin.load_state_dict(layer.state_dict())
+    return twin.train(layer.training)
+
+
+# -- statistics --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("value", [0.0, 0.1, -3.7, 1e4, 3e4])
+@pytest.mark.parametrize("samples", [[4, 4], [3, 1, 2], [1, 0, 1]], ids=str)
+def test_a_constant_channel_gives_the_bias(dtype, value, samples):
+    """T2.3. The other channels are not constant."""
+    layer = randomized(SynchronizedBatchNorm2d(3, dtype=dtype))
+    shards = [torch.randn(n, 3, 3, 5, dtype=dtype) for n in samples]
+    for shard in shards:
+        shard[:, 1] = value
+    leaves = [shard.requires_grad_() for shard in shards]
+    outputs = run_sharded(layer, leaves)
+    torch.autograd.backward(outputs, [torch.randn_like(y) for y in outputs])
+    for y, leaf in zip(outputs, leaves, strict=True):
+        assert torch.equal(y[:, 1], layer.bias[1].expand_as(y[:, 1]))
+        assert y.isfinite().all()
+        assert leaf.grad.isfinite().all()
+    assert layer.weight.grad.isfinite().all()
+    assert layer.weight.grad[1] == 0
+
+
+@pytest.mark.parametrize("half_width", [0.05, 0.5, 5.0])
+@pytest.mark.parametrize("mode", ["plus", "clamp"])
+def test_eps_enters_as_the_mode_says(half_width, mode):
+    """T2.4; vacancy#43. Variances below, exactly at, and above ``eps``."""
+    layer = randomized(SynchronizedBatchNorm1d(3, eps=0.25, dtype=torch.float64))
+    shards = [half_width * torch.tensor([[-1.0, 1, -1], [1, -1, 1]]).double() for _ in range(2)]
+    upstream = [torch.randn_like(shard) for shard in shards]
+    leaves = [shard.clone().requires_grad_() for shard in shards]
+    set_sbn_eps_mode(mode)
+    try:
+        outputs = run_sharded(layer, leaves)
+        torch.autograd.backward(outputs, upstream)
+    finally:
+        set_sbn_eps_mode("plus")
+    expected = oracle.batch_norm(
+        shards, upstream, layer.weight, layer.bias, eps=0.25, clamps=mode == "clamp"
+    )
+    torch.testing.assert_close(outputs, expected.outputs)
+    torch.testing.assert_close([leaf.grad for leaf in leaves], expected.input_grads)
+    torch.testing.assert_close(layer.weight.grad, expected.weight_grad)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("momentum", [None, 0.0, 0.1, 1.0])
+def test_buffers_keep_their_identity_and_have_the_numbers_of_one_device(wrap, momentum):
+    """T2.8, T2.9. Whoever runs the replicas; views see every step (averages of weights, DDP)."""
+    layer = SynchronizedBatchNorm1d(3, momentum=momentum, dtype=torch.float64)
+    twin = in_float64(layer)
+    buffers = dict(layer.named_buffers())
+    pointers = {name: buffer.data_ptr() for name, buffer in buffers.items()}
+    view = layer.running_var[1:]
+    run = wrap(layer)
+    for samples in (7, 3, 1, 8):
+        x = torch.randn(samples, 3, 4, dtype=torch.float64) * 3 + 1
+        torch.testing.assert_close(run(x), twin(x))
+    for name, buffer in layer.named_buffers():
+        assert buffer is buffers[name]
+        assert buffer.data_ptr() == pointers[name]
+        torch.testing.assert_close(buffer, twin.get_buffer(name), rtol=1e-12, atol=1e-13)
+    assert torch.equal(view, layer.running_var[1:])
+    assert layer.num_batches_tracked == 4
+
+
+# -- layouts -----------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "channels last": lambda x: x.contiguous(
+        memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    ),
+    "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "expanded": lambda x: x[:, :, :1].expand_as(x),
+    "sliced": lambda x: torch.cat((x, x), -1)[..., ::2],
+    "expanded over samples": lambda x: x[:1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("channels", [1, 3, 65])
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize(("of_input", "of_upstream"), [*itertools.product(LAYOUTS, LAYOUTS)])
+def test_every_pair_of_layouts(channels, dims, of_input, of_upstream):
+    """T2.10; pytorch#62967, apex#1768. The upstream's may be another than the input's."""
+    layer = randomized(LAYERS[dims][1](channels))
+    twin = in_float64(layer)
+    shards, upstream = (
+        [LAYOUTS[layout](torch.randn(n, channels, *(3, 4, 5)[-dims:])) for n in (3, 2)]
+        for layout in (of_input, of_upstream)
+    )
+    leaves = [shard.detach().requires_grad_() for shard in shards]
+    outputs = run_sharded(layer, leaves)
+    torch.autograd.backward(outputs, upstream)
+
+    whole = torch.cat(shards).double().requires_grad_()
+    expected = twin(whole)
+    expected.backward(torch.cat(upstream).double())
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(torch.cat(outputs).double(), expected, **close)
+    torch.testing.assert_close(
+        torch.cat([leaf.grad for leaf in leaves]).double(), whole.grad, **close
+    )
+    torch.testing.assert_close(layer.weight.grad.double(), twin.weight.grad, **close)
+    torch.testing.assert_close(layer.bias.grad.double(), twin.bias.grad, **close)
+    for shard, y in zip(shards, outputs, strict=True):
+        for form in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d):
+            if form is torch.contiguous_format or dims == (3 if "3d" in str(form) else 2):
+                assert y.is_contiguous(memory_format=form) >= shard.is_contiguous(
+                    memory_format=form
+                )
+
+
+# -- dtypes ------------------------------------------------------------------------------------
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("track", [True, False])
+@pytest.mark.parametrize(("of_input", "of_layer"), [*itertools.product(FLOATS, FLOATS)])
+def test_every_pair_of_dtypes_is_taken_or_refused_as_by_torchs_layer(
+    of_input, of_layer, affine, track
+):
+    """T4.1; apex#254, pytorch#61924, #96203."""
+    options: dict[str, Any] = {"affine": affine, "track_running_stats": track, "dtype": of_layer}
+    layer = randomized(SynchronizedBatchNorm1d(3, **options))
+    plain = nn.BatchNorm1d(3, **options)
+    plain.load_state_dict(layer.state_dict())
+    exact = in_float64(layer)
+    x, dy = torch.randn(2, 7, 3, 5).to(of_input)
+
+    def step(model: nn.Module) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = model(leaf)
+        y.backward(dy)
+        return [y.detach(), leaf.grad]
+
+    theirs, ours = (
+        outcome_of(lambda m=m: step(m)) for m in (plain, DataParallel(layer, ["cpu"] * 3))
+    )
+    assert type(ours.error) is type(theirs.error)
+    if ours.error is not None:
+        for name, buffer in layer.named_buffers():
+            assert torch.equal(buffer, exact.get_buffer(name)), name
+        return
+    leaf = x.double().requires_grad_()
+    expected = exact(leaf)
+    expected.backward(dy.double())
+    rounding = 8 * torch.finfo(of_input).eps
+    for actual, truth in zip(ours.value, (expected, leaf.grad), strict=True):
+        assert actual.dtype == of_input
+        torch.testing.assert_close(actual.double(), truth, rtol=rounding, atol=rounding)
+    for (name, buffer), other in zip(layer.named_buffers(), plain.buffers(), strict=True):
+        assert buffer.dtype == other.dtype, name
+        eps = 4 * torch.finfo(buffer.dtype).eps if buffer.is_floating_point() else 0
+        torch.testing.assert_close(
+            buffer.double(), exact.get_buffer(name).double(), rtol=eps, atol=eps
+        )
+
+
+class Reports(Numbered):
+    """Appends what its thread's state is."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(
+            (
+                torch.is_autocast_enabled("cpu"),
+                torch.get_autocast_dtype("cpu"),
+                torch.is_inference_mode_enabled(),
+                torch.is_grad_enabled(),
+                torch.ones(1).device.type,
+            )
+        )
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_autocast_reaches_every_replica_with_its_dtype(dtype, mode):
+    """T4.2; pytorch#50170, #71124, #105682. Through the wrapper, with a layer that talks."""
+    seen: list[Any] = []
+    net = nn.Sequential(nn.Linear(3, 4), Reports(seen), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model = DataParallel(convert_model(copy.deepcopy(net[:])), ["cpu"] * 3)
+    model.module[1].seen = seen
+    x = torch.randn(8, 3)
+    with torch.autocast("cpu", dtype=dtype), mode(), torch.device("cpu"):
+        expected, y = net(x), model(x)
+    assert len(seen) == 4
+    assert set(seen) == {
+        (True, dtype, mode is torch.inference_mode, mode is torch.enable_grad, "cpu")
+    }
+    assert y.dtype == expected.dtype == dtype
+    torch.testing.assert_close(y, expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
+    with torch.device("meta"):
+        DataParallel(Reports(seen), ["cpu"] * 2)(x)
+    assert [state[-1] for state in seen[4:]] == ["meta"] * 2
+
+
+@pytest.mark.parametrize("mean", [0.0, 3e4])
+def test_a_million_large_values_in_half_precision_do_not_overflow(mean):
+    """T4.3; 2^20 values of up to 6e4, whose sum is beyond float16 from the second value on."""
+    x = (torch.randn(4, 1, 512, 512) * 1.5e4 + mean).clamp(-6e4, 6e4).half()
+    dy = torch.randn(x.shape).half()
+    layer = randomized(SynchronizedBatchNorm2d(1))
+    twin = in_float64(layer)
+    whole = x.double().requires_grad_()
+    expected = twin(whole)
+    expected.backward(dy.double())
+    x.requires_grad_()
+    y = DataParallel(layer, ["cpu"] * 2)(x)
+    y.backward(dy)
+    assert y.dtype == torch.float16
+    torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=2e-3)
+    assert x.grad.isfinite().all()
+    # The mean is as exact as the values are that it is the mean of.
+    exact_to = 6e4 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(
+        layer.running_mean.double(), twin.running_mean, rtol=0, atol=exact_to
+    )
+    torch.testing.assert_close(layer.running_var.double(), twin.running_var, rtol=1e-6, atol=0)
+    torch.testing.assert_close(layer.weight.grad.double(), twin.weight.grad, rtol=1e-4, atol=1e-2)

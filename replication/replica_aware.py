@@ -12,9 +12,9 @@ from replication.context import CallbackContext
 from replication.errors import ReplicationError
 from replication.group import Group, SoloGroup
 from replication.place import here
-from replication.process_group import (
+from replication.process_group import ProcessGroup
+from replication.processes import (
     Kept,
-    ProcessGroup,
     check_process_group,
     process_count,
     processes_are_not_connected,

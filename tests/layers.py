@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -71,18 +73,34 @@ def until_others_wait(count: int) -> None:
         time.sleep(0.001)
 
 
+def soon(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true before long."""
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """What is freed in the block was freed by its last reference, and so was in no cycle."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def freed(*references: Callable[[], Any]) -> bool:
     """Whether weakly referenced objects are gone, at the latest soon.
 
     A worker lets go of a call right *after* it has handed over its result, while the caller goes
     on already.
     """
-    end = time.monotonic() + DEADLINE
-    while any(reference() is not None for reference in references):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.001)
-    return True
+    return soon(lambda: all(reference() is None for reference in references))
 
 
 class Centering(nn.Module):

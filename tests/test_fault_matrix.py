@@ -23,7 +23,7 @@ from faults import (
     ours,
     twin_of,
 )
-from layers import DEADLINE
+from layers import DEADLINE, soon
 from torch import Tensor, nn
 
 from replication.place import here
@@ -104,16 +104,6 @@ def live_tensors() -> int:
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
-def soon(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true: an error that ends programs arrives while replicas may be busy."""
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.001)
-    return True
-
-
 def forgotten(fault: Fault, *, in_cycles: bool) -> bool:
     """Whether no replica is left, soon; ``in_cycles`` they may need the garbage collector."""
 
@@ -160,7 +150,7 @@ def test_error_arrives_as_it_is_and_leaves_an_exact_model_behind(wrap, error, pl
     net.zero_grad()
     # The engine keeps what a failed backward has left to do until the next one.
     torch.ones((), requires_grad=True).backward()
-    assert live_tensors() == tensors
+    assert soon(lambda: live_tensors() == tensors)
 
     # Running statistics of layers that all copies have finished are those of the batch, and all
     # others what they were.

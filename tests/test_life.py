@@ -17,7 +17,17 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from layers import DEADLINE, FailsAt, Numbered, Repeat, freed, together, until_others_wait, values
+from layers import (
+    FailsAt,
+    Numbered,
+    Repeat,
+    freed,
+    no_garbage_collection,
+    soon,
+    together,
+    until_others_wait,
+    values,
+)
 from processes import run_python
 from sharded import randomized
 from torch import Tensor, nn
@@ -400,16 +410,6 @@ LIVES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
 lives = pytest.mark.parametrize("life", LIVES)
 
 
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 @lives
 def test_a_model_is_freed_by_reference_counting_alone(life):
     make, live = LIVES[life]
@@ -420,15 +420,6 @@ def test_a_model_is_freed_by_reference_counting_alone(life):
         gone = [weakref.ref(part) for part in (*model.modules(), *model.parameters())]
         del model
         assert freed(*gone)
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.001)
-    return True
 
 
 def census() -> Counter[str]:
@@ -456,4 +447,4 @@ def test_many_forwards_leave_nothing_behind(life):
         for _ in range(100):
             live(model)
         # Workers let go of the last call right after the caller goes on.
-        assert eventually(lambda: census() <= before), census() - before
+        assert soon(lambda: census() <= before), census() - before

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import pickle
 import signal
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -29,6 +27,7 @@ from layers import (
     Repeat,
     SwallowingErrors,
     freed,
+    no_garbage_collection,
     together,
     until_others_wait,
     values,
@@ -86,17 +85,6 @@ runners = pytest.mark.parametrize("wrap", RUNNERS.values(), ids=RUNNERS)
 
 class LayerError(Exception):
     """An error that nobody else raises."""
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """What is freed in the block was freed by its last reference, and so was in no cycle."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 # -- whoever runs them -------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Collection, Iterable, Sequence
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -310,7 +311,7 @@ def data_parallel(
 def _seconds(timeout: float | None) -> float | None:
     if timeout is None:
         return None
-    if not (is_int(timeout) or isinstance(timeout, float)):
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise TypeError(f"timeout must be a number of seconds or None (got {timeout!r})")
     if not timeout > 0:
         raise ValueError(f"timeout must be above 0 s (got {timeout})")

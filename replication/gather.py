@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replication.checks import checked_names
+from replication.checks import check_list, checked_names
 from replication.devices import DeviceLike, check_available, parse_device, to_device
 from replication.scattered import Scattered
 from replication.structure import Key, Leaf, flatten
@@ -63,11 +63,8 @@ def join_leaves(
     except_keywords: Collection[str] = (),
 ) -> Any:
     """Makes one object of several of the same structure; ``join`` makes one leaf of several."""
-    if not isinstance(outputs, (list, tuple)):
-        raise TypeError(
-            f"outputs must be a list of one output per replica (got {type(outputs).__name__})"
-        )
-    if not outputs:
+    check_list("outputs", outputs)
+    if not len(outputs):
         raise ValueError("expected the output of at least one replica (got none)")
     leaves, structure = flatten(outputs[0])
     rows = []

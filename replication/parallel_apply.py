@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from replication.checks import check_list
 from replication.devices import DeviceLike, accelerator, current_stream, parse_devices, use_device
 from replication.errors import ReplicasTimedOut, ReplicationError
 from replication.torch_internals import in_functorch_transform, make_nodes, nodes_made
@@ -70,8 +71,7 @@ def parallel_apply(
     else:
         targets = parse_devices(devices)
     for name, items in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", targets)):
-        if not isinstance(items, (list, tuple)):
-            raise TypeError(f"{name} must be a list with one item per replica (got {type(items)})")
+        check_list(name, items)
         if len(items) != n:
             raise ValueError(f"expected one of {name} for each of {n} replicas (got {len(items)})")
     if n > 1 and in_functorch_transform():
@@ -117,7 +117,9 @@ def _collect(
     says that they have been waited for."""
     done: SimpleQueue[Outcome] = SimpleQueue()
     nodes = max((worker.nodes for worker in workers), default=0)
-    if torch.is_grad_enabled() and abs(nodes - nodes_made()) <= _FEW_NODES:  # the caller, too
+    if torch.is_anomaly_enabled():  # which makes a node a matter of milliseconds
+        nodes = 0
+    elif torch.is_grad_enabled() and abs(nodes - nodes_made()) <= _FEW_NODES:  # the caller, too
         make_nodes(max(0, nodes - nodes_made()))
         nodes = nodes_made()
     for index, (worker, call) in enumerate(zip(workers, calls, strict=True)):
@@ -219,8 +221,8 @@ class Task(NamedTuple):
     nodes: int
 
 
-#: That a worker makes in a few milliseconds, to have made as many as the others.
-_FEW_NODES = 10_000
+#: That a worker makes in a millisecond or two, to have made as many as the others.
+_FEW_NODES = 2_000
 
 
 class Worker:

@@ -118,7 +118,9 @@ class SlavePipe:
             return slot.reply
         finally:
             with rendezvous.lock:
-                # Not collected, perhaps: a graph in it may hold the replica, which holds the slot.
+                if slot.message is not _EMPTY:  # nobody has collected it
+                    channel.missing.add(slot.replica)
+                # A graph in it may hold the replica, which holds the slot.
                 slot.wait, slot.message, slot.reply = None, _EMPTY, _EMPTY
 
 
@@ -154,6 +156,9 @@ class MasterPipe:
         with rendezvous.lock:
             if any(slot.message is _EMPTY for slot in channel.slots):  # given up meanwhile
                 rendezvous.refuse_if_over(channel.master, site)
+                raise ReplicationError(
+                    f"{site}: a slave was interrupted and took its message back"
+                )
             for slot in channel.slots:
                 messages.append((slot.identifier, slot.message))
                 slot.message = _EMPTY

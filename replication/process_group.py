@@ -26,7 +26,7 @@ from replication.group import (
     reduced,
 )
 from replication.processes import check_process_group, debugging, history_of
-from replication.torch_internals import device_of_group, timeout_of, uncompiled
+from replication.torch_internals import device_of_group, is_batched, timeout_of, uncompiled
 from replication.watch import add_note
 
 __all__ = ["ProcessGroup"]
@@ -331,7 +331,31 @@ def _call(name: str, tensors: tuple[Tensor, ...], option: str = "") -> Call:
 
 def _through_reals(collective: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """Runs a collective on a contiguous tensor, of real numbers: not all backends know others."""
-    if not tensor.is_complex():
-        return collective(tensor.contiguous())
-    real = torch.view_as_real(tensor.resolve_conj()).contiguous()
-    return torch.view_as_complex(collective(real))
+    _refuse_batched(tensor)
+    if tensor.is_complex():
+        real = torch.view_as_real(tensor.resolve_conj()).contiguous()
+        result = torch.view_as_complex(collective(real))
+    else:
+        result = collective(tensor.contiguous())
+    return OneByOne.apply(result) if result.requires_grad else result  # type: ignore[no-untyped-call]
+
+
+class OneByOne(Function):
+    """Lets a gradient pass that is not several at once."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        _refuse_batched(grad)
+        return grad
+
+
+def _refuse_batched(tensor: Tensor) -> None:
+    if is_batched(tensor):  # torch would hand out what nobody has waited for
+        raise RuntimeError(
+            "collectives between processes take no batched gradients (is_grads_batched=True, "
+            "vectorize=True); compute one after the other"
+        )

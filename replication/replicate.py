@@ -99,7 +99,8 @@ def replicate(
 
 def _fill(copy: nn.Module, submodule: nn.Module, copied: dict[int, Any]) -> None:
     """Gives a shell the copies of its children, parameters and buffers, and its own hooks."""
-    own_hooks(copy)
+    if copy is not submodule:  # as of a class that does not want to be replicated
+        own_hooks(copy)
     for name, child in submodule._modules.items():
         copy._modules[name] = None if child is None else copied[id(child)]
     for name, buffer in submodule._buffers.items():
@@ -126,7 +127,9 @@ def own_hooks(replica: nn.Module) -> None:
     torch shares them: what a replica registers in its forward, all others would run.
     """
     for name in HOOKS:
-        replica.__dict__[name] = replica.__dict__[name].copy()
+        hooks = replica.__dict__.get(name)
+        if hooks is not None:
+            replica.__dict__[name] = hooks.copy()
 
 
 def _attacher(copy: nn.Module) -> Callable[[str, Any], None]:

@@ -185,15 +185,17 @@ def results_of_step(
         place = here()
         replica = 0 if place is None else place.replica
         counts[path, replica] += 1
-        tensors = [
-            leaf.value.detach().to(device, copy=True)
+        found: list[Tensor | None] = [
+            _dense(leaf.value).detach().to(device, copy=True)
             for leaf in flatten(output)[0]
             if _is_tensor(leaf)
         ]
-        calls.setdefault(Call(path, counts[path, replica]), {})[replica] = tensors
+        calls.setdefault(Call(path, counts[path, replica]), {})[replica] = found
 
+    inner = tuple(f"{path}." for path, m in net.named_modules() if isinstance(m, nn.DataParallel))
     for path, layer in net.named_modules():
-        layer.register_forward_hook(partial(note, path))
+        if not path.startswith(inner):  # whose replicas are other ones
+            layer.register_forward_hook(partial(note, path))
     args, kwargs = arguments
     with torch.enable_grad():
         outputs = [leaf for leaf in flatten(model(*args, **kwargs))[0] if _is_tensor(leaf)]
@@ -211,11 +213,13 @@ def results_of_step(
         torch.autograd.backward(learnt, upstream)
     tensors: dict[str, dict[str, Tensor | None]] = {
         "output": {  # of a number each replica has its own
-            str(leaf) or "the model": leaf.value.detach() for leaf in outputs if leaf.value.dim()
+            str(leaf) or "the model": _dense(leaf.value).detach()
+            for leaf in outputs
+            if leaf.value.dim()
         },
         "gradient": {
-            **{name: x.grad for name, x in inputs.items()},
-            **{name: parameter.grad for name, parameter in net.named_parameters()},
+            name: None if tensor.grad is None else _dense(tensor.grad)
+            for name, tensor in (*inputs.items(), *net.named_parameters())
         },
         "buffer": buffers,
     }
@@ -229,6 +233,10 @@ def _cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
     return net
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def _is_tensor(leaf: Leaf) -> bool:
@@ -252,6 +260,7 @@ def _prepared(
             if value.is_floating_point():
                 value = value.to(dtype).requires_grad_()
                 inputs[f"argument {'.'.join(leaf.path[1:])}"] = value
+                value = value.clone()  # which a layer may change in place
         values.append(value)
     return structure.around(values), inputs
 

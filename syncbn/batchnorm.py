@@ -155,7 +155,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             return merge_ranks(group, shard, layouts)
         assert self._kept_calls is not None  # as it has the group
         if group.in_later_backward:
-            return self._kept_calls.recall(shard)
+            return self._kept_calls.recall(shard, dtype)
         whole = group.exchange(
             "batch_norm",
             shard,

@@ -52,45 +52,49 @@ class KeptCalls:
             )
         )
 
-    def recall(self, sent: Shard) -> Whole:
+    def recall(self, sent: Shard, dtype: torch.dtype) -> Whole:
         """The reply to the call that is recomputed.
 
         Which one that is nobody tells: it is the one whose moments are nearest. They need not be
-        equal, as some devices do not compute the same twice.
+        equal, as some devices do not compute the same twice; least of all in half precision.
 
         Raises:
             ReplicationError: No call, or more than one, can be meant; or the forward ran without
                 a graph, or with other values.
         """
         alike = [call for call in self._calls if call.sent.values == sent.values]
-        # Of a layer that is also called without a graph, those calls are not recomputed.
-        calls = [call for call in alike if call.grad_enabled] or alike
+        # Calls without a graph are made again as such, if at all.
+        grad_enabled = torch.is_grad_enabled()
+        calls = [call for call in alike if call.grad_enabled == grad_enabled] or alike
         if not calls:
             raise ReplicationError(
                 f"{self._where} is called in backward with {sent.values} values per channel, as "
                 "in no call of its forward. An activation checkpoint must call its layers as the "
                 "forward has; other calls belong into the forward."
             )
-        if not calls[0].grad_enabled:
+        if grad_enabled and not calls[0].grad_enabled:
             raise ReplicationError(
                 f"{self._where} is recomputed by an activation checkpoint with use_reentrant=True,"
                 " whose forward makes no graph for the replicas to share; use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        call = self._nearest(calls, sent.moments.detach(), is_sole=len(alike) == 1)
+        rounding = _ROUNDING.get(dtype, math.inf)
+        call = self._nearest(calls, sent.moments.detach(), rounding, is_sole=len(alike) == 1)
         if call.reply.moments is None:
             return call.reply
         # A leaf: the recomputed graph serves its saved tensors only, of which as many must be.
         merged = call.reply.moments.detach().requires_grad_(call.requires_grad)
         return call.reply._replace(moments=merged)
 
-    def _nearest(self, calls: list[KeptCall], moments: Tensor, is_sole: bool) -> KeptCall:
+    def _nearest(
+        self, calls: list[KeptCall], moments: Tensor, rounding: float, is_sole: bool
+    ) -> KeptCall:
         on_cpu = moments.device.type == "cpu"
         if not calls[0].sent.values or (is_sole and not on_cpu):
             return calls[0]  # without any values, or without making the host wait for a GPU
         distances = torch.stack([_distance(c.sent.moments, moments) for c in calls]).tolist()
         least = min(distances)
-        if least > _ROUNDING:
+        if least > rounding:
             raise ReplicationError(
                 f"{self._where} is recomputed by an activation checkpoint with another input than "
                 "in any call of its forward. Random numbers, as of dropout, cannot be drawn again "
@@ -108,8 +112,8 @@ class KeptCalls:
         return nearest[0]
 
 
-#: A difference, in standard deviations, that may come of rounding in another order.
-_ROUNDING = 1e-3
+#: Differences, in standard deviations, that may come of rounding in another order.
+_ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}
 
 
 def _distance(one: Tensor, other: Tensor) -> Tensor:

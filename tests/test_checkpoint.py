@@ -265,7 +265,7 @@ class Calls(nn.Module):
         return torch.stack([recomputed(self.norm)(part) for part in x.unbind(1)], 1)
 
 
-def gradient(calls: Calls, x: Tensor, dy: Tensor) -> Tensor:
+def gradient(calls: nn.Module, x: Tensor, dy: Tensor) -> Tensor:
     (grad,) = torch.autograd.grad(DataParallel(calls, ["cpu"] * 2)(x), x, dy)
     return grad
 
@@ -274,6 +274,50 @@ def test_calls_without_a_graph_are_no_reentrant_checkpoints():
     x, dy = torch.randn(2, 6, 2, 3)
     x.requires_grad_()
     torch.testing.assert_close(gradient(Calls(True), x, dy), gradient(Calls(), x, dy))
+
+
+def test_calls_without_a_graph_are_made_again_as_such():
+    class Target(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = SynchronizedBatchNorm1d(3)
+
+        def body(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = self.norm(3 * x + 1)
+            return torch.tanh(self.norm(x.square()) * target)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (recomputed(self.body) if self.recomputes else self.body)(x)
+
+    x, dy = torch.randn(2, 6, 3)
+    net, grads = Target(), []
+    for net.recomputes in (False, True):
+        grads.append(gradient(net, x.clone().requires_grad_(), dy))
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_in_half_precision_a_recomputation_may_round_otherwise(dtype):
+    """As it does where a device adds in no fixed order."""
+
+    class Rounds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = SynchronizedBatchNorm1d(3)
+            self.calls = itertools.count()
+
+        def body(self, x: Tensor) -> Tensor:
+            rounding = torch.finfo(x.dtype).eps * (next(self.calls) % 2)
+            return self.norm(x + x * rounding)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return recomputed(self.body)(x)
+
+    x = (torch.randn(4, 3) + 10).to(dtype).requires_grad_()
+    y = DataParallel(Rounds(), ["cpu"] * 2)(x)
+    y.backward(torch.randn_like(y))
+    assert x.grad.isfinite().all()
 
 
 def test_calls_whose_statistics_differ_by_rounding_are_alike():

@@ -21,6 +21,7 @@ from layers import (
     freed,
     join_all,
     outcome_of,
+    soon,
     together,
     values,
 )
@@ -34,6 +35,7 @@ from replication import (
     ReplicationError,
     SyncMaster,
 )
+from replication.rendezvous import Verdict
 
 
 def echo(messages: Any) -> Any:
@@ -123,6 +125,34 @@ def test_master_waits_for_the_slaves():
         return pipe.run_slave("b")
 
     assert values(together(run_master, run_slave)) == [[(0, "a"), (1, "b")]] * 2
+
+
+def test_a_slave_that_is_interrupted_takes_its_message_back():
+    """The master waits for it again, and does not go on without."""
+    collected: list[Any] = []
+
+    def reply(messages: Any) -> Any:
+        collected.append([message for _, message in messages])
+        return messages
+
+    master = SyncMaster(reply)
+    pipes = [master.register_slave(i) for i in (1, 2)]
+    rendezvous = master._by_hand
+    first = threading.Thread(target=lambda: outcome_of(lambda: pipes[0].run_slave("withdrawn")))
+    first.start()
+    assert soon(lambda: bool(rendezvous._waits))
+    (wait,) = rendezvous._waits
+    with rendezvous.lock:  # as if a signal had come
+        wait.error = Verdict(ReplicationError, "interrupted", None)
+        rendezvous.end_wait(wait)
+    first.join(DEADLINE)
+    outcomes = together(
+        lambda: master.run_master("m"),
+        lambda: pipes[1].run_slave("b"),
+        lambda: pipes[0].run_slave("a"),
+    )
+    assert values(outcomes) == ["m", "b", "a"]
+    assert collected == [["m", "a", "b"]]
 
 
 def test_callback_runs_in_the_masters_thread():

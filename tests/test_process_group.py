@@ -7,6 +7,7 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -185,6 +186,16 @@ def sums(rank: int) -> Any:
     return found
 
 
+def batched(rank: int) -> Any:
+    """Gradients of which there are several at once."""
+    x, group = torch.ones(2, requires_grad=True), ProcessGroup()
+    errors = []
+    for y in (group.all_reduce(x), group.all_gather(x)[0], 2 * group.broadcast(x)):
+        call = partial(torch.autograd.grad, y, x, torch.eye(2), is_grads_batched=True)
+        errors.append(str(outcome_of(call).error))
+    return errors
+
+
 def own_results(rank: int) -> Any:
     group, x = ProcessGroup(), torch.ones(2)
     for y in (group.all_reduce(x), *group.all_gather(x), group.broadcast(x)):
@@ -313,7 +324,8 @@ def with_warnings(rank: int) -> Any:
 
 
 CHECKS = [
-    dtypes, empty, strided, odd_numbers, changed_in_place, exchanges, sums, own_results, objects,
+    dtypes, empty, strided, odd_numbers, changed_in_place, exchanges, sums, batched, own_results,
+    objects,
     bad_input, mismatch_in_all_gather, mismatch_of_layers, mismatch_of_widths,
     mismatch_in_requires_grad, mismatch_of_order, mismatch_under_debug, parts, copies,
     alone_on_one_rank, aware, not_a_member,
@@ -365,6 +377,12 @@ def test_only_where_shapes_may_differ_they_are_exchanged(two):
 def test_short_tensors_are_summed_by_a_gather(two):
     for found, _ in two:
         assert found["sums"] == ["all_gather", "all_reduce", "all_gather"]
+
+
+def test_batched_gradients_are_refused(two):
+    for found, _ in two:
+        for error in found["batched"]:
+            assert error.startswith("collectives between processes take no batched gradients")
 
 
 def test_argument_is_left_alone(two):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 from junk import CPUS, X, refused
@@ -11,6 +13,7 @@ from torch import nn
 
 from replication import (
     DataParallel,
+    Scattered,
     SyncMaster,
     gather,
     parallel_apply,
@@ -127,6 +130,15 @@ def test_an_identifier_that_cannot_be_hashed_is_refused_when_it_is_registered():
     master = SyncMaster(lambda messages: messages)
     with pytest.raises(TypeError, match="identifier"):
         master.register_slave([1])
+
+
+def test_what_is_as_good_as_a_list_is_one():
+    outputs = parallel_apply([nn.Identity()] * 2, deque([(X,), (X + 1,)]))
+    torch.testing.assert_close(gather(deque(outputs), "cpu"), torch.cat([X, X + 1]))
+    rows = parallel_apply([nn.Identity()] * 2, torch.stack([X, X + 1]))
+    torch.testing.assert_close(torch.stack(rows), torch.stack([X, X + 1]))
+    names = (name for name in ("a",))
+    assert isinstance(gather([{"a": X}] * 2, "cpu", except_keywords=names)["a"], Scattered)
 
 
 @pytest.mark.parametrize("name", ["gpu", "gpu0", "cpu:", ""])

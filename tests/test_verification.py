@@ -218,6 +218,23 @@ def test_it_does_not_matter_that_gradients_are_off(net):
     assert max(d.error for d in found.differences["gradients"]) > 0
 
 
+@pytest.mark.parametrize(
+    "net",
+    [
+        nn.Sequential(DataParallel(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), ["cpu"] * 2)),
+        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2)),
+    ],
+    ids=["replicas inside", "in place"],
+)
+def test_odd_networks_are_equal(net):
+    assert verify(net, torch.randn(8, 3), CPUS)
+
+
+def test_sparse_gradients_are_compared():
+    net = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Tanh())
+    assert verify(net, torch.arange(8) % 5, CPUS)
+
+
 def test_complex_parameters_stay_complex():
     class Turns(nn.Module):
         def __init__(self) -> None:

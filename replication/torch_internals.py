@@ -6,7 +6,7 @@ All of them are here, so that a test can say which one a new release of torch ha
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import wraps
 from importlib import import_module
@@ -177,7 +177,9 @@ def beside_selective_checkpoints() -> AbstractContextManager[object]:
     It counts the operations in the forward, and wants as many in the recomputation. Other modes,
     such as counters of operations, do not see them either then.
     """
-    modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
+    modes = _get_current_dispatch_mode_stack()
     stack = ExitStack()
     if any(isinstance(mode, _SELECTIVE_CHECKPOINTS) for mode in modes):
         for _ in modes:

@@ -289,8 +289,10 @@ class Normalize(Function):
             dz, sums, dmerged = _normalize_derivative(dy, x, merged, weight, ctx.denominator)
         else:
             dz, sums = dy, kernels.reduce(dy, x, link.mean, link.inverse)
-            slope = link.inverse * ctx.denominator.slope(merged[1])
-            dmerged = -link.scale * torch.stack((sums[0], 0.5 * sums[1] * slope))
+            along_x = 0.5 * sums[1] * link.inverse
+            if ctx.denominator.clamps:  # no way through the variance where it is clamped
+                along_x = along_x * ctx.denominator.slope(merged[1])
+            dmerged = -link.scale * torch.stack((sums[0], along_x))
         dbias, dweight = sums
         of_weight, of_bias = ctx.options
         return (

@@ -28,6 +28,20 @@ def test_layer_between_processes():
     ]
 
 
+def test_layer_in_replicas():
+    done = run_python(str(BENCHMARKS / "layer.py"), "--replicas", "2", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    rows = done.stdout.splitlines()[2:]
+    assert [row[:26].strip() for row in rows] == [
+        "8 x 64 x 56 x 56",
+        "4 x 256 x 28 x 28",
+        "8 x 64 x 56 x 56, cl",
+        "2 x 256 x 14 x 14",
+        "2 x 64 x 8 x 8",
+    ]
+    assert all(0 < float(row[26:]) < 100 for row in rows)
+
+
 def test_delays_of_failures():
     done = run_python(str(BENCHMARKS / "failures.py"), "--replicas", "2", "--forwards", "2")
     assert done.returncode == 0, done.stderr

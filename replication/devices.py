@@ -36,7 +36,7 @@ def parse_device(device: DeviceLike) -> torch.device:
     """
     if not (is_int(device) or isinstance(device, (str, torch.device))):
         raise TypeError(f"a device is an int, a str or a torch.device (got {device!r})")
-    if isinstance(device, int):
+    if is_int(device):
         if device == -1:  # torch's own spelling of the CPU as an output device
             return torch.device("cpu")
         kind = accelerator()
@@ -45,7 +45,7 @@ def parse_device(device: DeviceLike) -> torch.device:
                 f"device {device} is the index of an accelerator, and this machine has none; "
                 + _CPU_HINT
             )
-        return torch.device(kind, device)
+        return torch.device(kind, int(device))
     try:
         device = torch.device(device)
     except RuntimeError as error:

@@ -158,15 +158,14 @@ class Locator:
         replica = self._replicas[index]()
         if innermost is None or replica is None:
             return ""
-        path = ""
         try:
-            paths = {id(module): path for path, module in replica.named_modules()}
+            paths = paths_of(replica)
         except Exception:  # it changes while it runs
             paths = {}
+        path = ""
         frame: FrameType | None = innermost
         while frame is not None and not path:
-            if frame.f_code.co_name == CALL_IMPL:
-                path = paths.get(id(frame.f_locals.get("self")), "")
+            path = path_of_call(frame, paths) or ""
             frame = frame.f_back
         module = f"in `{path}`, " if path else ""
         return f"{module}at {innermost.f_code.co_filename}:{innermost.f_lineno}"
@@ -279,14 +278,25 @@ def device_of(replica: nn.Module) -> torch.device | None:
 
 def failing_path(error: BaseException, root: nn.Module) -> str:
     """The path of the innermost submodule that the error passed; empty for the root itself."""
-    paths = {id(module): path for path, module in root.named_modules()}
+    paths = paths_of(root)
     innermost = ""
     traceback = error.__traceback__
     while traceback is not None:
-        frame = traceback.tb_frame
-        # Only torch's own frames: to look at the locals of a frame can make a cycle of it and the
-        # error, if it has the error in a variable.
-        if frame.f_code.co_name == CALL_IMPL:
-            innermost = paths.get(id(frame.f_locals.get("self")), innermost)
+        path = path_of_call(traceback.tb_frame, paths)
+        innermost = innermost if path is None else path
         traceback = traceback.tb_next
     return innermost
+
+
+def paths_of(root: nn.Module) -> dict[int, str]:
+    """The paths of the submodules, by their identity."""
+    return {id(module): path for path, module in root.named_modules()}
+
+
+def path_of_call(frame: FrameType, paths: dict[int, str]) -> str | None:
+    """The path of the submodule that this frame is a call of, if it is one."""
+    # Only torch's own frames: to look at the locals of a frame can make a cycle of it and an
+    # error, if it has the error in a variable.
+    if frame.f_code.co_name != CALL_IMPL:
+        return None
+    return paths.get(id(frame.f_locals.get("self")))

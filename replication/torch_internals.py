@@ -56,6 +56,7 @@ __all__ = [
     "nodes_made",
     "pytree_node",
     "register_pytree_node",
+    "sees_saved_tensors",
     "timeout_of",
     "tree_flatten_with_path",
     "tree_is_leaf",
@@ -164,6 +165,13 @@ def make_nodes(count: int) -> None:
     """Makes so many nodes."""
     # One for each tensor of a list, and all in one call.
     torch.atleast_1d([torch.zeros((), requires_grad=True)] * count)
+
+
+def sees_saved_tensors() -> bool:
+    """Whether something in this thread looks at what is saved for backward, or at operations."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = top is None or top(True) is not None  # an older torch does not tell
+    return bool(hooks or torch._C._len_torch_dispatch_stack())
 
 
 def will_run(node: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
 from replication.checks import is_int
 from replication.torch_internals import beside_selective_checkpoints
 from syncbn.functional import Denominator, Shard, Whole, merge_shards, synchronized_batch_norm
+from syncbn.joining import Part, is_small, normalized
 from syncbn.merge_ranks import merge_ranks
 from syncbn.recomputation import KeptCalls
 
@@ -122,6 +124,11 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         self._check_synchronized_input(input)
+        if isinstance(group, ReplicaGroup) and self._may_be_joined(group, input):
+            part = Part(input, self.weight, self.bias)
+            joined_output: Tensor | None = self._sent(group, part, input.dtype, requires_grad=True)
+            if joined_output is not None:
+                return joined_output
         with beside_selective_checkpoints():
             y, whole = synchronized_batch_norm(
                 input,
@@ -133,6 +140,45 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             if self._has_lasting_buffers and not group.recomputes:
                 self._update_running_statistics(whole)
         return y
+
+    def _may_be_joined(self, group: ReplicaGroup, input: Tensor) -> bool:
+        return (
+            is_small(input)
+            and _eps_mode == "plus"
+            and isinstance(self.momentum, (int, float))
+            and not group.recomputes
+        )
+
+    def _sent(
+        self, group: ReplicaGroup, message: Any, dtype: torch.dtype, requires_grad: bool
+    ) -> Any:
+        """The reply to a `Shard` or a `Part`; None if it is to be a shard, by whatever replica."""
+        layouts = ((dtype, (self.num_features,)),)
+        return group.exchange(
+            "batch_norm", message, self._merged, layouts=layouts, requires_grad=requires_grad
+        )
+
+    def _merged(self, messages: list[Any]) -> Sequence[Any]:
+        """Makes the replies, in the first copy."""
+        if all(isinstance(message, Shard) for message in messages):
+            return merge_shards(messages)
+        if all(isinstance(message, Part) for message in messages):
+            return self._normalized_together(messages) or [None] * len(messages)
+        return [None] * len(messages)
+
+    def _normalized_together(self, parts: list[Part]) -> Sequence[Tensor] | None:
+        keeps = self._has_lasting_buffers and self.track_running_stats
+        running = (self.running_mean, self.running_var) if keeps else (None, None)
+        updated = [b if b is None else b.clone() for b in running]
+        mean, var = updated
+        outputs = normalized(parts, mean, var, self.momentum, self.eps)  # type: ignore[arg-type]
+        if outputs is not None and keeps:
+            for buffer, new in zip(running, updated, strict=True):
+                if buffer is not None and new is not None:
+                    buffer.data.copy_(new)
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+        return outputs
 
     def _evaluated(self, input: Tensor) -> Tensor:
         is_shared = self._kept_calls is not None and self._has_lasting_buffers
@@ -150,19 +196,13 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
 
     def _exchange(self, group: Group, dtype: torch.dtype, shard: Shard) -> Whole:
         """Merges the moments of all copies: among threads one of them does, processes do alike."""
-        layouts = ((dtype, (self.num_features,)),)
         if not isinstance(group, ReplicaGroup):
-            return merge_ranks(group, shard, layouts)
+            return merge_ranks(group, shard, ((dtype, (self.num_features,)),))
         assert self._kept_calls is not None  # as it has the group
         if group.in_later_backward:
             return self._kept_calls.recall(shard, dtype)
-        whole = group.exchange(
-            "batch_norm",
-            shard,
-            merge_shards,
-            layouts=layouts,
-            requires_grad=shard.moments.requires_grad,
-        )
+        send = partial(self._sent, group, shard, dtype, shard.moments.requires_grad)
+        whole: Whole = send() or send()  # once more if another replica has sent a part
         self._kept_calls.keep(shard, whole)
         return whole
 

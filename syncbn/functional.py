@@ -53,7 +53,16 @@ class Denominator(NamedTuple):
 
     def of(self, var: Tensor) -> Tensor:
         """The denominator."""
-        return var.clamp(min=self.eps) if self.clamps else var + self.eps
+        return self.clamped(var) + self.added
+
+    def clamped(self, var: Tensor) -> Tensor:
+        """The variance, to which `added` is to be added."""
+        return var.clamp(min=self.eps) if self.clamps else var
+
+    @property
+    def added(self) -> float:
+        """What is added to `clamped`."""
+        return 0.0 if self.clamps else self.eps
 
     def slope(self, var: Tensor) -> Tensor:
         """Its derivative by ``var``, which is constant but for a step."""
@@ -78,13 +87,11 @@ class Link:
     """What (1) and (3) of one replica share; detached, as the graph would close a cycle."""
 
     joint: Joint
-    mean: Tensor
-    #: One over the root of the denominator.
-    inverse: Tensor
-    #: The weight times that.
-    scale: Tensor
-    #: x, from (3) to (1) during a backward: unpacking a saved tensor twice can be costly, and
-    #: activation checkpoints forbid it.
+    center: kernels.Center
+    # In a backward from (3) to (1):
+    #: The weight over the root of the denominator.
+    scale: Tensor | None = None
+    #: x: unpacking a saved tensor twice can be costly, and activation checkpoints forbid it.
     x: Tensor | None = None
 
 
@@ -100,17 +107,20 @@ class Whole(NamedTuple):
 
     joint: Joint
     moments: Tensor | None
+    #: See `syncbn.kernels.has_large_mean`.
+    has_large_mean: bool = True
 
 
 def merge_shards(shards: Sequence[Shard]) -> list[Whole]:
     """Merges the moments of all replicas, in their order."""
     joint = Joint(sum(shard.values for shard in shards))
-    merged: Sequence[Tensor | None] = [None] * len(shards)
-    if joint.total > 1:
-        counts = [shard.values for shard in shards]
-        moments = [ordinary(shard.moments) for shard in shards]
-        merged = Merge.apply(joint, counts, *moments)  # type: ignore[no-untyped-call]
-    return [Whole(joint, moments) for moments in merged]
+    if joint.total < 2:
+        return [Whole(joint, None)] * len(shards)
+    counts = [shard.values for shard in shards]
+    moments = [ordinary(shard.moments) for shard in shards]
+    merged = Merge.apply(joint, counts, *moments)  # type: ignore[no-untyped-call]
+    is_large = kernels.has_large_mean(merged[0].detach())
+    return [Whole(joint, moments, is_large) for moments in merged]
 
 
 @uncompiled  # its nodes speak to each other beside the graph
@@ -150,6 +160,8 @@ def synchronized_batch_norm(
         # Nobody has any data: torch says what that gives.
         y = torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
         return y, whole
+    mean = whole.moments[0].detach()
+    link.center = kernels.center_of(mean, x, whole.has_large_mean)
     y = Normalize.apply(link, denominator, z, whole.moments, weight, bias)  # type: ignore[no-untyped-call]
     return y, whole
 
@@ -175,9 +187,9 @@ class Moments(Function):
         if link.joint.walks_exact_edges():
             return None, _moments_derivative(x, dz, dmoments)
         if dmoments is None:
-            dmoments = torch.zeros_like(link.mean).expand(2, -1)
+            dmoments = torch.zeros_like(link.center.head).expand(2, -1)
         dmean, dvar = dmoments / link.joint.total
-        return None, kernels.input_gradient(dz, x, link.mean, link.scale, 2 * dvar, dmean)
+        return None, kernels.input_gradient(dz, x, link.center, link.scale, 2 * dvar, dmean)
 
 
 def _moments_derivative(x: Tensor, dz: Tensor | None, dmoments: Tensor | None) -> Tensor | None:
@@ -263,16 +275,14 @@ class Normalize(Function):
         bias: Tensor | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        mean, var = merged.detach().unbind()
-        link.mean = mean
-        link.inverse = denominator.of(var).rsqrt()
-        link.scale = _times(link.inverse, None if weight is None else weight.detach())
         ctx.link, ctx.denominator = link, denominator
         ctx.options = [None if p is None else (p.device, p.dtype) for p in (weight, bias)]
         # (1) has saved x, unless x needs no gradient.
         ctx.moments = z.grad_fn
         ctx.save_for_backward(merged, weight, None if z.requires_grad else z)
-        return kernels.normalize(z, mean, link.scale, bias)
+        return kernels.normalize(
+            z, link.center, denominator.clamped(merged[1]), denominator.added, weight, bias
+        )
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
@@ -286,14 +296,17 @@ class Normalize(Function):
         if is_batched(dy):  # ``is_grads_batched``, which takes no changes in place
             link.joint.exact = True
         if link.joint.walks_exact_edges():
-            dz, sums, dmerged = _normalize_derivative(dy, x, merged, weight, ctx.denominator)
+            derivative = _normalize_derivative(dy, x, merged, weight, ctx.denominator)
+            dz, dmerged, dweight, dbias = derivative
         else:
-            dz, sums = dy, kernels.reduce(dy, x, link.mean, link.inverse)
-            along_x = 0.5 * sums[1] * link.inverse
+            dz, var, eps = dy, ctx.denominator.clamped(merged[1]), ctx.denominator.added
+            dweight, dbias = kernels.reduce(dy, x, link.center, var, eps)
+            inverse = (var + eps).rsqrt()
+            link.scale = _times(inverse, weight)
+            dmerged = torch.stack((dbias, dweight)).to(merged).mul_(link.scale).neg_()
+            dmerged[1].mul_(inverse).mul_(0.5)
             if ctx.denominator.clamps:  # no way through the variance where it is clamped
-                along_x = along_x * ctx.denominator.slope(merged[1])
-            dmerged = -link.scale * torch.stack((sums[0], along_x))
-        dbias, dweight = sums
+                dmerged[1].mul_(ctx.denominator.slope(merged[1]))
         of_weight, of_bias = ctx.options
         return (
             None,
@@ -312,21 +325,22 @@ def _times(statistics: Tensor, weight: Tensor | None) -> Tensor:
 
 def _normalize_derivative(
     dy: Tensor, x: Tensor, merged: Tensor, weight: Tensor | None, denominator: Denominator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The derivatives by z, by (bias, weight), and by the merged moments."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The derivatives by z, by the merged moments, by weight and by bias."""
     dims = kernels.reduced_dims(x)
     mean, var = merged
     inverse = denominator.of(var).rsqrt()
     scale = _times(inverse, weight)
     dtype = kernels.accumulation_dtype(x.dtype)
     dy = dy.to(dtype)
-    head, _ = kernels.two_parts(mean.detach(), dtype)
+    head = mean.detach().to(dtype).to(mean)
     centered = x - kernels.per_channel(head, x) - kernels.per_channel(mean - head, x)
     dbias, along_x = (sums.to(mean.device) for sums in (dy.sum(dims), (dy * centered).sum(dims)))
     dweight = along_x * inverse
     dvar = -0.5 * dweight * scale * inverse * denominator.slope(var)
     return (
         (dy * kernels.per_channel(scale, x)).to(x.dtype),
-        torch.stack((dbias, dweight)),
         torch.stack((-dbias * scale, dvar)),
+        dweight,
+        dbias,
     )

@@ -1,24 +1,33 @@
 """Per-device tensor kernels of batch normalization. Torch only; they know no replicas.
 
-Notation. ``x`` is ``(N, C, ...)``; a channel has ``n = x.numel() / C`` values. Per-channel
-quantities are vectors of length C in float64, which costs nothing at their size, on the device of
-``x``, or on the CPU if that device has no float64. What has the size of ``x`` is computed in the
-*accumulation dtype*: float64 for float64, float32 for everything else.
+Notation. ``x`` is ``(N, C, ...)``; a channel has ``n = x.numel() / C`` values. Moments are
+``(2, C)`` in float64, which costs nothing at their size, on the device of ``x``, or on the CPU if
+that device has no float64. What has the size of ``x`` is computed in the *accumulation dtype*:
+float64 for float64, float32 for everything else; so are vectors of length C next to it.
 
 Numerical promises
     * Moments are centered sums (two-pass, corrected; Chan, Golub & LeVeque, «Algorithms for
       Computing the Sample Variance», The American Statistician 37, 1983, eq. 1.7), never
       ``E[x^2] - E[x]^2``: the variance is not negative and does not suffer from a large mean.
-    * Nor does anything else: ``x - mean`` is formed before it is scaled, and the mean enters in
-      two parts, its rounding to the accumulation dtype and the rest (see `two_parts`).
+    * Nor does anything else: where the mean is large, ``x - mean`` is formed before it is scaled,
+      and the mean enters in two parts, its rounding to the accumulation dtype and the rest.
     * float16 and bfloat16 inputs are summed in float32.
     * An empty ``x`` is fine everywhere (torch's native kernels crash on it).
+
+Speed. On the CPU the kernels of torch's batch norm in evaluation mode are fused and vectorized:
+forward is an affine map of each channel, backward two sums over two tensors. Its training kernel
+is neither, unless the channels are last. On CUDA see `syncbn.cuda_kernels`.
 """
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from syncbn import cuda_kernels
 
 __all__: list[str] = []
 
@@ -56,94 +65,186 @@ def per_channel(vector: Tensor, like: Tensor) -> Tensor:
     return vector.view(1, -1, *[1] * (like.dim() - 2))
 
 
-def two_parts(vector: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A float64 vector as the sum of its rounding to ``dtype`` and a small rest, in float64."""
-    head = vector.to(dtype).double()
-    return head, vector - head
-
-
-def channel_sums(x: Tensor) -> Tensor:
-    """The sum of each channel: within samples in the accumulation dtype, over them in float64.
-
-    Of ``(N, C)``, where a sample has one value, over them in the accumulation dtype, too.
-    """
-    dtype, home = accumulation_dtype(x.dtype), statistics_device(x.device)
-    if x.dim() == 2:
-        return x.sum(0, dtype=dtype).to(home).double()
-    return x.sum(list(range(2, x.dim())), dtype=dtype).to(home).sum(0, dtype=torch.float64)
-
-
 def moments(x: Tensor) -> Tensor:
     """Mean and biased variance of each channel.
 
     Returns:
         ``(2, C)`` in float64: means, variances; zeros if ``x`` is empty.
     """
-    n = values_per_channel(x)
+    home, n = statistics_device(x.device), values_per_channel(x)
     if n == 0:
-        home = statistics_device(x.device)
         return torch.zeros(2, x.size(1), dtype=torch.float64, device=home)
-    head, _ = two_parts(channel_sums(x) / n, accumulation_dtype(x.dtype))
-    centered = x - per_channel(head, x)
-    # What the rounding of the mean has left in the centered values.
-    rest = channel_sums(centered) / n
-    variance = (channel_sums(centered.square_()) / n - rest.square()).clamp_(min=0)
-    # Of infinite values the mean is infinite, and nothing else is a number.
-    return torch.stack((torch.where(head.isinf(), head, head + rest), variance))
-
-
-def normalize(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """``(x - mean) * scale + bias``, in the dtype and layout of ``x``."""
-    head, rest = two_parts(mean, accumulation_dtype(x.dtype))
-    shift = -rest * scale if bias is None else bias.to(mean.device) - rest * scale
-    y = x - per_channel(head, x)
-    return y.mul_(per_channel(scale, x)).add_(per_channel(shift, x)).to(x.dtype)
-
-
-def reduce(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
-    """The two sums of the backward pass.
-
-    Returns:
-        ``(2, C)`` in float64: the sums of ``dy`` and of ``dy * x_hat``, with
-        ``x_hat = (x - mean) * inverse``.
-    """
-    if x.numel() == 0:
-        return torch.zeros_like(mean).expand(2, -1)
+    if x.is_cuda:
+        return cuda_kernels.moments(x)
     dtype = accumulation_dtype(x.dtype)
-    head, rest = two_parts(mean, dtype)
-    center = head.to(x.device, dtype)
-    one = torch.ones_like(center)
-    # As parameter gradients, torch's batch norm in evaluation mode returns the sums of
-    # dy * (x - running_mean) / sqrt(running_var) and of dy, fused. Its CUDA kernel takes the
-    # device and dtype of the sums from the weight, and may look for the saved moments.
-    _, along_x, plain = torch.ops.aten.native_batch_norm_backward(
-        dy.to(dtype),
-        x.to(dtype),
-        one,
-        center,
-        one,
-        center,
-        one,
-        False,
-        0.0,
-        [False, True, True],
-    )
-    plain, along_x = (sums.to(mean.device) for sums in (plain, along_x))
-    return torch.stack((plain, (along_x - rest * plain) * inverse))
+    if x.device.type == "cpu" and x.dtype == dtype and not _is_by_planes(x) and n <= _RUN:
+        # Where the channels are last torch's own kernel is vectorized. It adds uncentered values.
+        stats = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double()
+        if not has_large_mean(stats):
+            return stats
+    head = x.mean(reduced_dims(x), dtype=dtype)
+    stats = _sum_and_squares(x - per_channel(head, x)).to(home).div_(n)
+    # What the rounding of the mean has left in the centered values.
+    rest, variance = stats
+    variance.addcmul_(rest, rest, value=-1).clamp_(min=0)
+    # Of infinite values the mean is infinite, and nothing else is a number.
+    rest.nan_to_num_(0.0, math.inf, -math.inf).add_(head.to(home))
+    return stats
+
+
+#: So many values may be added one by one in float32; more of them would cost digits.
+_RUN = 2**15
+
+
+def _is_by_planes(x: Tensor) -> bool:
+    """Whether the values of a channel in one sample are neighbours, and are added first."""
+    return x.is_contiguous() and x.dim() > 2 and x.shape[2:].numel() > 1
+
+
+def _sum_and_squares(centered: Tensor) -> Tensor:
+    """The sums of each channel's values and of their squares, ``(2, C)`` in float64.
+
+    ``centered`` is used up.
+    """
+    home, n = statistics_device(centered.device), values_per_channel(centered)
+    run = n // len(centered) if _is_by_planes(centered) else n
+    if centered.device.type == "cpu" and run <= _RUN:
+        zeros = centered.new_zeros(centered.size(1))
+        squares, plain = _two_sums(centered, centered, zeros, torch.ones_like(zeros), 0.0)
+    else:
+        plain, squares = _cascaded(centered), _cascaded(centered.square_())
+    return torch.stack((plain, squares)).to(home).double()
+
+
+def _cascaded(x: Tensor) -> Tensor:
+    """The sum of each channel: in pairs, as `torch.sum` adds, and over samples in float64."""
+    inner = x.sum(list(range(2, x.dim()))) if x.dim() > 2 else x
+    return inner.to(statistics_device(x.device)).sum(0, dtype=torch.float64)
+
+
+def _two_sums(
+    dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sums of ``dy * (x - mean) / sqrt(var + eps)`` and of ``dy``."""
+    if x.device.type == "cpu":
+        # As its parameters' gradients, torch's batch norm in evaluation mode returns them, fused.
+        args = (dy, x, None, mean, var, None, None, False, eps, [False, True, True])
+        return torch.ops.aten.native_batch_norm_backward(*args)[1:]  # type: ignore[no-any-return]
+    along_x = (x - per_channel(mean, x)).mul_(dy).sum(reduced_dims(x))
+    return along_x * (var + eps).rsqrt(), dy.sum(reduced_dims(x), dtype=mean.dtype)
+
+
+#: In deviations. A larger mean would cost more than three of the bits that ``x`` has.
+LARGE = 8
+
+
+def has_large_mean(moments: Tensor) -> bool:
+    """Whether the mean of some channel is many times its deviation, for all that the host knows:
+    it does not wait for an accelerator to tell."""
+    if moments.device.type != "cpu":
+        return True
+    mean, var = moments
+    return not bool((mean.square() <= LARGE**2 * var).all())
+
+
+class Center(NamedTuple):
+    """The mean of each channel, as the kernels take it."""
+
+    #: Rounded to the accumulation dtype, on the device of ``x``.
+    head: Tensor
+    #: What is left, in float64; None where it does not matter, as the mean is not large.
+    rest: Tensor | None
+
+
+def center_of(mean: Tensor, x: Tensor, is_large: bool) -> Center:
+    """What the kernels take of a mean in float64; for ``is_large`` see `has_large_mean`."""
+    head = mean.to(x.device, accumulation_dtype(x.dtype))
+    return Center(head, mean - head.to(mean) if is_large else None)
+
+
+def normalize(
+    x: Tensor,
+    center: Center,
+    var: Tensor,
+    eps: float,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """``(x - mean) / sqrt(var + eps) * weight + bias``, in the dtype and layout of ``x``."""
+    head, rest = center
+    var = var.to(head)
+    weight, bias = (p if p is None else p.to(head) for p in (weight, bias))
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    if x.is_cuda:
+        return cuda_kernels.normalize(x, head, (var + eps).rsqrt(), weight, bias)
+    if rest is None and x.device.type == "cpu":
+        return _fused(x, head, var, eps, weight, bias)
+    scale = (var + eps).rsqrt()
+    scale = scale if weight is None else scale * weight
+    return _affine(x, center, scale, torch.zeros_like(scale) if bias is None else bias).to(x.dtype)
+
+
+def _fused(
+    x: Tensor, mean: Tensor, var: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """What torch's batch norm does in evaluation mode: an affine map of each channel, in one go.
+
+    It is ``x * scale + (bias - mean * scale)``, which wants a mean that is not large.
+    """
+    args = (x, weight, bias, mean, var, False, 0.0, eps)
+    return torch.ops.aten.native_batch_norm(*args)[0]  # type: ignore[no-any-return]
+
+
+def _affine(x: Tensor, center: Center, scale: Tensor, shift: Tensor) -> Tensor:
+    """``(x - mean) * scale + shift``, in the accumulation dtype."""
+    head, rest = center
+    shift = shift if rest is None else shift - rest.to(scale) * scale
+    y = x - per_channel(head, x)
+    return y.mul_(per_channel(scale, x)).add_(per_channel(shift, x))
+
+
+def reduce(
+    dy: Tensor, x: Tensor, center: Center, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The two sums of the backward pass, in the accumulation dtype: of ``dy * x_hat``, with
+    ``x_hat = (x - mean) / sqrt(var + eps)``, and of ``dy``."""
+    head, rest = center
+    var = var.to(head)
+    if x.numel() == 0:
+        return torch.zeros_like(head), torch.zeros_like(head)
+    if x.is_cuda:
+        return cuda_kernels.reduce(dy, x, head, (var + eps).rsqrt())
+    along_x, plain = _two_sums(dy, x, head, var, eps)
+    if rest is not None:
+        along_x -= rest.to(head) * (var + eps).rsqrt() * plain
+    return along_x, plain
 
 
 def input_gradient(
-    dy: Tensor | None, x: Tensor, mean: Tensor, scale: Tensor, slope: Tensor, offset: Tensor
+    dy: Tensor | None,
+    x: Tensor,
+    center: Center,
+    scale: Tensor | None,
+    slope: Tensor,
+    offset: Tensor,
 ) -> Tensor:
     """``scale * dy + slope * (x - mean) + offset``, in the dtype and layout of ``x``.
 
-    ``dy`` is None where an output is unused.
+    ``dy`` is None where an output is unused; then ``scale`` is not needed.
     """
-    head, rest = two_parts(mean, accumulation_dtype(x.dtype))
-    dx = x - per_channel(head, x)
-    dx.mul_(per_channel(slope, x)).add_(per_channel(offset - slope * rest, x))
-    if dy is not None:
-        dx.addcmul_(dy, per_channel(scale, x))
+    head, rest = center
+    slope, offset = slope.to(head), offset.to(head)
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    if x.is_cuda and dy is not None and scale is not None:
+        return cuda_kernels.input_gradient(dy, x, head, scale.to(head), slope, offset)
+    if rest is None and x.dtype == head.dtype and x.device.type == "cpu":
+        dx = _fused(x, head, torch.ones_like(head), 0.0, slope, offset)
+    else:
+        dx = _affine(x, center, slope, offset)
+    if dy is not None and scale is not None:
+        dx.addcmul_(dy, per_channel(scale, dx))
     return dx.to(x.dtype)
 
 

@@ -36,7 +36,9 @@ def merge_ranks(group: Any, shard: Shard, layouts: Layouts) -> Whole:
     joint = Joint(0)
     merged = MergeRanks.apply(joint, Exchange(group, shard, layouts), shard.moments)  # type: ignore[no-untyped-call]
     has_data = not isinstance(joint.total, int) or joint.total > 1
-    return Whole(joint, merged if has_data else None)
+    if not has_data:
+        return Whole(joint, None)
+    return Whole(joint, merged, kernels.has_large_mean(merged.detach()))
 
 
 class Exchange:

@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from syncbn import joining
+
 # The time of an example varies. The examples are the same in every run, so that a failure can be
 # run again.
 settings.register_profile("tests", deadline=None, derandomize=True, database=None)
@@ -49,6 +51,21 @@ def no_thread_left() -> Iterator[None]:
         while not _is_at_rest(thread):
             assert time.monotonic() < end, f"the test has left {thread} running"
             thread.join(0.01)
+
+
+@pytest.fixture(params=["joined", "apart"], scope="module")
+def each_way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Small shards as they are normalized, and as if they were large; see `syncbn.joining`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "apart":
+            patch.setattr(joining, "SMALL", -1)
+        yield
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small shards as if they were large."""
+    monkeypatch.setattr(joining, "SMALL", -1)
 
 
 @pytest.fixture

@@ -25,6 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from replication import DataParallel
 from syncbn import convert_model
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 #: Three replicas have 3, 3 and 1 of them.
 SAMPLES = 7
 
@@ -214,7 +216,7 @@ def test_activations_in_place_around_the_layer(net):
         y.backward(dy)
         return [y]
 
-    assert_alike(use, net)
+    assert_alike(use, copy.deepcopy(net))  # it keeps gradients
 
 
 # -- hooks -------------------------------------------------------------------------------------
@@ -551,6 +553,7 @@ DROPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("drop", DROPS.values(), ids=DROPS)
+@pytest.mark.usefixtures("apart")  # which keep what goes in and out
 def test_a_graph_is_freed_with_its_outputs(drop):
     watching = Watching()
     net = convert_model(network(watching, nn.BatchNorm1d(4)))

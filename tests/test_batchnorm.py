@@ -30,6 +30,8 @@ from syncbn import (
     set_sbn_eps_mode,
 )
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 PAIRS = [
     (nn.BatchNorm1d, SynchronizedBatchNorm1d, (6, 3)),
     (nn.BatchNorm1d, SynchronizedBatchNorm1d, (6, 3, 4)),

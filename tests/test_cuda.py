@@ -28,15 +28,26 @@ def test_kernels_give_the_numbers_of_the_cpu(shape, dtype, channels_last):
     x, dy = torch.randn(2, *shape).to(dtype)
     if channels_last and x.dim() == 4:
         x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
-    mean, var = kernels.moments(x)
-    inverse = (var + 1e-5).rsqrt()
-    tolerance = {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(
-        kernels.moments(x.cuda()).cpu(), torch.stack((mean, var)), **tolerance
-    )
-    on_gpu = (dy.cuda(), x.cuda(), mean.cuda(), inverse.cuda())
-    expected = kernels.reduce(dy, x, mean, inverse)
-    torch.testing.assert_close(kernels.reduce(*on_gpu).cpu(), expected, **tolerance)
+    moments = kernels.moments(x)
+    mean, var = moments
+    scale, slope, offset = torch.randn(3, 3, dtype=torch.float64)
+    seen = []
+    for device in ("cpu", "cuda"):
+        upstream, shard = dy.to(device), x.to(device)
+        mean, var, scale, slope, offset = (v.to(device) for v in (mean, var, scale, slope, offset))
+        center = kernels.center_of(mean, shard, is_large=False)
+        results = [
+            kernels.moments(shard),
+            kernels.normalize(shard, center, var, 1e-5, scale, offset),
+            kernels.normalize(shard, center, var, 1e-5, None, None),
+            *kernels.reduce(upstream, shard, center, var, 1e-5),
+            kernels.input_gradient(upstream, shard, center, scale, slope, offset),
+            kernels.input_gradient(None, shard, center, None, slope, offset),
+        ]
+        assert all(y.stride() == x.stride() for y in results if y.shape == x.shape)
+        seen.append([result.cpu() for result in results])
+    tolerance = 1e-3 if dtype == torch.float16 else 1e-4
+    torch.testing.assert_close(*seen, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("devices", DEVICES, ids=str)

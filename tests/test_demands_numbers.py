@@ -28,6 +28,8 @@ from syncbn import (
     set_sbn_eps_mode,
 )
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 LAYERS = {
     1: (nn.BatchNorm1d, SynchronizedBatchNorm1d),
     2: (nn.BatchNorm2d, SynchronizedBatchNorm2d),

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from replication import DataParallel, ReplicaAware
 from syncbn import SynchronizedBatchNorm1d, convert_model
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 #: By the number of replicas.
 RUNS = {2: 40, 3: 100, 5: 40}
 

@@ -17,6 +17,8 @@ from torch.autograd import gradcheck, gradgradcheck
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, set_sbn_eps_mode
 from syncbn.functional import Denominator, merge_shards, synchronized_batch_norm
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 SIZES = [[5], [2, 3], [1, 1], [3, 1, 2], [2, 0, 3]]
 
 
@@ -161,6 +163,7 @@ def test_the_fast_and_the_exact_edges_agree():
 
 
 @pytest.mark.parametrize("mean", [1e2, 1e4])
+@pytest.mark.usefixtures("apart")
 def test_both_kinds_of_edges_are_exact_at_large_means(mean):
     """Where the rounding of the mean would show: in what is proportional to ``x - mean``."""
     layer = SynchronizedBatchNorm1d(3)
@@ -247,6 +250,7 @@ def test_an_output_may_be_changed_in_place():
         torch.testing.assert_close(shard.grad, grad)
 
 
+@pytest.mark.usefixtures("apart")
 def test_an_input_changed_in_place_before_backward_is_torchs_error():
     shards = [torch.randn(n, 3, requires_grad=True) * 1 for n in (2, 4)]
     outputs = run_sharded(SynchronizedBatchNorm1d(3), shards)

@@ -60,15 +60,18 @@ def test_a_constant_channel_has_no_variance():
 @pytest.mark.parametrize("mean", [1e2, 1e4, -1e6])
 def test_normalizing_and_its_gradient_do_not_suffer_from_a_large_mean(mean):
     x, dy = torch.randn(512, 3, 4) + mean, torch.randn(512, 3, 4)
-    center, var = kernels.moments(x)
+    moments = kernels.moments(x)
+    assert kernels.has_large_mean(moments)
+    mean, var = moments
+    center = kernels.center_of(mean, x, is_large=True)
     one = torch.ones(3, dtype=torch.float64)
-    hat = (x.double() - center[:, None]) / var.sqrt()[:, None]
-    y = kernels.normalize(x, center, var.rsqrt(), None)
+    hat = (x.double() - mean[:, None]) / var.sqrt()[:, None]
+    y = kernels.normalize(x, center, var, 0.0, None, None)
     torch.testing.assert_close(y.double(), hat, rtol=1e-6, atol=1e-6)
-    _, along_x = kernels.reduce(dy, x, center, var.rsqrt())
-    torch.testing.assert_close(along_x, (dy * hat).sum((0, 2)), rtol=1e-5, atol=1e-5)
+    along_x, _ = kernels.reduce(dy, x, center, var, 0.0)
+    torch.testing.assert_close(along_x.double(), (dy * hat).sum((0, 2)), rtol=1e-5, atol=1e-5)
     dx = kernels.input_gradient(dy, x, center, one, -one, 0 * one)
-    expected = dy - (x.double() - center[:, None])
+    expected = dy - (x.double() - mean[:, None])
     torch.testing.assert_close(dx.double(), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -87,27 +90,37 @@ def test_every_kernel_takes_an_empty_shard(shape):
     assert kernels.values_per_channel(x) == 0
     zeros = torch.zeros(2, 3, dtype=torch.float64)
     assert torch.equal(kernels.moments(x), zeros)
-    assert kernels.normalize(x, ones, ones, ones).shape == x.shape
-    assert torch.equal(kernels.reduce(x, x, ones, ones), zeros)
-    assert kernels.input_gradient(x, x, ones, ones, ones, ones).shape == x.shape
+    for is_large in (False, True):
+        center = kernels.center_of(ones, x, is_large)
+        assert kernels.normalize(x, center, ones, 0.0, ones, ones).shape == x.shape
+        assert torch.equal(torch.stack(kernels.reduce(x, x, center, ones, 0.0)), zeros.float())
+        assert kernels.input_gradient(x, x, center, ones, ones, ones).shape == x.shape
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("upstream", LAYOUTS)
 @pytest.mark.parametrize("channels", [1, 3, 65])
-def test_sums_and_input_gradient_take_every_layout(layout, upstream, channels):
+@pytest.mark.parametrize("is_large", [False, True])
+def test_every_kernel_takes_every_layout(layout, upstream, channels, is_large):
     x = LAYOUTS[layout](torch.randn(4, channels, 3, 5))
     dy = LAYOUTS[upstream](torch.randn(4, channels, 3, 5))
     mean, scale, slope, offset = torch.randn(4, channels, dtype=torch.float64)
-    root = torch.rand(channels, dtype=torch.float64) + 0.5
+    var = torch.rand(channels, dtype=torch.float64) + 0.5
     view = (1, -1, 1, 1)
+    center = kernels.center_of(mean, x, is_large)
 
-    sums = kernels.reduce(dy, x, mean, root.rsqrt()).double()
-    hat = (x.double() - mean.view(view)) / root.sqrt().view(view)
-    torch.testing.assert_close(sums[0], channels_of(dy).sum(1), rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(sums[1], channels_of(dy * hat).sum(1), rtol=1e-5, atol=1e-4)
+    hat = (x.double() - mean.view(view)) / (var + 0.25).sqrt().view(view)
+    for weight, bias in ((None, None), (scale, None), (None, offset), (scale, offset)):
+        expected = hat * (1 if weight is None else weight.view(view))
+        expected = expected + (0 if bias is None else bias.view(view))
+        y = kernels.normalize(x, center, var, 0.25, weight, bias)
+        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
-    dx = kernels.input_gradient(dy, x, mean, scale, slope, offset)
+    along_x, plain = (sums.double() for sums in kernels.reduce(dy, x, center, var, 0.25))
+    torch.testing.assert_close(plain, channels_of(dy).sum(1), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(along_x, channels_of(dy * hat).sum(1), rtol=1e-5, atol=1e-4)
+
+    dx = kernels.input_gradient(dy, x, center, scale, slope, offset)
     expected = (
         scale.view(view) * dy.double()
         + slope.view(view) * (x.double() - mean.view(view))
@@ -120,18 +133,23 @@ def test_sums_and_input_gradient_take_every_layout(layout, upstream, channels):
 def test_the_output_keeps_the_memory_format(layout):
     x = LAYOUTS[layout](torch.randn(4, 3, 2, 5))
     ones = torch.ones(3, dtype=torch.float64)
-    assert kernels.normalize(x, ones, ones, None).stride() == x.stride()
-    assert kernels.input_gradient(None, x, ones, ones, ones, ones).stride() == x.stride()
+    for is_large in (False, True):
+        center = kernels.center_of(ones, x, is_large)
+        assert kernels.normalize(x, center, ones, 0.0, None, None).stride() == x.stride()
+        assert kernels.input_gradient(None, x, center, None, ones, ones).stride() == x.stride()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_comes_back_in_its_own_dtype(dtype):
     x = torch.randn(4, 3, 2, 5).to(dtype)
     ones = torch.ones(3, dtype=torch.float64)
-    for parameter in (None, ones.float(), ones.to(dtype)):
-        assert kernels.normalize(x, ones, ones, parameter).dtype == dtype
-    assert kernels.input_gradient(x, x, ones, ones, ones, ones).dtype == dtype
-    assert kernels.reduce(x, x, ones, ones).dtype == torch.float64
+    for is_large in (False, True):
+        center = kernels.center_of(ones, x, is_large)
+        for parameter in (None, ones.float(), ones.to(dtype)):
+            y = kernels.normalize(x, center, ones, 0.0, parameter, parameter)
+            assert y.dtype == dtype
+        assert kernels.input_gradient(x, x, center, ones, ones, ones).dtype == dtype
+        assert {s.dtype for s in kernels.reduce(x, x, center, ones, 0.0)} == {torch.float32}
 
 
 def test_merging_the_moments_of_parts_gives_those_of_the_whole():
@@ -157,8 +175,9 @@ def test_a_device_without_float64_leaves_the_statistics_to_the_cpu(shape):
     with FakeTensorMode(), torch.no_grad(), WithoutFloat64():
         x, bias = torch.empty(shape, device="mps"), torch.empty(4, device="mps")
         mean, var = moments = kernels.moments(x)
-        y = kernels.normalize(x, mean, var, bias)
-        sums = kernels.reduce(y, x, mean, var)
-        dx = kernels.input_gradient(y, x, mean, var, var, var)
-    assert {(t.device.type, t.dtype) for t in (moments, sums)} == {("cpu", torch.float64)}
-    assert {(t.device.type, t.dtype) for t in (y, dx)} == {("mps", torch.float32)}
+        center = kernels.center_of(mean, x, is_large=True)
+        y = kernels.normalize(x, center, var, 1e-5, None, bias)
+        sums = kernels.reduce(y, x, center, var, 1e-5)
+        dx = kernels.input_gradient(y, x, center, var, var, var)
+    assert (moments.device.type, moments.dtype) == ("cpu", torch.float64)
+    assert {(t.device.type, t.dtype) for t in (*sums, y, dx)} == {("mps", torch.float32)}

@@ -22,6 +22,8 @@ from replication import (
 )
 from syncbn import convert_model
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 
 class Residual(nn.Module):
     def __init__(self, channels: int, out: int, stride: int) -> None:

@@ -11,7 +11,7 @@ do. It stops where the caller has the error, which is when all replicas have end
     twice                    calls the second layer twice
     order                    calls the two layers in another order
 
-    python benchmarks/failures.py --replicas 2 4 8
+    python -m benchmarks.failures --replicas 2 4 8
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measuring import WARM_UP, keep_memory, p99
 from replication import DataParallel, ReplicasDiverged
 from syncbn import SynchronizedBatchNorm2d
-
-WARM_UP = 5
 
 
 class OwnError(Exception):
@@ -139,11 +138,9 @@ def delays(way: str, replicas: int, wrong: int, forwards: int) -> list[float]:
 
 
 def row(replicas: int, way: str, wrong: int, times: list[float]) -> None:
-    # The 99th percentile by the nearest rank.
-    p99 = sorted(times)[-(len(times) // 100) - 1]
     print(
         f"{replicas:>8}  {way:<8} {wrong:>4} {1e3 * statistics.median(times):>10.2f} "
-        f"{1e3 * p99:>8.2f}",
+        f"{1e3 * p99(times):>8.2f}",
         flush=True,
     )
 
@@ -164,4 +161,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    keep_memory()
     raise SystemExit(main())

@@ -1,92 +1,111 @@
 """What a synchronized layer costs in replicas: its time to that of torch's in the same ones.
 
 A step is forward and backward of one layer on CPU replicas, one torch thread each: replication,
-callbacks and threads included, splitting and joining not. The two layers take turns, so that both
-see the same machine.
+callbacks and threads included, splitting and joining not.
 
-    python benchmarks/layer.py --replicas 2 4
+    python -m benchmarks.layer
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import statistics
-import sys
-import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measuring import Row, alternating, replica_counts, run
 from replication import DataParallel, Scattered
-from syncbn import SynchronizedBatchNorm2d
+from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
 
-WARM_UP = 5
-
-#: Per replica.
-SHAPES = [
-    ((8, 64, 56, 56), torch.contiguous_format),
-    ((4, 256, 28, 28), torch.contiguous_format),
-    ((8, 64, 56, 56), torch.channels_last),
-    ((2, 256, 14, 14), torch.contiguous_format),
-    ((2, 64, 8, 8), torch.contiguous_format),
-]
-
-#: Else what the system has to do for fresh memory drowns the figures.
-KEEP_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": "4000000000",
-    "MALLOC_TRIM_THRESHOLD_": "4000000000",
-    "MALLOC_TOP_PAD_": "100000000",
+#: Ours and torch's, by the number of dimensions of the input.
+LAYERS: dict[int, tuple[Callable[[int], nn.Module], Callable[[int], nn.Module]]] = {
+    2: (SynchronizedBatchNorm1d, nn.BatchNorm1d),
+    3: (SynchronizedBatchNorm1d, nn.BatchNorm1d),
+    4: (SynchronizedBatchNorm2d, nn.BatchNorm2d),
+    5: (SynchronizedBatchNorm3d, nn.BatchNorm3d),
 }
 
 
-def step(model: nn.Module, shards: list[Tensor], upstream: list[Tensor]) -> float:
-    """Seconds."""
-    begin = time.perf_counter()
+class Case(NamedTuple):
+    """An input."""
+
+    #: Per replica.
+    shape: tuple[int, ...]
+    layout: torch.memory_format = torch.contiguous_format
+    dtype: torch.dtype = torch.float32
+    #: With 2 replicas.
+    goal: float | None = None
+
+    def __str__(self) -> str:
+        text = " x ".join(map(str, self.shape))
+        if self.layout is torch.channels_last:
+            text += ", channels_last"
+        if self.dtype is not torch.float32:
+            text += f", {self.dtype}".replace("torch.", "")
+        return text
+
+    def tiny(self) -> Case:
+        return self._replace(shape=tuple(min(size, 4) for size in self.shape))
+
+
+CASES = [
+    Case((8, 64, 56, 56), goal=0.8),
+    Case((4, 256, 28, 28), goal=0.8),
+    Case((8, 64, 56, 56), torch.channels_last, goal=1.05),
+    Case((2, 256, 14, 14), goal=1.1),
+    Case((2, 64, 8, 8), goal=1.4),
+    Case((8, 64, 56, 56), dtype=torch.float64),
+    Case((8, 64, 56, 56), dtype=torch.bfloat16),
+    Case((64, 256)),
+    Case((16, 64, 512)),
+    Case((2, 32, 16, 32, 32)),
+]
+
+
+def step(model: nn.Module, shards: list[Tensor], upstream: list[Tensor]) -> None:
     torch.autograd.backward(model(Scattered(shards)), upstream)
-    return time.perf_counter() - begin
 
 
-def ratio(shape: tuple[int, ...], layout: torch.memory_format, replicas: int, steps: int) -> float:
-    """The median time of ours to that of torch's."""
+def ways(case: Case, replicas: int) -> list[Callable[[], None]]:
+    """A step of ours, and one of torch's."""
     shards, upstream = (
-        [torch.randn(shape).contiguous(memory_format=layout) for _ in range(replicas)]
+        [
+            torch.randn(case.shape).to(case.dtype, memory_format=case.layout)
+            for _ in range(replicas)
+        ]
         for _ in range(2)
     )
     for shard in shards:
         shard.requires_grad_()
-    models = [
-        DataParallel(layer(shape[1]), ["cpu"] * replicas, gather_to_one_device=False)
-        for layer in (SynchronizedBatchNorm2d, nn.BatchNorm2d)
+    return [
+        partial(
+            step,
+            DataParallel(
+                layer(case.shape[1]).to(case.dtype),
+                ["cpu"] * replicas,
+                gather_to_one_device=False,
+            ),
+            shards,
+            upstream,
+        )
+        for layer in LAYERS[len(case.shape)]
     ]
-    times: list[list[float]] = [[], []]
-    for _ in range(WARM_UP + steps):
-        for model, seconds in zip(models, times, strict=True):
-            seconds.append(step(model, shards, upstream))
-    ours, plain = (statistics.median(seconds[WARM_UP:]) for seconds in times)
+
+
+def ratio(case: Case, replicas: int, steps: int) -> float:
+    """The median time of ours to that of torch's."""
+    ours, plain = alternating(ways(case, replicas), steps)
     return ours / plain
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--steps", type=int, default=60, help="of each layer, after warm-up")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    print(
-        f"to torch.nn.BatchNorm2d = 1, float32, medians of {options.steps} steps that take turns"
-    )
-    print("shape per replica         ", *(f"{n:>4} replicas" for n in options.replicas))
-    for shape, layout in SHAPES:
-        name = " x ".join(map(str, shape)) + (", cl" if layout is torch.channels_last else "")
-        print(f"{name:<26}", end="")
-        for replicas in options.replicas:
-            print(f" {ratio(shape, layout, replicas, options.steps):>13.2f}", end="", flush=True)
-        print()
-    return 0
+def rows(steps: int, quick: bool = False) -> Iterator[Row]:
+    for case in CASES:
+        measured = case.tiny() if quick else case
+        figures = {n: ratio(measured, n, steps) for n in replica_counts(quick)}
+        yield Row("layer", str(measured), figures, case.goal, goal_at=2 if case.goal else None)
 
 
 if __name__ == "__main__":
-    if not os.environ.keys() >= KEEP_MEMORY.keys():  # read when a program begins
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP_MEMORY})
-    raise SystemExit(main())
+    raise SystemExit(run(rows, __doc__))

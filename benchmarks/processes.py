@@ -9,26 +9,40 @@ each, so that all of them see the same machine. A step is forward and backward o
     gather    ours, with a gather also where it would reduce: the bytes of each rank's statistics,
               as `torch.nn.SyncBatchNorm` (which refuses the CPU) sends them forward
 
-    python benchmarks/processes.py --ranks 2 4 8 16
+    python -m benchmarks.processes --ranks 2 4 8 16
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, multiprocessing, nn
 
+from benchmarks.measuring import WARM_UP, Row, keep_memory
 from replication import process_group
 from syncbn import SynchronizedBatchNorm2d
 
-WARM_UP = 5
+CHANNELS = 256
+
+
+class Figures(NamedTuple):
+    """Of one way."""
+
+    #: The median.
+    seconds: float
+    #: The collectives of a step.
+    calls: int
+    #: The bytes that a rank gets in a step.
+    received: int
 
 
 class Counting:
@@ -70,11 +84,12 @@ def ways(channels: int) -> dict[str, tuple[nn.Module, int]]:
     }
 
 
-def measure(rank: int, ranks: int, store: str, channels: int, steps: int) -> None:
+def measure(rank: int, ranks: int, folder: str, channels: int, steps: int) -> None:
+    """What one process does; rank 0 writes the figures down."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )
     x = torch.randn(2, channels, 7, 7, requires_grad=True)
     dy = torch.randn_like(x)
@@ -92,38 +107,54 @@ def measure(rank: int, ranks: int, store: str, channels: int, steps: int) -> Non
             if turn >= WARM_UP:
                 times.setdefault(way, []).append(time.perf_counter() - begin)
     if rank == 0:
-        best = min(statistics.median(times[way]) for way in ("reduce", "gather"))
-        for way, values in times.items():
-            row(ranks, way, statistics.median(values), best, traffic[way])
+        figures = {
+            way: Figures(statistics.median(values), traffic[way].calls, traffic[way].received)
+            for way, values in times.items()
+        }
+        Path(folder, "figures").write_text(json.dumps(figures))
     distributed.barrier()
     distributed.destroy_process_group()
 
 
-def row(ranks: int, way: str, median: float, best: float, traffic: Counting) -> None:
-    print(
-        f"{ranks:>5}  {way:<7} {1e3 * median:>8.2f} {median / best:>8.2f} "
-        f"{traffic.calls:>12} {traffic.received:>10}",
-        flush=True,
-    )
-
-
-def run(function: Callable[..., None], ranks: int, *arguments: Any) -> None:
+def measured(ranks: int, channels: int, steps: int) -> dict[str, Figures]:
+    """The figures of each way between so many processes."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(function, (ranks, f"{folder}/store", *arguments), ranks)
+        multiprocessing.spawn(measure, (ranks, folder, channels, steps), ranks)
+        figures = json.loads(Path(folder, "figures").read_text())
+    return {way: Figures(*values) for way, values in figures.items()}
+
+
+def rows(steps: int, quick: bool = False) -> Iterator[Row]:
+    counts, channels = ((2,), 4) if quick else ((2, 4), CHANNELS)
+    figures = {ranks: measured(ranks, channels, steps) for ranks in counts}
+    for way, name in (("plain", "plain BatchNorm"), ("gather", "the gather")):
+        ratios = {n: own["ours"].seconds / own[way].seconds for n, own in figures.items()}
+        yield Row("processes", f"{channels} channels, to {name}", ratios)
+
+
+def show(ranks: int, figures: dict[str, Figures]) -> None:
+    best = min(figures[way].seconds for way in ("reduce", "gather"))
+    for way, (median, calls, received) in figures.items():
+        print(
+            f"{ranks:>5}  {way:<7} {1e3 * median:>8.2f} {median / best:>8.2f} "
+            f"{calls:>12} {received:>10}",
+            flush=True,
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--channels", type=int, default=256)
+    parser.add_argument("--channels", type=int, default=CHANNELS)
     parser.add_argument("--steps", type=int, default=50, help="of each way, after warm-up")
     options = parser.parse_args(arguments)
     print(f"C = {options.channels}, medians of {options.steps} steps, gloo over loopback")
     print("ranks  way           ms  to best  collectives  bytes got")
     for ranks in options.ranks:
-        run(measure, ranks, options.channels, options.steps)
+        show(ranks, measured(ranks, options.channels, options.steps))
     return 0
 
 
 if __name__ == "__main__":
+    keep_memory()
     raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""What the layers and the replicas cost, as ratios side by side; see README.md beside this."""

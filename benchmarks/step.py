@@ -7,7 +7,10 @@ A step is forward, backward and SGD of a ResNet-50 of width 16 on 64 x 64 images
     replicas    the plain network on 2 replicas with one torch thread each, to the network itself
                 on the whole batch with all threads. Backward runs in one thread, the caller's,
                 whatever the replicas are: with as many torch threads as the forward has, or with
-                all.
+                all. Torch's threads wait for each other: where something else runs beside them a
+                step may take a hundred times as long, and the replicas look well. So the last row
+                has the network itself with all threads, to one; above 1 the machine was busy, and
+                the rows before it say nothing.
 
     python -m benchmarks.step
 """
@@ -71,28 +74,32 @@ def converted(replicas: int, steps: int, quick: bool) -> float:
     return ours / plain
 
 
-def replicas_on_the_cpu(replicas: int, steps: int, quick: bool) -> dict[str, float]:
-    """The median time of a step of plain replicas to that of the whole batch, by their threads."""
+def replicas_on_the_cpu(replicas: int, steps: int, quick: bool) -> tuple[float, float, float]:
+    """The median time of a step of plain replicas, backward with one thread and with all, to that
+    of the whole batch with all threads; and of that to one of the whole batch with one thread."""
     images, classes = batch(replicas, quick)
     model = partial(DataParallel, device_ids=["cpu"] * replicas)
-    *ours, whole = alternating(
+    one, every, whole, single = alternating(
         [
             trained(model(network(quick)), images, classes),
             trained(model(network(quick)), images, classes, backward=ALL_THREADS),
             trained(network(quick), images, classes, ALL_THREADS, ALL_THREADS),
+            trained(network(quick), images, classes),
         ],
         steps,
     )
     torch.set_num_threads(1)
-    return dict(zip(("one", "all"), (time / whole for time in ours), strict=True))
+    return one / whole, every / whole, whole / single
 
 
 def rows(steps: int, quick: bool = False) -> Iterator[Row]:
     figures = {n: converted(n, steps, quick) for n in ((2,) if quick else (2, 4))}
     yield Row("step", "converted, to plain BatchNorm", figures, goal=1.03)
-    for threads, figure in replicas_on_the_cpu(2, steps, quick).items():
+    one, every, control = replicas_on_the_cpu(2, steps, quick)
+    for threads, figure in (("one", one), ("all", every)):
         case = f"plain replicas, backward with {threads} of {ALL_THREADS} threads, to one replica"
         yield Row("step", case, {2: figure}, goal=1.1)
+    yield Row("step", f"control: one replica with {ALL_THREADS} threads, to one", {2: control})
 
 
 if __name__ == "__main__":

@@ -115,13 +115,16 @@ class SlavePipe:
             slot.wait = rendezvous.begin_wait(slot.replica, (channel.master,), site, channel.calls)
         try:
             slot.wait.block()
-            return slot.reply
-        finally:
+        except BaseException:
             with rendezvous.lock:
                 if slot.message is not _EMPTY:  # nobody has collected it
                     channel.missing.add(slot.replica)
                 # A graph in it may hold the replica, which holds the slot.
                 slot.wait, slot.message, slot.reply = None, _EMPTY, _EMPTY
+            raise
+        # Nobody else looks at the slot until it has another message.
+        reply, slot.wait, slot.reply = slot.reply, None, _EMPTY
+        return reply
 
 
 class MasterPipe:

@@ -91,7 +91,11 @@ class Wait:
             error.raise_at(self)
 
     def _sleep(self, timeout: float | None) -> None:
-        end = math.inf if timeout is None else time.monotonic() + timeout
+        if timeout is None:
+            while not self._gate.acquire(timeout=GRACE):
+                self.rendezvous.expect_progress(self)
+            return
+        end = time.monotonic() + timeout
         while not self._gate.acquire(timeout=max(0.0, min(GRACE, end - time.monotonic()))):
             if time.monotonic() < end:
                 self.rendezvous.expect_progress(self)
@@ -145,6 +149,8 @@ class Rendezvous:
         self._thread = [0] * (size or 0)
         # Replicas that will not run at all.
         self._absent: set[int] = set()
+        # Whether any of them may have ended, or will not run.
+        self._some_are_over = False
         self._waits: list[Wait] = []
         self._failures: list[Failure] = []
         self._verdict: Verdict | None = None
@@ -167,12 +173,14 @@ class Rendezvous:
         """Only these are about to run; whoever waits for another one waits in vain."""
         with self.lock:
             self._absent = set(range(len(self._entries))).difference(replicas)
+            self._some_are_over = self._some_are_over or bool(self._absent)
             self._check()
 
     def leave(self, replica: int) -> None:
         """A replica's forward ends, in a value or an error (see `fail`)."""
         with self.lock:
             self._inside[replica] -= 1
+            self._some_are_over = True
             self._check()
 
     def has_left(self, replica: int) -> bool:
@@ -251,6 +259,8 @@ class Rendezvous:
         """
         if self.size is None or not self._waits or self._verdict is not None:
             return
+        if not self._some_are_over and len(self._waits) < self.size:
+            return  # somebody runs
         in_vain = any(
             self._is_over(needed, wait.replica) for wait in self._waits for needed in wait.needs
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,7 +36,7 @@ from replication.pipe import connect
 from replication.place import here
 from replication.rendezvous import Rendezvous, Site
 from replication.replicate import broadcast
-from replication.torch_internals import NO_BACKWARD, current_backward
+from replication.torch_internals import NO_BACKWARD, current_backward, sees_saved_tensors
 
 __all__ = ["ReplicaGroup"]
 
@@ -80,15 +81,23 @@ class Circle:
         self._calls += 1
         calls = [request.call for _, request in requests]
         check_alike(calls, str(Site(self.path, self._calls)), self.replicas, "replica")
-        # The first member may run without grad, in inference mode, or behind hooks on saved
-        # tensors; what the others get must not depend on it.
-        with (
-            torch.inference_mode(all(request.infers for _, request in requests)),
-            torch.set_grad_enabled(any(request.wants_graph for _, request in requests)),
-            saved_tensors_hooks(_packed, _unpacked),
-        ):
+        infers = all(request.infers for _, request in requests)
+        wants_graph = any(request.wants_graph for _, request in requests)
+        with self._on_behalf_of_all(infers, wants_graph):
             replies = requests[0][1].merge([request.message for _, request in requests])
             return list(enumerate(replies))
+
+    def _on_behalf_of_all(self, infers: bool, wants_graph: bool) -> AbstractContextManager[object]:
+        """The first member may run without grad, in inference mode, or behind hooks on saved
+        tensors; what the others get must not depend on it."""
+        stack = ExitStack()
+        if torch.is_inference_mode_enabled() != infers:
+            stack.enter_context(torch.inference_mode(infers))
+        if torch.is_grad_enabled() != wants_graph:
+            stack.enter_context(torch.set_grad_enabled(wants_graph))
+        if sees_saved_tensors():
+            stack.enter_context(saved_tensors_hooks(_packed, _unpacked))
+        return stack
 
     def part(self, rank: int, size: int) -> Group:
         """A member's group of its part, if all parts but the last are of this size."""

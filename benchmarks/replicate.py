@@ -92,8 +92,9 @@ def callbacks(modules: int, replicas: int, steps: int) -> float:
     network = nn.Sequential(*(Called() for _ in range(modules)))
     times = []
     for _ in range(WARM_UP + steps):
-        copies = replicate(network, ["cpu"] * replicas)
-        times.append(seconds(partial(execute_replication_callbacks, copies)))
+        devices = ["cpu"] * replicas
+        copies = replicate(network, devices)
+        times.append(seconds(partial(execute_replication_callbacks, copies, devices)))
     return statistics.median(times[WARM_UP:])
 
 

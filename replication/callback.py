@@ -137,7 +137,7 @@ def execute_replication_callbacks(
             callable.
         Exception: What a callback raises; a note names the module's path and the copy.
     """
-    positions = [(position, callbacks_of(position)) for position in paired(modules)]
+    positions = [position for position in paired(modules) if has_callbacks(position)]
     if devices is not None and len(devices) != len(modules):
         raise ValueError(
             f"expected one device for each of {len(modules)} copies (got {len(devices)})"
@@ -145,16 +145,15 @@ def execute_replication_callbacks(
     on = [device_of(module) for module in modules] if devices is None else parse_devices(devices)
     rendezvous = watch(modules)
     listeners = [
-        (position, callbacks, CallbackContext(len(modules), on, position.path, rendezvous))
-        for position, callbacks in positions
-        if any(callbacks)
+        (position, CallbackContext(len(modules), on, position.path, rendezvous))
+        for position in positions
     ]
     backward = current_backward()
     for copy_id in range(len(modules)):
-        for position, callbacks, context in listeners:
-            for name, callback in callbacks[copy_id]:
+        for position, context in listeners:
+            for name, callback in callbacks_of(position.copies[copy_id]):
+                here = Place(rendezvous, copy_id, backward, position.path or "(root)")
                 try:
-                    here = Place(rendezvous, copy_id, backward, position.path or "(root)")
                     with standing_at(here):
                         callback(context, copy_id)
                 except BaseException as error:
@@ -165,27 +164,39 @@ def execute_replication_callbacks(
 exec_data_parallel_replication_callback = execute_replication_callbacks
 
 
-def callbacks_of(position: Position) -> list[list[tuple[str, Callable[[Any, int], object]]]]:
-    """For each copy what is to be called with the context and the copy's number, and its name.
+def has_callbacks(position: Position) -> bool:
+    """Whether some copy has callbacks.
 
     Raises:
         TypeError: An attribute ``__data_parallel_replicate__`` is not callable.
     """
-    callbacks = []
+    found = False
     for copy_id, module in enumerate(position.copies):
-        method = getattr(module, CALLBACK, None)
+        method = method_of(module)
         if method is not None and not callable(method):
             raise TypeError(
                 f"{CALLBACK} of {position}, copy {copy_id}, must be callable "
                 f"(got {type(method).__name__})"
             )
-        registered = module.__dict__.get(_REGISTERED, {}).values()
-        callbacks.append(
-            [
-                *([] if method is None else [(CALLBACK, method)]),
-                *(("a registered callback", partial(function, module)) for function in registered),
-            ]
-        )
+        found = found or method is not None or bool(vars(module).get(_REGISTERED))
+    return found
+
+
+def method_of(module: nn.Module) -> Any:
+    """The attribute ``__data_parallel_replicate__`` of a module, or None."""
+    # A module is slow to say that it has no such attribute; its class is not.
+    if hasattr(type(module), CALLBACK) or CALLBACK in vars(module):
+        return getattr(module, CALLBACK)
+    return None
+
+
+def callbacks_of(module: nn.Module) -> list[tuple[str, Callable[[Any, int], object]]]:
+    """What is to be called with the context and the copy's number, and its name."""
+    method, registered = method_of(module), vars(module).get(_REGISTERED)
+    callbacks = [] if method is None else [(CALLBACK, method)]
+    if registered:
+        functions = (partial(function, module) for function in registered.values())
+        callbacks += [("a registered callback", function) for function in functions]
     return callbacks
 
 
@@ -217,13 +228,14 @@ def paired(modules: Sequence[nn.Module]) -> list[Position]:
         seen[id(master)] = position.copies
         positions.append(position)
         children = []
+        names = list(master._modules)
         for copy_id, module in enumerate(position.copies):
-            if (type(module), *module._modules) != (type(master), *master._modules):
+            if type(module) is not type(master) or list(module._modules) != names:
                 raise ValueError(
                     f"the copies must be alike: {position} is {outlined(master)} in copy 0 "
                     f"but {outlined(module)} in copy {copy_id}"
                 )
-        for name in master._modules:
+        for name in names:
             copies = tuple(module._modules[name] for module in position.copies)
             path = f"{position.path}.{name}" if position.path else name
             present = tuple(child for child in copies if child is not None)
@@ -247,7 +259,7 @@ class PatchedReplicate(MethodOverride):
         replicas = self.original(*args, **kwargs)
         for replica in replicas:
             for module in replica.modules():
-                own_hooks(module)
+                own_hooks(vars(module))
         if rendezvous_of(replicas) is None:  # else the method has called them itself
             execute_replication_callbacks(replicas)
         return replicas

@@ -19,7 +19,7 @@ from replication.processes import (
     process_count,
     processes_are_not_connected,
 )
-from replication.torch_internals import IS_REPLICA
+from replication.torch_internals import IS_REPLICA, make_shell
 
 if TYPE_CHECKING:
     _Base = nn.Module
@@ -115,9 +115,9 @@ class ReplicaAware(_Base):
 
     def _replicate_for_data_parallel(self) -> Any:
         self.__dict__.setdefault("_warned", [])
-        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica = make_shell(super()._replicate_for_data_parallel)
         # A replica of a replica (a DataParallel inside another) has its own copies to talk to.
-        replica._replica_group = None
+        replica.__dict__["_replica_group"] = None
         return replica
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:

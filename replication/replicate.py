@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections import OrderedDict
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any, TypeVar, cast
 
@@ -13,8 +13,14 @@ from torch.nn.parallel import comm
 
 from replication.checks import check_module
 from replication.devices import DeviceLike, are_distinct_cuda, to_device, usable_devices
-from replication.torch_internals import COMPILED_CALL_IMPL, HOOKS, MAKE_SHELL, is_compiled_wrapper
-from replication.watch import unwatch
+from replication.torch_internals import (
+    COMPILED_CALL_IMPL,
+    HOOKS,
+    MAKE_SHELL,
+    is_compiled_wrapper,
+    make_shell,
+)
+from replication.watch import is_watched, unwatch
 
 __all__ = ["replicate"]
 
@@ -75,68 +81,89 @@ def replicate(
             )
         if isinstance(submodule, torch.jit.ScriptModule):
             raise TypeError("a ScriptModule cannot be replicated; wrap the module it was made of")
-    shells = [[getattr(m, MAKE_SHELL)() for m in modules] for _ in targets]
+    methods = [getattr(submodule, MAKE_SHELL) for submodule in modules]
+    shells = [[make_shell(method) for method in methods] for _ in targets]
     if not targets:
         return []
     parameters, buffers = list(module.parameters()), list(module.buffers())
     parameter_copies = broadcast(parameters, targets, detach)
     buffer_copies = copied_buffers(buffers, targets, detach)
-    constants = [_constants(submodule) for submodule in modules]
+    parts = [Parts(submodule) for submodule in modules]
     originals = [id(thing) for thing in (*parameters, *buffers, *modules)]
     for device, copies, own_parameters, own_buffers in zip(
         targets, shells, parameter_copies, buffer_copies, strict=True
     ):
         # The copy of each parameter, buffer and submodule, by the identity of the original.
         copied = dict(zip(originals, (*own_parameters, *own_buffers, *copies), strict=True))
-        for submodule, copy, attributes in zip(modules, copies, constants, strict=True):
-            _fill(copy, submodule, copied)
-            for name, value in attributes:
-                moved = _moved(value, device, copied)
-                if moved is not value:
-                    _attacher(copy)(name, moved)
+        for of_submodule, copy in zip(parts, copies, strict=True):
+            of_submodule.fill(copy, copied, device)
     return [cast(ModuleT, copies[0]) for copies in shells]
 
 
-def _fill(copy: nn.Module, submodule: nn.Module, copied: dict[int, Any]) -> None:
-    """Gives a shell the copies of its children, parameters and buffers, and its own hooks."""
-    if copy is not submodule:  # as of a class that does not want to be replicated
-        own_hooks(copy)
-    for name, child in submodule._modules.items():
-        copy._modules[name] = None if child is None else copied[id(child)]
-    for name, buffer in submodule._buffers.items():
-        copy._buffers[name] = None if buffer is None else copied[id(buffer)]
-    # torch exposes the copies of the parameters here too.
-    former: dict[str, Tensor] = {}
-    copy.__dict__["_former_parameters"] = former
-    attach = _attacher(copy)
-    for name, parameter in submodule._parameters.items():
-        if parameter is None:
-            copy._parameters[name] = None
+class Parts:
+    """What a module consists of, looked up once for all of its copies."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # By the identity of the original; None stays None.
+        self._children = [
+            (name, id(child)) for name, child in module._modules.items() if child is not None
+        ]
+        self._buffers = [(name, id(b)) for name, b in module._buffers.items() if b is not None]
+        self._parameters = [
+            (name, id(p)) for name, p in module._parameters.items() if p is not None
+        ]
+        self._missing = [name for name, p in module._parameters.items() if p is None]
+        self._constants = _constants(module)
+        self._hooks = [name for name in HOOKS if vars(module).get(name)]
+        #: Whether a class has a say in its attributes (RNNs).
+        self._sets_attributes = type(module).__setattr__ is not nn.Module.__setattr__
+        self._is_watched = is_watched(module)
+        self._is_compiled = vars(module).get(COMPILED_CALL_IMPL) is not None
+
+    def fill(self, copy: nn.Module, copied: dict[int, Any], device: torch.device) -> None:
+        """Gives a shell the copies of its children, parameters and buffers, and its own hooks."""
+        state = vars(copy)
+        if copy is not self._module:  # as of a class that does not want to be replicated
+            own_hooks(state, self._hooks)
+        children, buffers = state["_modules"], state["_buffers"]
+        for name, child in self._children:
+            children[name] = copied[child]
+        for name, buffer in self._buffers:
+            buffers[name] = copied[buffer]
+        for name in self._missing:
+            state["_parameters"][name] = None
+        attributes = {name: copied[parameter] for name, parameter in self._parameters}
+        # torch exposes the copies of the parameters here too.
+        state["_former_parameters"] = attributes
+        if self._constants:
+            attributes = {**attributes, **self._moved_constants(copied, device)}
+        if self._sets_attributes:
+            for name, value in attributes.items():
+                setattr(copy, name, value)
         else:
-            former[name] = copied[id(parameter)]
-            attach(name, former[name])
-    unwatch(copy)  # of a replica that is replicated again
-    if copy.__dict__.get(COMPILED_CALL_IMPL) is not None:
-        # It would run the original; a replica runs eagerly.
-        copy.__dict__[COMPILED_CALL_IMPL] = None
+            state.update(attributes)
+        if self._is_watched:  # a replica that is replicated again
+            unwatch(copy)
+        if self._is_compiled:  # it would run the original; a replica runs eagerly
+            state[COMPILED_CALL_IMPL] = None
+
+    def _moved_constants(self, copied: dict[int, Any], device: torch.device) -> dict[str, Any]:
+        moved = ((name, value, _moved(value, device, copied)) for name, value in self._constants)
+        return {name: new for name, old, new in moved if new is not old}
 
 
-def own_hooks(replica: nn.Module) -> None:
-    """Gives one module of a replica its own dictionaries of hooks.
+def own_hooks(state: dict[str, Any], used: Sequence[str] = HOOKS) -> None:
+    """Gives one module of a replica, by its attributes, its own dictionaries of hooks.
 
     torch shares them: what a replica registers in its forward, all others would run.
+
+    Args:
+        state: The attributes.
+        used: Names of the dictionaries that have hooks in them, or may have.
     """
     for name in HOOKS:
-        hooks = replica.__dict__.get(name)
-        if hooks is not None:
-            replica.__dict__[name] = hooks.copy()
-
-
-def _attacher(copy: nn.Module) -> Callable[[str, Any], None]:
-    """How to set an attribute of a replica: directly, unless its class has a say in it (RNNs)."""
-    if type(copy).__setattr__ is nn.Module.__setattr__:
-        return copy.__dict__.__setitem__
-    return partial(setattr, copy)
+        state[name] = state[name].copy() if name in used else OrderedDict()
 
 
 def _constants(module: nn.Module) -> list[tuple[str, Any]]:
@@ -144,7 +171,7 @@ def _constants(module: nn.Module) -> list[tuple[str, Any]]:
     return [
         (name, value)
         for name, value in vars(module).items()
-        if name not in _OWN_ATTRIBUTES and _needs_moving(value)
+        if name not in _OWN_ATTRIBUTES and type(value) not in _PLAIN and _needs_moving(value)
     ]
 
 
@@ -190,6 +217,9 @@ def _moved(value: Any, device: torch.device, copied: dict[int, Any]) -> Any:
 
 def copied_buffers(buffers: list[Tensor], devices: list[torch.device], detach: bool) -> Copies:
     """Copies buffers to each device: copy 0 shares the original's storage, the others do not."""
+    kinds = {(b.device, b.requires_grad) for b in buffers} | {(d, False) for d in devices}
+    if len(kinds) == 1 and not are_distinct_cuda(devices):  # as a rule
+        return [buffers, *([buffer.clone() for buffer in buffers] for _ in devices[1:])]
     copies = broadcast(buffers, devices, detach)
     for index, per_device in enumerate(copies):
         for i, (buffer, copy) in enumerate(zip(buffers, per_device, strict=True)):
@@ -238,7 +268,14 @@ def _copies(tensors: Sequence[Tensor], devices: list[torch.device]) -> Copies:
             ),
         ]
     # Detached for each: autograd adds the gradients of one object in whatever order they come.
-    return [[to_device(tensor.detach(), device) for tensor in tensors] for device in devices]
+    homes = [tensor.device for tensor in tensors]
+    return [
+        [
+            tensor.detach() if home == device else to_device(tensor, device)
+            for tensor, home in zip(tensors, homes, strict=True)
+        ]
+        for device in devices
+    ]
 
 
 class Broadcast(torch.autograd.Function):

@@ -53,6 +53,7 @@ __all__ = [
     "device_of_group",
     "is_batched",
     "make_nodes",
+    "make_shell",
     "nodes_made",
     "pytree_node",
     "register_pytree_node",
@@ -70,14 +71,30 @@ _SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 #: Called by torch on each module to make its shell of a replica; classes override it (RNNs).
 MAKE_SHELL = "_replicate_for_data_parallel"
-#: The dictionaries in which a module keeps its hooks, and what it notes of them.
-HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hooks" in name)
+#: The dictionaries in which a module keeps hooks of its calls, and what it notes of them.
+HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name)
 #: True on a replica.
 IS_REPLICA = "_is_replica"
 #: What ``module(...)`` runs: hooks, then ``forward``.
 CALL_IMPL = "_call_impl"
 #: What ``module(...)`` runs instead after ``module.compile()``; bound to the original module.
 COMPILED_CALL_IMPL = "_compiled_call_impl"
+
+
+def make_shell(method: Callable[[], Any]) -> Any:
+    """What a module's `MAKE_SHELL` makes: a copy of its attributes, without the parameters."""
+    if getattr(method, "__func__", None) is not nn.Module._replicate_for_data_parallel:
+        return method()
+    module = method.__self__  # type: ignore[attr-defined]
+    kind: Any = type(module)
+    shell = kind.__new__(kind)
+    state = vars(module).copy()
+    state["_parameters"] = {}
+    state["_buffers"] = state["_buffers"].copy()
+    state["_modules"] = state["_modules"].copy()
+    state[IS_REPLICA] = True
+    object.__setattr__(shell, "__dict__", state)  # a module's own looks for parameters in it
+    return shell
 
 
 def has_differentiable_collectives() -> bool:

@@ -171,6 +171,12 @@ class Locator:
         return f"{module}at {innermost.f_code.co_filename}:{innermost.f_lineno}"
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Whether `watch` has set something on a module."""
+    state = vars(module)
+    return any(isinstance(state.get(name), WatchedCall) for name in _ENTRANCES)
+
+
 def unwatch(replica: nn.Module) -> None:
     """Takes off a copy of a replica what would run, and report on, the replica itself."""
     for name in _ENTRANCES:

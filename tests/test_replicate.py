@@ -646,3 +646,10 @@ def test_on_distinct_cuda_devices_all_tensors_are_broadcast_at_once(monkeypatch)
     sum((r.weight * w).sum() for r, w in zip(replicas, weights, strict=True)).backward()
     torch.testing.assert_close(net.weight.grad, weights.sum(0))
     assert net.bias.grad is None
+
+
+def test_children_without_anything_in_them_are_copied_too():
+    net = nn.Sequential(nn.ModuleList(), nn.Sequential(), nn.ModuleDict(), nn.Linear(2, 2))
+    for replica in replicate(net, ["cpu"] * 2):
+        for child, original in zip(replica.children(), net.children(), strict=True):
+            assert child is not original

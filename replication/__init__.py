@@ -17,6 +17,7 @@ from replication.errors import ReplicaFailed, ReplicasDiverged, ReplicasTimedOut
 from replication.future import FutureResult
 from replication.gather import gather
 from replication.group import Group, SoloGroup
+from replication.observation import WaitReport, wait_report
 from replication.parallel_apply import parallel_apply
 from replication.pipe import SlavePipe, SyncMaster
 from replication.process_group import ProcessGroup
@@ -44,6 +45,7 @@ __all__ = [
     "SlavePipe",
     "SoloGroup",
     "SyncMaster",
+    "WaitReport",
     "data_parallel",
     "exec_data_parallel_replication_callback",
     "execute_replication_callbacks",
@@ -54,4 +56,5 @@ __all__ = [
     "replicate",
     "scatter",
     "scatter_kwargs",
+    "wait_report",
 ]

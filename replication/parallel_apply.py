@@ -21,6 +21,7 @@ from torch import nn
 from replication.checks import check_list
 from replication.devices import DeviceLike, accelerator, current_stream, parse_devices, use_device
 from replication.errors import ReplicasTimedOut, ReplicationError
+from replication.observation import named_range
 from replication.torch_internals import in_functorch_transform, make_nodes, nodes_made
 from replication.watch import (
     Attendance,
@@ -149,7 +150,10 @@ class ThreadState:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
         self.streams = [current_stream(device) for device in devices]
-        self.num_threads = torch.get_num_threads()
+        # The caller's share of the cores is that of all replicas on the CPU together: each with as
+        # many torch threads as the caller, they would wait for each other.
+        on_cpu = sum(device.type == "cpu" for device in devices)
+        self.num_threads = max(1, torch.get_num_threads() // max(1, on_cpu))
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.default_device = torch.empty(0).device
@@ -173,6 +177,7 @@ class ThreadState:
             torch.set_num_threads(self.num_threads)
         try:
             with ExitStack() as stack:
+                stack.enter_context(named_range(f"replica {index}"))
                 stack.enter_context(torch.inference_mode(self.inference))
                 stack.enter_context(torch.set_grad_enabled(self.grad))
                 # A default of "cuda" is that of each replica, not that of the caller.

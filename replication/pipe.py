@@ -103,6 +103,12 @@ class SlavePipe:
                 f"the pipe of slave {self.identifier!r} is a copy and belongs to no forward; "
                 "register_slave makes one for each forward"
             )
+        if rendezvous.observe is None:
+            return self._exchanged(msg, rendezvous, channel, slot)
+        with rendezvous.observe("exchange", slot.replica, channel.path):
+            return self._exchanged(msg, rendezvous, channel, slot)
+
+    def _exchanged(self, msg: Any, rendezvous: Rendezvous, channel: Channel, slot: Slot) -> Any:
         with rendezvous.lock:
             if slot.wait is not None:
                 raise _two_at_once(channel.path, slot.replica)
@@ -137,6 +143,13 @@ class MasterPipe:
 
     def run_master(self, master_msg: Any) -> Any:
         """See `SyncMaster.run_master`."""
+        observe, channel = self._rendezvous.observe, self._channel
+        if observe is None:
+            return self._exchanged(master_msg)
+        with observe("exchange", channel.master, channel.path):
+            return self._exchanged(master_msg)
+
+    def _exchanged(self, master_msg: Any) -> Any:
         rendezvous, channel = self._rendezvous, self._channel
         wait = None
         with rendezvous.lock:

@@ -25,6 +25,7 @@ from replication.group import (
     layouts_of,
     reduced,
 )
+from replication.observation import named_range
 from replication.processes import check_process_group, debugging, history_of
 from replication.torch_internals import device_of_group, is_batched, timeout_of, uncompiled
 from replication.watch import add_note
@@ -117,7 +118,8 @@ class ProcessGroup(Group):
         """
         call = self._counted(call)
         try:
-            return collective(self._exchanged(call) if compares or debugging() else ())
+            with named_range(f"exchange {self._name}, rank {self.rank}"):
+                return collective(self._exchanged(call) if compares or debugging() else ())
         except Exception as error:
             if not isinstance(error, ReplicationError):
                 add_note(error, f"in {call} at {call.where}, rank {self.rank} of {self.size}")

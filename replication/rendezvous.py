@@ -21,6 +21,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -81,8 +82,13 @@ class Wait:
 
     def block(self) -> None:
         """Sleeps until the wait has ended; raises if it has ended without a value."""
+        observe = self.rendezvous.observe
         try:
-            self._sleep(self.rendezvous.timeout)
+            if observe is None:
+                self._sleep(self.rendezvous.timeout)
+            else:
+                with observe("wait", self.replica, self.site.path):
+                    self._sleep(self.rendezvous.timeout)
         except BaseException:  # KeyboardInterrupt, where a replica runs in the main thread
             self.rendezvous.forget(self)
             raise
@@ -139,6 +145,9 @@ class Rendezvous:
         self.timeout: float | None = None
         #: Says of a replica, and the thread that runs it, where in its code it is.
         self.locate: Callable[[int, int], str] = lambda replica, thread: ""
+        #: Around exchanges and waits, with which it is, the replica and the path; None if nobody
+        #: looks, as a rule.
+        self.observe: Callable[[str, int, str], AbstractContextManager[object]] | None = None
         self.lock = threading.Lock()
         #: What the pipes of this forward keep for its duration, by the object that owns it.
         self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

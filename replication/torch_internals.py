@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 from torch._compile import _disable_dynamo
+from torch.autograd import profiler
 from torch.nn.parallel.data_parallel import _check_balance as check_balance
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
 from torch.utils._pytree import (
@@ -52,6 +53,7 @@ __all__ = [
     "current_backward",
     "device_of_group",
     "is_batched",
+    "is_profiling",
     "make_nodes",
     "make_shell",
     "nodes_made",
@@ -182,6 +184,11 @@ def make_nodes(count: int) -> None:
     """Makes so many nodes."""
     # One for each tensor of a list, and all in one call.
     torch.atleast_1d([torch.zeros((), requires_grad=True)] * count)
+
+
+def is_profiling() -> bool:
+    """Whether a profile is being made; not of all threads, as a rule."""
+    return profiler._is_profiler_enabled
 
 
 def sees_saved_tensors() -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from replication.devices import device_in_use
 from replication.errors import ReplicationError
+from replication.observation import observer
 from replication.place import Place, standing_at
 from replication.rendezvous import Failure, Rendezvous
 from replication.torch_internals import CALL_IMPL, current_backward
@@ -141,6 +142,7 @@ def watch(replicas: Sequence[nn.Module]) -> Rendezvous:
     """Gives the replicas of one forward a rendezvous, which sees each of them begin and end."""
     rendezvous = Rendezvous(len(replicas))
     rendezvous.locate = Locator(replicas)
+    rendezvous.observe = observer()
     for index, replica in enumerate(replicas):
         for name in _ENTRANCES:
             WatchedCall(replica, name, rendezvous, index).install()

@@ -1,0 +1,218 @@
+"""Where the time goes: named ranges for `torch.profiler`, and reports of who waits for whom.
+
+A forward asks once, when its replicas are made, whether somebody looks; else nothing is noted.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple, TextIO
+
+from torch.autograd.profiler import record_function
+
+from replication.torch_internals import is_profiling
+
+__all__ = ["WaitReport", "wait_report"]
+
+#: What is done (``"exchange"``, ``"wait"``), by which replica, at which path.
+Observe = Callable[[str, int, str], AbstractContextManager[object]]
+
+#: Of a printed or drawn report.
+_ROWS = 20
+
+
+class Waits(NamedTuple):
+    """How long the copies of one layer have waited for each other."""
+
+    path: str
+    #: Number of waits of the replica that has waited most often.
+    calls: int
+    #: By replica.
+    seconds: dict[int, float]
+
+    @property
+    def total(self) -> float:
+        """Seconds of all replicas together."""
+        return sum(self.seconds.values())
+
+
+class WaitReport:
+    """How long each replica has waited for the others in each layer; see `wait_report`.
+
+    ``str(report)`` is a table, in milliseconds per forward.
+
+    Attributes:
+        forwards: Number of forwards.
+    """
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self._lock = threading.Lock()
+        # By path and replica.
+        self._counts: dict[tuple[str, int], int] = defaultdict(int)
+        self._seconds: dict[tuple[str, int], float] = defaultdict(float)
+
+    def add(self, path: str, replica: int, seconds: float) -> None:
+        """Notes a wait."""
+        with self._lock:
+            self._counts[path, replica] += 1
+            self._seconds[path, replica] += seconds
+
+    @property
+    def replicas(self) -> list[int]:
+        """Those that have waited."""
+        return sorted({replica for _, replica in self._counts})
+
+    @property
+    def layers(self) -> list[Waits]:
+        """One entry for each layer, the one that was waited in most first."""
+        with self._lock:
+            paths = dict.fromkeys(path for path, _ in self._counts)
+            layers = []
+            for path in paths:
+                seconds = {r: s for (p, r), s in self._seconds.items() if p == path}
+                calls = max(n for (p, _), n in self._counts.items() if p == path)
+                layers.append(Waits(path, calls, seconds))
+        return sorted(layers, key=lambda layer: -layer.total)
+
+    @property
+    def total(self) -> Waits:
+        """All layers together."""
+        layers = self.layers
+        seconds = {r: sum(layer.seconds.get(r, 0.0) for layer in layers) for r in self.replicas}
+        return Waits("all", sum(layer.calls for layer in layers), seconds)
+
+    @property
+    def straggler(self) -> int | None:
+        """The replica that has waited least: the others wait for it. None if nobody waited."""
+        seconds = self.total.seconds
+        return min(seconds, key=seconds.__getitem__) if seconds else None
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.forwards} forwards; milliseconds per forward that a replica waits for others"
+        )
+        layers, total = self.layers, self.total
+        if not layers:
+            return f"{head}: none"
+        others = layers[_ROWS:]
+        rows = [self._cells(f"`{layer.path}`", layer) for layer in layers[:_ROWS]]
+        if others:
+            seconds = {r: sum(w.seconds.get(r, 0.0) for w in others) for r in self.replicas}
+            rest = Waits("", sum(w.calls for w in others), seconds)
+            rows.append(self._cells(f"{len(others)} others", rest))
+        rows.append(self._cells("all", total))
+        titles = ["layer", "calls", *(f"replica {r}" for r in self.replicas), "together"]
+        widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in (titles, *rows)
+        ]
+        return "\n".join(
+            [
+                head,
+                *lines,
+                f"Most is waited in `{layers[0].path}`. Replica {self.straggler} waits least: "
+                "it is the one that the others wait for.",
+            ]
+        )
+
+    def _cells(self, name: str, waits: Waits) -> list[str]:
+        scale = 1e3 / max(self.forwards, 1)
+        seconds = [waits.seconds.get(replica, 0.0) for replica in self.replicas]
+        figures = (f"{scale * value:.3f}" for value in (*seconds, waits.total))
+        return [name, str(waits.calls), *figures]
+
+    def plot(self, axes: Any) -> None:
+        """Draws the report: a bar for each layer, with a part for each replica.
+
+        Args:
+            axes: Of matplotlib, as of ``figure, axes = matplotlib.pyplot.subplots()``.
+        """
+        layers = self.layers[:_ROWS][::-1]
+        scale = 1e3 / max(self.forwards, 1)
+        left = [0.0] * len(layers)
+        for replica in self.replicas:
+            widths = [scale * layer.seconds.get(replica, 0.0) for layer in layers]
+            axes.barh([w.path for w in layers], widths, left=left, label=f"replica {replica}")
+            left = [sum(pair) for pair in zip(left, widths, strict=True)]
+        axes.set_xlabel("waits, ms per forward")
+        if layers:
+            axes.legend()
+
+
+#: Of the ``with`` blocks that are open, in any thread.
+_reports: list[WaitReport] = []
+
+
+@contextmanager
+def wait_report(file: TextIO | None = sys.stdout) -> Iterator[WaitReport]:
+    """Notes how long replicas wait for each other, in the forwards of a ``with`` block.
+
+    At its end it prints a table of layers and replicas: in which layer most is waited, and which
+    replica the others wait for. A wait has in it the time in which the first replica makes the
+    replies. Backward has no waits. ::
+
+        with wait_report() as report:
+            for batch in batches:
+                step(batch)
+        figure, axes = matplotlib.pyplot.subplots()
+        report.plot(axes)
+
+    Args:
+        file: Where the table is printed; None for nowhere.
+    """
+    report = WaitReport()
+    _reports.append(report)
+    try:
+        yield report
+    finally:
+        # By identity, as other threads may have added theirs.
+        _reports[:] = [other for other in _reports if other is not report]
+    if file is not None:
+        print(report, file=file)
+
+
+def observer() -> Observe | None:
+    """For a forward that begins: what notes its exchanges and waits; None if nobody looks."""
+    reports, profiles = list(_reports), is_profiling()
+    if not reports and not profiles:
+        return None
+    for report in reports:
+        report.forwards += 1
+
+    def observe(what: str, replica: int, path: str) -> AbstractContextManager[object]:
+        stack = ExitStack()
+        if profiles:
+            stack.enter_context(record_function(f"{what} {path}, replica {replica}"))
+        if what == "wait":
+            for report in reports:
+                stack.enter_context(_timed(report, replica, path))
+        return stack
+
+    return observe
+
+
+class _timed:
+    """Notes the time of its ``with`` block in a report."""
+
+    def __init__(self, report: WaitReport, replica: int, path: str) -> None:
+        self._report = report
+        self._replica = replica
+        self._path = path
+
+    def __enter__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._report.add(self._path, self._replica, time.perf_counter() - self._begin)
+
+
+def named_range(name: str) -> AbstractContextManager[object]:
+    """A range in the profile of this thread, if there is one."""
+    return record_function(name) if is_profiling() else nullcontext()

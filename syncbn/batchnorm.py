@@ -259,15 +259,15 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             factor = self.num_batches_tracked.to(mean).reciprocal()
         total = whole.joint.total
         if isinstance(total, Tensor):  # of which the host does not know whether it is above 1
-            factor = factor * (total > 0)
+            factor = factor * (total > 0).to(mean)
             total = total.clamp(min=2)
         var = var * (total / (total - 1))
+        factor = factor.to(mean) if isinstance(factor, Tensor) else factor
         for running, new in ((self.running_mean, mean), (self.running_var, var)):
             if running is not None:
-                old = running.to(new.device)
                 # Unnoticed by autograd, as torch's kernels do it: a graph of a forward on a single
                 # device may have saved the buffer, without a need for its value.
-                running.data.copy_(old + factor * (new - old))
+                running.data.copy_(torch.lerp(running.to(new), new, factor))
 
 
 class SynchronizedBatchNormNd(SynchronizedBatchNorm, _BatchNorm):

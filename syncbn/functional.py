@@ -242,19 +242,18 @@ class Merge(Function):
 
 
 def _stacked(counts: list[int], moments: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Counts and moments of all replicas, on the master's device."""
-    home = moments[0].device
+    """Shares and moments of all replicas, as `kernels.merge` takes them, on the first's device."""
+    home, total = moments[0].device, sum(counts)
     stats = torch.stack([m.to(home) for m in moments])
-    n = torch.tensor(counts, dtype=stats.dtype).unsqueeze(1)
-    return n.to(home, non_blocking=True), stats  # a GPU's host does not wait for a few bytes
+    share = torch.tensor([[[count / total]] for count in counts], dtype=stats.dtype)
+    return share.to(home, non_blocking=True), stats  # a GPU's host does not wait for a few bytes
 
 
 def _merge_derivative(
     counts: list[int], moments: Sequence[Tensor], grad: Tensor
 ) -> Sequence[Tensor]:
-    n, stats = _stacked(counts, moments)
-    share = n / n.sum()
-    means = stats[:, 0]
+    share, stats = _stacked(counts, moments)
+    share, means = share[:, 0], stats[:, 0]
     mean = (share * means).sum(0)
     dmean, dvar = grad
     # The variance's way through the merged mean adds up to nothing.

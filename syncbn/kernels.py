@@ -144,7 +144,8 @@ def has_large_mean(moments: Tensor) -> bool:
     if moments.device.type != "cpu":
         return True
     mean, var = moments
-    return not bool((mean.square() <= LARGE**2 * var).all())
+    # A NaN is large, too.
+    return not torch.addcmul(LARGE**2 * var, mean, mean, value=-1).amin().item() >= 0
 
 
 class Center(NamedTuple):
@@ -248,20 +249,20 @@ def input_gradient(
     return dx.to(x.dtype)
 
 
-def merge(counts: Tensor, stats: Tensor) -> Tensor:
+def merge(share: Tensor, stats: Tensor) -> Tensor:
     """Mean and biased variance of the union of several sets, from those of the sets.
 
     Chan, Golub & LeVeque, «Updating Formulae and a Pairwise Algorithm for Computing Sample
-    Variances», 1979. Sets may be empty; of all of them together mean and variance are then 0.
+    Variances», 1979. Sets may be empty; if all are, mean and variance are 0.
 
     Args:
-        counts: ``(n, 1)``, values per channel of each set.
+        share: ``(n, 1, 1)``, of each set in the number of values.
         stats: ``(n, 2, C)``, their means and variances.
 
     Returns:
         ``(2, C)``.
     """
-    share = counts / counts.sum().clamp(min=1)
-    means, variances = stats.unbind(1)
-    mean = (share * means).sum(0)
-    return torch.stack((mean, (share * (variances + (means - mean).square())).sum(0)))
+    merged = (share * stats).sum(0)
+    apart = stats[:, 0] - merged[0]
+    merged[1] += apart.square_().mul_(share[:, 0]).sum(0)
+    return merged

@@ -59,7 +59,9 @@ class Exchange:
         if self._gathers or self._group.prefers_gather(part):
             parts = self._exchange("batch_norm", part, stack=True)
             counts, stats = parts[:, :1], parts[:, 1:].unflatten(1, (2, -1))
-            return count, counts.sum(), kernels.merge(counts, stats)
+            total = counts.sum()
+            share = (counts / total.clamp(min=1)).unsqueeze(2)
+            return count, total, kernels.merge(share, stats)
         sums = torch.cat((count, self._values * mean, self._values * (var + mean.square())))
         total, *rest = self._exchange("batch_norm", sums, stack=False).split(
             [1, len(mean), len(mean)]

@@ -154,9 +154,10 @@ def test_half_precision_comes_back_in_its_own_dtype(dtype):
 
 def test_merging_the_moments_of_parts_gives_those_of_the_whole():
     parts = [torch.randn(n, 4, dtype=torch.float64) * n + n for n in (1, 5, 0, 17)]
-    counts = torch.tensor([[float(len(part))] for part in parts], dtype=torch.float64)
+    counts = torch.tensor([[[float(len(part))]] for part in parts], dtype=torch.float64)
     stats = torch.stack([kernels.moments(part) for part in parts])
-    torch.testing.assert_close(kernels.merge(counts, stats), kernels.moments(torch.cat(parts)))
+    merged = kernels.merge(counts / counts.sum(), stats)
+    torch.testing.assert_close(merged, kernels.moments(torch.cat(parts)))
 
 
 class WithoutFloat64(TorchDispatchMode):

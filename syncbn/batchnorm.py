@@ -143,7 +143,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
 
     def _may_be_joined(self, group: ReplicaGroup, input: Tensor) -> bool:
         return (
-            is_small(input, group.size)
+            is_small(input)
             and _eps_mode == "plus"
             and isinstance(self.momentum, (int, float))
             and not group.recomputes

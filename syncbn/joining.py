@@ -22,9 +22,9 @@ from syncbn import kernels
 
 __all__: list[str] = []
 
-#: Values of all shards together, up to which it pays: one core normalizes them in less than half
-#: a millisecond, which is what the operations cost that each replica makes otherwise.
-SMALL = 2**18
+#: Values of a shard, up to which it pays: to normalize them takes a core as long as the operations
+#: take that each replica makes otherwise, one replica after the other in Python's eyes.
+SMALL = 2**17
 
 
 class Part(NamedTuple):
@@ -35,13 +35,13 @@ class Part(NamedTuple):
     bias: Tensor | None
 
 
-def is_small(x: Tensor, replicas: int) -> bool:
+def is_small(x: Tensor) -> bool:
     """Whether a shard may be joined with those of others, if these are alike.
 
     Not where a replica looks at what is saved for backward, or computed: there each has its own.
     """
     return (
-        x.numel() * replicas <= SMALL
+        x.numel() <= SMALL
         and type(x) is Tensor
         and x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.float64)

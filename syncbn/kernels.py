@@ -9,6 +9,8 @@ Numerical promises
     * Moments are centered sums (two-pass, corrected; Chan, Golub & LeVeque, «Algorithms for
       Computing the Sample Variance», The American Statistician 37, 1983, eq. 1.7), never
       ``E[x^2] - E[x]^2``: the variance is not negative and does not suffer from a large mean.
+      Where the mean is known not to be large one factor is centered, ``E[x (x - mean)]``, which
+      needs no centered copy of ``x``.
     * Nor does anything else: where the mean is large, ``x - mean`` is formed before it is scaled,
       and the mean enters in two parts, its rounding to the accumulation dtype and the rest.
     * float16 and bfloat16 inputs are summed in float32.
@@ -77,10 +79,9 @@ def moments(x: Tensor) -> Tensor:
     if x.is_cuda:
         return cuda_kernels.moments(x)
     dtype = accumulation_dtype(x.dtype)
-    if x.device.type == "cpu" and x.dtype == dtype and not _is_by_planes(x) and n <= _RUN:
-        # Where the channels are last torch's own kernel is vectorized. It adds uncentered values.
-        stats = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double()
-        if not has_large_mean(stats):
+    if x.device.type == "cpu" and x.dtype == dtype and _longest_run(x) <= _RUN:
+        stats = _uncentered_moments(x, n)
+        if not has_large_mean(stats, _UNCENTERED):
             return stats
     head = x.mean(reduced_dims(x), dtype=dtype)
     stats = _sum_and_squares(x - per_channel(head, x)).to(home).div_(n)
@@ -101,14 +102,35 @@ def _is_by_planes(x: Tensor) -> bool:
     return x.is_contiguous() and x.dim() > 2 and x.shape[2:].numel() > 1
 
 
+def _longest_run(x: Tensor) -> int:
+    """How many values torch's fused kernels add one by one."""
+    return x.shape[2:].numel() if _is_by_planes(x) else values_per_channel(x)
+
+
+#: In deviations: the largest mean for which the moments need no centered copy of ``x``.
+_UNCENTERED = 4
+
+
+def _uncentered_moments(x: Tensor, n: int) -> Tensor:
+    """As `moments`, on the CPU, for a mean that is not large."""
+    if not _is_by_planes(x):  # there torch's own kernel is vectorized
+        return torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double()
+    # Row by row: the more sums in float32 there are, the more digits has what they add up to.
+    mean = x.sum(-1).sum([0, *range(2, x.dim() - 1)], dtype=torch.float64).div_(n)
+    head = mean.to(x.dtype)
+    products, _ = _two_sums(x, x, head, torch.ones_like(head), 0.0)
+    # E[x (x - head)] = var + mean (mean - head)
+    variance = products.double().div_(n).addcmul_(mean, mean - head, value=-1)
+    return torch.stack((mean, variance))
+
+
 def _sum_and_squares(centered: Tensor) -> Tensor:
     """The sums of each channel's values and of their squares, ``(2, C)`` in float64.
 
     ``centered`` is used up.
     """
-    home, n = statistics_device(centered.device), values_per_channel(centered)
-    run = n // len(centered) if _is_by_planes(centered) else n
-    if centered.device.type == "cpu" and run <= _RUN:
+    home = statistics_device(centered.device)
+    if centered.device.type == "cpu" and _longest_run(centered) <= _RUN:
         zeros = centered.new_zeros(centered.size(1))
         squares, plain = _two_sums(centered, centered, zeros, torch.ones_like(zeros), 0.0)
     else:
@@ -138,14 +160,14 @@ def _two_sums(
 LARGE = 8
 
 
-def has_large_mean(moments: Tensor) -> bool:
-    """Whether the mean of some channel is many times its deviation, for all that the host knows:
-    it does not wait for an accelerator to tell."""
+def has_large_mean(moments: Tensor, deviations: float = LARGE) -> bool:
+    """Whether the mean of some channel is more than so many deviations, for all that the host
+    knows: it does not wait for an accelerator to tell."""
     if moments.device.type != "cpu":
         return True
     mean, var = moments
     # A NaN is large, too.
-    return not torch.addcmul(LARGE**2 * var, mean, mean, value=-1).amin().item() >= 0
+    return not torch.addcmul(deviations**2 * var, mean, mean, value=-1).amin().item() >= 0
 
 
 class Center(NamedTuple):

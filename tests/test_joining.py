@@ -83,7 +83,7 @@ def test_options_that_do_not_matter(joins, options):
 
 
 def test_large_shards_are_apart(joins):
-    size = joining.SMALL // 4  # of two channels in each of two replicas
+    size = joining.SMALL // 2
     step(net_of(nn.BatchNorm1d(2)), (1, 2, size), (1, 2, size))
     assert joins == [True]
     step(net_of(nn.BatchNorm1d(2)), (1, 2, size + 1), (1, 2, size + 1))

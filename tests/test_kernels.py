@@ -50,6 +50,21 @@ def test_the_variance_does_not_suffer_from_a_large_mean(mean):
     torch.testing.assert_close(mean_of_x, x.double().mean(0), rtol=0, atol=2**-24)
 
 
+@pytest.mark.parametrize("mean", [0, 1, 3.9, 4.1, 20, 1e3])
+@pytest.mark.parametrize("shape", [(8, 3, 56, 56), (2, 3, 7, 7), (16, 3, 512), (1, 3, 200, 300)])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_the_variance_has_the_digits_of_float32_whatever_the_mean(mean, shape, layout):
+    x = torch.randn(shape) + mean + torch.randn(shape[0], *[1] * (len(shape) - 1))
+    if layout == "channels_last" and len(shape) == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    exact = channels_of(x)
+    center, var = kernels.moments(x)
+    # Where the channels are last torch's kernels add one value after the other.
+    rtol = 2e-5 if layout == "channels_last" else 1e-6
+    torch.testing.assert_close(var, exact.var(1, correction=0), rtol=rtol, atol=0)
+    torch.testing.assert_close(center, exact.mean(1), rtol=1e-6, atol=rtol)
+
+
 def test_a_constant_channel_has_no_variance():
     x = torch.full((1000, 3), 0.1)
     mean, var = kernels.moments(x)

@@ -5,13 +5,12 @@ A forward asks once, when its replicas are made, whether somebody looks; else no
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from torch.autograd.profiler import record_function
 
@@ -151,7 +150,7 @@ _reports: list[WaitReport] = []
 
 
 @contextmanager
-def wait_report(file: TextIO | None = sys.stdout) -> Iterator[WaitReport]:
+def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
     """Notes how long replicas wait for each other, in the forwards of a ``with`` block.
 
     At its end it prints a table of layers and replicas: in which layer most is waited, and which
@@ -165,7 +164,7 @@ def wait_report(file: TextIO | None = sys.stdout) -> Iterator[WaitReport]:
         report.plot(axes)
 
     Args:
-        file: Where the table is printed; None for nowhere.
+        quiet: Whether to leave the printing to you: ``print(report)``.
     """
     report = WaitReport()
     _reports.append(report)
@@ -174,8 +173,8 @@ def wait_report(file: TextIO | None = sys.stdout) -> Iterator[WaitReport]:
     finally:
         # By identity, as other threads may have added theirs.
         _reports[:] = [other for other in _reports if other is not report]
-    if file is not None:
-        print(report, file=file)
+    if not quiet:
+        print(report)
 
 
 def observer() -> Observe | None:

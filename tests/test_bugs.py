@@ -268,16 +268,17 @@ def test_two_branches_may_run_side_by_side_inside_a_replica():
         torch.testing.assert_close(y[:, 0], whole_batch())
 
 
-def test_replicas_use_as_many_threads_as_the_caller_does_now():
+def test_replicas_share_the_threads_that_the_caller_has_now():
     class Threads(nn.Module):
         def forward(self, x):
             return x + torch.get_num_threads()
 
     model = DataParallel(Threads(), ["cpu"] * 2)
     try:
-        for count in (1, 3, 2):
+        for count, share in ((1, 1), (4, 2), (3, 1), (6, 3)):
             torch.set_num_threads(count)
-            assert model(torch.zeros(2)).tolist() == [count] * 2
+            assert model(torch.zeros(2)).tolist() == [share] * 2
+            assert torch.get_num_threads() == count
     finally:
         torch.set_num_threads(1)
 

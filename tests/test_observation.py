@@ -1,0 +1,169 @@
+"""Where the time goes: reports of waits, and ranges in profiles."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+from replication import DataParallel, ReplicaAware, WaitReport, wait_report
+from syncbn import SynchronizedBatchNorm1d
+
+#: Seconds that the straggler is late.
+LATE = 0.05
+
+
+class Late(ReplicaAware, nn.Module):
+    """Comes late in one replica, then meets the others."""
+
+    def __init__(self, straggler: int) -> None:
+        super().__init__()
+        self.straggler = straggler
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group.rank == self.straggler:
+            time.sleep(LATE)
+        self.group.barrier()
+        return x
+
+
+def network(straggler: int) -> nn.Module:
+    return nn.Sequential(nn.Sequential(Late(straggler)), SynchronizedBatchNorm1d(2))
+
+
+@pytest.mark.parametrize("straggler", [0, 2])
+def test_a_report_names_the_straggler_and_the_layer_that_is_waited_in(straggler, capsys):
+    model = DataParallel(network(straggler), ["cpu"] * 3)
+    model(torch.randn(6, 2))  # is not in it
+    with wait_report() as report:
+        for _ in range(2):
+            model(torch.randn(6, 2))
+    assert report.forwards == 2
+    assert report.straggler == straggler
+    first, second = report.layers
+    assert (first.path, second.path) == ("0.0", "1")
+    assert first.calls == 2
+    for replica in {0, 1, 2} - {straggler}:
+        assert first.seconds[replica] > 2 * 0.8 * LATE
+    assert first.seconds.get(straggler, 0.0) < 0.5 * LATE
+    assert report.total.total == pytest.approx(first.total + second.total)
+    text = capsys.readouterr().out
+    assert text == f"{report}\n"
+    assert f"Most is waited in `0.0`. Replica {straggler} waits least" in text
+    head, titles, *rows = text.splitlines()
+    assert head.startswith("2 forwards; milliseconds per forward")
+    assert " ".join(titles.split()) == "layer calls replica 0 replica 1 replica 2 together"
+    assert [row.split()[0] for row in rows[:3]] == ["`0.0`", "`1`", "all"]
+    figures = [float(figure) for figure in rows[0].split()[2:]]
+    assert figures[3] == pytest.approx(sum(figures[:3]), abs=2e-3)
+    assert figures[3] == pytest.approx(1e3 * first.total / 2, abs=2e-3)
+
+
+def test_many_layers_are_cut_and_added_up():
+    report = WaitReport()
+    report.forwards = 1
+    for layer in range(30):
+        report.add(f"layer{layer}", 0, 0.001 * (layer + 1))
+    lines = str(report).splitlines()
+    assert len(lines) == 2 + 20 + 2 + 1
+    assert lines[2].split()[0] == "`layer29`"
+    assert lines[-3].split() == ["10", "others", "10", "55.000", "55.000"]
+    assert lines[-2].split() == ["all", "30", "465.000", "465.000"]
+
+
+def test_without_waits_a_report_says_so(capsys):
+    with wait_report() as report:
+        DataParallel(nn.Linear(2, 2), ["cpu"] * 2)(torch.randn(4, 2))
+    assert capsys.readouterr().out.endswith("waits for others: none\n")
+    assert (report.forwards, report.straggler, report.layers) == (1, None, [])
+
+
+def test_reports_may_be_nested_end_in_errors_and_be_silent(capsys):
+    model = DataParallel(network(1), ["cpu"] * 2)
+    with pytest.raises(KeyError), wait_report(quiet=True) as outer:
+        with wait_report(quiet=True) as inner:
+            model(torch.randn(4, 2))
+        model(torch.randn(4, 2))
+        raise KeyError
+    assert (outer.forwards, inner.forwards) == (2, 1)
+    model(torch.randn(4, 2))
+    assert outer.forwards == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_failing_wait_is_noted_too():
+    class Fails(Late):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.group.rank == self.straggler:
+                time.sleep(LATE)
+                raise ArithmeticError
+            return super().forward(x)
+
+    with pytest.raises(ArithmeticError), wait_report(quiet=True) as report:
+        DataParallel(Fails(1), ["cpu"] * 2)(torch.randn(4, 2))
+    assert report.layers[0].seconds[0] > 0.8 * LATE
+
+
+class Axes:
+    """As much of matplotlib's as a plot needs."""
+
+    def __init__(self) -> None:
+        self.bars: dict[str, tuple[list[str], list[float], list[float]]] = {}
+        self.has_legend = False
+
+    def barh(self, y: list[str], width: list[float], left: list[float], label: str) -> None:
+        self.bars[label] = (y, width, list(left))
+
+    def set_xlabel(self, text: str) -> None:
+        assert "ms" in text
+
+    def legend(self) -> None:
+        self.has_legend = True
+
+
+def test_a_report_is_drawn_as_bars_of_replicas():
+    report, axes = WaitReport(), Axes()
+    report.forwards = 2
+    report.add("a", 0, 0.002)
+    report.add("b", 0, 0.004)
+    report.add("b", 1, 0.006)
+    report.plot(axes)
+    assert axes.has_legend
+    assert axes.bars["replica 0"] == (["a", "b"], [1.0, 2.0], [0.0, 0.0])
+    assert axes.bars["replica 1"] == (["a", "b"], [0.0, 3.0], [1.0, 2.0])
+    WaitReport().plot(Axes())
+
+
+@pytest.mark.parametrize("all_threads", [False, True])
+def test_replicas_exchanges_and_waits_are_ranges_of_a_profile(all_threads):
+    model = DataParallel(network(1), ["cpu"] * 2)
+    config: Any = _ExperimentalConfig(profile_all_threads=all_threads)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as seen:
+        model(torch.randn(4, 2))
+    ranges = {event.name for event in seen.events()}
+    expected = {
+        *("replica 0", "replica 1"),
+        *(f"exchange {path}, replica {i}" for path in ("0.0", "1") for i in (0, 1)),
+        "wait 0.0, replica 0",
+    }
+    assert "DataParallel.forward" in ranges
+    assert expected <= ranges if all_threads else not expected & ranges
+
+
+def test_nothing_is_noted_where_nobody_looks(monkeypatch):
+    def fails(*args: Any) -> None:
+        raise AssertionError("noted")
+
+    monkeypatch.setattr("replication.observation.record_function", fails)
+    monkeypatch.setattr(WaitReport, "add", fails)
+    with wait_report(quiet=True):
+        pass
+    threads = threading.active_count()
+    DataParallel(network(0), ["cpu"] * 2)(torch.randn(4, 2))
+    assert threading.active_count() <= threads + 2

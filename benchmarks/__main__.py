@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import growth, layer, memory, processes, rendezvous, replicate, step
+from benchmarks import gpu, growth, layer, memory, processes, rendezvous, replicate, step
 from benchmarks.measuring import Part, Row, add_options, header, keep_memory, line
 
 figure = import_module("benchmarks.figure") if find_spec("matplotlib") else None
@@ -27,6 +27,7 @@ PARTS: dict[str, Part] = {
     "replicate": replicate.rows,
     "step": step.rows,
     "memory": memory.rows,
+    "gpu": gpu.rows,
     "processes": processes.rows,
     "growth": growth.rows,
 }

@@ -1,17 +1,19 @@
 """How long replicas wait for each other: one exchange of ours to one of an acknowledged kind.
 
 In an exchange each slave sends a message, the master makes the replies, and each slave gets its
-own. Nothing else happens between one and the next. The other kind is that of older toolkits: all
-messages go through one queue, each reply through a condition of its slave, and then each slave
-acknowledges through the queue that it has its reply. (So each layer has a queue of its own, and
-exchanges once in a forward: else the next message of one slave may overtake the acknowledgement of
-another.)
+own. Its latency is the time from the last message, when all replicas have come, to the reply: to
+the master's own, or to the last of all. Between exchanges replicas have work to do, as those of a
+network have, or else («back to back») nothing at all.
+
+The other kind is that of older toolkits: all messages go through one queue, each reply through a
+condition of its slave, and then each slave acknowledges through the queue that it has its reply.
+(So each layer has a queue of its own, and exchanges once in a forward: else the next message of
+one slave may overtake the acknowledgement of another.)
 
     SyncMaster   `replication.SyncMaster`, which has the interface of the other kind
     exchange     `replication.ReplicaGroup.exchange`, which collectives and layers are made of
 
-The times are those from one end of an exchange to the next, in the master and in all replicas. The
-replicas of all ways run in fresh threads that start together.
+The replicas of all ways run in fresh threads that start together.
 
     python -m benchmarks.rendezvous
 """
@@ -23,10 +25,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, pairwise
+from itertools import product
 from queue import Queue
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from benchmarks.measuring import WARM_UP, Row, p99, replica_counts, run
@@ -137,16 +140,21 @@ class Grouped(ReplicaAware, nn.Module):
 class Network(nn.Module):
     """Many layers, each of which exchanges messages once."""
 
-    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+    def __init__(self, layer: Callable[[], nn.Module], works: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layer() for _ in range(WARM_UP + EXCHANGES))
+        self.works = works
 
-    def forward(self, barrier: threading.Barrier, stamps: list[float]) -> None:
+    def forward(self, barrier: threading.Barrier, stamps: list[tuple[float, float]]) -> None:
         ends: list[Any] = [layer.exchange for layer in self.layers]
+        work = torch.zeros(200_000)  # for a tenth of a millisecond or so
         barrier.wait()
         for message, exchange in enumerate(ends):
+            if self.works:
+                work.exp()
+            sent = time.perf_counter()
             exchange(message)
-            stamps.append(time.perf_counter())
+            stamps.append((sent, time.perf_counter()))
 
 
 #: The other kind is the last.
@@ -157,12 +165,19 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def exchanges(layer: Callable[[], nn.Module], replicas: int) -> list[list[float]]:
-    """The seconds of some exchanges, as each replica sees them."""
-    copies = replicate(Network(layer), ["cpu"] * replicas)
+class Latency(NamedTuple):
+    """Of one exchange, in seconds."""
+
+    master: float
+    all: float
+
+
+def exchanges(layer: Callable[[], nn.Module], replicas: int, works: bool) -> list[Latency]:
+    """The latencies of some exchanges."""
+    copies = replicate(Network(layer, works), ["cpu"] * replicas)
     execute_replication_callbacks(copies)
     barrier = threading.Barrier(replicas)
-    stamps: list[list[float]] = [[] for _ in copies]
+    stamps: list[list[tuple[float, float]]] = [[] for _ in copies]
     threads = [
         threading.Thread(target=copy, args=(barrier, own), daemon=True)
         for copy, own in zip(copies, stamps, strict=True)
@@ -172,33 +187,38 @@ def exchanges(layer: Callable[[], nn.Module], replicas: int) -> list[list[float]
     for thread in threads:
         thread.join(DEADLINE)
         assert not thread.is_alive(), "a replica hangs"
-    return [[end - begin for begin, end in pairwise(own[WARM_UP - 1 :])] for own in stamps]
+    of_exchange = zip(*(own[WARM_UP:] for own in stamps), strict=True)
+    return [
+        Latency(
+            *(
+                last - max(sent for sent, _ in own)
+                for last in (own[0][1], max(end for _, end in own))
+            )
+        )
+        for own in of_exchange
+    ]
 
 
-def latencies(replicas: int, rounds: int) -> dict[str, list[list[float]]]:
-    """The seconds of all exchanges of each way, by replica; the ways take turns."""
-    times: dict[str, list[list[float]]] = {way: [[] for _ in range(replicas)] for way in WAYS}
+def latencies(replicas: int, rounds: int, works: bool) -> dict[str, list[Latency]]:
+    """Those of all exchanges of each way; the ways take turns."""
+    times: dict[str, list[Latency]] = {way: [] for way in WAYS}
     for _ in range(rounds):
         for way, layer in WAYS.items():
-            for all_of_it, own in zip(times[way], exchanges(layer, replicas), strict=True):
-                all_of_it.extend(own)
+            times[way].extend(exchanges(layer, replicas, works))
     return times
 
 
 def rows(steps: int, quick: bool = False) -> Iterator[Row]:
-    figures: dict[tuple[str, str, str], dict[int, float]] = {}
-    for replicas in replica_counts(quick):
-        *ours, theirs = latencies(replicas, steps).items()
-        for way, times in ours:
-            for where, own, other in (
-                ("master", times[0], theirs[1][0]),
-                ("all", list(chain(*times)), list(chain(*theirs[1]))),
-            ):
-                for name, of in (("p50", statistics.median), ("p99", p99)):
-                    case = figures.setdefault((way, where, name), {})
-                    case[replicas] = of(own) / of(other)
-    for (way, where, name), case in figures.items():
-        yield Row("rendezvous", f"{way}, {name}, {where}", case, goal=0.33)
+    figures: dict[str, dict[int, float]] = {}
+    for works, replicas in product((True, False), replica_counts(quick)):
+        *ours, (_, theirs) = latencies(replicas, steps, works).items()
+        for (way, times), where in product(ours, Latency._fields):
+            own, other = ([getattr(t, where) for t in kind] for kind in (times, theirs))
+            for name, of in (("p50", statistics.median), ("p99", p99)):
+                case = f"{way}, {where}, {name}" + ("" if works else ", back to back")
+                figures.setdefault(case, {})[replicas] = of(own) / of(other)
+    for case, of_case in figures.items():
+        yield Row("rendezvous", case, of_case, goal=0.33)
 
 
 if __name__ == "__main__":

@@ -93,9 +93,8 @@ class WaitReport:
         return min(seconds, key=seconds.__getitem__) if seconds else None
 
     def __str__(self) -> str:
-        head = (
-            f"{self.forwards} forwards; milliseconds per forward that a replica waits for others"
-        )
+        forwards = f"{self.forwards} forward{'' if self.forwards == 1 else 's'}"
+        head = f"{forwards}; milliseconds per forward that a replica waits for others"
         layers, total = self.layers, self.total
         if not layers:
             return f"{head}: none"

@@ -10,7 +10,7 @@ from collective_cases import CASES, derivatives, in_replicas, leaves
 from sharded import randomized
 from torch import nn
 
-from replication import DataParallel, replicate
+from replication import DataParallel, Scattered, replicate
 from syncbn import SynchronizedBatchNorm2d, convert_model, kernels
 
 pytestmark = [
@@ -69,6 +69,88 @@ def test_training_on_replicas_equals_training_on_one_device(devices):
         model.module.state_dict().values(), net.state_dict().values(), strict=True
     ):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("mean", [0, 1e2])
+def test_the_error_is_no_larger_than_twice_that_of_torch(devices, dtype, last, mean):
+    layout = torch.channels_last if last else torch.contiguous_format
+    plain = randomized(nn.BatchNorm2d(5)).to("cuda:0")
+    layer = convert_model(copy.deepcopy(plain))
+    exact = copy.deepcopy(plain).double()
+    samples = 4 * len(devices) - 1
+    x = (torch.randn(samples, 5, 6, 7) + mean).to("cuda:0", dtype, memory_format=layout)
+    dy = torch.randn(samples, 5, 6, 7).to("cuda:0", dtype, memory_format=layout)
+    results = []
+    for module in (exact, plain, DataParallel(layer, devices)):
+        double = module is exact
+        leaf = (x.double() if double else x).detach().requires_grad_()
+        y = module(leaf)
+        y.backward(dy.double() if double else dy)
+        inner = module.module if isinstance(module, DataParallel) else module
+        assert double or y.dtype == dtype
+        assert double or y.is_contiguous(memory_format=layout)
+        grads = [leaf.grad, *(p.grad for p in inner.parameters())]
+        statistics = [inner.running_mean, inner.running_var]
+        results.append([t.double().cpu() for t in (y, *grads, *statistics)])
+    for right, own, ours in zip(*results, strict=True):
+        ulp = torch.finfo(dtype).eps * right.abs().max()
+        assert (ours - right).abs().max() <= 2 * (own - right).abs().max() + ulp
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=str)
+def test_the_host_does_not_wait(devices):
+    layer = SynchronizedBatchNorm2d(3).to("cuda:0")
+    model = DataParallel(layer, devices, gather_to_one_device=False)
+    shards = [torch.randn(2, 3, 4, 4, device=d, requires_grad=True) for d in devices]
+    upstream = [torch.randn_like(shard) for shard in shards]
+
+    def step() -> None:
+        torch.autograd.backward(model(Scattered(shards)), upstream)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_large_tensors_go_through_the_fused_kernels(monkeypatch):
+    calls: list[str] = []
+    for name in ("stats", "elemt", "backward_reduce", "backward_elemt"):
+        kernel = getattr(torch, f"batch_norm_{name}")
+
+        def noting(*args, name=name, kernel=kernel):
+            calls.append(name)
+            return kernel(*args)
+
+        monkeypatch.setattr(torch, f"batch_norm_{name}", noting)
+    model = DataParallel(SynchronizedBatchNorm2d(3).to("cuda:0"), ["cuda:0"] * 2)
+    y = model(torch.randn(4, 3, 5, 5, device="cuda:0", requires_grad=True))
+    y.backward(torch.randn_like(y))
+    assert sorted(calls) == sorted(["stats", "elemt", "backward_reduce", "backward_elemt"] * 2)
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=str)
+def test_a_forward_in_a_stream_of_the_callers_is_in_order(devices):
+    layer = randomized(nn.BatchNorm2d(3)).to("cuda:0")
+    model = DataParallel(convert_model(copy.deepcopy(layer)), devices)
+    x = torch.randn(2 * len(devices), 3, 256, 256, device="cuda:0")
+    expected = layer(x.exp())
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(5):
+            busy = torch.randn(2048, 2048, device="cuda:0")
+            for _ in range(10):  # what follows would come too early if it did not wait for this
+                busy = busy @ busy / 2048
+            y = model(x.exp() + 0 * busy.sum().nan_to_num())
+    side.synchronize()
+    torch.testing.assert_close(y, expected)
 
 
 @pytest.mark.parametrize("devices", DEVICES, ids=str)

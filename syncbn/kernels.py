@@ -79,7 +79,7 @@ def moments(x: Tensor) -> Tensor:
     if x.is_cuda:
         return cuda_kernels.moments(x)
     dtype = accumulation_dtype(x.dtype)
-    if x.device.type == "cpu" and x.dtype == dtype and _longest_run(x) <= _RUN:
+    if x.device.type == "cpu" and _longest_run(x) <= _RUN:
         stats = _uncentered_moments(x, n)
         if not has_large_mean(stats, _UNCENTERED):
             return stats
@@ -103,8 +103,9 @@ def _is_by_planes(x: Tensor) -> bool:
 
 
 def _longest_run(x: Tensor) -> int:
-    """How many values torch's fused kernels add one by one."""
-    return x.shape[2:].numel() if _is_by_planes(x) else values_per_channel(x)
+    """How many values torch's fused kernels add one by one, in float32."""
+    by_planes = _is_by_planes(x) and x.dtype == accumulation_dtype(x.dtype)
+    return x.shape[2:].numel() if by_planes else values_per_channel(x)
 
 
 #: In deviations: the largest mean for which the moments need no centered copy of ``x``.
@@ -113,11 +114,15 @@ _UNCENTERED = 4
 
 def _uncentered_moments(x: Tensor, n: int) -> Tensor:
     """As `moments`, on the CPU, for a mean that is not large."""
-    if not _is_by_planes(x):  # there torch's own kernel is vectorized
+    dtype = accumulation_dtype(x.dtype)
+    if x.dtype != dtype:
+        mean = x.mean(reduced_dims(x), dtype=dtype).double()
+    elif _is_by_planes(x):
+        # Row by row: the more sums in float32 there are, the more digits has what they add up to.
+        mean = x.sum(-1).sum([0, *range(2, x.dim() - 1)], dtype=torch.float64).div_(n)
+    else:  # there torch's own kernel is vectorized
         return torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double()
-    # Row by row: the more sums in float32 there are, the more digits has what they add up to.
-    mean = x.sum(-1).sum([0, *range(2, x.dim() - 1)], dtype=torch.float64).div_(n)
-    head = mean.to(x.dtype)
+    head = mean.to(dtype)
     products, _ = _two_sums(x, x, head, torch.ones_like(head), 0.0)
     # E[x (x - head)] = var + mean (mean - head)
     variance = products.double().div_(n).addcmul_(mean, mean - head, value=-1)
@@ -222,8 +227,10 @@ def _fused(
 def _affine(x: Tensor, center: Center, scale: Tensor, shift: Tensor) -> Tensor:
     """``(x - mean) * scale + shift``, in the accumulation dtype."""
     head, rest = center
-    shift = shift if rest is None else shift - rest.to(scale) * scale
-    y = x - per_channel(head, x)
+    if rest is None:
+        y, shift = x.to(head.dtype, copy=True), shift - head * scale
+    else:
+        y, shift = x - per_channel(head, x), shift - rest.to(scale) * scale
     return y.mul_(per_channel(scale, x)).add_(per_channel(shift, x))
 
 

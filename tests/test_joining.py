@@ -92,6 +92,16 @@ def test_large_shards_are_apart(joins):
     assert joins == [True]
 
 
+def test_each_output_keeps_the_memory_format_of_its_input(joins):
+    net = net_of(nn.BatchNorm2d(3))
+    formats = [torch.channels_last, torch.contiguous_format, torch.channels_last]
+    shards = [torch.randn(2, 3, 4, 5).contiguous(memory_format=f) for f in formats]
+    outputs = DataParallel(net, ["cpu"] * N, gather_to_one_device=False)(Scattered(shards))
+    for y, own in zip(outputs, formats, strict=True):
+        assert y.is_contiguous(memory_format=own)
+    assert joins == [False]
+
+
 @pytest.mark.parametrize("value", [3.0, 1e4])
 def test_shards_with_a_large_mean_are_apart_after_all(joins, value):
     """Where torch's kernel would lose digits: a constant channel, or nearly so."""

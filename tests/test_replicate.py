@@ -13,7 +13,12 @@ import torch
 from layers import DEADLINE, AsTorchDoes
 from torch import Tensor, nn
 
-from replication import DataParallel, patch_replication_callback, replicate
+from replication import (
+    DataParallel,
+    execute_replication_callbacks,
+    patch_replication_callback,
+    replicate,
+)
 from replication.replicate import broadcast
 from replication.torch_internals import HOOKS
 
@@ -653,3 +658,14 @@ def test_children_without_anything_in_them_are_copied_too():
     for replica in replicate(net, ["cpu"] * 2):
         for child, original in zip(replica.children(), net.children(), strict=True):
             assert child is not original
+
+
+def test_the_copy_of_a_replica_runs_itself():
+    outer = replicate(nn.Linear(2, 2), ["cpu"] * 2)
+    execute_replication_callbacks(outer)
+    copy = replicate(outer[0], ["cpu"] * 2)[1]
+    copy.weight = torch.zeros(2, 2)
+    copy.bias = torch.ones(2)
+    x = torch.randn(3, 2)
+    for call in (copy, copy.forward):
+        assert torch.equal(call(x), torch.ones(3, 2))

@@ -184,9 +184,14 @@ def has_callbacks(position: Position) -> bool:
 
 def method_of(module: nn.Module) -> Any:
     """The attribute ``__data_parallel_replicate__`` of a module, or None."""
-    # A module is slow to say that it has no such attribute; its class is not.
-    if hasattr(type(module), CALLBACK) or CALLBACK in vars(module):
-        return getattr(module, CALLBACK)
+    # A module is slow to say that it has no such attribute.
+    if (
+        hasattr(type(module), CALLBACK)
+        or CALLBACK in vars(module)
+        or CALLBACK in module._modules
+        or type(module).__getattr__ is not nn.Module.__getattr__
+    ):
+        return getattr(module, CALLBACK, None)
     return None
 
 

@@ -51,10 +51,17 @@ class WaitReport:
 
     def __init__(self) -> None:
         self.forwards = 0
+        self._size = 0
         self._lock = threading.Lock()
         # By path and replica.
         self._counts: dict[tuple[str, int], int] = defaultdict(int)
         self._seconds: dict[tuple[str, int], float] = defaultdict(float)
+
+    def add_forward(self, size: int) -> None:
+        """Notes a forward of so many replicas."""
+        with self._lock:
+            self.forwards += 1
+            self._size = max(self._size, size)
 
     def add(self, path: str, replica: int, seconds: float) -> None:
         """Notes a wait."""
@@ -63,9 +70,9 @@ class WaitReport:
             self._seconds[path, replica] += seconds
 
     @property
-    def replicas(self) -> list[int]:
-        """Those that have waited."""
-        return sorted({replica for _, replica in self._counts})
+    def replicas(self) -> range:
+        """Those of the largest forward, whether they have waited or not."""
+        return range(self._size)
 
     @property
     def layers(self) -> list[Waits]:
@@ -90,7 +97,7 @@ class WaitReport:
     def straggler(self) -> int | None:
         """The replica that has waited least: the others wait for it. None if nobody waited."""
         seconds = self.total.seconds
-        return min(seconds, key=seconds.__getitem__) if seconds else None
+        return min(seconds, key=seconds.__getitem__) if any(seconds.values()) else None
 
     def __str__(self) -> str:
         forwards = f"{self.forwards} forward{'' if self.forwards == 1 else 's'}"
@@ -176,13 +183,16 @@ def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
         print(report)
 
 
-def observer() -> Observe | None:
-    """For a forward that begins: what notes its exchanges and waits; None if nobody looks."""
+def observer(size: int) -> Observe | None:
+    """What notes the exchanges and waits of a forward of so many replicas; None if nobody looks.
+
+    Called when the forward begins.
+    """
     reports, profiles = list(_reports), is_profiling()
     if not reports and not profiles:
         return None
     for report in reports:
-        report.forwards += 1
+        report.add_forward(size)
 
     def observe(what: str, replica: int, path: str) -> AbstractContextManager[object]:
         stack = ExitStack()

@@ -86,10 +86,16 @@ def parallel_apply(
         args = inputs[index]
         args = args if isinstance(args, (list, tuple)) else (args,)
         calls.append(partial(state.run, index, replica, args, kwargs_tup[index]))
-    return first_failure_wins(_run_all, replicas, calls)
+    # The caller's torch threads are shared by the replicas on the CPU: with as many in each they
+    # would wait for each other.
+    on_cpu = sum(device.type == "cpu" for device in targets)
+    threads = max(1, torch.get_num_threads() // max(1, on_cpu))
+    return first_failure_wins(_run_all, replicas, calls, threads)
 
 
-def _run_all(replicas: Sequence[nn.Module], calls: Sequence[Callable[[], Any]]) -> list[Any]:
+def _run_all(
+    replicas: Sequence[nn.Module], calls: Sequence[Callable[[], Any]], threads: int
+) -> list[Any]:
     if len(calls) == 1:
         return [calls[0]()]
     if sys.is_finalizing():  # no thread but this one runs any more
@@ -98,6 +104,8 @@ def _run_all(replicas: Sequence[nn.Module], calls: Sequence[Callable[[], Any]]) 
     failures: list[BaseException] = []
     try:
         with borrowed_workers(len(calls)) as workers:
+            for worker in workers:
+                worker.use_threads(threads)
             if not _collect(workers, calls, outputs, failures):
                 raise failures[-1]  # inside the block, as workers are still busy
         if failures:
@@ -150,10 +158,6 @@ class ThreadState:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
         self.streams = [current_stream(device) for device in devices]
-        # The caller's share of the cores is that of all replicas on the CPU together: each with as
-        # many torch threads as the caller, they would wait for each other.
-        on_cpu = sum(device.type == "cpu" for device in devices)
-        self.num_threads = max(1, torch.get_num_threads() // max(1, on_cpu))
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.default_device = torch.empty(0).device
@@ -173,8 +177,6 @@ class ThreadState:
     def run(self, index: int, module: nn.Module, args: Sequence[Any], kwargs: Any) -> Any:
         """Calls ``module`` in this state, in the thread of replica ``index``."""
         device = self.devices[index]
-        if torch.get_num_threads() != self.num_threads:  # a setting of each thread
-            torch.set_num_threads(self.num_threads)
         try:
             with ExitStack() as stack:
                 stack.enter_context(named_range(f"replica {index}"))
@@ -230,6 +232,9 @@ class Task(NamedTuple):
 _FEW_NODES = 2_000
 
 
+_setting_threads = threading.Lock()
+
+
 class Worker:
     """A daemon thread that does one call after the other.
 
@@ -241,10 +246,24 @@ class Worker:
 
     def __init__(self) -> None:
         self.nodes = 0
+        self._threads: int | None = None
         self._inbox: SimpleQueue[Task | None] = SimpleQueue()
         # The thread refers to the inbox alone, so that an unused worker is freed and ends it.
         self.thread = threading.Thread(target=_serve, args=(self._inbox,), daemon=True)
         self.thread.start()
+
+    def use_threads(self, count: int) -> None:
+        """Lets torch use so many threads in it, if it does not do so already."""
+        if count == self._threads:
+            return
+        done: SimpleQueue[Outcome] = SimpleQueue()
+        with _setting_threads:
+            own = torch.get_num_threads()
+            self.submit(Task(0, partial(torch.set_num_threads, count), done, 0))
+            _next(done)
+            # It is a setting of each thread, but what has been set last is what a new one gets.
+            torch.set_num_threads(own)
+        self._threads = count
 
     def submit(self, task: Task) -> None:
         """Lets the thread do it."""

@@ -115,7 +115,6 @@ class Parts:
         ]
         self._missing = [name for name, p in module._parameters.items() if p is None]
         self._constants = _constants(module)
-        self._hooks = [name for name in HOOKS if vars(module).get(name)]
         #: Whether a class has a say in its attributes (RNNs).
         self._sets_attributes = type(module).__setattr__ is not nn.Module.__setattr__
         self._is_watched = is_watched(module)
@@ -125,7 +124,7 @@ class Parts:
         """Gives a shell the copies of its children, parameters and buffers, and its own hooks."""
         state = vars(copy)
         if copy is not self._module:  # as of a class that does not want to be replicated
-            own_hooks(state, self._hooks)
+            own_hooks(state)
         children, buffers = state["_modules"], state["_buffers"]
         for name, child in self._children:
             children[name] = copied[child]
@@ -153,17 +152,14 @@ class Parts:
         return {name: new for name, old, new in moved if new is not old}
 
 
-def own_hooks(state: dict[str, Any], used: Sequence[str] = HOOKS) -> None:
+def own_hooks(state: dict[str, Any]) -> None:
     """Gives one module of a replica, by its attributes, its own dictionaries of hooks.
 
     torch shares them: what a replica registers in its forward, all others would run.
-
-    Args:
-        state: The attributes.
-        used: Names of the dictionaries that have hooks in them, or may have.
     """
     for name in HOOKS:
-        state[name] = state[name].copy() if name in used else OrderedDict()
+        hooks = state.get(name)
+        state[name] = hooks.copy() if hooks else OrderedDict()
 
 
 def _constants(module: nn.Module) -> list[tuple[str, Any]]:

@@ -83,9 +83,12 @@ CALL_IMPL = "_call_impl"
 COMPILED_CALL_IMPL = "_compiled_call_impl"
 
 
+_TORCHS_SHELL = nn.Module._replicate_for_data_parallel
+
+
 def make_shell(method: Callable[[], Any]) -> Any:
     """What a module's `MAKE_SHELL` makes: a copy of its attributes, without the parameters."""
-    if getattr(method, "__func__", None) is not nn.Module._replicate_for_data_parallel:
+    if getattr(method, "__func__", None) is not _TORCHS_SHELL:
         return method()
     module = method.__self__  # type: ignore[attr-defined]
     kind: Any = type(module)

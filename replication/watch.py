@@ -142,7 +142,7 @@ def watch(replicas: Sequence[nn.Module]) -> Rendezvous:
     """Gives the replicas of one forward a rendezvous, which sees each of them begin and end."""
     rendezvous = Rendezvous(len(replicas))
     rendezvous.locate = Locator(replicas)
-    rendezvous.observe = observer()
+    rendezvous.observe = observer(len(replicas))
     for index, replica in enumerate(replicas):
         for name in _ENTRANCES:
             WatchedCall(replica, name, rendezvous, index).install()

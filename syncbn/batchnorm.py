@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,14 @@ from torch import Tensor, nn
 from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
 from replication.checks import is_int
 from replication.torch_internals import beside_selective_checkpoints
-from syncbn.functional import Denominator, Shard, Whole, merge_shards, synchronized_batch_norm
-from syncbn.joining import Part, is_small, normalized
+from syncbn.functional import (
+    Denominator,
+    Shard,
+    Whole,
+    output_without_moments,
+    synchronized_batch_norm,
+)
+from syncbn.joining import Normalized, Part, is_small, replies_to
 from syncbn.merge_ranks import merge_ranks
 from syncbn.recomputation import KeptCalls
 
@@ -124,61 +129,46 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         self._check_synchronized_input(input)
-        if isinstance(group, ReplicaGroup) and self._may_be_joined(group, input):
-            part = Part(input, self.weight, self.bias)
-            joined_output: Tensor | None = self._sent(group, part, input.dtype, requires_grad=True)
-            if joined_output is not None:
-                return joined_output
+        denominator = Denominator(self.eps, clamps=_eps_mode == "clamp")
+        if isinstance(group, ReplicaGroup) and is_small(input) and not group.recomputes:
+            part = Part(input, self.weight, self.bias, denominator)
+            reply: Normalized = self._sent(group, part, input.dtype, requires_grad=True)
+            if reply.y is None:
+                return output_without_moments(reply.whole, input, self.weight, self.bias)
+            return reply.y
         with beside_selective_checkpoints():
             y, whole = synchronized_batch_norm(
                 input,
                 self.weight,
                 self.bias,
-                Denominator(self.eps, clamps=_eps_mode == "clamp"),
+                denominator,
                 partial(self._exchange, group, input.dtype),
             )
-            if self._has_lasting_buffers and not group.recomputes:
+            # In replicas the first has done so in `_replies_to`.
+            if not isinstance(group, ReplicaGroup) and not group.recomputes:
                 self._update_running_statistics(whole)
         return y
 
-    def _may_be_joined(self, group: ReplicaGroup, input: Tensor) -> bool:
-        return (
-            is_small(input)
-            and _eps_mode == "plus"
-            and isinstance(self.momentum, (int, float))
-            and not group.recomputes
-        )
-
     def _sent(
-        self, group: ReplicaGroup, message: Any, dtype: torch.dtype, requires_grad: bool
+        self, group: ReplicaGroup, message: Shard | Part, dtype: torch.dtype, requires_grad: bool
     ) -> Any:
-        """The reply to a `Shard` or a `Part`; None if it is to be a shard, by whatever replica."""
+        """The reply: a `Whole` to a `Shard`, a `Normalized` to a `Part`."""
+        merge = partial(self._replies_to, group)
         layouts = ((dtype, (self.num_features,)),)
         return group.exchange(
-            "batch_norm", message, self._merged, layouts=layouts, requires_grad=requires_grad
+            "batch_norm", message, merge, layouts=layouts, requires_grad=requires_grad
         )
 
-    def _merged(self, messages: list[Any]) -> Sequence[Any]:
-        """Makes the replies, in the first copy."""
-        if all(isinstance(message, Shard) for message in messages):
-            return merge_shards(messages)
-        if all(isinstance(message, Part) for message in messages):
-            return self._normalized_together(messages) or [None] * len(messages)
-        return [None] * len(messages)
-
-    def _normalized_together(self, parts: list[Part]) -> Sequence[Tensor] | None:
-        keeps = self._has_lasting_buffers and self.track_running_stats
-        running = (self.running_mean, self.running_var) if keeps else (None, None)
-        updated = [b if b is None else b.clone() for b in running]
-        mean, var = updated
-        outputs = normalized(parts, mean, var, self.momentum, self.eps)  # type: ignore[arg-type]
-        if outputs is not None and keeps:
-            for buffer, new in zip(running, updated, strict=True):
-                if buffer is not None and new is not None:
-                    buffer.data.copy_(new)
-            if self.num_batches_tracked is not None:
-                self.num_batches_tracked.add_(1)
-        return outputs
+    def _replies_to(
+        self, group: ReplicaGroup, messages: list[Shard | Part]
+    ) -> list[Whole | Normalized]:
+        """Called in the first copy, while the others wait: so it has Python for itself."""
+        replies = replies_to(messages)
+        if self._has_lasting_buffers and not group.recomputes:
+            first = replies[0]
+            whole = first if isinstance(first, Whole) else first.whole
+            self._update_running_statistics(whole)
+        return replies
 
     def _evaluated(self, input: Tensor) -> Tensor:
         is_shared = self._kept_calls is not None and self._has_lasting_buffers
@@ -201,8 +191,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         assert self._kept_calls is not None  # as it has the group
         if group.in_later_backward:
             return self._kept_calls.recall(shard, dtype)
-        send = partial(self._sent, group, shard, dtype, shard.moments.requires_grad)
-        whole: Whole = send() or send()  # once more if another replica has sent a part
+        whole: Whole = self._sent(group, shard, dtype, shard.moments.requires_grad)
         self._kept_calls.keep(shard, whole)
         return whole
 
@@ -228,6 +217,10 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             tensor = getattr(self, key)
             if tensor is None:
                 continue
+            if tensor.numel() != self.num_features:
+                raise RuntimeError(
+                    f"{key} should contain {self.num_features} elements not {tensor.numel()}"
+                )
             if tensor.dtype not in allowed:
                 raise RuntimeError(
                     f"{name} expected {key} in {' or '.join(map(str, allowed))} for inputs of "

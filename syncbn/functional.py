@@ -123,6 +123,63 @@ def merge_shards(shards: Sequence[Shard]) -> list[Whole]:
     return [Whole(joint, moments, is_large) for moments in merged]
 
 
+class Begun(NamedTuple):
+    """What a replica has before the exchange."""
+
+    link: Link
+    z: Tensor
+    shard: Shard
+
+
+def begin(x: Tensor) -> Begun:
+    """(1), and the message."""
+    link = Link()
+    z, moments = Moments.apply(link, x)  # type: ignore[no-untyped-call]
+    return Begun(link, z, Shard(kernels.values_per_channel(x), moments))
+
+
+def finish(
+    begun: Begun,
+    whole: Whole,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    denominator: Denominator,
+) -> Tensor:
+    """(3): the output.
+
+    Raises:
+        ValueError: The whole batch has one value per channel.
+    """
+    link = begun.link
+    link.joint = whole.joint
+    if whole.moments is None:
+        return output_without_moments(whole, x, weight, bias)
+    mean = whole.moments[0].detach()
+    link.center = kernels.center_of(mean, x, whole.has_large_mean)
+    return Normalize.apply(  # type: ignore[no-any-return, no-untyped-call]
+        link, denominator, begun.z, whole.moments, weight, bias
+    )
+
+
+def output_without_moments(
+    whole: Whole, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """The output where the whole batch has under 2 values per channel.
+
+    Raises:
+        ValueError: It has one.
+    """
+    if whole.joint.total:
+        raise ValueError(  # torch's own words, which programs may look for
+            f"Expected more than 1 value per channel when training, got input size {x.size()} on "
+            f"this replica and {whole.joint.total} value per channel in all of its group; take a "
+            "larger batch, or call the layer in eval()"
+        )
+    # Nobody has any data: torch says what that gives.
+    return torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
+
+
 @uncompiled  # its nodes speak to each other beside the graph
 def synchronized_batch_norm(
     x: Tensor,
@@ -146,24 +203,9 @@ def synchronized_batch_norm(
     Raises:
         ValueError: The whole batch has one value per channel.
     """
-    link = Link()
-    z, moments = Moments.apply(link, x)  # type: ignore[no-untyped-call]
-    whole = exchange(Shard(kernels.values_per_channel(x), moments))
-    link.joint = whole.joint
-    if whole.moments is None:
-        if whole.joint.total:
-            raise ValueError(  # torch's own words, which programs may look for
-                "Expected more than 1 value per channel when training, got input size "
-                f"{x.size()} on this replica and {whole.joint.total} value per channel in all of "
-                "its group; take a larger batch, or call the layer in eval()"
-            )
-        # Nobody has any data: torch says what that gives.
-        y = torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
-        return y, whole
-    mean = whole.moments[0].detach()
-    link.center = kernels.center_of(mean, x, whole.has_large_mean)
-    y = Normalize.apply(link, denominator, z, whole.moments, weight, bias)  # type: ignore[no-untyped-call]
-    return y, whole
+    begun = begin(x)
+    whole = exchange(begun.shard)
+    return finish(begun, whole, x, weight, bias, denominator), whole
 
 
 class Moments(Function):
@@ -243,10 +285,16 @@ class Merge(Function):
 
 def _stacked(counts: list[int], moments: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Shares and moments of all replicas, as `kernels.merge` takes them, on the first's device."""
-    home, total = moments[0].device, sum(counts)
+    home = moments[0].device
     stats = torch.stack([m.to(home) for m in moments])
-    share = torch.tensor([[[count / total]] for count in counts], dtype=stats.dtype)
-    return share.to(home, non_blocking=True), stats  # a GPU's host does not wait for a few bytes
+    # A GPU's host does not wait for a few bytes.
+    return shares(counts).to(home, non_blocking=True), stats
+
+
+def shares(counts: list[int]) -> Tensor:
+    """``(n, 1, 1)``, of each replica in the number of values; on the CPU."""
+    total = sum(counts)
+    return torch.tensor([[[count / total]] for count in counts], dtype=torch.float64)
 
 
 def _merge_derivative(

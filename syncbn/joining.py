@@ -1,24 +1,36 @@
-"""Small shards on the CPU, joined: one replica normalizes the batch of all, as one device would.
+"""Small shards on the CPU: one node of the graph, made by the first replica, normalizes them all.
 
-    replica i   Part: x_i, weight_i, bias_i ──▶ the group's first: cat, torch's batch norm, split
-    replica i   y_i                         ◀──
+    replica i   Part: x_i, weight_i, bias_i ──▶ the group's first: Joined, of the parts of all
+    replica i   Normalized: y_i             ◀──
 
 For small tensors the time of a layer is that of its many operations, for which the replicas'
-threads stand in line. Here the first replica makes a few, all of them torch's own, so that
-backward is torch's, too. Where that would lose digits, `syncbn.functional` does it, as for large
-tensors.
+threads stand in line. Here one thread makes them, some of them for all replicas at once, and the
+graph has one node instead of 2 n + 1. What it computes, and what it saves, is what the nodes of
+`syncbn.functional` do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from replication.torch_internals import sees_saved_tensors
+from replication.torch_internals import is_batched, sees_saved_tensors, uncompiled
 from syncbn import kernels
+from syncbn.functional import (
+    Begun,
+    Denominator,
+    Joint,
+    Shard,
+    Whole,
+    begin,
+    finish,
+    merge_shards,
+    shares,
+)
 
 __all__: list[str] = []
 
@@ -33,52 +45,165 @@ class Part(NamedTuple):
     x: Tensor
     weight: Tensor | None
     bias: Tensor | None
+    denominator: Denominator
 
 
+class Normalized(NamedTuple):
+    """The reply: the output, and the moments that it was made with; None if there are none."""
+
+    y: Tensor | None
+    whole: Whole
+
+
+@uncompiled  # it asks what the compiler does not know
 def is_small(x: Tensor) -> bool:
-    """Whether a shard may be joined with those of others, if these are alike.
+    """Whether a shard may be sent as it is.
 
     Not where a replica looks at what is saved for backward, or computed: there each has its own.
     """
     return (
         x.numel() <= SMALL
-        and type(x) is Tensor
         and x.device.type == "cpu"
-        and x.dtype in (torch.float32, torch.float64)
         and torch.is_grad_enabled()
         and not sees_saved_tensors()
     )
 
 
-def normalized(
-    parts: Sequence[Part],
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-) -> Sequence[Tensor] | None:
-    """Normalizes the shards together, and updates the running statistics.
-
-    Returns:
-        The outputs; None if the shards are not alike, or it would cost digits.
-    """
-    xs, (_, weight, bias) = [part.x for part in parts], parts[0]
-    sizes = [len(x) for x in xs]
-    if len(set(map(_what_is_alike, parts))) > 1 or sum(sizes) * xs[0].shape[2:].numel() < 2:
-        return None
-    y, mean, inverse = torch.native_batch_norm(
-        torch.cat(xs), weight, bias, running_mean, running_var, True, momentum, eps
-    )
-    if not mean.detach().mul(inverse).abs_().amax() <= kernels.LARGE:  # as NaN is not, either
-        return None
-    # A replica may change its output in place: it must not be a view of those of all.
-    return y.unsafe_split_with_sizes(sizes)
+def replies_to(messages: Sequence[Shard | Part]) -> list[Whole | Normalized]:
+    """What the first replica replies to the messages of all."""
+    parts = [message for message in messages if isinstance(message, Part)]
+    total = sum(kernels.values_per_channel(part.x) for part in parts)
+    if len(parts) == len(messages) and total > 1 and len(set(map(_what_is_alike, parts))) == 1:
+        return list(_joined(parts, total))
+    return _one_by_one(messages)
 
 
 def _what_is_alike(part: Part) -> tuple[object, ...]:
-    """In replicas on one device parameters are alike if they have their storage in common."""
-    x, *parameters = part
-    return (
-        *(x.shape[1:], x.is_contiguous()),
-        *(None if p is None else (p.data_ptr(), p.requires_grad) for p in parameters),
+    _, weight, bias, denominator = part
+    return denominator, *(None if p is None else p.dtype for p in (weight, bias))
+
+
+def _joined(parts: Sequence[Part], total: int) -> list[Normalized]:
+    xs, weights, biases, (denominator, *_) = zip(*parts, strict=True)
+    *ys, merged = Joined.apply(denominator, *xs, *weights, *biases)  # type: ignore[no-untyped-call]
+    whole = Whole(Joint(total), merged)
+    return [Normalized(y, whole) for y in ys]
+
+
+def _one_by_one(messages: Sequence[Shard | Part]) -> list[Whole | Normalized]:
+    """With the nodes of `syncbn.functional`, for those who have sent parts."""
+    begun = [begin(m.x) if isinstance(m, Part) else m for m in messages]
+    wholes = merge_shards([b.shard if isinstance(b, Begun) else b for b in begun])
+    replies: list[Whole | Normalized] = []
+    for message, one, whole in zip(messages, begun, wholes, strict=True):
+        if isinstance(message, Part) and isinstance(one, Begun):
+            y = None if whole.moments is None else finish(one, whole, *message)
+            replies.append(Normalized(y, whole))
+        else:
+            replies.append(whole)
+    return replies
+
+
+class Joined(Function):
+    """Normalizes all shards; see `syncbn.functional` for the formulas.
+
+    Its inputs are the shards, the weights and the biases of all replicas; its outputs their
+    outputs, and the merged moments, which have no derivative.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, denominator: Denominator, *tensors: Any) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        n = len(tensors) // 3
+        xs, weights, biases = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
+        merged, total = _moments(xs)
+        is_large = kernels.has_large_mean(merged)
+        var, eps = denominator.clamped(merged[1]), denominator.added
+        ctx.center = center = kernels.center_of(merged[0], xs[0], is_large)
+        ctx.denominator, ctx.total = denominator, total
+        ctx.save_for_backward(*tensors, merged)
+        ctx.mark_non_differentiable(merged)
+        return (
+            *(
+                kernels.normalize(x, center, var, eps, weight, bias)
+                for x, weight, bias in zip(xs, weights, biases, strict=True)
+            ),
+            merged,
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        *tensors, merged = ctx.saved_tensors
+        dys = grads[:-1]
+        if all(dy is None for dy in dys):  # the engine asks, though no gradient has come
+            return (None,) * len(ctx.needs_input_grad)
+        if torch.is_grad_enabled() or any(dy is not None and is_batched(dy) for dy in dys):
+            return None, *_derivative(ctx.denominator, tensors, ctx.needs_input_grad[1:], dys)
+        n = len(dys)
+        xs, weights, biases = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
+        var, eps = ctx.denominator.clamped(merged[1]), ctx.denominator.added
+        inverse = (var + eps).rsqrt()
+        dweights: list[Tensor | None] = [None] * n
+        dbiases: list[Tensor | None] = [None] * n
+        sums = []
+        for i, dy in enumerate(dys):
+            if dy is not None:
+                dweight, dbias = kernels.reduce(dy, xs[i], ctx.center, var, eps)
+                sums += [dbias, dweight]
+                dweights[i] = None if weights[i] is None else dweight.to(weights[i].dtype)
+                dbiases[i] = None if biases[i] is None else dbias.to(biases[i].dtype)
+        scales = inverse.expand(n, -1)
+        if weights[0] is not None:
+            scales = scales * torch.stack(weights)
+        present = [i for i, dy in enumerate(dys) if dy is not None]
+        used = scales if len(present) == n else scales[present]
+        total = (torch.stack(sums).double().unflatten(0, (-1, 2)) * used[:, None]).sum(0).neg_()
+        total[1].mul_(inverse).mul_(0.5)
+        if ctx.denominator.clamps:
+            total[1].mul_(ctx.denominator.slope(merged[1]))
+        dmean, dvar = total.div_(ctx.total)
+        dvar.mul_(2)
+        dxs = [
+            kernels.input_gradient(dy, x, ctx.center, scale, dvar, dmean) if needed else None
+            for dy, x, scale, needed in zip(
+                dys, xs, scales, ctx.needs_input_grad[1 : n + 1], strict=True
+            )
+        ]
+        return None, *dxs, *dweights, *dbiases
+
+
+def _moments(xs: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """The moments of the whole batch, and its values per channel."""
+    if len({(x.shape[1:], x.is_contiguous()) for x in xs}) == 1:
+        x = torch.cat(tuple(xs))
+        return kernels.moments(x), kernels.values_per_channel(x)
+    counts = [kernels.values_per_channel(x) for x in xs]
+    stats = torch.stack([kernels.moments(x) for x in xs])
+    return kernels.merge(shares(counts), stats), sum(counts)
+
+
+def _derivative(
+    denominator: Denominator,
+    tensors: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    dys: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """The gradients, by the nodes that know their own derivatives."""
+    n, creates_graph = len(dys), torch.is_grad_enabled()
+    columns = zip(tensors[:n], tensors[n : 2 * n], tensors[2 * n :], strict=True)
+    with torch.enable_grad():
+        parts = [Part(x, weight, bias, denominator) for x, weight, bias in columns]  # type: ignore[arg-type]
+        replies: list[Any] = _one_by_one(parts)
+    used = [(reply.y, dy) for reply, dy in zip(replies, dys, strict=True) if dy is not None]
+    inputs: list[Any] = [t for t, is_needed in zip(tensors, needed, strict=True) if is_needed]
+    grads = iter(
+        torch.autograd.grad(
+            [y for y, _ in used],
+            inputs,
+            [dy for _, dy in used],
+            retain_graph=True,  # as a node looks into what another one has saved
+            create_graph=creates_graph,
+            allow_unused=True,
+        )
     )
+    return [next(grads) if is_needed else None for is_needed in needed]

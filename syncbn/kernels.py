@@ -24,6 +24,7 @@ is neither, unless the channels are last. On CUDA see `syncbn.cuda_kernels`.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -79,9 +80,9 @@ def moments(x: Tensor) -> Tensor:
     if x.is_cuda:
         return cuda_kernels.moments(x)
     dtype = accumulation_dtype(x.dtype)
-    if x.device.type == "cpu" and _longest_run(x) <= _RUN:
+    if x.device.type == "cpu":
         stats = _uncentered_moments(x, n)
-        if not has_large_mean(stats, _UNCENTERED):
+        if stats is not None and not has_large_mean(stats, _UNCENTERED):
             return stats
     head = x.mean(reduced_dims(x), dtype=dtype)
     stats = _sum_and_squares(x - per_channel(head, x)).to(home).div_(n)
@@ -93,40 +94,30 @@ def moments(x: Tensor) -> Tensor:
     return stats
 
 
-#: So many values may be added one by one in float32; more of them would cost digits.
+#: Values of a tensor for which the number of operations is the time.
+_TINY = 2**15
+
+#: So many values per channel may be added one by one where the channels are last.
 _RUN = 2**15
-
-
-def _is_by_planes(x: Tensor) -> bool:
-    """Whether the values of a channel in one sample are neighbours, and are added first."""
-    return x.is_contiguous() and x.dim() > 2 and x.shape[2:].numel() > 1
-
-
-def _longest_run(x: Tensor) -> int:
-    """How many values torch's fused kernels add one by one, in float32."""
-    by_planes = _is_by_planes(x) and x.dtype == accumulation_dtype(x.dtype)
-    return x.shape[2:].numel() if by_planes else values_per_channel(x)
-
 
 #: In deviations: the largest mean for which the moments need no centered copy of ``x``.
 _UNCENTERED = 4
 
 
-def _uncentered_moments(x: Tensor, n: int) -> Tensor:
-    """As `moments`, on the CPU, for a mean that is not large."""
+def _uncentered_moments(x: Tensor, n: int) -> Tensor | None:
+    """As `moments`, on the CPU, for a mean that is not large; None if that would cost digits."""
     dtype = accumulation_dtype(x.dtype)
-    if x.dtype != dtype:
-        mean = x.mean(reduced_dims(x), dtype=dtype).double()
-    elif _is_by_planes(x):
-        # Row by row: the more sums in float32 there are, the more digits has what they add up to.
-        mean = x.sum(-1).sum([0, *range(2, x.dim() - 1)], dtype=torch.float64).div_(n)
-    else:  # there torch's own kernel is vectorized
+    if x.dtype == dtype and (x.numel() <= _TINY or (n <= _RUN and not _has_rows(x))):
+        # A single operation; where the channels are last it is vectorized, too.
+        x = _usual(x) if _is_dense(x) else x
         return torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double()
-    head = mean.to(dtype)
-    products, _ = _two_sums(x, x, head, torch.ones_like(head), 0.0)
+    if not _has_rows(x):
+        return None
+    head = x.mean(reduced_dims(x), dtype=dtype)
+    products, plain = _row_sums(x, x, head)
+    mean = plain.div_(n)
     # E[x (x - head)] = var + mean (mean - head)
-    variance = products.double().div_(n).addcmul_(mean, mean - head, value=-1)
-    return torch.stack((mean, variance))
+    return torch.stack((mean, products.div_(n).addcmul_(mean, mean - head, value=-1)))
 
 
 def _sum_and_squares(centered: Tensor) -> Tensor:
@@ -134,13 +125,34 @@ def _sum_and_squares(centered: Tensor) -> Tensor:
 
     ``centered`` is used up.
     """
-    home = statistics_device(centered.device)
-    if centered.device.type == "cpu" and _longest_run(centered) <= _RUN:
-        zeros = centered.new_zeros(centered.size(1))
-        squares, plain = _two_sums(centered, centered, zeros, torch.ones_like(zeros), 0.0)
+    if centered.device.type == "cpu" and _has_rows(centered):
+        squares, plain = _row_sums(centered, centered, centered.new_zeros(centered.size(1)))
     else:
         plain, squares = _cascaded(centered), _cascaded(centered.square_())
-    return torch.stack((plain, squares)).to(home).double()
+    return torch.stack((plain, squares))
+
+
+@lru_cache
+def _row_length(values: int) -> int | None:
+    """Into rows of what length so many values can be cut, as few as float32 can add."""
+    return next((k for k in range(min(values, 64), 15, -1) if values % k == 0), None)
+
+
+def _has_rows(x: Tensor) -> bool:
+    """Whether the values of a channel in one sample are neighbours, and can be cut into rows."""
+    return x.is_contiguous() and _row_length(x.shape[2:].numel()) is not None
+
+
+def _row_sums(dy: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of ``dy * (x - mean)`` and of ``dy``: of rows in the accumulation dtype, and of
+    these in float64. torch's kernel would add the values of a sample one by one."""
+    length = _row_length(x.shape[2:].numel()) or 1
+    shape = (len(x), x.size(1), x.shape[2:].numel() // length)
+    center = mean.view(1, -1, 1).expand(shape).reshape(-1)
+    dy, x = dy.view(1, -1, length), x.view(1, -1, length)
+    sums = _two_sums(dy, x, center, torch.ones_like(center), 0.0)
+    along_x, plain = (s.view(shape).sum((0, 2), dtype=torch.float64) for s in sums)
+    return along_x, plain
 
 
 def _cascaded(x: Tensor) -> Tensor:
@@ -154,11 +166,44 @@ def _two_sums(
 ) -> tuple[Tensor, Tensor]:
     """The sums of ``dy * (x - mean) / sqrt(var + eps)`` and of ``dy``."""
     if x.device.type == "cpu":
+        layout = _memory_format(x)
+        dy, x = (_usual(t.contiguous(memory_format=layout)) for t in (dy, x))
         # As its parameters' gradients, torch's batch norm in evaluation mode returns them, fused.
         args = (dy, x, None, mean, var, None, None, False, eps, [False, True, True])
         return torch.ops.aten.native_batch_norm_backward(*args)[1:]  # type: ignore[no-any-return]
     along_x = (x - per_channel(mean, x)).mul_(dy).sum(reduced_dims(x))
     return along_x * (var + eps).rsqrt(), dy.sum(reduced_dims(x), dtype=mean.dtype)
+
+
+def _memory_format(x: Tensor) -> torch.memory_format:
+    """That of a tensor; contiguous if it has more than one, or none."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether it has a memory format."""
+    return x.is_contiguous(memory_format=_memory_format(x))
+
+
+def _usual(x: Tensor) -> Tensor:
+    """A dense tensor with the strides that are usual for its memory format.
+
+    The stride of a dimension of length 1 may be anything, but torch's kernels on the CPU look at
+    it, and then take one format for the other.
+    """
+    if 1 not in x.shape:
+        return x
+    order = [*range(x.dim())]
+    if _memory_format(x) is not torch.contiguous_format:
+        order = [0, *range(2, x.dim()), 1]
+    strides, step = [1] * x.dim(), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= x.size(dim)
+    return x.as_strided(x.shape, strides)
 
 
 #: In deviations. A larger mean would cost more than three of the bits that ``x`` has.
@@ -220,6 +265,7 @@ def _fused(
 
     It is ``x * scale + (bias - mean * scale)``, which wants a mean that is not large.
     """
+    x = _usual(x) if _is_dense(x) else x
     args = (x, weight, bias, mean, var, False, 0.0, eps)
     return torch.ops.aten.native_batch_norm(*args)[0]  # type: ignore[no-any-return]
 

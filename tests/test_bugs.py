@@ -6,6 +6,7 @@ import dataclasses
 import textwrap
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -279,6 +280,9 @@ def test_replicas_share_the_threads_that_the_caller_has_now():
             torch.set_num_threads(count)
             assert model(torch.zeros(2)).tolist() == [share] * 2
             assert torch.get_num_threads() == count
+            # What a thread begins with is not the share.
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(torch.get_num_threads).result(timeout=10) == count
     finally:
         torch.set_num_threads(1)
 

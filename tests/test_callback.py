@@ -553,3 +553,31 @@ def test_registration_refuses_anything_else():
         register_replication_callback(DataParallel(nn.Linear(1, 1), ["cpu"]), set_number)
     with pytest.raises(TypeError, match=r"expected a callable \(got int\)"):
         register_replication_callback(nn.Linear(1, 1), 3)
+
+
+class Delegating(nn.Module):
+    """Has the attributes of another object."""
+
+    def __init__(self, calls: list[int]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__data_parallel_replicate__":
+            return lambda ctx, copy_id: self.calls.append(copy_id)
+        return super().__getattr__(name)
+
+
+class Unavailable(nn.Module):
+    """Has the attribute, but not here."""
+
+    @property
+    def __data_parallel_replicate__(self) -> Any:
+        raise AttributeError("not available")
+
+
+def test_callbacks_that_are_no_methods_of_the_class():
+    calls: list[int] = []
+    execute_replication_callbacks(replicate(Delegating(calls), ["cpu"] * 2))
+    assert calls == [0, 1]
+    execute_replication_callbacks(replicate(Unavailable(), ["cpu"] * 2))

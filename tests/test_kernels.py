@@ -65,6 +65,66 @@ def test_the_variance_has_the_digits_of_float32_whatever_the_mean(mean, shape, l
     torch.testing.assert_close(center, exact.mean(1), rtol=1e-6, atol=rtol)
 
 
+DATA = {
+    "normal": torch.randn,
+    "mask": lambda *shape: (torch.rand(shape) < 0.5).float(),
+    "two values": lambda *shape: torch.where(torch.rand(shape) < 0.5, 0.3, -0.3),
+    "rectified": lambda *shape: torch.randn(shape).relu(),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 128, 256), (8, 3, 64, 64), (4, 3, 1009), (16, 3, 56, 56), (9, 3, 16, 12, 7)]
+)
+def test_the_moments_are_no_worse_than_torchs(kind, shape):
+    """Where all products are alike they are rounded alike."""
+    x = DATA[kind](*shape)
+    n = x.numel() // 3
+    exact = channels_of(x)
+    plain = torch.nn.BatchNorm1d(3, momentum=1.0)
+    plain(x.flatten(2))
+    own = torch.stack((plain.running_mean, plain.running_var * (n - 1) / n)).double()
+    right = torch.stack((exact.mean(1), exact.var(1, correction=0)))
+    error = (kernels.moments(x) - right).abs()
+    mean, var = right
+    ulp = torch.finfo(x.dtype).eps * torch.stack((mean.abs().maximum(var.sqrt()), var))
+    assert (error <= 2 * (own - right).abs() + ulp).all()
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 3, 4, 5), (1, 8, 1, 5), (3, 4, 1, 1), (1, 1, 6, 1)], ids=str
+)
+@pytest.mark.parametrize("x_layout", ["contiguous", "channels_last", "viewed", "image"])
+@pytest.mark.parametrize("dy_layout", ["contiguous", "channels_last", "viewed", "image"])
+def test_dimensions_of_length_one_may_have_any_stride(shape, x_layout, dy_layout):
+    layouts = {
+        **LAYOUTS,
+        "viewed": lambda x: (y := LAYOUTS["channels_last"](x)).view_as(y),
+        "image": lambda x: x.permute(0, 2, 3, 1).contiguous()[0].permute(2, 0, 1)[None],
+    }
+    x, dy = torch.randn(2, *shape)
+    x = layouts[x_layout](x) if shape[0] == 1 or x_layout != "image" else x
+    dy = layouts[dy_layout](dy) if shape[0] == 1 or dy_layout != "image" else dy
+    mean, var = moments = kernels.moments(x)
+    values = channels_of(x)
+    expected = torch.stack((values.mean(1), values.var(1, correction=0)))
+    torch.testing.assert_close(moments, expected, rtol=1e-5, atol=1e-6)
+    center = kernels.center_of(mean, x, is_large=False)
+    hat = (values - mean[:, None]) / (var + 1)[:, None].sqrt()
+    y = kernels.normalize(x, center, var, 1.0, None, None)
+    torch.testing.assert_close(channels_of(y), hat, rtol=1e-5, atol=1e-5)
+    along_x, plain = kernels.reduce(dy, x, center, var, 1.0)
+    expected_sums = (channels_of(dy) * hat).sum(1), channels_of(dy).sum(1)
+    torch.testing.assert_close(
+        (along_x.double(), plain.double()), expected_sums, rtol=1e-5, atol=1e-5
+    )
+    one = torch.ones_like(mean)
+    dx = kernels.input_gradient(dy, x, center, one, one, 0 * one)
+    expected_dx = channels_of(dy) + values - mean[:, None]
+    torch.testing.assert_close(channels_of(dx), expected_dx, rtol=1e-5, atol=1e-5)
+
+
 def test_a_constant_channel_has_no_variance():
     x = torch.full((1000, 3), 0.1)
     mean, var = kernels.moments(x)

@@ -49,6 +49,7 @@ def test_a_report_names_the_straggler_and_the_layer_that_is_waited_in(straggler,
     first, second = report.layers
     assert (first.path, second.path) == ("0.0", "1")
     assert first.calls == 2
+    assert list(report.replicas) == [0, 1, 2]
     for replica in {0, 1, 2} - {straggler}:
         assert first.seconds[replica] > 2 * 0.8 * LATE
     assert first.seconds.get(straggler, 0.0) < 0.5 * LATE
@@ -65,9 +66,46 @@ def test_a_report_names_the_straggler_and_the_layer_that_is_waited_in(straggler,
     assert figures[3] == pytest.approx(1e3 * first.total / 2, abs=2e-3)
 
 
+def test_a_replica_that_nobody_has_seen_wait_is_the_straggler():
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm1d(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.bn.group.rank == 0:
+                time.sleep(LATE)
+            return self.bn(x)
+
+    with wait_report(quiet=True) as report:
+        DataParallel(Slow(), ["cpu"] * 3)(torch.randn(6, 2))
+    assert report.straggler == 0
+    assert "replica 0" in str(report)
+
+
+def test_a_report_may_be_read_while_replicas_wait():
+    report = WaitReport()
+    report.add_forward(2)
+    errors: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            for _ in range(200):
+                str(report)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for layer in range(2000):
+        report.add(f"layer{layer % 100}.{layer}", layer % 2, 0.1)
+    thread.join(30)
+    assert not errors
+
+
 def test_many_layers_are_cut_and_added_up():
     report = WaitReport()
-    report.forwards = 1
+    report.add_forward(1)
     for layer in range(30):
         report.add(f"layer{layer}", 0, 0.001 * (layer + 1))
     lines = str(report).splitlines()
@@ -129,7 +167,8 @@ class Axes:
 
 def test_a_report_is_drawn_as_bars_of_replicas():
     report, axes = WaitReport(), Axes()
-    report.forwards = 2
+    report.add_forward(2)
+    report.add_forward(2)
     report.add("a", 0, 0.002)
     report.add("b", 0, 0.004)
     report.add("b", 1, 0.006)

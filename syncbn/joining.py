@@ -121,7 +121,8 @@ class Joined(Function):
         var, eps = denominator.clamped(merged[1]), denominator.added
         ctx.center = center = kernels.center_of(merged[0], xs[0], is_large)
         ctx.denominator, ctx.total = denominator, total
-        ctx.save_for_backward(*tensors, merged)
+        ctx.save_for_backward(*xs, *weights, merged)
+        ctx.biases = biases  # of which the values do not matter
         ctx.mark_non_differentiable(merged)
         return (
             *(
@@ -134,13 +135,14 @@ class Joined(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         *tensors, merged = ctx.saved_tensors
-        dys = grads[:-1]
+        dys, biases = grads[:-1], ctx.biases
         if all(dy is None for dy in dys):  # the engine asks, though no gradient has come
             return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled() or any(dy is not None and is_batched(dy) for dy in dys):
+            tensors += biases
             return None, *_derivative(ctx.denominator, tensors, ctx.needs_input_grad[1:], dys)
         n = len(dys)
-        xs, weights, biases = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
+        xs, weights = tensors[:n], tensors[n:]
         var, eps = ctx.denominator.clamped(merged[1]), ctx.denominator.added
         inverse = (var + eps).rsqrt()
         dweights: list[Tensor | None] = [None] * n

@@ -111,10 +111,14 @@ def _uncentered_moments(x: Tensor, n: int) -> Tensor | None:
         # A single operation; where the channels are last it is vectorized, too.
         x = _usual(x) if _is_dense(x) else x
         return torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double()
-    if not _has_rows(x):
+    is_half = x.dtype != dtype
+    if not (n <= _RUN if is_half else _has_rows(x)):
         return None
     head = x.mean(reduced_dims(x), dtype=dtype)
-    products, plain = _row_sums(x, x, head)
+    if is_half:  # of which short rows are slow
+        products, plain = (s.double() for s in _two_sums(x, x, head, torch.ones_like(head), 0.0))
+    else:
+        products, plain = _row_sums(x, x, head)
     mean = plain.div_(n)
     # E[x (x - head)] = var + mean (mean - head)
     return torch.stack((mean, products.div_(n).addcmul_(mean, mean - head, value=-1)))

@@ -42,22 +42,24 @@ def main() -> int:
     parser.add_argument(
         "--output",
         type=Path,
-        default=Path(__file__).parent / "growth.png",
-        help="where the figure goes (default: beside the program)",
+        help="where the figure goes (default: beside the program, unless it is a quick run)",
     )
     options = parser.parse_args()
+    output = options.output or (None if options.quick else Path(__file__).parent / "growth.png")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(header(options.steps))
     for name in options.only:
-        if name == "growth" and figure is not None:
+        if name == "growth" and figure is not None and output is not None:
             points = list(growth.points(options.steps, options.quick))
             rows: Iterable[Row] = growth.rows_of(points)
-            figure.draw(points, options.output)
+            figure.draw(points, output)
         else:
             rows = PARTS[name](options.steps, options.quick)
         for row in rows:
-            print(line(row), flush=True)
+            print(
+                line(row._replace(goal=None, goal_at=None) if options.quick else row), flush=True
+            )
     return 0
 
 

@@ -95,9 +95,12 @@ class WaitReport:
 
     @property
     def straggler(self) -> int | None:
-        """The replica that has waited least: the others wait for it. None if nobody waited."""
+        """The replica that the others wait for: it has waited less than half as long as any other.
+        None if no replica stands out so."""
         seconds = self.total.seconds
-        return min(seconds, key=seconds.__getitem__) if any(seconds.values()) else None
+        order = sorted(seconds, key=seconds.__getitem__)
+        stands_out = len(order) > 1 and seconds[order[0]] < seconds[order[1]] / 2
+        return order[0] if stands_out else None
 
     def __str__(self) -> str:
         forwards = f"{self.forwards} forward{'' if self.forwards == 1 else 's'}"
@@ -122,10 +125,14 @@ class WaitReport:
             [
                 head,
                 *lines,
-                f"Most is waited in `{layers[0].path}`. Replica {self.straggler} waits least: "
-                "it is the one that the others wait for.",
+                f"Most is waited in `{layers[0].path}`. {self._verdict()}",
             ]
         )
+
+    def _verdict(self) -> str:
+        if self.straggler is None:
+            return "No replica stands out as the one that the others wait for."
+        return f"Replica {self.straggler} waits least: it is the one that the others wait for."
 
     def _cells(self, name: str, waits: Waits) -> list[str]:
         scale = 1e3 / max(self.forwards, 1)
@@ -159,9 +166,10 @@ _reports: list[WaitReport] = []
 def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
     """Notes how long replicas wait for each other, in the forwards of a ``with`` block.
 
-    At its end it prints a table of layers and replicas: in which layer most is waited, and which
-    replica the others wait for. A wait has in it the time in which the first replica makes the
-    replies. Backward has no waits. ::
+    At its end, unless that is an error, it prints a table of layers and replicas: in which layer
+    most is waited, and which replica the others wait for. A wait is the time from a replica's
+    coming to a layer that talks until the last one has come. What is slow behind the last such
+    layer, or in backward, does not show. The forwards should be of one model, and warmed up. ::
 
         with wait_report() as report:
             for batch in batches:
@@ -194,31 +202,48 @@ def observer(size: int) -> Observe | None:
     for report in reports:
         report.add_forward(size)
 
+    arrivals = Arrivals(reports)
+
     def observe(what: str, replica: int, path: str) -> AbstractContextManager[object]:
         stack = ExitStack()
         if profiles:
             stack.enter_context(record_function(f"{what} {path}, replica {replica}"))
-        if what == "wait":
-            for report in reports:
-                stack.enter_context(_timed(report, replica, path))
+        if reports and what == "exchange":
+            stack.enter_context(arrivals.of(replica, path))
         return stack
 
     return observe
 
 
-class _timed:
-    """Notes the time of its ``with`` block in a report."""
+class Arrivals:
+    """Who has come when to which exchange of a forward."""
 
-    def __init__(self, report: WaitReport, replica: int, path: str) -> None:
-        self._report = report
-        self._replica = replica
-        self._path = path
+    def __init__(self, reports: list[WaitReport]) -> None:
+        self._reports = reports
+        self._lock = threading.Lock()
+        # How often a replica has come to a path.
+        self._calls: dict[tuple[str, int], int] = defaultdict(int)
+        # By path and number of the call, for each replica.
+        self._begun: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
 
-    def __enter__(self) -> None:
-        self._begin = time.perf_counter()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._report.add(self._path, self._replica, time.perf_counter() - self._begin)
+    @contextmanager
+    def of(self, replica: int, path: str) -> Iterator[None]:
+        """Around an exchange: when the first replica leaves it, the last one has come."""
+        with self._lock:
+            self._calls[path, replica] += 1
+            call = path, self._calls[path, replica]
+            self._begun[call][replica] = time.perf_counter()
+        has_failed = True
+        try:
+            yield
+            has_failed = False
+        finally:
+            with self._lock:
+                begun = self._begun.pop(call, {})
+            end = time.perf_counter() if has_failed else max(begun.values(), default=0.0)
+            for who, when in begun.items():
+                for report in self._reports:
+                    report.add(path, who, end - when)
 
 
 def named_range(name: str) -> AbstractContextManager[object]:

@@ -67,7 +67,7 @@ def cells(lines: list[str]) -> list[list[str]]:
 
 def measured(*arguments: str) -> list[list[str]]:
     """The rows of some parts, measured as quickly as can be."""
-    done = run_python("-W", "error", "-m", "benchmarks", "--quick", "--steps", "2", *arguments)
+    done = run_python("-m", "benchmarks", "--quick", "--steps", "2", *arguments)
     assert done.returncode == 0, done.stderr
     return cells(done.stdout.splitlines())
 
@@ -100,7 +100,8 @@ def test_part_fills_its_rows(table, part):
     assert all(0 < float(two.removesuffix(" ms")) < 1e4 for two in figures)
     # A quick run has two replicas only.
     assert all((four, eight) == ("", "") for _, _, four, eight, *_ in rows)
-    assert all((goal != "") == (met in ("yes", "no")) for *_, goal, met in rows)
+    # Nor goals, which are for other shapes.
+    assert all((goal, met) == ("", "") for *_, goal, met in rows)
 
 
 def test_layer_keeps_its_input_and_nothing_else_of_that_size(table):

@@ -103,6 +103,17 @@ def test_a_report_may_be_read_while_replicas_wait():
     assert not errors
 
 
+def test_of_replicas_that_are_alike_none_is_blamed():
+    report = WaitReport()
+    report.add_forward(2)
+    report.add("a", 0, 0.6)
+    report.add("a", 1, 1.0)
+    assert report.straggler is None
+    assert "No replica stands out" in str(report)
+    report.add("a", 1, 1.0)
+    assert report.straggler == 0
+
+
 def test_many_layers_are_cut_and_added_up():
     report = WaitReport()
     report.add_forward(1)
@@ -113,6 +124,7 @@ def test_many_layers_are_cut_and_added_up():
     assert lines[2].split()[0] == "`layer29`"
     assert lines[-3].split() == ["10", "others", "10", "55.000", "55.000"]
     assert lines[-2].split() == ["all", "30", "465.000", "465.000"]
+    assert lines[-1].startswith("Most is waited in `layer29`.")
 
 
 def test_without_waits_a_report_says_so(capsys):

@@ -235,6 +235,11 @@ _FEW_NODES = 2_000
 _setting_threads = threading.Lock()
 
 
+def _use_threads(count: int) -> None:
+    torch.get_num_threads()  # else torch sets what a new thread gets later, at its first operation
+    torch.set_num_threads(count)
+
+
 class Worker:
     """A daemon thread that does one call after the other.
 
@@ -259,7 +264,7 @@ class Worker:
         done: SimpleQueue[Outcome] = SimpleQueue()
         with _setting_threads:
             own = torch.get_num_threads()
-            self.submit(Task(0, partial(torch.set_num_threads, count), done, 0))
+            self.submit(Task(0, partial(_use_threads, count), done, 0))
             _next(done)
             # It is a setting of each thread, but what has been set last is what a new one gets.
             torch.set_num_threads(own)

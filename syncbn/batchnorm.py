@@ -239,8 +239,8 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
     @torch.no_grad()
     def _update_running_statistics(self, whole: Whole) -> None:
         """As `torch.nn.BatchNorm2d` does, in place; the running variance is the unbiased one."""
-        if not self.track_running_stats:
-            return
+        if not self.track_running_stats or (whole.moments is None and whole.joint.total):
+            return  # in the latter case with an error
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if whole.moments is None:

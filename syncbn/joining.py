@@ -64,6 +64,7 @@ def is_small(x: Tensor) -> bool:
     return (
         x.numel() <= SMALL
         and x.device.type == "cpu"
+        and not x.is_inference()
         and torch.is_grad_enabled()
         and not sees_saved_tensors()
     )
@@ -73,7 +74,13 @@ def replies_to(messages: Sequence[Shard | Part]) -> list[Whole | Normalized]:
     """What the first replica replies to the messages of all."""
     parts = [message for message in messages if isinstance(message, Part)]
     total = sum(kernels.values_per_channel(part.x) for part in parts)
-    if len(parts) == len(messages) and total > 1 and len(set(map(_what_is_alike, parts))) == 1:
+    if (
+        len(parts) == len(messages)
+        and total > 1
+        and len(set(map(_what_is_alike, parts))) == 1
+        # Else the graphs of the replicas have nothing in common, and are used one by one.
+        and any(part.x.requires_grad for part in parts)
+    ):
         return list(_joined(parts, total))
     return _one_by_one(messages)
 
@@ -192,8 +199,11 @@ def _derivative(
 ) -> list[Tensor | None]:
     """The gradients, by the nodes that know their own derivatives."""
     n, creates_graph = len(dys), torch.is_grad_enabled()
-    columns = zip(tensors[:n], tensors[n : 2 * n], tensors[2 * n :], strict=True)
     with torch.enable_grad():
+        # Of tensors of their own: a derivative by those of the user would run their hooks, which
+        # run again behind this node, and would count what is there twice for each.
+        tensors = [tensor if tensor is None else tensor.view_as(tensor) for tensor in tensors]
+        columns = zip(tensors[:n], tensors[n : 2 * n], tensors[2 * n :], strict=True)
         parts = [Part(x, weight, bias, denominator) for x, weight, bias in columns]  # type: ignore[arg-type]
         replies: list[Any] = _one_by_one(parts)
     used = [(reply.y, dy) for reply, dy in zip(replies, dys, strict=True) if dy is not None]

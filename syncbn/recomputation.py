@@ -69,8 +69,8 @@ class KeptCalls:
         if not calls:
             raise ReplicationError(
                 f"{self._where} is called in backward with {sent.values} values per channel, as "
-                "in no call of its forward. An activation checkpoint must call its layers as the "
-                "forward has; other calls belong into the forward."
+                "in no call of its forward that a checkpoint has made. An activation checkpoint "
+                "must call its layers as the forward has; other calls belong into the forward."
             )
         if grad_enabled and not calls[0].grad_enabled:
             raise ReplicationError(

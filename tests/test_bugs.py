@@ -283,6 +283,11 @@ def test_replicas_share_the_threads_that_the_caller_has_now():
             # What a thread begins with is not the share.
             with ThreadPoolExecutor(1) as pool:
                 assert pool.submit(torch.get_num_threads).result(timeout=10) == count
+            # Replicas called from there have new threads of their own.
+            with ThreadPoolExecutor(1) as pool:
+                assert (
+                    pool.submit(model, torch.zeros(2)).result(timeout=10).tolist() == [share] * 2
+                )
     finally:
         torch.set_num_threads(1)
 

@@ -158,7 +158,7 @@ class InReplica(nn.Module):
 )
 def test_what_a_replica_does_to_itself(joins, case, is_joined):
     net = InReplica(case).double()
-    shards = [torch.randn(4, 3).double() for _ in range(N)]
+    shards = [torch.randn(4, 3).double().requires_grad_() for _ in range(N)]
     twin = copy.deepcopy(net)
 
     def outputs_and_grads(net: nn.Module) -> list[Tensor]:
@@ -173,10 +173,70 @@ def test_what_a_replica_does_to_itself(joins, case, is_joined):
     torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
 
 
+class Used(nn.Module):
+    """Normalizes what a function makes of its input and the layer."""
+
+    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.bn = function, SynchronizedBatchNorm1d(3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.function(self.bn, x))
+
+
+def hooked(bn: nn.Module, x: Tensor) -> Tensor:
+    h = x * 1
+    h.register_hook(lambda grad: 2 * grad)
+    return h
+
+
+def weighted(bn: nn.Module, x: Tensor) -> Tensor:
+    h = x * 1
+    bn.weight = 1 + h.square().mean(0)
+    return h
+
+
+def tied(bn: nn.Module, x: Tensor) -> Tensor:
+    bn.bias = bn.weight * 2
+    return x * 1
+
+
+@pytest.mark.parametrize("function", [hooked, weighted, tied])
+@pytest.mark.parametrize("way", ["plain", "create_graph", "is_grads_batched"])
+def test_derivatives_stop_at_what_has_come_in(joins, function, way):
+    net = Used(function)
+    x, dy = torch.randn(2, 8, 3).double()
+    x.requires_grad_()
+    model, inputs = DataParallel(net, ["cpu"] * N), [x, net.bn.weight]
+
+    def grads() -> Any:
+        y = model(x)
+        if way == "is_grads_batched":
+            upstream = torch.stack((dy, 2 * dy))
+            return torch.autograd.grad(
+                y, inputs, upstream, is_grads_batched=True, allow_unused=True
+            )
+        creates_graph = way == "create_graph"
+        return torch.autograd.grad(y, inputs, dy, create_graph=creates_graph, allow_unused=True)
+
+    seen = grads()
+    assert joins == [N]
+    torch.testing.assert_close(seen, apart(grads))
+
+
+def test_of_inputs_without_gradient_each_replica_has_a_graph_of_its_own(joins):
+    net = SynchronizedBatchNorm1d(3).double()
+    model = DataParallel(net, ["cpu"] * N, gather_to_one_device=False)
+    for y in model(torch.randn(8, 3).double()):
+        y.square().sum().backward()
+    assert joins == []
+
+
 def test_each_output_is_its_own_and_keeps_the_memory_format_of_its_input(joins):
     net = net_of(nn.BatchNorm2d(3))
     formats = [torch.channels_last, torch.contiguous_format, torch.channels_last]
     shards = [torch.randn(2, 3, 4, 5).contiguous(memory_format=f) for f in formats]
+    shards[0].requires_grad_()
     outputs = DataParallel(net, ["cpu"] * N, gather_to_one_device=False)(Scattered(shards))
     assert joins == [N]
     for y, own in zip(outputs, formats, strict=True):

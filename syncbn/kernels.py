@@ -109,7 +109,6 @@ def _uncentered_moments(x: Tensor, n: int) -> Tensor | None:
     dtype = accumulation_dtype(x.dtype)
     if x.dtype == dtype and (x.numel() <= _TINY or (n <= _RUN and not _has_rows(x))):
         # A single operation; where the channels are last it is vectorized, too.
-        x = _usual(x) if _is_dense(x) else x
         return torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double()
     is_half = x.dtype != dtype
     if not (n <= _RUN if is_half else _has_rows(x)):
@@ -170,8 +169,10 @@ def _two_sums(
 ) -> tuple[Tensor, Tensor]:
     """The sums of ``dy * (x - mean) / sqrt(var + eps)`` and of ``dy``."""
     if x.device.type == "cpu":
+        # In one format: of two torch's kernel may take one for the other, where a dimension of
+        # length 1 has an unusual stride.
         layout = _memory_format(x)
-        dy, x = (_usual(t.contiguous(memory_format=layout)) for t in (dy, x))
+        dy, x = (t.contiguous(memory_format=layout) for t in (dy, x))
         # As its parameters' gradients, torch's batch norm in evaluation mode returns them, fused.
         args = (dy, x, None, mean, var, None, None, False, eps, [False, True, True])
         return torch.ops.aten.native_batch_norm_backward(*args)[1:]  # type: ignore[no-any-return]
@@ -185,29 +186,6 @@ def _memory_format(x: Tensor) -> torch.memory_format:
     if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
         return torch.contiguous_format
     return last
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Whether it has a memory format."""
-    return x.is_contiguous(memory_format=_memory_format(x))
-
-
-def _usual(x: Tensor) -> Tensor:
-    """A dense tensor with the strides that are usual for its memory format.
-
-    The stride of a dimension of length 1 may be anything, but torch's kernels on the CPU look at
-    it, and then take one format for the other.
-    """
-    if 1 not in x.shape:
-        return x
-    order = [*range(x.dim())]
-    if _memory_format(x) is not torch.contiguous_format:
-        order = [0, *range(2, x.dim()), 1]
-    strides, step = [1] * x.dim(), 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= x.size(dim)
-    return x.as_strided(x.shape, strides)
 
 
 #: In deviations. A larger mean would cost more than three of the bits that ``x`` has.
@@ -269,7 +247,6 @@ def _fused(
 
     It is ``x * scale + (bias - mean * scale)``, which wants a mean that is not large.
     """
-    x = _usual(x) if _is_dense(x) else x
     args = (x, weight, bias, mean, var, False, 0.0, eps)
     return torch.ops.aten.native_batch_norm(*args)[0]  # type: ignore[no-any-return]
 

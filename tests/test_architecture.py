@@ -206,3 +206,26 @@ def test_native_kernel_exists(name):
 @pytest.mark.parametrize("name", torch_internals.__all__)
 def test_private_function_exists_and_is_callable(name):
     assert callable(getattr(torch_internals, name))
+
+
+def test_shells_are_those_that_torch_makes():
+    module = nn.BatchNorm1d(3)
+    module.extra = [torch.ones(2)]
+    method = getattr(module, torch_internals.MAKE_SHELL)
+    own, theirs = vars(torch_internals.make_shell(method)), vars(method())
+    assert list(own) == list(theirs)
+    for name, value in theirs.items():
+        assert type(own[name]) is type(value)
+        assert own[name] is value or (own[name] == value and isinstance(value, dict))
+
+
+def test_torch_says_that_a_profile_is_being_made():
+    assert not torch_internals.is_profiling()
+    with torch.profiler.profile():
+        assert torch_internals.is_profiling()
+    assert not torch_internals.is_profiling()
+
+
+def test_torch_has_the_statistics_of_a_batch():
+    mean, var = torch.batch_norm_update_stats(torch.tensor([[1.0], [3.0]]), None, None, 0.0)
+    assert (mean.tolist(), var.tolist()) == ([2.0], [1.0])

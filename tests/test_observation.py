@@ -194,7 +194,10 @@ def test_a_report_is_drawn_as_bars_of_replicas():
 @pytest.mark.parametrize("all_threads", [False, True])
 def test_replicas_exchanges_and_waits_are_ranges_of_a_profile(all_threads):
     model = DataParallel(network(1), ["cpu"] * 2)
-    config: Any = _ExperimentalConfig(profile_all_threads=all_threads)
+    try:
+        config: Any = _ExperimentalConfig(profile_all_threads=all_threads)
+    except TypeError:
+        pytest.skip("this torch profiles one thread only")
     with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as seen:
         model(torch.randn(4, 2))
     ranges = {event.name for event in seen.events()}

@@ -350,10 +350,8 @@ class Normalize(Function):
             dweight, dbias = kernels.reduce(dy, x, link.center, var, eps)
             inverse = (var + eps).rsqrt()
             link.scale = _times(inverse, weight)
-            dmerged = torch.stack((dbias, dweight)).to(merged).mul_(link.scale).neg_()
-            dmerged[1].mul_(inverse).mul_(0.5)
-            if ctx.denominator.clamps:  # no way through the variance where it is clamped
-                dmerged[1].mul_(ctx.denominator.slope(merged[1]))
+            dmerged = torch.stack((dbias, dweight)).to(merged).mul_(link.scale)
+            dmerged = by_moments(dmerged, inverse, merged[1], ctx.denominator)
         of_weight, of_bias = ctx.options
         return (
             None,
@@ -363,6 +361,16 @@ class Normalize(Function):
             None if of_weight is None else dweight.to(*of_weight),
             None if of_bias is None else dbias.to(*of_bias),
         )
+
+
+def by_moments(sums: Tensor, inverse: Tensor, var: Tensor, denominator: Denominator) -> Tensor:
+    """The derivatives by mean and variance, made in place of the sums of ``scale * dy`` and of
+    ``scale * dy * x_hat``."""
+    sums.neg_()
+    sums[1].mul_(inverse).mul_(0.5)
+    if denominator.clamps:  # no way through the variance where it is clamped
+        sums[1].mul_(denominator.slope(var))
+    return sums
 
 
 def _times(statistics: Tensor, weight: Tensor | None) -> Tensor:

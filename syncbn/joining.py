@@ -27,6 +27,7 @@ from syncbn.functional import (
     Shard,
     Whole,
     begin,
+    by_moments,
     finish,
     merge_shards,
     shares,
@@ -166,10 +167,8 @@ class Joined(Function):
             scales = scales * torch.stack(weights)
         present = [i for i, dy in enumerate(dys) if dy is not None]
         used = scales if len(present) == n else scales[present]
-        total = (torch.stack(sums).double().unflatten(0, (-1, 2)) * used[:, None]).sum(0).neg_()
-        total[1].mul_(inverse).mul_(0.5)
-        if ctx.denominator.clamps:
-            total[1].mul_(ctx.denominator.slope(merged[1]))
+        total = (torch.stack(sums).double().unflatten(0, (-1, 2)) * used[:, None]).sum(0)
+        total = by_moments(total, inverse, merged[1], ctx.denominator)
         dmean, dvar = total.div_(ctx.total)
         dvar.mul_(2)
         dxs = [

@@ -97,11 +97,7 @@ class Wait:
             error.raise_at(self)
 
     def _sleep(self, timeout: float | None) -> None:
-        if timeout is None:
-            while not self._gate.acquire(timeout=GRACE):
-                self.rendezvous.expect_progress(self)
-            return
-        end = time.monotonic() + timeout
+        end = math.inf if timeout is None else time.monotonic() + timeout
         while not self._gate.acquire(timeout=max(0.0, min(GRACE, end - time.monotonic()))):
             if time.monotonic() < end:
                 self.rendezvous.expect_progress(self)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -78,20 +78,24 @@ class WaitReport:
     def layers(self) -> list[Waits]:
         """One entry for each layer, the one that was waited in most first."""
         with self._lock:
-            paths = dict.fromkeys(path for path, _ in self._counts)
-            layers = []
-            for path in paths:
-                seconds = {r: s for (p, r), s in self._seconds.items() if p == path}
-                calls = max(n for (p, _), n in self._counts.items() if p == path)
-                layers.append(Waits(path, calls, seconds))
+            layers = [
+                Waits(
+                    path,
+                    max(self._counts.get((path, r), 0) for r in self.replicas),
+                    {r: self._seconds.get((path, r), 0.0) for r in self.replicas},
+                )
+                for path in dict.fromkeys(path for path, _ in self._counts)
+            ]
         return sorted(layers, key=lambda layer: -layer.total)
 
     @property
     def total(self) -> Waits:
         """All layers together."""
-        layers = self.layers
-        seconds = {r: sum(layer.seconds.get(r, 0.0) for layer in layers) for r in self.replicas}
-        return Waits("all", sum(layer.calls for layer in layers), seconds)
+        return self._together("all", self.layers)
+
+    def _together(self, name: str, layers: Sequence[Waits]) -> Waits:
+        seconds = {r: sum(layer.seconds[r] for layer in layers) for r in self.replicas}
+        return Waits(name, sum(layer.calls for layer in layers), seconds)
 
     @property
     def straggler(self) -> int | None:
@@ -105,40 +109,35 @@ class WaitReport:
     def __str__(self) -> str:
         forwards = f"{self.forwards} forward{'' if self.forwards == 1 else 's'}"
         head = f"{forwards}; milliseconds per forward that a replica waits for others"
-        layers, total = self.layers, self.total
+        layers = self.layers
         if not layers:
             return f"{head}: none"
+        listed = [layer._replace(path=f"`{layer.path}`") for layer in layers[:_ROWS]]
         others = layers[_ROWS:]
-        rows = [self._cells(f"`{layer.path}`", layer) for layer in layers[:_ROWS]]
         if others:
-            seconds = {r: sum(w.seconds.get(r, 0.0) for w in others) for r in self.replicas}
-            rest = Waits("", sum(w.calls for w in others), seconds)
-            rows.append(self._cells(f"{len(others)} others", rest))
-        rows.append(self._cells("all", total))
+            listed.append(self._together(f"{len(others)} others", others))
+        rows = [self._cells(waits) for waits in (*listed, self._together("all", layers))]
         titles = ["layer", "calls", *(f"replica {r}" for r in self.replicas), "together"]
         widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
         lines = [
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
             for row in (titles, *rows)
         ]
-        return "\n".join(
-            [
-                head,
-                *lines,
-                f"Most is waited in `{layers[0].path}`. {self._verdict()}",
-            ]
+        straggler = self.straggler
+        verdict = (
+            "No replica stands out as the one that the others wait for."
+            if straggler is None
+            else f"Replica {straggler} waits least: it is the one that the others wait for."
         )
+        return "\n".join([head, *lines, f"Most is waited in {listed[0].path}. {verdict}"])
 
-    def _verdict(self) -> str:
-        if self.straggler is None:
-            return "No replica stands out as the one that the others wait for."
-        return f"Replica {self.straggler} waits least: it is the one that the others wait for."
+    def _per_forward(self, seconds: float) -> float:
+        """In milliseconds."""
+        return 1e3 * seconds / max(self.forwards, 1)
 
-    def _cells(self, name: str, waits: Waits) -> list[str]:
-        scale = 1e3 / max(self.forwards, 1)
-        seconds = [waits.seconds.get(replica, 0.0) for replica in self.replicas]
-        figures = (f"{scale * value:.3f}" for value in (*seconds, waits.total))
-        return [name, str(waits.calls), *figures]
+    def _cells(self, waits: Waits) -> list[str]:
+        seconds = (*waits.seconds.values(), waits.total)
+        return [waits.path, str(waits.calls), *(f"{self._per_forward(s):.3f}" for s in seconds)]
 
     def plot(self, axes: Any) -> None:
         """Draws the report: a bar for each layer, with a part for each replica.
@@ -147,10 +146,9 @@ class WaitReport:
             axes: Of matplotlib, as of ``figure, axes = matplotlib.pyplot.subplots()``.
         """
         layers = self.layers[:_ROWS][::-1]
-        scale = 1e3 / max(self.forwards, 1)
         left = [0.0] * len(layers)
         for replica in self.replicas:
-            widths = [scale * layer.seconds.get(replica, 0.0) for layer in layers]
+            widths = [self._per_forward(layer.seconds[replica]) for layer in layers]
             axes.barh([w.path for w in layers], widths, left=left, label=f"replica {replica}")
             left = [sum(pair) for pair in zip(left, widths, strict=True)]
         axes.set_xlabel("waits, ms per forward")

@@ -59,6 +59,12 @@ def input_gradient(
 
 def _alike(dy: Tensor, x: Tensor) -> Tensor:
     """``dy`` in the memory format of ``x``: the kernels walk both in one way."""
-    is_last = x.dim() > 3 and x.stride(1) == 1 and not x.is_contiguous()
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim()) if is_last else None
-    return dy.contiguous(memory_format=layout or torch.contiguous_format).to(x.dtype)
+    return dy.contiguous(memory_format=memory_format(x)).to(x.dtype)
+
+
+def memory_format(x: Tensor) -> torch.memory_format:
+    """That of a tensor; contiguous if it has more than one, or none."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last

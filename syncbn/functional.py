@@ -258,7 +258,7 @@ class Merge(Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*moments)
         ctx.joint, ctx.counts = joint, counts
-        merged = kernels.merge(*_stacked(counts, moments))
+        merged = kernels.merge(*stacked(counts, moments))
         return tuple(merged.to(m.device, copy=True) for m in moments)
 
     @staticmethod
@@ -283,24 +283,18 @@ class Merge(Function):
         )
 
 
-def _stacked(counts: list[int], moments: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def stacked(counts: list[int], moments: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Shares and moments of all replicas, as `kernels.merge` takes them, on the first's device."""
-    home = moments[0].device
+    home, total = moments[0].device, sum(counts)
     stats = torch.stack([m.to(home) for m in moments])
-    # A GPU's host does not wait for a few bytes.
-    return shares(counts).to(home, non_blocking=True), stats
-
-
-def shares(counts: list[int]) -> Tensor:
-    """``(n, 1, 1)``, of each replica in the number of values; on the CPU."""
-    total = sum(counts)
-    return torch.tensor([[[count / total]] for count in counts], dtype=torch.float64)
+    share = torch.tensor([[[count / total]] for count in counts], dtype=stats.dtype)
+    return share.to(home, non_blocking=True), stats  # a GPU's host does not wait for a few bytes
 
 
 def _merge_derivative(
     counts: list[int], moments: Sequence[Tensor], grad: Tensor
 ) -> Sequence[Tensor]:
-    share, stats = _stacked(counts, moments)
+    share, stats = stacked(counts, moments)
     share, means = share[:, 0], stats[:, 0]
     mean = (share * means).sum(0)
     dmean, dvar = grad

@@ -30,7 +30,7 @@ from syncbn.functional import (
     by_moments,
     finish,
     merge_shards,
-    shares,
+    stacked,
 )
 
 __all__: list[str] = []
@@ -186,8 +186,8 @@ def _moments(xs: Sequence[Tensor]) -> tuple[Tensor, int]:
         x = torch.cat(tuple(xs))
         return kernels.moments(x), kernels.values_per_channel(x)
     counts = [kernels.values_per_channel(x) for x in xs]
-    stats = torch.stack([kernels.moments(x) for x in xs])
-    return kernels.merge(shares(counts), stats), sum(counts)
+    merged = kernels.merge(*stacked(counts, [kernels.moments(x) for x in xs]))
+    return merged, sum(counts)
 
 
 def _derivative(

@@ -79,13 +79,12 @@ def moments(x: Tensor) -> Tensor:
         return torch.zeros(2, x.size(1), dtype=torch.float64, device=home)
     if x.is_cuda:
         return cuda_kernels.moments(x)
-    dtype = accumulation_dtype(x.dtype)
     if x.device.type == "cpu":
         stats = _uncentered_moments(x, n)
         if stats is not None and not has_large_mean(stats, _UNCENTERED):
             return stats
-    head = x.mean(reduced_dims(x), dtype=dtype)
-    stats = _sum_and_squares(x - per_channel(head, x)).to(home).div_(n)
+    head = x.mean(reduced_dims(x), dtype=accumulation_dtype(x.dtype))
+    stats = _sum_and_squares(x - per_channel(head, x)).div_(n)
     # What the rounding of the mean has left in the centered values.
     rest, variance = stats
     variance.addcmul_(rest, rest, value=-1).clamp_(min=0)
@@ -106,12 +105,12 @@ _UNCENTERED = 4
 
 def _uncentered_moments(x: Tensor, n: int) -> Tensor | None:
     """As `moments`, on the CPU, for a mean that is not large; None if that would cost digits."""
-    dtype = accumulation_dtype(x.dtype)
-    if x.dtype == dtype and (x.numel() <= _TINY or (n <= _RUN and not _has_rows(x))):
+    dtype, has_rows = accumulation_dtype(x.dtype), _has_rows(x)
+    is_half = x.dtype != dtype
+    if not is_half and (x.numel() <= _TINY or (n <= _RUN and not has_rows)):
         # A single operation; where the channels are last it is vectorized, too.
         return torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double()
-    is_half = x.dtype != dtype
-    if not (n <= _RUN if is_half else _has_rows(x)):
+    if not (n <= _RUN if is_half else has_rows):
         return None
     head = x.mean(reduced_dims(x), dtype=dtype)
     if is_half:  # of which short rows are slow
@@ -171,21 +170,13 @@ def _two_sums(
     if x.device.type == "cpu":
         # In one format: of two torch's kernel may take one for the other, where a dimension of
         # length 1 has an unusual stride.
-        layout = _memory_format(x)
+        layout = cuda_kernels.memory_format(x)
         dy, x = (t.contiguous(memory_format=layout) for t in (dy, x))
         # As its parameters' gradients, torch's batch norm in evaluation mode returns them, fused.
         args = (dy, x, None, mean, var, None, None, False, eps, [False, True, True])
         return torch.ops.aten.native_batch_norm_backward(*args)[1:]  # type: ignore[no-any-return]
     along_x = (x - per_channel(mean, x)).mul_(dy).sum(reduced_dims(x))
     return along_x * (var + eps).rsqrt(), dy.sum(reduced_dims(x), dtype=mean.dtype)
-
-
-def _memory_format(x: Tensor) -> torch.memory_format:
-    """That of a tensor; contiguous if it has more than one, or none."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
-        return torch.contiguous_format
-    return last
 
 
 #: In deviations. A larger mean would cost more than three of the bits that ``x`` has.

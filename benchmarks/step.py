@@ -1,6 +1,7 @@
 """What synchronization costs in a step of training, and what replicas on the CPU cost.
 
-A step is forward, backward and SGD of a ResNet-50 of width 32 on 96 x 96 images, 8 per replica.
+A step is forward, backward and SGD of a ResNet-50 of width 32 on 96 x 96 images, 8 per replica,
+or of its usual width on 160 x 160 images, where the time is that of convolutions.
 
     converted   under `replication.DataParallel` on CPU replicas, to the same network with plain
                 BatchNorm; one torch thread each
@@ -32,13 +33,13 @@ from syncbn import convert_model
 ALL_THREADS = torch.get_num_threads()
 
 
-def network(quick: bool) -> nn.Module:
-    return resnet(4, (1, 1, 1, 1)) if quick else resnet(32)
+def network(quick: bool, width: int = 32) -> nn.Module:
+    return resnet(4, (1, 1, 1, 1)) if quick else resnet(width)
 
 
-def batch(replicas: int, quick: bool) -> tuple[Tensor, Tensor]:
+def batch(replicas: int, quick: bool, size: int = 96) -> tuple[Tensor, Tensor]:
     """Images and their classes."""
-    samples, size = (2 * replicas, 32) if quick else (8 * replicas, 96)
+    samples, size = (2 * replicas, 32) if quick else (8 * replicas, size)
     return torch.randn(samples, 3, size, size), torch.arange(samples) % 10
 
 
@@ -61,13 +62,13 @@ def trained(
     return step
 
 
-def converted(replicas: int, steps: int, quick: bool) -> float:
+def converted(replicas: int, steps: int, quick: bool, width: int = 32, size: int = 96) -> float:
     """The median time of a step of synchronized replicas to that of plain ones."""
-    images, classes = batch(replicas, quick)
+    images, classes = batch(replicas, quick, size)
     ours, plain = alternating(
         [
             trained(DataParallel(net, ["cpu"] * replicas), images, classes)
-            for net in (convert_model(network(quick)), network(quick))
+            for net in (convert_model(network(quick, width)), network(quick, width))
         ],
         steps,
     )
@@ -95,6 +96,8 @@ def replicas_on_the_cpu(replicas: int, steps: int, quick: bool) -> tuple[float, 
 def rows(steps: int, quick: bool = False) -> Iterator[Row]:
     figures = {n: converted(n, steps, quick) for n in ((2,) if quick else (2, 4))}
     yield Row("step", "converted, to plain BatchNorm", figures, goal=1.03)
+    usual = {2: converted(2, min(steps, 30), quick, 64, 160)}
+    yield Row("step", "converted, to plain BatchNorm, width 64", usual, goal=1.03)
     one, every, control = replicas_on_the_cpu(2, steps, quick)
     for threads, figure in (("one", one), ("all", every)):
         case = f"plain replicas, backward with {threads} of {ALL_THREADS} threads, to one replica"

@@ -9,11 +9,11 @@ Numerical promises
     * Moments are centered sums (two-pass, corrected; Chan, Golub & LeVeque, «Algorithms for
       Computing the Sample Variance», The American Statistician 37, 1983, eq. 1.7), never
       ``E[x^2] - E[x]^2``: the variance is not negative and does not suffer from a large mean.
-      Where the mean is known not to be large one factor is centered, ``E[x (x - mean)]``, which
-      needs no centered copy of ``x``.
+      Where the mean turns out not to be large one factor is centered, by a guess of the mean,
+      which needs no centered copy of ``x``.
     * Nor does anything else: where the mean is large, ``x - mean`` is formed before it is scaled,
       and the mean enters in two parts, its rounding to the accumulation dtype and the rest.
-    * float16 and bfloat16 inputs are summed in float32.
+    * float16 and bfloat16 inputs are summed in float32, rows and runs of them in float64.
     * An empty ``x`` is fine everywhere (torch's native kernels crash on it).
 
 Speed. On the CPU the kernels of torch's batch norm in evaluation mode are fused and vectorized:
@@ -81,7 +81,7 @@ def moments(x: Tensor) -> Tensor:
         return cuda_kernels.moments(x)
     if x.device.type == "cpu":
         stats = _uncentered_moments(x, n)
-        if stats is not None and not has_large_mean(stats, _UNCENTERED):
+        if stats is not None:
             return stats
     head = x.mean(reduced_dims(x), dtype=accumulation_dtype(x.dtype))
     stats = _sum_and_squares(x - per_channel(head, x)).div_(n)
@@ -96,30 +96,87 @@ def moments(x: Tensor) -> Tensor:
 #: Values of a tensor for which the number of operations is the time.
 _TINY = 2**15
 
-#: So many values per channel may be added one by one where the channels are last.
-_RUN = 2**15
+#: So many values per channel may be added one by one, where that saves operations.
+_FEW = 2**13
+
+#: Of more, so many are.
+_RUN = 2**10
+
+#: So many values stay in the cache from one pass of a kernel to the next.
+_BLOCK = 2**19
 
 #: In deviations: the largest mean for which the moments need no centered copy of ``x``.
 _UNCENTERED = 4
 
+#: So many values per channel tell the mean well enough, if they come in any order.
+_TYPICAL = 64
+
+#: In deviations: how far such a guess of the mean may be off.
+_APART = 2
+
 
 def _uncentered_moments(x: Tensor, n: int) -> Tensor | None:
     """As `moments`, on the CPU, for a mean that is not large; None if that would cost digits."""
-    dtype, has_rows = accumulation_dtype(x.dtype), _has_rows(x)
-    is_half = x.dtype != dtype
-    if not is_half and (x.numel() <= _TINY or (n <= _RUN and not has_rows)):
-        # A single operation; where the channels are last it is vectorized, too.
-        return torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double()
-    if not (n <= _RUN if is_half else has_rows):
+    dtype, c = accumulation_dtype(x.dtype), x.size(1)
+    has_rows = _has_rows(x)
+    runs = [] if has_rows and x.numel() > _TINY else _runs(x, n)
+    if runs and x.dtype == dtype:
+        stats = _moments_of_runs(runs, n, c)
+        return None if has_large_mean(stats, _UNCENTERED) else stats
+    if not has_rows and not runs:
         return None
-    head = x.mean(reduced_dims(x), dtype=dtype)
-    if is_half:  # of which short rows are slow
-        products, plain = (s.double() for s in _two_sums(x, x, head, torch.ones_like(head), 0.0))
-    else:
+    # Of the first values: a guess that costs no look at all of them.
+    first = runs[0][:, :c] if len(runs) > 1 else x[: 1 + _TYPICAL // (n // len(x))]
+    head = first.mean(reduced_dims(first), dtype=dtype)
+    if not runs:
         products, plain = _row_sums(x, x, head)
+    else:
+        sums = []
+        for run in runs:
+            center = head.repeat(run.size(1) // c)
+            pair = torch.stack(_two_sums(run, run, center, torch.ones_like(center), 0.0))
+            sums.append(pair.double().view(2, -1, c).sum(1))
+        products, plain = torch.stack(sums).sum(0)
     mean = plain.div_(n)
+    apart = mean - head
     # E[x (x - head)] = var + mean (mean - head)
-    return torch.stack((mean, products.div_(n).addcmul_(mean, mean - head, value=-1)))
+    var = products.div_(n).addcmul_(mean, apart, value=-1)
+    if _are_beyond(torch.stack((mean, apart * (_UNCENTERED / _APART))), var, _UNCENTERED):
+        return None
+    return torch.stack((mean, var))
+
+
+def _moments_of_runs(runs: list[Tensor], n: int, c: int) -> Tensor:
+    """The moments of ``c`` channels of ``n`` values, which `_runs` has cut."""
+    # A single operation; where the channels are last it is vectorized, too.
+    stats = [torch.stack(torch.batch_norm_update_stats(r, None, None, 0.0)) for r in runs]
+    if len(runs) == 1 and runs[0].size(1) == c:
+        return stats[0].double()
+    share = [[[values_per_channel(run) / n]] for run in runs for _ in range(run.size(1) // c)]
+    parts = torch.cat([s.double().view(2, -1, c).transpose(0, 1) for s in stats])
+    return merge(parts.new_tensor(share), parts)
+
+
+def _runs(x: Tensor, n: int) -> list[Tensor]:
+    """``x`` in parts whose sums lose no digits; none if that takes copies.
+
+    Several runs of a channel are as many channels of a part, the first run of all channels first.
+    """
+    if n <= _FEW:
+        return [x]
+    rows = x.movedim(1, -1)
+    if not rows.is_contiguous():
+        return []
+    rows, c = rows.flatten(0, -2), x.size(1)
+    whole = n - n % _RUN
+    blocks = [*rows[:whole].split(_RUN * max(1, _BLOCK // (_RUN * c))), rows[whole:]]
+    # As images of one column, channels last.
+    shapes = [(len(block), max(1, len(block) // _RUN)) for block in blocks]
+    return [
+        block.view(1, length // runs, 1, runs * c).permute(0, 3, 1, 2)
+        for block, (length, runs) in zip(blocks, shapes, strict=True)
+        if length
+    ]
 
 
 def _sum_and_squares(centered: Tensor) -> Tensor:
@@ -135,20 +192,32 @@ def _sum_and_squares(centered: Tensor) -> Tensor:
 
 
 @lru_cache
-def _row_length(values: int) -> int | None:
-    """Into rows of what length so many values can be cut, as few as float32 can add."""
-    return next((k for k in range(min(values, 64), 15, -1) if values % k == 0), None)
+def _row_length(values: int, longest: int) -> int | None:
+    """Into rows of what length so many values can be cut."""
+    return next((k for k in range(min(values, longest), 15, -1) if values % k == 0), None)
+
+
+def _row_length_of(x: Tensor) -> int | None:
+    """The values of a row of ``x``; None if those of a channel in one sample are no neighbours, or
+    cannot be cut.
+
+    As few as float32 adds without losing digits; in half precision, which has few, and of which
+    short rows are slow, more.
+    """
+    if not x.is_contiguous():
+        return None
+    longest = 64 if x.dtype == accumulation_dtype(x.dtype) else 4096
+    return _row_length(x.shape[2:].numel(), longest)
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Whether the values of a channel in one sample are neighbours, and can be cut into rows."""
-    return x.is_contiguous() and _row_length(x.shape[2:].numel()) is not None
+    return _row_length_of(x) is not None
 
 
 def _row_sums(dy: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """The sums of ``dy * (x - mean)`` and of ``dy``: of rows in the accumulation dtype, and of
     these in float64. torch's kernel would add the values of a sample one by one."""
-    length = _row_length(x.shape[2:].numel()) or 1
+    length = _row_length_of(x) or 1
     shape = (len(x), x.size(1), x.shape[2:].numel() // length)
     center = mean.view(1, -1, 1).expand(shape).reshape(-1)
     dy, x = dy.view(1, -1, length), x.view(1, -1, length)
@@ -186,11 +255,13 @@ LARGE = 8
 def has_large_mean(moments: Tensor, deviations: float = LARGE) -> bool:
     """Whether the mean of some channel is more than so many deviations, for all that the host
     knows: it does not wait for an accelerator to tell."""
-    if moments.device.type != "cpu":
-        return True
-    mean, var = moments
-    # A NaN is large, too.
-    return not torch.addcmul(deviations**2 * var, mean, mean, value=-1).amin().item() >= 0
+    return moments.device.type != "cpu" or _are_beyond(moments[0], moments[1], deviations)
+
+
+def _are_beyond(values: Tensor, var: Tensor, deviations: float) -> bool:
+    """Whether any of the values, of which the last dimension is C, is above so many deviations."""
+    # A NaN is, too.
+    return not torch.addcmul(deviations**2 * var, values, values, value=-1).amin().item() >= 0
 
 
 class Center(NamedTuple):
@@ -228,7 +299,7 @@ def normalize(
         return _fused(x, head, var, eps, weight, bias)
     scale = (var + eps).rsqrt()
     scale = scale if weight is None else scale * weight
-    return _affine(x, center, scale, torch.zeros_like(scale) if bias is None else bias).to(x.dtype)
+    return _affine(x, center, scale, torch.zeros_like(scale) if bias is None else bias)
 
 
 def _fused(
@@ -242,14 +313,45 @@ def _fused(
     return torch.ops.aten.native_batch_norm(*args)[0]  # type: ignore[no-any-return]
 
 
-def _affine(x: Tensor, center: Center, scale: Tensor, shift: Tensor) -> Tensor:
-    """``(x - mean) * scale + shift``, in the accumulation dtype."""
+def _affine(
+    x: Tensor,
+    center: Center,
+    scale: Tensor,
+    shift: Tensor,
+    dy: Tensor | None = None,
+    along: Tensor | None = None,
+) -> Tensor:
+    """``(x - mean) * scale + shift``, plus ``dy * along``, in the dtype and layout of ``x``."""
+    if x.dtype == center.head.dtype or x.numel() <= _BLOCK:
+        return _in_one_piece(x, center, scale, shift, dy, along).to(x.dtype)
+    # By samples: as a whole it would be twice as large as x, and out of the cache.
+    y, length = torch.empty_like(x), max(1, _BLOCK // x[0].numel())
+    samples = range(0, len(x), length)
+    for own in (slice(first, first + length) for first in samples):
+        part = None if dy is None else dy[own]
+        y[own] = _in_one_piece(x[own], center, scale, shift, part, along)
+    return y
+
+
+def _in_one_piece(
+    x: Tensor,
+    center: Center,
+    scale: Tensor,
+    shift: Tensor,
+    dy: Tensor | None,
+    along: Tensor | None,
+) -> Tensor:
+    """As `_affine`, in the accumulation dtype."""
     head, rest = center
-    if rest is None:
-        y, shift = x.to(head.dtype, copy=True), shift - head * scale
+    if rest is not None:
+        shift = shift - rest.to(scale) * scale
+        y = (x - per_channel(head, x)).mul_(per_channel(scale, x)).add_(per_channel(shift, x))
+    elif x.device.type == "cpu":
+        y = _fused(x.to(head.dtype), head, torch.ones_like(head), 0.0, scale, shift)
     else:
-        y, shift = x - per_channel(head, x), shift - rest.to(scale) * scale
-    return y.mul_(per_channel(scale, x)).add_(per_channel(shift, x))
+        y = x.to(head.dtype, copy=True).mul_(per_channel(scale, x))
+        y.add_(per_channel(shift - head * scale, x))
+    return y if dy is None or along is None else y.addcmul_(dy.to(y.dtype), per_channel(along, y))
 
 
 def reduce(
@@ -281,19 +383,13 @@ def input_gradient(
 
     ``dy`` is None where an output is unused; then ``scale`` is not needed.
     """
-    head, rest = center
+    head = center.head
     slope, offset = slope.to(head), offset.to(head)
     if x.numel() == 0:
         return torch.empty_like(x)
     if x.is_cuda and dy is not None and scale is not None:
         return cuda_kernels.input_gradient(dy, x, head, scale.to(head), slope, offset)
-    if rest is None and x.dtype == head.dtype and x.device.type == "cpu":
-        dx = _fused(x, head, torch.ones_like(head), 0.0, slope, offset)
-    else:
-        dx = _affine(x, center, slope, offset)
-    if dy is not None and scale is not None:
-        dx.addcmul_(dy, per_channel(scale, dx))
-    return dx.to(x.dtype)
+    return _affine(x, center, slope, offset, dy, scale)
 
 
 def merge(share: Tensor, stats: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ needs_gloo = pytest.mark.skipif(
 LAYERS = [
     "4 x 4 x 4 x 4",
     "4 x 4 x 4 x 4",
-    "4 x 4 x 4 x 4, channels_last",
+    *["4 x 4 x 4 x 4, channels_last"] * 2,
     "2 x 4 x 4 x 4",
     "2 x 4 x 4 x 4",
     "4 x 4 x 4 x 4, float64",
@@ -37,7 +37,12 @@ CASES = {
         for figure in ("p50", "p99")
     ],
     "replicate": ["ResNet-50, to torch's way", "callbacks of 10 modules"],
-    "step": ["converted, to plain BatchNorm", "plain replicas", "plain replicas", "control"],
+    "step": [
+        "converted, to plain BatchNorm",
+        "converted, to plain BatchNorm, width 64",
+        *["plain replicas"] * 2,
+        "control",
+    ],
     "gpu": (
         [*["kernels"] * 4, "step, converted, to plain BatchNorm"]
         if torch.cuda.is_available()

@@ -65,6 +65,71 @@ def test_the_variance_has_the_digits_of_float32_whatever_the_mean(mean, shape, l
     torch.testing.assert_close(center, exact.mean(1), rtol=1e-6, atol=rtol)
 
 
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+@pytest.mark.parametrize("first", [0, 1, 30])
+@pytest.mark.parametrize("mean", [0, 3, 50])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(70000, 3), (9, 5, 41, 29), (2, 70, 100, 90), (1, 3, 7, 41, 29)]
+)
+@pytest.mark.parametrize("layout", [torch.clone, channels_last])
+def test_the_moments_of_many_values_are_those_of_float64(layout, shape, dtype, mean, first):
+    """However they are cut, and however far the first sample is from the others."""
+    x = torch.randn(shape) + mean
+    x[0] += first
+    x = layout(x.to(dtype))
+    values = channels_of(x)
+    var, means = torch.var_mean(values, 1, correction=0)
+    own_mean, own_var = kernels.moments(x)
+    # At most a thousand are added one by one, each with an error of 6e-8.
+    torch.testing.assert_close(own_var, var, rtol=1e-5, atol=0)
+    assert ((own_mean - means).abs() <= 5e-6 * var.sqrt()).all()
+
+
+def test_first_samples_far_from_the_others_cost_no_digits():
+    """A guess of the mean is that of the first, and all products are rounded alike here."""
+    x = torch.where(torch.rand(20_000, 3, 16) < 0.5, 2.59, 3.37)
+    x[:4] += 100.123
+    exact = channels_of(x).var(1, correction=0)
+    torch.testing.assert_close(kernels.moments(x)[1], exact, rtol=1e-6, atol=0)
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Looks for the largest tensor in float32."""
+
+    values = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if tensor.dtype == torch.float32:
+                self.values = max(self.values, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("layout", [torch.clone, channels_last])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_large_tensors_in_half_precision_are_rounded_once(dtype, layout, is_large):
+    """They are computed in pieces, in float32."""
+    x, dy = (layout(t.to(dtype)) for t in torch.randn(2, 5, 8, 300, 64))
+    mean, scale, slope, offset = torch.randn(4, 8, dtype=torch.float64)
+    center = kernels.center_of(mean, x, is_large)
+    with LargestFloat32() as largest:
+        dx = kernels.input_gradient(dy, x, center, scale, slope, offset)
+    assert largest.values <= x.numel() - x[0].numel()
+    assert dx.dtype == dtype and dx.stride() == x.stride()
+    of_channels = (slope[:, None] * (channels_of(x) - mean[:, None]), offset[:, None])
+    exact = sum(of_channels) + scale[:, None] * channels_of(dy)
+    half_ulp = torch.finfo(dtype).eps / 2 * exact.abs() + torch.finfo(dtype).smallest_normal
+    assert ((channels_of(dx) - exact).abs() <= 1.02 * half_ulp + 1e-6).all()
+    y = kernels.input_gradient(None, x, center, None, slope, offset)
+    torch.testing.assert_close(channels_of(y), sum(of_channels), rtol=1e-2, atol=1e-2)
+
+
 DATA = {
     "normal": torch.randn,
     "mask": lambda *shape: (torch.rand(shape) < 0.5).float(),

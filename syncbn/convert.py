@@ -12,33 +12,24 @@ from torch import nn
 from replication import DataParallel, ReplicaAware, patch_replication_callback
 from replication.callback import has_replication_callback
 from replication.checks import check_module
-from syncbn.batchnorm import (
-    SynchronizedBatchNorm,
-    SynchronizedBatchNorm1d,
-    SynchronizedBatchNorm2d,
-    SynchronizedBatchNorm3d,
-    SynchronizedBatchNormNd,
-    check_group_size,
-)
+from syncbn.batchnorm import SynchronizedBatchNorm, check_group_size
+from syncbn.layers import PLAIN, SYNCHRONIZED, kind_of
+from syncbn.report import summary
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-_SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.BatchNorm1d: SynchronizedBatchNorm1d,
-    nn.BatchNorm2d: SynchronizedBatchNorm2d,
-    nn.BatchNorm3d: SynchronizedBatchNorm3d,
-    nn.SyncBatchNorm: SynchronizedBatchNormNd,
-}
 #: Marks the DataParallel objects that `revert_model` has to change back.
 _CONVERTED = "_converted_by_convert_model"
-_NAMES = {plain.__name__ for plain in _SYNCHRONIZED}
-_PLAIN = {synchronized: plain for plain, synchronized in _SYNCHRONIZED.items()}
 
 
 def convert_model(
-    module: ModuleT, group_size: int | None = None, process_group: Any = None
+    module: ModuleT,
+    group_size: int | None = None,
+    process_group: Any = None,
+    *,
+    report: bool = False,
 ) -> ModuleT:
     """Makes every `torch.nn.BatchNorm1d/2d/3d` in ``module`` a synchronized one, in place.
 
@@ -53,7 +44,7 @@ def convert_model(
     in ``module``, for errors between processes.
 
     Layers of a class *derived* from batch norm, lazy ones included, may behave in any way; they
-    are left alone, with a warning that names them.
+    are left alone, with a warning that names them (or with a report, that says why).
 
     >>> net = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
     >>> type(net[1]).__name__
@@ -64,6 +55,8 @@ def convert_model(
         group_size: If given, set on every synchronized layer, those that were so before included
             (see `SynchronizedBatchNorm1d`).
         process_group: The same.
+        report: Whether to print what has become of each layer, instead of warning: the
+            `syncbn.summary` of the result.
 
     Returns:
         ``module``.
@@ -76,9 +69,9 @@ def convert_model(
     check_group_size(group_size)
     left_alone = []
     for path, submodule in module.named_modules():
-        if type(submodule) in _SYNCHRONIZED:
+        if type(submodule) in SYNCHRONIZED:
             own = submodule.__dict__.pop("process_group", None)  # of a SyncBatchNorm
-            submodule.__class__ = _SYNCHRONIZED[type(submodule)]
+            submodule.__class__ = SYNCHRONIZED[type(submodule)]
             if own is not None:
                 submodule.process_group = own
         elif isinstance(submodule, nn.DataParallel) and not has_replication_callback(submodule):
@@ -87,12 +80,9 @@ def convert_model(
             else:
                 patch_replication_callback(submodule)
             submodule.__dict__[_CONVERTED] = True
-        elif isinstance(submodule, nn.modules.batchnorm._BatchNorm) and not isinstance(
-            submodule, SynchronizedBatchNorm
-        ):
-            left_alone.append(f"`{path or '(root)'}` ({type(submodule).__name__})")
-        elif getattr(submodule, "original_name", "") in _NAMES:  # of a ScriptModule
-            left_alone.append(f"`{path or '(root)'}` (a script of {submodule.original_name})")
+        elif (kind := kind_of(submodule)) is not None and kind.name == "left alone":
+            name = type(submodule).__name__
+            left_alone.append(f"`{path or '(root)'}` ({name}, {kind.note})")
         if isinstance(submodule, ReplicaAware):
             submodule._layer_name = path or submodule._layer_name
         if isinstance(submodule, SynchronizedBatchNorm):
@@ -100,7 +90,9 @@ def convert_model(
                 submodule.group_size = group_size
             if process_group is not None:
                 submodule.process_group = process_group
-    if left_alone:
+    if report:
+        print(summary(module))
+    elif left_alone:
         warnings.warn(
             "convert_model converts torch.nn.BatchNorm1d, 2d and 3d and no class derived from "
             f"batch norm; these layers stay unsynchronized: {', '.join(left_alone)}",
@@ -123,9 +115,9 @@ def revert_model(module: ModuleT) -> ModuleT:
     """
     check_module(module)
     for submodule in module.modules():
-        if type(submodule) in _PLAIN:
+        if type(submodule) in PLAIN:
             own = submodule.process_group
-            submodule.__class__ = _PLAIN[type(submodule)]
+            submodule.__class__ = PLAIN[type(submodule)]
             for name in ("_warned", "group_size", "_process_group", "_layer_name"):
                 submodule.__dict__.pop(name, None)
             if isinstance(submodule, nn.SyncBatchNorm):
@@ -154,7 +146,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
     names = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
     before = {name: getattr(nn, name) for name in names}
     try:
-        for plain, synchronized in _SYNCHRONIZED.items():
+        for plain, synchronized in SYNCHRONIZED.items():
             if plain.__name__ in names:
                 setattr(nn, plain.__name__, synchronized)
         yield

@@ -1,0 +1,100 @@
+"""What of a network is synchronized, what is not, and why: a table to read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from torch import nn
+
+from replication.checks import check_module
+from syncbn.layers import Kind, kind_of
+
+__all__ = ["Summary", "summary"]
+
+
+class LayerSummary(NamedTuple):
+    """One layer."""
+
+    #: In the network; empty for the network itself.
+    path: str
+    #: The name of its class.
+    layer: str
+    kind: Kind
+
+
+class Summary:
+    """What `summary` has found; ``print`` it.
+
+    Attributes:
+        layers: All layers that normalize, and all that run replicas, in the order of
+            ``named_modules()``: ``path``, ``layer`` (the name of its class), and ``kind``, of
+            which ``kind.name`` is ``"synchronized"``, ``"plain"`` (not converted),
+            ``"left alone"``, ``"by sample"`` (nothing to synchronize), or ``"wrapper"``, and
+            ``kind.note`` says why.
+    """
+
+    def __init__(self, layers: tuple[LayerSummary, ...]) -> None:
+        self.layers = layers
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self.layers)} layers>"
+
+    def paths(self, kind: str) -> list[str]:
+        """The paths of all layers of one kind."""
+        return [layer.path for layer in self.layers if layer.kind.name == kind]
+
+    def __str__(self) -> str:
+        rows = [
+            (f"`{path or '(root)'}`", layer, kind.name, kind.note)
+            for path, layer, kind in self.layers
+            if kind.name != "by sample"
+        ]
+        by_sample = Counter(la.layer for la in self.layers if la.kind.name == "by sample")
+        rows += [
+            (f"{count} of them", layer, "left alone", "normalizes each sample by itself")
+            for layer, count in sorted(by_sample.items())
+        ]
+        if not rows:
+            return "No layer normalizes over the batch."
+        table = [("path", "layer", "", "note"), *rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        counts = {name: len(self.paths(name)) for name in ("synchronized", "plain", "left alone")}
+        lines.append(
+            f"{counts['synchronized']} synchronized, {counts['plain']} not converted, "
+            f"{counts['left alone']} left alone that normalize over the batch."
+        )
+        return "\n".join(lines)
+
+
+def summary(module: nn.Module) -> Summary:
+    """Lists the layers of a network that normalize, and says which of them are synchronized.
+
+    >>> from syncbn import convert_model
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8))
+    >>> print(summary(convert_model(net)))
+    path       layer                                  note
+    `1`        SynchronizedBatchNorm2d  synchronized
+    1 of them  GroupNorm                left alone    normalizes each sample by itself
+    1 synchronized, 0 not converted, 0 left alone that normalize over the batch.
+
+    Args:
+        module: A layer or a network, converted or not, wrapped or not.
+
+    Returns:
+        The list, to be printed.
+
+    Raises:
+        TypeError: ``module`` is no module.
+    """
+    check_module(module)
+    kinds = ((path, part, kind_of(part)) for path, part in module.named_modules())
+    # The class's name, that of a script is that of what it was made of.
+    return Summary(
+        tuple(
+            LayerSummary(path, getattr(part, "original_name", type(part).__name__), kind)
+            for path, part, kind in kinds
+            if kind is not None
+        )
+    )

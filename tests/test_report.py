@@ -1,0 +1,124 @@
+"""What `summary` says of a network, and `convert_model(report=True)` prints."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from replication import DataParallel, patch_replication_callback
+from syncbn import SynchronizedBatchNorm1d, convert_model, summary
+
+
+class Activated(nn.BatchNorm2d):
+    """A layer that does more than its base."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class Mine(SynchronizedBatchNorm1d):
+    """A user's own synchronized layer."""
+
+
+def network() -> nn.Module:
+    """A layer of every kind."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit
+        scripted = torch.jit.trace(nn.BatchNorm2d(8).eval(), torch.randn(2, 8, 3, 3))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        Activated(8),
+        nn.LazyBatchNorm2d(),
+        nn.GroupNorm(2, 8),
+        nn.Sequential(nn.GroupNorm(2, 8), nn.InstanceNorm2d(8)),
+        scripted,
+        nn.SyncBatchNorm(8),
+        nn.BatchNorm3d(8).eval(),
+        Mine(8),
+    )
+
+
+def kinds(net: nn.Module) -> dict[str, str]:
+    return {layer.path: layer.kind.name for layer in summary(net).layers}
+
+
+def test_every_layer_that_normalizes_is_listed_with_its_kind():
+    expected = {
+        "1": "plain",
+        "2": "left alone",
+        "3": "left alone",
+        "4": "by sample",
+        "5.0": "by sample",
+        "5.1": "by sample",
+        "6": "left alone",
+        "7": "plain",
+        "8": "plain",
+        "9": "synchronized",
+    }
+    net = network()
+    assert kinds(net) == expected
+    with pytest.warns(UserWarning, match="unsynchronized"):
+        convert_model(net)
+    assert kinds(net) == {k: v.replace("plain", "synchronized") for k, v in expected.items()}
+
+
+def test_what_is_left_alone_is_what_the_warning_names():
+    net = network()
+    with pytest.warns(UserWarning) as caught:
+        convert_model(net)
+    text = str(caught[0].message)
+    for layer in summary(net).layers:
+        assert (f"`{layer.path}` (" in text) == (layer.kind.name == "left alone"), layer
+
+
+def test_a_report_is_printed_instead_of_a_warning_and_reads_as_a_table(capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net = convert_model(DataParallel(network(), ["cpu"] * 2), group_size=2, report=True)
+    assert capsys.readouterr().out == f"{summary(net)}\n"
+    lines = str(summary(net)).splitlines()
+    begins = lines[0].index("layer"), lines[0].index("note")
+    assert all(len(line) <= 110 for line in lines)
+    for line in lines[:-1]:
+        assert all(line[begin - 2 : begin].strip() == "" for begin in begins)
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
+    assert rows["`module.1`"] == "SynchronizedBatchNorm2d synchronized in groups of 2"
+    assert rows["`(root)`"] == "DataParallel wrapper connects the copies of its layers"
+    assert rows["`module.2`"].startswith("Activated left alone derived from BatchNorm2d")
+    assert rows["`module.3`"].startswith("LazyBatchNorm2d left alone lazy")
+    assert rows["`module.6`"].startswith("BatchNorm2d left alone a script")
+    assert "in eval()" in rows["`module.8`"]
+    assert rows["1"] == "of them InstanceNorm2d left alone normalizes each sample by itself"
+    assert rows["2"] == "of them GroupNorm left alone normalizes each sample by itself"
+    assert lines[-1].startswith("4 synchronized, 0 not converted, 3 left alone")
+
+
+@pytest.mark.parametrize(
+    ("wrap", "note"),
+    [
+        (nn.DataParallel, "does not connect copies"),
+        (DataParallel, "connects the copies"),
+        (lambda net: patched(nn.DataParallel(net)), "connects the copies"),
+    ],
+)
+def test_a_wrapper_says_whether_it_connects_copies(wrap, note):
+    (wrapper,) = summary(wrap(nn.Linear(2, 2))).layers
+    assert wrapper.kind.note.startswith(note)
+
+
+def patched(model):
+    patch_replication_callback(model)
+    return model
+
+
+def test_nothing_to_list():
+    assert str(summary(nn.Linear(2, 2))) == "No layer normalizes over the batch."
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match="Module"):
+        summary([nn.BatchNorm1d(3)])

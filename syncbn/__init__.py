@@ -9,10 +9,13 @@ from syncbn.batchnorm import (
     set_sbn_eps_mode,
 )
 from syncbn.convert import convert_model, patch_sync_batchnorm, revert_model
+from syncbn.report import Summary, summary
+from syncbn.stand_in import stand_in_for
 
 __all__ = [
     "DataParallelWithCallback",
     "Difference",
+    "Summary",
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
@@ -22,5 +25,7 @@ __all__ = [
     "patch_sync_batchnorm",
     "revert_model",
     "set_sbn_eps_mode",
+    "stand_in_for",
+    "summary",
     "verify",
 ]

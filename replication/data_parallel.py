@@ -27,7 +27,7 @@ from replication.parallel_apply import parallel_apply
 from replication.replicate import replicate
 from replication.scatter import scatter_kwargs
 from replication.scattered import Scattered
-from replication.torch_internals import check_balance
+from replication.torch_internals import check_balance, uncompiled
 from replication.watch import first_failure_wins, limit_waits
 
 __all__ = [
@@ -38,6 +38,9 @@ __all__ = [
 ]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+#: Of a forward, in profiles.
+_RANGE = "DataParallel.forward"
 
 
 class DataParallel(nn.DataParallel[ModuleT]):
@@ -177,20 +180,28 @@ class DataParallel(nn.DataParallel[ModuleT]):
             self.module.to(self.src_device_obj)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if len(self.device_ids) > 1:
+            return self._on_replicas(inputs, kwargs)
         if not self.device_ids:
-            inputs, kwargs_tup = self._scatter(inputs, kwargs, None)
-            return self._alone(inputs, kwargs_tup)
-        with torch.autograd.profiler.record_function("DataParallel.forward"):
-            self._check_placement()
-            inputs, kwargs_tup = self.scatter(inputs, kwargs, self.device_ids)
-            if not inputs and not kwargs_tup:  # torch's scatter, without any argument
-                inputs, kwargs_tup = ((),), ({},)
-            if len(self.device_ids) == 1:
-                return self._alone(inputs, kwargs_tup)
+            return self._alone(*self._scatter(inputs, kwargs, None))
+        with torch.autograd.profiler.record_function(_RANGE):
+            return self._alone(*self._parts(inputs, kwargs))
+
+    @uncompiled  # what runs in threads of its own is out of the compiler's sight
+    def _on_replicas(self, inputs: Any, kwargs: Any) -> Any:
+        with torch.autograd.profiler.record_function(_RANGE):
+            inputs, kwargs_tup = self._parts(inputs, kwargs)
             replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
             limit_waits(replicas, self.timeout)
             outputs = first_failure_wins(self.parallel_apply, replicas, inputs, kwargs_tup)
             return self.gather(outputs, self.output_device)
+
+    def _parts(self, inputs: Any, kwargs: Any) -> Any:
+        self._check_placement()
+        inputs, kwargs_tup = self.scatter(inputs, kwargs, self.device_ids)
+        if not inputs and not kwargs_tup:  # torch's scatter, without any argument
+            return ((),), ({},)
+        return inputs, kwargs_tup
 
     def _alone(self, inputs: Any, kwargs: Any) -> Any:
         """On one device there is nothing to join: the output of the module, as it is."""

@@ -17,6 +17,7 @@ from replication.torch_internals import (
     COMPILED_CALL_IMPL,
     HOOKS,
     MAKE_SHELL,
+    compiled_module,
     is_compiled_wrapper,
     make_shell,
 )
@@ -54,7 +55,8 @@ def replicate(
     replica's device if they are elsewhere; the module's own parameters, buffers, submodules and
     bound methods become the replica's. Everything else is shared by all replicas and the original,
     closures that refer to the original included. Hooks of the original are run by all replicas;
-    those that a replica registers in its forward are its own.
+    those that a replica registers in its forward are its own. What is compiled, by
+    ``module.compile()`` or ``torch.compile(module)``, runs uncompiled in replicas.
 
     Args:
         module: Any module; parameters and submodules may be shared (tied) or ``None``.
@@ -65,20 +67,22 @@ def replicate(
         The replicas, in the order of ``devices``; no replicas for no devices.
 
     Raises:
-        TypeError: ``module`` is no module, or is or contains what ``torch.compile(module)``
-            returns, or a ScriptModule.
+        TypeError: ``module`` is no module, or is or contains a ScriptModule, or what
+            ``torch.compile(module)`` returns with hooks of its own.
         ValueError: This machine has no such device.
     """
     check_module(module)
     targets = usable_devices(devices)
-    modules = list(module.modules())
-    for submodule in modules:
-        if is_compiled_wrapper(submodule):
-            # Its attributes are the original's: emptying a shell would empty the original.
+    wrappers = [m for m in module.modules() if is_compiled_wrapper(m)]
+    for wrapper in wrappers:
+        if any(vars(wrapper).get(name) for name in HOOKS):
             raise TypeError(
-                "what torch.compile(module) returns cannot be replicated; "
-                "compile in place instead: module.compile()"
+                "what torch.compile(module) returns has hooks of its own, which replicas would "
+                "not run, as they run the module itself; register them on the module"
             )
+    # A wrapper's attributes are those of what it wraps; so are its replicas.
+    modules = [m for m in compiled_module(module).modules() if not is_compiled_wrapper(m)]
+    for submodule in modules:
         if isinstance(submodule, torch.jit.ScriptModule):
             raise TypeError("a ScriptModule cannot be replicated; wrap the module it was made of")
     methods = [getattr(submodule, MAKE_SHELL) for submodule in modules]
@@ -95,6 +99,7 @@ def replicate(
     ):
         # The copy of each parameter, buffer and submodule, by the identity of the original.
         copied = dict(zip(originals, (*own_parameters, *own_buffers, *copies), strict=True))
+        copied |= {id(wrapper): copied[id(compiled_module(wrapper))] for wrapper in wrappers}
         for of_submodule, copy in zip(parts, copies, strict=True):
             of_submodule.fill(copy, copied, device)
     return [cast(ModuleT, copies[0]) for copies in shells]

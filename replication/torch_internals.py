@@ -50,6 +50,7 @@ __all__ = [
     "TreeSpec",
     "beside_selective_checkpoints",
     "check_balance",
+    "compiled_module",
     "current_backward",
     "device_of_group",
     "is_batched",
@@ -155,6 +156,11 @@ def is_compiled_wrapper(module: object) -> bool:
         "torch._dynamo.eval_frame",
         "OptimizedModule",
     )
+
+
+def compiled_module(module: Any) -> nn.Module:
+    """What the wrapper that ``torch.compile(module)`` returns wraps; or else ``module``."""
+    return module._orig_mod if is_compiled_wrapper(module) else module  # type: ignore[no-any-return]
 
 
 def in_functorch_transform() -> bool:

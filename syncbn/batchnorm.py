@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
 from replication.checks import is_int
-from replication.torch_internals import beside_selective_checkpoints
+from replication.torch_internals import beside_selective_checkpoints, uncompiled
 from syncbn.functional import (
     Denominator,
     Shard,
@@ -125,8 +125,10 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         if not self.training:
             return self._evaluated(input)
         group = self.group
-        if group.size == 1:
-            return super().forward(input)
+        return super().forward(input) if group.size == 1 else self._synchronized(input, group)
+
+    @uncompiled  # its nodes speak to each other beside the graph
+    def _synchronized(self, input: Tensor, group: Group) -> Tensor:
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         self._check_synchronized_input(input)
         denominator = Denominator(self.eps, clamps=_eps_mode == "clamp")

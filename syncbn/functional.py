@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from replication.replica_group import ordinary
-from replication.torch_internals import is_batched, uncompiled, will_run
+from replication.torch_internals import is_batched, will_run
 from syncbn import kernels
 
 __all__: list[str] = []
@@ -180,7 +180,6 @@ def output_without_moments(
     return torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
 
 
-@uncompiled  # its nodes speak to each other beside the graph
 def synchronized_batch_norm(
     x: Tensor,
     weight: Tensor | None,

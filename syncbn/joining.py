@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication.torch_internals import is_batched, sees_saved_tensors, uncompiled
+from replication.torch_internals import is_batched, sees_saved_tensors
 from syncbn import kernels
 from syncbn.functional import (
     Begun,
@@ -56,7 +56,6 @@ class Normalized(NamedTuple):
     whole: Whole
 
 
-@uncompiled  # it asks what the compiler does not know
 def is_small(x: Tensor) -> bool:
     """Whether a shard may be sent as it is.
 

@@ -93,14 +93,6 @@ def test_a_closure_that_refers_to_the_original_is_warned_of():
 # -- modules that cannot be replicated ---------------------------------------------------------
 
 
-def test_what_compile_returns_is_refused_and_left_whole():
-    net = nn.Sequential(torch.compile(nn.Linear(3, 2), backend="eager"), nn.Linear(2, 2))
-    before = list(net.state_dict())
-    with pytest.raises(TypeError, match=r"compile in place instead: module.compile\(\)"):
-        DataParallel(net, ["cpu"] * 2)(torch.randn(4, 3))
-    assert list(net.state_dict()) == before
-
-
 def test_torch_func_is_refused_instead_of_losing_derivatives():
     model = DataParallel(nn.Linear(3, 1).requires_grad_(False), ["cpu"] * 2)
     with pytest.raises(RuntimeError, match=r"torch.func transforms do not reach"):

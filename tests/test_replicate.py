@@ -558,13 +558,6 @@ def test_bound_method_of_something_else_is_shared():
     assert arrived([method, torch.ones(1)])[0] == method
 
 
-def test_wrapper_of_torch_compile_is_refused():
-    # The wrapper's real class takes seconds to import; it is known by its name.
-    wrapper = type("OptimizedModule", (nn.ReLU,), {"__module__": "torch._dynamo.eval_frame"})
-    with pytest.raises(TypeError, match=r"compile in place instead: module\.compile\(\)"):
-        replicate(nn.Sequential(wrapper()), ["cpu"] * 2)
-
-
 def test_module_that_is_not_registered_is_shared():
     foreign = nn.Linear(2, 2)
     assert arrived([foreign])[0] is foreign

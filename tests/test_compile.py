@@ -1,0 +1,195 @@
+"""`torch.compile` around, inside and beside replicas: the numbers stay those of one device."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from replication import DataParallel, replicate
+from syncbn import convert_model
+
+needs_gloo = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()),
+    reason="this torch has no gloo",
+)
+#: The first two trace and differentiate as the last one does, which needs a C++ compiler.
+BACKENDS = ["eager", "aot_eager", "inductor"]
+HAS_CPP_COMPILER = bool(shutil.which("g++") or shutil.which("clang++"))
+needs_cpp_compiler = pytest.mark.skipif(not HAS_CPP_COMPILER, reason="there is no C++ compiler")
+backends = pytest.mark.parametrize(
+    "backend", [*BACKENDS[:2], pytest.param(BACKENDS[2], marks=needs_cpp_compiler)]
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler_has_its_threads() -> None:
+    """Which it starts once, and which are not what a test has left running."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        torch.compile(torch.sin, backend=BACKENDS[-1 if HAS_CPP_COMPILER else -2])(torch.ones(1))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is known of the functions that other tests have compiled."""
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        yield
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+        nn.BatchNorm1d(5),
+    ).double()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """A batch that two replicas share unevenly, and an upstream gradient."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(7, 3, 4, 4, dtype=torch.float64, generator=generator)
+    return x, torch.randn(7, 5, dtype=torch.float64, generator=generator)
+
+
+def stepped(model: Callable[[Tensor], Tensor], net: nn.Module) -> list[Tensor]:
+    """What two steps of training give: outputs, gradients and buffers."""
+    x, upstream = data()
+    found = []
+    for factor in (1, 2):
+        y = model(factor * x)
+        y.backward(upstream)
+        found += [y.detach(), *(p.grad.clone() for p in net.parameters())]
+        found += [b.clone() for b in net.buffers()]
+    return found
+
+
+def assert_is_that_of_one_device(found: list[Tensor]) -> None:
+    plain = network()
+    torch.testing.assert_close(found, stepped(plain, plain), rtol=1e-9, atol=1e-9)
+
+
+@backends
+def test_evaluation_compiles_into_one_graph(backend):
+    net = convert_model(network()).eval()
+    x, _ = data()
+    compiled = torch.compile(net, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(x), network().eval()(x))
+
+
+@backends
+def test_training_without_replicas_compiles_into_one_graph(backend):
+    net = convert_model(network())
+    assert_is_that_of_one_device(stepped(torch.compile(net, backend=backend, fullgraph=True), net))
+
+
+def in_place(net: nn.Module, backend: str) -> nn.Module:
+    net.compile(backend=backend)
+    return DataParallel(net, ["cpu"] * 2)
+
+
+def wrapped(net: nn.Module, backend: str) -> nn.Module:
+    return DataParallel(torch.compile(net, backend=backend), ["cpu"] * 2)
+
+
+def layers_wrapped(net: nn.Sequential, backend: str) -> nn.Module:
+    for index in (0, 1, 4):
+        net[index] = torch.compile(net[index], backend=backend)
+    return DataParallel(net, ["cpu"] * 2)
+
+
+def replicas_wrapped(net: nn.Module, backend: str) -> nn.Module:
+    return torch.compile(DataParallel(net, ["cpu"] * 2), backend=backend)
+
+
+WAYS = [in_place, wrapped, layers_wrapped, replicas_wrapped]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_replicas_of_what_is_compiled_train_as_one_device(way, backend):
+    net = convert_model(network())
+    assert_is_that_of_one_device(stepped(way(net, backend), net))
+
+
+class Compiled(nn.Module):
+    """A network whose forward is a compiled function, which all replicas call at once."""
+
+    def __init__(self, net: nn.Module, backend: str) -> None:
+        super().__init__()
+        self.net = net
+        self.function = torch.compile(lambda net, x: net(x), backend=backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.net, x)
+
+
+@backends
+def test_a_compiled_function_is_called_by_several_replicas(backend):
+    net = convert_model(network())
+    assert_is_that_of_one_device(stepped(DataParallel(Compiled(net, backend), ["cpu"] * 3), net))
+
+
+def test_a_wrapper_is_left_whole_and_its_replicas_are_of_what_it_wraps():
+    net = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    net.append(torch.compile(net[0], backend="eager"))  # tied
+    net.others = [net[2]]
+    names = list(net.state_dict())
+    for replica in replicate(net, ["cpu"] * 2):
+        assert type(replica[2]) is nn.Linear
+        assert replica[2] is replica[0] is replica.others[0]
+        assert replica[0] is not net[0]
+    assert list(net.state_dict()) == names
+    assert "_orig_mod" in dict(net[2].named_children())
+
+
+def test_hooks_of_a_wrapper_are_refused_instead_of_forgotten():
+    wrapper = torch.compile(nn.Linear(3, 2), backend="eager")
+    wrapper.register_forward_hook(print)
+    with pytest.raises(TypeError, match="hooks of its own"):
+        DataParallel(nn.Sequential(wrapper), ["cpu"] * 2)(torch.randn(4, 3))
+
+
+def in_processes(rank: int) -> list[list[Tensor]]:
+    """Steps of networks that are compiled before and after DDP wraps them."""
+    warnings.simplefilter("ignore")  # the compiler's own
+    x, upstream = (t[:4] if rank == 0 else t[4:] for t in data())
+    found = []
+    for compiles_first in (True, False):
+        net = convert_model(network())
+        if compiles_first:
+            model = DistributedDataParallel(torch.compile(net, backend="eager"))
+        else:
+            model = torch.compile(DistributedDataParallel(net), backend="eager")
+        results = []
+        for factor in (1, 2):
+            y = model(factor * x)
+            y.backward(2 * upstream)  # DDP takes the mean over the ranks
+            results += [y.detach(), *(p.grad.clone() for p in net.parameters())]
+            results += [b.clone() for b in net.buffers()]
+        found.append(results)
+    return found
+
+
+@needs_gloo
+def test_compiled_networks_train_between_processes():
+    plain = network()
+    expected = stepped(plain, plain)
+    per_step = len(expected) // 2
+    for first, second in zip(*run_ranks(2, in_processes), strict=True):
+        joined = list(first)
+        for index in (0, per_step):
+            joined[index] = torch.cat([first[index], second[index]])
+        torch.testing.assert_close(joined, expected, rtol=1e-9, atol=1e-9)

@@ -83,7 +83,8 @@ def one_interrupt() -> Iterator[None]:
 
 
 def _is_at_rest(thread: threading.Thread) -> bool:
-    if isinstance(thread, threading._DummyThread):  # made by torch's autograd engine
+    # Made by torch's autograd engine, or by a progress bar of what torch uses, to stay.
+    if isinstance(thread, threading._DummyThread) or type(thread).__module__.startswith("tqdm."):
         return True
     frame = sys._current_frames().get(thread.ident or 0)
     if not thread.is_alive() or frame is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from replication.callback import has_replication_callback
 from syncbn.batchnorm import (
@@ -59,7 +60,10 @@ def kind_of(module: nn.Module) -> Kind | None:
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, _BatchNorm):
         return Kind("left alone", "lazy: call the network once, and convert it then")
     if isinstance(module, _BatchNorm):
-        base = next(c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch."))
+        kind = type_before_parametrizations(module)
+        if kind in SYNCHRONIZED:
+            return Kind("left alone", "parametrized: convert before torch.nn.utils.parametrize")
+        base = next(c.__name__ for c in kind.__mro__ if c.__module__.startswith("torch."))
         return Kind("left alone", f"derived from {base.lstrip('_')}, may compute anything")
     name = getattr(module, "original_name", "")
     if name in _NAMES:  # of a ScriptModule

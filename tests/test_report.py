@@ -115,6 +115,20 @@ def patched(model):
     return model
 
 
+@pytest.mark.parametrize(
+    ("layer", "note"),
+    [
+        (nn.BatchNorm2d, "parametrized: convert before torch.nn.utils.parametrize"),
+        (Activated, "derived from BatchNorm2d, may compute anything"),
+    ],
+)
+def test_a_parametrized_layer_says_what_it_is_underneath(layer, note):
+    parametrized = nn.utils.parametrizations.spectral_norm(layer(3))
+    assert summary(parametrized).layers[0].kind == ("left alone", note)
+    converted = nn.utils.parametrizations.spectral_norm(convert_model(nn.BatchNorm2d(3)))
+    assert summary(converted).layers[0].kind.name == "synchronized"
+
+
 def test_nothing_to_list():
     assert str(summary(nn.Linear(2, 2))) == "No layer normalizes over the batch."
 

@@ -130,19 +130,20 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
     @uncompiled  # its nodes speak to each other beside the graph
     def _synchronized(self, input: Tensor, group: Group) -> Tensor:
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        self._check_synchronized_input(input)
+        weight, bias = self.weight, self.bias  # once: a parametrization computes them anew
+        self._check_synchronized_input(input, weight, bias)
         denominator = Denominator(self.eps, clamps=_eps_mode == "clamp")
         if isinstance(group, ReplicaGroup) and is_small(input) and not group.recomputes:
-            part = Part(input, self.weight, self.bias, denominator)
+            part = Part(input, weight, bias, denominator)
             reply: Normalized = self._sent(group, part, input.dtype, requires_grad=True)
             if reply.y is None:
-                return output_without_moments(reply.whole, input, self.weight, self.bias)
+                return output_without_moments(reply.whole, input, weight, bias)
             return reply.y
         with beside_selective_checkpoints():
             y, whole = synchronized_batch_norm(
                 input,
-                self.weight,
-                self.bias,
+                weight,
+                bias,
                 denominator,
                 partial(self._exchange, group, input.dtype),
             )
@@ -197,7 +198,9 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         self._kept_calls.keep(shard, whole)
         return whole
 
-    def _check_synchronized_input(self, input: Tensor) -> None:
+    def _check_synchronized_input(
+        self, input: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> None:
         """Raises on what torch's kernels would refuse, before anyone waits for this replica."""
         name = type(self).__name__
         if input.size(1) != self.num_features:
@@ -215,8 +218,12 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         allowed = {input.dtype}
         if input.dtype in (torch.float16, torch.bfloat16):
             allowed.add(torch.float32)
-        for key in ("weight", "bias", "running_mean", "running_var"):
-            tensor = getattr(self, key)
+        for key, tensor in (
+            ("weight", weight),
+            ("bias", bias),
+            ("running_mean", self.running_mean),
+            ("running_var", self.running_var),
+        ):
             if tensor is None:
                 continue
             if tensor.numel() != self.num_features:

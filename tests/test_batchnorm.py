@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sharded import randomized, run_sharded
-from torch import nn
+from torch import Tensor, nn
 
 from replication import (
     DataParallel,
@@ -608,3 +608,28 @@ def test_the_original_keeps_nothing_of_a_forward():
     before = set(vars(layer))
     DataParallel(layer, ["cpu"] * 2)(torch.randn(4, 3))
     assert set(vars(layer)) - before <= {"_warned"}
+
+
+class Counting(nn.Module):
+    """A parametrization that changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return weight
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_replica_asks_for_its_weight_once(training):
+    """As `nn.BatchNorm` does: each time a parametrized one is computed, and may learn."""
+    layer = SynchronizedBatchNorm1d(3).train(training)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Counting())
+    replicas = replicate(layer, ["cpu"] * 2)
+    execute_replication_callbacks(replicas)
+    counters = [replica.parametrizations["weight"][0] for replica in replicas]
+    before = [counter.calls for counter in counters]
+    parallel_apply(replicas, [(torch.randn(4, 3),)] * 2)
+    assert [counter.calls - b for counter, b in zip(counters, before, strict=True)] == [1, 1]

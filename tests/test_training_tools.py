@@ -1,0 +1,741 @@
+"""What torch offers beside the training loop, around and inside replicas: one device's numbers.
+
+Averages of weights, parametrizations, functional calls, optimizers, scaled losses. Each use is run
+twice over some batches, on a network with `nn.BatchNorm` that sees them whole, and on replicas of
+the converted one; everything it gives, gradients, parameters and buffers must agree.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from layers import Numbered
+from sharded import randomized
+from stepping import batch, network, ours, wraps
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+
+from replication import DataParallel
+from syncbn import convert_model
+
+#: None divides by 3; the second keeps two of three replicas busy.
+SIZES = (7, 4, 5, 8)
+
+replicas = pytest.mark.parametrize("n", [2, 3])
+
+Batches = list[tuple[Tensor, Tensor]]
+Use = Callable[[nn.Module, Batches], Sequence[Any]]
+
+
+def inner(model: nn.Module) -> Any:
+    """The network itself, with or without replicas."""
+    return model.module if isinstance(model, nn.DataParallel) else model
+
+
+def assert_alike(
+    use: Use,
+    wrap: Callable[[nn.Module, int], nn.Module],
+    n: int,
+    make: Callable[[], nn.Module] = network,
+    **tolerances: float,
+) -> None:
+    """Asserts that ``use(model, batches)`` gives and leaves the same with and without replicas."""
+    seen = []
+    for replicated in (False, True):
+        torch.manual_seed(0)
+        net = make()  # anew: not every network can be copied
+        model = wrap(convert_model(net), n) if replicated else net
+        batches = [batch(samples) for samples in SIZES]
+        results = list(use(model, batches))
+        grads = [parameter.grad for parameter in model.parameters()]
+        seen.append([results, grads, list(model.state_dict().values())])
+    for expected, actual in zip(*seen, strict=True):
+        torch.testing.assert_close(actual, expected, **tolerances)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> list[Tensor]:
+    """What each step gives."""
+    seen: list[Tensor] = []
+    for x, dy in batches:
+        x.requires_grad_()
+        optimizer.zero_grad()
+        y = model(x)
+        y.backward(dy)
+        optimizer.step()
+        seen += [y, x.grad]
+    return seen
+
+
+# -- frozen for a while ------------------------------------------------------------------------
+
+
+def freeze_block(net: Any) -> None:
+    net[:3].eval().requires_grad_(False)
+
+
+def freeze_named(net: nn.Module, ending: str) -> None:
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(not name.endswith(ending))
+
+
+def freeze_all_but_norms(net: Any) -> None:
+    net.requires_grad_(False)
+    net[0].requires_grad_(True)
+    net[2].requires_grad_(True)
+
+
+FREEZES: dict[str, Callable[[Any], object]] = {
+    "one layer in eval": lambda net: net[0].eval(),
+    "all layers in eval": lambda net: [net[0].eval(), net[2].eval()],
+    "a block": freeze_block,
+    "a block that learns statistics": lambda net: net[:3].requires_grad_(False),
+    "weights": lambda net: freeze_named(net, "weight"),
+    "biases": lambda net: freeze_named(net, "bias"),
+    "all but the normalizations": freeze_all_but_norms,
+}
+
+
+@wraps
+@replicas
+@pytest.mark.parametrize("freeze", FREEZES.values(), ids=FREEZES)
+def test_what_is_frozen_stays_and_trains_on_when_it_is_thawed(freeze, n, wrap):
+    def use(model: nn.Module, batches: Batches) -> list[Tensor]:
+        freeze(inner(model))
+        optimizer = sgd(model)
+        seen = train(model, optimizer, batches[:2])
+        seen += copy.deepcopy(list(model.state_dict().values()))
+        model.train().requires_grad_(True)
+        return seen + train(model, optimizer, batches[2:])
+
+    assert_alike(use, wrap, n)
+
+
+class KeepsStatistics(nn.Module):
+    """Never trains the statistics of its body, whatever mode it is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = network(), nn.BatchNorm1d(2), nn.Linear(2, 2)
+
+    def train(self, mode: bool = True) -> KeepsStatistics:
+        super().train(mode)
+        self.body.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.body(x)))
+
+
+class WithoutGraph(KeepsStatistics):
+    """Trains its head alone, on a body that is run without a graph and learns statistics."""
+
+    def train(self, mode: bool = True) -> WithoutGraph:
+        nn.Module.train(self, mode)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            features = self.body(x)
+        return self.head(self.norm(features))
+
+
+@wraps
+@replicas
+@pytest.mark.parametrize("make", [KeepsStatistics, WithoutGraph])
+def test_a_network_that_freezes_a_part_of_itself(make, n, wrap):
+    def use(model: nn.Module, batches: Batches) -> list[Any]:
+        optimizer = sgd(model.train())
+        return [step for one in batches for step in train(model.train(), optimizer, [one])]
+
+    assert_alike(use, wrap, n, lambda: make().double())
+
+
+# -- averages of weights -----------------------------------------------------------------------
+
+AVERAGES: dict[str, Callable[[nn.Module], AveragedModel]] = {
+    "plain": AveragedModel,
+    "plain, with buffers": lambda model: AveragedModel(model, use_buffers=True),
+    "exponential": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7)),
+    "exponential, with buffers": lambda model: AveragedModel(
+        model, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=True
+    ),
+}
+
+
+@wraps
+@replicas
+@pytest.mark.parametrize("average", AVERAGES.values(), ids=AVERAGES)
+@pytest.mark.parametrize("of", ["the model", "the module"])
+def test_an_average_follows_the_training_and_has_no_part_in_it(average, of, n, wrap):
+    """It evaluates, and trains, on replicas of its own where the model does."""
+
+    def use(model: nn.Module, batches: Batches) -> list[Any]:
+        averaged = model if of == "the model" else inner(model)
+        optimizer = sgd(model)
+        mean = None
+        seen: list[Any] = []
+        for x, dy in batches:
+            optimizer.zero_grad()
+            y = model(x)
+            if mean is None:  # while a graph is there
+                mean = average(averaged)
+            y.backward(dy)
+            optimizer.step()
+            mean.update_parameters(averaged)
+            seen += [mean.eval()(x), mean.train()(x)]
+        return [*seen, list(mean.state_dict().values())]
+
+    assert_alike(use, wrap, n)
+
+
+@wraps
+def test_an_average_shares_no_tensor_with_the_model(wrap):
+    model = wrap(convert_model(network()), 3)
+    x, dy = batch(7)
+    y = model(x)
+    mean = AveragedModel(model)
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    for tensor in mean.state_dict().values():
+        tensor.zero_()
+    torch.testing.assert_close(list(model.state_dict().values()), before, rtol=0, atol=0)
+    y.backward(dy)
+    assert all(parameter.grad is None for parameter in mean.parameters())
+
+
+ARRANGED: dict[str, Callable[[Any, Any], nn.Module]] = {
+    "the model": lambda model, wrap: model,
+    "an average of the model": lambda model, wrap: AveragedModel(model),
+    "replicas of an average": lambda model, wrap: wrap(AveragedModel(inner(model))),
+}
+
+
+@wraps
+@replicas
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("arrange", ARRANGED.values(), ids=ARRANGED)
+def test_statistics_are_estimated_anew_over_all_batches(arrange, momentum, n, wrap):
+    def use(model: nn.Module, batches: Batches) -> list[Any]:
+        replicated = isinstance(model, nn.DataParallel)
+        arranged = arrange(model, lambda net: wrap(net, n) if replicated else net)
+        train(model, sgd(model), batches)
+        update_bn(batches[:3], arranged.eval())
+        assert not arranged.training
+        norms = [layer for layer in arranged.modules() if isinstance(layer, nn.BatchNorm1d)]
+        assert [layer.momentum for layer in norms] == [momentum] * 2
+        return [arranged(batches[3][0]), *arranged.buffers()]
+
+    def make() -> nn.Module:
+        net = network()
+        net[0].momentum = net[2].momentum = momentum
+        return net
+
+    assert_alike(use, wrap, n, make)
+
+
+@wraps
+@replicas
+def test_stochastic_weight_averaging_as_a_whole(n, wrap):
+    """As in torch's own manual: schedulers, an average, and its statistics in the end."""
+
+    def use(model: nn.Module, batches: Batches) -> list[Any]:
+        optimizer = sgd(model)
+        mean = AveragedModel(model)
+        annealing = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
+        constant = SWALR(optimizer, swa_lr=0.02, anneal_epochs=2)
+        seen: list[Any] = []
+        for epoch in range(6):
+            seen += train(model, optimizer, batches[epoch % 4 :])
+            seen += annealing.get_last_lr()
+            if epoch < 3:
+                annealing.step()
+            else:
+                mean.update_parameters(model)
+                constant.step()
+        update_bn(batches, mean)
+        return [*seen, mean.eval()(batches[0][0]), list(mean.state_dict().values())]
+
+    assert_alike(use, wrap, n)
+
+
+@wraps
+def test_an_average_of_the_model_is_loaded_as_one_of_a_plain_network(wrap):
+    """Whose names lack that of the wrapper, as the names of its ``module.state_dict()`` do."""
+    model = wrap(convert_model(network()), 3)
+    mean = AveragedModel(model, use_buffers=True)
+    optimizer = sgd(model)
+    for _ in range(2):
+        train(model, optimizer, [batch(7)])
+        mean.update_parameters(model)
+    plain = AveragedModel(network())
+    state = mean.state_dict()
+    nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
+    plain.load_state_dict(state)
+    assert plain.n_averaged == 2
+    x, _ = batch(5)
+    torch.testing.assert_close(mean.eval()(x), plain.eval()(x))
+
+
+# -- functional calls --------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    """A model with a module around it: torch does not call a DataParallel itself functionally."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+def test_torch_refuses_functional_calls_of_the_wrapper_itself():
+    model = DataParallel(convert_model(network()), ["cpu"] * 2)
+    with pytest.raises(RuntimeError, match="stateless API can't be used with"):
+        functional_call(model, dict(model.named_parameters()), (batch(4)[0],))
+
+
+@wraps
+@replicas
+@pytest.mark.parametrize("which", ["parameters", "buffers too"])
+def test_a_functional_call_uses_what_it_is_given(which, n, wrap):
+    """Gradients arrive there, and what is learnt; the model's own keep out of it."""
+
+    def use(model: nn.Module, batches: Batches) -> list[Any]:
+        holder = Holder(model)
+        parameters = {
+            name: torch.randn_like(parameter).requires_grad_()
+            for name, parameter in holder.named_parameters()
+        }
+        buffers = {}
+        if which == "buffers too":
+            buffers = {name: (buffer + 2).clone() for name, buffer in holder.named_buffers()}
+        outputs = [functional_call(holder, {**parameters, **buffers}, (x,)) for x, _ in batches]
+        holder.eval()
+        outputs.append(functional_call(holder, {**parameters, **buffers}, (batches[0][0],)))
+        upstream = [dy for _, dy in batches] + [batches[0][1].cos()]
+        torch.autograd.backward(outputs, upstream)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return [outputs, [p.grad for p in parameters.values()], list(buffers.values())]
+
+    assert_alike(use, wrap, n)
+
+
+@wraps
+@replicas
+def test_gradients_flow_through_parameters_that_have_made_a_step(n, wrap):
+    """As in MAML: the second call is given what the first one's gradients have made of them."""
+
+    def use(model: nn.Module, batches: Batches) -> list[Any]:
+        holder = Holder(model)
+        optimizer = sgd(model)
+        seen: list[Any] = []
+        for (x, dy), (z, dz) in (batches[:2], batches[2:]):
+            optimizer.zero_grad()
+            names, parameters = zip(*holder.named_parameters(), strict=True)
+            grads = torch.autograd.grad(holder(x), parameters, dy, create_graph=True)
+            fast = [p - 0.1 * grad for p, grad in zip(parameters, grads, strict=True)]
+            y = functional_call(holder, dict(zip(names, fast, strict=True)), (z,))
+            y.backward(dz)
+            optimizer.step()
+            seen += [y, *fast]
+        return seen
+
+    assert_alike(use, wrap, n)
+
+
+class Modulated(nn.Module):
+    """Calls its network with weights that it has made, and with statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+        self.gain = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+        self.register_buffer("mean", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        conv, norm = self.net[1], self.net[2]
+        given = {
+            "0.running_mean": self.mean,
+            "1.weight": conv.weight * self.gain,
+            "1.bias": conv.bias + self.gain,
+            "2.weight": norm.weight * self.gain,
+        }
+        return functional_call(self.net, given, (x,)) + self.net(x.cos())
+
+
+@wraps
+@replicas
+def test_a_functional_call_inside_a_replica(n, wrap):
+    def use(model: nn.Module, batches: Batches) -> list[Any]:
+        seen = train(model, sgd(model), batches)
+        return [*seen, model.eval()(batches[0][0])]
+
+    assert_alike(use, wrap, n, Modulated)
+
+
+# -- parametrizations --------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Has a parameter, and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return x * (self.scale + self.calls)
+
+
+class Tied(nn.Module):
+    """Adds another layer's weight, which it does not own."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.others = [layer.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.others[0][: len(x)]
+
+
+def old(function: Callable[..., object], *args: Any) -> None:
+    """A hook of the older kind, which newer releases of torch advise against."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        function(*args)
+
+
+WAYS: dict[str, Callable[[Any], object]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": lambda m: parametrizations.spectral_norm(m, n_power_iterations=2),
+    "orthogonal, matrix_exp": lambda m: parametrizations.orthogonal(m, "weight", "matrix_exp"),
+    "orthogonal, cayley": lambda m: parametrizations.orthogonal(m, "weight", "cayley"),
+    "orthogonal, householder": lambda m: parametrizations.orthogonal(m, "weight", "householder"),
+    "own": lambda m: register_parametrization(m, "weight", Scaled().double()),
+    "a chain": lambda m: parametrizations.spectral_norm(WAYS["own"](m)),
+    "old weight_norm": lambda m: old(nn.utils.weight_norm, m),
+    "old spectral_norm": lambda m: old(nn.utils.spectral_norm, m),
+    "pruned": lambda m: prune.l1_unstructured(m, "weight", amount=3),
+}
+
+
+def square(*ways: Callable[[Any], object]) -> nn.Module:
+    """Takes ``(n, 3, 2)`` to ``(n, 2)``; the ways apply to its two linear layers."""
+    layers = [nn.Flatten(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)]
+    net = randomized(nn.Sequential(*layers)).double()
+    for way in ways:
+        way(net[1])
+        way(net[4])
+    return net
+
+
+def train_and_evaluate(model: nn.Module, batches: Batches) -> list[Any]:
+    seen = train(model, sgd(model), batches)
+    return [*seen, model.eval()(batches[0][0])]
+
+
+@wraps
+@replicas
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_parametrized_network_trains_alike(way, n, wrap):
+    """Its buffers, too: those of a power iteration are written once per forward."""
+    assert_alike(train_and_evaluate, wrap, n, lambda: square(way))
+
+
+@replicas
+@pytest.mark.parametrize("way", ["weight_norm", "old weight_norm", "old spectral_norm", "pruned"])
+def test_a_recurrent_weight_may_be_parametrized(way, n):
+    """It is among the flat weights, too, which each replica has to have anew."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.norm = nn.LSTM(2, 4, batch_first=True), nn.BatchNorm1d(3)
+            self.head = nn.Linear(12, 2)
+            self.double()
+            ways = {
+                "weight_norm": parametrizations.weight_norm,
+                "old weight_norm": lambda *args: old(nn.utils.weight_norm, *args),
+                "old spectral_norm": lambda *args: old(nn.utils.spectral_norm, *args),
+                "pruned": lambda *args: prune.random_unstructured(*args, amount=5),
+            }
+            ways[way](self.rnn, "weight_hh_l0")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.rnn(x)[0]).flatten(1))
+
+    assert_alike(train_and_evaluate, ours, n, Recurrent)
+
+
+@wraps
+@replicas
+def test_a_parametrization_by_the_weight_of_another_layer(n, wrap):
+    def make() -> nn.Module:
+        net = square()
+        register_parametrization(net[4], "weight", Tied(net[1]))
+        return net
+
+    assert_alike(train_and_evaluate, wrap, n, make)
+
+
+@wraps
+@replicas
+def test_the_normalization_itself_may_be_parametrized_once_it_is_converted(n, wrap):
+    def use(model: nn.Module, batches: Batches) -> list[Any]:
+        register_parametrization(inner(model)[0], "weight", Scaled().double())
+        parametrizations.spectral_norm(inner(model)[2])
+        seen = train_and_evaluate(model, batches)
+        remove_parametrizations(inner(model)[0], "weight")
+        return [*seen, *train_and_evaluate(model.train(), batches)]
+
+    assert_alike(use, wrap, n)
+
+
+@wraps
+@replicas
+def test_training_goes_on_when_a_parametrization_is_removed(n, wrap):
+    def use(model: nn.Module, batches: Batches) -> list[Any]:
+        seen = train(model, sgd(model), batches[:2])
+        for index in (1, 4):
+            remove_parametrizations(inner(model)[index], "weight")
+        return seen + train(model, sgd(model), batches[2:])
+
+    assert_alike(use, wrap, n, lambda: square(WAYS["spectral_norm"]))
+
+
+class Adversaries(nn.Module):
+    """A generator that normalizes, and a critic whose weights are normalized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(
+            nn.Linear(2, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 6), nn.Unflatten(1, (3, 2))
+        )
+        self.critic = square(parametrizations.spectral_norm)
+        self.double()
+
+
+@wraps
+@replicas
+def test_adversaries_train_alike(n, wrap):
+    """Two forwards of the critic before their backward, and one through it while it is frozen."""
+
+    def use(both: Any, batches: Batches) -> list[Any]:
+        parts = [inner(both).generator, inner(both).critic]
+        if isinstance(both, nn.DataParallel):
+            parts = [wrap(part, n) for part in parts]
+        generator, critic = parts
+        mean = AveragedModel(generator, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+        optimizers = [
+            torch.optim.Adam(part.parameters(), lr=0.01, betas=(0.0, 0.9)) for part in parts
+        ]
+        seen: list[Any] = []
+        for x, z in batches:
+            optimizers[1].zero_grad()
+            real, fake = critic(x), critic(generator(z).detach())
+            loss = (1 - real).relu().mean() + (1 + fake).relu().mean()
+            loss.backward()
+            optimizers[1].step()
+            critic.requires_grad_(False)
+            optimizers[0].zero_grad()
+            score = -critic(generator(z)).square().mean()
+            score.backward()
+            optimizers[0].step()
+            critic.requires_grad_(True)
+            mean.update_parameters(generator)
+            seen += [loss, score, mean.eval()(z)]
+        return seen
+
+    assert_alike(use, wrap, n, Adversaries)
+
+
+# -- optimizers --------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    f"{kind.__name__}, {option}={value}": lambda groups, kind=kind, option=option, value=value: (
+        kind(groups, lr=0.02, **{option: value})
+    )
+    for kind, option, value in [
+        *((kind, "foreach", True) for kind in (torch.optim.SGD, torch.optim.RMSprop)),
+        *((kind, "foreach", False) for kind in (torch.optim.SGD, torch.optim.RMSprop)),
+        *((kind, "foreach", True) for kind in (torch.optim.Adam, torch.optim.AdamW)),
+        *((kind, "foreach", False) for kind in (torch.optim.Adam, torch.optim.AdamW)),
+        *(
+            (kind, "fused", True)
+            for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+        ),
+    ]
+}
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Normalizations and biases do not decay, and the head learns faster."""
+    decay, no_decay, head = [], [], list(inner(model)[-1].parameters())
+    for layer in inner(model)[:-1]:
+        for name, parameter in layer.named_parameters():
+            is_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+            (no_decay if is_norm or name == "bias" else decay).append(parameter)
+    assert len(decay) == 1
+    assert len(no_decay) == 5
+    return [
+        {"params": decay, "weight_decay": 0.1},
+        {"params": no_decay, "weight_decay": 0.0},
+        {"params": head, "lr": 0.2},
+    ]
+
+
+@replicas
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_every_kind_of_optimizer_makes_the_same_steps(make, n):
+    def use(model: nn.Module, batches: Batches) -> list[Any]:
+        optimizer = make(groups(model))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        seen: list[Any] = []
+        for one in batches:
+            seen += train(model, optimizer, [one])
+            schedule.step()
+        return [*seen, *schedule.get_last_lr()]
+
+    assert_alike(use, ours, n)
+
+
+@wraps
+@replicas
+def test_an_optimizer_that_calls_the_model_several_times_a_step(n, wrap):
+    """L-BFGS, whose line search calls it as often as it needs to."""
+
+    def use(model: nn.Module, batches: Batches) -> list[Any]:
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), max_iter=3, line_search_fn="strong_wolfe"
+        )
+        losses = []
+
+        def closure(x: Tensor, target: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            losses.append(nn.functional.mse_loss(model(x), target))
+            losses[-1].backward()
+            return losses[-1]
+
+        for x, target in batches:
+            optimizer.step(lambda x=x, target=target: closure(x, target))
+        assert len(losses) > len(batches)
+        return losses
+
+    assert_alike(use, wrap, n)
+
+
+@wraps
+@replicas
+def test_a_step_to_where_the_loss_is_sharpest_and_back(n, wrap):
+    """As in SAM. Weights are set through one vector, of which they are views from then on."""
+
+    def use(model: nn.Module, batches: Batches) -> list[Any]:
+        optimizer = sgd(model)
+        seen = []
+        for x, dy in batches:
+            optimizer.zero_grad()
+            model(x).backward(dy)
+            here = parameters_to_vector(model.parameters()).detach()
+            slope = parameters_to_vector([p.grad for p in model.parameters()])
+            vector_to_parameters(here + 0.1 * slope / slope.norm(), model.parameters())
+            optimizer.zero_grad()
+            seen.append(model(x))
+            seen[-1].backward(dy)
+            vector_to_parameters(here, model.parameters())
+            optimizer.step()
+        return seen
+
+    assert_alike(use, wrap, n)
+
+
+@wraps
+@replicas
+def test_gradients_may_keep_their_memory(n, wrap):
+    """In one flat tensor, which is zeroed instead of dropped."""
+
+    def use(model: nn.Module, batches: Batches) -> list[Any]:
+        parameters = list(model.parameters())
+        flat = torch.zeros_like(parameters_to_vector(parameters))
+        for parameter, part in zip(
+            parameters, flat.split([p.numel() for p in parameters]), strict=True
+        ):
+            parameter.grad = part.view_as(parameter)
+        optimizer = sgd(model)
+        seen = []
+        for x, dy in batches:
+            optimizer.zero_grad(set_to_none=False)
+            assert not flat.any()
+            model(x).backward(dy)
+            optimizer.step()
+            seen.append(flat.clone())
+        return seen
+
+    assert_alike(use, wrap, n)
+
+
+# -- scaled losses -----------------------------------------------------------------------------
+
+
+class Overflows(Numbered):
+    """Passes on its input; multiplies its gradient by infinity in the last of the replicas."""
+
+    active = False
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        super().__data_parallel_replicate__(ctx, copy_id)
+        self.is_last = copy_id == ctx.num_copies - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        if self.active and (self.copy_id is None or self.is_last):
+            x.register_hook(lambda grad: grad * float("inf"))
+        return x
+
+
+@replicas
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_step_whose_gradient_overflows_in_one_replica_is_skipped(dtype, n):
+    """Under autocast. The scale has the same history; numbers agree as far as the dtype goes."""
+
+    def use(model: nn.Module, batches: Batches) -> list[Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        scales, moved, dtypes = [], [], []
+        for step, (x, dy) in enumerate(batches * 2):
+            before = parameters_to_vector(model.parameters()).detach()
+            inner(model)[-1].active = step in (1, 6)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype):
+                y = model(x.float())
+                dtypes.append(y.dtype)
+                loss = (y * dy).mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            moved.append(not parameters_to_vector(model.parameters()).equal(before))
+        assert moved == [True, False, True, True, True, True, False, True]
+        assert scales == [1024, 512, 512, 1024, 1024, 2048, 1024, 1024]
+        assert set(dtypes) == {dtype}
+        return []
+
+    eps = torch.finfo(dtype).eps
+    assert_alike(
+        use, ours, n, lambda: network().append(Overflows()).float(), rtol=8 * eps, atol=4 * eps
+    )

@@ -461,7 +461,7 @@ def test_a_parametrized_network_trains_alike(way, n, wrap):
 @replicas
 @pytest.mark.parametrize("way", ["weight_norm", "old weight_norm", "old spectral_norm", "pruned"])
 def test_a_recurrent_weight_may_be_parametrized(way, n):
-    """It is among the flat weights, too, which each replica has to have anew."""
+    """It is among the flat weights of the layer, too."""
 
     class Recurrent(nn.Module):
         def __init__(self) -> None:

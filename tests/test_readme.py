@@ -1,33 +1,87 @@
-"""What the README says can be run."""
+"""What the README and the pages of the site say can be run, and leads somewhere."""
 
 from __future__ import annotations
 
+import doctest
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-SNIPPETS = [text for language, text in FENCED if language == "python"]
+import replication
+import syncbn
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("number", range(len(SNIPPETS)))
-def test_its_examples_run(number):
-    exec(compile(SNIPPETS[number], f"README.md, example {number}", "exec"), {})
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def fenced(page):
+    """The language and the text of each block of a page."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def blocks(language):
+    """All blocks of one language, each a test."""
+    return [
+        pytest.param(text, f"{name_of(page)}, block {number}", id=f"{name_of(page)}-{number}")
+        for page in PAGES
+        for number, (found, text) in enumerate(fenced(page))
+        if found == language
+    ]
+
+
+def headings(page):
+    """What the headings of a page are called in links to them."""
+    without_code = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.M)
+    titles = re.findall(r"^#+ (.*)$", without_code, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(("text", "where"), blocks("python"))
+def test_examples_run(text, where):
+    exec(compile(text, where, "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize(("text", "where"), blocks("pycon"))
+def test_examples_print_what_they_show(text, where):
+    test = doctest.DocTestParser().get_doctest(text, {}, where, None, 0)
+    assert test.examples
+    assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
 
 
 def test_the_first_example_is_eight_lines_long():
-    assert len(SNIPPETS[0].split("\n\n")) == 2
-    assert len([line for line in SNIPPETS[0].splitlines() if line]) == 8
+    first = next(text for language, text in fenced(README) if language == "python")
+    assert len(first.split("\n\n")) == 2
+    assert len([line for line in first.splitlines() if line]) == 8
 
 
 def test_there_are_two_commands_to_set_up_each_of_one_line():
-    commands = [text for _, text in FENCED if "pip install" in text]
+    commands = [text for _, text in fenced(README) if "pip install" in text]
     assert [command.count("\n") for command in commands] == [1, 1]
     assert all(command.startswith("python3 -m venv .venv && ") for command in commands)
 
 
-def test_the_files_it_shows_exist():
-    for target in re.findall(r"!\[[^]]*\]\(([^)]*)\)", README):
-        assert (Path(__file__).parent.parent / target).is_file()
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]*)\)", page.read_text("utf-8")):
+        path, _, heading = target.partition("#")
+        there = page.parent / path if path else page
+        assert there.is_file(), target
+        assert not heading or heading in headings(there), target
+
+
+@pytest.mark.parametrize("package", [replication, syncbn], ids=lambda package: package.__name__)
+def test_the_reference_has_all_names(package):
+    page = (ROOT / "docs" / f"{package.__name__}.md").read_text("utf-8")
+    described = set(re.findall(r"^::: (.*)$", page, re.MULTILINE))
+    for name in package.__all__:
+        path = f"{package.__name__}.{name}"
+        if path in sys.modules:  # a file that has the name of the function in it
+            path += f".{name}"
+        assert path in described or f"`{name}`" in page, path

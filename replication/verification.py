@@ -26,12 +26,16 @@ __all__ = ["Difference", "Verification", "verify"]
 
 @dataclass(frozen=True)
 class Difference:
-    """Between what a layer, or one of its tensors, has on replicas and on one device."""
+    """Between what a layer, or one of its tensors, has on replicas and on one device.
+
+    Attributes:
+        where: Of what, and of which layer.
+        error: The largest difference, in relation to the largest value; infinite for other shapes.
+        reason: Why it cannot be compared by its values.
+    """
 
     where: str
-    #: The largest difference, in relation to the largest value; infinite for other shapes.
     error: float
-    #: Why it cannot be compared by its values.
     reason: str = ""
 
     def __str__(self) -> str:
@@ -40,13 +44,17 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` has found. True if all is equal, up to rounding; prints as a table."""
+    """What `verify` has found. True if all is equal, up to rounding; prints as a table.
 
-    #: Quantities and how they differ: outputs of layers in the order in which they were computed
-    #: on one device, gradients of inputs and parameters, buffers.
+    Attributes:
+        differences: Quantities and how they differ: outputs of layers in the order in which they
+            were computed on one device, gradients of inputs and parameters, buffers.
+        tolerance: The largest error that is taken for rounding.
+        replicas: How many replicas have run.
+    """
+
     differences: dict[str, list[Difference]]
     tolerance: float
-    #: How many replicas have run.
     replicas: int
 
     def __bool__(self) -> bool:

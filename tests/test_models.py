@@ -1,0 +1,302 @@
+"""Networks that others have written: n replicas train them with the numbers of one device.
+
+They are built from tiny configurations; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from replication import DataParallel
+from syncbn import convert_model, summary
+
+
+def package(name: str) -> Any:
+    # In the tests, not above: it takes seconds.
+    return pytest.importorskip(name, reason="pip install '.[models]'")
+
+
+# -- networks ----------------------------------------------------------------------------------
+
+#: Deviation of the weights of layers of some 16 channels. The usual 0.02 is for wide ones, and
+#: leaves so small a signal here that normalization magnifies rounding.
+NARROW = 0.25
+
+
+def resnet() -> nn.Module:
+    """A classifier of images."""
+    models = package("transformers")
+    sizes = {"embedding_size": 4, "hidden_sizes": [8, 12], "depths": [2, 1], "num_labels": 3}
+    config = models.ResNetConfig(num_channels=2, layer_type="bottleneck", **sizes)
+    return models.ResNetForImageClassification(config)
+
+
+def levit() -> nn.Module:
+    """A classifier of images, with attention, and BatchNorm1d over the patches of all samples."""
+    models = package("transformers")
+    sizes = {"hidden_sizes": [16, 16, 16], "num_attention_heads": [1, 2, 2], "depths": [1, 1, 1]}
+    config = models.LevitConfig(
+        image_size=32,
+        num_channels=2,
+        key_dim=[4, 4, 4],
+        drop_path_rate=0,
+        initializer_range=NARROW,
+        num_labels=3,
+        **sizes,
+    )
+    return models.LevitForImageClassification(config)
+
+
+def mobilenet() -> nn.Module:
+    """Segments images by DeepLabV3+; one of its layers has a single value per sample."""
+    models = package("transformers")
+    config = models.MobileNetV2Config(
+        num_channels=2,
+        depth_multiplier=0.1,
+        expand_ratio=2,
+        finegrained_output=False,
+        output_stride=8,
+        classifier_dropout_prob=0.0,
+        num_labels=3,
+    )
+    return models.MobileNetV2ForSemanticSegmentation(config)
+
+
+def segformer() -> nn.Module:
+    """Segments images by attention; BatchNorm in its head alone."""
+    models = package("transformers")
+    config = models.SegformerConfig(
+        num_channels=2,
+        num_encoder_blocks=2,
+        depths=[1, 1],
+        sr_ratios=[2, 1],
+        hidden_sizes=[4, 8],
+        patch_sizes=[3, 3],
+        strides=[2, 2],
+        num_attention_heads=[1, 2],
+        mlp_ratios=[2, 2],
+        decoder_hidden_size=8,
+        drop_path_rate=0.0,
+        initializer_range=NARROW,
+        classifier_dropout_prob=0.0,
+        num_labels=3,
+    )
+    return models.SegformerForSemanticSegmentation(config)
+
+
+def unet() -> nn.Module:
+    """Segments volumes."""
+    nets = package("monai.networks.nets")
+    return nets.UNet(3, 2, 3, channels=(4, 8, 8), strides=(2, 2), num_res_units=2, norm="batch")
+
+
+def segresnet() -> nn.Module:
+    """Segments volumes, too; normalizes before it convolves."""
+    nets = package("monai.networks.nets")
+    blocks = {"blocks_down": (1, 1, 1), "blocks_up": (1, 1)}
+    return nets.SegResNet(3, 4, in_channels=2, out_channels=3, norm="batch", **blocks)
+
+
+def generator() -> nn.Module:
+    nets = package("monai.networks.nets")
+    return nets.Generator((4,), (8, 2, 2), (6, 4, 2), (2, 2, 2), num_res_units=2, norm="batch")
+
+
+def discriminator() -> nn.Module:
+    """Its output is a list of tensors, and a list of lists of tensors."""
+    nets = package("monai.networks.nets")
+    return nets.MultiScalePatchDiscriminator(2, 1, 2, 4, in_channels=2, minimum_size_im=16)
+
+
+# -- how they are trained ----------------------------------------------------------------------
+
+Losses = Iterator[tuple[int, Tensor]]  #: Which network a loss is for, and the loss.
+
+
+class Images:
+    """Logits of images, or of their pixels, and what lies between."""
+
+    def __init__(
+        self, build: Callable[[], nn.Module], image: list[int], target: list[int]
+    ) -> None:
+        self.build, self.sample, self.target = build, image, target
+
+    def networks(self) -> list[nn.Module]:
+        return [self.build()]
+
+    def batch(self, samples: int) -> list[Tensor]:
+        x = torch.randn(samples, *self.sample, dtype=torch.float64)
+        return [x, torch.randint(3, (samples, *self.target))]
+
+    def losses(self, model: nn.Module, x: Tensor, target: Tensor) -> Losses:
+        output = model(x, output_hidden_states=True)
+        # Of the joined output. With ``labels`` each replica would return its own mean loss, and
+        # the mean of these is not that of the batch if shares are uneven.
+        loss = F.cross_entropy(output.logits, target)
+        # The sine has a gradient which normalization does not take away, as it does with a square.
+        yield 0, loss + sum(hidden.sin().mean() for hidden in output.hidden_states)
+
+
+class Volumes(Images):
+    """Logits of voxels. The Dice loss is one of the whole batch, no mean over samples."""
+
+    def losses(self, model: nn.Module, x: Tensor, target: Tensor) -> Losses:
+        dice = package("monai.losses").DiceCELoss(to_onehot_y=True, softmax=True, batch=True)
+        yield 0, dice(model(x), target[:, None])
+
+
+class Adversarial:
+    """A generator and a discriminator, in turn."""
+
+    def networks(self) -> list[nn.Module]:
+        return [generator(), discriminator()]
+
+    def batch(self, samples: int) -> list[Tensor]:
+        shapes = (samples, 4), (samples, 2, 16, 16)
+        return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+    def losses(self, generate: nn.Module, judge: nn.Module, noise: Tensor, real: Tensor) -> Losses:
+        fake = generate(noise)
+        judged, features = judge(real)
+        # The penalty on gradients takes second derivatives, through all replicas.
+        (slope,) = torch.autograd.grad(sum(j.sum() for j in judged), real, create_graph=True)
+        loss = slope.square().sum() / len(real) + sum((j - 1).square().mean() for j in judged)
+        yield 1, loss + sum(j.square().mean() for j in judge(fake.detach())[0])
+
+        judged, imitated = judge(fake)
+        loss = sum((j - 1).square().mean() for j in judged)
+        for ours, theirs in zip(imitated, features, strict=True):
+            loss += sum(F.l1_loss(o, t.detach()) for o, t in zip(ours, theirs, strict=True))
+        yield 0, loss
+
+
+trainings = pytest.mark.parametrize(
+    "training",
+    [
+        pytest.param(Images(resnet, [2, 16, 16], []), id="resnet"),
+        pytest.param(Images(levit, [2, 32, 32], []), id="levit"),
+        pytest.param(Images(mobilenet, [2, 32, 32], [4, 4]), id="mobilenet"),
+        pytest.param(Images(segformer, [2, 16, 16], [8, 8]), id="segformer"),
+        pytest.param(Volumes(unet, [2, 8, 8, 8], [8, 8, 8]), id="unet"),
+        pytest.param(Volumes(segresnet, [2, 8, 8, 8], [8, 8, 8]), id="segresnet"),
+        pytest.param(Adversarial(), id="gan"),
+    ],
+)
+
+
+def train(
+    training: Images | Adversarial,
+    networks: list[nn.Module],
+    wrap: Callable[[nn.Module], nn.Module],
+    batches: list[list[Tensor]],
+) -> dict[str, Tensor]:
+    """What each step gives: the losses, all gradients, and then all parameters and buffers."""
+    networks = [copy.deepcopy(network).double().train() for network in networks]
+    models = [wrap(network) for network in networks]
+    # Not Adam: of a gradient that is 0 but for rounding (that of a bias in front of a BatchNorm)
+    # it makes a step of full size.
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9) for net in networks]
+    seen: dict[str, Tensor] = {}
+    for step, batch in enumerate(batches):
+        inputs = [part.clone().requires_grad_(part.is_floating_point()) for part in batch]
+        for turn, loss in training.losses(*models, *inputs):
+            optimizers[turn].zero_grad()
+            loss.backward()
+            optimizers[turn].step()
+            here = f"step {step}, network {turn}"
+            seen[f"{here}: loss"] = loss.detach()
+            for name, parameter in networks[turn].named_parameters():
+                if parameter.grad is not None:  # it is None of what the network does not use
+                    seen[f"{here}: gradient of {name}"] = parameter.grad.clone()
+            for index, network in enumerate(networks):
+                for name, tensor in network.state_dict().items():
+                    seen[f"{here}: {name} of network {index}"] = tensor.clone()
+        for index, part in enumerate(inputs):
+            if part.grad is not None:
+                seen[f"step {step}: gradient of input {index}"] = part.grad
+    return seen
+
+
+def alone(network: nn.Module) -> nn.Module:
+    return network
+
+
+def plain(network: nn.Module, replicas: int) -> nn.Module:
+    return DataParallel(network, ["cpu"] * replicas)
+
+
+def synchronized(network: nn.Module, replicas: int) -> nn.Module:
+    return DataParallel(convert_model(network), ["cpu"] * replicas)
+
+
+def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """How far each tensor is off, in relation to its largest entry.
+
+    Tensors that are 0 but for rounding are measured in relation to 0.01.
+    """
+    assert list(actual) == list(expected)
+    pairs = [(actual[name].double(), expected[name].double()) for name in expected]
+    largest = [((a - e).abs().amax() / (e.abs().amax() + 0.01)).item() for a, e in pairs]
+    return dict(zip(expected, largest, strict=True))
+
+
+#: Of float64: 1e-16 in each operation, and it grows with every layer that divides by a small
+#: deviation, and with every step. It has come to 2e-11 in the deepest of these networks, and to as
+#: much on one device that sees the samples of each batch in reverse order.
+ROUNDING = 1e-8
+
+
+# -- tests -------------------------------------------------------------------------------------
+
+
+@trainings
+@pytest.mark.usefixtures("each_way")
+@pytest.mark.parametrize(("replicas", "sizes"), [(2, [8, 5, 6]), (3, [7, 9, 5])])
+def test_training_on_replicas_equals_training_on_one_device(training, replicas, sizes):
+    networks = training.networks()
+    batches = [training.batch(samples) for samples in sizes]
+    expected = train(training, networks, alone, batches)
+    actual = train(training, networks, lambda net: synchronized(net, replicas), batches)
+    off = errors(actual, expected)
+    assert {name: error for name, error in off.items() if not error < ROUNDING} == {}
+
+
+@trainings
+def test_plain_batch_norm_on_replicas_trains_otherwise(training):
+    networks, batches = training.networks(), [training.batch(8)]
+    expected = train(training, networks, alone, batches)
+    off = errors(train(training, networks, lambda net: plain(net, 2), batches), expected)
+    for name in off:
+        if name.endswith((": loss", "gradient of input 0")) or "running_var of" in name:
+            assert off[name] > 100 * ROUNDING, name
+
+
+@trainings
+def test_every_batch_norm_of_a_network_is_synchronized(training):
+    for network in training.networks():
+        count = sum(
+            isinstance(part, nn.modules.batchnorm._BatchNorm) for part in network.modules()
+        )
+        found = summary(convert_model(network))
+        assert len(found.paths("synchronized")) == count > 0
+        assert found.paths("plain") == found.paths("left alone") == []
+
+
+@pytest.mark.parametrize("build", [resnet, segformer])
+def test_an_output_of_transformers_keeps_its_type(build):
+    network = build()
+    x = torch.randn(5, 2, 16, 16)
+    expected = network(x, output_hidden_states=True)
+    output = DataParallel(convert_model(network), ["cpu"] * 2)(x, output_hidden_states=True)
+    assert type(output) is type(expected)
+    assert list(output) == list(expected)
+    assert output[0] is output.logits is output["logits"]
+    shapes = [hidden.shape for hidden in output.hidden_states]
+    assert shapes == [hidden.shape for hidden in expected.hidden_states]

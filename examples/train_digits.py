@@ -276,19 +276,58 @@ def device_of_process() -> str:
     return f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
 
 
+def add_devices(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Adds the options that say where the replicas are; ``more`` goes into the help."""
+    replicas_help = "number of replicas (default: 4, or one per device)"
+    parser.add_argument("--replicas", type=int, help=replicas_help)
+    devices_help = (
+        "one per replica, separated by spaces or commas; may repeat, as in `cuda:0 cuda:0`"
+        f"{more} (default: all replicas on the cpu)"
+    )
+    parser.add_argument("--devices", nargs="+", metavar="DEVICE", help=devices_help)
+
+
+def read_devices(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, dtype: torch.dtype
+) -> list[torch.device]:
+    """Returns the device of each replica, and sets ``args.replicas``."""
+    names = [name for item in args.devices or () for name in item.split(",") if name]
+    if args.replicas is None:
+        args.replicas = 4 if args.devices is None else len(names)
+    if args.devices is None:
+        names = ["cpu"] * args.replicas
+    check_values(parser, args, {"replicas": 1})
+    if len(names) != args.replicas:
+        parser.error(f"--devices names {len(names)} devices for {args.replicas} replicas")
+    for name in names:
+        try:
+            torch.ones(1, dtype=dtype, device=int(name) if name.isdigit() else name).item()
+        except Exception as error:  # of many types: no such device, no driver, no such dtype on it
+            parser.error(f"device {name!r} cannot be used: {str(error).splitlines()[0]}")
+    return [torch.device(int(name) if name.isdigit() else name) for name in names]
+
+
+def check_values(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, least: dict[str, int]
+) -> None:
+    """Refuses numbers below the least that their options take, and unusable lr and output."""
+    for option, limit in least.items():
+        if (value := getattr(args, option)) < limit:
+            parser.error(f"--{option.replace('_', '-')} must be at least {limit} (got {value})")
+    if not 0 < args.lr < math.inf:
+        parser.error(f"--lr must be a positive number (got {args.lr})")
+    if args.output.is_dir() or not args.output.parent.is_dir():
+        parser.error(f"--output must be a file in a folder that exists (got {args.output})")
+
+
 def parse_options(argv: Sequence[str] | None) -> tuple[Options, Path]:
     """Reads the command line; a bad value ends the program with a message."""
     parser = argparse.ArgumentParser(
         description="Trains one network three times: on one device, on replicas, and on replicas "
         "with synchronized batch normalization. Prints a table and draws the loss curves.",
     )
+    add_devices(parser, "; the first is that of the one-device run")
     add = parser.add_argument
-    add("--replicas", type=int, help="number of replicas (default: 4, or one per device)")
-    devices_help = (
-        "one per replica, separated by spaces or commas; may repeat, as in `cuda:0 cuda:0`; the "
-        "first is that of the one-device run (default: all replicas on the cpu)"
-    )
-    add("--devices", nargs="+", metavar="DEVICE", help=devices_help)
     add("--batch-size", type=int, help="images on all replicas (default: 4 per replica)")
     add("--steps", type=int, default=300, help="steps of each run (default: %(default)s)")
     add("--lr", type=float, default=0.02, help="learning rate (default: %(default)s)")
@@ -308,35 +347,17 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, Path]:
             args.batch_size = 4 * processes
         if args.batch_size % processes:
             parser.error(f"--batch-size must be a multiple of {processes}, the processes")
-    names = [name for item in args.devices or () for name in item.split(",") if name]
-    if args.replicas is None:
-        args.replicas = 4 if args.devices is None else len(names)
-    if args.devices is None:
-        names = ["cpu"] * args.replicas
+    dtype = getattr(torch, args.dtype)
+    devices = read_devices(parser, args, dtype)
     if args.batch_size is None:
         args.batch_size = 4 * args.replicas
-    for option, least in (("replicas", 1), ("batch_size", 1), ("steps", 1), ("seed", 0)):
-        if (value := getattr(args, option)) < least:
-            parser.error(f"--{option.replace('_', '-')} must be at least {least} (got {value})")
-    if len(names) != args.replicas:
-        parser.error(f"--devices names {len(names)} devices for {args.replicas} replicas")
+    check_values(parser, args, {"batch_size": 1, "steps": 1, "seed": 0})
     # As DataParallel splits a batch: 9 samples on 4 replicas are 3, 3, 3, and none for the last.
     busy = math.ceil(args.batch_size / math.ceil(args.batch_size / args.replicas))
     if busy < args.replicas:
         parser.error(
             f"--batch-size {args.batch_size} gives data to only {busy} of {args.replicas} replicas"
         )
-    if not 0 < args.lr < math.inf:
-        parser.error(f"--lr must be a positive number (got {args.lr})")
-    if args.output.is_dir() or not args.output.parent.is_dir():
-        parser.error(f"--output must be a file in a folder that exists (got {args.output})")
-    dtype = getattr(torch, args.dtype)
-    for name in names:
-        try:
-            torch.ones(1, dtype=dtype, device=int(name) if name.isdigit() else name).item()
-        except Exception as error:  # of many types: no such device, no driver, no such dtype on it
-            parser.error(f"device {name!r} cannot be used: {str(error).splitlines()[0]}")
-    devices = [torch.device(int(name) if name.isdigit() else name) for name in names]
     options = Options(devices, args.batch_size, args.steps, args.lr, dtype, args.seed, processes)
     return options, args.output
 

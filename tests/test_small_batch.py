@@ -1,0 +1,139 @@
+"""The example on small batches changes nothing but the layers, and finds what it claims."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run_python
+
+for package in ("sklearn", "matplotlib", "tqdm"):
+    pytest.importorskip(package, reason=f"the example needs {package}: pip install '.[examples]'")
+
+SOURCE = Path(__file__).parent.parent / "examples" / "small_batch.py"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    # It imports its neighbour train_digits, as it does when it is run as a script.
+    monkeypatch.setattr(sys, "path", [str(SOURCE.parent), *sys.path])
+    spec = importlib.util.spec_from_file_location("small_batch", SOURCE)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    # The progress bar's own thread would outlive the test.
+    monkeypatch.setattr(module.tqdm, "monitor_interval", 0)
+    return module
+
+
+def tiny(example, replicas, **more):
+    """Two full batches of the largest share on up to four replicas."""
+    devices = [torch.device("cpu")] * replicas
+    options = {"seeds": 1, "epochs": 1, "samples": 64, "dtype": torch.float64, **more}
+    return example.Options(devices, **options)
+
+
+def weights(runs, kind, share):
+    (found,) = [run.weights for run in runs if (run.kind, run.share) == (kind, share)]
+    return found
+
+
+def distance(a, b):
+    return float((a - b).abs().max())
+
+
+@pytest.mark.parametrize("head", ["pool", "flatten"])
+def test_it_prints_a_table_and_draws_the_curves(example, head, tmp_path, capsys):
+    figure = tmp_path / "figure.png"
+    arguments = ["--replicas", "2", "--seeds", "2", "--epochs", "1", "--samples", "16"]
+    assert example.main([*arguments, "--head", head, "--output", str(figure)]) == 0
+    assert figure.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    _, *rows, _ = capsys.readouterr().out.splitlines()
+    assert [row.split()[:3] for row in rows] == [
+        ["1", "2", "8"],
+        ["2", "4", "4"],
+        ["4", "8", "2"],
+        ["8", "16", "1"],
+    ]
+
+
+def test_it_runs_as_a_script(tmp_path):
+    few = ["--replicas", "2", "--seeds", "1", "--epochs", "1", "--samples", "16"]
+    done = run_python("-W", "error", str(SOURCE), *few, "--output", "figure.png", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "figure.png").exists()
+
+
+def test_the_runs_of_a_seed_differ_in_their_layers_only(example, monkeypatch):
+    seen = []
+
+    def record(model, data, lr, shown):
+        start = {name: value.clone() for name, value in model.module.state_dict().items()}
+        images, digits = map(torch.cat, zip(*data, strict=True))
+        seen.append((start, images, digits, [len(batch[1]) for batch in data], lr))
+
+    monkeypatch.setattr(example, "train", record)
+    # 5 epochs of 41 on 4 replicas are 6 full batches of 32.
+    runs = example.compare(tiny(example, 4, seeds=2, epochs=5, samples=41))
+    assert [(run.seed, run.share, run.kind) for run in runs] == [
+        (seed, share, kind)
+        for seed in range(2)
+        for share in (1, 2, 4, 8)
+        for kind in ("plain BatchNorm", "synchronized BatchNorm")
+    ]
+    for run, (start, images, digits, sizes, lr) in zip(runs, seen, strict=True):
+        assert sizes == [4 * run.share] * (192 // (4 * run.share))
+        assert lr == pytest.approx(0.5 * run.share / 8)
+        first = seen[8 * run.seed]
+        assert torch.equal(images, first[1])
+        assert torch.equal(digits, first[2])
+        assert start.keys() == first[0].keys()
+        assert all(torch.equal(start[name], first[0][name]) for name in start)
+    # The next seed has other weights, other samples.
+    assert not torch.equal(runs[0].weights, runs[8].weights)
+    assert not torch.equal(seen[0][1], seen[8][1])
+
+
+def test_with_one_replica_there_is_nothing_to_synchronize(example):
+    runs = example.compare(tiny(example, 1))
+    for plain, synchronized in zip(runs[::2], runs[1::2], strict=True):
+        assert (plain.share, plain.kind) == (synchronized.share, "plain BatchNorm")
+        assert torch.equal(plain.weights, synchronized.weights)
+        assert plain.accuracy == synchronized.accuracy
+
+
+@pytest.mark.parametrize("head", ["pool", "flatten"])
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_the_synchronized_run_alone_is_that_of_one_device(example, replicas, head):
+    one_device = example.compare(tiny(example, 1, head=head))
+    runs = example.compare(tiny(example, replicas, head=head))
+    for share in (1, 2, 4, 8):
+        if share * replicas > 8:
+            continue  # one device has at most 8 samples here
+        expected = weights(one_device, example.PLAIN, share * replicas)
+        # Otherwise the weights have been rounded on the way, and hide small distances.
+        assert not torch.equal(expected, expected.float().double())
+        synchronized = weights(runs, example.SYNCHRONIZED, share)
+        torch.testing.assert_close(synchronized, expected, rtol=0, atol=1e-10)
+        assert distance(weights(runs, example.PLAIN, share), expected) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--replicas", "0"], "--replicas must be at least 1 (got 0)"),
+        (["--seeds", "0"], "--seeds must be at least 1 (got 0)"),
+        (["--lr", "0"], "--lr must be a positive number (got 0.0)"),
+        (["--samples", "15", "--epochs", "2"], "at least 8 per replica (got 30 for 4)"),
+        (["--devices", "abacus"], "device 'abacus' cannot be used"),
+        (["--output", "no/such/folder.png"], "--output must be a file in a folder that exists"),
+    ],
+)
+def test_it_refuses_bad_values(example, arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        example.main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -23,7 +23,7 @@ DeviceLike = int | str | torch.device
 
 def accelerator() -> str | None:
     """The type of this machine's accelerator, or None."""
-    available = (kind for kind in _ACCELERATORS if torch.get_device_module(kind).is_available())
+    available = (kind for kind in _ACCELERATORS if torch.get_device_module(kind).device_count())
     return next(available, None)
 
 

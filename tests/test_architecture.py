@@ -16,7 +16,8 @@ from torch import nn
 
 from replication import torch_internals
 
-ROOT = Path(__file__).resolve().parent.parent
+#: Of the packages that are tested, wherever they are installed.
+ROOT = Path(torch_internals.__file__).resolve().parent.parent
 PACKAGES = ("replication", "syncbn")
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path

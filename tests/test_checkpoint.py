@@ -18,15 +18,17 @@ import torch
 from layers import freed
 from sharded import Sharded, randomized, run_sharded
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from replication import DataParallel, ReplicaAware, ReplicationError
 from syncbn import SynchronizedBatchNorm1d, convert_model
+
+try:
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+except ImportError:
+    has_selective_checkpoints = False  # torch 2.4
+else:
+    has_selective_checkpoints = True
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -100,7 +102,9 @@ PLACES = [
     "without_early_stop",
     "nested",
 ]
-SELECTIVE_PLACES = ["saving_everything", "saving_some_operations"]
+SELECTIVE_PLACES = (
+    ["saving_everything", "saving_some_operations"] if has_selective_checkpoints else []
+)
 
 
 def step(model: Forward, net: nn.Module, order: str = "first") -> list[Tensor]:

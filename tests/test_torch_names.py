@@ -1,0 +1,100 @@
+"""All names of torch that the packages use are in the oldest torch that they support.
+
+A list of those names: what is not on it has to be looked up in that torch, and added.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import replication
+import syncbn
+
+#: In torch 2.4, each tried there; what is used where it is there only, behind a question, is not.
+NAMES = (Path(__file__).parent / "torch_names.txt").read_text().split()
+
+#: In newer ones, or older ones, and asked for.
+ASKED_FOR = {"torch.utils._pytree.tree_is_leaf", "torch.utils._pytree._is_leaf"}
+
+SOURCES = [
+    path
+    for package in (replication, syncbn)
+    for path in sorted(Path(package.__file__).parent.glob("*.py"))
+]
+
+
+def names_in(source: str) -> Iterator[str]:
+    """The full names of torch in a module: what it imports, and attributes of that."""
+    tree = ast.parse(source)
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known.update({a.name: a.name for a in node.names if a.name == "torch"})
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            known.update({a.asname or a.name: f"{node.module}.{a.name}" for a in node.names})
+    yield from known.values()
+
+    def full(node: ast.AST) -> str | None:
+        if isinstance(node, ast.Name):
+            return known.get(node.id)
+        if isinstance(node, ast.Attribute):
+            owner = full(node.value)
+            return owner and f"{owner}.{node.attr}"
+        return None
+
+    yield from filter(None, (full(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)))
+
+
+def found(name: str) -> Any:
+    """What has the name; raises AttributeError if nothing has."""
+    path = name.split(".")
+    value: Any = torch
+    for depth, part in enumerate(path[1:], 2):
+        module = ".".join(path[:depth])
+        with suppress(ImportError):
+            importlib.import_module(module)
+        # A function may have the name of the module it is in.
+        value = sys.modules[module] if module in sys.modules else getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}.{path.stem}")
+def test_names_of_torch_are_those_of_the_oldest_supported(path):
+    assert set(names_in(path.read_text())) - ASKED_FOR <= set(NAMES)
+
+
+def test_list_is_sorted_and_has_no_name_that_nothing_uses():
+    used = {name for path in SOURCES for name in names_in(path.read_text())}
+    assert sorted(used - ASKED_FOR) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name_is_in_this_torch(name):
+    found(name)
+
+
+def test_what_is_not_there_is_noticed():
+    with pytest.raises(AttributeError):
+        found("torch.nn.functional.synchronized_batch_norm")
+    source = "import torch\nfrom torch import nn\nnn.functional.softer(torch.nn)\nself.torch.x"
+    assert set(names_in(source)) == {
+        "torch",
+        "torch.nn",
+        "torch.nn.functional",
+        "torch.nn.functional.softer",
+    }
+
+
+def test_oldest_torch_is_that_of_the_metadata():
+    assert (requires("synchronized-batchnorm") or [])[0] == "torch>=2.4"
+    assert torch.__version__ >= "2.4"

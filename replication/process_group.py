@@ -223,7 +223,11 @@ class ProcessGroup(Group):
     def _gather_rows(self, tensor: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
         """All ranks' tensors; those that are short travel padded, as backends want one length."""
         missing = max(lengths) - len(tensor)
-        padded = pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing]) if missing else tensor
+        padded = tensor
+        if missing and 0 in tensor.shape[1:]:  # an older torch does not pad such tensors
+            padded = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+        elif missing:
+            padded = pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing])
         return tuple(
             rows[:n].clone() for rows, n in zip(self._stacked(padded), lengths, strict=True)
         )

@@ -49,7 +49,8 @@ def process_count(process_group: Any = None) -> int:
 def processes_are_not_connected() -> bool:
     """Whether torchrun has started several processes that do not know of each other."""
     return (
-        distributed.is_available()
+        not torch.compiler.is_compiling()  # whose older ones cannot look at the environment
+        and distributed.is_available()
         and not distributed.is_initialized()
         and distributed.is_torchelastic_launched()
         and os.environ.get("WORLD_SIZE", "1") != "1"

@@ -95,7 +95,7 @@ def make_shell(method: Callable[[], Any]) -> Any:
     kind: Any = type(module)
     shell = kind.__new__(kind)
     state = vars(module).copy()
-    state["_parameters"] = {}
+    state["_parameters"] = type(state["_parameters"])()
     state["_buffers"] = state["_buffers"].copy()
     state["_modules"] = state["_modules"].copy()
     state[IS_REPLICA] = True

@@ -45,7 +45,10 @@ def reads(expected: str) -> Callable[[Callable[[], Any]], Callable[[], None]]:
     def decorate(mistake: Callable[[], Any]) -> Callable[[], None]:
         @wraps(mistake)
         def test() -> None:
-            assert " ".join(told_of(mistake).split()) == " ".join(expected.split())
+            told = told_of(mistake)
+            # An older torch does not print whether a layer has a bias.
+            told = re.sub(r"(affine=True)(?!, bias)", r"\1, bias=True", told)
+            assert " ".join(told.split()) == " ".join(expected.split())
 
         return test
 
@@ -58,6 +61,8 @@ def told_of(mistake: Callable[[], Any]) -> str:
         warnings.simplefilter("always")
         error = outcome_of(mistake).error
     lines = [f"{warning.category.__name__}: {warning.message}" for warning in caught]
+    # Of torch 2.4 about itself.
+    lines = [line for line in lines if "torch.cpu.amp.autocast" not in line]
     if error is not None:
         lines += [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
     # If both of two replicas fail, either may be the first; here replica 0 is.

@@ -40,7 +40,7 @@ from torch.autograd import Function
 
 from replication.replica_group import ordinary
 from replication.torch_internals import is_batched, will_run
-from syncbn import kernels
+from syncbn import kernels, statistics
 
 __all__: list[str] = []
 
@@ -107,7 +107,7 @@ class Whole(NamedTuple):
 
     joint: Joint
     moments: Tensor | None
-    #: See `syncbn.kernels.has_large_mean`.
+    #: See `syncbn.statistics.has_large_mean`.
     has_large_mean: bool = True
 
 
@@ -119,7 +119,7 @@ def merge_shards(shards: Sequence[Shard]) -> list[Whole]:
     counts = [shard.values for shard in shards]
     moments = [ordinary(shard.moments) for shard in shards]
     merged = Merge.apply(joint, counts, *moments)  # type: ignore[no-untyped-call]
-    is_large = kernels.has_large_mean(merged[0].detach())
+    is_large = statistics.has_large_mean(merged[0].detach())
     return [Whole(joint, moments, is_large) for moments in merged]
 
 
@@ -215,7 +215,7 @@ class Moments(Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         ctx.link = link
-        return x.view_as(x), kernels.moments(x)
+        return x.view_as(x), statistics.moments(x)
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None, dmoments: Tensor | None) -> tuple[Any, ...]:
@@ -257,7 +257,7 @@ class Merge(Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*moments)
         ctx.joint, ctx.counts = joint, counts
-        merged = kernels.merge(*stacked(counts, moments))
+        merged = statistics.merge(*stacked(counts, moments))
         return tuple(merged.to(m.device, copy=True) for m in moments)
 
     @staticmethod
@@ -283,7 +283,7 @@ class Merge(Function):
 
 
 def stacked(counts: list[int], moments: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Shares and moments of all replicas, as `kernels.merge` takes them, on the first's device."""
+    """Shares and moments of all replicas, as `statistics.merge` takes them, on one device."""
     home, total = moments[0].device, sum(counts)
     stats = torch.stack([m.to(home) for m in moments])
     share = torch.tensor([[[count / total]] for count in counts], dtype=stats.dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from replication.torch_internals import is_batched, sees_saved_tensors
-from syncbn import kernels
+from syncbn import kernels, statistics
 from syncbn.functional import (
     Begun,
     Denominator,
@@ -124,7 +124,7 @@ class Joined(Function):
         n = len(tensors) // 3
         xs, weights, biases = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
         merged, total = _moments(xs)
-        is_large = kernels.has_large_mean(merged)
+        is_large = statistics.has_large_mean(merged)
         var, eps = denominator.clamped(merged[1]), denominator.added
         ctx.center = center = kernels.center_of(merged[0], xs[0], is_large)
         ctx.denominator, ctx.total = denominator, total
@@ -183,9 +183,9 @@ def _moments(xs: Sequence[Tensor]) -> tuple[Tensor, int]:
     """The moments of the whole batch, and its values per channel."""
     if len({(x.shape[1:], x.is_contiguous()) for x in xs}) == 1:
         x = torch.cat(tuple(xs))
-        return kernels.moments(x), kernels.values_per_channel(x)
+        return statistics.moments(x), kernels.values_per_channel(x)
     counts = [kernels.values_per_channel(x) for x in xs]
-    merged = kernels.merge(*stacked(counts, [kernels.moments(x) for x in xs]))
+    merged = statistics.merge(*stacked(counts, [statistics.moments(x) for x in xs]))
     return merged, sum(counts)
 
 

@@ -21,7 +21,7 @@ from torch.autograd import Function
 
 from replication import ProcessGroup
 from replication.group import Layouts
-from syncbn import kernels
+from syncbn import statistics
 from syncbn.functional import Joint, Shard, Whole
 
 __all__: list[str] = []
@@ -38,7 +38,7 @@ def merge_ranks(group: Any, shard: Shard, layouts: Layouts) -> Whole:
     has_data = not isinstance(joint.total, int) or joint.total > 1
     if not has_data:
         return Whole(joint, None)
-    return Whole(joint, merged, kernels.has_large_mean(merged.detach()))
+    return Whole(joint, merged, statistics.has_large_mean(merged.detach()))
 
 
 class Exchange:
@@ -61,7 +61,7 @@ class Exchange:
             counts, stats = parts[:, :1], parts[:, 1:].unflatten(1, (2, -1))
             total = counts.sum()
             share = (counts / total.clamp(min=1)).unsqueeze(2)
-            return count, total, kernels.merge(share, stats)
+            return count, total, statistics.merge(share, stats)
         sums = torch.cat((count, self._values * mean, self._values * (var + mean.square())))
         total, *rest = self._exchange("batch_norm", sums, stack=False).split(
             [1, len(mean), len(mean)]

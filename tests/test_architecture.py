@@ -70,6 +70,7 @@ def test_replication_does_not_know_syncbn(name):
 
 def test_kernels_know_torch_only():
     assert foreign("syncbn.kernels") == {"syncbn.cuda_kernels", *foreign("syncbn.cuda_kernels")}
+    assert foreign("syncbn.statistics") == {"syncbn.kernels", *foreign("syncbn.kernels")}
     assert {i.split(".")[0] for i in foreign("syncbn.cuda_kernels")} == {"torch"}
 
 

@@ -11,7 +11,7 @@ from sharded import randomized
 from torch import nn
 
 from replication import DataParallel, Scattered, replicate
-from syncbn import SynchronizedBatchNorm2d, convert_model, kernels
+from syncbn import SynchronizedBatchNorm2d, convert_model, kernels, statistics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +28,7 @@ def test_kernels_give_the_numbers_of_the_cpu(shape, dtype, channels_last):
     x, dy = torch.randn(2, *shape).to(dtype)
     if channels_last and x.dim() == 4:
         x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
-    moments = kernels.moments(x)
+    moments = statistics.moments(x)
     mean, var = moments
     scale, slope, offset = torch.randn(3, 3, dtype=torch.float64)
     seen = []
@@ -37,7 +37,7 @@ def test_kernels_give_the_numbers_of_the_cpu(shape, dtype, channels_last):
         mean, var, scale, slope, offset = (v.to(device) for v in (mean, var, scale, slope, offset))
         center = kernels.center_of(mean, shard, is_large=False)
         results = [
-            kernels.moments(shard),
+            statistics.moments(shard),
             kernels.normalize(shard, center, var, 1e-5, scale, offset),
             kernels.normalize(shard, center, var, 1e-5, None, None),
             *kernels.reduce(upstream, shard, center, var, 1e-5),

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from syncbn import kernels
+from syncbn import kernels, statistics
 
 LAYOUTS = {
     "contiguous": lambda x: x.contiguous(),
@@ -33,7 +33,7 @@ def channels_of(x: torch.Tensor) -> torch.Tensor:
 )
 def test_moments_are_mean_and_biased_variance(layout, channels, dtype, rtol):
     x = LAYOUTS[layout](torch.randn(4, channels, 3, 5).to(dtype))
-    mean, var = kernels.moments(x)
+    mean, var = statistics.moments(x)
     assert mean.dtype == var.dtype == torch.float64
     values = channels_of(x)
     torch.testing.assert_close(mean.double(), values.mean(1), rtol=rtol, atol=rtol)
@@ -44,7 +44,7 @@ def test_moments_are_mean_and_biased_variance(layout, channels, dtype, rtol):
 def test_the_variance_does_not_suffer_from_a_large_mean(mean):
     x = torch.randn(65536, 2) + mean
     exact = x.double().var(0, correction=0)
-    mean_of_x, var = kernels.moments(x)
+    mean_of_x, var = statistics.moments(x)
     torch.testing.assert_close(var, exact, rtol=2e-7, atol=0)
     # Half an ulp of values about one; a float32 mean would be off by half an ulp of the mean.
     torch.testing.assert_close(mean_of_x, x.double().mean(0), rtol=0, atol=2**-24)
@@ -58,7 +58,7 @@ def test_the_variance_has_the_digits_of_float32_whatever_the_mean(mean, shape, l
     if layout == "channels_last" and len(shape) == 4:
         x = x.contiguous(memory_format=torch.channels_last)
     exact = channels_of(x)
-    center, var = kernels.moments(x)
+    center, var = statistics.moments(x)
     # Where the channels are last torch's kernels add one value after the other.
     rtol = 2e-5 if layout == "channels_last" else 1e-6
     torch.testing.assert_close(var, exact.var(1, correction=0), rtol=rtol, atol=0)
@@ -83,7 +83,7 @@ def test_the_moments_of_many_values_are_those_of_float64(layout, shape, dtype, m
     x = layout(x.to(dtype))
     values = channels_of(x)
     var, means = torch.var_mean(values, 1, correction=0)
-    own_mean, own_var = kernels.moments(x)
+    own_mean, own_var = statistics.moments(x)
     # At most a thousand are added one by one, each with an error of 6e-8.
     torch.testing.assert_close(own_var, var, rtol=1e-5, atol=0)
     assert ((own_mean - means).abs() <= 5e-6 * var.sqrt()).all()
@@ -94,7 +94,7 @@ def test_first_samples_far_from_the_others_cost_no_digits():
     x = torch.where(torch.rand(20_000, 3, 16) < 0.5, 2.59, 3.37)
     x[:4] += 100.123
     exact = channels_of(x).var(1, correction=0)
-    torch.testing.assert_close(kernels.moments(x)[1], exact, rtol=1e-6, atol=0)
+    torch.testing.assert_close(statistics.moments(x)[1], exact, rtol=1e-6, atol=0)
 
 
 class LargestFloat32(TorchDispatchMode):
@@ -151,7 +151,7 @@ def test_the_moments_are_no_worse_than_torchs(kind, shape):
     plain(x.flatten(2))
     own = torch.stack((plain.running_mean, plain.running_var * (n - 1) / n)).double()
     right = torch.stack((exact.mean(1), exact.var(1, correction=0)))
-    error = (kernels.moments(x) - right).abs()
+    error = (statistics.moments(x) - right).abs()
     mean, var = right
     ulp = torch.finfo(x.dtype).eps * torch.stack((mean.abs().maximum(var.sqrt()), var))
     assert (error <= 2 * (own - right).abs() + ulp).all()
@@ -171,7 +171,7 @@ def test_dimensions_of_length_one_may_have_any_stride(shape, x_layout, dy_layout
     x, dy = torch.randn(2, *shape)
     x = layouts[x_layout](x) if shape[0] == 1 or x_layout != "image" else x
     dy = layouts[dy_layout](dy) if shape[0] == 1 or dy_layout != "image" else dy
-    mean, var = moments = kernels.moments(x)
+    mean, var = moments = statistics.moments(x)
     values = channels_of(x)
     expected = torch.stack((values.mean(1), values.var(1, correction=0)))
     torch.testing.assert_close(moments, expected, rtol=1e-5, atol=1e-6)
@@ -192,7 +192,7 @@ def test_dimensions_of_length_one_may_have_any_stride(shape, x_layout, dy_layout
 
 def test_a_constant_channel_has_no_variance():
     x = torch.full((1000, 3), 0.1)
-    mean, var = kernels.moments(x)
+    mean, var = statistics.moments(x)
     assert torch.equal(mean, x[0].double())
     assert torch.equal(var, torch.zeros(3, dtype=torch.float64))
 
@@ -200,8 +200,8 @@ def test_a_constant_channel_has_no_variance():
 @pytest.mark.parametrize("mean", [1e2, 1e4, -1e6])
 def test_normalizing_and_its_gradient_do_not_suffer_from_a_large_mean(mean):
     x, dy = torch.randn(512, 3, 4) + mean, torch.randn(512, 3, 4)
-    moments = kernels.moments(x)
-    assert kernels.has_large_mean(moments)
+    moments = statistics.moments(x)
+    assert statistics.has_large_mean(moments)
     mean, var = moments
     center = kernels.center_of(mean, x, is_large=True)
     one = torch.ones(3, dtype=torch.float64)
@@ -218,7 +218,7 @@ def test_normalizing_and_its_gradient_do_not_suffer_from_a_large_mean(mean):
 def test_large_half_precision_values_do_not_overflow():
     x = torch.full((1 << 15, 1, 32), 6e4, dtype=torch.float16)
     x[::2] *= -1
-    mean, var = kernels.moments(x)
+    mean, var = statistics.moments(x)
     assert abs(mean.item()) < 1e-3
     assert var.item() == pytest.approx(float(x[0, 0, 0]) ** 2, rel=1e-6)
 
@@ -229,7 +229,7 @@ def test_every_kernel_takes_an_empty_shard(shape):
     ones = torch.ones(3, dtype=torch.float64)
     assert kernels.values_per_channel(x) == 0
     zeros = torch.zeros(2, 3, dtype=torch.float64)
-    assert torch.equal(kernels.moments(x), zeros)
+    assert torch.equal(statistics.moments(x), zeros)
     for is_large in (False, True):
         center = kernels.center_of(ones, x, is_large)
         assert kernels.normalize(x, center, ones, 0.0, ones, ones).shape == x.shape
@@ -295,9 +295,9 @@ def test_half_precision_comes_back_in_its_own_dtype(dtype):
 def test_merging_the_moments_of_parts_gives_those_of_the_whole():
     parts = [torch.randn(n, 4, dtype=torch.float64) * n + n for n in (1, 5, 0, 17)]
     counts = torch.tensor([[[float(len(part))]] for part in parts], dtype=torch.float64)
-    stats = torch.stack([kernels.moments(part) for part in parts])
-    merged = kernels.merge(counts / counts.sum(), stats)
-    torch.testing.assert_close(merged, kernels.moments(torch.cat(parts)))
+    stats = torch.stack([statistics.moments(part) for part in parts])
+    merged = statistics.merge(counts / counts.sum(), stats)
+    torch.testing.assert_close(merged, statistics.moments(torch.cat(parts)))
 
 
 class WithoutFloat64(TorchDispatchMode):
@@ -316,7 +316,7 @@ class WithoutFloat64(TorchDispatchMode):
 def test_a_device_without_float64_leaves_the_statistics_to_the_cpu(shape):
     with FakeTensorMode(), torch.no_grad(), WithoutFloat64():
         x, bias = torch.empty(shape, device="mps"), torch.empty(4, device="mps")
-        mean, var = moments = kernels.moments(x)
+        mean, var = moments = statistics.moments(x)
         center = kernels.center_of(mean, x, is_large=True)
         y = kernels.normalize(x, center, var, 1e-5, None, bias)
         sums = kernels.reduce(y, x, center, var, 1e-5)

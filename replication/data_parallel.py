@@ -54,7 +54,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     * a replica that fails or ends never leaves the others waiting, and its error arrives as it
       was raised, with notes that name the replica, its device and the module;
     * what is `Scattered` among the arguments is not split again: entry i goes to replica i, and
-      tensors beside it are split by its sizes.
+      tensors beside it are split by its sizes (see `scatter`).
 
     >>> net = DataParallel(nn.Linear(3, 2), device_ids=["cpu", "cpu"])
     >>> net(torch.ones(5, 3)).shape

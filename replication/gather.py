@@ -127,7 +127,13 @@ def _difference(first: Any, other: Any, index: int) -> str:
     missing += [f"only replica {index} has `{path}`" for path in sorted(theirs - mine)]
     if not missing or "" in mine | theirs:
         missing = [f"replica 0: {_outline(first)}, replica {index}: {_outline(other)}"]
-    return f"the outputs of the replicas must be alike in structure ({'; '.join(missing)})"
+    text = f"the outputs of the replicas must be alike in structure ({'; '.join(missing)})"
+    if any(part.isdigit() for path in mine ^ theirs for part in path.split(".")):
+        text += (
+            "; a list per sample is returned in an object of a class of your own, of which comes "
+            "a list with one entry per replica"
+        )
+    return text
 
 
 def _outline(output: Any) -> str:

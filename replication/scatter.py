@@ -25,7 +25,8 @@ def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[An
     Sizes are those of `torch.chunk`: 9 samples on 4 devices are parts of 3, 3 and 3, so that three
     replicas run. An empty batch goes to one. Containers keep their types, and are new objects.
     0-dim tensors and other objects go to every replica that has data. Of what is `Scattered`
-    already, entry i goes to device i, and tensors beside it are split by its sizes.
+    already, entry i goes to device i, and tensors beside it are split by its sizes: those of its
+    tensors; or of its lists, if they are as long as the batch together; else as said above.
 
     >>> scatter({"x": torch.arange(3), "train": True}, ["cpu"] * 2)
     [{'x': tensor([0, 1]), 'train': True}, {'x': tensor([2]), 'train': True}]
@@ -183,6 +184,12 @@ def even_sizes(length: int, parts: int) -> list[int]:
     return [length // parts + (i < length % parts) for i in range(parts)]
 
 
+def chunk_sizes(length: int, parts: int) -> list[int]:
+    """The sizes of `torch.chunk`, which may be fewer than asked for."""
+    part = max(1, -(-length // parts))
+    return [min(part, length - start) for start in range(0, length, part)] or [0]
+
+
 def _plan(leaves: list[Leaf], replicas: int, dim: int, stay: list[bool]) -> Plan:
     scattered = [leaf for leaf in leaves if isinstance(leaf.value, Scattered)]
     batch = [leaf for leaf in leaves if _is_batch(leaf.value)]
@@ -190,16 +197,26 @@ def _plan(leaves: list[Leaf], replicas: int, dim: int, stay: list[bool]) -> Plan
     leading = [leaf for leaf in moving if _is_batch(leaf.value)] or batch
     if scattered:
         plan = _plan_beside(scattered, replicas, dim)
-        if not plan.sizes and leading:  # nothing scattered says how
-            sizes = even_sizes(_common_length(leading, dim), plan.parts)
-            return Plan(plan.parts, [sizes])
+        if not plan.sizes and leading:  # no scattered tensor says how
+            length = _common_length(leading, dim)
+            return Plan(plan.parts, _sizes_beside_lists(scattered, length, plan.parts))
         return plan
     if not batch or replicas == 1:  # nothing to split, whatever the lengths
         return Plan(replicas, [])
-    length = _common_length(leading, dim)
-    part = max(1, -(-length // replicas))
-    sizes = [min(part, length - start) for start in range(0, length, part)] or [0]
+    sizes = chunk_sizes(_common_length(leading, dim), replicas)
     return Plan(len(sizes), [sizes])
+
+
+def _sizes_beside_lists(scattered: list[Leaf], length: int, parts: int) -> list[list[int]]:
+    """As long as the scattered lists that have one entry per sample; or else those of
+    `torch.chunk`, or, if these are fewer, as even as can be."""
+    found: list[list[int]] = []
+    for leaf in scattered:
+        sizes = [len(entry) for entry in leaf.value if isinstance(entry, (list, tuple))]
+        if len(sizes) == parts and sum(sizes) == length and sizes not in found:
+            found.append(sizes)
+    chunks = chunk_sizes(length, parts)
+    return found or [chunks if len(chunks) == parts else even_sizes(length, parts)]
 
 
 def _common_length(batch: list[Leaf], dim: int) -> int:

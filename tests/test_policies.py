@@ -418,6 +418,35 @@ def test_tensors_inside_the_entries_say_how_the_rest_is_split():
         echo(2)(items, torch.zeros(5))
 
 
+@pytest.mark.parametrize(
+    ("parts", "sizes"),
+    [
+        ([["a", "b", "c"], ["d", "e", "f"], ["g"]], [3, 3, 1]),
+        ([["a"], ["b", "c", "d", "e"], ["f", "g"]], [1, 4, 2]),
+        ([("a", "b"), (), ("c", "d", "e", "f", "g")], [2, 0, 5]),
+        ([["a"], ["b"], ["c"]], [3, 3, 1]),  # not one per sample
+        ([[{"n": 1}] * 2, [{"n": 2}] * 4, [{"n": 3}]], [2, 4, 1]),
+        (["abc", "def", "g"], [3, 3, 1]),
+        ([["a", "b"], 5, ["c", "d", "e", "f", "g"]], [3, 3, 1]),
+        ([["a", "b", "c"], ["d", "e", "f", "g"]], [3, 4]),
+        ([0, 1], [4, 3]),
+    ],
+    ids=str,
+)
+def test_a_batch_beside_scattered_lists_is_split_as_they_are(parts, sizes):
+    """Those with one entry per sample; else, as without them, as torch does."""
+    found = scatter((torch.arange(7), Scattered(parts)), ["cpu"] * 3)
+    assert [len(x) for x, _ in found] == sizes
+    assert [part for _, part in found] == parts
+    assert torch.equal(torch.cat([x for x, _ in found]), torch.arange(7))
+
+
+def test_scattered_lists_of_several_lengths_do_not_say_how():
+    parts = Scattered([["a"], ["b", "c"]]), Scattered([[1, 2], [3]])
+    with pytest.raises(ValueError, match=r"fits several splits \(got \[1, 2\] or \[2, 1\]\)"):
+        scatter((torch.arange(3), *parts), ["cpu"] * 2)
+
+
 def test_beside_flags_that_are_scattered_tensors_are_split_evenly_and_alike():
     flags = Scattered([True, False, True])
     output = echo(3, gather_to_one_device=False)(flags, torch.zeros(4), torch.ones(4))

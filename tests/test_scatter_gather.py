@@ -237,6 +237,11 @@ def test_outputs_of_different_structure_are_refused(first, second, message):
         gather([first, second], "cpu")
 
 
+def test_lists_of_different_lengths_come_with_a_remedy():
+    with pytest.raises(ValueError, match="object of a class of your own"):
+        gather([[1, 2], [3]], "cpu")
+
+
 def test_no_outputs_are_refused():
     with pytest.raises(ValueError, match="at least one replica"):
         gather([], "cpu")

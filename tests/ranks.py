@@ -51,6 +51,8 @@ def _run(
     rank: int, size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     warnings.simplefilter("error")
+    # Of torch 2.4 about itself.
+    warnings.filterwarnings("ignore", ".torch.cpu.amp.autocast", FutureWarning)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     value, error = None, None

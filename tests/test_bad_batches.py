@@ -122,8 +122,19 @@ def test_what_is_no_tensor_is_refused_as_torchs_layer_does(value):
     assert error.__notes__ == ["in replica 1 of 2 on cpu, module `0`"]
 
 
+looked_at = pytest.mark.skipif(torch.__version__ < "2.5", reason="an older torch takes more")
+
+
 @pytest.mark.parametrize(
-    "argument", ["num_features", "eps", "momentum", "affine", "track_running_stats", "dtype"]
+    "argument",
+    [
+        "num_features",
+        pytest.param("eps", marks=looked_at),
+        pytest.param("momentum", marks=looked_at),
+        "affine",
+        "track_running_stats",
+        "dtype",
+    ],
 )
 @settings(max_examples=40)
 @given(value=anything)
@@ -137,8 +148,6 @@ def test_arguments_of_the_layer_are_those_of_torchs(argument, value):
         expected = outcome_of(lambda: plain.value(X))
         for shards in ([X], [X[:2], X[2:]]):
             actual = outcome_of(lambda shards=shards: run_sharded(ours.value, shards))
-            if argument == "eps" and actual.error is not None and value == 0:
-                continue  # which an older torch takes
             assert (actual.error is None) is (expected.error is None)
             if expected.error is None:
                 assert_like(torch.cat(actual.value), expected.value)

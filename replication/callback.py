@@ -25,7 +25,7 @@ from replication.context import CallbackContext
 from replication.devices import DeviceLike, parse_devices
 from replication.place import Place, standing_at
 from replication.replicate import own_hooks
-from replication.torch_internals import IS_REPLICA, current_backward
+from replication.torch_internals import IS_REPLICA, compiled_module, current_backward
 from replication.watch import (
     MethodOverride,
     add_note,
@@ -97,6 +97,7 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
             callable.
     """
     check_module(module)
+    module = compiled_module(module)  # of which copies are made
     if isinstance(module, nn.DataParallel):
         raise TypeError("a DataParallel has no replicas of itself; register with its .module")
     if getattr(module, IS_REPLICA, False):

@@ -190,7 +190,7 @@ def _needs_moving(value: Any, inside: tuple[int, ...] = ()) -> bool:
 def _moved(value: Any, device: torch.device, copied: dict[int, Any]) -> Any:
     """``value`` as the copy on ``device`` should have it; the same object where it may stay."""
     if isinstance(value, (Tensor, nn.Module)):
-        known = copied.get(id(value))
+        known = copied.get(id(compiled_module(value)))
         if known is not None or isinstance(value, nn.Module):
             return value if known is None else known
         return value if value.device == device else to_device(value, device)

@@ -19,7 +19,7 @@ from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, usable_devices
 from replication.place import here
 from replication.structure import Leaf, flatten
-from replication.torch_internals import NO_BACKWARD, current_backward
+from replication.torch_internals import NO_BACKWARD, compiled_module, current_backward
 
 __all__ = ["Difference", "Verification", "verify"]
 
@@ -113,16 +113,16 @@ def verify(
             a replica is a loss of its own, and the replicas' together are not that of the batch.
     """
     check_module(model)
-    dim = 0
+    dim, model = 0, compiled_module(model)
     if isinstance(model, nn.DataParallel):
-        dim, model = model.dim, model.module
+        dim, model = model.dim, compiled_module(model.module)
     devices = usable_devices(device_ids)
     if len(devices) < 2:
         raise ValueError(f"expected at least two devices to compare with one (got {len(devices)})")
     if tolerance is None:
         tolerance = 1e-6 if dtype is torch.float64 else 1e-3
     home = devices[0]
-    alone, split = (_cast(copy.deepcopy(model).to(home), dtype) for _ in range(2))
+    alone, split = (_cast(_uncompiled(copy.deepcopy(model)).to(home), dtype) for _ in range(2))
     expected = results_of_step(alone, alone, batch, home, dtype)
     model = DataParallel(split, devices, dim=dim)
     actual = results_of_step(split, model, batch, home, dtype)
@@ -233,6 +233,15 @@ def results_of_step(
     }
     whole = calls.pop(Call("", 1), {})  # which is the output
     return Results(calls, tensors, len(whole))
+
+
+def _uncompiled(net: nn.Module) -> nn.Module:
+    """Takes the wrappers of what is compiled away: replicas run without them, too."""
+    for module in list(net.modules()):
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = compiled_module(child)
+    return net
 
 
 def _cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -12,8 +12,8 @@ from ranks import run_ranks
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from replication import DataParallel, replicate
-from syncbn import convert_model
+from replication import DataParallel, register_replication_callback, replicate
+from syncbn import convert_model, verify
 
 needs_gloo = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()),
@@ -153,6 +153,29 @@ def test_a_wrapper_is_left_whole_and_its_replicas_are_of_what_it_wraps():
         assert replica[0] is not net[0]
     assert list(net.state_dict()) == names
     assert "_orig_mod" in dict(net[2].named_children())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_compiled_can_be_verified(way):
+    x, _ = data()
+    assert verify(way(convert_model(network()), "eager"), x, ["cpu"] * 2)
+    difference = verify(way(network(), "eager"), x, ["cpu"] * 2).first_difference
+    assert "BatchNorm" in difference.where
+
+
+def test_a_callback_of_a_wrapper_is_that_of_what_it_wraps():
+    wrapper = torch.compile(nn.Linear(3, 2), backend="eager")
+    calls = []
+    register_replication_callback(wrapper, lambda copy, ctx, copy_id: calls.append(copy_id))
+    DataParallel(nn.Sequential(wrapper), ["cpu"] * 2)(torch.randn(4, 3))
+    assert calls == [0, 1]
+
+
+def test_a_wrapper_in_a_list_becomes_the_copy_of_what_it_wraps():
+    net = nn.Sequential(nn.Linear(3, 2))
+    net.fast = [torch.compile(net[0], backend="eager")]  # which is registered nowhere else
+    for replica in replicate(net, ["cpu"] * 2):
+        assert replica.fast[0] is replica[0]
 
 
 def test_hooks_of_a_wrapper_are_refused_instead_of_forgotten():

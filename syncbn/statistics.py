@@ -53,7 +53,9 @@ def moments(x: Tensor) -> Tensor:
         stats = _uncentered_moments(x, n)
         if stats is not None:
             return stats
-    head = x.mean(reduced_dims(x), dtype=accumulation_dtype(x.dtype))
+    dtype = accumulation_dtype(x.dtype)
+    # Not by `mean`, which may add millions of values, or samples of few, one by one.
+    head = _cascaded(x).div_(n).to(x.device, dtype)
     stats = _sum_and_squares(x - per_channel(head, x)).div_(n)
     # What the rounding of the mean has left in the centered values.
     rest, variance = stats
@@ -69,8 +71,8 @@ _TINY = 2**15
 #: So many values per channel may be added one by one, where that saves operations.
 _FEW = 2**13
 
-#: Of more, so many are.
-_RUN = 2**10
+#: Of more, so many are, as far as torch itself adds one by one; else a quarter of it.
+_RUN = 2**9
 
 #: In deviations: the largest mean for which the moments need no centered copy of ``x``.
 _UNCENTERED = 4
@@ -135,10 +137,11 @@ def _runs(x: Tensor, n: int) -> list[Tensor]:
     if not rows.is_contiguous():
         return []
     rows, c = rows.flatten(0, -2), x.size(1)
-    whole = n - n % _RUN
-    blocks = [*rows[:whole].split(_RUN * max(1, BLOCK // (_RUN * c))), rows[whole:]]
+    run = _RUN // 4 if x.dim() == 3 else _RUN
+    whole = n - n % run
+    blocks = [*rows[:whole].split(run * max(1, BLOCK // (run * c))), rows[whole:]]
     # As images of one column, channels last.
-    shapes = [(len(block), max(1, len(block) // _RUN)) for block in blocks]
+    shapes = [(len(block), max(1, len(block) // run)) for block in blocks]
     return [
         block.view(1, length // runs, 1, runs * c).permute(0, 3, 1, 2)
         for block, (length, runs) in zip(blocks, shapes, strict=True)
@@ -194,9 +197,15 @@ def _row_sums(dy: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cascaded(x: Tensor) -> Tensor:
-    """The sum of each channel: in pairs, as `torch.sum` adds, and over samples in float64."""
-    inner = x.sum(list(range(2, x.dim()))) if x.dim() > 2 else x
-    return inner.to(statistics_device(x.device)).sum(0, dtype=torch.float64)
+    """The sum of each channel: in pairs, as `torch.sum` adds, of up to 64 samples, and of these in
+    float64."""
+    dims, dtype = list(range(2, x.dim())), accumulation_dtype(x.dtype)
+    sums = x.sum(dims, dtype=dtype) if dims else x
+    whole = len(x) - len(x) % 64
+    if whole:
+        of_many = sums[:whole].unflatten(0, (-1, 64)).sum(1, dtype=dtype)
+        sums = torch.cat((of_many, sums[whole:].to(dtype)))
+    return sums.to(statistics_device(x.device)).sum(0, dtype=torch.float64)
 
 
 #: In deviations. A larger mean would cost more than three of the bits that ``x`` has.

@@ -97,6 +97,30 @@ def test_first_samples_far_from_the_others_cost_no_digits():
     torch.testing.assert_close(statistics.moments(x)[1], exact, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("mean", [0, -2])
+@pytest.mark.parametrize("replaced", [torch.relu, lambda x: (x > 1.5).float()])
+def test_tokens_are_added_as_exactly_as_by_torch(replaced, mean):
+    """``(B, L, C)`` as ``(B, C, L)``, which torch adds in pairs; many summands are alike."""
+    x = replaced(torch.randn(64, 196, 16) + mean).transpose(1, 2)
+    exact = channels_of(x).var(1, correction=0)
+    plain = torch.nn.BatchNorm1d(16, momentum=1.0)
+    plain(x)
+    n = len(x) * x.size(2)
+    own = (plain.running_var.double() * (n - 1) / n - exact).abs()
+    ulp = torch.finfo(x.dtype).eps * exact
+    assert ((statistics.moments(x)[1] - exact).abs() <= 2 * own.amax() + 8 * ulp).all()
+
+
+@pytest.mark.parametrize("shape", [(300_000, 2, 3), (100_000, 2), (70, 2, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_samples_of_a_large_mean(dtype, shape):
+    x = (torch.randn(shape) + (1e5 if dtype is torch.float32 else 300)).to(dtype)
+    values = channels_of(x)
+    mean, var = statistics.moments(x)
+    torch.testing.assert_close(var, values.var(1, correction=0), rtol=2e-7, atol=0)
+    torch.testing.assert_close(mean, values.mean(1), rtol=0, atol=1e-7)
+
+
 class LargestFloat32(TorchDispatchMode):
     """Looks for the largest tensor in float32."""
 

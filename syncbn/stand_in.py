@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import unittest
 import warnings
-from importlib.machinery import ModuleSpec
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -95,11 +97,8 @@ _NAMES: dict[str, dict[str, Any]] = {
 class StandIn(ModuleType):
     """A module that has the names of another."""
 
-    def __init__(self, name: str, names: dict[str, Any], is_package: bool) -> None:
-        super().__init__(name, f"Stands in for a module of an older toolkit; see {__name__}.")
-        self.__spec__ = ModuleSpec(name, None, origin=__name__, is_package=is_package)
-        if is_package:
-            self.__path__: list[str] = []
+    def fill(self, names: dict[str, Any]) -> None:
+        """Gives it its names."""
         self.__all__ = [key for key in names if not key.startswith("_")]
         self._superseded = {k: v for k, v in names.items() if isinstance(v, Superseded)}
         vars(self).update({k: v for k, v in names.items() if not isinstance(v, Superseded)})
@@ -111,6 +110,50 @@ class StandIn(ModuleType):
         text = f"{self.__name__}.{name}: {superseded.advice}"
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         return superseded.value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*vars(self), *self.__dict__.get("_superseded", ())})
+
+
+class Finder(MetaPathFinder, Loader):
+    """Finds and loads the modules of packages that are stood in for."""
+
+    def __init__(self) -> None:
+        self.packages: set[str] = set()
+
+    def _names(self, module: str) -> dict[str, Any] | None:
+        """What a module of that full name has; None if it is none of these."""
+        for package in self.packages:
+            if module == package or module.startswith(f"{package}."):
+                return _NAMES.get(module[len(package) + 1 :])
+        return None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """As the import system asks."""
+        if self._names(fullname) is None:
+            return None
+        is_package = fullname in self.packages
+        spec = ModuleSpec(fullname, self, origin=__name__, is_package=is_package)
+        # The copy that is stood in for may have modules of its own.
+        copy = PathFinder.find_spec(fullname, path) if is_package else None
+        if copy is not None and copy.submodule_search_locations:
+            spec.submodule_search_locations = list(copy.submodule_search_locations)
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """As the import system asks."""
+        return StandIn(spec.name, f"Stands in for a module of an older toolkit; see {__name__}.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """As the import system asks."""
+        names = self._names(module.__name__)
+        if isinstance(module, StandIn) and names is not None:
+            module.fill(names)
+
+
+_finder = Finder()
 
 
 def stand_in_for(package: str = "sync_batchnorm") -> None:
@@ -124,9 +167,10 @@ def stand_in_for(package: str = "sync_batchnorm") -> None:
         from models.networks import generator  # which imports it in its own way
 
     Its modules ``batchnorm``, ``replicate``, ``comm`` (or ``sync_manager``), ``batchnorm_reimpl``
-    and ``unittest`` answer, too. Names that are better replaced come with a DeprecationWarning
-    that says by what. A mere ``sys.modules["sync_batchnorm"] = syncbn`` would load the modules
-    below it a second time, with classes of their own.
+    and ``unittest`` answer, too; other modules of the copy are found where it is. Names that are
+    better replaced come with a DeprecationWarning that says by what. A mere
+    ``sys.modules["sync_batchnorm"] = syncbn`` would load the modules below it a second time, with
+    classes of their own.
 
     ``sqrt(var + eps)`` is used, as in `torch.nn.BatchNorm2d`, not the older toolkit's default:
     see `set_sbn_eps_mode`.
@@ -151,11 +195,6 @@ def stand_in_for(package: str = "sync_batchnorm") -> None:
             f"{package} has been imported already; call stand_in_for({package!r}) before what "
             "imports it"
         )
-    modules = {
-        name: StandIn(f"{package}.{name}" if name else package, names, is_package=not name)
-        for name, names in _NAMES.items()
-    }
-    for name, module in modules.items():
-        sys.modules[module.__name__] = module
-        if name:
-            setattr(modules[""], name, module)
+    _finder.packages.add(package)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)

@@ -15,6 +15,7 @@ from torch import nn
 
 import replication
 import syncbn
+from syncbn import stand_in
 
 #: The names of the older toolkit's package and of its modules.
 NAMES = {
@@ -58,6 +59,7 @@ def package(request):
     """The name of a stand-in, which is there until the test is over."""
     syncbn.stand_in_for(request.param)
     yield request.param
+    stand_in._finder.packages.discard(request.param)
     for name in [
         n for n in sys.modules if n == request.param or n.startswith(request.param + ".")
     ]:
@@ -114,6 +116,12 @@ def test_program_for_the_older_toolkit_runs_unchanged(tmp_path):
             """
         )
     )
+    (tmp_path / "lib" / "sync_batchnorm").mkdir()
+    (tmp_path / "lib" / "sync_batchnorm" / "__init__.py").write_text("raise AssertionError")
+    # A module that the older toolkit has not.
+    (tmp_path / "lib" / "sync_batchnorm" / "extra.py").write_text(
+        "from .batchnorm import SynchronizedBatchNorm2d as layer\ndoubled = [layer] * 2"
+    )
     (tmp_path / "train.py").write_text(
         textwrap.dedent(
             """
@@ -127,6 +135,11 @@ def test_program_for_the_older_toolkit_runs_unchanged(tmp_path):
             from lib.sync_batchnorm import *
             from lib.sync_batchnorm.comm import SyncMaster, SlavePipe
             from lib.sync_batchnorm.replicate import execute_replication_callbacks
+            import lib.sync_batchnorm.batchnorm
+            from lib.sync_batchnorm.extra import doubled
+
+            assert lib.sync_batchnorm.batchnorm.SynchronizedBatchNorm2d is doubled[0]
+            assert lib.sync_batchnorm.SynchronizedBatchNorm2d is doubled[1]
 
             x = torch.randn(6, 1, 4, 4)
             model = sync_batchnorm.DataParallelWithCallback(net, device_ids=["cpu", "cpu"])
@@ -163,6 +176,28 @@ def test_test_case_of_the_older_toolkit_compares_tensors(package):
     case.assertTensorClose(x, x + 5e-4)
     with pytest.raises(AssertionError):
         case.assertTensorClose(x, x + 5e-3)
+
+
+def test_modules_are_attributes_of_what_contains_them(package):
+    module = importlib.import_module(f"{package}.comm")
+    parent, _, name = package.rpartition(".")
+    if parent:
+        assert getattr(sys.modules[parent], name) is sys.modules[package]
+    assert sys.modules[package].comm is module
+    assert {"SyncMaster", "FutureResult"} <= set(dir(module))
+    assert importlib.reload(module).SyncMaster is replication.SyncMaster
+
+
+def test_a_package_in_no_package_is_not_found():
+    syncbn.stand_in_for("nowhere.sync_batchnorm")
+    with pytest.raises(ModuleNotFoundError, match="nowhere"):
+        importlib.import_module("nowhere.sync_batchnorm.batchnorm")
+
+
+def test_other_modules_are_found_as_ever(package):
+    assert importlib.util.find_spec("email.mime").name == "email.mime"
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"{package}.magic")
 
 
 def test_what_has_been_imported_already_is_not_replaced():

@@ -105,16 +105,18 @@ def revert_model(module: ModuleT) -> ModuleT:
     """Undoes `convert_model`: makes every synchronized layer in ``module`` a plain one, in place.
 
     A DataParallel that `convert_model` has changed becomes what it was; others stay as they are.
-    What was a `torch.nn.SyncBatchNorm` becomes one again.
+    What was a `torch.nn.SyncBatchNorm` becomes one again. Synchronized layers of derived classes,
+    parametrized ones included, stay what they are, with a warning that names them.
 
     Args:
-        module: A layer or a network.
+        module: A layer or a network; it is changed itself, so give a copy to keep it.
 
     Returns:
         ``module``.
     """
     check_module(module)
-    for submodule in module.modules():
+    left_alone = []
+    for path, submodule in module.named_modules():
         if type(submodule) in PLAIN:
             own = submodule.process_group
             submodule.__class__ = PLAIN[type(submodule)]
@@ -127,6 +129,14 @@ def revert_model(module: ModuleT) -> ModuleT:
                 submodule.__class__ = nn.DataParallel  # type: ignore[assignment]
             else:
                 patch_replication_callback(submodule).remove()
+        elif isinstance(submodule, SynchronizedBatchNorm):
+            left_alone.append(f"`{path or '(root)'}` ({type(submodule).__name__})")
+    if left_alone:
+        warnings.warn(
+            "revert_model reverts layers of the classes that convert_model makes; these stay "
+            f"synchronized: {', '.join(left_alone)}",
+            stacklevel=2,
+        )
     return module
 
 

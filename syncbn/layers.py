@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
@@ -65,9 +66,12 @@ def kind_of(module: nn.Module) -> Kind | None:
             return Kind("left alone", "parametrized: convert before torch.nn.utils.parametrize")
         base = next(c.__name__ for c in kind.__mro__ if c.__module__.startswith("torch."))
         return Kind("left alone", f"derived from {base.lstrip('_')}, may compute anything")
-    name = getattr(module, "original_name", "")
-    if name in _NAMES:  # of a ScriptModule
-        return Kind("left alone", f"a script of {name}: convert before torch.jit")
+    if isinstance(module, torch.jit.ScriptModule):
+        name = class_name(module)
+        note = f"a script of {name}: convert before torch.jit"
+        return Kind("left alone", note) if name in _NAMES else None
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+        return Kind("left alone", "by sample; but its running statistics are the first replica's")
     if isinstance(module, _BY_SAMPLE):
         return Kind("by sample")
     if isinstance(module, nn.DataParallel):
@@ -75,6 +79,12 @@ def kind_of(module: nn.Module) -> Kind | None:
             return Kind("wrapper", "connects the copies of its layers")
         return Kind("wrapper", "does not connect copies: convert_model(model) makes it do so")
     return None
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class; of a script, of that which it was made of."""
+    is_script = isinstance(module, torch.jit.ScriptModule)
+    return str(module.original_name) if is_script else type(module).__name__
 
 
 def _note_on(layer: SynchronizedBatchNorm) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from replication.checks import check_module
-from syncbn.layers import Kind, kind_of
+from syncbn.layers import Kind, class_name, kind_of
 
 __all__ = ["Summary", "summary"]
 
@@ -63,7 +63,7 @@ class Summary:
         counts = {name: len(self.paths(name)) for name in ("synchronized", "plain", "left alone")}
         lines.append(
             f"{counts['synchronized']} synchronized, {counts['plain']} not converted, "
-            f"{counts['left alone']} left alone that normalize over the batch."
+            f"{counts['left alone']} left alone that depend on the batch."
         )
         return "\n".join(lines)
 
@@ -77,7 +77,7 @@ def summary(module: nn.Module) -> Summary:
     path       layer                                  note
     `1`        SynchronizedBatchNorm2d  synchronized
     1 of them  GroupNorm                left alone    normalizes each sample by itself
-    1 synchronized, 0 not converted, 0 left alone that normalize over the batch.
+    1 synchronized, 0 not converted, 0 left alone that depend on the batch.
 
     Args:
         module: A layer or a network, converted or not, wrapped or not.
@@ -90,10 +90,9 @@ def summary(module: nn.Module) -> Summary:
     """
     check_module(module)
     kinds = ((path, part, kind_of(part)) for path, part in module.named_modules())
-    # The class's name, that of a script is that of what it was made of.
     return Summary(
         tuple(
-            LayerSummary(path, getattr(part, "original_name", type(part).__name__), kind)
+            LayerSummary(path, class_name(part), kind)
             for path, part, kind in kinds
             if kind is not None
         )

@@ -115,6 +115,13 @@ def test_other_classes_are_left_alone_with_a_warning_that_names_them(layer):
     assert type(net[2]) is SynchronizedBatchNorm2d
 
 
+def test_what_stays_synchronized_is_named():
+    net = nn.Sequential(nn.BatchNorm1d(3), convert_model(nn.BatchNorm1d(3)))
+    nn.utils.parametrizations.spectral_norm(net[1])
+    with pytest.warns(UserWarning, match=r"stay synchronized: `1` \(ParametrizedSynchron"):
+        revert_model(net)
+
+
 def test_nothing_to_convert_is_no_reason_to_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -129,6 +129,32 @@ def test_a_parametrized_layer_says_what_it_is_underneath(layer, note):
     assert summary(converted).layers[0].kind.name == "synchronized"
 
 
+class Forwarding(nn.Module):
+    """A proxy that answers what it is asked in its own way."""
+
+    def __init__(self, answer) -> None:
+        super().__init__()
+        self.__dict__["answer"] = answer
+
+    def __getattr__(self, name):
+        return self.__dict__["answer"](name)
+
+
+def refuse(name):
+    raise KeyError(name)
+
+
+@pytest.mark.parametrize("answer", [refuse, lambda name: [], lambda name: "BatchNorm2d"])
+def test_a_module_that_answers_in_its_own_way_is_let_alone(answer):
+    net = nn.Sequential(nn.BatchNorm2d(3), Forwarding(answer), nn.BatchNorm2d(3))
+    assert kinds(convert_model(net)) == {"0": "synchronized", "2": "synchronized"}
+
+
+def test_running_statistics_of_what_normalizes_by_sample_are_told():
+    (layer,) = summary(nn.InstanceNorm1d(3, track_running_stats=True)).layers
+    assert layer.kind.name == "left alone" and "first replica" in layer.kind.note
+
+
 def test_nothing_to_list():
     assert str(summary(nn.Linear(2, 2))) == "No layer normalizes over the batch."
 

@@ -1,6 +1,7 @@
 """All names of torch that the packages use are in the oldest torch that they support.
 
-A list of those names: what is not on it has to be looked up in that torch, and added.
+A list of those names: what is not on it has to be looked up in that torch, and added. It knows
+nothing of what tensors and other objects have, nor of arguments of functions.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def names_in(source: str) -> Iterator[str]:
     known: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            known.update({a.name: a.name for a in node.names if a.name == "torch"})
+            of_torch = [a for a in node.names if a.name.split(".")[0] == "torch"]
+            known.update({a.asname or "torch": a.name if a.asname else "torch" for a in of_torch})
+            yield from (a.name for a in of_torch)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             known.update({a.asname or a.name: f"{node.module}.{a.name}" for a in node.names})
     yield from known.values()
@@ -86,12 +89,16 @@ def test_name_is_in_this_torch(name):
 def test_what_is_not_there_is_noticed():
     with pytest.raises(AttributeError):
         found("torch.nn.functional.synchronized_batch_norm")
-    source = "import torch\nfrom torch import nn\nnn.functional.softer(torch.nn)\nself.torch.x"
+    source = """
+import torch
+import torch as t, torch.futures
+import torch.special as s
+from torch import nn
+nn.functional.softer(torch.nn, t.new, s.newer, self.torch.x)
+"""
     assert set(names_in(source)) == {
-        "torch",
-        "torch.nn",
-        "torch.nn.functional",
-        "torch.nn.functional.softer",
+        *("torch", "torch.new", "torch.special", "torch.special.newer", "torch.futures"),
+        *("torch.nn", "torch.nn.functional", "torch.nn.functional.softer"),
     }
 
 

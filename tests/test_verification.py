@@ -286,3 +286,24 @@ def test_self_check_refuses_bad_numbers(replicas, capsys):
     with pytest.raises(SystemExit):
         syncbn.__main__.main(["--replicas", replicas])
     assert "--replicas" in capsys.readouterr().err
+
+
+class Dropping(nn.Module):
+    """Draws random numbers by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.bn(x), 0.5, self.training)
+
+
+def test_a_model_that_draws_random_numbers_is_told_from_one_that_is_not_synchronized():
+    x = torch.randn(9, 4)
+    found = verify(convert_model(Dropping()), x, ["cpu"] * 2)
+    assert not found and found.is_random
+    assert str(found).endswith("the model draws random numbers.")
+    for net in (nn.BatchNorm1d(4), Dropping().eval(), convert_model(nn.BatchNorm1d(4))):
+        found = verify(net, x, ["cpu"] * 2)
+        assert not found.is_random and "random" not in str(found)

@@ -89,4 +89,7 @@ def _is_at_rest(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)
     if not thread.is_alive() or frame is None:
         return True
-    return thread.name.startswith("replica-") and frame.f_code.co_name == "_serve"
+    # Of a pool of threads, which the compiler has, likewise.
+    waits = {"replica-": "_serve", "ThreadPoolExecutor-": "_worker"}
+    place = frame.f_code.co_name
+    return any(thread.name.startswith(kind) and place == where for kind, where in waits.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import socket
@@ -13,25 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from example_files import EXAMPLES, assert_refused, load_with_progress
 from processes import environment, run_python
 from torch import distributed
 
 for package in ("sklearn", "matplotlib", "tqdm"):
     pytest.importorskip(package, reason=f"the example needs {package}: pip install '.[examples]'")
 
-SOURCE = Path(__file__).parent.parent / "examples" / "train_digits.py"
+SOURCE = EXAMPLES / "train_digits.py"
 RUNS = ["one device", "replicas, plain BatchNorm", "replicas, synchronized"]
 
 
 @pytest.fixture
 def example(monkeypatch):
-    spec = importlib.util.spec_from_file_location("train_digits", SOURCE)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    # The progress bar's own thread would outlive the test.
-    monkeypatch.setattr(module.tqdm, "monitor_interval", 0)
-    return module
+    return load_with_progress("train_digits", monkeypatch)
 
 
 def few_steps(path, *more):
@@ -86,10 +80,7 @@ def test_it_fails_if_the_losses_are_no_numbers(example, tmp_path, monkeypatch):
     ],
 )
 def test_it_refuses_bad_values(example, arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        example.main(arguments)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    assert_refused(example, arguments, message, capsys)
 
 
 @pytest.mark.parametrize("devices", [["cpu", "cpu", "cpu"], ["cpu,cpu,cpu"], ["cpu,cpu", "cpu"]])

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from example_files import EXAMPLES, assert_refused, load_with_progress
 from processes import run_python
 
 for package in ("sklearn", "matplotlib", "tqdm"):
     pytest.importorskip(package, reason=f"the example needs {package}: pip install '.[examples]'")
 
-SOURCE = Path(__file__).parent.parent / "examples" / "small_batch.py"
+SOURCE = EXAMPLES / "small_batch.py"
 
 
 @pytest.fixture
 def example(monkeypatch):
     # It imports its neighbour train_digits, as it does when it is run as a script.
-    monkeypatch.setattr(sys, "path", [str(SOURCE.parent), *sys.path])
-    spec = importlib.util.spec_from_file_location("small_batch", SOURCE)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    # The progress bar's own thread would outlive the test.
-    monkeypatch.setattr(module.tqdm, "monitor_interval", 0)
-    return module
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+    return load_with_progress("small_batch", monkeypatch)
 
 
 def tiny(example, replicas, **more):
@@ -133,7 +126,4 @@ def test_the_synchronized_run_alone_is_that_of_one_device(example, replicas, hea
     ],
 )
 def test_it_refuses_bad_values(example, arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        example.main(arguments)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    assert_refused(example, arguments, message, capsys)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import gpu, growth, layer, memory, processes, rendezvous, replicate, step
-from benchmarks.measuring import Part, Row, add_options, header, keep_memory, line
+from benchmarks.measuring import Part, Row, add_options, header, keep_memory, show
 
 figure = import_module("benchmarks.figure") if find_spec("matplotlib") else None
 
@@ -56,10 +56,7 @@ def main() -> int:
             figure.draw(points, output)
         else:
             rows = PARTS[name](options.steps, options.quick)
-        for row in rows:
-            print(
-                line(row._replace(goal=None, goal_at=None) if options.quick else row), flush=True
-            )
+        show(rows, options.quick)
     return 0
 
 

@@ -112,6 +112,12 @@ def line(row: Row) -> str:
     return f"| {' | '.join((row.part, row.case, *figures, goal, met))} |"
 
 
+def show(rows: Iterable[Row], quick: bool) -> None:
+    """Prints rows as they come; goals are for the shapes of a full run."""
+    for row in rows:
+        print(line(row._replace(goal=None, goal_at=None) if quick else row), flush=True)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of the suite and of each part."""
     parser.add_argument("--steps", type=int, default=60, help="of each way, after warm-up")
@@ -127,7 +133,5 @@ def run(part: Part, description: str | None) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(header(options.steps))
-    for row in part(options.steps, options.quick):
-        # Goals are for the shapes of a full run.
-        print(line(row._replace(goal=None, goal_at=None) if options.quick else row), flush=True)
+    show(part(options.steps, options.quick), options.quick)
     return 0

@@ -73,15 +73,17 @@ def replicate(
     """
     check_module(module)
     targets = usable_devices(devices)
-    wrappers = [m for m in module.modules() if is_compiled_wrapper(m)]
+    # A wrapper's attributes are those of what it wraps; so are its replicas.
+    modules: list[nn.Module] = []
+    wrappers: list[nn.Module] = []
+    for submodule in module.modules():
+        (wrappers if is_compiled_wrapper(submodule) else modules).append(submodule)
     for wrapper in wrappers:
         if any(vars(wrapper).get(name) for name in HOOKS):
             raise TypeError(
                 "what torch.compile(module) returns has hooks of its own, which replicas would "
                 "not run, as they run the module itself; register them on the module"
             )
-    # A wrapper's attributes are those of what it wraps; so are its replicas.
-    modules = [m for m in compiled_module(module).modules() if not is_compiled_wrapper(m)]
     for submodule in modules:
         if isinstance(submodule, torch.jit.ScriptModule):
             raise TypeError("a ScriptModule cannot be replicated; wrap the module it was made of")

@@ -95,8 +95,8 @@ def verify(
     Copies of the model run forward and backward, with a random upstream gradient. It is not
     changed, and layers that are not synchronized are not converted: they are what this finds.
     Layers that draw random numbers (dropout) differ; put them in evaluation mode before. (Where
-    something differs one device runs twice, to tell whether it is that.) Layers
-    after which the rows of a batch are in another order differ, too.
+    something differs one device runs twice, to tell whether it is that.) Layers after which the
+    rows of a batch are in another order differ, too.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     >>> print(verify(net, torch.randn(8, 3), ["cpu"] * 2).first_difference.where)
@@ -128,9 +128,11 @@ def verify(
     if tolerance is None:
         tolerance = 1e-6 if dtype is torch.float64 else 1e-3
     home = devices[0]
-    alone, again, split = (
-        _cast(_uncompiled(copy.deepcopy(model)).to(home), dtype) for _ in range(3)
-    )
+
+    def copied() -> nn.Module:
+        return _cast(_uncompiled(copy.deepcopy(model)).to(home), dtype)
+
+    alone, split = copied(), copied()
     expected = results_of_step(alone, alone, batch, home, dtype)
     actual = results_of_step(split, DataParallel(split, devices, dim=dim), batch, home, dtype)
     if actual.replicas < 2:
@@ -142,6 +144,7 @@ def verify(
     found = Verification(_compared(actual, expected, layers), tolerance, actual.replicas)
     if found:
         return found
+    again = copied()
     repeated = results_of_step(again, again, batch, home, dtype)
     same = Verification(_compared(repeated, expected, layers), tolerance, 1)
     return replace(found, is_random=not same)

@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 
 from replication.torch_internals import (
     collective_functions,
-    functional_collectives,
+    collective_operators,
     has_differentiable_collectives,
 )
 
@@ -40,24 +40,32 @@ class Collectives(Protocol):
         """
 
 
-class FunctionalCollectives:
-    """By the functional collectives of torch, differentiable since its release 2.10 or so."""
+class CollectiveOperators:
+    """By the operators of torch's functional collectives, differentiable since its release 2.10.
+
+    Without the functions around them, which import all of the compiler in their first call: a
+    second, and default arguments that keep the process group, with its threads, to the end.
+    """
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Tensor:
         """See `Collectives`."""
-        return _waited(functional_collectives.all_reduce(tensor, "sum", group))
+        return _waited(collective_operators.all_reduce(tensor, "sum", group.group_name))
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
         """See `Collectives`."""
-        return _waited(functional_collectives.all_gather_single(tensor, 0, group))
+        gathered = collective_operators.all_gather_into_tensor(
+            tensor, group.size(), group.group_name
+        )
+        return _waited(gathered)
 
     def all_to_all(self, tensor: Tensor, sent: list[int], got: list[int], group: Any) -> Tensor:
         """See `Collectives`."""
-        return _waited(functional_collectives.all_to_all_single(tensor, got, sent, group))
+        received = collective_operators.all_to_all_single(tensor, got, sent, group.group_name)
+        return _waited(received)
 
 
 def _waited(tensor: Tensor) -> Tensor:
-    return functional_collectives.wait_tensor(tensor)  # type: ignore[no-any-return]
+    return collective_operators.wait_tensor(tensor)  # type: ignore[no-any-return]
 
 
 class CollectiveFunctions:
@@ -83,4 +91,4 @@ class CollectiveFunctions:
 
 def differentiable_collectives() -> Collectives:
     """Those of this torch."""
-    return FunctionalCollectives() if has_differentiable_collectives() else CollectiveFunctions()
+    return CollectiveOperators() if has_differentiable_collectives() else CollectiveFunctions()

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from ctypes import string_at
 from typing import Any, NoReturn, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, distributed
@@ -71,15 +72,33 @@ class ProcessGroup(Group):
             )
         if process_group is not None:
             check_process_group(process_group)
-        self.process_group: Any = process_group or distributed.group.WORLD
-        rank = distributed.get_rank(self.process_group)
+        process_group = process_group or distributed.group.WORLD
+        rank = distributed.get_rank(process_group)
         if rank < 0:
             raise ValueError(
                 f"`{name}`: this process is not in the process_group that it is given; give each "
                 "process a group that it is in"
             )
-        super().__init__(rank, distributed.get_world_size(self.process_group))
+        super().__init__(rank, distributed.get_world_size(process_group))
         self._name = name
+        # Graphs refer to this object. A loss that is still there when a script ends must not keep
+        # the threads of a group that has been destroyed.
+        self._process_group = ref(process_group)
+
+    @property
+    def process_group(self) -> Any:
+        """The group of `torch.distributed`.
+
+        Raises:
+            RuntimeError: It has been destroyed.
+        """
+        process_group = self._process_group()
+        if process_group is None:
+            raise RuntimeError(
+                f"{self._where()}: the process group has been destroyed; call "
+                "torch.distributed.destroy_process_group after the last forward and backward"
+            )
+        return process_group
 
     def __deepcopy__(self, memo: Any) -> ProcessGroup:
         return ProcessGroup(self.process_group, self._name)  # between the same processes

@@ -38,11 +38,13 @@ except ImportError:  # torch 2.4
 P = ParamSpec("P")
 T = TypeVar("T")
 
-functional_collectives: Any = (
+#: Whose import gives the operators their derivatives.
+_functional_collectives: Any = (
     import_module("torch.distributed._functional_collectives")
     if distributed.is_available()
     else None
 )
+collective_operators: Any = torch.ops._c10d_functional if distributed.is_available() else None
 
 __all__ = [
     "MappingKey",
@@ -104,9 +106,9 @@ def make_shell(method: Callable[[], Any]) -> Any:
 
 
 def has_differentiable_collectives() -> bool:
-    """Whether the functional collectives of this torch have derivatives."""
+    """Whether the operators of this torch's functional collectives have derivatives."""
     return all(
-        hasattr(functional_collectives, name)
+        hasattr(_functional_collectives, name)
         for name in ("all_reduce_backward", "all_gather_single", "all_to_all_single")
     )
 

@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from collective_cases import CASES, OPS, derivatives, leaves, upstream
 from layers import outcome_of
+from processes import run_python
 from ranks import TIMEOUT, run_ranks
 from torch import Tensor, distributed, nn
 from torch.distributed.nn import functional as nn_functional
@@ -27,7 +29,7 @@ from replication import (
     SoloGroup,
     process_group,
 )
-from replication.collectives import CollectiveFunctions, FunctionalCollectives
+from replication.collectives import CollectiveFunctions, CollectiveOperators
 from replication.torch_internals import has_differentiable_collectives, timeout_of
 from syncbn import SynchronizedBatchNorm1d, convert_model
 
@@ -39,7 +41,7 @@ pytestmark = pytest.mark.skipif(
 #: Both, where there are both: the Functions are for older releases.
 IMPLEMENTATIONS = [
     CollectiveFunctions,
-    *([FunctionalCollectives] if has_differentiable_collectives() else []),
+    *([CollectiveOperators] if has_differentiable_collectives() else []),
 ]
 
 
@@ -47,7 +49,7 @@ def run_cases(rank: int, size: int) -> dict[tuple[str, str], Any]:
     """Each collective, with its first and second derivatives, in one rank."""
     results = {}
     for implementation, (name, case) in itertools.product(IMPLEMENTATIONS, CASES.items()):
-        functions = () if implementation is FunctionalCollectives else (nn_functional,)
+        functions = () if implementation is CollectiveOperators else (nn_functional,)
         process_group._collectives = implementation(*functions)
         own = leaves(case, size)[rank]
         outputs = case.call(ProcessGroup(), *own)
@@ -495,6 +497,19 @@ def some_of_three(rank: int) -> Any:
     return found
 
 
+def let_go(rank: int) -> Any:
+    layer, x = SynchronizedBatchNorm1d(2), torch.randn(4, 2, requires_grad=True)
+    y = layer(x)
+    loss = (y * torch.randn(4, 2)).sum() + layer.group.all_reduce(x).sum()
+    loss.backward(retain_graph=True)
+    world = weakref.ref(distributed.group.WORLD)
+    distributed.barrier()
+    distributed.destroy_process_group()
+    with pytest.raises(RuntimeError) as error:
+        loss.backward()
+    return world(), str(error.value)
+
+
 def second_life(rank: int, store: str) -> Any:
     layer = Aware()
     before = layer(torch.ones(1)).item()
@@ -512,6 +527,34 @@ def test_some_of_three_ranks():
     assert [found["of one"] for found in (second, third)] == [(1,), (2,)]
     assert [found["part"] for found in (first, second, third)] == [(0, 1), (0, 1), (2,)]
     assert all(found["shared"] and found["timeout"] for found in (first, second, third))
+
+
+def test_a_graph_does_not_keep_the_process_group():
+    # Its threads would run on while Python shuts down, which then aborts at times.
+    for world, message in run_ranks(2, let_go):
+        assert world is None
+        assert "the process group has been destroyed; call torch.distributed.destroy" in message
+
+
+FIRST_CALL = """
+import sys, weakref
+import torch
+from torch import distributed
+from replication import ProcessGroup
+
+distributed.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
+group, x = ProcessGroup(), torch.ones(2, requires_grad=True)
+(group.all_reduce(x) + group.all_gather(x)[0] + group.reduce_scatter([x])).sum().backward()
+world = weakref.ref(distributed.group.WORLD)
+distributed.destroy_process_group()
+print(world(), [name for name in ("torch._dynamo", "torch.distributed.nn") if name in sys.modules])
+"""
+
+
+@pytest.mark.skipif(not has_differentiable_collectives(), reason="needs a newer torch")
+def test_the_first_call_does_not_import_the_compiler(tmp_path):
+    done = run_python("-c", FIRST_CALL, f"file://{tmp_path}/store")
+    assert done.stdout == "None []\n", done.stderr
 
 
 def test_layer_outlives_the_processes_it_was_used_with(tmp_path):

@@ -41,7 +41,7 @@ class Collectives(Protocol):
 
 
 class CollectiveOperators:
-    """By the operators of torch's functional collectives, differentiable since its release 2.10.
+    """By the operators of torch's functional collectives, differentiable since its release 2.11.
 
     Without the functions around them, which import all of the compiler in their first call: a
     second, and default arguments that keep the process group, with its threads, to the end.

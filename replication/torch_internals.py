@@ -107,10 +107,7 @@ def make_shell(method: Callable[[], Any]) -> Any:
 
 def has_differentiable_collectives() -> bool:
     """Whether the operators of this torch's functional collectives have derivatives."""
-    return all(
-        hasattr(_functional_collectives, name)
-        for name in ("all_reduce_backward", "all_gather_single", "all_to_all_single")
-    )
+    return hasattr(_functional_collectives, "all_reduce_backward")
 
 
 #: The autograd Functions that they take over from, and that go away where they have.

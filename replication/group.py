@@ -99,6 +99,14 @@ def check_alike(calls: Sequence[Call], where: str, members: Sequence[int], kind:
     )
 
 
+def is_recomputation() -> bool:
+    """Whether this thread recomputes: in a backward, or in a replica whose caller is in one."""
+    place = here()
+    return current_backward() != NO_BACKWARD or (
+        place is not None and place.rendezvous.in_backward
+    )
+
+
 class Group(ABC):
     """The copies of one layer, and the collectives between them.
 
@@ -131,7 +139,7 @@ class Group(ABC):
 
         A layer that keeps something from forward to forward does not update it then.
         """
-        return current_backward() != NO_BACKWARD
+        return is_recomputation()
 
     def _where(self) -> str:
         """Who this is, for messages."""

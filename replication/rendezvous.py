@@ -139,6 +139,8 @@ class Rendezvous:
         self.size = size
         #: Seconds that a wait may take; None for any number.
         self.timeout: float | None = None
+        #: Whether all of this forward is inside a backward, whose thread is that of the caller.
+        self.in_backward = False
         #: Says of a replica, and the thread that runs it, where in its code it is.
         self.locate: Callable[[int, int], str] = lambda replica, thread: ""
         #: Around exchanges and waits, with which it is, the replica and the path; None if nobody

@@ -29,6 +29,7 @@ from replication.group import (
     SoloGroup,
     check_alike,
     in_a_callback,
+    is_recomputation,
     layouts_of,
     reduced,
 )
@@ -71,8 +72,6 @@ class Circle:
         is_part = len(replicas) != rendezvous.size
         #: For messages.
         self.path = f"{layer}, replicas {replicas[0]}-{replicas[-1]}" if is_part else layer
-        #: Whether all of this forward is inside a backward, whose thread is that of the caller.
-        self.in_backward = current_backward() != NO_BACKWARD
         self._calls = 0
         self._parts: dict[int, list[Members]] = {}
 
@@ -204,8 +203,8 @@ class ReplicaGroup(Group):
 
     @property
     def recomputes(self) -> bool:
-        """As `Group` says; also in replicas whose whole forward is a recomputation."""
-        return self.in_later_backward or self._connected().in_backward
+        """As `Group` says; also in a thread that a replica has started."""
+        return is_recomputation() or self._connected().rendezvous.in_backward
 
     @property
     def in_later_backward(self) -> bool:

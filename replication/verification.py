@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from replication.checks import check_module
 from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, usable_devices
+from replication.group import is_recomputation
 from replication.place import here
 from replication.structure import Leaf, flatten
-from replication.torch_internals import NO_BACKWARD, compiled_module, current_backward
+from replication.torch_internals import compiled_module
 
 __all__ = ["Difference", "Verification", "verify"]
 
@@ -210,7 +211,7 @@ def results_of_step(
     counts: Counter[tuple[str, int]] = Counter()
 
     def note(path: str, layer: nn.Module, args: Any, output: Any) -> None:
-        if current_backward() != NO_BACKWARD:  # the recomputation of a checkpoint
+        if is_recomputation():
             return
         place = here()
         replica = 0 if place is None else place.replica

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from replication.devices import device_in_use
 from replication.errors import ReplicationError
+from replication.group import is_recomputation
 from replication.observation import observer
 from replication.place import Place, standing_at
 from replication.rendezvous import Failure, Rendezvous
@@ -143,6 +144,7 @@ def watch(replicas: Sequence[nn.Module]) -> Rendezvous:
     rendezvous = Rendezvous(len(replicas))
     rendezvous.locate = Locator(replicas)
     rendezvous.observe = observer(len(replicas))
+    rendezvous.in_backward = is_recomputation()
     for index, replica in enumerate(replicas):
         for name in _ENTRANCES:
             WatchedCall(replica, name, rendezvous, index).install()

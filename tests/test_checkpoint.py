@@ -20,7 +20,7 @@ from sharded import Sharded, randomized, run_sharded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from replication import DataParallel, ReplicaAware, ReplicationError
+from replication import CallbackContext, DataParallel, ReplicaAware, ReplicationError
 from syncbn import SynchronizedBatchNorm1d, convert_model
 
 try:
@@ -192,6 +192,41 @@ def test_a_checkpoint_around_the_whole_model_learns_once():
     torch.testing.assert_close(
         step(recomputed(lambda x: model(x).exp()), twin), step(lambda x: net(x).exp(), net)
     )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("replicas, group_size", [(4, 2), (3, 2)])
+def test_running_statistics_of_parts_are_updated_once(replicas, group_size, reentrant):
+    net = convert_model(nn.Sequential(nn.BatchNorm1d(3)), group_size=group_size)
+    model = DataParallel(net, ["cpu"] * replicas)
+    x = torch.randn(2 * replicas, 3, requires_grad=True)
+    checkpoint(lambda x: model(x).square(), x, use_reentrant=reentrant).sum().backward()
+    assert net[0].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_running_statistics_of_replicas_of_a_replica_are_updated_once(reentrant):
+    net = convert_model(nn.Sequential(nn.BatchNorm1d(3)))
+    model = DataParallel(nn.Sequential(DataParallel(net, ["cpu"] * 2)), ["cpu"] * 2)
+    x = torch.randn(8, 3, requires_grad=True)
+    checkpoint(lambda x: model(x).square(), x, use_reentrant=reentrant).sum().backward()
+    assert net[0].num_batches_tracked == 1
+
+
+def test_a_group_that_is_first_asked_for_in_forward_recomputes():
+    answers = []
+
+    class Asks(nn.Module):
+        def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+            self.group = lambda: ctx.group(copy_id)
+
+        def forward(self, x: Tensor) -> Tensor:
+            answers.append(self.group().recomputes)
+            return x.square()
+
+    model = DataParallel(Asks(), ["cpu"] * 2)
+    checkpoint(model, torch.randn(2, 3, requires_grad=True), use_reentrant=False).sum().backward()
+    assert answers == [False, False, True, True]
 
 
 def test_a_checkpoint_frees_the_activations():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import MethodType
 from typing import Any, TypeVar, cast
 
@@ -13,6 +13,7 @@ from torch.nn.parallel import comm
 
 from replication.checks import check_module
 from replication.devices import DeviceLike, are_distinct_cuda, to_device, usable_devices
+from replication.structure import shallow_copy
 from replication.torch_internals import (
     COMPILED_CALL_IMPL,
     HOOKS,
@@ -155,7 +156,8 @@ class Parts:
             state[COMPILED_CALL_IMPL] = None
 
     def _moved_constants(self, copied: dict[int, Any], device: torch.device) -> dict[str, Any]:
-        moved = ((name, value, _moved(value, device, copied)) for name, value in self._constants)
+        moving = Moving(device, copied)
+        moved = ((name, value, moving.moved(value)) for name, value in self._constants)
         return {name: new for name, old, new in moved if new is not old}
 
 
@@ -183,39 +185,69 @@ def _needs_moving(value: Any, inside: tuple[int, ...] = ()) -> bool:
         if id(value) in inside:  # it contains itself
             return False
         inside = (*inside, id(value))
-        items = value.values() if isinstance(value, dict) else value
         # Most types are few and plain, also in a container of a million entries.
-        return any(_needs_moving(v, inside) for v in items if type(v) not in _PLAIN)
+        return any(_needs_moving(v, inside) for _, v in _items(value) if type(v) not in _PLAIN)
     return isinstance(value, (Tensor, nn.Module, MethodType))
 
 
-def _moved(value: Any, device: torch.device, copied: dict[int, Any]) -> Any:
-    """``value`` as the copy on ``device`` should have it; the same object where it may stay."""
-    if isinstance(value, (Tensor, nn.Module)):
-        known = copied.get(id(compiled_module(value)))
-        if known is not None or isinstance(value, nn.Module):
-            return value if known is None else known
-        return value if value.device == device else to_device(value, device)
-    if isinstance(value, MethodType):
-        owner = copied.get(id(value.__self__))
-        return value if owner is None else MethodType(value.__func__, owner)
-    if not _needs_moving(value):
+class Moving:
+    """Plain attributes as the replica on ``device`` should have them.
+
+    Args:
+        device: Where its tensors are.
+        copied: Its parameters, buffers and submodules, by the identity of the original.
+    """
+
+    def __init__(self, device: torch.device, copied: dict[int, Any]) -> None:
+        self._device = device
+        self._copied = copied
+        # New containers, and moved tensors, by the identity of the old ones: a container that
+        # contains itself does so again.
+        self._made: dict[int, Any] = {}
+
+    def moved(self, value: Any) -> Any:
+        """The replica's; the same object where it may stay."""
+        if not isinstance(value, _CONTAINERS):
+            return self._moved_leaf(value)
+        if id(value) in self._made:
+            return self._made[id(value)]
+        if not self._changes(value):
+            return value
+        if isinstance(value, tuple):
+            items = [self.moved(item) for item in value]
+            return self._made.setdefault(id(value), tuple.__new__(type(value), items))
+        new = self._made[id(value)] = shallow_copy(value)
+        for key, item in _items(value):
+            new[key] = self.moved(item)
+        return new
+
+    def _changes(self, value: Any, inside: tuple[int, ...] = ()) -> bool:
+        """Whether anything in it is another object in the replica."""
+        if type(value) in _PLAIN or id(value) in inside:
+            return False
+        if isinstance(value, _CONTAINERS):
+            inside = (*inside, id(value))
+            return any(self._changes(item, inside) for _, item in _items(value))
+        return self._moved_leaf(value) is not value
+
+    def _moved_leaf(self, value: Any) -> Any:
+        if isinstance(value, (Tensor, nn.Module)):
+            known = self._copied.get(id(compiled_module(value)))
+            if known is not None or isinstance(value, nn.Module):
+                return value if known is None else known
+            if value.device == self._device:
+                return value
+            if id(value) not in self._made:
+                self._made[id(value)] = to_device(value, self._device)
+            return self._made[id(value)]
+        if isinstance(value, MethodType):
+            owner = self._copied.get(id(value.__self__))
+            return value if owner is None else MethodType(value.__func__, owner)
         return value
-    if isinstance(value, (list, tuple)):
-        items = [_moved(item, device, copied) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items) if type(value) in (list, tuple) else value
-    if isinstance(value, dict):
-        pairs = {key: _moved(item, device, copied) for key, item in value.items()}
-        if all(pairs[key] is item for key, item in value.items()):
-            return value
-        moved = value.copy()  # keeps the type, and a defaultdict's factory
-        moved.update(pairs)
-        return moved
-    return value
+
+
+def _items(container: Any) -> Iterable[tuple[Any, Any]]:
+    return container.items() if isinstance(container, dict) else enumerate(container)
 
 
 def copied_buffers(buffers: list[Tensor], devices: list[torch.device], detach: bool) -> Copies:

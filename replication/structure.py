@@ -119,16 +119,23 @@ class Origin:
             return node.unflatten_fn(list(parts.values()), self._context())
         if isinstance(original, tuple):
             return tuple.__new__(type(original), parts.values())
-        new = copy.copy(original)
         if isinstance(original, (dict, list, deque)):
-            if getattr(original, "__dict__", None) is original:  # keys that are attributes, too
-                new.__dict__ = new
+            new = shallow_copy(original)
             for name, value in parts.items():
                 new[name] = value
         else:
+            new = copy.copy(original)
             for name, value in parts.items():
                 object.__setattr__(new, name, value)  # also where the dataclass is frozen
         return new
+
+
+def shallow_copy(container: Any) -> Any:
+    """A copy of a dict, list or deque, of its own type."""
+    new = copy.copy(container)
+    if getattr(container, "__dict__", None) is container:  # keys that are attributes, too
+        new.__dict__ = new
+    return new
 
 
 class Opened:

@@ -32,6 +32,23 @@ class Typed(NamedTuple):
     number: int
 
 
+class Record(dict):
+    """A dict whose keys are attributes, too, as configurations have it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Layers(list):
+    """A list that knows something more."""
+
+    note = "none"
+
+
+class Row(tuple):
+    """A tuple of a type of its own."""
+
+
 # -- devices -----------------------------------------------------------------------------------
 
 
@@ -478,6 +495,9 @@ def test_tensor_attribute_on_the_device_already_is_shared():
         (lambda t: Pair(t, 1), lambda v: v.left),
         (lambda t: Typed(t, 1), lambda v: v.tensor),
         (lambda t: [{"deep": (None, [t])}], lambda v: v[0]["deep"][1][0]),
+        (lambda t: Record(t=t), lambda v: v.t),
+        (lambda t: Layers([1, t]), lambda v: v[1]),
+        (lambda t: Row([1, t]), lambda v: v[1]),
     ],
     ids=[
         "list",
@@ -488,6 +508,9 @@ def test_tensor_attribute_on_the_device_already_is_shared():
         "namedtuple",
         "NamedTuple",
         "deep",
+        "derived from dict",
+        "derived from list",
+        "derived from tuple",
     ],
 )
 def test_tensor_in_a_container_is_moved_and_the_container_keeps_its_type(wrap, unwrap):
@@ -513,6 +536,28 @@ def test_defaultdict_keeps_its_factory():
 )
 def test_container_that_needs_no_move_is_shared(value):
     assert arrived(value, "cpu") is value
+
+
+def test_list_of_a_derived_class_keeps_its_attributes():
+    layers = Layers([torch.ones(1)])
+    layers.note = "two"
+    assert arrived(layers).note == "two"
+
+
+def test_container_that_contains_itself_and_a_submodule_does_so_in_replicas():
+    net = nn.Sequential(nn.Linear(2, 2))
+    inner, outer = [net[0]], {}
+    outer |= {"inner": (inner, outer), "layer": net[0]}
+    inner.append(inner)
+    net.inner, net.outer = inner, outer
+    for replica in replicate(net, ["cpu"] * 2):
+        layer, again = replica.inner
+        assert layer is replica[0]
+        assert again is replica.inner
+        assert replica.outer["layer"] is replica[0]
+        assert replica.outer["inner"][0] is replica.inner  # the same one in both
+        assert replica.outer["inner"][1] is replica.outer
+    assert net.outer["inner"] == (inner, net.outer)
 
 
 def test_plain_attribute_with_a_gradient_carries_it_back():

@@ -162,7 +162,7 @@ class Plan(NamedTuple):
 
     def sizes_of(self, leaf: Leaf, dim: int, stays: bool) -> list[int]:
         """The lengths of the parts of one tensor."""
-        length = leaf.value.size(dim)
+        length = _length(leaf, dim)
         fitting = [sizes for sizes in self.sizes if sum(sizes) == length]
         if len(fitting) == 1:
             return fitting[0]
@@ -221,21 +221,26 @@ def _sizes_beside_lists(scattered: list[Leaf], length: int, parts: int) -> list[
 
 def _common_length(batch: list[Leaf], dim: int) -> int:
     first = batch[0]
+    length = _length(first, dim)
     for leaf in batch:
-        if not _has_dimension(leaf.value, dim):
-            raise ValueError(
-                f"{_where(leaf)} must have a dimension {dim} to be split along "
-                f"(got shape {tuple(leaf.value.shape)})"
-            )
-        if leaf.value.size(dim) != first.value.size(dim):
+        if _length(leaf, dim) != length:
             raise ValueError(
                 f"tensors must have the same length along the batch dimension {dim} (got shapes "
                 f"{tuple(first.value.shape)} of {_where(first)} and {tuple(leaf.value.shape)} of "
                 f"{_where(leaf)}). What every replica needs whole belongs in a buffer of the "
                 "module; parts that are for one replica each are passed as Scattered(parts)."
             )
-    length: int = first.value.size(dim)
     return length
+
+
+def _length(leaf: Leaf, dim: int) -> int:
+    tensor: Tensor = leaf.value
+    if not _has_dimension(tensor, dim):
+        raise ValueError(
+            f"{_where(leaf)} must have a dimension {dim} to be split along "
+            f"(got shape {tuple(tensor.shape)})"
+        )
+    return tensor.size(dim)
 
 
 def _plan_beside(scattered: list[Leaf], replicas: int, dim: int) -> Plan:
@@ -282,13 +287,11 @@ def _where(leaf: Leaf) -> str:
 
 
 def _split(tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
-    if len(sizes) == 1:
-        return [tensor]
     if tensor.is_sparse:  # torch has no views of it
         order = torch.arange(tensor.size(dim), device=tensor.device)
         return [tensor.index_select(dim, rows) for rows in order.split(sizes)]
-    # Not views: what one replica does to its part in place would concern the parts of the others,
-    # and the caller's tensor.
+    # Neither views nor the tensor itself: what one replica does to its part in place would concern
+    # the parts of the others, and the caller's tensor.
     return [part.clone() for part in torch.split(tensor, sizes, dim)]
 
 

@@ -166,6 +166,12 @@ def test_a_tensor_without_the_batch_dimension_is_an_error_that_names_it():
         echo(2, dim=1)(torch.zeros(5, 4), b=[torch.zeros(3)])
 
 
+def test_a_tensor_that_stays_without_the_batch_dimension_is_an_error_that_names_it():
+    model = DataParallel(echo(2).module, ["cpu"] * 2, dim=1, cpu_keywords=["boxes"])
+    with pytest.raises(ValueError, match=r"`boxes` must have a dimension 1.*\(4,\)"):
+        model(torch.zeros(5, 4), boxes=torch.zeros(4))
+
+
 @pytest.mark.parametrize("dim", [1, -1])
 def test_another_batch_dimension(dim):
     model = echo(3, dim=dim)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from replication import gather, scatter, scatter_kwargs
+from replication import Scattered, gather, scatter, scatter_kwargs
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -62,6 +62,20 @@ def test_batch_dimension_may_be_any(dim):
 def test_tensor_without_the_batch_dimension_is_refused(dim):
     with pytest.raises(ValueError, match=rf"must have a dimension {dim} .*\(got shape \(4, 2\)\)"):
         scatter(torch.zeros(4, 2), ["cpu"] * 2, dim)
+
+
+def test_tensor_without_the_batch_dimension_beside_scattered_ones_is_refused():
+    scattered = Scattered([torch.zeros(2, 3)] * 2)
+    with pytest.raises(ValueError, match=r"`1` must have a dimension 1 .*\(got shape \(4,\)\)"):
+        scatter((scattered, torch.zeros(4)), ["cpu"] * 2, dim=1)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_parts_are_copies_however_many_there_are(length):
+    x = torch.zeros(length, 1)
+    for part in scatter(x, ["cpu"] * 4):
+        part.add_(1)
+    assert not x.any()
 
 
 def test_tensors_of_different_lengths_are_refused():

@@ -7,12 +7,13 @@
 
 A message and a reply per slave and call: nothing else crosses, and no acknowledgement is needed,
 because a slave's next message cannot come before its reply has gone. What a call leaves behind
-lives in the `Rendezvous` of its forward, never in the `SyncMaster`, so one instance serves any
-number of forwards, one after the other or at once.
+lives in the `Rendezvous` of its forward, so one `SyncMaster` serves any number of forwards, one
+after the other or at once. (Where there is no forward it has a `Rendezvous` of its own.)
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -175,6 +176,8 @@ class MasterPipe:
                 raise ReplicationError(
                     f"{site}: a slave was interrupted and took its message back"
                 )
+            # A slave that is interrupted from here on, and calls again, waits for another reply.
+            answered = [(slot, slot.wait) for slot in channel.slots]
             for slot in channel.slots:
                 messages.append((slot.identifier, slot.message))
                 slot.message = _EMPTY
@@ -182,12 +185,14 @@ class MasterPipe:
             replies = replies_to(messages, self._callback, channel.path)
         except BaseException as error:
             rendezvous.fail(channel.master, error)
+            if rendezvous.size is None:  # by hand: nobody else would
+                rendezvous.forget_failures()
             raise
         with rendezvous.lock:
-            for slot in channel.slots:
-                if slot.wait is not None:
+            for slot, wait in answered:
+                if wait is not None and slot.wait is wait:
                     slot.reply = replies[slot.identifier]
-                    rendezvous.end_wait(slot.wait)
+                    rendezvous.end_wait(wait)
         return replies[_MASTER]
 
 
@@ -255,16 +260,21 @@ class SyncMaster:
         self._forget_forwards()
 
     def _forget_forwards(self) -> None:
+        # Registering, which by hand may be done by any thread.
+        self._lock = threading.Lock()
         # The forward that slaves were last registered in, for threads that do not run a replica.
         self._latest: Callable[[], Rendezvous | None] | None = None
         # Slaves registered outside any forward.
         self._by_hand: Rendezvous | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"master_callback": self._master_callback}
+        state = vars(self).copy()
+        for name in ("_lock", "_latest", "_by_hand"):
+            del state[name]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._master_callback = state["master_callback"]
+        vars(self).update(state)
         self._forget_forwards()
 
     def register_slave(self, identifier: Hashable) -> SlavePipe:
@@ -284,13 +294,17 @@ class SyncMaster:
                 f"a slave's identifier must be hashable (got {type(identifier).__name__})"
             )
         place = here()
-        if place is not None:
-            rendezvous, replica, path = place.rendezvous, place.replica, place.path
-            self._latest = weakref.ref(rendezvous)
-        else:
-            rendezvous, path = self._registering_by_hand(), "SyncMaster"
+        with self._lock:
+            if place is not None:
+                self._latest = weakref.ref(place.rendezvous)
+                return self._registered(identifier, place.rendezvous, place.replica, place.path)
+            rendezvous = self._registering_by_hand()
             self._latest = None
-            replica = len(self._slots(rendezvous)) + 1
+            return self._registered(identifier, rendezvous, len(self._slots(rendezvous)) + 1)
+
+    def _registered(
+        self, identifier: Hashable, rendezvous: Rendezvous, replica: int, path: str = ""
+    ) -> SlavePipe:
         with rendezvous.lock:
             channel = rendezvous.channels.setdefault(self, Channel(path or "SyncMaster"))
             if identifier == _MASTER or any(s.identifier == identifier for s in channel.slots):
@@ -315,9 +329,10 @@ class SyncMaster:
             if not any(self._by_hand.channels[self].calls.values()):
                 return self._by_hand
             self._by_hand.close("new slaves have been registered; this pipe is of an older set.")
-        self._by_hand = Rendezvous(None)
-        self._by_hand.channels[self] = Channel("SyncMaster")
-        return self._by_hand
+        by_hand = Rendezvous(None)
+        by_hand.channels[self] = Channel("SyncMaster")
+        self._by_hand = by_hand  # last, as others may look at it
+        return by_hand
 
     def _slots(self, rendezvous: Rendezvous | None) -> list[Slot]:
         channel = rendezvous.channels.get(self) if rendezvous is not None else None

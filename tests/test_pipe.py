@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import random
+import sys
 import threading
 import weakref
 from functools import partial
@@ -153,6 +154,84 @@ def test_a_slave_that_is_interrupted_takes_its_message_back():
     )
     assert values(outcomes) == ["m", "b", "a"]
     assert collected == [["m", "a", "b"]]
+
+
+def test_a_slave_that_was_interrupted_after_its_message_was_collected_gets_no_old_reply():
+    collected, goes_on = threading.Event(), threading.Event()
+
+    def reply(messages: Any) -> Any:
+        collected.set()
+        assert goes_on.wait(DEADLINE)
+        return [(identifier, (identifier, message)) for identifier, message in messages]
+
+    master = SyncMaster(reply)
+    pipe = master.register_slave(1)
+    rendezvous, replies = master._by_hand, {}
+
+    def call(name: str, run: Any) -> threading.Thread:
+        thread = threading.Thread(
+            target=lambda: replies.update({name: outcome_of(lambda: run(name)).value}),
+            daemon=True,
+        )
+        thread.start()
+        return thread
+
+    threads = [call("m1", master.run_master), call("first", pipe.run_slave)]
+    assert collected.wait(DEADLINE)
+    (wait,) = rendezvous._waits
+    with rendezvous.lock:  # as if a signal had come
+        wait.error = Verdict(ReplicationError, "interrupted", None)
+        rendezvous.end_wait(wait)
+    threads[1].join(DEADLINE)
+    threads.append(call("second", pipe.run_slave))
+    assert soon(lambda: bool(rendezvous._waits))
+    goes_on.set()
+    threads[0].join(DEADLINE)
+    threads.append(call("m2", master.run_master))
+    for thread in threads:
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+    assert replies["m2"] == (0, "m2")
+    assert replies["second"] == (1, "second")
+
+
+def test_slaves_may_be_registered_by_several_threads():
+    def register(master: SyncMaster, identifier: int) -> Any:
+        at_once.wait()
+        return master.register_slave(identifier)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(200):
+            master, at_once = SyncMaster(square), threading.Barrier(4, timeout=DEADLINE)
+            pipes = values(together(*(partial(register, master, i) for i in range(1, 5))))
+            assert master.nr_slaves == 4
+            assert sorted(pipe._slot.replica for pipe in pipes) == [1, 2, 3, 4]
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_callback_that_failed_by_hand_keeps_nothing():
+    def fails(messages: Any) -> Any:
+        raise ValueError("no reply")
+
+    master, message = SyncMaster(fails), Numbered()
+    pipe = master.register_slave(1)
+    outcomes = together(partial(master.run_master, message), partial(pipe.run_slave, message))
+    assert [type(outcome.error) for outcome in outcomes] == [ValueError, ReplicaFailed]
+    gone = weakref.ref(message)
+    del outcomes, message
+    gc.collect()  # the errors' frames refer to `outcomes`
+    assert gone() is None
+
+
+def test_a_copy_keeps_what_a_derived_class_has_set():
+    master = SyncMaster(square)
+    master.note = ["kept"]
+    for twin in (copy.deepcopy(master), pickle.loads(pickle.dumps(master))):
+        assert twin.note == ["kept"]
+        assert twin.run_master(3) == 9
 
 
 def test_callback_runs_in_the_masters_thread():

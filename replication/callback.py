@@ -263,9 +263,12 @@ class PatchedReplicate(MethodOverride):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         replicas = self.original(*args, **kwargs)
+        given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, nn.Module)]
+        originals = {id(module) for arg in given for module in arg.modules()}
         for replica in replicas:
             for module in replica.modules():
-                own_hooks(vars(module))
+                if id(module) not in originals:  # else its class does not want to be replicated
+                    own_hooks(vars(module))
         if rendezvous_of(replicas) is None:  # else the method has called them itself
             execute_replication_callbacks(replicas)
         return replicas

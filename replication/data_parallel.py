@@ -336,11 +336,11 @@ def _devices_to_use(device_ids: Sequence[DeviceLike] | None) -> list[torch.devic
         device_ids = list(device_ids)
         if not device_ids:
             raise ValueError("device_ids must name at least one device (got none)")
-        if {*map(type, device_ids)} == {int}:
-            if any(index < 0 for index in device_ids):  # type: ignore[operator]
-                raise ValueError(f"device_ids must be indices of devices (got {device_ids})")
-            if accelerator() is None:
-                return []
+        indices = [device for device in device_ids if is_int(device)]
+        if any(index < 0 for index in indices):
+            raise ValueError(f"device_ids must be indices of devices (got {device_ids})")
+        if len(indices) == len(device_ids) and accelerator() is None:
+            return []
     return parse_devices(device_ids)
 
 

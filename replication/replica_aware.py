@@ -28,25 +28,36 @@ else:
 
 __all__ = ["ReplicaAware"]
 
-_warning_lock = threading.Lock()
+
+class Once:
+    """Answers yes when it is asked first, by whichever thread; a copy has not been asked yet."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def __call__(self) -> bool:
+        with self._lock:
+            first, self._is_over = not self._is_over, True
+            return first
+
+    def __reduce__(self) -> tuple[type[Once], tuple[()]]:
+        return Once, ()
 
 
-#: Set when a warning has been given in this process.
-_has_warned_of_processes = threading.Event()
+#: Of this process.
+_first_warning_of_processes = Once()
 
 
 def warn_of_unconnected_processes(layer: str) -> None:
     """Warns once in this process."""
-    with _warning_lock:
-        if _has_warned_of_processes.is_set():
-            return
-        _has_warned_of_processes.set()
-    warnings.warn(
-        f"{layer} is in one of several processes that torchrun has started, but "
-        "torch.distributed is not initialized, so it does not talk to those; call "
-        "torch.distributed.init_process_group() first",
-        stacklevel=4,
-    )
+    if _first_warning_of_processes():
+        warnings.warn(
+            f"{layer} is in one of several processes that torchrun has started, but "
+            "torch.distributed is not initialized, so it does not talk to those; call "
+            "torch.distributed.init_process_group() first",
+            stacklevel=4,
+        )
 
 
 class Unreplicated(SoloGroup):
@@ -114,7 +125,7 @@ class ReplicaAware(_Base):
     _replica_group: Group | None = None
 
     def _replicate_for_data_parallel(self) -> Any:
-        self.__dict__.setdefault("_warned", [])
+        self.__dict__.setdefault("_first_warning", Once())
         replica = make_shell(super()._replicate_for_data_parallel)
         # A replica of a replica (a DataParallel inside another) has its own copies to talk to.
         replica.__dict__["_replica_group"] = None
@@ -193,10 +204,7 @@ class ReplicaAware(_Base):
         return True
 
     def _warn_once(self, what: str) -> None:
-        with _warning_lock:  # the replicas come here at the same time
-            warned = self.__dict__.setdefault("_warned", [])
-            if warned:
-                return
-            warned.append(True)
-        path = f"`{self._layer_name}`: " if self._layer_name else ""
-        warnings.warn(f"{path}{self!r} {what}", stacklevel=4)
+        # The replicas, which share it, come here at the same time.
+        if self.__dict__.setdefault("_first_warning", Once())():
+            path = f"`{self._layer_name}`: " if self._layer_name else ""
+            warnings.warn(f"{path}{self!r} {what}", stacklevel=4)

@@ -277,9 +277,11 @@ def origin(index: int, size: int | None) -> str:
 
 
 def device_of(replica: nn.Module) -> torch.device | None:
-    """The device of a replica's first tensor; replicas have no ``parameters()``."""
-    for module in replica.modules():
-        for held in (vars(module), module._parameters, module._buffers):
+    """The device of a replica's first parameter or buffer, or else of a tensor that it has as an
+    attribute, which torch's own replicas do not move; replicas have no ``parameters()``."""
+    for name in ("_former_parameters", "_parameters", "_buffers", None):
+        for module in replica.modules():
+            held = vars(module) if name is None else vars(module).get(name, {})
             for value in held.values():
                 if isinstance(value, Tensor):
                     return value.device

@@ -12,6 +12,7 @@ from torch import nn
 from replication import DataParallel, ReplicaAware, patch_replication_callback
 from replication.callback import has_replication_callback
 from replication.checks import check_module
+from replication.processes import check_process_group
 from syncbn.batchnorm import SynchronizedBatchNorm, check_group_size
 from syncbn.layers import PLAIN, SYNCHRONIZED, kind_of
 from syncbn.report import summary
@@ -62,11 +63,13 @@ def convert_model(
         ``module``.
 
     Raises:
-        TypeError: ``module`` is no module, or ``group_size`` no int.
+        TypeError: ``module`` is no module, ``group_size`` no int, or ``process_group`` none.
         ValueError: ``group_size`` is less than 1.
     """
     check_module(module)
     check_group_size(group_size)
+    if process_group is not None:
+        check_process_group(process_group)
     left_alone = []
     for path, submodule in module.named_modules():
         if type(submodule) in SYNCHRONIZED:
@@ -120,7 +123,7 @@ def revert_model(module: ModuleT) -> ModuleT:
         if type(submodule) in PLAIN:
             own = submodule.process_group
             submodule.__class__ = PLAIN[type(submodule)]
-            for name in ("_warned", "group_size", "_process_group", "_layer_name"):
+            for name in ("_first_warning", "group_size", "_process_group", "_layer_name"):
                 submodule.__dict__.pop(name, None)
             if isinstance(submodule, nn.SyncBatchNorm):
                 submodule.process_group = own

@@ -330,6 +330,22 @@ def test_handle_may_be_removed_again():
     assert recorded(model) == []
 
 
+def test_patch_leaves_the_hooks_of_a_module_that_is_not_replicated():
+    class Shared(nn.Identity):
+        def _replicate_for_data_parallel(self) -> Any:
+            return self
+
+    net, calls = nn.Sequential(Shared()), []
+    handle = net[0].register_forward_hook(lambda *args: calls.append("hook"))
+    model = CustomDataParallel(net, 2)
+    patch_replication_callback(model)
+    model(torch.ones(2, 1))
+    assert calls == ["hook"] * 2
+    handle.remove()
+    net(torch.ones(1))
+    assert calls == ["hook"] * 2
+
+
 def test_patch_may_follow_a_removal():
     model = unpatched()
     patch_replication_callback(model).remove()

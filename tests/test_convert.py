@@ -203,6 +203,15 @@ def test_group_size_is_given_to_every_layer_and_taken_away_again():
     assert not any(hasattr(layer, "group_size") for layer in net)
 
 
+@pytest.mark.parametrize("layers", [[nn.BatchNorm1d(3), nn.BatchNorm1d(3)], [nn.Linear(3, 3)]])
+def test_what_is_no_process_group_is_refused_before_anything_is_converted(layers):
+    net = nn.Sequential(*layers)
+    before = [type(layer) for layer in net]
+    with pytest.raises(TypeError, match=r"process_group must be .* \(got str\)"):
+        convert_model(net, process_group="world")
+    assert [type(layer) for layer in net] == before
+
+
 def test_torchs_synchronized_layers_are_converted_for_any_dimensions_and_back():
     net = nn.Sequential(nn.SyncBatchNorm(3), nn.SyncBatchNorm(3, affine=False)).double()
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}

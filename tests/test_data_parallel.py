@@ -161,6 +161,18 @@ def test_what_names_no_devices_is_refused(device_ids):
         DataParallel(nn.ReLU(), device_ids)
 
 
+class Number(int):
+    """As NumPy has its own."""
+
+
+@no_accelerator
+@pytest.mark.parametrize("number", [int, Number])
+def test_indices_may_be_whole_numbers_of_any_kind(number):
+    assert DataParallel(nn.ReLU(), [number(0), number(1)]).device_ids == []
+    with pytest.raises(ValueError, match="must be indices of devices"):
+        DataParallel(nn.ReLU(), [number(-1), "cpu"])
+
+
 def test_negative_indices_are_refused():
     with pytest.raises(ValueError, match=r"must be indices of devices \(got \[0, -1\]\)"):
         DataParallel(nn.ReLU(), [0, -1])

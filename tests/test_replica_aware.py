@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 import warnings
 from typing import Any
 
@@ -151,6 +150,14 @@ def test_replica_that_was_not_told_warns_once_and_names_the_remedy():
     assert "patch_replication_callback(model)" in str(warning.message)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_a_copy_of_what_has_warned_warns_again(copied):
+    net = Total()
+    for module in (net, copied(net)):
+        with pytest.warns(UserWarning, match="has not been told about its copies"):
+            CustomDataParallel(module, 2)(torch.ones(2, 1))
+
+
 def test_replica_of_a_replica_that_was_not_told_does_not_take_the_outer_ones_group():
     inner = CustomDataParallel(Total(), 2)
     with pytest.warns(UserWarning, match="has not been told about its copies"):
@@ -221,7 +228,7 @@ def test_original_keeps_nothing_of_a_forward():
     layer = Total()
     before = set(vars(layer))
     DataParallel(layer, ["cpu"] * 2)(torch.ones(2, 1))
-    assert set(vars(layer)) - before <= {"_warned"}
+    assert set(vars(layer)) - before <= {"_first_warning"}
     assert list(layer.state_dict()) == ["weight"]
 
 
@@ -236,7 +243,7 @@ def test_what_is_no_process_group_is_refused(value):
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_processes_that_do_not_know_of_each_other_are_warned_of_once(monkeypatch, processes):
-    monkeypatch.setattr(replica_aware, "_has_warned_of_processes", threading.Event())
+    monkeypatch.setattr(replica_aware, "_first_warning_of_processes", replica_aware.Once())
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")  # as torchrun does
     monkeypatch.setenv("WORLD_SIZE", processes)
     with warnings.catch_warnings(record=True) as caught:

@@ -509,14 +509,22 @@ def test_note_is_added_to_those_that_are_there():
     assert error.__notes__ == ["first", "second"]
 
 
+def with_constant(module: nn.Module) -> nn.Module:
+    module.constant = torch.ones(1)
+    return module
+
+
 @pytest.mark.parametrize(
     ("module", "device"),
     [
         (nn.Linear(1, 1, device="meta"), "meta"),
         (nn.Sequential(nn.ReLU(), nn.BatchNorm1d(1, affine=False, device="meta")), "meta"),
+        (with_constant(nn.Linear(1, 1, device="meta")), "meta"),
+        (nn.Sequential(with_constant(nn.ReLU()), nn.Linear(1, 1, device="meta")), "meta"),
+        (with_constant(nn.ReLU()), "cpu"),
         (nn.ReLU(), None),
     ],
-    ids=["parameter", "buffer", "none"],
+    ids=["parameter", "buffer", "constant", "constant before", "constant alone", "none"],
 )
 def test_device_of_a_module_is_that_of_its_first_tensor(module, device):
     assert device_of(module) == (device and torch.device(device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,8 @@ def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[An
     replicas run. An empty batch goes to one. Containers keep their types, and are new objects.
     0-dim tensors and other objects go to every replica that has data. Of what is `Scattered`
     already, entry i goes to device i, and tensors beside it are split by its sizes: those of its
-    tensors; or of its lists, if they are as long as the batch together; else as said above.
+    tensors, or of its lists, whichever add up to the batch; if it has no tensors and its lists do
+    not, as said above.
 
     >>> scatter({"x": torch.arange(3), "train": True}, ["cpu"] * 2)
     [{'x': tensor([0, 1]), 'train': True}, {'x': tensor([2]), 'train': True}]
@@ -153,22 +154,39 @@ def _split_leaves(
     return plan.parts, parts
 
 
+class Split(NamedTuple):
+    """The lengths of the parts, as something that is split already says them."""
+
+    #: Those of its tensors, if they agree.
+    of_tensors: list[int] | None
+    #: Those of its lists, or tuples.
+    of_lists: list[int] | None = None
+    #: Whether these are of dicts: that is one for each sample, as a rule.
+    lists_dicts: bool = False
+
+    def fitting(self, length: int) -> list[list[int]]:
+        """Those that a batch of a length can be split into; two are a doubt."""
+        found = [s for s in (self.of_lists, self.of_tensors) if s and sum(s) == length]
+        return found[:1] if self.lists_dicts else found
+
+
 class Plan(NamedTuple):
     """How a batch is split."""
 
     parts: int
-    #: The lengths of the parts; several, where what is scattered already differs.
-    sizes: list[list[int]]
+    #: Several, where more than one thing is scattered already.
+    splits: list[Split]
 
     def sizes_of(self, leaf: Leaf, dim: int, stays: bool) -> list[int]:
         """The lengths of the parts of one tensor."""
         length = _length(leaf, dim)
-        fitting = [sizes for sizes in self.sizes if sum(sizes) == length]
+        fitting = _distinct(sizes for split in self.splits for sizes in split.fitting(length))
         if len(fitting) == 1:
             return fitting[0]
         if self.parts == 1 or (stays and not fitting):
             return even_sizes(length, self.parts)
-        splits = " or ".join(map(str, fitting or self.sizes))
+        known = _distinct(s for split in self.splits for s in (split.of_tensors, split.of_lists))
+        splits = " or ".join(map(str, fitting or known))
         raise ValueError(
             f"{_where(leaf)} cannot be split as what is scattered already: "
             + (
@@ -176,7 +194,16 @@ class Plan(NamedTuple):
                 if fitting
                 else f"expected a length that is split into {splits} (got {length})"
             )
+            + "; to say which part is whose, pass it as Scattered(parts), too"
         )
+
+
+def _distinct(splits: Iterable[list[int] | None]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for sizes in splits:
+        if sizes and sizes not in found:
+            found.append(sizes)
+    return found
 
 
 def even_sizes(length: int, parts: int) -> list[int]:
@@ -196,27 +223,23 @@ def _plan(leaves: list[Leaf], replicas: int, dim: int, stay: list[bool]) -> Plan
     moving = [leaf for leaf, stays in zip(leaves, stay, strict=True) if not stays]
     leading = [leaf for leaf in moving if _is_batch(leaf.value)] or batch
     if scattered:
-        plan = _plan_beside(scattered, replicas, dim)
-        if not plan.sizes and leading:  # no scattered tensor says how
+        parts = _common_count(scattered, replicas)
+        splits = [_split_of(leaf.value, dim) for leaf in scattered]
+        if leading and not any(split.of_tensors for split in splits):
             length = _common_length(leading, dim)
-            return Plan(plan.parts, _sizes_beside_lists(scattered, length, plan.parts))
-        return plan
+            if not any(split.fitting(length) for split in splits):
+                splits = [Split(_as_usual(length, parts))]
+        return Plan(parts, splits)
     if not batch or replicas == 1:  # nothing to split, whatever the lengths
         return Plan(replicas, [])
     sizes = chunk_sizes(_common_length(leading, dim), replicas)
-    return Plan(len(sizes), [sizes])
+    return Plan(len(sizes), [Split(sizes)])
 
 
-def _sizes_beside_lists(scattered: list[Leaf], length: int, parts: int) -> list[list[int]]:
-    """As long as the scattered lists that have one entry per sample; or else those of
-    `torch.chunk`, or, if these are fewer, as even as can be."""
-    found: list[list[int]] = []
-    for leaf in scattered:
-        sizes = [len(entry) for entry in leaf.value if isinstance(entry, (list, tuple))]
-        if len(sizes) == parts and sum(sizes) == length and sizes not in found:
-            found.append(sizes)
+def _as_usual(length: int, parts: int) -> list[int]:
+    """As `torch.chunk` splits; or, if that gives fewer parts, as evenly as can be."""
     chunks = chunk_sizes(length, parts)
-    return found or [chunks if len(chunks) == parts else even_sizes(length, parts)]
+    return chunks if len(chunks) == parts else even_sizes(length, parts)
 
 
 def _common_length(batch: list[Leaf], dim: int) -> int:
@@ -243,8 +266,8 @@ def _length(leaf: Leaf, dim: int) -> int:
     return tensor.size(dim)
 
 
-def _plan_beside(scattered: list[Leaf], replicas: int, dim: int) -> Plan:
-    """What is scattered already says how the rest is split."""
+def _common_count(scattered: list[Leaf], replicas: int) -> int:
+    """The number of entries of everything that is scattered."""
     first = scattered[0]
     count = len(first.value)
     for leaf in scattered:
@@ -258,13 +281,21 @@ def _plan_beside(scattered: list[Leaf], replicas: int, dim: int) -> Plan:
             f"{_where(first)} must have one entry per replica (expected 1 to {replicas}, "
             f"got {count})"
         )
-    sizes: list[list[int]] = []
-    for leaf in scattered:
-        lengths = [_length_of(entry, dim) for entry in leaf.value]
-        known = [length for length in lengths if length is not None]
-        if len(known) == count and known not in sizes:
-            sizes.append(known)
-    return Plan(count, sizes)
+    return count
+
+
+def _split_of(entries: Scattered, dim: int) -> Split:
+    lengths = [_length_of(entry, dim) for entry in entries]
+    known = [length for length in lengths if length is not None]
+    of_tensors = known if len(known) == len(entries) else None
+    lists = [entry for entry in entries if isinstance(entry, (list, tuple))]
+    kinds = {type(item) for entry in lists for item in entry}
+    # A tensor and a dict, say, are arguments of one batch.
+    if len(lists) < len(entries) or (of_tensors and len(kinds) > 1):
+        return Split(of_tensors)
+    return Split(
+        of_tensors, [len(entry) for entry in lists], all(issubclass(k, Mapping) for k in kinds)
+    )
 
 
 def _length_of(entry: Any, dim: int) -> int | None:

@@ -424,6 +424,45 @@ def test_tensors_inside_the_entries_say_how_the_rest_is_split():
         echo(2)(items, torch.zeros(5))
 
 
+def boxes(*counts: int) -> list[Tensor]:
+    """The boxes of some samples."""
+    return [torch.zeros(count, 4) for count in counts]
+
+
+def targets(*counts: int) -> list[dict[str, Tensor]]:
+    return [{"boxes": found} for found in boxes(*counts)]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [boxes(3, 2), boxes(1, 4)],
+        [boxes(5, 5), boxes(5, 5)],
+        [boxes(2, 2), boxes(2, 2)],
+        [targets(1, 1), targets(3, 3)],
+        [targets(3, 3), targets(3, 3)],
+        [tuple(targets(1, 1)), tuple(targets(3, 3))],
+        [targets(2, 2, 2), targets(3)],
+        [boxes(2, 2, 2), boxes(3)],
+        [boxes(7), boxes(5)],
+    ],
+)
+def test_a_batch_beside_a_tensor_per_sample_is_split_by_samples(parts):
+    sizes = lengths(parts)
+    scattered = scatter((Scattered(parts), torch.zeros(sum(sizes))), ["cpu"] * 2)
+    assert [len(batch) for _, batch in scattered] == sizes
+
+
+def test_a_batch_that_lists_and_their_tensors_split_otherwise_is_an_error():
+    """Two boxes per sample, or two tensors per part?"""
+    parts = Scattered([boxes(1, 1), boxes(3, 3)])
+    with pytest.raises(ValueError, match=r"fits several .* or .*pass it as Scattered\(parts\)"):
+        echo(2)(parts, torch.zeros(4))
+    images = Scattered(torch.zeros(4).split([2, 2]))
+    output = echo(2, gather_to_one_device=False)(parts, images)
+    assert lengths(output["args"][1]) == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("parts", "sizes"),
     [

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from syncbn.channels import memory_format
+
 __all__: list[str] = []
 
 
@@ -60,11 +62,3 @@ def input_gradient(
 def _alike(dy: Tensor, x: Tensor) -> Tensor:
     """``dy`` in the memory format of ``x``: the kernels walk both in one way."""
     return dy.contiguous(memory_format=memory_format(x)).to(x.dtype)
-
-
-def memory_format(x: Tensor) -> torch.memory_format:
-    """That of a tensor; contiguous if it has more than one, or none."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
-        return torch.contiguous_format
-    return last

@@ -40,7 +40,7 @@ from torch.autograd import Function
 
 from replication.replica_group import ordinary
 from replication.torch_internals import is_batched, will_run
-from syncbn import kernels, statistics
+from syncbn import channels, kernels, statistics
 
 __all__: list[str] = []
 
@@ -135,7 +135,7 @@ def begin(x: Tensor) -> Begun:
     """(1), and the message."""
     link = Link()
     z, moments = Moments.apply(link, x)  # type: ignore[no-untyped-call]
-    return Begun(link, z, Shard(kernels.values_per_channel(x), moments))
+    return Begun(link, z, Shard(channels.values_per_channel(x), moments))
 
 
 def finish(
@@ -238,10 +238,10 @@ def _moments_derivative(x: Tensor, dz: Tensor | None, dmoments: Tensor | None) -
         return dz
     # Without any values the result is empty, but still depends on dmoments: between processes the
     # second derivative is a collective, in which this rank must take part.
-    n = max(kernels.values_per_channel(x), 1)
-    dmean, dvar = (kernels.per_channel(d, x) for d in dmoments / n)
-    dims = kernels.reduced_dims(x)
-    centered = x.to(kernels.accumulation_dtype(x.dtype))
+    n = max(channels.values_per_channel(x), 1)
+    dmean, dvar = (channels.per_channel(d, x) for d in dmoments / n)
+    dims = channels.reduced_dims(x)
+    centered = x.to(channels.accumulation_dtype(x.dtype))
     # Twice: what the rounding of a large mean has left is taken off the second time.
     centered = centered - centered.detach().mean(dims, keepdim=True)
     centered = centered - centered.mean(dims, keepdim=True)
@@ -375,19 +375,19 @@ def _normalize_derivative(
     dy: Tensor, x: Tensor, merged: Tensor, weight: Tensor | None, denominator: Denominator
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The derivatives by z, by the merged moments, by weight and by bias."""
-    dims = kernels.reduced_dims(x)
+    dims = channels.reduced_dims(x)
     mean, var = merged
     inverse = denominator.of(var).rsqrt()
     scale = _times(inverse, weight)
-    dtype = kernels.accumulation_dtype(x.dtype)
+    dtype = channels.accumulation_dtype(x.dtype)
     dy = dy.to(dtype)
     head = mean.detach().to(dtype).to(mean)
-    centered = x - kernels.per_channel(head, x) - kernels.per_channel(mean - head, x)
+    centered = x - channels.per_channel(head, x) - channels.per_channel(mean - head, x)
     dbias, along_x = (sums.to(mean.device) for sums in (dy.sum(dims), (dy * centered).sum(dims)))
     dweight = along_x * inverse
     dvar = -0.5 * dweight * scale * inverse * denominator.slope(var)
     return (
-        (dy * kernels.per_channel(scale, x)).to(x.dtype),
+        (dy * channels.per_channel(scale, x)).to(x.dtype),
         torch.stack((-dbias * scale, dvar)),
         dweight,
         dbias,

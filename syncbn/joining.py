@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from replication.torch_internals import is_batched, sees_saved_tensors
-from syncbn import kernels, statistics
+from syncbn import channels, kernels, statistics
 from syncbn.functional import (
     Begun,
     Denominator,
@@ -73,7 +73,7 @@ def is_small(x: Tensor) -> bool:
 def replies_to(messages: Sequence[Shard | Part]) -> list[Whole | Normalized]:
     """What the first replica replies to the messages of all."""
     parts = [message for message in messages if isinstance(message, Part)]
-    total = sum(kernels.values_per_channel(part.x) for part in parts)
+    total = sum(channels.values_per_channel(part.x) for part in parts)
     if (
         len(parts) == len(messages)
         and total > 1
@@ -183,8 +183,8 @@ def _moments(xs: Sequence[Tensor]) -> tuple[Tensor, int]:
     """The moments of the whole batch, and its values per channel."""
     if len({(x.shape[1:], x.is_contiguous()) for x in xs}) == 1:
         x = torch.cat(tuple(xs))
-        return statistics.moments(x), kernels.values_per_channel(x)
-    counts = [kernels.values_per_channel(x) for x in xs]
+        return statistics.moments(x), channels.values_per_channel(x)
+    counts = [channels.values_per_channel(x) for x in xs]
     merged = statistics.merge(*stacked(counts, [statistics.moments(x) for x in xs]))
     return merged, sum(counts)
 

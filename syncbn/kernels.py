@@ -9,7 +9,7 @@ Numerical promises
     * Nothing suffers from a large mean: where it is large, ``x - mean`` is formed before it is
       scaled, and the mean enters in two parts, its rounding to the accumulation dtype and what is
       left.
-    * float16 and bfloat16 inputs are summed in float32, and rounded once.
+    * What is made of float16 and bfloat16 inputs is rounded once.
     * An empty ``x`` is fine everywhere (torch's native kernels crash on it).
 
 Speed. On the CPU the kernels of torch's batch norm in evaluation mode are fused and vectorized:
@@ -24,57 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from syncbn import cuda_kernels
+from syncbn import cuda_kernels, sums
+from syncbn.channels import accumulation_dtype, per_channel, with_usual_strides
 
 __all__: list[str] = []
-
-
-#: So many values stay in the cache from one pass of a kernel to the next.
-BLOCK = 2**19
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of ``dtype`` are summed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def has_float64(device: torch.device) -> bool:
-    """Whether a device computes in float64."""
-    if device.type == "xpu":
-        return bool(torch.xpu.get_device_properties(device).has_fp64)
-    return device.type != "mps"
-
-
-def values_per_channel(x: Tensor) -> int:
-    """How many values each channel has."""
-    return x.numel() // x.size(1) if x.size(1) else 0
-
-
-def reduced_dims(x: Tensor) -> list[int]:
-    """All dimensions but that of the channels."""
-    return [0, *range(2, x.dim())]
-
-
-def per_channel(vector: Tensor, like: Tensor) -> Tensor:
-    """Shapes a vector of length C so that it broadcasts against ``like``, in its computations."""
-    vector = vector.to(like.device, accumulation_dtype(like.dtype))
-    return vector.view(1, -1, *[1] * (like.dim() - 2))
-
-
-def two_sums(
-    dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The sums of ``dy * (x - mean) / sqrt(var + eps)`` and of ``dy``."""
-    if x.device.type == "cpu":
-        # In one format: of two torch's kernel may take one for the other, where a dimension of
-        # length 1 has an unusual stride.
-        layout = cuda_kernels.memory_format(x)
-        dy, x = (t.contiguous(memory_format=layout) for t in (dy, x))
-        # As its parameters' gradients, torch's batch norm in evaluation mode returns them, fused.
-        args = (dy, x, None, mean, var, None, None, False, eps, [False, True, True])
-        return torch.ops.aten.native_batch_norm_backward(*args)[1:]  # type: ignore[no-any-return]
-    along_x = (x - per_channel(mean, x)).mul_(dy).sum(reduced_dims(x))
-    return along_x * (var + eps).rsqrt(), dy.sum(reduced_dims(x), dtype=mean.dtype)
 
 
 class Center(NamedTuple):
@@ -136,10 +89,11 @@ def _affine(
     along: Tensor | None = None,
 ) -> Tensor:
     """``(x - mean) * scale + shift``, plus ``dy * along``, in the dtype and layout of ``x``."""
-    if x.dtype == center.head.dtype or x.numel() <= BLOCK:
+    x = with_usual_strides(x)  # which the result has then, for torch's kernels elsewhere
+    if x.dtype == center.head.dtype or x.numel() <= sums.BLOCK:
         return _in_one_piece(x, center, scale, shift, dy, along).to(x.dtype)
     # By samples: as a whole it would be twice as large as x, and out of the cache.
-    y, length = torch.empty_like(x), max(1, BLOCK // x[0].numel())
+    y, length = torch.empty_like(x), max(1, sums.BLOCK // x[0].numel())
     samples = range(0, len(x), length)
     for own in (slice(first, first + length) for first in samples):
         part = None if dy is None else dy[own]
@@ -179,7 +133,7 @@ def reduce(
         return torch.zeros_like(head), torch.zeros_like(head)
     if x.is_cuda:
         return cuda_kernels.reduce(dy, x, head, (var + eps).rsqrt())
-    along_x, plain = two_sums(dy, x, head, var, eps)
+    along_x, plain = sums.of_many(dy, x, head, var, eps)
     if rest is not None:
         along_x -= rest.to(head) * (var + eps).rsqrt() * plain
     return along_x, plain

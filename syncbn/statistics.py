@@ -8,34 +8,26 @@ Sample Variance», The American Statistician 37, 1983, eq. 1.7), never ``E[x^2] 
 variance is not negative and does not suffer from a large mean. Where the mean turns out not to be
 large one factor is centered, by a guess of the mean, which needs no centered copy of ``x``.
 
-float16 and bfloat16 inputs are summed in float32; rows and runs of values are added in float64.
+How values are added says `syncbn.sums`.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from syncbn import cuda_kernels
-from syncbn.kernels import (
-    BLOCK,
+from syncbn import cuda_kernels, sums
+from syncbn.channels import (
     accumulation_dtype,
-    has_float64,
     per_channel,
     reduced_dims,
-    two_sums,
+    statistics_device,
     values_per_channel,
 )
 
 __all__: list[str] = []
-
-
-def statistics_device(device: torch.device) -> torch.device:
-    """Where the per-channel quantities are of what is on ``device``."""
-    return device if has_float64(device) else torch.device("cpu")
 
 
 def moments(x: Tensor) -> Tensor:
@@ -55,7 +47,7 @@ def moments(x: Tensor) -> Tensor:
             return stats
     dtype = accumulation_dtype(x.dtype)
     # Not by `mean`, which may add millions of values, or samples of few, one by one.
-    head = _cascaded(x).div_(n).to(x.device, dtype)
+    head = sums.cascaded(x).div_(n).to(x.device, dtype)
     stats = _sum_and_squares(x - per_channel(head, x)).div_(n)
     # What the rounding of the mean has left in the centered values.
     rest, variance = stats
@@ -67,12 +59,6 @@ def moments(x: Tensor) -> Tensor:
 
 #: Values of a tensor for which the number of operations is the time.
 _TINY = 2**15
-
-#: So many values per channel may be added one by one, where that saves operations.
-_FEW = 2**13
-
-#: Of more, so many are, as far as torch itself adds one by one; else a quarter of it.
-_RUN = 2**9
 
 #: In deviations: the largest mean for which the moments need no centered copy of ``x``.
 _UNCENTERED = 4
@@ -87,8 +73,8 @@ _APART = 2
 def _uncentered_moments(x: Tensor, n: int) -> Tensor | None:
     """As `moments`, on the CPU, for a mean that is not large; None if that would cost digits."""
     dtype, c = accumulation_dtype(x.dtype), x.size(1)
-    has_rows = _has_rows(x)
-    runs = [] if has_rows and x.numel() > _TINY else _runs(x, n)
+    has_rows = sums.has_rows(x)
+    runs = [] if has_rows and x.numel() > _TINY else sums.runs(x, n)
     if runs and x.dtype == dtype:
         stats = _moments_of_runs(runs, n, c)
         return None if has_large_mean(stats, _UNCENTERED) else stats
@@ -98,14 +84,9 @@ def _uncentered_moments(x: Tensor, n: int) -> Tensor | None:
     first = runs[0][:, :c] if len(runs) > 1 else x[: 1 + _TYPICAL // (n // len(x))]
     head = first.mean(reduced_dims(first), dtype=dtype)
     if not runs:
-        products, plain = _row_sums(x, x, head)
+        products, plain = sums.of_rows(x, x, head)
     else:
-        sums = []
-        for run in runs:
-            center = head.repeat(run.size(1) // c)
-            pair = torch.stack(two_sums(run, run, center, torch.ones_like(center), 0.0))
-            sums.append(pair.double().view(2, -1, c).sum(1))
-        products, plain = torch.stack(sums).sum(0)
+        products, plain = sums.of_runs(runs, head)
     mean = plain.div_(n)
     apart = mean - head
     # E[x (x - head)] = var + mean (mean - head)
@@ -116,7 +97,7 @@ def _uncentered_moments(x: Tensor, n: int) -> Tensor | None:
 
 
 def _moments_of_runs(runs: list[Tensor], n: int, c: int) -> Tensor:
-    """The moments of ``c`` channels of ``n`` values, which `_runs` has cut."""
+    """The moments of ``c`` channels of ``n`` values, which `sums.runs` has cut."""
     # A single operation; where the channels are last it is vectorized, too.
     stats = [torch.stack(torch.batch_norm_update_stats(r, None, None, 0.0)) for r in runs]
     if len(runs) == 1 and runs[0].size(1) == c:
@@ -126,86 +107,16 @@ def _moments_of_runs(runs: list[Tensor], n: int, c: int) -> Tensor:
     return merge(parts.new_tensor(share), parts)
 
 
-def _runs(x: Tensor, n: int) -> list[Tensor]:
-    """``x`` in parts whose sums lose no digits; none if that takes copies.
-
-    Several runs of a channel are as many channels of a part, the first run of all channels first.
-    """
-    if n <= _FEW:
-        return [x]
-    rows = x.movedim(1, -1)
-    if not rows.is_contiguous():
-        return []
-    rows, c = rows.flatten(0, -2), x.size(1)
-    run = _RUN // 4 if x.dim() == 3 else _RUN
-    whole = n - n % run
-    blocks = [*rows[:whole].split(run * max(1, BLOCK // (run * c))), rows[whole:]]
-    # As images of one column, channels last.
-    shapes = [(len(block), max(1, len(block) // run)) for block in blocks]
-    return [
-        block.view(1, length // runs, 1, runs * c).permute(0, 3, 1, 2)
-        for block, (length, runs) in zip(blocks, shapes, strict=True)
-        if length
-    ]
-
-
 def _sum_and_squares(centered: Tensor) -> Tensor:
     """The sums of each channel's values and of their squares, ``(2, C)`` in float64.
 
     ``centered`` is used up.
     """
-    if centered.device.type == "cpu" and _has_rows(centered):
-        squares, plain = _row_sums(centered, centered, centered.new_zeros(centered.size(1)))
+    if centered.device.type == "cpu" and sums.has_rows(centered):
+        squares, plain = sums.of_rows(centered, centered, centered.new_zeros(centered.size(1)))
     else:
-        plain, squares = _cascaded(centered), _cascaded(centered.square_())
+        plain, squares = sums.cascaded(centered), sums.cascaded(centered.square_())
     return torch.stack((plain, squares))
-
-
-@lru_cache
-def _row_length(values: int, longest: int) -> int | None:
-    """Into rows of what length so many values can be cut."""
-    return next((k for k in range(min(values, longest), 15, -1) if values % k == 0), None)
-
-
-def _row_length_of(x: Tensor) -> int | None:
-    """The values of a row of ``x``; None if those of a channel in one sample are no neighbours, or
-    cannot be cut.
-
-    As few as float32 adds without losing digits; in half precision, which has few, and of which
-    short rows are slow, more.
-    """
-    if not x.is_contiguous():
-        return None
-    longest = 64 if x.dtype == accumulation_dtype(x.dtype) else 4096
-    return _row_length(x.shape[2:].numel(), longest)
-
-
-def _has_rows(x: Tensor) -> bool:
-    return _row_length_of(x) is not None
-
-
-def _row_sums(dy: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums of ``dy * (x - mean)`` and of ``dy``: of rows in the accumulation dtype, and of
-    these in float64. torch's kernel would add the values of a sample one by one."""
-    length = _row_length_of(x) or 1
-    shape = (len(x), x.size(1), x.shape[2:].numel() // length)
-    center = mean.view(1, -1, 1).expand(shape).reshape(-1)
-    dy, x = dy.view(1, -1, length), x.view(1, -1, length)
-    sums = two_sums(dy, x, center, torch.ones_like(center), 0.0)
-    along_x, plain = (s.view(shape).sum((0, 2), dtype=torch.float64) for s in sums)
-    return along_x, plain
-
-
-def _cascaded(x: Tensor) -> Tensor:
-    """The sum of each channel: in pairs, as `torch.sum` adds, of up to 64 samples, and of these in
-    float64."""
-    dims, dtype = list(range(2, x.dim())), accumulation_dtype(x.dtype)
-    sums = x.sum(dims, dtype=dtype) if dims else x
-    whole = len(x) - len(x) % 64
-    if whole:
-        of_many = sums[:whole].unflatten(0, (-1, 64)).sum(1, dtype=dtype)
-        sums = torch.cat((of_many, sums[whole:].to(dtype)))
-    return sums.to(statistics_device(x.device)).sum(0, dtype=torch.float64)
 
 
 #: In deviations. A larger mean would cost more than three of the bits that ``x`` has.

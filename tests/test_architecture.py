@@ -68,10 +68,19 @@ def test_replication_does_not_know_syncbn(name):
     assert not [i for i in imports(syntax(name)) if i.split(".")[0] == "syncbn"]
 
 
-def test_kernels_know_torch_only():
-    assert foreign("syncbn.kernels") == {"syncbn.cuda_kernels", *foreign("syncbn.cuda_kernels")}
-    assert foreign("syncbn.statistics") == {"syncbn.kernels", *foreign("syncbn.kernels")}
-    assert {i.split(".")[0] for i in foreign("syncbn.cuda_kernels")} == {"torch"}
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("channels", []),
+        ("sums", ["channels"]),
+        ("cuda_kernels", ["channels"]),
+        ("kernels", ["channels", "sums", "cuda_kernels"]),
+        ("statistics", ["channels", "sums", "cuda_kernels"]),
+    ],
+)
+def test_what_computes_knows_torch_and_no_replicas(name, known):
+    rooms = {i for i in foreign(f"syncbn.{name}") if i.split(".")[0] != "torch"}
+    assert rooms == {f"syncbn.{room}" for room in known}
 
 
 @modules

@@ -415,6 +415,20 @@ def test_all_shards_empty_is_torchs_empty_batch():
     assert_same_buffers(reference, layer, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("mean", [0, 20])
+def test_a_frozen_layer_behind_takes_the_output_of_one_image_with_channels_last(mean):
+    """T5: torch's batch norm misreads a gradient and an input of formats that it mixes up."""
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3).eval()).double()
+    for parameter in net.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(2, 3, 256, 256, dtype=torch.float64) + mean  # too large to be joined
+    dy = torch.randn_like(x)
+    x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
+    expected = torch.autograd.grad(net(x), [x, *net.parameters()], dy)
+    y = DataParallel(convert_model(net), ["cpu"] * 2)(x)
+    torch.testing.assert_close(torch.autograd.grad(y, [x, *net.parameters()], dy), expected)
+
+
 # -- bad input ---------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncbn import cuda_kernels, kernels, statistics
+from syncbn import channels, cuda_kernels, kernels, statistics
 
 
 def shaped(vector: Tensor | None, like: Tensor, default: float) -> Tensor:
@@ -21,10 +21,10 @@ def shaped(vector: Tensor | None, like: Tensor, default: float) -> Tensor:
 
 
 def batch_norm_stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    dims = kernels.reduced_dims(x)
+    dims = channels.reduced_dims(x)
     var = x.double().var(dims, correction=0)
     assert eps > 0  # else the inverse of no deviation is zero
-    dtype = kernels.accumulation_dtype(x.dtype)
+    dtype = channels.accumulation_dtype(x.dtype)
     return x.double().mean(dims).to(dtype), (var + eps).rsqrt().to(dtype)
 
 
@@ -45,7 +45,7 @@ def batch_norm_backward_reduce(
 ) -> tuple[Tensor | None, ...]:
     assert dy.stride() == x.stride()
     assert wanted == (True, False, False)
-    dims = kernels.reduced_dims(x)
+    dims = channels.reduced_dims(x)
     along_x = (dy.double() * (x.double() - shaped(mean, x, 0))).sum(dims)
     return dy.double().sum(dims).to(mean), along_x.to(mean), None, None
 
@@ -97,7 +97,7 @@ def test_they_give_the_numbers_of_the_cpu(shape, last, dtype):
     x, dy = torch.randn(2, *shape).to(dtype)
     if last and layout is not None:
         x = x.contiguous(memory_format=layout)
-    acc = kernels.accumulation_dtype(dtype)
+    acc = channels.accumulation_dtype(dtype)
     mean, var = moments = statistics.moments(x)
     torch.testing.assert_close(cuda_kernels.moments(x), moments, rtol=1e-5, atol=1e-6)
 

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from syncbn import kernels, statistics
+from syncbn import channels, kernels, statistics
 
 LAYOUTS = {
     "contiguous": lambda x: x.contiguous(),
@@ -154,6 +154,35 @@ def test_large_tensors_in_half_precision_are_rounded_once(dtype, layout, is_larg
     torch.testing.assert_close(channels_of(y), sum(of_channels), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("is_large", [False, True])
+def test_results_have_the_strides_of_their_format_where_a_dimension_has_length_one(is_large):
+    """torch's batch norm takes others for those of another format."""
+    odd = torch.randn(5, 4, 3).permute(2, 0, 1)[None]
+    usual = odd.clone(memory_format=torch.channels_last)
+    assert odd.stride() != usual.stride() and odd.is_contiguous(memory_format=torch.channels_last)
+    center = kernels.center_of(torch.randn(3, dtype=torch.float64), odd, is_large)
+    one, zero = torch.ones(3), torch.zeros(3)
+    y = kernels.normalize(odd, center, one, 0.0, None, None)
+    dx = kernels.input_gradient(odd, odd, center, one, one, zero)
+    assert (y.stride(), dx.stride()) == (usual.stride(), usual.stride())
+    torch.testing.assert_close(y, kernels.normalize(usual, center, one, 0.0, None, None))
+
+
+@pytest.mark.parametrize(
+    "shape", [(4, 3, 64, 64), (2, 3, 16, 32, 32), (4, 3, 4096), (4096, 3)], ids=str
+)
+def test_the_sum_of_equal_values_loses_no_digits_where_channels_are_last(shape):
+    x, dy = torch.randn(shape), torch.rand(3).view(1, 3, *[1] * (len(shape) - 2)).expand(shape)
+    x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    center = kernels.center_of(torch.zeros(3, dtype=torch.float64), x, is_large=False)
+    for upstream in (dy, dy.contiguous(), dy.movedim(1, -1).contiguous().movedim(-1, 1)):
+        along_x, plain = kernels.reduce(upstream, x, center, torch.ones(3), 0.0)
+        exact = channels_of(dy).sum(1)
+        torch.testing.assert_close(plain.double(), exact, rtol=1e-6, atol=0)
+        exact = (channels_of(dy) * channels_of(x)).sum(1)
+        torch.testing.assert_close(along_x.double(), exact, rtol=0, atol=1e-3)
+
+
 DATA = {
     "normal": torch.randn,
     "mask": lambda *shape: (torch.rand(shape) < 0.5).float(),
@@ -251,7 +280,7 @@ def test_large_half_precision_values_do_not_overflow():
 def test_every_kernel_takes_an_empty_shard(shape):
     x = torch.randn(shape)
     ones = torch.ones(3, dtype=torch.float64)
-    assert kernels.values_per_channel(x) == 0
+    assert channels.values_per_channel(x) == 0
     zeros = torch.zeros(2, 3, dtype=torch.float64)
     assert torch.equal(statistics.moments(x), zeros)
     for is_large in (False, True):

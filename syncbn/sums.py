@@ -1,0 +1,152 @@
+"""Sums over the values of each channel that lose no digits, however many values there are.
+
+torch's kernels add the values of a sample, or where the channels are last of all samples, one by
+one. They are given runs of values, or rows, as if these were channels of their own; the sums of
+these are added in float64. float16 and bfloat16 values are summed in float32.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from syncbn.channels import (
+    accumulation_dtype,
+    memory_format,
+    per_channel,
+    reduced_dims,
+    statistics_device,
+    values_per_channel,
+)
+
+__all__: list[str] = []
+
+
+#: So many values stay in the cache from one pass of a kernel to the next.
+BLOCK = 2**19
+
+#: So many values per channel may be added one by one, where that saves operations.
+_FEW = 2**13
+
+#: So many that may be equal.
+_FEW_ALIKE = 2**8
+
+#: Of more, so many are, as far as torch itself adds one by one; else a quarter of it.
+_RUN = 2**9
+
+
+def two_sums(
+    dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sums of ``dy * (x - mean) / sqrt(var + eps)`` and of ``dy``."""
+    if x.device.type == "cpu":
+        # In one format: of two torch's kernel may take one for the other, where a dimension of
+        # length 1 has an unusual stride.
+        layout = memory_format(x)
+        dy, x = (t.contiguous(memory_format=layout) for t in (dy, x))
+        # As its parameters' gradients, torch's batch norm in evaluation mode returns them, fused.
+        args = (dy, x, None, mean, var, None, None, False, eps, [False, True, True])
+        return torch.ops.aten.native_batch_norm_backward(*args)[1:]  # type: ignore[no-any-return]
+    along_x = (x - per_channel(mean, x)).mul_(dy).sum(reduced_dims(x))
+    return along_x * (var + eps).rsqrt(), dy.sum(reduced_dims(x), dtype=mean.dtype)
+
+
+def runs(x: Tensor, n: int) -> list[Tensor]:
+    """``x``, of ``n`` values per channel, in parts whose sums lose no digits; none if that takes
+    copies.
+
+    Several runs of a channel are as many channels of a part, the first run of all channels first.
+    """
+    if n <= _FEW:
+        return [x]
+    rows = x.movedim(1, -1)
+    if not rows.is_contiguous():
+        return []
+    rows, c = rows.flatten(0, -2), x.size(1)
+    run = _RUN // 4 if x.dim() == 3 else _RUN
+    whole = n - n % run
+    blocks = [*rows[:whole].split(run * max(1, BLOCK // (run * c))), rows[whole:]]
+    # As images of one column, channels last.
+    shapes = [(len(block), max(1, len(block) // run)) for block in blocks]
+    return [
+        block.view(1, length // runs, 1, runs * c).permute(0, 3, 1, 2)
+        for block, (length, runs) in zip(blocks, shapes, strict=True)
+        if length
+    ]
+
+
+def of_runs(runs: list[Tensor], mean: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of ``x * (x - mean)`` and of ``x``, in float64, of what `runs` has cut."""
+    found = []
+    for run in runs:
+        center = mean.repeat(run.size(1) // len(mean))
+        pair = torch.stack(two_sums(run, run, center, torch.ones_like(center), 0.0))
+        found.append(pair.double().view(2, -1, len(mean)).sum(1))
+    products, plain = torch.stack(found).sum(0)
+    return products, plain
+
+
+def of_many(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `two_sums`; where channels are last, ``dy`` is added in pairs, as `torch.sum` adds.
+
+    It may be the same value all over (of a mean behind): one by one is rounded alike each time.
+    """
+    n, c = values_per_channel(x), x.size(1)
+    rows = x.movedim(1, -1)
+    if x.device.type != "cpu" or n <= _FEW_ALIKE or has_rows(x) or not rows.is_contiguous():
+        return two_sums(dy, x, mean, var, eps)
+    dy_rows = dy.movedim(1, -1).reshape(n, c)
+    plain = dy_rows.sum(0, dtype=mean.dtype)
+    # As an image of one column, channels last.
+    dy, x = (t.view(1, n, 1, c).permute(0, 3, 1, 2) for t in (dy_rows, rows))
+    return two_sums(dy, x, mean, var, eps)[0], plain
+
+
+@lru_cache
+def _row_length(values: int, longest: int) -> int | None:
+    """Into rows of what length so many values can be cut."""
+    return next((k for k in range(min(values, longest), 15, -1) if values % k == 0), None)
+
+
+def _row_length_of(x: Tensor) -> int | None:
+    """The values of a row of ``x``; None if those of a channel in one sample are no neighbours, or
+    cannot be cut.
+
+    As few as float32 adds without losing digits; in half precision, which has few, and of which
+    short rows are slow, more.
+    """
+    if not x.is_contiguous():
+        return None
+    longest = 64 if x.dtype == accumulation_dtype(x.dtype) else 4096
+    return _row_length(x.shape[2:].numel(), longest)
+
+
+def has_rows(x: Tensor) -> bool:
+    """Whether the values of a channel in one sample can be cut into rows."""
+    return _row_length_of(x) is not None
+
+
+def of_rows(dy: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of ``dy * (x - mean)`` and of ``dy``: of rows in the accumulation dtype, and of
+    these in float64."""
+    length = _row_length_of(x) or 1
+    shape = (len(x), x.size(1), x.shape[2:].numel() // length)
+    center = mean.view(1, -1, 1).expand(shape).reshape(-1)
+    dy, x = dy.view(1, -1, length), x.view(1, -1, length)
+    sums = two_sums(dy, x, center, torch.ones_like(center), 0.0)
+    along_x, plain = (s.view(shape).sum((0, 2), dtype=torch.float64) for s in sums)
+    return along_x, plain
+
+
+def cascaded(x: Tensor) -> Tensor:
+    """The sum of each channel: in pairs, as `torch.sum` adds, of up to 64 samples, and of these in
+    float64."""
+    dims, dtype = list(range(2, x.dim())), accumulation_dtype(x.dtype)
+    sums = x.sum(dims, dtype=dtype) if dims else x
+    whole = len(x) - len(x) % 64
+    if whole:
+        of_many = sums[:whole].unflatten(0, (-1, 64)).sum(1, dtype=dtype)
+        sums = torch.cat((of_many, sums[whole:].to(dtype)))
+    return sums.to(statistics_device(x.device)).sum(0, dtype=torch.float64)

@@ -99,11 +99,12 @@ class WaitReport:
 
     @property
     def straggler(self) -> int | None:
-        """The replica that the others wait for: it has waited less than half as long as any other.
-        None if no replica stands out so."""
+        """The replica that the others wait for: it has waited less than half as long as any other,
+        and these more than a millisecond per forward. None if no replica stands out so."""
         seconds = self.total.seconds
         order = sorted(seconds, key=seconds.__getitem__)
-        stands_out = len(order) > 1 and seconds[order[0]] < seconds[order[1]] / 2
+        least = 1e-3 * self.forwards  # below that it is the time to wake up a thread
+        stands_out = len(order) > 1 and seconds[order[1]] > max(2 * seconds[order[0]], least)
         return order[0] if stands_out else None
 
     def __str__(self) -> str:
@@ -111,7 +112,7 @@ class WaitReport:
         head = f"{forwards}; milliseconds per forward that a replica waits for others"
         layers = self.layers
         if not layers:
-            return f"{head}: none"
+            return f"{head}: none (it sees the replicas of a DataParallel, not processes)"
         listed = [layer._replace(path=f"`{layer.path}`") for layer in layers[:_ROWS]]
         others = layers[_ROWS:]
         if others:

@@ -53,9 +53,9 @@ def warn_of_unconnected_processes(layer: str) -> None:
     """Warns once in this process."""
     if _first_warning_of_processes():
         warnings.warn(
-            f"{layer} is in one of several processes that torchrun has started, but "
-            "torch.distributed is not initialized, so it does not talk to those; call "
-            "torch.distributed.init_process_group() first",
+            f"`{layer}` is in one of several processes that torchrun has started, but "
+            "torch.distributed is not initialized (or no longer), so it does not talk to those; "
+            "call torch.distributed.init_process_group() before",
             stacklevel=4,
         )
 

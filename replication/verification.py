@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,8 +19,10 @@ from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, usable_devices
 from replication.group import is_recomputation
 from replication.place import here
+from replication.processes import process_count
 from replication.structure import Leaf, flatten
 from replication.torch_internals import compiled_module
+from replication.watch import add_note
 
 __all__ = ["Difference", "Verification", "verify"]
 
@@ -118,8 +120,12 @@ def verify(
         TypeError: ``model`` is no module.
         ValueError: There is no such device; only one replica has anything to do; or the output of
             a replica is a loss of its own, and the replicas' together are not that of the batch.
+        RuntimeError: It is called in `torch.inference_mode`.
+        Exception: What the model raises, with a note of where that was.
     """
     check_module(model)
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("verify computes gradients; call it outside of torch.inference_mode")
     dim, model = 0, compiled_module(model)
     if isinstance(model, nn.DataParallel):
         dim, model = model.dim, compiled_module(model.module)
@@ -134,8 +140,10 @@ def verify(
         return _cast(_uncompiled(copy.deepcopy(model)).to(home), dtype)
 
     alone, split = copied(), copied()
-    expected = results_of_step(alone, alone, batch, home, dtype)
-    actual = results_of_step(split, DataParallel(split, devices, dim=dim), batch, home, dtype)
+    with _noting(f"while verify ran a copy of the model, cast to {dtype}, on one device"):
+        expected = results_of_step(alone, alone, batch, home, dtype)
+    with _noting(f"while verify ran a copy of the model on {len(devices)} replicas{_alone()}"):
+        actual = results_of_step(split, DataParallel(split, devices, dim=dim), batch, home, dtype)
     if actual.replicas < 2:
         raise ValueError(
             "only one replica has run: there is nothing to compare; take a batch of as many "
@@ -149,6 +157,20 @@ def verify(
     repeated = results_of_step(again, again, batch, home, dtype)
     same = Verification(_compared(repeated, expected, layers), tolerance, 1)
     return replace(found, is_random=not same)
+
+
+@contextmanager
+def _noting(what: str) -> Iterator[None]:
+    """Says with an error what `verify` was doing."""
+    try:
+        yield
+    except Exception as error:
+        add_note(error, what)
+        raise
+
+
+def _alone() -> str:
+    return "" if process_count() == 1 else " of this process; run it without torchrun"
 
 
 def _compared(
@@ -169,7 +191,7 @@ def _compared(
         theirs = actual.tensors[quantity]
         largest = max(map(_magnitude, tensors.values()), default=0.0)
         differences[f"{quantity}s"] = [
-            difference(f"{quantity} of `{name}`", {0: [theirs.get(name)]}, {0: [tensor]}, largest)
+            difference(_titled(quantity, name), {0: [theirs.get(name)]}, {0: [tensor]}, largest)
             for name, tensor in tensors.items()
         ]
     return differences
@@ -185,6 +207,10 @@ class Call(NamedTuple):
         """For messages."""
         later = f", call {self.number}" if self.number > 1 else ""
         return f"`{self.path}` ({type(layers[self.path]).__name__}{later})"
+
+
+def _titled(quantity: str, name: str) -> str:
+    return f"{quantity} of `{name}`" if name else f"{quantity} of the model"
 
 
 #: The tensors of each replica, by its number.
@@ -244,9 +270,7 @@ def results_of_step(
         torch.autograd.backward(learnt, upstream)
     tensors: dict[str, dict[str, Tensor | None]] = {
         "output": {  # of a number each replica has its own
-            str(leaf) or "the model": _dense(leaf.value).detach()
-            for leaf in outputs
-            if leaf.value.dim()
+            str(leaf): _dense(leaf.value).detach() for leaf in outputs if leaf.value.dim()
         },
         "gradient": {
             name: None if tensor.grad is None else _dense(tensor.grad)

@@ -114,6 +114,17 @@ def test_of_replicas_that_are_alike_none_is_blamed():
     assert report.straggler == 0
 
 
+def test_nobody_is_blamed_for_less_than_a_millisecond():
+    report = WaitReport()
+    for _ in range(2):
+        report.add_forward(2)
+    report.add("a", 0, 0.0001)
+    report.add("a", 1, 0.0019)
+    assert report.straggler is None
+    report.add("a", 1, 0.0002)
+    assert report.straggler == 0
+
+
 def test_many_layers_are_cut_and_added_up():
     report = WaitReport()
     report.add_forward(1)
@@ -130,7 +141,9 @@ def test_many_layers_are_cut_and_added_up():
 def test_without_waits_a_report_says_so(capsys):
     with wait_report() as report:
         DataParallel(nn.Linear(2, 2), ["cpu"] * 2)(torch.randn(4, 2))
-    assert capsys.readouterr().out.endswith("waits for others: none\n")
+    assert capsys.readouterr().out.endswith(
+        "waits for others: none (it sees the replicas of a DataParallel, not processes)\n"
+    )
     assert (report.forwards, report.straggler, report.layers) == (1, None, [])
 
 

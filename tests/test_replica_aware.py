@@ -252,5 +252,5 @@ def test_processes_that_do_not_know_of_each_other_are_warned_of_once(monkeypatch
             Total()(torch.ones(2, 1))
     texts = [str(warning.message) for warning in caught]
     assert len(texts) == int(processes) - 1
-    assert all("Total is in one of several processes" in text for text in texts)
+    assert all("`Total` is in one of several processes" in text for text in texts)
     assert all(warning.filename == __file__ for warning in caught)

@@ -136,9 +136,9 @@ class Odd(Numbered):
     [
         ("skips", "output of `inner` (Identity)", "no replica has called it as often"),
         ("nan", "", ""),  # the same on one device
-        ("nan in one", "output of `the model`", "error inf"),
+        ("nan in one", "output of the model", "error inf"),
         ("masks", "", ""),
-        ("masks and triples", "output of `the model`", "error"),
+        ("masks and triples", "output of the model", "error"),
         ("registers", "buffer of `late`", "inf"),
         ("halves", "output of `inner` (Identity, call 2)", "replicas alone"),
         ("returns odd things", "", ""),
@@ -297,6 +297,30 @@ class Dropping(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(self.bn(x), 0.5, self.training)
+
+
+def test_what_the_model_raises_says_where_verify_was():
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = [nn.BatchNorm1d(3)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.hidden[0](x)
+
+    with pytest.raises(RuntimeError) as error:
+        verify(Hidden(), torch.randn(4, 3), ["cpu"] * 2)
+    assert error.value.__notes__[-1].endswith(
+        "a copy of the model, cast to torch.float64, on one device"
+    )
+    with pytest.raises(ValueError, match="more than 1 value per channel") as error:
+        verify(nn.BatchNorm1d(3), torch.randn(2, 3), ["cpu"] * 2)
+    assert error.value.__notes__[-1] == "while verify ran a copy of the model on 2 replicas"
+
+
+def test_in_inference_mode_there_is_nothing_to_compare():
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="call it outside of"):
+        verify(nn.ReLU(), torch.randn(4, 3), ["cpu"] * 2)
 
 
 def test_a_model_that_draws_random_numbers_is_told_from_one_that_is_not_synchronized():

@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 from torch import Tensor, distributed
 from torch.autograd import Function
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn.functional import pad
 
 from replication.collectives import differentiable_collectives
@@ -93,7 +94,7 @@ class ProcessGroup(Group):
             RuntimeError: It has been destroyed.
         """
         process_group = self._process_group()
-        if process_group is None:
+        if process_group is None or not distributed.is_initialized():  # somebody else may keep it
             raise RuntimeError(
                 f"{self._where()}: the process group has been destroyed; call "
                 "torch.distributed.destroy_process_group after the last forward and backward"
@@ -357,6 +358,10 @@ def _call(name: str, tensors: tuple[Tensor, ...], option: str = "") -> Call:
 def _through_reals(collective: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """Runs a collective on a contiguous tensor, of real numbers: not all backends know others."""
     _refuse_batched(tensor)
+    if not torch.compiler.is_compiling() and unpack_dual(tensor).tangent is not None:
+        raise NotImplementedError(
+            "collectives between processes have no derivatives in forward mode"
+        )
     if tensor.is_complex():
         real = torch.view_as_real(tensor.resolve_conj()).contiguous()
         result = torch.view_as_complex(collective(real))

@@ -18,6 +18,7 @@ from layers import outcome_of
 from processes import run_python
 from ranks import TIMEOUT, run_ranks
 from torch import Tensor, distributed, nn
+from torch.autograd import forward_ad
 from torch.distributed.nn import functional as nn_functional
 
 from replication import (
@@ -497,6 +498,32 @@ def some_of_three(rank: int) -> Any:
     return found
 
 
+def forward_mode(rank: int) -> Any:
+    """The errors of those that torch would let through without a derivative, too."""
+    group, found = ProcessGroup(), []
+    warnings.simplefilter("ignore")  # of torch, about what it imports for this
+    for call in (
+        group.all_gather,
+        partial(group.all_reduce, op="max"),
+        lambda x: group.reduce_scatter([x, x]),
+        group.all_reduce,
+        lambda x: group.broadcast(x, 0),
+    ):
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+            found.append(type(outcome_of(partial(call, x)).error))
+    return found
+
+
+def kept_by_others(rank: int) -> Any:
+    world, x = distributed.group.WORLD, torch.ones(2, requires_grad=True)
+    group = ProcessGroup()
+    y = group.all_gather(x)[0] + group.all_reduce(x)
+    distributed.barrier()
+    distributed.destroy_process_group()
+    return world is not None, str(outcome_of(partial(y.backward, torch.ones(2))).error)
+
+
 def let_go(rank: int) -> Any:
     layer, x = SynchronizedBatchNorm1d(2), torch.randn(4, 2, requires_grad=True)
     y = layer(x)
@@ -527,6 +554,16 @@ def test_some_of_three_ranks():
     assert [found["of one"] for found in (second, third)] == [(1,), (2,)]
     assert [found["part"] for found in (first, second, third)] == [(0, 1), (0, 1), (2,)]
     assert all(found["shared"] and found["timeout"] for found in (first, second, third))
+
+
+def test_derivatives_in_forward_mode_are_refused():
+    assert run_ranks(2, forward_mode) == [[NotImplementedError] * 5] * 2
+
+
+def test_a_backward_after_the_end_says_so_though_somebody_keeps_the_group():
+    for kept, message in run_ranks(2, kept_by_others):
+        assert kept
+        assert "the process group has been destroyed" in message
 
 
 def test_a_graph_does_not_keep_the_process_group():

@@ -374,6 +374,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         distributed.init_process_group()
     try:
         runs = compare(options)
+        if options.processes > 1:
+            distributed.barrier()  # or one may end while another still has a collective in hand
         return report(runs, options, output) if is_first_process() else 0
     finally:
         if options.processes > 1:

@@ -47,6 +47,7 @@ def main() -> int:
     accelerator.print(f"{accelerator.num_processes} processes: off by {off:.0e}")
     # What DDP holds of the processes goes first, or the program may hang at its end.
     net, optimizer, loader = accelerator.free_memory(net, optimizer, loader)
+    accelerator.wait_for_everyone()  # or one may end with a collective still in hand
     accelerator.end_training()
     return int(off > 1e-10)
 

@@ -20,7 +20,7 @@ from replication.devices import (
     default_devices,
     device_order,
     parse_device,
-    parse_devices,
+    usable_devices,
 )
 from replication.gather import gather, join_leaves
 from replication.parallel_apply import parallel_apply
@@ -128,6 +128,13 @@ class DataParallel(nn.DataParallel[ModuleT]):
             not above 0.
         TypeError: ``module`` is no module, an item of ``device_ids`` is no device, ``dim`` is no
             int, names are not given as a list, or ``timeout`` is no number.
+
+        And when it is called:
+
+        ValueError: Arguments cannot be split, or outputs not be joined (see `scatter`, `gather`).
+        RuntimeError: A parameter or buffer is not on ``device_ids[0]``, or it is in a transform of
+            `torch.func`.
+        BaseException: What a replica raises (see `parallel_apply`).
     """
 
     # On the class, too, for objects that become one of this class later.
@@ -170,8 +177,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         if not devices:
             return
         target = devices[0] if output_device is None else parse_device(output_device)
-        for device in (*devices, target):
-            check_available(device)
+        check_available(target)
         self.src_device_obj = devices[0]
         self.output_device = _as_torch_spells(target)
         if all(device.type == "cuda" for device in devices):
@@ -270,15 +276,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         return gather(outputs, output_device, self.dim, **self._stay_scattered())
 
     def _check_placement(self) -> None:
-        home = self.src_device_obj
-        for tensors in (self.module.named_parameters(), self.module.named_buffers()):
-            for name, tensor in tensors:
-                if tensor.device != home:
-                    raise RuntimeError(  # torch's own words, which programs may look for
-                        f"module must have its parameters and buffers on device {home} "
-                        f"(device_ids[0]) but found one of them on device: {tensor.device}; it is "
-                        f"`{name}`, and module.to({str(home)!r}) moves all"
-                    )
+        _check_placement(self.module, self.src_device_obj)
 
 
 #: The names under which older toolkits offer it.
@@ -312,11 +310,27 @@ def data_parallel(
     Raises:
         ValueError: As `DataParallel`.
         TypeError: As `DataParallel`.
+        RuntimeError: As `DataParallel`; and for a single device, too, the module is not there.
     """
     if not isinstance(inputs, tuple) or isinstance(inputs, Scattered):
         inputs = () if inputs is None else (inputs,)
+    check_module(module)
+    devices = _devices_to_use(device_ids)
+    if devices:  # the class moves a module to a single device; a function must not
+        _check_placement(module, devices[0])
     model = DataParallel(module, device_ids, output_device, dim, **policies)
     return model(*inputs, **(module_kwargs or {}))
+
+
+def _check_placement(module: nn.Module, home: torch.device) -> None:
+    for tensors in (module.named_parameters(), module.named_buffers()):
+        for name, tensor in tensors:
+            if tensor.device != home:
+                raise RuntimeError(  # torch's own words, which programs may look for
+                    f"module must have its parameters and buffers on device {home} "
+                    f"(device_ids[0]) but found one of them on device: {tensor.device}; it is "
+                    f"`{name}`, and module.to({str(home)!r}) moves all"
+                )
 
 
 def _seconds(timeout: float | None) -> float | None:
@@ -341,7 +355,7 @@ def _devices_to_use(device_ids: Sequence[DeviceLike] | None) -> list[torch.devic
             raise ValueError(f"device_ids must be indices of devices (got {device_ids})")
         if len(indices) == len(device_ids) and accelerator() is None:
             return []
-    return parse_devices(device_ids)
+    return usable_devices(device_ids)
 
 
 def _as_torch_spells(device: torch.device) -> Any:

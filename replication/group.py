@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -258,7 +258,7 @@ class Group(ABC):
 
     # -- what is checked before anyone waits ---------------------------------------------------
 
-    def _refuse(self, kind: type[Exception], text: str) -> None:
+    def _refuse(self, kind: type[Exception], text: str) -> NoReturn:
         raise kind(f"{self._where()}: {text}")
 
     def _check_use(self, name: str) -> None:

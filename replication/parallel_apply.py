@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextvars
 import os
+import re
 import sys
 import threading
 import time
@@ -61,6 +62,7 @@ def parallel_apply(
     Raises:
         ValueError: The lists differ in length.
         TypeError: ``inputs`` or ``kwargs_tup`` is no list.
+        RuntimeError: It is called in a transform of `torch.func`, or while the interpreter ends.
         BaseException: The first error, by time, of any replica, after all have ended; a note names
             the replica and its device. `KeyboardInterrupt` in the caller, what is no `Exception`
             in a replica, such as `SystemExit`, and `ReplicasTimedOut` are raised at once.
@@ -202,7 +204,7 @@ class ThreadState:
         except BaseException as error:
             where = origin(index, len(self.devices))
             notes = getattr(error, "__notes__", None) or ()
-            known = any(str(note).startswith(where) for note in notes)
+            known = any(re.match(rf"{where}\b", str(note)) for note in notes)
             if not known and not isinstance(error, ReplicationError):  # which says who is where
                 add_note(error, f"{where} on {device}")
             raise

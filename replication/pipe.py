@@ -104,9 +104,7 @@ class SlavePipe:
                 f"the pipe of slave {self.identifier!r} is a copy and belongs to no forward; "
                 "register_slave makes one for each forward"
             )
-        if rendezvous.observe is None:
-            return self._exchanged(msg, rendezvous, channel, slot)
-        with rendezvous.observe("exchange", slot.replica, channel.path):
+        with rendezvous.observed("exchange", slot.replica, channel.path):
             return self._exchanged(msg, rendezvous, channel, slot)
 
     def _exchanged(self, msg: Any, rendezvous: Rendezvous, channel: Channel, slot: Slot) -> Any:
@@ -144,10 +142,8 @@ class MasterPipe:
 
     def run_master(self, master_msg: Any) -> Any:
         """See `SyncMaster.run_master`."""
-        observe, channel = self._rendezvous.observe, self._channel
-        if observe is None:
-            return self._exchanged(master_msg)
-        with observe("exchange", channel.master, channel.path):
+        channel = self._channel
+        with self._rendezvous.observed("exchange", channel.master, channel.path):
             return self._exchanged(master_msg)
 
     def _exchanged(self, master_msg: Any) -> Any:
@@ -360,7 +356,8 @@ class SyncMaster:
         Raises:
             ReplicaFailed: Another replica raised.
             ReplicasDiverged: A slave's message can no longer come.
-            ReplicationError: The callback did not reply to everyone.
+            ReplicationError: The callback did not reply to everyone, or the forward of the slaves
+                has ended.
         """
         rendezvous = self._rendezvous()
         if rendezvous is None and self._latest is not None:

@@ -10,9 +10,10 @@ Guarantees
     * Nothing outlives the forward: a new forward has a new `Rendezvous`.
 
 This code assumes that the beginning and the end of each replica's forward are reported
-(`enter`, `leave`), whoever runs it, so that no wait needs a time limit. Only whether a replica
-that has not begun will ever do so nobody can say: not if they are run one after the other in one
-thread, or in too few threads. A replica that waits for one that has not begun gives it `GRACE`.
+(`enter`, `leave`), whoever runs it, so that no wait needs a time limit, but in two cases, where
+nobody can say whether anything will come. A replica that has not begun may be run after the others
+in the same thread, or may wait for a thread. And a replica whose own thread goes on while another
+thread of it waits may be computing, or waiting for that thread. Both are given `GRACE`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 from replication.errors import (
@@ -38,6 +39,8 @@ __all__: list[str] = []
 
 #: Seconds.
 GRACE = 20.0
+
+_NOBODY: AbstractContextManager[object] = nullcontext()
 
 
 class Site(NamedTuple):
@@ -82,15 +85,12 @@ class Wait:
 
     def block(self) -> None:
         """Sleeps until the wait has ended; raises if it has ended without a value."""
-        observe = self.rendezvous.observe
+        rendezvous = self.rendezvous
         try:
-            if observe is None:
-                self._sleep(self.rendezvous.timeout)
-            else:
-                with observe("wait", self.replica, self.site.path):
-                    self._sleep(self.rendezvous.timeout)
+            with rendezvous.observed("wait", self.replica, self.site.path):
+                self._sleep(rendezvous.timeout)
         except BaseException:  # KeyboardInterrupt, where a replica runs in the main thread
-            self.rendezvous.forget(self)
+            rendezvous.forget(self)
             raise
         error, self.error = self.error, None
         if error is not None:
@@ -113,7 +113,7 @@ class Verdict(NamedTuple):
     reason: str
     cause: BaseException | None
 
-    def raise_at(self, wait: Wait | None = None, later: str = "") -> None:
+    def raise_at(self, wait: Wait | None = None, later: str = "") -> NoReturn:
         """Raises an error of its own for each waiting replica: a shared one would grow."""
         where = f" Replica {wait.replica} waited at {wait.site}." if wait and self.cause else ""
         raise self.kind(self.reason + where + later) from self.cause
@@ -162,6 +162,10 @@ class Rendezvous:
         self._failures: list[Failure] = []
         self._verdict: Verdict | None = None
         self._is_closed = False
+
+    def observed(self, what: str, replica: int, path: str) -> AbstractContextManager[object]:
+        """What is around an exchange or a wait, for those who look."""
+        return _NOBODY if self.observe is None else self.observe(what, replica, path)
 
     # -- the life of a replica -----------------------------------------------------------------
 
@@ -306,7 +310,10 @@ class Rendezvous:
             wait.wake()
 
     def expect_progress(self, wait: Wait) -> None:
-        """Gives up where nothing tells for sure that a wait is in vain, but it has been long."""
+        """Gives up where nothing tells for sure that a wait is in vain, but it has been `GRACE`.
+
+        A replica counts as waiting then if any of its threads waits.
+        """
         with self.lock:
             if self.size is None or wait not in self._waits:
                 return

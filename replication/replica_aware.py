@@ -143,6 +143,7 @@ class ReplicaAware(_Base):
 
         Raises:
             ReplicationError: There are replicas in several processes.
+            ValueError: This process is not in ``process_group``, or ``group_size`` is less than 1.
         """
         group = self._replica_group
         if group is None and self._cannot_know_its_copies():

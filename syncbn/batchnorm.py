@@ -309,8 +309,18 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
             those of the first group of replicas; each process keeps those of its own group.
 
     Raises:
-        ValueError: Wrong number of dimensions or channels, or one value per channel on all
-            replicas together, in training.
+        TypeError: ``group_size`` is no int, or ``process_group`` none.
+        ValueError: ``group_size`` is less than 1.
+
+        And when it is called:
+
+        ValueError: Wrong number of dimensions or channels; in training one value per channel on
+            all replicas together, or ``eps`` is not above 0.
+        RuntimeError: Parameters or buffers are on another device than the input, or of a dtype
+            that does not go with its.
+        NotImplementedError: The dtype of the input is not float16, bfloat16, float32 or float64.
+        TypeError: ``momentum`` is no number.
+        ReplicationError: The replicas, or processes, do not call it alike (see `replication`).
     """
 
 

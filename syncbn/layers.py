@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -43,11 +43,13 @@ _BY_SAMPLE = (
 )
 
 
+KindName = Literal["synchronized", "plain", "left alone", "by sample", "wrapper"]
+
+
 class Kind(NamedTuple):
     """What a layer is to a synchronized network."""
 
-    #: ``"synchronized"``, ``"plain"``, ``"left alone"``, ``"by sample"`` or ``"wrapper"``.
-    name: str
+    name: KindName
     #: Why, or what follows from it; may be empty.
     note: str = ""
 

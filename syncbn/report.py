@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from torch import nn
 
 from replication.checks import check_module
-from syncbn.layers import Kind, class_name, kind_of
+from syncbn.layers import Kind, KindName, class_name, kind_of
 
 __all__ = ["Summary", "summary"]
 
@@ -40,19 +40,25 @@ class Summary:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.layers)} layers>"
 
-    def paths(self, kind: str) -> list[str]:
-        """The paths of all layers of one kind."""
+    def paths(self, kind: KindName) -> list[str]:
+        """The paths of all layers of one kind.
+
+        Raises:
+            ValueError: There is no such kind.
+        """
+        if kind not in get_args(KindName):
+            raise ValueError(f"expected a kind of {get_args(KindName)} (got {kind!r})")
         return [layer.path for layer in self.layers if layer.kind.name == kind]
 
     def __str__(self) -> str:
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (f"`{path or '(root)'}`", layer, kind.name, kind.note)
             for path, layer, kind in self.layers
             if kind.name != "by sample"
         ]
         by_sample = Counter(la.layer for la in self.layers if la.kind.name == "by sample")
         rows += [
-            (f"{count} of them", layer, "left alone", "normalizes each sample by itself")
+            (f"{count} of them", layer, "by sample", "nothing to synchronize")
             for layer, count in sorted(by_sample.items())
         ]
         if not rows:
@@ -60,10 +66,10 @@ class Summary:
         table = [("path", "layer", "", "note"), *rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-        counts = {name: len(self.paths(name)) for name in ("synchronized", "plain", "left alone")}
+        counts = Counter(layer.kind.name for layer in self.layers)
         lines.append(
             f"{counts['synchronized']} synchronized, {counts['plain']} not converted, "
-            f"{counts['left alone']} left alone that depend on the batch."
+            f"{counts['left alone']} left alone."
         )
         return "\n".join(lines)
 
@@ -76,8 +82,8 @@ def summary(module: nn.Module) -> Summary:
     >>> print(summary(convert_model(net)))
     path       layer                                  note
     `1`        SynchronizedBatchNorm2d  synchronized
-    1 of them  GroupNorm                left alone    normalizes each sample by itself
-    1 synchronized, 0 not converted, 0 left alone that depend on the batch.
+    1 of them  GroupNorm                by sample     nothing to synchronize
+    1 synchronized, 0 not converted, 0 left alone.
 
     Args:
         module: A layer or a network, converted or not, wrapped or not.

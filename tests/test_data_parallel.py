@@ -173,6 +173,13 @@ def test_indices_may_be_whole_numbers_of_any_kind(number):
         DataParallel(nn.ReLU(), [number(-1), "cpu"])
 
 
+def test_the_function_moves_no_module():
+    net = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="it is `weight`"):
+        data_parallel(net, torch.ones(2, 2), ["meta"])
+    assert net.weight.device == torch.device("cpu")
+
+
 def test_negative_indices_are_refused():
     with pytest.raises(ValueError, match=r"must be indices of devices \(got \[0, -1\]\)"):
         DataParallel(nn.ReLU(), [0, -1])

@@ -92,8 +92,8 @@ def test_a_report_is_printed_instead_of_a_warning_and_reads_as_a_table(capsys):
     assert rows["`module.3`"].startswith("LazyBatchNorm2d left alone lazy")
     assert rows["`module.6`"].startswith("BatchNorm2d left alone a script")
     assert "in eval()" in rows["`module.8`"]
-    assert rows["1"] == "of them InstanceNorm2d left alone normalizes each sample by itself"
-    assert rows["2"] == "of them GroupNorm left alone normalizes each sample by itself"
+    assert rows["1"] == "of them InstanceNorm2d by sample nothing to synchronize"
+    assert rows["2"] == "of them GroupNorm by sample nothing to synchronize"
     assert lines[-1].startswith("4 synchronized, 0 not converted, 3 left alone")
 
 
@@ -162,3 +162,8 @@ def test_nothing_to_list():
 def test_what_is_no_module_is_refused():
     with pytest.raises(TypeError, match="Module"):
         summary([nn.BatchNorm1d(3)])
+
+
+def test_there_is_no_other_kind():
+    with pytest.raises(ValueError, match=r"'left alone'.*got 'leftalone'"):
+        summary(nn.ReLU()).paths("leftalone")

@@ -22,18 +22,14 @@ from torch.utils.hooks import RemovableHandle
 
 from replication.checks import check_module
 from replication.context import CallbackContext
-from replication.devices import DeviceLike, parse_devices
+from replication.devices import DeviceLike, device_of, parse_devices
+from replication.notes import add_note
+from replication.overrides import MethodOverride
 from replication.place import Place, standing_at
 from replication.replicate import own_hooks
 from replication.torch_internals import IS_REPLICA, compiled_module, current_backward
-from replication.watch import (
-    MethodOverride,
-    add_note,
-    device_of,
-    first_failure_wins,
-    rendezvous_of,
-    watch,
-)
+from replication.watch import first_failure_wins, rendezvous_of, watch
+from replication.wording import path_or_root
 
 __all__ = [
     "PatchHandle",
@@ -153,7 +149,7 @@ def execute_replication_callbacks(
     for copy_id in range(len(modules)):
         for position, context in listeners:
             for name, callback in callbacks_of(position.copies[copy_id]):
-                here = Place(rendezvous, copy_id, backward, position.path or "(root)")
+                here = Place(rendezvous, copy_id, backward, path_or_root(position.path))
                 try:
                     with standing_at(here):
                         callback(context, copy_id)

@@ -10,6 +10,7 @@ import torch
 from replication.group import Group
 from replication.rendezvous import Rendezvous
 from replication.replica_group import Members
+from replication.wording import path_or_root
 
 __all__ = ["CallbackContext"]
 
@@ -40,7 +41,7 @@ class CallbackContext:
         self.devices = tuple(devices or [None] * num_copies)
         self.path = path
         # What `group` needs is out of the way of attributes that copies may set.
-        self._members = Members(rendezvous, path or "(root)", range(num_copies))
+        self._members = Members(rendezvous, path_or_root(path), range(num_copies))
 
     def group(self, copy_id: int) -> Group:
         """Returns a copy's `Group`: it and the other copies of this layer in this forward.

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from replication.checks import is_int
 
@@ -111,6 +112,18 @@ def default_devices() -> list[torch.device]:
 def module_of(device: torch.device) -> Any:
     """`torch.cuda` for a CUDA device, and so on."""
     return torch.get_device_module(device)
+
+
+def device_of(replica: nn.Module) -> torch.device | None:
+    """The device of a replica's first parameter or buffer, or else of a tensor that it has as an
+    attribute, which torch's own replicas do not move; replicas have no ``parameters()``."""
+    for name in ("_former_parameters", "_parameters", "_buffers", None):
+        for module in replica.modules():
+            held = vars(module) if name is None else vars(module).get(name, {})
+            for value in held.values():
+                if isinstance(value, Tensor):
+                    return value.device
+    return None
 
 
 def current_stream(device: torch.device) -> Any:

@@ -20,18 +20,19 @@ import torch
 from torch import nn
 
 from replication.checks import check_list
-from replication.devices import DeviceLike, accelerator, current_stream, parse_devices, use_device
+from replication.devices import (
+    DeviceLike,
+    accelerator,
+    current_stream,
+    device_of,
+    parse_devices,
+    use_device,
+)
 from replication.errors import ReplicasTimedOut, ReplicationError
+from replication.notes import add_note, origin
 from replication.observation import named_range
 from replication.torch_internals import in_functorch_transform, make_nodes, nodes_made
-from replication.watch import (
-    Attendance,
-    add_note,
-    device_of,
-    first_failure_wins,
-    origin,
-    watched_call,
-)
+from replication.watch import Attendance, first_failure_wins, watched_call
 
 __all__ = ["parallel_apply"]
 

@@ -27,10 +27,10 @@ from replication.group import (
     layouts_of,
     reduced,
 )
+from replication.notes import add_note
 from replication.observation import named_range
 from replication.processes import check_process_group, debugging, history_of
 from replication.torch_internals import device_of_group, is_batched, timeout_of, uncompiled
-from replication.watch import add_note
 
 __all__ = ["ProcessGroup"]
 

@@ -18,11 +18,11 @@ from replication.checks import check_module
 from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, usable_devices
 from replication.group import is_recomputation
+from replication.notes import add_note
 from replication.place import here
 from replication.processes import process_count
 from replication.structure import Leaf, flatten
 from replication.torch_internals import compiled_module
-from replication.watch import add_note
 
 __all__ = ["Difference", "Verification", "verify"]
 

@@ -2,81 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from replication.devices import device_in_use
 from replication.errors import ReplicationError
 from replication.group import is_recomputation
+from replication.notes import add_failure_note, add_others, path_of_call, paths_of
 from replication.observation import observer
+from replication.overrides import MethodOverride
 from replication.place import Place, standing_at
-from replication.rendezvous import Failure, Rendezvous
+from replication.rendezvous import Rendezvous
 from replication.torch_internals import CALL_IMPL, current_backward
-from replication.wording import described, listed
 
 __all__: list[str] = []
 
 T = TypeVar("T")
-
-
-class MethodOverride:
-    """Stands in for a method of one object, as an attribute of that object.
-
-    It holds the object weakly, so that no cycle keeps a replica (and its parameters) alive, and it
-    follows the object through ``deepcopy`` and ``pickle``, where a closure would stay bound to the
-    original.
-    """
-
-    def __init__(self, owner: nn.Module, name: str) -> None:
-        #: Returns the object, or None when it is gone.
-        self.owner: Callable[[], Any] = weakref.ref(owner)
-        self.name = name
-        # A method that somebody has set on the object before us.
-        self.previous: Callable[..., Any] | None = owner.__dict__.get(name)
-
-    def install(self) -> None:
-        """Sets it on its owner."""
-        self.owner().__dict__[self.name] = self
-
-    def remove(self) -> None:
-        """Takes it off its owner."""
-        owner = self.owner()
-        if owner is not None:
-            self.remove_from(owner)
-
-    def remove_from(self, module: nn.Module) -> None:
-        """Puts back what was there before, if it is set on ``module``."""
-        if module.__dict__.get(self.name) is self:
-            if self.previous is None:
-                del module.__dict__[self.name]
-            else:
-                module.__dict__[self.name] = self.previous
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        if self.previous is not None:
-            return self.previous
-        owner = self.owner()
-        if owner is None:
-            raise ReplicationError(
-                f"the replica is gone; keep the replica, not only its `{self.name}`"
-            )
-        return partial(getattr(type(owner), self.name), owner)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.original)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.owner(), self.name), {"previous": self.previous}
 
 
 class WatchedCall(MethodOverride):
@@ -237,78 +182,3 @@ def first_failure_wins(
         raise failure
     finally:
         del failure, failures  # the traceback of the error refers to this frame
-
-
-def add_others(error: BaseException, failures: Sequence[Failure]) -> None:
-    """Notes on an error which other replicas failed; not those that failed because of it."""
-    also: dict[str, list[int]] = {}
-    for replica, other in failures:
-        if other is not error and not isinstance(other, ReplicationError):
-            also.setdefault(described(other), []).append(replica)
-    for text, replicas in also.items():
-        add_note(error, f"{listed(sorted(replicas))} failed, too: {text}")
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """`BaseException.add_note` of Python 3.11; on 3.10 tracebacks do not show the notes."""
-    try:
-        error.__notes__ = [*(getattr(error, "__notes__", None) or ()), note]
-    except Exception:  # an exception that takes no attributes goes without
-        return
-
-
-def add_failure_note(
-    error: BaseException, replica: nn.Module, index: int, size: int | None
-) -> None:
-    """Notes on an error which replica it came from, on which device, and in which submodule."""
-    device = device_in_use() or device_of(replica)
-    path = failing_path(error, replica)
-    add_note(
-        error,
-        origin(index, size)
-        + (f" on {device}" if device is not None else "")
-        + (f", module `{path}`" if path else ""),
-    )
-
-
-def origin(index: int, size: int | None) -> str:
-    """How a note on an error begins that says where the error came from."""
-    return f"in replica {index} of {size}"
-
-
-def device_of(replica: nn.Module) -> torch.device | None:
-    """The device of a replica's first parameter or buffer, or else of a tensor that it has as an
-    attribute, which torch's own replicas do not move; replicas have no ``parameters()``."""
-    for name in ("_former_parameters", "_parameters", "_buffers", None):
-        for module in replica.modules():
-            held = vars(module) if name is None else vars(module).get(name, {})
-            for value in held.values():
-                if isinstance(value, Tensor):
-                    return value.device
-    return None
-
-
-def failing_path(error: BaseException, root: nn.Module) -> str:
-    """The path of the innermost submodule that the error passed; empty for the root itself."""
-    paths = paths_of(root)
-    innermost = ""
-    traceback = error.__traceback__
-    while traceback is not None:
-        path = path_of_call(traceback.tb_frame, paths)
-        innermost = innermost if path is None else path
-        traceback = traceback.tb_next
-    return innermost
-
-
-def paths_of(root: nn.Module) -> dict[int, str]:
-    """The paths of the submodules, by their identity."""
-    return {id(module): path for path, module in root.named_modules()}
-
-
-def path_of_call(frame: FrameType, paths: dict[int, str]) -> str | None:
-    """The path of the submodule that this frame is a call of, if it is one."""
-    # Only torch's own frames: to look at the locals of a frame can make a cycle of it and an
-    # error, if it has the error in a variable.
-    if frame.f_code.co_name != CALL_IMPL:
-        return None
-    return paths.get(id(frame.f_locals.get("self")))

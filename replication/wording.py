@@ -7,6 +7,11 @@ from collections.abc import Iterable
 __all__: list[str] = []
 
 
+def path_or_root(path: str) -> str:
+    """The path of a submodule; the root has none."""
+    return path or "(root)"
+
+
 def described(error: BaseException) -> str:
     """``ValueError: its text``, whatever an error's own methods do."""
     try:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
 from replication.checks import is_int
+from replication.group import Layouts
 from replication.torch_internals import beside_selective_checkpoints, uncompiled
+from replication.wording import path_or_root
 from syncbn.functional import (
     Denominator,
     Shard,
@@ -119,7 +121,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         """Connects this copy with the others."""
         super().__data_parallel_replicate__(ctx, copy_id)
         self._has_lasting_buffers = copy_id == 0
-        self._kept_calls = KeptCalls(f"`{ctx.path or '(root)'}`, replica {copy_id}")
+        self._kept_calls = KeptCalls(f"`{path_or_root(ctx.path)}`, replica {copy_id}")
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -156,11 +158,14 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         self, group: ReplicaGroup, message: Shard | Part, dtype: torch.dtype, requires_grad: bool
     ) -> Any:
         """The reply: a `Whole` to a `Shard`, a `Normalized` to a `Part`."""
-        merge = partial(self._replies_to, group)
-        layouts = ((dtype, (self.num_features,)),)
+        merge, layouts = partial(self._replies_to, group), self._layouts(dtype)
         return group.exchange(
             "batch_norm", message, merge, layouts=layouts, requires_grad=requires_grad
         )
+
+    def _layouts(self, dtype: torch.dtype) -> Layouts:
+        """What must be alike in all copies."""
+        return ((dtype, (self.num_features,)),)
 
     def _replies_to(
         self, group: ReplicaGroup, messages: list[Shard | Part]
@@ -190,7 +195,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
     def _exchange(self, group: Group, dtype: torch.dtype, shard: Shard) -> Whole:
         """Merges the moments of all copies: among threads one of them does, processes do alike."""
         if not isinstance(group, ReplicaGroup):
-            return merge_ranks(group, shard, ((dtype, (self.num_features,)),))
+            return merge_ranks(group, shard, self._layouts(dtype))
         assert self._kept_calls is not None  # as it has the group
         if group.in_later_backward:
             return self._kept_calls.recall(shard, dtype)

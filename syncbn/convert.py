@@ -13,6 +13,7 @@ from replication import DataParallel, ReplicaAware, patch_replication_callback
 from replication.callback import has_replication_callback
 from replication.checks import check_module
 from replication.processes import check_process_group
+from replication.wording import path_or_root
 from syncbn.batchnorm import SynchronizedBatchNorm, check_group_size
 from syncbn.layers import PLAIN, SYNCHRONIZED, kind_of
 from syncbn.report import summary
@@ -85,7 +86,7 @@ def convert_model(
             submodule.__dict__[_CONVERTED] = True
         elif (kind := kind_of(submodule)) is not None and kind.name == "left alone":
             name = type(submodule).__name__
-            left_alone.append(f"`{path or '(root)'}` ({name}, {kind.note})")
+            left_alone.append(f"`{path_or_root(path)}` ({name}, {kind.note})")
         if isinstance(submodule, ReplicaAware):
             submodule._layer_name = path or submodule._layer_name
         if isinstance(submodule, SynchronizedBatchNorm):
@@ -133,7 +134,7 @@ def revert_model(module: ModuleT) -> ModuleT:
             else:
                 patch_replication_callback(submodule).remove()
         elif isinstance(submodule, SynchronizedBatchNorm):
-            left_alone.append(f"`{path or '(root)'}` ({type(submodule).__name__})")
+            left_alone.append(f"`{path_or_root(path)}` ({type(submodule).__name__})")
     if left_alone:
         warnings.warn(
             "revert_model reverts layers of the classes that convert_model makes; these stay "

@@ -8,6 +8,7 @@ from typing import NamedTuple, get_args
 from torch import nn
 
 from replication.checks import check_module
+from replication.wording import path_or_root
 from syncbn.layers import Kind, KindName, class_name, kind_of
 
 __all__ = ["Summary", "summary"]
@@ -52,7 +53,7 @@ class Summary:
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
-            (f"`{path or '(root)'}`", layer, kind.name, kind.note)
+            (f"`{path_or_root(path)}`", layer, kind.name, kind.note)
             for path, layer, kind in self.layers
             if kind.name != "by sample"
         ]

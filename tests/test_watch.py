@@ -46,7 +46,9 @@ from replication import (
     patch_replication_callback,
     replicate,
 )
-from replication.watch import add_note, device_of, failing_path, rendezvous_of, watch
+from replication.devices import device_of
+from replication.notes import add_note, failing_path
+from replication.watch import rendezvous_of, watch
 
 
 def ours(module: nn.Module, n: int) -> nn.Module:

@@ -45,7 +45,7 @@ def main() -> int:
     trained = accelerator.unwrap_model(net).cpu().state_dict()
     off = max((trained[k] - v).abs().max().item() for k, v in expected.state_dict().items())
     accelerator.print(f"{accelerator.num_processes} processes: off by {off:.0e}")
-    # What DDP holds of the processes goes first, or the program may hang at its end.
+    # DDP keeps the processes' threads: with them the program may hang at its end.
     net, optimizer, loader = accelerator.free_memory(net, optimizer, loader)
     accelerator.wait_for_everyone()  # or one may end with a collective still in hand
     accelerator.end_training()

@@ -43,8 +43,9 @@ class Collectives(Protocol):
 class CollectiveOperators:
     """By the operators of torch's functional collectives, differentiable since its release 2.11.
 
-    Without the functions around them, which import all of the compiler in their first call: a
-    second, and default arguments that keep the process group, with its threads, to the end.
+    The functions around them are left out: in their first call they import torch's compiler, which
+    takes a second, and `torch.distributed.nn`, whose default arguments keep the process group, and
+    its threads, until Python ends.
     """
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Tensor:

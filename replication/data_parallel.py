@@ -203,7 +203,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             return self.gather(outputs, self.output_device)
 
     def _parts(self, inputs: Any, kwargs: Any) -> Any:
-        self._check_placement()
+        _check_placement(self.module, self.src_device_obj)
         inputs, kwargs_tup = self.scatter(inputs, kwargs, self.device_ids)
         if not inputs and not kwargs_tup:  # torch's scatter, without any argument
             return ((),), ({},)
@@ -275,9 +275,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
             outputs = [outputs[replica] for replica in order]
         return gather(outputs, output_device, self.dim, **self._stay_scattered())
 
-    def _check_placement(self) -> None:
-        _check_placement(self.module, self.src_device_obj)
-
 
 #: The names under which older toolkits offer it.
 DataParallelWithCallback = DataParallel
@@ -310,15 +307,16 @@ def data_parallel(
     Raises:
         ValueError: As `DataParallel`.
         TypeError: As `DataParallel`.
-        RuntimeError: As `DataParallel`; and for a single device, too, the module is not there.
+        RuntimeError: As `DataParallel`; also on a single device, if the module is not there: it is
+            not moved.
     """
     if not isinstance(inputs, tuple) or isinstance(inputs, Scattered):
         inputs = () if inputs is None else (inputs,)
     check_module(module)
     devices = _devices_to_use(device_ids)
-    if devices:  # the class moves a module to a single device; a function must not
+    if len(devices) == 1:  # to which the class would move it
         _check_placement(module, devices[0])
-    model = DataParallel(module, device_ids, output_device, dim, **policies)
+    model = DataParallel(module, devices or None, output_device, dim, **policies)
     return model(*inputs, **(module_kwargs or {}))
 
 

@@ -255,6 +255,9 @@ class SyncMaster:
         self._master_callback = master_callback
         self._forget_forwards()
 
+    #: What a copy has anew.
+    _OF_FORWARDS = ("_lock", "_latest", "_by_hand")
+
     def _forget_forwards(self) -> None:
         # Registering, which by hand may be done by any thread.
         self._lock = threading.Lock()
@@ -265,7 +268,7 @@ class SyncMaster:
 
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self).copy()
-        for name in ("_lock", "_latest", "_by_hand"):
+        for name in self._OF_FORWARDS:
             del state[name]
         return state
 

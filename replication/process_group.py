@@ -29,7 +29,7 @@ from replication.group import (
 )
 from replication.notes import add_note
 from replication.observation import named_range
-from replication.processes import check_process_group, debugging, history_of
+from replication.processes import check_process_group, debugging, history_of, is_known
 from replication.torch_internals import device_of_group, is_batched, timeout_of, uncompiled
 
 __all__ = ["ProcessGroup"]
@@ -60,7 +60,9 @@ class ProcessGroup(Group):
         name: Of the layer that talks, for messages.
 
     Raises:
-        RuntimeError: `torch.distributed` is not initialized.
+        RuntimeError: `torch.distributed` is not initialized; or, in a call, the group has been
+            destroyed, or gradients are batched (``is_grads_batched=True``).
+        NotImplementedError: In a call, a tensor has a derivative in forward mode.
         TypeError: ``process_group`` is none.
         ValueError: This process is not in ``process_group``.
     """
@@ -94,7 +96,7 @@ class ProcessGroup(Group):
             RuntimeError: It has been destroyed.
         """
         process_group = self._process_group()
-        if process_group is None or not distributed.is_initialized():  # somebody else may keep it
+        if process_group is None or not is_known(process_group):  # somebody else may keep it
             raise RuntimeError(
                 f"{self._where()}: the process group has been destroyed; call "
                 "torch.distributed.destroy_process_group after the last forward and backward"

@@ -57,6 +57,15 @@ def processes_are_not_connected() -> bool:
     )
 
 
+def is_known(process_group: Any) -> bool:
+    """Whether a group has not been destroyed."""
+    try:
+        distributed.get_backend(process_group)
+    except ValueError:
+        return False
+    return True
+
+
 def check_process_group(value: Any) -> None:
     """Raises TypeError on what is no group of `torch.distributed`."""
     known = distributed.is_available() and (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any, TypeVar, cast
 
@@ -13,7 +13,7 @@ from torch.nn.parallel import comm
 
 from replication.checks import check_module
 from replication.devices import DeviceLike, are_distinct_cuda, to_device, usable_devices
-from replication.structure import shallow_copy
+from replication.structure import new_tuple, put, shallow_copy
 from replication.torch_internals import (
     COMPILED_CALL_IMPL,
     HOOKS,
@@ -180,14 +180,20 @@ def _constants(module: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
-def _needs_moving(value: Any, inside: tuple[int, ...] = ()) -> bool:
-    if isinstance(value, _CONTAINERS):
-        if id(value) in inside:  # it contains itself
-            return False
-        inside = (*inside, id(value))
-        # Most types are few and plain, also in a container of a million entries.
-        return any(_needs_moving(v, inside) for _, v in _items(value) if type(v) not in _PLAIN)
-    return isinstance(value, (Tensor, nn.Module, MethodType))
+def _needs_moving(value: Any) -> bool:
+    return any(isinstance(v, (Tensor, nn.Module, MethodType)) for v in _leaves(value, set()))
+
+
+def _leaves(value: Any, seen: set[int]) -> Iterator[Any]:
+    """What is in a container, but for what is plain; each container is looked into once."""
+    if not isinstance(value, _CONTAINERS):
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        for _, item in _items(value):
+            # Most types are few and plain, also in a container of a million entries.
+            if type(item) not in _PLAIN:
+                yield from _leaves(item, seen)
 
 
 class Moving:
@@ -215,20 +221,15 @@ class Moving:
             return value
         if isinstance(value, tuple):
             items = [self.moved(item) for item in value]
-            return self._made.setdefault(id(value), tuple.__new__(type(value), items))
+            return self._made.setdefault(id(value), new_tuple(value, items))
         new = self._made[id(value)] = shallow_copy(value)
         for key, item in _items(value):
-            new[key] = self.moved(item)
+            put(new, key, self.moved(item))
         return new
 
-    def _changes(self, value: Any, inside: tuple[int, ...] = ()) -> bool:
+    def _changes(self, value: Any) -> bool:
         """Whether anything in it is another object in the replica."""
-        if type(value) in _PLAIN or id(value) in inside:
-            return False
-        if isinstance(value, _CONTAINERS):
-            inside = (*inside, id(value))
-            return any(self._changes(item, inside) for _, item in _items(value))
-        return self._moved_leaf(value) is not value
+        return any(self._moved_leaf(leaf) is not leaf for leaf in _leaves(value, set()))
 
     def _moved_leaf(self, value: Any) -> Any:
         if isinstance(value, (Tensor, nn.Module)):

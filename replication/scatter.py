@@ -288,14 +288,14 @@ def _split_of(entries: Scattered, dim: int) -> Split:
     lengths = [_length_of(entry, dim) for entry in entries]
     known = [length for length in lengths if length is not None]
     of_tensors = known if len(known) == len(entries) else None
-    lists = [entry for entry in entries if isinstance(entry, (list, tuple))]
-    kinds = {type(item) for entry in lists for item in entry}
-    # A tensor and a dict, say, are arguments of one batch.
+    # A namedtuple is no list of samples; nor are a tensor and a dict, say: they are of one batch.
+    lists = [e for e in entries if isinstance(e, (list, tuple)) and not hasattr(e, "_fields")]
+    items = [item for entry in lists for item in entry if item is not None]
+    kinds = {Tensor if isinstance(item, Tensor) else type(item) for item in items}
     if len(lists) < len(entries) or (of_tensors and len(kinds) > 1):
         return Split(of_tensors)
-    return Split(
-        of_tensors, [len(entry) for entry in lists], all(issubclass(k, Mapping) for k in kinds)
-    )
+    are_dicts = all(issubclass(kind, Mapping) for kind in kinds)
+    return Split(of_tensors, [len(entry) for entry in lists], are_dicts)
 
 
 def _length_of(entry: Any, dim: int) -> int | None:

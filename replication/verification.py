@@ -154,7 +154,8 @@ def verify(
     if found:
         return found
     again = copied()
-    repeated = results_of_step(again, again, batch, home, dtype)
+    with _noting("while verify ran a copy of the model on one device once more"):
+        repeated = results_of_step(again, again, batch, home, dtype)
     same = Verification(_compared(repeated, expected, layers), tolerance, 1)
     return replace(found, is_random=not same)
 

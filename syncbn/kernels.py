@@ -133,7 +133,7 @@ def reduce(
         return torch.zeros_like(head), torch.zeros_like(head)
     if x.is_cuda:
         return cuda_kernels.reduce(dy, x, head, (var + eps).rsqrt())
-    along_x, plain = sums.of_many(dy, x, head, var, eps)
+    along_x, plain = sums.in_backward(dy, x, head, var, eps)
     if rest is not None:
         along_x -= rest.to(head) * (var + eps).rsqrt() * plain
     return along_x, plain

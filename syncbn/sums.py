@@ -1,8 +1,9 @@
-"""Sums over the values of each channel that lose no digits, however many values there are.
+"""Sums over the values of each channel, which may be millions.
 
 torch's kernels add the values of a sample, or where the channels are last of all samples, one by
-one. They are given runs of values, or rows, as if these were channels of their own; the sums of
-these are added in float64. float16 and bfloat16 values are summed in float32.
+one. For moments they are given runs of values, or rows, as if these were channels of their own, of
+which the sums are added in float64. In backward only what comes from above is added with care: it
+alone may be the same value all over. float16 and bfloat16 values are summed in float32.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ BLOCK = 2**19
 #: So many values per channel may be added one by one, where that saves operations.
 _FEW = 2**13
 
-#: So many that may be equal.
-_FEW_ALIKE = 2**8
-
-#: Of more, so many are, as far as torch itself adds one by one; else a quarter of it.
+#: Of more than `_FEW`, so many are, as far as torch itself adds one by one; else a quarter of it.
 _RUN = 2**9
 
+#: So many values of a gradient may be added one by one: they may be equal.
+_FEW_ALIKE = 2**8
 
-def two_sums(
+
+def _two_sums(
     dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The sums of ``dy * (x - mean) / sqrt(var + eps)`` and of ``dy``."""
@@ -82,26 +83,28 @@ def of_runs(runs: list[Tensor], mean: Tensor) -> tuple[Tensor, Tensor]:
     found = []
     for run in runs:
         center = mean.repeat(run.size(1) // len(mean))
-        pair = torch.stack(two_sums(run, run, center, torch.ones_like(center), 0.0))
+        pair = torch.stack(_two_sums(run, run, center, torch.ones_like(center), 0.0))
         found.append(pair.double().view(2, -1, len(mean)).sum(1))
     products, plain = torch.stack(found).sum(0)
     return products, plain
 
 
-def of_many(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `two_sums`; where channels are last, ``dy`` is added in pairs, as `torch.sum` adds.
+def in_backward(
+    dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """As `_two_sums`; where channels are last, ``dy`` is added in pairs, as `torch.sum` adds.
 
-    It may be the same value all over (of a mean behind): one by one is rounded alike each time.
+    It may be the same value all over (of a mean behind): one by one it is rounded alike each time.
     """
     n, c = values_per_channel(x), x.size(1)
     rows = x.movedim(1, -1)
     if x.device.type != "cpu" or n <= _FEW_ALIKE or has_rows(x) or not rows.is_contiguous():
-        return two_sums(dy, x, mean, var, eps)
+        return _two_sums(dy, x, mean, var, eps)
     dy_rows = dy.movedim(1, -1).reshape(n, c)
     plain = dy_rows.sum(0, dtype=mean.dtype)
     # As an image of one column, channels last.
     dy, x = (t.view(1, n, 1, c).permute(0, 3, 1, 2) for t in (dy_rows, rows))
-    return two_sums(dy, x, mean, var, eps)[0], plain
+    return _two_sums(dy, x, mean, var, eps)[0], plain
 
 
 @lru_cache
@@ -135,7 +138,7 @@ def of_rows(dy: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     shape = (len(x), x.size(1), x.shape[2:].numel() // length)
     center = mean.view(1, -1, 1).expand(shape).reshape(-1)
     dy, x = dy.view(1, -1, length), x.view(1, -1, length)
-    sums = two_sums(dy, x, center, torch.ones_like(center), 0.0)
+    sums = _two_sums(dy, x, center, torch.ones_like(center), 0.0)
     along_x, plain = (s.view(shape).sum((0, 2), dtype=torch.float64) for s in sums)
     return along_x, plain
 

@@ -173,6 +173,11 @@ def test_indices_may_be_whole_numbers_of_any_kind(number):
         DataParallel(nn.ReLU(), [number(-1), "cpu"])
 
 
+def test_the_function_takes_devices_one_by_one():
+    y = data_parallel(nn.ReLU(), torch.ones(4, 2), (device for device in ["cpu"] * 2))
+    assert y.tolist() == [[1, 1]] * 4
+
+
 def test_the_function_moves_no_module():
     net = nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match="it is `weight`"):

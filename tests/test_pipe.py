@@ -187,6 +187,7 @@ def test_a_slave_that_was_interrupted_after_its_message_was_collected_gets_no_ol
     assert soon(lambda: bool(rendezvous._waits))
     goes_on.set()
     threads[0].join(DEADLINE)
+    assert rendezvous._waits  # the second call has not been answered
     threads.append(call("m2", master.run_master))
     for thread in threads:
         thread.join(DEADLINE)

@@ -445,12 +445,21 @@ def targets(*counts: int) -> list[dict[str, Tensor]]:
         [targets(2, 2, 2), targets(3)],
         [boxes(2, 2, 2), boxes(3)],
         [boxes(7), boxes(5)],
+        [[*targets(1), None], [*targets(3), None]],
     ],
 )
 def test_a_batch_beside_a_tensor_per_sample_is_split_by_samples(parts):
     sizes = lengths(parts)
     scattered = scatter((Scattered(parts), torch.zeros(sum(sizes))), ["cpu"] * 2)
     assert [len(batch) for _, batch in scattered] == sizes
+
+
+def test_the_fields_of_a_namedtuple_are_no_samples():
+    pairs = Scattered(Pair(torch.zeros(n), torch.zeros(n)) for n in (1, 3))
+    assert [len(z) for _, z in scatter((pairs, torch.zeros(4)), ["cpu"] * 2)] == [1, 3]
+    pairs = Scattered(Pair(torch.zeros(3), torch.zeros(3)) for _ in range(2))
+    with pytest.raises(ValueError, match=r"split into \[3, 3\] \(got 4\)"):
+        scatter((pairs, torch.zeros(4)), ["cpu"] * 2)
 
 
 def test_a_batch_that_lists_and_their_tensors_split_otherwise_is_an_error():

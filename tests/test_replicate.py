@@ -12,6 +12,7 @@ import pytest
 import torch
 from layers import DEADLINE, AsTorchDoes
 from torch import Tensor, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from replication import (
     DataParallel,
@@ -538,10 +539,28 @@ def test_container_that_needs_no_move_is_shared(value):
     assert arrived(value, "cpu") is value
 
 
-def test_list_of_a_derived_class_keeps_its_attributes():
-    layers = Layers([torch.ones(1)])
-    layers.note = "two"
-    assert arrived(layers).note == "two"
+@pytest.mark.parametrize("kind", [Layers, Row])
+def test_container_of_a_derived_class_keeps_its_attributes(kind):
+    value = kind([torch.ones(1)])
+    value.note = "two"
+    assert arrived(value).note == "two"
+
+
+@pytest.mark.parametrize("wrap", [lambda t: immutable_list([t]), lambda t: immutable_dict({0: t})])
+def test_container_that_does_not_want_to_be_changed_keeps_its_type(wrap):
+    value = wrap(torch.ones(1))
+    moved = arrived(value)
+    assert type(moved) is type(value)
+    assert moved[0].device == META
+    assert value[0].device == CPU
+
+
+def test_each_container_is_looked_into_once():
+    value = [torch.ones(1)]
+    for _ in range(60):
+        value = [value, value]
+    moved = arrived(value)
+    assert moved[0] is moved[1]
 
 
 def test_container_that_contains_itself_and_a_submodule_does_so_in_replicas():

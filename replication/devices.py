@@ -119,7 +119,7 @@ def device_of(replica: nn.Module) -> torch.device | None:
     attribute, which torch's own replicas do not move; replicas have no ``parameters()``."""
     for name in ("_former_parameters", "_parameters", "_buffers", None):
         for module in replica.modules():
-            held = vars(module) if name is None else vars(module).get(name, {})
+            held = vars(module) if name is None else vars(module).get(name) or {}
             for value in held.values():
                 if isinstance(value, Tensor):
                     return value.device

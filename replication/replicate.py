@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from types import MethodType
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 
+from replication.attributes import Moving, needs_moving
 from replication.checks import check_module
 from replication.devices import DeviceLike, are_distinct_cuda, to_device, usable_devices
-from replication.structure import new_tuple, put, shallow_copy
 from replication.torch_internals import (
     COMPILED_CALL_IMPL,
     HOOKS,
@@ -30,9 +29,6 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 #: One list of tensors per device.
 Copies = list[list[Tensor]]
-
-_CONTAINERS = (list, tuple, dict)
-_PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
 
 #: Attributes that every module has; none of them holds a tensor of the user's.
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -176,79 +172,8 @@ def _constants(module: nn.Module) -> list[tuple[str, Any]]:
     return [
         (name, value)
         for name, value in vars(module).items()
-        if name not in _OWN_ATTRIBUTES and type(value) not in _PLAIN and _needs_moving(value)
+        if name not in _OWN_ATTRIBUTES and needs_moving(value)
     ]
-
-
-def _needs_moving(value: Any) -> bool:
-    return any(isinstance(v, (Tensor, nn.Module, MethodType)) for v in _leaves(value, set()))
-
-
-def _leaves(value: Any, seen: set[int]) -> Iterator[Any]:
-    """What is in a container, but for what is plain; each container is looked into once."""
-    if not isinstance(value, _CONTAINERS):
-        yield value
-    elif id(value) not in seen:
-        seen.add(id(value))
-        for _, item in _items(value):
-            # Most types are few and plain, also in a container of a million entries.
-            if type(item) not in _PLAIN:
-                yield from _leaves(item, seen)
-
-
-class Moving:
-    """Plain attributes as the replica on ``device`` should have them.
-
-    Args:
-        device: Where its tensors are.
-        copied: Its parameters, buffers and submodules, by the identity of the original.
-    """
-
-    def __init__(self, device: torch.device, copied: dict[int, Any]) -> None:
-        self._device = device
-        self._copied = copied
-        # New containers, and moved tensors, by the identity of the old ones: a container that
-        # contains itself does so again.
-        self._made: dict[int, Any] = {}
-
-    def moved(self, value: Any) -> Any:
-        """The replica's; the same object where it may stay."""
-        if not isinstance(value, _CONTAINERS):
-            return self._moved_leaf(value)
-        if id(value) in self._made:
-            return self._made[id(value)]
-        if not self._changes(value):
-            return value
-        if isinstance(value, tuple):
-            items = [self.moved(item) for item in value]
-            return self._made.setdefault(id(value), new_tuple(value, items))
-        new = self._made[id(value)] = shallow_copy(value)
-        for key, item in _items(value):
-            put(new, key, self.moved(item))
-        return new
-
-    def _changes(self, value: Any) -> bool:
-        """Whether anything in it is another object in the replica."""
-        return any(self._moved_leaf(leaf) is not leaf for leaf in _leaves(value, set()))
-
-    def _moved_leaf(self, value: Any) -> Any:
-        if isinstance(value, (Tensor, nn.Module)):
-            known = self._copied.get(id(compiled_module(value)))
-            if known is not None or isinstance(value, nn.Module):
-                return value if known is None else known
-            if value.device == self._device:
-                return value
-            if id(value) not in self._made:
-                self._made[id(value)] = to_device(value, self._device)
-            return self._made[id(value)]
-        if isinstance(value, MethodType):
-            owner = self._copied.get(id(value.__self__))
-            return value if owner is None else MethodType(value.__func__, owner)
-        return value
-
-
-def _items(container: Any) -> Iterable[tuple[Any, Any]]:
-    return container.items() if isinstance(container, dict) else enumerate(container)
 
 
 def copied_buffers(buffers: list[Tensor], devices: list[torch.device], detach: bool) -> Copies:

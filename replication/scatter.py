@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -161,13 +161,10 @@ class Split(NamedTuple):
     of_tensors: list[int] | None
     #: Those of its lists, or tuples.
     of_lists: list[int] | None = None
-    #: Whether these are of dicts: that is one for each sample, as a rule.
-    lists_dicts: bool = False
 
     def fitting(self, length: int) -> list[list[int]]:
-        """Those that a batch of a length can be split into; two are a doubt."""
-        found = [s for s in (self.of_lists, self.of_tensors) if s and sum(s) == length]
-        return found[:1] if self.lists_dicts else found
+        """Those that a batch of a length can be split into; two that differ are a doubt."""
+        return [s for s in (self.of_lists, self.of_tensors) if s and sum(s) == length]
 
 
 class Plan(NamedTuple):
@@ -294,8 +291,7 @@ def _split_of(entries: Scattered, dim: int) -> Split:
     kinds = {Tensor if isinstance(item, Tensor) else type(item) for item in items}
     if len(lists) < len(entries) or (of_tensors and len(kinds) > 1):
         return Split(of_tensors)
-    are_dicts = all(issubclass(kind, Mapping) for kind in kinds)
-    return Split(of_tensors, [len(entry) for entry in lists], are_dicts)
+    return Split(of_tensors, [len(entry) for entry in lists])
 
 
 def _length_of(entry: Any, dim: int) -> int | None:

@@ -118,41 +118,17 @@ class Origin:
         if node is not None:
             return node.unflatten_fn(list(parts.values()), self._context())
         if isinstance(original, tuple):
-            return new_tuple(original, parts.values())
+            return tuple.__new__(type(original), parts.values())
+        new = copy.copy(original)
         if isinstance(original, (dict, list, deque)):
-            new = shallow_copy(original)
+            if getattr(original, "__dict__", None) is original:  # keys that are attributes, too
+                new.__dict__ = new
             for name, value in parts.items():
-                put(new, name, value)
+                new[name] = value
         else:
-            new = copy.copy(original)
             for name, value in parts.items():
                 object.__setattr__(new, name, value)  # also where the dataclass is frozen
         return new
-
-
-def new_tuple(original: Any, values: Iterable[Any]) -> Any:
-    """A tuple of the same type, and with the same attributes, of other values."""
-    new = tuple.__new__(type(original), values)
-    if hasattr(original, "__dict__"):
-        vars(new).update(vars(original))
-    return new
-
-
-def put(container: Any, key: Any, value: Any) -> None:
-    """``container[key] = value``, of a dict, list or deque."""
-    try:
-        container[key] = value
-    except TypeError:  # of a class that does not want to be changed, as those of torch.fx
-        base = next(kind for kind in (dict, list, deque) if isinstance(container, kind))
-        base.__setitem__(container, key, value)
-
-
-def shallow_copy(container: Any) -> Any:
-    """A copy of a dict, list or deque, of its own type."""
-    new = copy.copy(container)
-    if getattr(container, "__dict__", None) is container:  # keys that are attributes, too
-        new.__dict__ = new
-    return new
 
 
 class Opened:

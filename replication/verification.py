@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -160,14 +160,21 @@ def verify(
     return replace(found, is_random=not same)
 
 
-@contextmanager
-def _noting(what: str) -> Iterator[None]:
-    """Says with an error what `verify` was doing."""
-    try:
-        yield
-    except Exception as error:
-        add_note(error, what)
-        raise
+class _noting:
+    """Says with an error what `verify` was doing.
+
+    A class, as `standing_at` is: errors there are that take no attributes.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            add_note(error, self._what)
 
 
 def _alone() -> str:

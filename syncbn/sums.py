@@ -37,6 +37,9 @@ _RUN = 2**9
 #: So many values of a gradient may be added one by one: they may be equal.
 _FEW_ALIKE = 2**8
 
+#: So many channels side by side are added at full speed.
+_WIDE = 2**8
+
 
 def _two_sums(
     dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
@@ -92,19 +95,41 @@ def of_runs(runs: list[Tensor], mean: Tensor) -> tuple[Tensor, Tensor]:
 def in_backward(
     dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """As `_two_sums`; where channels are last, ``dy`` is added in pairs, as `torch.sum` adds.
+    """As `_two_sums`, of any number of values.
 
-    It may be the same value all over (of a mean behind): one by one it is rounded alike each time.
+    ``dy`` may be the same value all over (of a mean behind): added one by one it is rounded alike
+    each time. Where it costs little it is added in pairs, as `torch.sum` adds.
     """
-    n, c = values_per_channel(x), x.size(1)
-    rows = x.movedim(1, -1)
-    if x.device.type != "cpu" or n <= _FEW_ALIKE or has_rows(x) or not rows.is_contiguous():
+    n = values_per_channel(x)
+    if x.device.type != "cpu" or n <= _FEW_ALIKE:
         return _two_sums(dy, x, mean, var, eps)
-    dy_rows = dy.movedim(1, -1).reshape(n, c)
-    plain = dy_rows.sum(0, dtype=mean.dtype)
-    # As an image of one column, channels last.
-    dy, x = (t.view(1, n, 1, c).permute(0, 3, 1, 2) for t in (dy_rows, rows))
-    return _two_sums(dy, x, mean, var, eps)[0], plain
+    channels_are_last = x.dim() == 2 or x.stride(1) == 1
+    if channels_are_last and n > _FEW:
+        dy, x = (t.movedim(1, -1).reshape(n, -1) for t in (dy, x))
+        return _along_rows(dy, x, mean, var, eps), dy.sum(0, dtype=mean.dtype)
+    along_x, plain = _two_sums(dy, x, mean, var, eps)
+    if channels_are_last or not dy.is_contiguous():
+        plain = dy.sum(reduced_dims(dy), dtype=mean.dtype)
+    return along_x, plain
+
+
+def _along_rows(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    """The first of `_two_sums`, of tensors ``(n, C)``: a `_FEW` products are added one by one."""
+    n, c = x.shape
+    # As many rows side by side as make a good length of loops; what is left over by itself.
+    beside = max(1, _WIDE // c)
+    whole = n - n % beside
+    pieces = [beside * _FEW] * (whole // (beside * _FEW))
+    pieces += [rest for rest in (whole - sum(pieces), n - whole) if rest]
+    found = []
+    for dy_part, x_part in zip(dy.split(pieces), x.split(pieces), strict=True):
+        times = 1 if len(x_part) % beside else beside
+        shape = (1, len(x_part) // times, 1, times * c)
+        # As images of one column, channels last.
+        dy_image, x_image = (t.reshape(shape).permute(0, 3, 1, 2) for t in (dy_part, x_part))
+        sums = _two_sums(dy_image, x_image, mean.repeat(times), var.repeat(times), eps)
+        found.append(sums[0].view(times, c).sum(0, dtype=torch.float64))
+    return torch.stack(found).sum(0).to(mean)
 
 
 @lru_cache

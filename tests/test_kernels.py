@@ -183,6 +183,16 @@ def test_the_sum_of_equal_values_loses_no_digits_where_channels_are_last(shape):
         torch.testing.assert_close(along_x.double(), exact, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("shape", [(4, 3, 256, 257), (4, 300, 50, 50), (8, 3, 65536), (2**17, 3)])
+def test_the_sum_along_x_loses_no_digits_where_channels_are_last(shape):
+    x = torch.randn(shape).movedim(1, -1).contiguous().movedim(-1, 1)
+    center = kernels.center_of(torch.zeros(shape[1], dtype=torch.float64), x, is_large=False)
+    along_x, plain = kernels.reduce(x, x, center, torch.ones(shape[1]), 0.0)
+    exact = channels_of(x).square().sum(1)
+    torch.testing.assert_close(along_x.double(), exact, rtol=5e-6, atol=0)
+    torch.testing.assert_close(plain.double(), channels_of(x).sum(1), rtol=0, atol=1e-3)
+
+
 DATA = {
     "normal": torch.randn,
     "mask": lambda *shape: (torch.rand(shape) < 0.5).float(),

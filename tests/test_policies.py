@@ -439,13 +439,12 @@ def targets(*counts: int) -> list[dict[str, Tensor]]:
         [boxes(3, 2), boxes(1, 4)],
         [boxes(5, 5), boxes(5, 5)],
         [boxes(2, 2), boxes(2, 2)],
-        [targets(1, 1), targets(3, 3)],
         [targets(3, 3), targets(3, 3)],
-        [tuple(targets(1, 1)), tuple(targets(3, 3))],
+        [tuple(targets(3, 3)), tuple(targets(3, 3))],
         [targets(2, 2, 2), targets(3)],
         [boxes(2, 2, 2), boxes(3)],
         [boxes(7), boxes(5)],
-        [[*targets(1), None], [*targets(3), None]],
+        [[*targets(2), None], [*targets(3), None]],
     ],
 )
 def test_a_batch_beside_a_tensor_per_sample_is_split_by_samples(parts):
@@ -462,9 +461,10 @@ def test_the_fields_of_a_namedtuple_are_no_samples():
         scatter((pairs, torch.zeros(4)), ["cpu"] * 2)
 
 
-def test_a_batch_that_lists_and_their_tensors_split_otherwise_is_an_error():
-    """Two boxes per sample, or two tensors per part?"""
-    parts = Scattered([boxes(1, 1), boxes(3, 3)])
+@pytest.mark.parametrize("per_sample", [boxes, targets, lambda *n: tuple(targets(*n))])
+def test_a_batch_that_lists_and_their_tensors_split_otherwise_is_an_error(per_sample):
+    """Two samples with as many boxes each, or two arguments of a part?"""
+    parts = Scattered([per_sample(1, 1), per_sample(3, 3)])
     with pytest.raises(ValueError, match=r"fits several .* or .*pass it as Scattered\(parts\)"):
         echo(2)(parts, torch.zeros(4))
     images = Scattered(torch.zeros(4).split([2, 2]))

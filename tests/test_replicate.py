@@ -555,6 +555,60 @@ def test_container_that_does_not_want_to_be_changed_keeps_its_type(wrap):
     assert value[0].device == CPU
 
 
+class Itself(dict):
+    def __copy__(self) -> Any:
+        return self
+
+
+class Registry(dict):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise KeyError("is registered already")
+
+
+class Mirror(dict):
+    """A dict whose items are attributes of the object, too."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        super().__setitem__(name, value)
+
+
+class OnlyGrows(list):
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError("only append")
+
+    def __iter__(self) -> Any:
+        return filter(None, super().__iter__())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("cannot be copied")
+
+
+@pytest.mark.parametrize("kind", [Itself, Registry, OnlyGrows])
+def test_no_code_of_a_derived_container_runs(kind):
+    net = nn.Sequential(nn.Linear(1, 1))
+    net.held = kind([None, net[0]]) if kind is OnlyGrows else kind({1: net[0]})
+    for replica in replicate(net, ["cpu"] * 2):
+        assert type(replica.held) is kind
+        assert replica.held[1] is replica[0]
+    assert net.held[1] is net[0]
+
+
+def test_attributes_that_mirror_items_are_the_copys_own():
+    net = nn.Sequential(nn.Linear(1, 1))
+    net.held = Mirror()
+    net.held.layer = net[0]
+    for replica in replicate(net, ["cpu"] * 2):
+        assert replica.held.layer is replica.held["layer"] is replica[0]
+
+
+def test_a_long_chain_of_containers_is_walked():
+    chain = None
+    for _ in range(5000):
+        chain = [chain]
+    assert replicate(Holder(chain), ["cpu"] * 2)[1].value is chain
+
+
 def test_each_container_is_looked_into_once():
     value = [torch.ones(1)]
     for _ in range(60):

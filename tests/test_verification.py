@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -316,6 +317,19 @@ def test_what_the_model_raises_says_where_verify_was():
     with pytest.raises(ValueError, match="more than 1 value per channel") as error:
         verify(nn.BatchNorm1d(3), torch.randn(2, 3), ["cpu"] * 2)
     assert error.value.__notes__[-1] == "while verify ran a copy of the model on 2 replicas"
+
+
+def test_an_error_that_takes_no_notes_comes_as_it_is():
+    @dataclass(frozen=True)
+    class Frozen(Exception):
+        code: int
+
+    class Raises(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise Frozen(3)
+
+    with pytest.raises(Frozen):
+        verify(Raises(), torch.randn(4, 3), ["cpu"] * 2)
 
 
 def test_in_inference_mode_there_is_nothing_to_compare():

@@ -61,7 +61,7 @@ def is_known(process_group: Any) -> bool:
     """Whether a group has not been destroyed."""
     try:
         distributed.get_backend(process_group)
-    except ValueError:
+    except (ValueError, TypeError):  # the latter of older torch
         return False
     return True
 

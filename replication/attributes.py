@@ -1,7 +1,7 @@
 """Plain attributes of a module, as each of its replicas should have them.
 
-What is on another device is moved. In lists, tuples and dicts, too, parameters, buffers and
-submodules, and bound methods become the replica's own.
+Tensors on another device are moved; parameters, buffers, submodules and bound methods become the
+replica's own. That holds in lists, tuples and dicts, too.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _uncentered_moments(x: Tensor, n: int) -> Tensor | None:
     first = runs[0][:, :c] if len(runs) > 1 else x[: 1 + _TYPICAL // (n // len(x))]
     head = first.mean(reduced_dims(first), dtype=dtype)
     if not runs:
-        products, plain = sums.of_rows(x, x, head)
+        products, plain = sums.of_rows(x, head)
     else:
         products, plain = sums.of_runs(runs, head)
     mean = plain.div_(n)
@@ -113,7 +113,7 @@ def _sum_and_squares(centered: Tensor) -> Tensor:
     ``centered`` is used up.
     """
     if centered.device.type == "cpu" and sums.has_rows(centered):
-        squares, plain = sums.of_rows(centered, centered, centered.new_zeros(centered.size(1)))
+        squares, plain = sums.of_rows(centered, centered.new_zeros(centered.size(1)))
     else:
         plain, squares = sums.cascaded(centered), sums.cascaded(centered.square_())
     return torch.stack((plain, squares))

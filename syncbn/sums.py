@@ -72,13 +72,12 @@ def runs(x: Tensor, n: int) -> list[Tensor]:
     run = _RUN // 4 if x.dim() == 3 else _RUN
     whole = n - n % run
     blocks = [*rows[:whole].split(run * max(1, BLOCK // (run * c))), rows[whole:]]
-    # As images of one column, channels last.
-    shapes = [(len(block), max(1, len(block) // run)) for block in blocks]
-    return [
-        block.view(1, length // runs, 1, runs * c).permute(0, 3, 1, 2)
-        for block, (length, runs) in zip(blocks, shapes, strict=True)
-        if length
-    ]
+    return [_image(block, max(1, len(block) // run)) for block in blocks if len(block)]
+
+
+def _image(rows: Tensor, times: int) -> Tensor:
+    """Rows ``(n, C)`` as an image of one column, channels last, with so many rows side by side."""
+    return rows.reshape(1, len(rows) // times, 1, -1).permute(0, 3, 1, 2)
 
 
 def of_runs(runs: list[Tensor], mean: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,10 +123,8 @@ def _along_rows(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) ->
     found = []
     for dy_part, x_part in zip(dy.split(pieces), x.split(pieces), strict=True):
         times = 1 if len(x_part) % beside else beside
-        shape = (1, len(x_part) // times, 1, times * c)
-        # As images of one column, channels last.
-        dy_image, x_image = (t.reshape(shape).permute(0, 3, 1, 2) for t in (dy_part, x_part))
-        sums = _two_sums(dy_image, x_image, mean.repeat(times), var.repeat(times), eps)
+        images = _image(dy_part, times), _image(x_part, times)
+        sums = _two_sums(*images, mean.repeat(times), var.repeat(times), eps)
         found.append(sums[0].view(times, c).sum(0, dtype=torch.float64))
     return torch.stack(found).sum(0).to(mean)
 
@@ -156,14 +153,14 @@ def has_rows(x: Tensor) -> bool:
     return _row_length_of(x) is not None
 
 
-def of_rows(dy: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums of ``dy * (x - mean)`` and of ``dy``: of rows in the accumulation dtype, and of
-    these in float64."""
+def of_rows(x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of ``x * (x - mean)`` and of ``x``: of rows in the accumulation dtype, and of these
+    in float64."""
     length = _row_length_of(x) or 1
     shape = (len(x), x.size(1), x.shape[2:].numel() // length)
     center = mean.view(1, -1, 1).expand(shape).reshape(-1)
-    dy, x = dy.view(1, -1, length), x.view(1, -1, length)
-    sums = _two_sums(dy, x, center, torch.ones_like(center), 0.0)
+    rows = x.view(1, -1, length)
+    sums = _two_sums(rows, rows, center, torch.ones_like(center), 0.0)
     along_x, plain = (s.view(shape).sum((0, 2), dtype=torch.float64) for s in sums)
     return along_x, plain
 

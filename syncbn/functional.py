@@ -10,21 +10,23 @@ Backward is the same graph read backwards. No thread waits in it: the engine run
 replica, (2) once, (1) for each replica. A queue or a barrier there would deadlock, because the
 engine runs all nodes of the CPU on one thread.
 
+Two kinds of values run backwards, each along edges of its own, so that any number of backwards
+of one graph may be under way at once, of either kind:
+
 Fast edges
-    In the usual backward, (3) hands ``dy`` itself to (1) along the z-edge, and to (2) the
-    derivatives by the merged moments,
+    In the usual backward (3) hands (1) what its one pass needs: ``dy``, ``x`` and the scale
+    w * s, with s = 1 / sqrt(denominator). (3) gives (2) the derivatives by the merged moments,
         dmean = -w * s * sum(dy),  dvar = -w * s^2 / 2 * sum(dy * x_hat)
-    with s = 1 / sqrt(denominator); (2) adds them over all replicas and hands them on to each (1),
-    which then computes in one pass
+    (2) adds them over all replicas and hands each (1) the totals, and (1) computes
         dx = w * s * dy + 2 * dvar / n * (x - mean) + dmean / n
-    (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx). What runs along the edges to (1)
-    are no gradients: this is a private convention of the three nodes.
+    (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx). The outputs of (1) that these
+    values come back to (z, carrier, scale, totals) exist for this alone: they are used once each,
+    by (3) or (2), so the engine never adds anything to them.
 
 Exact edges
     With ``create_graph=True`` the three nodes return true derivatives, in differentiable
-    operations. A graph that was walked so once stays so (`Joint.exact`), because the graph of the
-    second derivative ends in the same edges. What (2) adds is the same on either edges, so that
-    ranks may differ in them.
+    operations: (3) directly to x, (2) to the moments. The graph of a second derivative ends in
+    the same edges, which may then carry true derivatives beside the values of the fast ones.
 
 Saved for backward: x_i, once, by (1), and vectors of length C.
 """
@@ -39,7 +41,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from replication.replica_group import ordinary
-from replication.torch_internals import is_batched, will_run
+from replication.torch_internals import is_batched
 from syncbn import channels, kernels, statistics
 
 __all__: list[str] = []
@@ -75,24 +77,13 @@ class Joint:
     def __init__(self, total: int | Tensor) -> None:
         #: Values per channel in the whole batch; a tensor where the host should not wait for it.
         self.total = total
-        self.exact = False
-
-    def walks_exact_edges(self) -> bool:
-        """Whether the backward that is running returns true derivatives."""
-        self.exact = self.exact or torch.is_grad_enabled()
-        return self.exact
 
 
 class Link:
-    """What (1) and (3) of one replica share; detached, as the graph would close a cycle."""
+    """Forward results of (3) that the backward of (1) needs, detached to avoid a cycle."""
 
     joint: Joint
     center: kernels.Center
-    # In a backward from (3) to (1):
-    #: The weight over the root of the denominator.
-    scale: Tensor | None = None
-    #: x: unpacking a saved tensor twice can be costly, and activation checkpoints forbid it.
-    x: Tensor | None = None
 
 
 class Shard(NamedTuple):
@@ -100,6 +91,8 @@ class Shard(NamedTuple):
 
     values: int
     moments: Tensor
+    #: Where the totals of a fast backward return to; without values.
+    totals: Tensor
 
 
 class Whole(NamedTuple):
@@ -117,8 +110,9 @@ def merge_shards(shards: Sequence[Shard]) -> list[Whole]:
     if joint.total < 2:
         return [Whole(joint, None)] * len(shards)
     counts = [shard.values for shard in shards]
-    moments = [ordinary(shard.moments) for shard in shards]
-    merged = Merge.apply(joint, counts, *moments)  # type: ignore[no-untyped-call]
+    tensors = [ordinary(shard.moments) for shard in shards]
+    tensors += [ordinary(shard.totals) for shard in shards]
+    merged = Merge.apply(counts, *tensors)  # type: ignore[no-untyped-call]
     is_large = statistics.has_large_mean(merged[0].detach())
     return [Whole(joint, moments, is_large) for moments in merged]
 
@@ -127,15 +121,16 @@ class Begun(NamedTuple):
     """What a replica has before the exchange."""
 
     link: Link
-    z: Tensor
+    #: The outputs of (1) for the fast edges from (3).
+    fast: tuple[Tensor, Tensor, Tensor]
     shard: Shard
 
 
 def begin(x: Tensor) -> Begun:
     """(1), and the message."""
     link = Link()
-    z, moments = Moments.apply(link, x)  # type: ignore[no-untyped-call]
-    return Begun(link, z, Shard(channels.values_per_channel(x), moments))
+    *fast, moments, totals = Moments.apply(link, x)  # type: ignore[no-untyped-call]
+    return Begun(link, tuple(fast), Shard(channels.values_per_channel(x), moments, totals))  # type: ignore[arg-type]
 
 
 def finish(
@@ -158,7 +153,7 @@ def finish(
     mean = whole.moments[0].detach()
     link.center = kernels.center_of(mean, x, whole.has_large_mean)
     return Normalize.apply(  # type: ignore[no-any-return, no-untyped-call]
-        link, denominator, begun.z, whole.moments, weight, bias
+        link, denominator, x, *begun.fast, whole.moments, weight, bias
     )
 
 
@@ -208,34 +203,50 @@ def synchronized_batch_norm(
 
 
 class Moments(Function):
-    """(1) Moments of a shard; in backward the whole input gradient."""
+    """(1) Moments of a shard; in backward the input gradient, but for what (3) adds to it."""
 
     @staticmethod
-    def forward(ctx: Any, link: Link, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, link: Link, x: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         ctx.link = link
-        return x.view_as(x), statistics.moments(x)
+        moments = statistics.moments(x)
+        return (
+            x.view_as(x),
+            x.view_as(x),
+            moments.new_empty(moments.size(1)),
+            moments,
+            torch.empty_like(moments),
+        )
 
     @staticmethod
-    def backward(ctx: Any, dz: Tensor | None, dmoments: Tensor | None) -> tuple[Any, ...]:
-        link: Link = ctx.link
-        x, link.x = link.x, None
-        if dz is None and dmoments is None:  # the engine asks, though no gradient has come
-            return None, None
-        if x is None:  # this replica's output is unused, so that (3) has not run
+    def backward(
+        ctx: Any,
+        dy: Tensor | None,
+        x: Tensor | None,
+        scale: Tensor | None,
+        dmoments: Tensor | None,
+        totals: Tensor | None,
+    ) -> tuple[None, Tensor | None]:
+        dx: Tensor | None = None
+        if dy is None and dmoments is None and totals is None:
+            return None, None  # the engine asks, though no gradient has come
+        if x is None:  # this replica's output is unused, so (3) has not run
             (x,) = ctx.saved_tensors
-        if link.joint.walks_exact_edges():
-            return None, _moments_derivative(x, dz, dmoments)
-        if dmoments is None:
-            dmoments = torch.zeros_like(link.center.head).expand(2, -1)
-        dmean, dvar = dmoments / link.joint.total
-        return None, kernels.input_gradient(dz, x, link.center, link.scale, 2 * dvar, dmean)
+        if dy is not None or totals is not None:
+            link: Link = ctx.link
+            if totals is None:
+                totals = torch.zeros_like(link.center.head).expand(2, -1)
+            dmean, dvar = totals / link.joint.total
+            dx = kernels.input_gradient(dy, x, link.center, scale, 2 * dvar, dmean)
+        if dmoments is not None:
+            own = _moments_derivative(x, dmoments)
+            dx = own if dx is None else dx + own
+        return None, dx
 
 
-def _moments_derivative(x: Tensor, dz: Tensor | None, dmoments: Tensor | None) -> Tensor | None:
-    if dmoments is None:
-        return dz
+def _moments_derivative(x: Tensor, dmoments: Tensor) -> Tensor:
+    """The derivative by x of the moments of x."""
     # Without any values the result is empty, but still depends on dmoments: between processes the
     # second derivative is a collective, in which this rank must take part.
     n = max(channels.values_per_channel(x), 1)
@@ -245,41 +256,51 @@ def _moments_derivative(x: Tensor, dz: Tensor | None, dmoments: Tensor | None) -
     # Twice: what the rounding of a large mean has left is taken off the second time.
     centered = centered - centered.detach().mean(dims, keepdim=True)
     centered = centered - centered.mean(dims, keepdim=True)
-    dx = (dmean + 2 * dvar * centered).to(x.dtype)
-    return dx if dz is None else dz + dx
+    return (dmean + 2 * dvar * centered).to(x.dtype)
 
 
 class Merge(Function):
-    """(2) Merges the moments of all replicas; in backward adds derivatives, in replica order."""
+    """(2) Merges the moments of all replicas; in backward adds derivatives, in replica order.
+
+    Its inputs are the moments of all replicas, and then the tensors that the totals of a fast
+    backward return to.
+    """
 
     @staticmethod
-    def forward(ctx: Any, joint: Joint, counts: list[int], *moments: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, counts: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        moments = tensors[: len(counts)]
         ctx.save_for_backward(*moments)
-        ctx.joint, ctx.counts = joint, counts
+        ctx.counts = counts
         merged = statistics.merge(*stacked(counts, moments))
         return tuple(merged.to(m.device, copy=True) for m in moments)
 
     @staticmethod
-    def backward(ctx: Any, *sums: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *sums: Tensor | None) -> tuple[Tensor | None, ...]:
         moments = ctx.saved_tensors
-        home = moments[0].device
+        home, n = moments[0].device, len(moments)
         present = [s.to(home) for s in sums if s is not None]
         if not present:
-            return None, None, *sums
+            return (None,) * (1 + 2 * n)
         total = torch.stack(present).sum(0)
-        if ctx.joint.walks_exact_edges():
-            grads = _merge_derivative(ctx.counts, moments, total)
-        else:
-            grads = [total] * len(moments)
-        return (
-            None,
-            None,
-            *(
-                g.to(m.device) if needed else None
-                for g, m, needed in zip(grads, moments, ctx.needs_input_grad[2:], strict=True)
-            ),
-        )
+        exact = needs_true_derivatives(total)
+        grads = _merge_derivative(ctx.counts, moments, total) if exact else [total] * n
+        along = [
+            grad.to(m.device) if needed else None
+            for grad, m, needed in zip(
+                grads, moments, ctx.needs_input_grad[1 : n + 1], strict=True
+            )
+        ]
+        nothing = [None] * n
+        return (None, *along, *nothing) if exact else (None, *nothing, *along)
+
+
+def needs_true_derivatives(grad: Tensor) -> bool:
+    """Whether the running backward makes a graph, or several gradients at once.
+
+    The latter (``is_grads_batched``) take no operations in place.
+    """
+    return torch.is_grad_enabled() or is_batched(grad)
 
 
 def stacked(counts: list[int], moments: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -302,14 +323,20 @@ def _merge_derivative(
 
 
 class Normalize(Function):
-    """(3) Normalizes a shard; in backward the gradients of the parameters and of the moments."""
+    """(3) Normalizes a shard; in backward the gradients of the parameters and of the moments.
+
+    Of its inputs z, carrier and scale it uses the edges only.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         link: Link,
         denominator: Denominator,
+        x: Tensor,
         z: Tensor,
+        carrier: Tensor,
+        scale: Tensor,
         merged: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -317,39 +344,41 @@ class Normalize(Function):
         ctx.set_materialize_grads(False)
         ctx.link, ctx.denominator = link, denominator
         ctx.options = [None if p is None else (p.device, p.dtype) for p in (weight, bias)]
-        # (1) has saved x, unless x needs no gradient.
+        # (1) has saved x, unless x needs no gradient. It is not saved twice, as hooks on saved
+        # tensors (which may copy them to the CPU, say) would run twice.
         ctx.moments = z.grad_fn
-        ctx.save_for_backward(merged, weight, None if z.requires_grad else z)
+        ctx.save_for_backward(merged, weight, None if z.requires_grad else x)
         return kernels.normalize(
-            z, link.center, denominator.clamped(merged[1]), denominator.added, weight, bias
+            x, link.center, denominator.clamped(merged[1]), denominator.added, weight, bias
         )
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         if dy is None:
-            return (None,) * 6
+            return (None,) * 9
         merged, weight, x = ctx.saved_tensors
-        link: Link = ctx.link
         if x is None:
             (x,) = ctx.moments.saved_tensors
-            link.x = x if will_run(ctx.moments) else None
-        if is_batched(dy):  # ``is_grads_batched``, which takes no changes in place
-            link.joint.exact = True
-        if link.joint.walks_exact_edges():
+        dx = along_z = scale = None
+        if needs_true_derivatives(dy):
             derivative = _normalize_derivative(dy, x, merged, weight, ctx.denominator)
-            dz, dmerged, dweight, dbias = derivative
+            dx, dmerged, dweight, dbias = derivative
         else:
-            dz, var, eps = dy, ctx.denominator.clamped(merged[1]), ctx.denominator.added
-            dweight, dbias = kernels.reduce(dy, x, link.center, var, eps)
+            var, eps = ctx.denominator.clamped(merged[1]), ctx.denominator.added
+            dweight, dbias = kernels.reduce(dy, x, ctx.link.center, var, eps)
             inverse = (var + eps).rsqrt()
-            link.scale = _times(inverse, weight)
-            dmerged = torch.stack((dbias, dweight)).to(merged).mul_(link.scale)
+            scale = _times(inverse, weight)
+            dmerged = torch.stack((dbias, dweight)).to(merged).mul_(scale)
             dmerged = by_moments(dmerged, inverse, merged[1], ctx.denominator)
+            along_z = dy
         of_weight, of_bias = ctx.options
         return (
             None,
             None,
-            dz,
+            dx,
+            along_z,
+            x,  # so that (1) does not unpack it once more: activation checkpoints forbid that
+            scale,
             dmerged,
             None if of_weight is None else dweight.to(*of_weight),
             None if of_bias is None else dbias.to(*of_bias),
@@ -374,7 +403,7 @@ def _times(statistics: Tensor, weight: Tensor | None) -> Tensor:
 def _normalize_derivative(
     dy: Tensor, x: Tensor, merged: Tensor, weight: Tensor | None, denominator: Denominator
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The derivatives by z, by the merged moments, by weight and by bias."""
+    """The derivatives by x, by the merged moments, by weight and by bias."""
     dims = channels.reduced_dims(x)
     mean, var = merged
     inverse = denominator.of(var).rsqrt()

@@ -22,7 +22,7 @@ from torch.autograd import Function
 from replication import ProcessGroup
 from replication.group import Layouts
 from syncbn import statistics
-from syncbn.functional import Joint, Shard, Whole
+from syncbn.functional import Joint, Shard, Whole, needs_true_derivatives
 
 __all__: list[str] = []
 
@@ -34,7 +34,8 @@ _PRECISE = {torch.float64}
 def merge_ranks(group: Any, shard: Shard, layouts: Layouts) -> Whole:
     """Sends this rank's moments, and returns those of all ranks."""
     joint = Joint(0)
-    merged = MergeRanks.apply(joint, Exchange(group, shard, layouts), shard.moments)  # type: ignore[no-untyped-call]
+    exchange = Exchange(group, shard, layouts)
+    merged = MergeRanks.apply(joint, exchange, shard.moments, shard.totals)  # type: ignore[no-untyped-call]
     has_data = not isinstance(joint.total, int) or joint.total > 1
     if not has_data:
         return Whole(joint, None)
@@ -92,20 +93,22 @@ class MergeRanks(Function):
     """(2) of `syncbn.functional`, as each rank has a part of it."""
 
     @staticmethod
-    def forward(ctx: Any, joint: Joint, exchange: Exchange, moments: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, joint: Joint, exchange: Exchange, moments: Tensor, totals: Tensor
+    ) -> Tensor:
         count, total, merged = exchange.merged(moments)
         joint.total = known_to_host(total)
-        ctx.joint, ctx.exchange = joint, exchange
+        ctx.exchange = exchange
         ctx.save_for_backward(moments, merged, count / total.clamp(min=1))
         return merged
 
     @staticmethod
     def backward(ctx: Any, sums: Tensor) -> tuple[Any, ...]:
         total = ctx.exchange.summed(sums)
-        if not ctx.joint.walks_exact_edges():
-            return None, None, total
+        if not needs_true_derivatives(total):
+            return None, None, None, total
         moments, merged, share = ctx.saved_tensors
         dmean, dvar = total
-        # The variance's way through the merged mean adds up to nothing.
+        # The terms through the merged mean cancel.
         dmoments = (share * (dmean + 2 * dvar * (moments[0] - merged[0])), share * dvar)
-        return None, None, torch.stack(dmoments)
+        return None, None, torch.stack(dmoments), None

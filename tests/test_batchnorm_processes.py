@@ -122,6 +122,24 @@ def numbers(rank: int, size: int, **options: Any) -> dict[str, Tensor]:
     }
 
 
+def derivative_inside_a_backward(rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """Of another output, with a graph, when the plain backward has run a part of the layer."""
+    layer = layer_like(dtype=torch.float64)
+    x = shards_of(size)[rank].requires_grad_()
+    dy = shards_of(size, seed=1)[rank]
+    y = layer(x)
+    other, found = y.sin(), []
+
+    def differentiate(grad: Tensor) -> None:
+        if not found:  # it runs again inside
+            found.append(grad)
+            found[:] = torch.autograd.grad(other, x, dy, create_graph=True)
+
+    layer.weight.register_hook(differentiate)
+    y.backward(dy, retain_graph=True)
+    return x.grad, found[0].detach()
+
+
 def half(rank: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x = shards_of(size, dtype=dtype)[rank].requires_grad_()
     y = layer_like()(x)
@@ -178,6 +196,7 @@ def all_numbers(rank: int, size: int) -> dict[Any, Any]:
         found[way, "constant"] = constant_and_large(rank)
         found[way, "tiny"] = tiny_variance(rank, size)
         found[way, "unlike"] = unlike(rank, size)
+        found[way, "inside"] = derivative_inside_a_backward(rank, size)
     return found
 
 
@@ -224,6 +243,18 @@ def test_ranks_may_differ_in_the_derivatives_that_they_want(found, way):
     (of_others,) = torch.autograd.grad(plain(x)[len(shards[0]) :].pow(3).sum(), x)
     joined = map(torch.cat, zip(*(results[way, "unlike"] for results in found), strict=True))
     torch.testing.assert_close(list(joined), [2 * once, once, of_others])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_derivative_with_a_graph_inside_a_plain_backward(found, way):
+    plain = nn.BatchNorm1d(2, dtype=torch.float64)
+    plain.load_state_dict(layer_like(dtype=torch.float64).state_dict())
+    x, dy = (torch.cat(shards_of(len(found), seed)).requires_grad_() for seed in (0, 1))
+    y = plain(x)
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    (of_other,) = torch.autograd.grad(y.sin(), x, dy)
+    joined = map(torch.cat, zip(*(results[way, "inside"] for results in found), strict=True))
+    torch.testing.assert_close(list(joined), [dx, of_other])
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -20,6 +20,7 @@ from syncbn.channels import (
     reduced_dims,
     statistics_device,
     values_per_channel,
+    with_usual_strides,
 )
 
 __all__: list[str] = []
@@ -46,10 +47,10 @@ def _two_sums(
 ) -> tuple[Tensor, Tensor]:
     """The sums of ``dy * (x - mean) / sqrt(var + eps)`` and of ``dy``."""
     if x.device.type == "cpu":
-        # In one format: of two torch's kernel may take one for the other, where a dimension of
-        # length 1 has an unusual stride.
+        # In one format, with its usual strides: where a dimension of length 1 has another stride,
+        # which `contiguous` keeps, torch's kernel takes one format for the other.
         layout = memory_format(x)
-        dy, x = (t.contiguous(memory_format=layout) for t in (dy, x))
+        dy, x = (with_usual_strides(t.contiguous(memory_format=layout)) for t in (dy, x))
         # As its parameters' gradients, torch's batch norm in evaluation mode returns them, fused.
         args = (dy, x, None, mean, var, None, None, False, eps, [False, True, True])
         return torch.ops.aten.native_batch_norm_backward(*args)[1:]  # type: ignore[no-any-return]

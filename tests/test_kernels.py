@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -251,6 +252,31 @@ def test_dimensions_of_length_one_may_have_any_stride(shape, x_layout, dy_layout
     dx = kernels.input_gradient(dy, x, center, one, one, 0 * one)
     expected_dx = channels_of(dy) + values - mean[:, None]
     torch.testing.assert_close(channels_of(dx), expected_dx, rtol=1e-5, atol=1e-5)
+
+
+def with_odd_strides(x: torch.Tensor, layout: str, generator: random.Random) -> torch.Tensor:
+    """The same values in one format, with any strides where a dimension has length 1."""
+    x = LAYOUTS[layout](x)
+    steps = zip(x.shape, x.stride(), strict=True)
+    strides = [generator.choice((0, 1, 17, 170)) if n == 1 else step for n, step in steps]
+    return x.as_strided(x.shape, strides)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(4, 17, 10, 1), (1, 17, 5, 5), (6, 17, 1, 1), (4, 1, 9, 1)])
+def test_sums_are_rounded_once_whatever_the_strides(shape, dtype):
+    """Once the bias gradient was rounded to bfloat16: torch's kernel had misread the format."""
+    x, dy = torch.randn(2, *shape).to(dtype)
+    mean, var = statistics.moments(x)
+    center = kernels.center_of(mean, x, is_large=False)
+    hat = (channels_of(x) - mean[:, None]) / (var + 1)[:, None].sqrt()
+    expected = (channels_of(dy) * hat).sum(1), channels_of(dy).sum(1)
+    generator = random.Random(0)
+    for _ in range(20):
+        odd_x = with_odd_strides(x, generator.choice(["contiguous", "channels_last"]), generator)
+        odd_dy = with_odd_strides(dy, generator.choice(["contiguous", "channels_last"]), generator)
+        sums = kernels.reduce(odd_dy, odd_x, center, var, 1.0)
+        torch.testing.assert_close(tuple(s.double() for s in sums), expected, rtol=1e-6, atol=2e-6)
 
 
 def test_a_constant_channel_has_no_variance():

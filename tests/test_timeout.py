@@ -26,7 +26,7 @@ from replication import (
     patch_replication_callback,
 )
 from replication.place import here
-from replication.watch import limit_waits
+from replication.watch import limit_time
 
 LIMIT = 0.3
 
@@ -87,7 +87,7 @@ def test_a_replica_that_comes_late_is_a_matter_of_the_limit():
 
     class Late(AsTorchDoes):
         def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
-            limit_waits(replicas, LIMIT)
+            limit_time(replicas, LIMIT)
 
             def run(i: int) -> Any:
                 if i == 1:

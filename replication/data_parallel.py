@@ -28,7 +28,7 @@ from replication.replicate import replicate
 from replication.scatter import scatter_kwargs
 from replication.scattered import Scattered
 from replication.torch_internals import check_balance, uncompiled
-from replication.watch import first_failure_wins, limit_waits
+from replication.watch import first_failure_wins, limit_time
 
 __all__ = [
     "DataParallel",
@@ -119,9 +119,12 @@ class DataParallel(nn.DataParallel[ModuleT]):
             >>> net(torch.ones(4, 3), boxes=torch.zeros(7, 4))
             tensor([7., 7., 6., 6.])
 
-        timeout: Seconds that a replica may wait for others, as a last resort, as nobody waits for
-            what cannot come. Then `ReplicasTimedOut` is raised, with a table of where each replica
-            is; those that hang are left to themselves. Allow for replicas that compute for long.
+        timeout: Seconds that the replicas may take for a forward, wherever they spend them: in
+            computing, in waiting for each other, or in code that hangs. Then `ReplicasTimedOut`
+            is raised, with a table of where each replica is, and replicas that still run are
+            abandoned. A last resort, so allow for the slowest forward. By default there is no
+            limit. A `parallel_apply` of your own is limited only where its replicas wait for each
+            other.
 
     Raises:
         ValueError: ``device_ids`` is empty, or this machine has no such device; or ``timeout`` is
@@ -134,7 +137,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         ValueError: Arguments cannot be split, or outputs not be joined (see `scatter`, `gather`).
         RuntimeError: A parameter or buffer is not on ``device_ids[0]``, or it is in a transform of
             `torch.func`.
-        BaseException: What a replica raises (see `parallel_apply`).
+        BaseException: The first error of a replica. The other replicas are given 5 seconds to
+            end and are abandoned then (see `parallel_apply`).
     """
 
     # On the class, too, for objects that become one of this class later.
@@ -198,7 +202,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         with torch.autograd.profiler.record_function(_RANGE):
             inputs, kwargs_tup = self._parts(inputs, kwargs)
             replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
-            limit_waits(replicas, self.timeout)
+            limit_time(replicas, self.timeout)
             outputs = first_failure_wins(self.parallel_apply, replicas, inputs, kwargs_tup)
             return self.gather(outputs, self.output_device)
 

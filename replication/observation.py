@@ -5,6 +5,7 @@ A forward asks once, when its replicas are made, whether somebody looks; else no
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import defaultdict
@@ -52,10 +53,14 @@ class WaitReport:
     def __init__(self) -> None:
         self.forwards = 0
         self._size = 0
-        self._lock = threading.Lock()
+        self._renew_lock()
         # By path and replica.
         self._counts: dict[tuple[str, int], int] = defaultdict(int)
         self._seconds: dict[tuple[str, int], float] = defaultdict(float)
+
+    def _renew_lock(self) -> None:
+        # Re-entrant: a signal handler or a finalizer may interrupt the thread that holds it.
+        self._lock = threading.RLock()
 
     def add_forward(self, size: int) -> None:
         """Notes a forward of so many replicas."""
@@ -161,6 +166,16 @@ class WaitReport:
 _reports: list[WaitReport] = []
 
 
+def _renew_locks() -> None:
+    """In a forked child, where the thread that holds a lock may be gone."""
+    for report in _reports:
+        report._renew_lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
+
+
 @contextmanager
 def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
     """Notes how long replicas wait for each other, in the forwards of a ``with`` block.
@@ -219,7 +234,7 @@ class Arrivals:
 
     def __init__(self, reports: list[WaitReport]) -> None:
         self._reports = reports
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # How often a replica has come to a path.
         self._calls: dict[tuple[str, int], int] = defaultdict(int)
         # By path and number of the call, for each replica.

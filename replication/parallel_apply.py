@@ -1,17 +1,16 @@
-"""The worker threads: each replica runs in one, in the caller's thread state; first error wins."""
+"""Runs replicas side by side, each in a thread of its own; the first error wins."""
 
 from __future__ import annotations
 
 import atexit
 import contextvars
-import os
+import math
 import re
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -28,13 +27,29 @@ from replication.devices import (
     parse_devices,
     use_device,
 )
-from replication.errors import ReplicasTimedOut, ReplicationError
+from replication.errors import ReplicaFailed, ReplicasTimedOut, ReplicationError
 from replication.notes import add_note, origin
 from replication.observation import named_range
 from replication.torch_internals import in_functorch_transform, make_nodes, nodes_made
-from replication.watch import Attendance, first_failure_wins, watched_call
+from replication.watch import (
+    Attendance,
+    Locator,
+    first_failure_wins,
+    rendezvous_of,
+    watched_call,
+)
+from replication.wording import listed
 
 __all__ = ["parallel_apply"]
+
+#: Seconds that the caller waits for the other replicas after one has failed.
+GRACE = 5.0
+
+#: Seconds between looks at what no replica reports: a Ctrl-C, and a thread that has died.
+_POLL = 1.0
+
+#: How many nodes of graphs the caller's thread is ahead of its replicas at least.
+_AHEAD = 2_000
 
 
 def parallel_apply(
@@ -45,17 +60,19 @@ def parallel_apply(
 ) -> list[Any]:
     """Calls ``replicas[i](*inputs[i], **kwargs_tup[i])`` for all i at once, each in a thread.
 
-    The threads are named ``replica-0``, ``replica-1``, ...; they serve the calling thread from
-    call to call and never keep the interpreter alive. They see its grad mode, inference mode,
-    autocast state and dtype for each type of device, default device (of a default on the type of
-    device that the replica is on, the replica's own), streams, and context variables. A single
-    replica runs in the calling thread.
+    The threads are new in each call, are named ``replica-0``, ``replica-1``, ..., and never keep
+    the interpreter alive. They see the caller's grad mode, inference mode, autocast state and
+    dtype for each type of device, default device (a default of the replica's type of device
+    becomes the replica's own device), streams, and context variables. Replicas on the CPU share
+    the caller's torch threads. A single replica runs in the calling thread.
 
     Args:
         replicas: The modules to call.
-        inputs: One tuple (or list) of positional arguments for each, or one that is no tuple.
-        kwargs_tup: One dict of keyword arguments for each.
-        devices: The device that is current while each runs; by default that of its first tensor.
+        inputs: One tuple (or list) of positional arguments per replica. An argument that is
+            neither is passed alone.
+        kwargs_tup: One dict of keyword arguments per replica.
+        devices: The device that is current while each replica runs. By default that of its first
+            tensor.
 
     Returns:
         The outputs, in the order of ``replicas``.
@@ -64,9 +81,12 @@ def parallel_apply(
         ValueError: The lists differ in length.
         TypeError: ``inputs`` or ``kwargs_tup`` is no list.
         RuntimeError: It is called in a transform of `torch.func`, or while the interpreter ends.
-        BaseException: The first error, by time, of any replica, after all have ended; a note names
-            the replica and its device. `KeyboardInterrupt` in the caller, what is no `Exception`
-            in a replica, such as `SystemExit`, and `ReplicasTimedOut` are raised at once.
+        BaseException: The first error, by time, of any replica. A note names the replica and its
+            device. The other replicas are given 5 seconds to end; then the error is raised with a
+            note that says where those are that still run. They are abandoned: their outputs are
+            dropped, and synchronized layers in them no longer write into the original module. An
+            error that is no `Exception`, such as `SystemExit` in a replica or `KeyboardInterrupt`
+            in the caller, is raised at once, and so is `ReplicasTimedOut`.
     """
     n = len(replicas)
     kwargs_tup = [{}] * n if kwargs_tup is None else kwargs_tup
@@ -89,78 +109,160 @@ def parallel_apply(
         args = inputs[index]
         args = args if isinstance(args, (list, tuple)) else (args,)
         calls.append(partial(state.run, index, replica, args, kwargs_tup[index]))
-    # The caller's torch threads are shared by the replicas on the CPU: with as many in each they
-    # would wait for each other.
-    on_cpu = sum(device.type == "cpu" for device in targets)
-    threads = max(1, torch.get_num_threads() // max(1, on_cpu))
-    return first_failure_wins(_run_all, replicas, calls, threads)
+    return first_failure_wins(_run_all, replicas, calls, state.torch_threads)
 
 
 def _run_all(
-    replicas: Sequence[nn.Module], calls: Sequence[Callable[[], Any]], threads: int
+    replicas: Sequence[nn.Module], calls: Sequence[Callable[[], Any]], torch_threads: int
 ) -> list[Any]:
     if len(calls) == 1:
         return [calls[0]()]
     if sys.is_finalizing():  # no thread but this one runs any more
         raise RuntimeError("replicas are called, by a finalizer say, while the interpreter ends")
+    own_torch_threads = torch.get_num_threads()
+    # Autograd takes the nodes of a graph by numbers that each thread counts for itself. The
+    # replicas' threads are new, so they count from 0 in every forward. For the same order of sums
+    # in every step the caller must be ahead of them all. (Anomaly mode makes nodes expensive.)
+    nodes = _AHEAD if torch.is_grad_enabled() and not torch.is_anomaly_enabled() else 0
+    _count_nodes_up_to(nodes)
     outputs: list[Any] = [None] * len(calls)
     failures: list[BaseException] = []
-    try:
-        with borrowed_workers(len(calls)) as workers:
-            for worker in workers:
-                worker.use_threads(threads)
-            if not _collect(workers, calls, outputs, failures):
-                raise failures[-1]  # inside the block, as workers are still busy
-        if failures:
-            raise failures[0]
-    finally:
-        failures.clear()  # the traceback of an error refers to this frame
-    return outputs
-
-
-def _collect(
-    workers: Sequence[Worker],
-    calls: Sequence[Callable[[], Any]],
-    outputs: list[Any],
-    failures: list[BaseException],
-) -> bool:
-    """Makes all calls and awaits their results. Returns whether all of them have ended: a failure
-    that is to end the program, such as SystemExit, does not wait for the others, nor does one that
-    says that they have been waited for."""
     done: SimpleQueue[Outcome] = SimpleQueue()
-    nodes = max((worker.nodes for worker in workers), default=0)
-    if torch.is_anomaly_enabled():  # which makes a node a matter of milliseconds
-        nodes = 0
-    elif torch.is_grad_enabled() and abs(nodes - nodes_made()) <= _FEW_NODES:  # the caller, too
-        make_nodes(max(0, nodes - nodes_made()))
-        nodes = nodes_made()
-    for index, (worker, call) in enumerate(zip(workers, calls, strict=True)):
-        # A Context cannot be entered by two threads: each has its own copy.
-        worker.submit(Task(index, partial(contextvars.copy_context().run, call), done, nodes))
-    for _ in calls:
-        index, outputs[index], failure, nodes = _next(done)
-        workers[index].nodes = nodes
-        if failure is not None:
-            failures.append(failure)
-            if not isinstance(failure, Exception) or isinstance(failure, ReplicasTimedOut):
-                return False
-    return True
+    running: dict[int, ReplicaThread] = {}
+    rendezvous = rendezvous_of(replicas)
+    end = math.inf if rendezvous is None else rendezvous.deadline
+    try:
+        for index, call in enumerate(calls):
+            running[index] = ReplicaThread(index, call, torch_threads, done)
+            running[index].start()
+        while running and (outcome := _next(done, running, end)) is not None:
+            del running[outcome.replica]
+            outputs[outcome.replica] = outcome.value
+            nodes = nodes and max(nodes, outcome.nodes)
+            if outcome.failure is not None:
+                failures.append(outcome.failure)
+                if not isinstance(outcome.failure, Exception):
+                    raise outcome.failure
+                is_over = isinstance(outcome.failure, ReplicasTimedOut)
+                end = min(end, time.monotonic() + (0.0 if is_over else GRACE))
+        if running and rendezvous is not None and not failures:
+            rendezvous.time_out().raise_at()
+        if failures:
+            if running:
+                _note_left_running(failures, replicas, running)
+            raise _first(failures)
+        return outputs
+    finally:
+        # The traceback of an error refers to this frame, which must not refer to errors.
+        failures.clear()
+        outcome = None
+        del done
+        _count_nodes_up_to(nodes)
+        if torch_threads != own_torch_threads:  # new threads inherit what has been set last
+            torch.set_num_threads(own_torch_threads)
 
 
-def _next(done: SimpleQueue[Outcome]) -> Outcome:
-    """What comes next. Looks up now and then: of a Ctrl-C that comes right before it goes to sleep
-    a thread learns only when it wakes up."""
+def _next(
+    done: SimpleQueue[Outcome], running: dict[int, ReplicaThread], end: float
+) -> Outcome | None:
+    """The outcome of the next replica to end; None if none has ended by ``end``."""
     while True:
+        time_left = max(0.0, end - time.monotonic())
         with suppress(Empty):
-            return done.get(timeout=1.0)
+            # A Ctrl-C that arrives just before a blocking get is only noticed when that returns.
+            return done.get(timeout=min(_POLL, time_left))
+        if not time_left:
+            return None
+        dead = [index for index, thread in running.items() if not thread.is_alive()]
+        if dead and done.empty():
+            raise RuntimeError(f"the thread of {listed(dead)} has ended without a result")
+
+
+def _first(failures: Sequence[BaseException]) -> BaseException:
+    """The first that is no follow-up, which may arrive before its cause does."""
+    return next((f for f in failures if not isinstance(f, ReplicaFailed)), failures[0])
+
+
+def _note_left_running(
+    failures: Sequence[BaseException],
+    replicas: Sequence[nn.Module],
+    running: dict[int, ReplicaThread],
+) -> None:
+    """Notes on errors which replicas the caller abandons, and where they are."""
+    locate = Locator(replicas)
+    spots = {index: locate(index, thread.ident or 0) for index, thread in running.items()}
+    rows = "; ".join(f"replica {index} {spot}".rstrip() for index, spot in spots.items())
+    for failure in failures:  # any of them may be the one that is raised in the end
+        add_note(failure, f"left running {GRACE:g} s later: {rows}")
+
+
+def _count_nodes_up_to(number: int) -> None:
+    missing = number - nodes_made()
+    if missing > 0:
+        make_nodes(missing)
+
+
+class Outcome(NamedTuple):
+    """The value that a replica has returned, or the error that it has raised."""
+
+    replica: int
+    value: Any
+    failure: BaseException | None
+    #: The number of nodes of graphs that its thread has made.
+    nodes: int
+
+
+class ReplicaThread(threading.Thread):
+    """The thread of one replica in one forward; puts the outcome of ``call`` into ``done``."""
+
+    def __init__(
+        self,
+        index: int,
+        call: Callable[[], Any],
+        torch_threads: int,
+        done: SimpleQueue[Outcome],
+    ) -> None:
+        super().__init__(name=f"replica-{index}", daemon=True)
+        # A Context cannot be entered by two threads: each has a copy.
+        self._work = index, call, contextvars.copy_context(), torch_threads, done
+
+    def run(self) -> None:
+        """Called in the new thread."""
+        index, call, context, torch_threads, done = self._work
+        del self._work
+        value = failure = None
+        try:
+            if torch.get_num_threads() != torch_threads:
+                torch.set_num_threads(torch_threads)
+            value = context.run(call)
+        except BaseException as error:
+            failure = error
+        outcome = Outcome(index, value, failure, nodes_made())
+        # The traceback of an error refers to this frame, which must keep nothing of the forward.
+        del call, context, value, failure
+        done.put(outcome)
+        del outcome, done
+
+
+@atexit.register
+def _await_replicas() -> None:
+    """Lets abandoned replicas end: torch aborts if the interpreter ends while they compute."""
+    end = time.monotonic() + 1.5
+    for thread in threading.enumerate():
+        if isinstance(thread, ReplicaThread):
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 class ThreadState:
-    """What torch keeps per thread, as it is in the calling thread."""
+    """The calling thread's state of torch, for the threads of its replicas."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
         self.streams = [current_stream(device) for device in devices]
+        # Replicas on the CPU share the caller's torch threads: with as many in each they would
+        # wait for each other.
+        on_cpu = sum(device.type == "cpu" for device in devices)
+        self.torch_threads = max(1, torch.get_num_threads() // max(1, on_cpu))
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.default_device = torch.empty(0).device
@@ -185,9 +287,9 @@ class ThreadState:
                 stack.enter_context(named_range(f"replica {index}"))
                 stack.enter_context(torch.inference_mode(self.inference))
                 stack.enter_context(torch.set_grad_enabled(self.grad))
-                # A default of "cuda" is that of each replica, not that of the caller.
-                alike = self.default_device.type == device.type
-                default = device if alike else self.default_device
+                # A default of "cuda" means the replica's own device, not the caller's.
+                is_of_type = self.default_device.type == device.type
+                default = device if is_of_type else self.default_device
                 if torch.empty(0).device != default:
                     stack.enter_context(default)
                 for autocast in self.autocast:
@@ -199,152 +301,13 @@ class ThreadState:
                     stack.enter_context(use_device(other, stream))
                 call = watched_call(module)
                 if call is not None and call.rendezvous is not None:
-                    # The replica itself reports, too; but not if it fails before its forward.
+                    # Here, as the replica itself does not report if it fails before its forward.
                     stack.enter_context(Attendance(call.rendezvous, call.replica, call.owner))
                 return module(*args, **kwargs)
         except BaseException as error:
             where = origin(index, len(self.devices))
             notes = getattr(error, "__notes__", None) or ()
             known = any(re.match(rf"{where}\b", str(note)) for note in notes)
-            if not known and not isinstance(error, ReplicationError):  # which says who is where
+            if not known and not isinstance(error, ReplicationError):  # which names the replicas
                 add_note(error, f"{where} on {device}")
             raise
-
-
-class Outcome(NamedTuple):
-    """What a call has returned or raised."""
-
-    replica: int
-    value: Any
-    failure: BaseException | None
-    #: See `Worker`; after the call.
-    nodes: int
-
-
-class Task(NamedTuple):
-    """A call, and where to put what comes of it."""
-
-    replica: int
-    call: Callable[[], Any]
-    done: SimpleQueue[Outcome]
-    #: See `Worker`; before the call.
-    nodes: int
-
-
-#: That a worker makes in a millisecond or two, to have made as many as the others.
-_FEW_NODES = 2_000
-
-
-_setting_threads = threading.Lock()
-
-
-def _use_threads(count: int) -> None:
-    torch.get_num_threads()  # else torch sets what a new thread gets later, at its first operation
-    torch.set_num_threads(count)
-
-
-class Worker:
-    """A daemon thread that does one call after the other.
-
-    Attributes:
-        nodes: How many nodes of graphs it has made. Autograd takes the latest first, of all
-            threads by their own count: for the same sums in each step all begin with the same,
-            and the caller, too, unless it is far ahead or behind.
-    """
-
-    def __init__(self) -> None:
-        self.nodes = 0
-        self._threads: int | None = None
-        self._inbox: SimpleQueue[Task | None] = SimpleQueue()
-        # The thread refers to the inbox alone, so that an unused worker is freed and ends it.
-        self.thread = threading.Thread(target=_serve, args=(self._inbox,), daemon=True)
-        self.thread.start()
-
-    def use_threads(self, count: int) -> None:
-        """Lets torch use so many threads in it, if it does not do so already."""
-        if count == self._threads:
-            return
-        done: SimpleQueue[Outcome] = SimpleQueue()
-        with _setting_threads:
-            own = torch.get_num_threads()
-            self.submit(Task(0, partial(_use_threads, count), done, 0))
-            _next(done)
-            # It is a setting of each thread, but what has been set last is what a new one gets.
-            torch.set_num_threads(own)
-        self._threads = count
-
-    def submit(self, task: Task) -> None:
-        """Lets the thread do it."""
-        self.thread.name = f"replica-{task.replica}"
-        self._inbox.put(task)
-
-    def dismiss(self) -> None:
-        """Lets the thread end, after its call if there is one."""
-        self._inbox.put(None)
-
-    __del__ = dismiss
-
-
-def _serve(inbox: SimpleQueue[Task | None]) -> None:
-    while (task := inbox.get()) is not None:
-        replica, call, done, nodes = task
-        try:
-            make_nodes(max(0, nodes - nodes_made()))
-            outcome = Outcome(replica, call(), None, nodes_made())
-        except BaseException as error:
-            outcome = Outcome(replica, None, error, nodes_made())
-        # Nothing of a forward may stay alive in an idle thread.
-        del task, call
-        done.put(outcome)
-        del outcome, done
-
-
-class _Idle(threading.local):
-    """The idle workers of each calling thread: threads that share a model share no worker."""
-
-    def __init__(self) -> None:
-        self.workers: list[Worker] = []
-
-
-_idle = _Idle()
-
-
-def _forget_workers() -> None:
-    """In a forked child the threads are gone."""
-    global _idle
-    _idle = _Idle()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_workers)
-
-
-@contextmanager
-def borrowed_workers(count: int) -> Iterator[list[Worker]]:
-    """Takes ``count`` workers; they come back unless the block is left by an error, when some may
-    still be busy (a worker that nobody holds ends after its call)."""
-    idle = _idle.workers
-    workers = [idle.pop() if idle else Worker() for _ in range(count)]
-    nodes = [worker.nodes for worker in workers]
-    if max(nodes, default=0) - min(nodes, default=0) > _FEW_NODES:
-        workers = [Worker() for _ in range(count)]
-    try:
-        yield workers
-    except BaseException:
-        for worker in workers:
-            worker.dismiss()
-            _abandoned.add(worker.thread)
-        raise
-    idle.extend(reversed(workers))
-
-
-#: Threads whose caller was interrupted; each ends after its call.
-_abandoned: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-@atexit.register
-def _await_abandoned() -> None:
-    """Lets abandoned calls end, for a while: torch aborts if the interpreter ends under it."""
-    end = time.monotonic() + 1.5
-    for thread in list(_abandoned):
-        thread.join(max(0.0, end - time.monotonic()))

@@ -259,8 +259,9 @@ class SyncMaster:
     _OF_FORWARDS = ("_lock", "_latest", "_by_hand")
 
     def _forget_forwards(self) -> None:
-        # Registering, which by hand may be done by any thread.
-        self._lock = threading.Lock()
+        # Registering by hand, which any thread may do. Re-entrant: a signal handler or a finalizer
+        # may interrupt the thread that holds it.
+        self._lock = threading.RLock()
         # The forward that slaves were last registered in, for threads that do not run a replica.
         self._latest: Callable[[], Rendezvous | None] | None = None
         # Slaves registered outside any forward.
@@ -293,10 +294,10 @@ class SyncMaster:
                 f"a slave's identifier must be hashable (got {type(identifier).__name__})"
             )
         place = here()
+        if place is not None:
+            self._latest = weakref.ref(place.rendezvous)
+            return self._registered(identifier, place.rendezvous, place.replica, place.path)
         with self._lock:
-            if place is not None:
-                self._latest = weakref.ref(place.rendezvous)
-                return self._registered(identifier, place.rendezvous, place.replica, place.path)
             rendezvous = self._registering_by_hand()
             self._latest = None
             return self._registered(identifier, rendezvous, len(self._slots(rendezvous)) + 1)

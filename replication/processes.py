@@ -19,7 +19,8 @@ class History:
     """What has been done with a group of `torch.distributed`, whichever layers did it."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        # Re-entrant: a signal handler or a finalizer may interrupt the thread that holds it.
+        self.lock = threading.RLock()
         #: Number of calls, by the name of the layer, and whether they were in backward.
         self.calls: Counter[tuple[str, bool]] = Counter()
         #: The group of this process' part, by the size of the parts.
@@ -27,13 +28,11 @@ class History:
 
 
 _histories: WeakKeyDictionary[Any, History] = WeakKeyDictionary()
-_histories_lock = threading.Lock()
 
 
 def history_of(process_group: Any) -> History:
-    """That of a group, for as long as the group exists."""
-    with _histories_lock:
-        return _histories.setdefault(process_group, History())
+    """The history of a group, kept for as long as the group exists."""
+    return _histories.setdefault(process_group, History())
 
 
 def process_count(process_group: Any = None) -> int:

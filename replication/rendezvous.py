@@ -5,15 +5,16 @@ of them raises, returns early or waits elsewhere, a message that the others wait
 
 Guarantees
     * Every wait ends: in its value, in `ReplicaFailed` (a replica raised), in `ReplicasDiverged`
-      (nobody can send the value any more) or, where a limit is set, in `ReplicasTimedOut`.
+      (no replica can send the value any more) or, where a deadline is set, in `ReplicasTimedOut`.
     * When one wait fails all fail, at once, and no later wait in the same forward begins.
-    * Nothing outlives the forward: a new forward has a new `Rendezvous`.
+    * Nothing outlives the forward: a new forward has a new `Rendezvous`, and from `close` on the
+      replicas of the old one write nothing (`commit`).
 
-This code assumes that the beginning and the end of each replica's forward are reported
-(`enter`, `leave`), whoever runs it, so that no wait needs a time limit, but in two cases, where
-nobody can say whether anything will come. A replica that has not begun may be run after the others
-in the same thread, or may wait for a thread. And a replica whose own thread goes on while another
-thread of it waits may be computing, or waiting for that thread. Both are given `GRACE`.
+The beginning and the end of each replica's forward are reported (`enter`, `leave`), so waits need
+no time limit except in two cases, where it is unknown whether the value will come. A replica that
+has not begun may be run after the others in the same thread, or may wait for a thread. And a
+replica whose own thread goes on while another thread of it waits may be computing, or waiting for
+that thread. Both are given `GRACE`.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Wait:
         rendezvous = self.rendezvous
         try:
             with rendezvous.observed("wait", self.replica, self.site.path):
-                self._sleep(rendezvous.timeout)
+                while not self._gate.acquire(timeout=rendezvous.patience()):
+                    rendezvous.expect_progress(self)
         except BaseException:  # KeyboardInterrupt, where a replica runs in the main thread
             rendezvous.forget(self)
             raise
@@ -96,25 +98,18 @@ class Wait:
         if error is not None:
             error.raise_at(self)
 
-    def _sleep(self, timeout: float | None) -> None:
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        while not self._gate.acquire(timeout=max(0.0, min(GRACE, end - time.monotonic()))):
-            if time.monotonic() < end:
-                self.rendezvous.expect_progress(self)
-            else:
-                self.rendezvous.time_out(self)
-                end = math.inf
-
 
 class Verdict(NamedTuple):
-    """Why no wait of this forward can be met any more."""
+    """The reason why no wait of this forward can be met any more."""
 
     kind: type[ReplicationError]
     reason: str
     cause: BaseException | None
 
     def raise_at(self, wait: Wait | None = None, later: str = "") -> NoReturn:
-        """Raises an error of its own for each waiting replica: a shared one would grow."""
+        """Raises a new error in each waiting replica: the traceback of one for all would grow."""
+        if self.kind is ReplicasDiverged:  # in which arriving later has no part
+            later = ""
         where = f" Replica {wait.replica} waited at {wait.site}." if wait and self.cause else ""
         raise self.kind(self.reason + where + later) from self.cause
 
@@ -130,25 +125,28 @@ class Rendezvous:
     """The replicas of one forward and their waits for each other.
 
     Args:
-        size: Number of replicas. ``None`` where nobody reports when a participant begins or ends
-            (pipes used by hand, outside any forward): waits then end in a value, or when a
-            participant fails, only.
+        size: Number of replicas. ``None`` where the beginning and the end of a participant are
+            not reported (pipes used by hand, outside any forward). Waits then end only in a value
+            or when a participant fails.
     """
 
     def __init__(self, size: int | None) -> None:
         self.size = size
-        #: Seconds that a wait may take; None for any number.
-        self.timeout: float | None = None
-        #: Whether all of this forward is inside a backward, whose thread is that of the caller.
+        #: The `time.monotonic` by which the forward must have ended.
+        self.deadline = math.inf
+        self._timeout = math.inf
+        #: Whether all of this forward is inside a backward, which runs in the caller's thread.
         self.in_backward = False
-        #: Says of a replica, and the thread that runs it, where in its code it is.
+        #: Returns where in its code a replica is, given the thread that runs it.
         self.locate: Callable[[int, int], str] = lambda replica, thread: ""
-        #: Around exchanges and waits, with which it is, the replica and the path; None if nobody
-        #: looks, as a rule.
+        #: Returns the context of an exchange or a wait, given which of them it is, the replica and
+        #: the path; None unless waits are being reported or profiled.
         self.observe: Callable[[str, int, str], AbstractContextManager[object]] | None = None
-        self.lock = threading.Lock()
-        #: What the pipes of this forward keep for its duration, by the object that owns it.
+        # Re-entrant: a signal handler or a finalizer may interrupt the thread that holds it.
+        self.lock = threading.RLock()
+        #: The state of this forward's pipes, by the object that owns it.
         self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._commits = threading.RLock()
         # A forward may be entered more than once (micro-batches): the k-th time of one replica
         # meets the k-th time of the others.
         self._entries = [0] * (size or 0)
@@ -164,7 +162,7 @@ class Rendezvous:
         self._is_closed = False
 
     def observed(self, what: str, replica: int, path: str) -> AbstractContextManager[object]:
-        """What is around an exchange or a wait, for those who look."""
+        """The context of an exchange or a wait, in which reports and profiles note it."""
         return _NOBODY if self.observe is None else self.observe(what, replica, path)
 
     # -- the life of a replica -----------------------------------------------------------------
@@ -181,7 +179,7 @@ class Rendezvous:
             return outermost
 
     def expect_only(self, replicas: Collection[int]) -> None:
-        """Only these are about to run; whoever waits for another one waits in vain."""
+        """Only these are about to run: a wait for another one cannot be met."""
         with self.lock:
             self._absent = set(range(len(self._entries))).difference(replicas)
             self._some_are_over = self._some_are_over or bool(self._absent)
@@ -203,7 +201,7 @@ class Rendezvous:
         """A replica failed: wakes all who wait; the first failure is the one they name."""
         reason = f"{self._name(replica)} failed with {described(error)}."
         with self.lock:
-            if self._is_closed:  # nobody would ask for it, or forget it
+            if self._is_closed:  # the failures have been collected
                 return
             follow_up = isinstance(error, ReplicaFailed)
             if not follow_up and not any(error is failure.error for failure in self._failures):
@@ -212,12 +210,27 @@ class Rendezvous:
                 self._give_up(ReplicaFailed, reason, error)
 
     def close(self, reason: str) -> list[Failure]:
-        """Ends all waits, now and later; returns the replicas' failures, the first one first."""
+        """Ends all waits and all writes, now and later; returns the failures, the first one first.
+
+        A write in progress (see `commit`) is waited for.
+        """
+        self._is_closed = True
         with self.lock:
-            self._is_closed = True
             if self._verdict is None:
                 self._give_up(ReplicationError, reason, None)
+        with self._commits:
+            pass
         return self.forget_failures()
+
+    def commit(self, write: Callable[[], object]) -> None:
+        """Calls ``write``, which changes the original module, unless the forward has been closed.
+
+        A replica may run on after the caller has got its exception; the state that the caller
+        then saves, or goes on with, must not change any more.
+        """
+        with self._commits:
+            if not self._is_closed:
+                write()
 
     def forget_failures(self) -> list[Failure]:
         """Returns the replicas' failures, for the last time.
@@ -226,17 +239,18 @@ class Rendezvous:
         would make a cycle.
         """
         with self.lock:
-            if self._verdict is not None:
-                self._verdict = self._verdict._replace(cause=None)
-            failures, self._failures = self._failures, []
-            return failures
+            verdict, failures = self._verdict, self._failures
+            self._failures = []
+            if verdict is not None:
+                self._verdict = verdict._replace(cause=None)
+        return failures  # the last reference to the cause, if it is none of them, goes here
 
     # -- waiting -------------------------------------------------------------------------------
 
     def begin_wait(
         self, replica: int, needs: Collection[int], site: Site, calls: dict[int, int]
     ) -> Wait:
-        """Registers a wait of ``replica`` for the replicas in ``needs`` (empty: for anyone).
+        """Registers a wait of ``replica`` for the replicas in ``needs`` (empty: for any other).
 
         The lock is held. The caller releases it and then calls `Wait.block`.
         """
@@ -264,19 +278,19 @@ class Rendezvous:
                 self._waits.remove(wait)
 
     def _check(self) -> None:
-        """Wakes everybody if some wait can no longer be met. The lock is held.
+        """Wakes all waits if one of them can no longer be met. The lock is held.
 
         Called wherever that can come about: a wait begins, a replica ends.
         """
         if self.size is None or not self._waits or self._verdict is not None:
             return
         if not self._some_are_over and len(self._waits) < self.size:
-            return  # somebody runs
+            return  # a replica runs
         in_vain = any(
             self._is_over(needed, wait.replica) for wait in self._waits for needed in wait.needs
         )
-        if in_vain or not self._somebody_runs(self._stopped()):
-            self._give_up(ReplicasDiverged, self._who_is_where(), None)
+        if in_vain or not self._one_runs(self._stopped()):
+            self._give_up(ReplicasDiverged, self._divergence(), None)
 
     def _is_over(self, replica: int, waiting: int) -> bool:
         """Whether ``replica`` has ended the forward that the ``waiting`` one is in."""
@@ -293,7 +307,7 @@ class Rendezvous:
             if not self._inside[wait.replica] or self._thread[wait.replica] in threads
         }
 
-    def _somebody_runs(self, stopped: set[int]) -> bool:
+    def _one_runs(self, stopped: set[int]) -> bool:
         latest = max((wait.replica for wait in self._waits), key=self._entries.__getitem__)
         return any(
             replica not in stopped and not self._is_over(replica, latest)
@@ -310,10 +324,12 @@ class Rendezvous:
             wait.wake()
 
     def expect_progress(self, wait: Wait) -> None:
-        """Gives up where nothing tells for sure that a wait is in vain, but it has been `GRACE`.
+        """Gives up at the deadline, or where a wait may be in vain and has taken `GRACE`.
 
         A replica counts as waiting then if any of its threads waits.
         """
+        if time.monotonic() >= self.deadline:
+            self.time_out()
         with self.lock:
             if self.size is None or wait not in self._waits:
                 return
@@ -323,8 +339,8 @@ class Rendezvous:
                 if not self._inside[replica]
                 and self._entries[replica] < self._entries[wait.replica]
             ]
-            if not self._somebody_runs({wait.replica for wait in self._waits}):
-                self._give_up(ReplicasDiverged, self._who_is_where(), None)
+            if not self._one_runs({wait.replica for wait in self._waits}):
+                self._give_up(ReplicasDiverged, self._divergence(), None)
             elif late:
                 self._give_up(
                     ReplicasDiverged,
@@ -334,15 +350,21 @@ class Rendezvous:
                     None,
                 )
 
-    def time_out(self, wait: Wait) -> None:
-        """Gives up on a wait that has been too long."""
+    def limit_time(self, seconds: float) -> None:
+        """Sets the deadline of the forward, so many seconds from now."""
+        self._timeout, self.deadline = seconds, time.monotonic() + seconds
+
+    def patience(self) -> float:
+        """Seconds after which a wait asks `expect_progress`."""
+        return max(0.0, min(GRACE, self.deadline - time.monotonic()))
+
+    def time_out(self) -> Verdict:
+        """Gives up on a forward that has not ended by its deadline."""
         with self.lock:
             threads = dict(enumerate(self._thread))
         # Without the lock, as it asks the replicas' modules.
         spots = {replica: self.locate(replica, thread) for replica, thread in threads.items()}
         with self.lock:
-            if wait not in self._waits:
-                return
             waiting = {wait.replica: wait for wait in self._waits}
             rows = [
                 f"waits at {waiting[replica].site}"
@@ -351,19 +373,22 @@ class Rendezvous:
                 for replica, inside in enumerate(self._inside)
             ]
             table = "".join(f"\n  replica {replica}: {row}" for replica, row in enumerate(rows))
-            self._give_up(
-                ReplicasTimedOut,
-                f"{wait.site}: replica {wait.replica} has waited for {self.timeout:g} s, the "
-                f"timeout:{table}",
-                None,
-            )
+            if self._verdict is None:
+                self._give_up(
+                    ReplicasTimedOut,
+                    f"the replicas must end within {self._timeout:g} s, the timeout, which has "
+                    f"passed:{table}",
+                    None,
+                )
+            assert self._verdict is not None
+            return self._verdict
 
     # -- messages ------------------------------------------------------------------------------
 
     def _name(self, replica: int) -> str:
         return f"replica {replica} of {self.size}" if self.size else f"replica {replica}"
 
-    def _who_is_where(self) -> str:
+    def _divergence(self) -> str:
         sites: dict[Site, list[Wait]] = {}
         for wait in self._waits:
             sites.setdefault(wait.site, []).append(wait)
@@ -374,7 +399,9 @@ class Rendezvous:
         waiting = {wait.replica for wait in self._waits}
         calls = self._waits[0].calls if len(sites) == 1 else None
         for replica in range(len(self._entries)):
-            if replica not in waiting:
+            # A replica that runs, or has not begun, may still come.
+            is_over = any(self._is_over(replica, wait.replica) for wait in self._waits)
+            if replica not in waiting and is_over:
                 parts.append(f"replica {replica} {self._state(replica, calls)}")
         outside = [replica for replica in sorted(waiting) if not self._inside[replica]]
         if outside:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -30,16 +29,16 @@ __all__ = ["ReplicaAware"]
 
 
 class Once:
-    """Answers yes when it is asked first, by whichever thread; a copy has not been asked yet."""
+    """Returns True in the first call of all threads, then False; a copy starts anew."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_over = False
+        self._answers = [True]
 
     def __call__(self) -> bool:
-        with self._lock:
-            first, self._is_over = not self._is_over, True
-            return first
+        try:
+            return self._answers.pop()  # atomic
+        except IndexError:
+            return False
 
     def __reduce__(self) -> tuple[type[Once], tuple[()]]:
         return Once, ()

@@ -9,7 +9,6 @@ A backward through the result is one through a single graph: no thread waits in 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, TypeVar
@@ -140,7 +139,6 @@ class Members:
         self._layer = layer
         self._replicas = replicas
         self._groups: list[Group] = []
-        self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (None, self._layer, self._replicas)  # a copy belongs to no forward
@@ -165,7 +163,7 @@ class Members:
                 f"`{self._layer}`: the context is a copy, or was made by hand, and belongs to no "
                 "forward; execute_replication_callbacks makes one that does"
             )
-        with self._lock:
+        with self._rendezvous.lock:
             if not self._groups:
                 circle = Circle(self._rendezvous, self._layer, self._replicas)
                 ends = connect(circle.answer, self._rendezvous, circle.path, self._replicas)
@@ -216,6 +214,13 @@ class ReplicaGroup(Group):
         if place is not None and place.rendezvous is self._connected().rendezvous:
             began_in = place.backward
         return current_backward() != began_in
+
+    def commit(self, write: Callable[[], object]) -> None:
+        """Calls ``write``, which changes the original layer, unless the forward has been closed.
+
+        See `Rendezvous.commit`.
+        """
+        self._connected().rendezvous.commit(write)
 
     def exchange(
         self,

@@ -1,4 +1,4 @@
-"""Sees each replica's forward begin and end, whoever runs it, and which error came first."""
+"""Tracks when the forward of each replica begins and ends, and which error came first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from replication.group import is_recomputation
 from replication.notes import add_failure_note, add_others, path_of_call, paths_of
 from replication.observation import observer
 from replication.overrides import MethodOverride
-from replication.place import Place, standing_at
+from replication.place import Place, here, standing_at
 from replication.rendezvous import Rendezvous
 from replication.torch_internals import CALL_IMPL, current_backward
 
@@ -46,6 +46,8 @@ class WatchedCall(MethodOverride):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.rendezvous is None:  # a copy of a replica: it belongs to no forward
             return self.original(*args, **kwargs)
+        if here() == Place(self.rendezvous, self.replica, current_backward()):  # reported already
+            return self.original(*args, **kwargs)
         with Attendance(self.rendezvous, self.replica, self.owner):
             return self.original(*args, **kwargs)
 
@@ -67,7 +69,7 @@ class Attendance:
         self._standing.__exit__()
         try:
             if error is not None:
-                # First of all: whatever else goes wrong, nobody must wait for this replica.
+                # First of all: whatever else goes wrong, the others must not wait for this one.
                 self._rendezvous.fail(self._index, error)
                 self._add_note(error)
         finally:
@@ -146,11 +148,11 @@ def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
     return next((call.rendezvous for call in calls), None)
 
 
-def limit_waits(replicas: Sequence[Any], timeout: float | None) -> None:
-    """Limits the time that these replicas wait for each other, to some seconds."""
+def limit_time(replicas: Sequence[Any], timeout: float | None) -> None:
+    """Limits the time of the forward of these replicas to so many seconds from now."""
     rendezvous = rendezvous_of(replicas)
-    if rendezvous is not None:
-        rendezvous.timeout = timeout
+    if rendezvous is not None and timeout is not None:
+        rendezvous.limit_time(timeout)
 
 
 def first_failure_wins(
@@ -158,9 +160,10 @@ def first_failure_wins(
 ) -> T:
     """Runs ``parallel_apply(replicas, ...)`` and raises the error that came first, as it was.
 
-    Whoever runs the replicas raises the error of the first replica *by index*, or a new error
-    around it; that may be a follow-up of the one that came first. When it leaves early (it was
-    interrupted, or could not start a thread), the replicas that wait for each other are woken.
+    ``parallel_apply`` may be torch's or a user's. It raises the error of the first replica *by
+    index*, or a new error around it, which may be a follow-up of the one that came first. When it
+    leaves early (it was interrupted, or could not start a thread), the forward is closed: replicas
+    that wait for each other are woken, and none of them writes into the original module any more.
     """
     rendezvous = rendezvous_of(replicas)
     if rendezvous is None:

@@ -175,7 +175,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         if self._has_lasting_buffers and not group.recomputes:
             first = replies[0]
             whole = first if isinstance(first, Whole) else first.whole
-            self._update_running_statistics(whole)
+            group.commit(partial(self._update_running_statistics, whole))
         return replies
 
     def _evaluated(self, input: Tensor) -> Tensor:

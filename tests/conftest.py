@@ -40,10 +40,7 @@ def seed() -> None:
 
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
-    """Fails a test that leaves a thread behind, other than a worker that waits for its next call.
-
-    A replica that waits for a message that never comes is such a thread.
-    """
+    """Fails a test that leaves a thread behind, such as a replica whose message never comes."""
     before = set(threading.enumerate())
     yield
     end = time.monotonic() + DEADLINE
@@ -89,7 +86,5 @@ def _is_at_rest(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)
     if not thread.is_alive() or frame is None:
         return True
-    # Of a pool of threads, which the compiler has, likewise.
-    waits = {"replica-": "_serve", "ThreadPoolExecutor-": "_worker"}
-    place = frame.f_code.co_name
-    return any(thread.name.startswith(kind) and place == where for kind, where in waits.items())
+    # A thread of a pool, which the compiler has, waits for its next call.
+    return thread.name.startswith("ThreadPoolExecutor-") and frame.f_code.co_name == "_worker"

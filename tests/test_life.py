@@ -446,5 +446,5 @@ def test_many_forwards_leave_nothing_behind(life):
         before = census()
         for _ in range(100):
             live(model)
-        # Workers let go of the last call right after the caller goes on.
+        # Threads end right after the caller goes on.
         assert soon(lambda: census() <= before), census() - before

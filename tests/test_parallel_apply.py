@@ -1,4 +1,4 @@
-"""The worker threads: what runs where, in which state of torch, and how it ends."""
+"""The replicas' threads: what runs where, in which state of torch, and how it ends."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import contextvars
 import gc
 import os
+import re
 import signal
 import subprocess
+import sys
 import threading
 import traceback
 import weakref
@@ -16,11 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-from layers import DEADLINE, Centering, Numbered, WithMaster, freed, together, values
+from layers import DEADLINE, Centering, Numbered, WithMaster, freed, together
 from processes import run_python
-from torch import nn
+from torch import Tensor, nn
 
 from replication import (
+    DataParallel,
     ReplicaFailed,
     ReplicationError,
     SyncMaster,
@@ -28,6 +31,8 @@ from replication import (
     parallel_apply,
     replicate,
 )
+
+threads: Any = sys.modules["replication.parallel_apply"]  # the package names the function so
 
 
 class Call(nn.Module):
@@ -47,7 +52,7 @@ def apply(*functions: Callable[[], Any]) -> list[Any]:
 
 
 def seen(state: Callable[[], Any], n: int = 2) -> list[Any]:
-    """What ``state()`` returns in each of ``n`` worker threads, checked to be workers."""
+    """What ``state()`` returns in each of ``n`` replicas, checked to run in threads."""
     caller = threading.get_ident()
     idents_and_states = apply(*[lambda: (threading.get_ident(), state())] * n)
     assert caller not in [ident for ident, _ in idents_and_states]
@@ -106,52 +111,26 @@ def test_threads_are_named_after_their_replicas():
     ]
 
 
-def test_threads_serve_the_same_replica_again():
-    first, second = seen(threading.get_ident, 3), seen(threading.get_ident, 3)
-    assert first == second
-    assert len(set(first)) == 3
+def test_threads_end_with_their_call():
+    for thread in seen(threading.current_thread, 3):
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
 
 
-def test_threads_keep_their_names_when_fewer_replicas_run():
-    apply(*[lambda: None] * 4)
-    assert seen(lambda: threading.current_thread().name, 2) == ["replica-0", "replica-1"]
-
-
-def test_threads_are_reused_after_an_error():
-    def fail() -> None:
-        raise KeyError
-
-    before = seen(threading.get_ident, 2)
-    with pytest.raises(KeyError):
-        apply(fail, fail)
-    assert seen(threading.get_ident, 2) == before
+def test_thread_that_ends_without_a_result_is_an_error(monkeypatch):
+    """Something may end it from outside, or it cannot even report."""
+    monkeypatch.setattr(threads, "_POLL", 0.01)
+    monkeypatch.setattr(threads.ReplicaThread, "run", lambda thread: None)
+    (outcome,) = together(lambda: apply(lambda: None, lambda: None))
+    assert isinstance(outcome.error, RuntimeError)
+    assert str(outcome.error) == "the thread of replicas 0, 1 has ended without a result"
 
 
 def test_single_replica_runs_in_the_calling_thread():
     assert apply(threading.get_ident) == [threading.get_ident()]
 
 
-def test_callers_in_two_threads_share_no_worker():
-    both = threading.Barrier(2, timeout=DEADLINE)
-
-    def idents() -> list[int]:
-        both.wait()
-        found = seen(threading.get_ident, 3)
-        both.wait()  # the workers of a caller that ends are freed, and so may be their idents
-        return found
-
-    first, second = values(together(idents, idents))
-    assert not set(first) & set(second)
-
-
-def test_workers_end_with_the_thread_that_they_serve():
-    (workers,) = values(together(lambda: seen(threading.current_thread, 3)))
-    for worker in workers:
-        worker.join(DEADLINE)
-        assert not worker.is_alive()
-
-
-def test_workers_are_daemons():
+def test_threads_are_daemons():
     assert seen(lambda: threading.current_thread().daemon) == [True, True]
 
 
@@ -166,7 +145,7 @@ class Token:
     """Something that can be referred to weakly."""
 
 
-def test_idle_worker_keeps_nothing_alive():
+def test_ended_call_keeps_nothing_alive():
     references = []
 
     def make() -> Token:
@@ -358,6 +337,43 @@ def test_error_is_raised_after_all_replicas_have_ended():
     assert ended == [True]
 
 
+class HangsInForeignCode(Numbered):
+    """Waits, in all replicas but ``failing``, for something that no replica sends."""
+
+    def __init__(self, failing: int) -> None:
+        super().__init__()
+        self.failing = failing
+        self.released, self.hangs, self.ended = (threading.Event() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.copy_id == self.failing:
+            assert self.hangs.wait(DEADLINE)
+            raise WorkerError("first")
+        self.hangs.set()
+        self.released.wait(2 * DEADLINE)
+        self.ended.set()
+        return x
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_replica_that_hangs_in_foreign_code_does_not_hold_back_the_error(failing, monkeypatch):
+    monkeypatch.setattr(threads, "GRACE", 0.05)
+    hangs = HangsInForeignCode(failing)
+    model = DataParallel(nn.Sequential(nn.Linear(2, 2), hangs), ["cpu"] * 2)
+    try:
+        (outcome,) = together(lambda: model(torch.randn(4, 2)))
+        assert not hangs.ended.is_set()
+    finally:
+        hangs.released.set()
+    assert isinstance(outcome.error, WorkerError)
+    own, left = outcome.error.__notes__
+    assert own == f"in replica {failing} of 2 on cpu, module `1`"
+    assert re.fullmatch(
+        rf"left running 0\.05 s later: replica {1 - failing} in `1`, at .*threading\.py:\d+", left
+    )
+    assert hangs.ended.wait(DEADLINE)
+
+
 def test_error_is_freed_with_its_last_reference():
     references = []
 
@@ -445,7 +461,7 @@ SCRIPT = """
 import os, signal, threading, warnings
 import torch
 from torch import nn
-from replication import DataParallel, SyncMaster, parallel_apply
+from replication import DataParallel, SyncMaster, parallel_apply, wait_report
 
 def total(messages):
     return [(identifier, sum(m for _, m in messages)) for identifier, _ in messages]
@@ -473,7 +489,7 @@ x = torch.ones(6, 1)
 
 SUMS = f"{[[7.0]] * 6}\n"
 
-EXITS_WITH_A_BUSY_WORKER = """
+EXITS_WITH_A_BUSY_REPLICA = """
 class Stuck(nn.Module):
     def forward(self):
         while True:
@@ -489,6 +505,90 @@ try:
     parallel_apply([Stuck(), Stuck()], [(), ()])
 except KeyboardInterrupt:
     print("interrupted")
+"""
+
+EXITS_RIGHT_BEFORE_A_REPLICA_ENDS = """
+import sys, time
+threads = sys.modules["replication.parallel_apply"]
+threads.GRACE = 0.0
+
+class Late(nn.Module):
+    def forward(self, index):
+        if index:
+            raise ValueError
+        time.sleep(0.3)
+        print("ended", flush=True)
+
+try:
+    parallel_apply([Late(), Late()], [0, 1])
+except ValueError:
+    print("abandoned", flush=True)
+"""
+
+INTERRUPTED_BY_ITSELF = """
+import gc, random
+
+def run_another():
+    outputs.append(model(x).tolist())
+
+outputs, inside = [], 0
+
+def handle(signum, frame):
+    global inside
+    if not inside:
+        inside = 1
+        run_another()
+        inside = 0
+
+class Last:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        run_another()
+
+signal.signal(signal.SIGALRM, handle)
+gc.set_threshold(200)
+random.seed(0)
+while len(outputs) < 300:
+    signal.setitimer(signal.ITIMER_REAL, random.random() / 300)
+    Last()
+    run_another()
+assert all(output == [[7.0]] * 6 for output in outputs)
+print("done")
+"""
+
+FORKS_BESIDE_A_FORWARD = """
+warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about threads and fork
+torch.set_num_threads(1)
+over = threading.Event()
+
+def train():
+    while not over.is_set():
+        model(x)
+
+thread = threading.Thread(target=train, daemon=True)
+with wait_report(quiet=True) as report:
+    thread.start()
+    for step in range(20):
+        if step == 19:  # for sure, after those by chance
+            held, released = threading.Event(), threading.Event()
+            def hold():
+                with report._lock:
+                    held.set()
+                    released.wait(20)
+            threading.Thread(target=hold).start()
+            held.wait(20)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            assert model(x).tolist() == [[7.0]] * 6
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0, step
+    released.set()
+over.set()
+thread.join()
+print("done")
 """
 
 FORKS = """
@@ -509,7 +609,7 @@ def run_script(rest: str, returncode: int = 0) -> subprocess.CompletedProcess[st
     return process
 
 
-def test_interpreter_exits_with_idle_workers():
+def test_interpreter_exits_after_a_forward():
     process = run_script("print(model(x).tolist())")
     assert process.stdout == SUMS
     assert process.stderr == ""
@@ -521,10 +621,27 @@ def test_interpreter_exits_right_after_an_error():
     assert "ReplicaFailed" not in process.stderr
 
 
-def test_interpreter_exits_while_workers_are_busy():
-    process = run_script(EXITS_WITH_A_BUSY_WORKER)
+def test_interpreter_exits_while_replicas_are_busy():
+    process = run_script(EXITS_WITH_A_BUSY_REPLICA)
     assert process.stdout == "interrupted\n"
     assert process.stderr == ""
+
+
+def test_interpreter_waits_a_little_for_abandoned_replicas():
+    """Torch aborts if the interpreter ends while one of them computes."""
+    process = run_script(EXITS_RIGHT_BEFORE_A_REPLICA_ENDS)
+    assert process.stdout == "abandoned\nended\n"
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signal")
+def test_signal_handlers_and_finalizers_may_run_the_model_that_they_interrupt():
+    assert run_script(INTERRUPTED_BY_ITSELF).stdout == "done\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_fork_beside_a_forward_works():
+    """Whatever the other thread is at, the child finds no lock held."""
+    assert run_script(FORKS_BESIDE_A_FORWARD).stdout == "done\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

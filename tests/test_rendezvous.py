@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 
 import pytest
-from layers import DEADLINE, outcome_of, together, values
+from layers import DEADLINE, outcome_of, soon, together, values
 
 import replication.rendezvous
 from replication import ReplicaFailed, ReplicasDiverged, ReplicationError
@@ -263,8 +264,27 @@ def test_message_says_who_is_where():
     rendezvous.leave(2)
     assert diverged(wait).startswith(
         "the replicas have diverged: `layer3.bn2`, call 2: replicas 0, 1 wait; "
-        "replica 2 ended after call 1; replica 3 runs; replica 4 has not begun. "
+        "replica 2 ended after call 1. "
     )
+
+
+def test_message_names_no_replica_that_may_still_come():
+    """Of four replicas one skips the layer before the last one has begun."""
+    rendezvous = Rendezvous(4)
+    for replica in (0, 1, 2):
+        rendezvous.enter(replica)
+    wait = begin_wait(rendezvous, 0, 1, 2, 3)
+    rendezvous.leave(1)
+    expected = (
+        "the replicas have diverged: `layer`, call 1: replica 0 waits; replica 1 ended without "
+        "calling it. Every replica must call"
+    )
+    message = diverged(wait)
+    assert message.startswith(expected)
+    rendezvous.enter(3)
+    with pytest.raises(ReplicasDiverged) as caught:
+        begin_wait(rendezvous, 3, 0)
+    assert str(caught.value) == message
 
 
 def test_message_says_who_has_not_called_the_layer_at_all():
@@ -358,6 +378,38 @@ def test_close_forgets_the_failure():
         assert gone() is None
     finally:
         gc.enable()
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+
+def test_a_closed_forward_writes_nothing():
+    rendezvous, written = entered(2), []
+    rendezvous.commit(lambda: written.append("before"))
+    rendezvous.close("over")
+    rendezvous.commit(lambda: written.append("after"))
+    assert written == ["before"]
+
+
+def test_close_waits_for_a_write_in_progress():
+    rendezvous, written = entered(2), []
+    writing, closing = threading.Event(), threading.Event()
+
+    def write() -> None:
+        writing.set()
+        assert closing.wait(DEADLINE)
+        assert soon(lambda: rendezvous._is_closed)
+        time.sleep(0.05)  # for a close that does not wait
+        written.append("whole")
+
+    def close() -> list[str]:
+        assert writing.wait(DEADLINE)
+        closing.set()
+        rendezvous.close("over")
+        return written[:]
+
+    _, seen = values(together(lambda: rendezvous.commit(write), close))
+    assert seen == ["whole"]
 
 
 # -- replicas that do not begin ----------------------------------------------------------------

@@ -1,0 +1,232 @@
+"""A forward that has failed, timed out or been interrupted writes no statistics any more."""
+
+from __future__ import annotations
+
+import copy
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layers import DEADLINE, AsTorchDoes, soon
+from torch import Tensor, nn
+
+from replication import DataParallel, ReplicasTimedOut, patch_replication_callback
+from syncbn import SynchronizedBatchNorm1d, batchnorm, convert_model
+
+pytestmark = [
+    pytest.mark.usefixtures("each_way"),
+    pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signal"),
+]
+
+#: Of the delays.
+chance = random.Random(0)
+
+
+class Delay(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(chance.random() / 500)
+        return x
+
+
+def network() -> nn.Sequential:
+    layers = [
+        *(nn.Linear(3, 4), Delay(), nn.BatchNorm1d(4), Delay(), nn.Tanh()),
+        *(nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4), Delay(), nn.BatchNorm1d(4)),
+    ]
+    return nn.Sequential(*layers).double()
+
+
+def ours(net: nn.Module, n: int = 3, **kwargs: Any) -> nn.Module:
+    return DataParallel(net, ["cpu"] * n, **kwargs)
+
+
+def as_torch_does(net: nn.Module) -> nn.Module:
+    model = AsTorchDoes(net, 3)
+    patch_replication_callback(model)
+    return model
+
+
+def state_of(net: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in net.state_dict().items()}
+
+
+def all_replicas_have_ended() -> bool:
+    # Those that torch's way runs have names of another kind, and wait for the first.
+    return not any(t.name.startswith("replica-") for t in threading.enumerate())
+
+
+def assert_unchanged(net: nn.Module, state: dict[str, Tensor]) -> None:
+    assert soon(all_replicas_have_ended)
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, state[name]), f"{name} has changed after the exception"
+
+
+def assert_step_is_exact(model: nn.Module, net: nn.Module) -> None:
+    """The output and the statistics of the next forward."""
+    twin = twin_of(net)
+    x = torch.randn(7, 3, dtype=torch.float64)
+    torch.testing.assert_close(model(x), twin(x))
+    torch.testing.assert_close(net.state_dict(), twin.state_dict())
+
+
+def twin_of(net: nn.Module) -> nn.Sequential:
+    """The same on one device, with torch's layers."""
+    twin = network()
+    twin.load_state_dict(net.state_dict())
+    return twin
+
+
+# -- Ctrl-C at any time ------------------------------------------------------------------------
+
+
+def interrupted(call: Callable[[], Any], after: float) -> bool:
+    """Whether a `KeyboardInterrupt` so many seconds later ended ``call``."""
+    is_armed = True
+
+    def interrupt(signum: int, frame: Any) -> None:
+        if is_armed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after, 0.005)
+        call()
+        is_armed = False
+        return False
+    except KeyboardInterrupt:
+        is_armed = False
+        return True
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(monkeypatch):
+    """Those of one device, which has updated the first few layers, and no other, by then."""
+
+    def slow_replies(messages: Any) -> Any:
+        replies = replies_to(messages)
+        time.sleep(chance.random() / 500)
+        return replies
+
+    replies_to = batchnorm.replies_to
+    monkeypatch.setattr(batchnorm, "replies_to", slow_replies)
+    net = convert_model(network())
+    model = ours(net)
+    model(torch.randn(7, 3, dtype=torch.float64))
+    norms = [name for name, layer in net.named_modules() if hasattr(layer, "running_mean")]
+    count = 0
+    for _ in range(60):
+        x = torch.randn(7, 3, dtype=torch.float64)
+        before, twin = state_of(net), twin_of(net)
+        count += interrupted(lambda x=x: model(x), chance.random() / 60)
+        state = state_of(net)
+        assert_unchanged(net, state)
+        twin(x)
+        has_come = [
+            state[f"{name}.num_batches_tracked"] > before[f"{name}.num_batches_tracked"]
+            for name in norms
+        ]
+        assert has_come == sorted(has_come, reverse=True)
+        expected = dict(before)
+        for name, is_updated in zip(norms, has_come, strict=True):
+            if is_updated:
+                expected.update(
+                    {k: v for k, v in twin.state_dict().items() if k.startswith(f"{name}.")}
+                )
+        torch.testing.assert_close(state, expected)
+    assert count
+    monkeypatch.undo()
+    assert_step_is_exact(model, net)
+
+
+# -- at a time when the first replica is about to write -----------------------------------------
+
+
+class Merging:
+    """Holds the first replica up between the merge of the moments and what it writes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+        self.goes_on, self.is_active = threading.Event(), True
+        replies_to = batchnorm.replies_to
+
+        def late_replies(messages: Any) -> Any:
+            replies = replies_to(messages)
+            if self.is_active:
+                act()
+                assert self.goes_on.wait(DEADLINE)
+            return replies
+
+        monkeypatch.setattr(batchnorm, "replies_to", late_replies)
+
+    def end(self) -> None:
+        self.is_active = False
+        self.goes_on.set()
+
+
+@pytest.mark.usefixtures("one_interrupt")
+@pytest.mark.parametrize("wrap", [ours, as_torch_does])
+def test_nothing_is_written_after_an_interrupt(wrap, monkeypatch):
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        while not merging.goes_on.wait(0.01):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    merging = Merging(monkeypatch, interrupt)
+    net = convert_model(network())
+    model = wrap(net)
+    before, threads = state_of(net), set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(7, 3, dtype=torch.float64))
+    merging.end()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(DEADLINE)
+    assert_unchanged(net, before)
+    assert_step_is_exact(model, net)
+
+
+def test_nothing_is_written_after_a_timeout(monkeypatch):
+    merging = Merging(monkeypatch, lambda: None)
+    net = convert_model(network())
+    model = ours(net, timeout=0.3)
+    before = state_of(net)
+    with pytest.raises(ReplicasTimedOut, match="replica 1: waits at `2`, call 1"):
+        model(torch.randn(7, 3, dtype=torch.float64))
+    merging.end()
+    assert_unchanged(net, before)
+    model.timeout = None
+    assert_step_is_exact(model, net)
+
+
+class Unhurried(SynchronizedBatchNorm1d):
+    """Is interrupted in the middle of its update."""
+
+    main = threading.main_thread()
+    writes = False
+
+    def _update_running_statistics(self, whole: Any) -> None:
+        Unhurried.writes = True
+        for _ in range(20):
+            signal.pthread_kill(self.main.ident or 0, signal.SIGINT)
+            time.sleep(0.005)
+        super()._update_running_statistics(whole)
+
+
+@pytest.mark.usefixtures("one_interrupt")
+def test_a_layer_that_is_about_to_write_does_so_before_the_interrupt_arrives():
+    net = nn.Sequential(Unhurried(3)).double()
+    twin = copy.deepcopy(nn.Sequential(nn.BatchNorm1d(3)).double())
+    x = torch.randn(7, 3, dtype=torch.float64)
+    with pytest.raises(KeyboardInterrupt):
+        ours(net)(x)
+    state = state_of(net)
+    twin(x)
+    torch.testing.assert_close(state, dict(twin.state_dict()))
+    assert_unchanged(net, state)

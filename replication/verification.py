@@ -21,8 +21,8 @@ from replication.group import is_recomputation
 from replication.notes import add_note
 from replication.place import here
 from replication.processes import process_count
-from replication.structure import Leaf, flatten
 from replication.torch_internals import compiled_module
+from replication.tree import Leaf, Path, flatten, map_with_path
 
 __all__ = ["Difference", "Verification", "verify"]
 
@@ -252,7 +252,7 @@ def results_of_step(
         counts[path, replica] += 1
         found: list[Tensor | None] = [
             _dense(leaf.value).detach().to(device, copy=True)
-            for leaf in flatten(output)[0]
+            for leaf in flatten(output)
             if _is_tensor(leaf)
         ]
         calls.setdefault(Call(path, counts[path, replica]), {})[replica] = found
@@ -263,7 +263,7 @@ def results_of_step(
             layer.register_forward_hook(partial(note, path))
     args, kwargs = arguments
     with torch.enable_grad():
-        outputs = [leaf for leaf in flatten(model(*args, **kwargs))[0] if _is_tensor(leaf)]
+        outputs = [leaf for leaf in flatten(model(*args, **kwargs)) if _is_tensor(leaf)]
     # Now, as those of torch's layers are updated once more in a recomputation.
     buffers: dict[str, Tensor | None] = {name: b.clone() for name, b in net.named_buffers()}
     learnt = [leaf.value for leaf in outputs if leaf.value.requires_grad]
@@ -278,7 +278,7 @@ def results_of_step(
         torch.autograd.backward(learnt, upstream)
     tensors: dict[str, dict[str, Tensor | None]] = {
         "output": {  # of a number each replica has its own
-            str(leaf): _dense(leaf.value).detach() for leaf in outputs if leaf.value.dim()
+            str(leaf.path): _dense(leaf.value).detach() for leaf in outputs if leaf.value.dim()
         },
         "gradient": {
             name: None if tensor.grad is None else _dense(tensor.grad)
@@ -323,18 +323,19 @@ def _prepared(
         arguments: Any = (), dict(batch)
     else:
         arguments = (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
-    leaves, structure = flatten(arguments)
-    inputs, values = {}, []
-    for leaf in leaves:
-        value = leaf.value
-        if isinstance(value, Tensor):
-            value = value.detach().to(device, copy=True)
-            if value.is_floating_point():
-                value = value.to(dtype).requires_grad_()
-                inputs[f"argument {'.'.join(leaf.path[1:])}"] = value
-                value = value.clone()  # which a layer may change in place
-        values.append(value)
-    return structure.around(values), inputs
+    inputs = {}
+
+    def prepared(path: Path, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = value.detach().to(device, copy=True)
+        if not value.is_floating_point():
+            return value
+        value = value.to(dtype).requires_grad_()
+        inputs[f"argument {Path(path[1:])}"] = value
+        return value.clone()  # a layer may change it in place
+
+    return map_with_path(prepared, arguments), inputs
 
 
 def difference(

@@ -20,7 +20,7 @@ from replication import (
     patch_replication_callback,
     replicate,
 )
-from replication.replicate import broadcast
+from replication.broadcast import broadcast
 from replication.torch_internals import HOOKS
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -748,7 +748,7 @@ def test_on_distinct_cuda_devices_all_tensors_are_broadcast_at_once(monkeypatch)
         real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
         return [real, *([t.clone() for t in real] for _ in devices[1:])]
 
-    module = importlib.import_module("replication.replicate")
+    module = importlib.import_module("replication.broadcast")
     monkeypatch.setattr(module, "are_distinct_cuda", lambda devices: True)
     monkeypatch.setattr(module.comm, "broadcast_coalesced", broadcast_coalesced)
     net = nn.BatchNorm1d(3)

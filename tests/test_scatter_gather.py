@@ -252,7 +252,7 @@ def test_outputs_of_different_structure_are_refused(first, second, message):
 
 
 def test_lists_of_different_lengths_come_with_a_remedy():
-    with pytest.raises(ValueError, match="object of a class of your own"):
+    with pytest.raises(ValueError, match="one list per sample, wrap it in a class of your own"):
         gather([[1, 2], [3]], "cpu")
 
 

@@ -449,6 +449,36 @@ def test_hooks_registered_in_forward_are_seen_by_their_own_replica_only(wrap):
     assert not any(vars(net.inner)[name] for name in HOOKS)
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in HOOKS if isinstance(vars(nn.Module())[name], dict)]
+)
+@pytest.mark.parametrize("filled", [False, True])
+def test_no_dictionary_of_hooks_is_shared(name, filled):
+    net = nn.ReLU()
+    if filled:
+        vars(net)[name][0] = "a hook"
+    hooks = [vars(module)[name] for module in (net, *replicate(net, ["cpu"] * 2))]
+    assert [dict(found) for found in hooks] == [{0: "a hook"} if filled else {}] * 3
+    assert len({id(found) for found in hooks}) == 3
+
+
+def test_a_class_that_is_its_own_replica_keeps_its_hooks():
+    class Same(nn.Module):
+        def _replicate_for_data_parallel(self) -> nn.Module:
+            return self
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    net = nn.Sequential(Same())
+    handle = net[0].register_forward_hook(lambda module, args, output: output + 1)
+    for replica in replicate(net, ["cpu"] * 2):
+        assert replica[0] is net[0]
+    assert net(torch.zeros(1)) == 1
+    handle.remove()
+    assert net(torch.zeros(1)) == 0
+
+
 def test_training_mode_is_the_modules():
     net = nn.Sequential(nn.Dropout(), nn.ReLU().eval())
     for replica in replicate(net, ["cpu"] * 2):

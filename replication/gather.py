@@ -16,9 +16,10 @@ from replication.tree import (
     DifferentStructure,
     Path,
     Scattered,
-    map_with_path,
+    flatten_together,
     name_of,
     open_any,
+    unflatten,
 )
 
 __all__ = ["gather"]
@@ -73,22 +74,19 @@ def join_leaves(
     check_list("outputs", outputs)
     if not len(outputs):
         raise ValueError("expected the output of at least one replica (got none)")
-    paths: list[Path] = []
-
-    def joined(path: Path, *entries: Any) -> Any:
-        paths.append(path)
-        if all(entry is None for entry in entries):
-            return None
-        if not gather_to_one_device or any(_is_under(path, name) for name in except_keywords):
-            return Scattered(entries)
-        return join(path, entries)
-
     try:
-        output = map_with_path(joined, *outputs)
+        rows, spec = flatten_together(outputs)
     except DifferentStructure as error:
         raise ValueError(_difference(error)) from None
-    _report_unknown(except_keywords, paths)
-    return output
+    _report_unknown(except_keywords, [path for path, _ in rows])
+    joined: list[Any] = []
+    for path, entries in rows:
+        keep = not gather_to_one_device or any(_is_under(path, name) for name in except_keywords)
+        if all(entry is None for entry in entries):
+            joined.append(None)
+        else:
+            joined.append(Scattered(entries) if keep else join(path, entries))
+    return unflatten(spec, joined)
 
 
 def _joined(path: Path, entries: tuple[Any, ...], device: torch.device, dim: int) -> Any:

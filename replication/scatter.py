@@ -18,9 +18,9 @@ from replication.tree import (
     Scattered,
     flatten,
     leaves_of,
-    map_with_path,
     name_of,
     replace_leaves,
+    unflatten,
 )
 
 __all__ = ["scatter", "scatter_kwargs"]
@@ -56,8 +56,9 @@ def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[An
             cannot be split as a `Scattered` beside it, a container contains itself, or there are
             no (such) devices.
     """
-    splitter = Splitter(flatten(inputs), usable_devices(devices), dim)
-    return [splitter.part(inputs, replica) for replica in range(splitter.count)]
+    leaves, spec = flatten(inputs)
+    splitter = Splitter(leaves, usable_devices(devices), dim)
+    return [unflatten(spec, part) for part in splitter.parts()]
 
 
 def scatter_kwargs(
@@ -103,13 +104,15 @@ def scatter_kwargs(
     if len(targets) == 1 and not any(isinstance(x, Scattered) for x in leaves_of((args, named))):
         args, named = moved((args, named), targets[0])
         return (args,), (named,)
-    leaves = [*flatten(args), *flatten(named)]
+    (positional, args_spec), (keyword, kwargs_spec) = flatten(args), flatten(named)
+    leaves = [*positional, *keyword]
     splitter = Splitter(leaves, targets, dim, cpu_keywords, "argument ")
-    has_data = any(isinstance(leaf.value, Scattered) or _is_batch(leaf.value) for leaf in leaves)
-    replicas = splitter.count if has_data else 1
+    parts = splitter.parts()
+    if not any(isinstance(leaf.value, Scattered) or _is_batch(leaf.value) for leaf in leaves):
+        parts = parts[:1]
     return (
-        tuple(splitter.part(args, replica) for replica in range(replicas)),
-        tuple(splitter.part(named, replica) for replica in range(replicas)),
+        tuple(unflatten(args_spec, part[: len(positional)]) for part in parts),
+        tuple(unflatten(kwargs_spec, part[len(positional) :]) for part in parts),
     )
 
 
@@ -156,6 +159,7 @@ class Splitter:
     ) -> None:
         if not devices:
             raise ValueError("expected at least one device (got none)")
+        self._leaves = leaves
         self._devices = devices
         self._dim = dim
         self._stay = stay
@@ -177,11 +181,11 @@ class Splitter:
             moving = [leaf for leaf in batch if not self._stays(leaf.path)]
             self._splits = [chunk_sizes(self._common_length(moving or batch), self.count)]
             self.count = len(self._splits[0])
-        self._parts = {leaf.path: self._split(leaf) for leaf in leaves}
 
-    def part(self, tree: Any, replica: int) -> Any:
-        """The arguments of one replica: ``tree`` with its part of each leaf."""
-        return map_with_path(lambda path, leaf: self._parts[path][replica], tree)
+    def parts(self) -> list[list[Any]]:
+        """For each replica, its part of each leaf."""
+        entries = [self._split(leaf) for leaf in self._leaves]
+        return [[of_leaf[replica] for of_leaf in entries] for replica in range(self.count)]
 
     def _split(self, leaf: Leaf) -> list[Any]:
         """The parts of one leaf, each on its device."""
@@ -273,7 +277,7 @@ def _sizes_of(entries: Scattered, dim: int) -> list[int] | None:
     for entry in entries:
         tensors = [
             leaf.value
-            for leaf in flatten(entry)
+            for leaf in flatten(entry)[0]
             if _is_batch(leaf.value) and not any(isinstance(key, SequenceKey) for key in leaf.path)
         ]
         lengths = {x.size(dim) if _has_dimension(x, dim) else None for x in tensors}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from types import MemberDescriptorType
@@ -106,6 +106,13 @@ class Container:
     def keys(self) -> list[Any]:
         """One key for each value: its position, its key or the name of its field."""
         raise NotImplementedError
+
+    def values_of(self, keys: list[Any]) -> list[Any]:
+        """The values in the order of ``keys``."""
+        if keys == self.keys:
+            return self.values
+        by_key = dict(zip(self.keys, self.values, strict=True))
+        return [by_key[key] for key in keys]
 
     def rebuilt(self, values: Iterable[Any], made: Made) -> Any:
         """The same container around other values, as a new object.
@@ -298,49 +305,59 @@ def leaves_of(tree: Any, opened: Callable[[Any], Container | None] = open_any) -
             pending += (item for item in container.values if type(item) not in _PLAIN)
 
 
-def flatten(tree: Any) -> list[Leaf]:
-    """The leaves of an argument or an output, with their paths.
+class Spec(NamedTuple):
+    """The containers around some leaves."""
+
+    #: None for a leaf.
+    container: Container | None
+    children: list[Spec]
+
+
+def flatten(tree: Any) -> tuple[list[Leaf], Spec]:
+    """The leaves of an argument or an output, and the containers around them.
 
     An object that is no container is one leaf. So is ``None``, and so is a container that holds
     nothing to be split, unless it is one of the standard library or a namedtuple.
     """
-    leaves: list[Leaf] = []
-
-    def visit(path: Path, trees: tuple[Any, ...], above: tuple[int, ...]) -> None:
-        containers = _opened(path, trees, above)
-        if containers is None:
-            leaves.append(Leaf(path, trees[0]))
-            return
-        (container,) = containers
-        for key, value in zip(container.keys, container.values, strict=True):
-            visit(Path((*path, key)), (value,), (*above, id(trees[0])))
-
-    visit(Path(), (tree,), ())
-    return leaves
+    rows, spec = flatten_together([tree])
+    return [Leaf(path, value) for path, (value,) in rows], spec
 
 
-def map_with_path(function: Callable[..., Any], *trees: Any) -> Any:
-    """Makes one tree of several that have the same structure: ``function(path, *leaves)``.
-
-    All containers are new objects, of the types that the first tree has.
+def flatten_together(trees: Sequence[Any]) -> tuple[list[tuple[Path, tuple[Any, ...]]], Spec]:
+    """The leaves that several trees have at each path, and the containers of the first tree.
 
     Raises:
         DifferentStructure: The trees differ in containers or keys.
     """
+    rows: list[tuple[Path, tuple[Any, ...]]] = []
 
-    def visit(path: Path, trees: tuple[Any, ...], above: tuple[int, ...]) -> Any:
+    def visit(path: Path, trees: tuple[Any, ...], above: tuple[int, ...]) -> Spec:
         containers = _opened(path, trees, above)
         if containers is None:
-            return function(path, *trees)
+            rows.append((path, trees))
+            return Spec(None, [])
+        first = containers[0]
+        entries = zip(*(container.values_of(first.keys) for container in containers), strict=True)
         above = (*above, id(trees[0]))
-        parts = [dict(zip(c.keys, c.values, strict=True)) for c in containers]
-        values = [
-            visit(Path((*path, key)), tuple(part[key] for part in parts), above)
-            for key in parts[0]
+        children = [
+            visit(Path((*path, key)), values, above)
+            for key, values in zip(first.keys, entries, strict=True)
         ]
-        return containers[0].rebuilt(values, {})
+        return Spec(first, children)
 
-    return visit(Path(), trees, ())
+    return rows, visit(Path(), tuple(trees), ())
+
+
+def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
+    """The same containers around other leaves, as new objects."""
+    remaining = iter(leaves)
+
+    def build(spec: Spec) -> Any:
+        if spec.container is None:
+            return next(remaining)
+        return spec.container.rebuilt(map(build, spec.children), {})
+
+    return build(spec)
 
 
 def _opened(path: Path, trees: tuple[Any, ...], above: tuple[int, ...]) -> list[Container] | None:

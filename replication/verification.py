@@ -22,7 +22,7 @@ from replication.notes import add_note
 from replication.place import here
 from replication.processes import process_count
 from replication.torch_internals import compiled_module
-from replication.tree import Leaf, Path, flatten, map_with_path
+from replication.tree import Leaf, Path, flatten, unflatten
 
 __all__ = ["Difference", "Verification", "verify"]
 
@@ -252,7 +252,7 @@ def results_of_step(
         counts[path, replica] += 1
         found: list[Tensor | None] = [
             _dense(leaf.value).detach().to(device, copy=True)
-            for leaf in flatten(output)
+            for leaf in flatten(output)[0]
             if _is_tensor(leaf)
         ]
         calls.setdefault(Call(path, counts[path, replica]), {})[replica] = found
@@ -263,7 +263,7 @@ def results_of_step(
             layer.register_forward_hook(partial(note, path))
     args, kwargs = arguments
     with torch.enable_grad():
-        outputs = [leaf for leaf in flatten(model(*args, **kwargs)) if _is_tensor(leaf)]
+        outputs = [leaf for leaf in flatten(model(*args, **kwargs))[0] if _is_tensor(leaf)]
     # Now, as those of torch's layers are updated once more in a recomputation.
     buffers: dict[str, Tensor | None] = {name: b.clone() for name, b in net.named_buffers()}
     learnt = [leaf.value for leaf in outputs if leaf.value.requires_grad]
@@ -323,19 +323,17 @@ def _prepared(
         arguments: Any = (), dict(batch)
     else:
         arguments = (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
-    inputs = {}
-
-    def prepared(path: Path, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        value = value.detach().to(device, copy=True)
-        if not value.is_floating_point():
-            return value
-        value = value.to(dtype).requires_grad_()
-        inputs[f"argument {Path(path[1:])}"] = value
-        return value.clone()  # a layer may change it in place
-
-    return map_with_path(prepared, arguments), inputs
+    leaves, spec = flatten(arguments)
+    inputs, values = {}, []
+    for path, value in leaves:
+        if isinstance(value, Tensor):
+            value = value.detach().to(device, copy=True)
+            if value.is_floating_point():
+                value = value.to(dtype).requires_grad_()
+                inputs[f"argument {Path(path[1:])}"] = value
+                value = value.clone()  # which a layer may change in place
+        values.append(value)
+    return unflatten(spec, values), inputs
 
 
 def difference(

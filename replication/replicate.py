@@ -22,7 +22,7 @@ from replication.torch_internals import (
     is_compiled_wrapper,
     make_shell,
 )
-from replication.tree import Made, leaves_of, open_builtin, replace_leaves
+from replication.tree import PLAIN, Made, leaves_of, open_builtin, replace_leaves
 from replication.watch import is_watched, unwatch
 
 __all__ = ["replicate"]
@@ -85,11 +85,12 @@ class Originals:
     """The modules, parameters and buffers of which replicas are made."""
 
     def __init__(self, module: nn.Module) -> None:
-        found = list(module.modules())
         #: The modules, of which the first is the one to be replicated.
-        self.modules = [m for m in found if not is_compiled_wrapper(m)]
+        self.modules: list[nn.Module] = []
         #: What ``torch.compile(module)`` returns. A replica has its copy of the module instead.
-        self.wrappers = [m for m in found if is_compiled_wrapper(m)]
+        self.wrappers: list[nn.Module] = []
+        for found in module.modules():
+            (self.wrappers if is_compiled_wrapper(found) else self.modules).append(found)
         self.parameters = list(module.parameters())
         self.buffers = list(module.buffers())
 
@@ -183,6 +184,8 @@ def own_hooks(state: dict[str, Any]) -> None:
 
 def _needs_replacing(value: Any) -> bool:
     """Whether anything in a plain attribute may be another object in a replica."""
+    if type(value) in PLAIN:
+        return False
     return any(isinstance(leaf, _REPLACED) for leaf in leaves_of(value, open_builtin))
 
 

@@ -89,7 +89,8 @@ Made = dict[int, tuple[Any, Any]]
 
 _BASES = (list, tuple, OrderedDict, defaultdict, dict, deque)
 _DICTS = (dict, OrderedDict, defaultdict)
-_PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
+#: Types whose objects hold nothing. Most items and attributes are of these.
+PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
 #: Tuples that are one object to their users, and the tuple that says how to split.
 _WHOLE = (torch.Size, PackedSequence, Scattered)
 
@@ -267,7 +268,7 @@ class Record(Container):
 def open_builtin(value: Any) -> Container | None:
     """Opens the containers of the standard library; None for everything else."""
     kind = type(value)
-    if kind in _PLAIN or not issubclass(kind, _BASES) or issubclass(kind, _WHOLE):
+    if kind in PLAIN or not issubclass(kind, _BASES) or issubclass(kind, _WHOLE):
         return None
     return Builtin(value)
 
@@ -275,7 +276,7 @@ def open_builtin(value: Any) -> Container | None:
 def open_any(value: Any) -> Container | None:
     """Opens all containers that arguments and outputs may have; None for everything else."""
     kind = type(value)
-    if kind in _PLAIN or issubclass(kind, (Tensor, nn.Module, *_WHOLE)):
+    if kind in PLAIN or issubclass(kind, (Tensor, nn.Module, *_WHOLE)):
         return None
     if kind not in _BASES and pytree_node(kind) is not None:
         return Registered(value)
@@ -302,7 +303,7 @@ def leaves_of(tree: Any, opened: Callable[[Any], Container | None] = open_any) -
             yield value
         elif id(value) not in seen:
             seen[id(value)] = value  # kept, so that no other object gets its identity
-            pending += (item for item in container.values if type(item) not in _PLAIN)
+            pending += (item for item in container.values if type(item) not in PLAIN)
 
 
 class Spec(NamedTuple):
@@ -415,7 +416,7 @@ def replace_leaves(
     """
 
     def new_leaf(leaf: Any) -> Any:
-        if type(leaf) in _PLAIN:
+        if type(leaf) in PLAIN:
             return leaf
         if id(leaf) not in made:
             made[id(leaf)] = leaf, function(leaf)

@@ -25,7 +25,7 @@ from replication.replica_aware import ReplicaAware
 from replication.replica_group import ReplicaGroup
 from replication.replicate import replicate
 from replication.scatter import scatter, scatter_kwargs
-from replication.scattered import Scattered
+from replication.tree import Scattered
 
 __all__ = [
     "CallbackContext",

@@ -26,8 +26,8 @@ from replication.gather import gather, join_leaves
 from replication.parallel_apply import parallel_apply
 from replication.replicate import replicate
 from replication.scatter import scatter_kwargs
-from replication.scattered import Scattered
 from replication.torch_internals import check_balance, uncompiled
+from replication.tree import Scattered
 from replication.watch import first_failure_wins, limit_time
 
 __all__ = [

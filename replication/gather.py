@@ -11,8 +11,16 @@ from torch import Tensor
 
 from replication.checks import check_list, checked_names
 from replication.devices import DeviceLike, check_available, parse_device, to_device
-from replication.scattered import Scattered
-from replication.structure import Key, Leaf, flatten
+from replication.torch_internals import SequenceKey
+from replication.tree import (
+    DifferentStructure,
+    Path,
+    Scattered,
+    flatten_together,
+    name_of,
+    open_any,
+    unflatten,
+)
 
 __all__ = ["gather"]
 
@@ -50,15 +58,15 @@ def gather(
     check_available(device)
     except_keywords = checked_names("except_keywords", except_keywords)
 
-    def join(leaf: Leaf, entries: tuple[Any, ...]) -> Any:
-        return _joined(leaf, entries, device, dim)
+    def join(path: Path, entries: tuple[Any, ...]) -> Any:
+        return _joined(path, entries, device, dim)
 
     return join_leaves(outputs, join, gather_to_one_device, except_keywords)
 
 
 def join_leaves(
     outputs: Sequence[Any],
-    join: Callable[[Leaf, tuple[Any, ...]], Any],
+    join: Callable[[Path, tuple[Any, ...]], Any],
     gather_to_one_device: bool = True,
     except_keywords: Collection[str] = (),
 ) -> Any:
@@ -66,25 +74,22 @@ def join_leaves(
     check_list("outputs", outputs)
     if not len(outputs):
         raise ValueError("expected the output of at least one replica (got none)")
-    leaves, structure = flatten(outputs[0])
-    rows = []
-    for index, output in enumerate(outputs):
-        row = structure.leaves_of(output)
-        if row is None:
-            raise ValueError(_difference(outputs[0], output, index))
-        rows.append(row)
-    _report_unknown(except_keywords, leaves)
+    try:
+        rows, spec = flatten_together(outputs)
+    except DifferentStructure as error:
+        raise ValueError(_difference(error)) from None
+    _report_unknown(except_keywords, [path for path, _ in rows])
     joined: list[Any] = []
-    for leaf, *entries in zip(leaves, *rows, strict=True):
-        keep = not gather_to_one_device or any(_is_under(leaf, name) for name in except_keywords)
+    for path, entries in rows:
+        keep = not gather_to_one_device or any(_is_under(path, name) for name in except_keywords)
         if all(entry is None for entry in entries):
             joined.append(None)
         else:
-            joined.append(Scattered(entries) if keep else join(leaf, tuple(entries)))
-    return structure.around(joined)
+            joined.append(Scattered(entries) if keep else join(path, entries))
+    return unflatten(spec, joined)
 
 
-def _joined(leaf: Leaf, entries: tuple[Any, ...], device: torch.device, dim: int) -> Any:
+def _joined(path: Path, entries: tuple[Any, ...], device: torch.device, dim: int) -> Any:
     if not all(isinstance(entry, Tensor) for entry in entries):
         return list(entries)
     tensors = [to_device(entry, device) for entry in entries]
@@ -95,23 +100,22 @@ def _joined(leaf: Leaf, entries: tuple[Any, ...], device: torch.device, dim: int
     except (RuntimeError, IndexError) as error:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise ValueError(
-            f"the outputs of the replicas{f', `{leaf}`,' if leaf.path else ''} cannot be joined "
+            f"the outputs of the replicas{f', `{path}`,' if path else ''} cannot be joined "
             f"along dimension {dim} (got shapes {shapes}); gather_to_one_device=False or "
             "except_keywords leaves them as they are"
         ) from error
 
 
-def _is_under(leaf: Leaf, name: str) -> bool:
-    """Whether a key on the way to the leaf is ``name``, or the way begins with ``name``."""
-    parts = tuple(name.split("."))
-    keys = [part for part in leaf.path if isinstance(part, Key)]
-    return name in keys or leaf.path[: len(parts)] == parts
+def _is_under(path: Path, name: str) -> bool:
+    """Whether a key or field on the path is called ``name``, or the path begins with ``name``."""
+    names = [name_of(key) for key in path if not isinstance(key, SequenceKey)]
+    return name in names or f"{path}.".startswith(f"{name}.")
 
 
-def _report_unknown(names: Collection[str], leaves: list[Leaf]) -> None:
-    unknown = [name for name in names if not any(_is_under(leaf, name) for leaf in leaves)]
+def _report_unknown(names: Collection[str], paths: list[Path]) -> None:
+    unknown = [name for name in names if not any(_is_under(path, name) for path in paths)]
     if unknown:
-        there = ", ".join(f"`{leaf}`" for leaf in leaves if leaf.path) or "none"
+        there = ", ".join(f"`{path}`" for path in paths if path) or "none"
         warnings.warn(
             f"except_keywords names {', '.join(map(repr, unknown))}, which the output does not "
             f"have; it has {there}",
@@ -119,21 +123,29 @@ def _report_unknown(names: Collection[str], leaves: list[Leaf]) -> None:
         )
 
 
-def _difference(first: Any, other: Any, index: int) -> str:
-    """Says how two outputs differ, as exactly as their leaves tell."""
-    mine = {str(leaf) for leaf in flatten(first)[0]}
-    theirs = {str(leaf) for leaf in flatten(other)[0]}
-    missing = [f"only replica 0 has `{path}`" for path in sorted(mine - theirs)]
-    missing += [f"only replica {index} has `{path}`" for path in sorted(theirs - mine)]
-    if not missing or "" in mine | theirs:
-        missing = [f"replica 0: {_outline(first)}, replica {index}: {_outline(other)}"]
-    text = f"the outputs of the replicas must be alike in structure ({'; '.join(missing)})"
-    if any(part.isdigit() for path in mine ^ theirs for part in path.split(".")):
-        text += (
-            "; a list per sample is returned in an object of a class of your own, of which comes "
-            "a list with one entry per replica"
+def _difference(error: DifferentStructure) -> str:
+    """Says how the outputs of two replicas differ."""
+    mine, theirs = (_children(error.path, tree) for tree in (error.first, error.other))
+    missing = [f"only replica 0 has `{path}`" for path in mine if path not in theirs]
+    missing += [f"only replica {error.index} has `{path}`" for path in theirs if path not in mine]
+    if missing and type(error.first) is type(error.other):
+        what = "; ".join(missing)
+    else:
+        at = f" at `{error.path}`" if error.path else ""
+        what = (
+            f"replica 0: {_outline(error.first)}, "
+            f"replica {error.index}: {_outline(error.other)}{at}"
         )
+    text = f"the outputs of the replicas must be alike in structure ({what})"
+    if isinstance(error.first, (list, tuple)) or isinstance(error.other, (list, tuple)):
+        text += "; to keep one list per sample, wrap it in a class of your own"
     return text
+
+
+def _children(path: Path, tree: Any) -> list[Path]:
+    """The paths to the parts of a container."""
+    container = open_any(tree)
+    return [] if container is None else [Path((*path, key)) for key in container.keys]
 
 
 def _outline(output: Any) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from replication.broadcast import broadcast
 from replication.checks import is_int
 from replication.devices import to_device
 from replication.errors import ReplicationError
@@ -35,7 +36,6 @@ from replication.group import (
 from replication.pipe import connect
 from replication.place import here
 from replication.rendezvous import Rendezvous, Site
-from replication.replicate import broadcast
 from replication.torch_internals import NO_BACKWARD, current_backward, sees_saved_tensors
 
 __all__ = ["ReplicaGroup"]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import comm
+from torch.nn.utils.rnn import PackedSequence
 
-from replication.attributes import Moving, needs_moving
+from replication.broadcast import broadcast, copied_buffers
 from replication.checks import check_module
-from replication.devices import DeviceLike, are_distinct_cuda, to_device, usable_devices
+from replication.devices import DeviceLike, to_device, usable_devices
 from replication.torch_internals import (
     COMPILED_CALL_IMPL,
     HOOKS,
@@ -21,17 +22,20 @@ from replication.torch_internals import (
     is_compiled_wrapper,
     make_shell,
 )
+from replication.tree import PLAIN, Made, leaves_of, open_builtin, replace_leaves
 from replication.watch import is_watched, unwatch
 
 __all__ = ["replicate"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-#: One list of tensors per device.
-Copies = list[list[Tensor]]
+#: The copies of a replica's parameters, buffers and submodules, by the identity of the original.
+Copied = dict[int, Any]
 
 #: Attributes that every module has; none of them holds a tensor of the user's.
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+#: Leaves of plain attributes that may be another object in a replica.
+_REPLACED = (Tensor, nn.Module, MethodType, PackedSequence)
 
 
 def replicate(
@@ -44,16 +48,18 @@ def replicate(
     the parameters of ``module``, where those of all replicas are summed in replica order, so that
     the sum is the same in every run.
 
-    Memory. On the device where the original is, replicas share the storage of its parameters.
-    Buffers are shared with copy 0 only, so that what copy 0 writes into them in place lasts; the
-    other copies have their own.
+    On the device of the original, replicas share the storage of its parameters. Copy 0 shares the
+    buffers as well, so that what it writes into them in place lasts. The other copies have buffers
+    of their own.
 
-    Plain attributes, and what is in a list, tuple or dict that is one: tensors are moved to the
-    replica's device if they are elsewhere; the module's own parameters, buffers, submodules and
+    Plain attributes, directly or in a list, tuple, dict or deque: tensors are moved to the
+    replica's device if they are elsewhere. The module's own parameters, buffers, submodules and
     bound methods become the replica's. Everything else is shared by all replicas and the original,
-    closures that refer to the original included. Hooks of the original are run by all replicas;
-    those that a replica registers in its forward are its own. What is compiled, by
-    ``module.compile()`` or ``torch.compile(module)``, runs uncompiled in replicas.
+    including closures that refer to the original.
+
+    Hooks of the original run in all replicas. Hooks that a replica registers in its forward are
+    its own. A module that is compiled, by ``module.compile()`` or ``torch.compile(module)``, runs
+    uncompiled in replicas.
 
     Args:
         module: Any module; parameters and submodules may be shared (tied) or ``None``.
@@ -64,212 +70,143 @@ def replicate(
         The replicas, in the order of ``devices``; no replicas for no devices.
 
     Raises:
-        TypeError: ``module`` is no module, or is or contains a ScriptModule, or what
-            ``torch.compile(module)`` returns with hooks of its own.
+        TypeError: ``module`` is no module, it is or contains a ScriptModule, or it contains the
+            result of ``torch.compile(module)`` with hooks of its own.
         ValueError: This machine has no such device.
     """
     check_module(module)
     targets = usable_devices(devices)
-    # A wrapper's attributes are those of what it wraps; so are its replicas.
-    modules: list[nn.Module] = []
-    wrappers: list[nn.Module] = []
-    for submodule in module.modules():
-        (wrappers if is_compiled_wrapper(submodule) else modules).append(submodule)
-    for wrapper in wrappers:
-        if any(vars(wrapper).get(name) for name in HOOKS):
-            raise TypeError(
-                "what torch.compile(module) returns has hooks of its own, which replicas would "
-                "not run, as they run the module itself; register them on the module"
-            )
-    for submodule in modules:
-        if isinstance(submodule, torch.jit.ScriptModule):
+    originals = Originals(module)
+    originals.check()
+    return [cast(ModuleT, replica) for replica in originals.build(targets, detach)]
+
+
+class Originals:
+    """The modules, parameters and buffers of which replicas are made."""
+
+    def __init__(self, module: nn.Module) -> None:
+        #: The modules, of which the first is the one to be replicated.
+        self.modules: list[nn.Module] = []
+        #: What ``torch.compile(module)`` returns. A replica has its copy of the module instead.
+        self.wrappers: list[nn.Module] = []
+        for found in module.modules():
+            (self.wrappers if is_compiled_wrapper(found) else self.modules).append(found)
+        self.parameters = list(module.parameters())
+        self.buffers = list(module.buffers())
+
+    def check(self) -> None:
+        """Raises TypeError for what cannot be replicated."""
+        for wrapper in self.wrappers:
+            if any(vars(wrapper).get(name) for name in HOOKS):
+                raise TypeError(
+                    "what torch.compile(module) returns has hooks of its own, which replicas "
+                    "would not run, as they run the module itself; register them on the module"
+                )
+        if any(isinstance(module, torch.jit.ScriptModule) for module in self.modules):
             raise TypeError("a ScriptModule cannot be replicated; wrap the module it was made of")
-    methods = [getattr(submodule, MAKE_SHELL) for submodule in modules]
-    shells = [[make_shell(method) for method in methods] for _ in targets]
-    if not targets:
-        return []
-    parameters, buffers = list(module.parameters()), list(module.buffers())
-    parameter_copies = broadcast(parameters, targets, detach)
-    buffer_copies = copied_buffers(buffers, targets, detach)
-    parts = [Parts(submodule) for submodule in modules]
-    originals = [id(thing) for thing in (*parameters, *buffers, *modules)]
-    for device, copies, own_parameters, own_buffers in zip(
-        targets, shells, parameter_copies, buffer_copies, strict=True
-    ):
-        # The copy of each parameter, buffer and submodule, by the identity of the original.
-        copied = dict(zip(originals, (*own_parameters, *own_buffers, *copies), strict=True))
-        copied |= {id(wrapper): copied[id(compiled_module(wrapper))] for wrapper in wrappers}
-        for of_submodule, copy in zip(parts, copies, strict=True):
-            of_submodule.fill(copy, copied, device)
-    return [cast(ModuleT, copies[0]) for copies in shells]
+
+    def build(self, devices: list[torch.device], detach: bool) -> list[nn.Module]:
+        """Makes one replica for each device."""
+        if not devices:
+            return []
+        methods = [getattr(module, MAKE_SHELL) for module in self.modules]
+        shells = [[make_shell(method) for method in methods] for _ in devices]
+        parameters = broadcast(self.parameters, devices, detach)
+        buffers = copied_buffers(self.buffers, devices, detach)
+        parts = [Parts(module) for module in self.modules]
+        ids = [id(original) for original in (*self.parameters, *self.buffers, *self.modules)]
+        wrapped = [(id(wrapper), id(compiled_module(wrapper))) for wrapper in self.wrappers]
+        for i, device in enumerate(devices):
+            copied = dict(zip(ids, (*parameters[i], *buffers[i], *shells[i]), strict=True))
+            copied |= {wrapper: copied[inner] for wrapper, inner in wrapped}
+            for of_module, shell in zip(parts, shells[i], strict=True):
+                of_module.fill(shell, copied, device)
+        return [copies[0] for copies in shells]
 
 
 class Parts:
-    """What a module consists of, looked up once for all of its copies."""
+    """The parts of one module, looked up once for all of its copies."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         # By the identity of the original; None stays None.
-        self._children = [
-            (name, id(child)) for name, child in module._modules.items() if child is not None
-        ]
+        self._children = [(name, id(m)) for name, m in module._modules.items() if m is not None]
         self._buffers = [(name, id(b)) for name, b in module._buffers.items() if b is not None]
-        self._parameters = [
-            (name, id(p)) for name, p in module._parameters.items() if p is not None
-        ]
-        self._missing = [name for name, p in module._parameters.items() if p is None]
-        self._constants = _constants(module)
-        #: Whether a class has a say in its attributes (RNNs).
+        parameters = module._parameters.items()
+        self._parameters = [(name, id(p)) for name, p in parameters if p is not None]
+        self._missing = [name for name, p in parameters if p is None]
+        self._plain = {
+            name: value
+            for name, value in vars(module).items()
+            if name not in _OWN_ATTRIBUTES and _needs_replacing(value)
+        }
+        #: Whether the class has its own way to set attributes (RNNs).
         self._sets_attributes = type(module).__setattr__ is not nn.Module.__setattr__
         self._is_watched = is_watched(module)
         self._is_compiled = vars(module).get(COMPILED_CALL_IMPL) is not None
 
-    def fill(self, copy: nn.Module, copied: dict[int, Any], device: torch.device) -> None:
+    def fill(self, shell: nn.Module, copied: Copied, device: torch.device) -> None:
         """Gives a shell the copies of its children, parameters and buffers, and its own hooks."""
-        state = vars(copy)
-        if copy is not self._module:  # as of a class that does not want to be replicated
+        state = vars(shell)
+        if shell is not self._module:  # as it is where a class returns itself as its shell
             own_hooks(state)
-        children, buffers = state["_modules"], state["_buffers"]
         for name, child in self._children:
-            children[name] = copied[child]
+            state["_modules"][name] = copied[child]
         for name, buffer in self._buffers:
-            buffers[name] = copied[buffer]
+            state["_buffers"][name] = copied[buffer]
         for name in self._missing:
             state["_parameters"][name] = None
         attributes = {name: copied[parameter] for name, parameter in self._parameters}
-        # torch exposes the copies of the parameters here too.
+        # torch exposes the copies of the parameters here as well.
         state["_former_parameters"] = attributes
-        if self._constants:
-            attributes = {**attributes, **self._moved_constants(copied, device)}
+        if self._plain:
+            attributes = attributes | replaced_attributes(self._plain, copied, device)
         if self._sets_attributes:
             for name, value in attributes.items():
-                setattr(copy, name, value)
+                setattr(shell, name, value)
         else:
             state.update(attributes)
         if self._is_watched:  # a replica that is replicated again
-            unwatch(copy)
+            unwatch(shell)
         if self._is_compiled:  # it would run the original; a replica runs eagerly
             state[COMPILED_CALL_IMPL] = None
-
-    def _moved_constants(self, copied: dict[int, Any], device: torch.device) -> dict[str, Any]:
-        moving = Moving(device, copied)
-        moved = ((name, value, moving.moved(value)) for name, value in self._constants)
-        return {name: new for name, old, new in moved if new is not old}
 
 
 def own_hooks(state: dict[str, Any]) -> None:
     """Gives one module of a replica, by its attributes, its own dictionaries of hooks.
 
-    torch shares them: what a replica registers in its forward, all others would run.
+    torch shares them: a hook that one replica registers in its forward would run in all others.
     """
     for name in HOOKS:
         hooks = state.get(name)
         state[name] = hooks.copy() if hooks else OrderedDict()
 
 
-def _constants(module: nn.Module) -> list[tuple[str, Any]]:
-    """The plain attributes of a module that hold tensors or modules."""
-    return [
-        (name, value)
-        for name, value in vars(module).items()
-        if name not in _OWN_ATTRIBUTES and needs_moving(value)
-    ]
+def _needs_replacing(value: Any) -> bool:
+    """Whether anything in a plain attribute may be another object in a replica."""
+    if type(value) in PLAIN:
+        return False
+    return any(isinstance(leaf, _REPLACED) for leaf in leaves_of(value, open_builtin))
 
 
-def copied_buffers(buffers: list[Tensor], devices: list[torch.device], detach: bool) -> Copies:
-    """Copies buffers to each device: copy 0 shares the original's storage, the others do not."""
-    kinds = {(b.device, b.requires_grad) for b in buffers} | {(d, False) for d in devices}
-    if len(kinds) == 1 and not are_distinct_cuda(devices):  # as a rule
-        return [buffers, *([buffer.clone() for buffer in buffers] for _ in devices[1:])]
-    copies = broadcast(buffers, devices, detach)
-    for index, per_device in enumerate(copies):
-        for i, (buffer, copy) in enumerate(zip(buffers, per_device, strict=True)):
-            if copy.device == buffer.device:
-                if index:
-                    per_device[i] = copy.clone()
-                elif not buffer.requires_grad:
-                    per_device[i] = buffer
-    return copies
+def replaced_attributes(
+    attributes: dict[str, Any], copied: Copied, device: torch.device
+) -> dict[str, Any]:
+    """The plain attributes of one module that are other objects in its replica on ``device``."""
 
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, nn.Module):
+            return copied.get(id(compiled_module(leaf)), leaf)
+        if isinstance(leaf, (Tensor, PackedSequence)):
+            known = copied.get(id(leaf))
+            return to_device(leaf, device) if known is None else known
+        if isinstance(leaf, MethodType) and id(leaf.__self__) in copied:
+            return MethodType(leaf.__func__, copied[id(leaf.__self__)])
+        return leaf
 
-def broadcast(
-    tensors: Sequence[Tensor], devices: list[torch.device], detach: bool = False
-) -> Copies:
-    """Copies ``tensors`` to each device; gradients of the copies are summed in device order.
-
-    Where a tensor is on the device already the copy shares its storage and its version counter,
-    so that an in-place change between forward and backward is noticed as for the tensor itself.
-    """
-    if detach:
-        tensors = [tensor.detach() for tensor in tensors]
-    learnt = [t for t in tensors if t.requires_grad]
-    constant = [t for t in tensors if not t.requires_grad]
-    flat = list(Broadcast.apply(devices, *learnt)) if learnt else []  # type: ignore[no-untyped-call]
-    copies = []
-    for i, constants in enumerate(_copies(constant, devices)):
-        learnt_here, constants_here = iter(flat[i :: len(devices)]), iter(constants)
-        copies.append([next(learnt_here if t.requires_grad else constants_here) for t in tensors])
-    return copies
-
-
-def _copies(tensors: Sequence[Tensor], devices: list[torch.device]) -> Copies:
-    """The tensors on each device, cut off from the graph."""
-    tensors = [tensor.detach() for tensor in tensors]
-    if are_distinct_cuda(devices) and tensors and all(t.device == devices[0] for t in tensors):
-        # Many small tensors at once; of complex ones it copies the real view.
-        _, *others = comm.broadcast_coalesced(tensors, devices)
-        return [
-            tensors,
-            *(
-                [
-                    torch.view_as_complex(copy) if t.is_complex() else copy
-                    for t, copy in zip(tensors, copies, strict=True)
-                ]
-                for copies in others
-            ),
-        ]
-    # Detached for each: autograd adds the gradients of one object in whatever order they come.
-    homes = [tensor.device for tensor in tensors]
-    return [
-        [
-            tensor.detach() if home == device else to_device(tensor, device)
-            for tensor, home in zip(tensors, homes, strict=True)
-        ]
-        for device in devices
-    ]
-
-
-class Broadcast(torch.autograd.Function):
-    """Copies each tensor to each device, in the order tensor by tensor.
-
-    One node for the whole module: n x P views would be cheap too, but the engine would then sum
-    their gradients in the order in which the threads happened to build the graph.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, devices: list[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.sources = [tensor.device for tensor in tensors]
-        ctx.copies = len(devices)
-        copies = _copies(tensors, devices)
-        return tuple(copy for of_tensor in zip(*copies, strict=True) for copy in of_tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        n = ctx.copies
-        return (
-            None,
-            *(_summed(grads[i * n : (i + 1) * n], source) for i, source in enumerate(ctx.sources)),
-        )
-
-
-def _summed(grads: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
-    """The sum of the gradients that are there, from left to right, on ``device``."""
-    total: Tensor | None = None
-    for grad in grads:
-        if grad is not None:
-            grad = to_device(grad, device)
-            if total is not None and total.is_sparse:  # torch does not add dense to sparse
-                total, grad = grad, total
-            total = grad if total is None else total + grad
-    return total
+    made: Made = {}
+    found = {
+        name: replace_leaves(replaced, value, made, open_builtin)
+        for name, value in attributes.items()
+    }
+    return {name: value for name, value in found.items() if value is not attributes[name]}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,17 @@ from torch.nn.utils.rnn import PackedSequence
 
 from replication.checks import checked_names
 from replication.devices import DeviceLike, to_device, usable_devices
-from replication.scattered import Scattered
-from replication.structure import Leaf, flatten
+from replication.torch_internals import SequenceKey
+from replication.tree import (
+    Leaf,
+    Path,
+    Scattered,
+    flatten,
+    leaves_of,
+    name_of,
+    replace_leaves,
+    unflatten,
+)
 
 __all__ = ["scatter", "scatter_kwargs"]
 
@@ -23,18 +32,19 @@ def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[An
     """Splits the tensors in ``inputs`` along ``dim``, one part per replica.
 
     Sizes are those of `torch.chunk`: 9 samples on 4 devices are parts of 3, 3 and 3, so that three
-    replicas run. An empty batch goes to one. Containers keep their types, and are new objects.
-    0-dim tensors and other objects go to every replica that has data. Of what is `Scattered`
-    already, entry i goes to device i, and tensors beside it are split by its sizes: those of its
-    tensors, or of its lists, whichever add up to the batch; if it has no tensors and its lists do
-    not, as said above.
+    replicas run. An empty batch goes to one replica. Containers keep their types and are new
+    objects. 0-dim tensors and other objects go to every replica that has data.
+
+    Entry i of a `Scattered` goes to device i. Tensors beside it are split as its entries are: by
+    the lengths of entries that are tensors, or that have tensors under keys or in fields. Tensors
+    in lists and tuples do not count, as there may be one for each sample.
 
     >>> scatter({"x": torch.arange(3), "train": True}, ["cpu"] * 2)
     [{'x': tensor([0, 1]), 'train': True}, {'x': tensor([2]), 'train': True}]
 
     Args:
         inputs: A tensor, or any nesting of containers: those of the standard library, dataclasses,
-            and what is registered with torch's pytree.
+            and classes that are registered with torch's pytree.
         devices: Where the parts go.
         dim: The batch dimension of all tensors.
 
@@ -42,12 +52,13 @@ def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[An
         One item for each replica that has data, at most ``len(devices)``.
 
     Raises:
-        ValueError: Tensors differ in length along ``dim``, a tensor has no such dimension, lengths
-            do not fit what is scattered already, or there are no (such) devices.
+        ValueError: Tensors differ in length along ``dim``, a tensor has no such dimension or
+            cannot be split as a `Scattered` beside it, a container contains itself, or there are
+            no (such) devices.
     """
-    leaves, structure = flatten(inputs)
-    count, parts = _split_leaves(leaves, usable_devices(devices), dim)
-    return [structure.around([part[i] for part in parts]) for i in range(count)]
+    leaves, spec = flatten(inputs)
+    splitter = Splitter(leaves, usable_devices(devices), dim)
+    return [unflatten(spec, part) for part in splitter.parts()]
 
 
 def scatter_kwargs(
@@ -64,7 +75,7 @@ def scatter_kwargs(
     Args:
         inputs: Positional arguments.
         kwargs: Keyword arguments.
-        devices: Where the parts go; None for one part, which is left where it is.
+        devices: Where the parts go; None for one part, which stays where it is.
         dim: The batch dimension of all tensors.
         inputs_are_scattered: Takes each argument as a list of one entry per replica; see
             `DataParallel`.
@@ -75,7 +86,7 @@ def scatter_kwargs(
         data. Without anything to split there is one part: nothing says how to share the work.
 
     Raises:
-        ValueError: As `scatter`; or an argument has not one entry per replica.
+        ValueError: As `scatter`; or an argument does not have one entry per replica.
         TypeError: ``inputs`` is no tuple or list, ``cpu_keywords`` is no list of names, or an
             argument that should be scattered is no list, tuple or `Scattered`.
     """
@@ -85,126 +96,200 @@ def scatter_kwargs(
         )
     cpu_keywords = checked_names("cpu_keywords", cpu_keywords)
     targets: Sequence[torch.device | None] = [None] if devices is None else usable_devices(devices)
-    arguments = tuple(inputs), dict(kwargs or {})
+    args, named = tuple(inputs), dict(kwargs or {})
     if inputs_are_scattered:
-        arguments = _taken_apart(*arguments, len(targets))
-    found, structure = flatten(arguments)
-    if len(targets) == 1 and not any(isinstance(leaf.value, Scattered) for leaf in found):
-        args, named = arguments if targets[0] is None else moved(arguments, targets[0])
+        replicas = _entries_expected((*args, *named.values()), len(targets))
+        args = tuple(_as_scattered(f"argument {i}", x, replicas) for i, x in enumerate(args))
+        named = {name: _as_scattered(name, x, replicas) for name, x in named.items()}
+    if len(targets) == 1 and not any(isinstance(x, Scattered) for x in leaves_of((args, named))):
+        args, named = moved((args, named), targets[0])
         return (args,), (named,)
-    stay = [leaf.path[0] == "1" and leaf.path[1] in cpu_keywords for leaf in found]
-    leaves = [Leaf(_as_arguments_are_named(leaf.path), leaf.value) for leaf in found]
-    count, parts = _split_leaves(leaves, targets, dim, stay)
+    (positional, args_spec), (keyword, kwargs_spec) = flatten(args), flatten(named)
+    leaves = [*positional, *keyword]
+    splitter = Splitter(leaves, targets, dim, cpu_keywords, "argument ")
+    parts = splitter.parts()
     if not any(isinstance(leaf.value, Scattered) or _is_batch(leaf.value) for leaf in leaves):
-        count = 1
-    scattered = [structure.around([part[i] for part in parts]) for i in range(count)]
-    return tuple(args for args, _ in scattered), tuple(kw for _, kw in scattered)
+        parts = parts[:1]
+    return (
+        tuple(unflatten(args_spec, part[: len(positional)]) for part in parts),
+        tuple(unflatten(kwargs_spec, part[len(positional) :]) for part in parts),
+    )
 
 
-def _as_arguments_are_named(path: tuple[str, ...]) -> tuple[str, ...]:
-    """``("0", "2", "x")`` leads into positional argument 2, ``("1", "name", "x")`` into `name`."""
-    return (f"argument {path[1]}", *path[2:]) if path[0] == "0" else path[1:]
+def _entries_expected(arguments: Sequence[Any], replicas: int) -> int:
+    """How many entries each argument must have: as many as there are replicas.
+
+    A `Scattered` comes from replicas, and may be for fewer.
+    """
+    return min([replicas, *(len(x) for x in arguments if isinstance(x, Scattered))])
 
 
-def _taken_apart(
-    args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Makes a `Scattered` of each argument, which must have one entry per replica."""
-    named = [*((f"argument {i}", arg) for i, arg in enumerate(args)), *kwargs.items()]
-    for _, argument in named:
-        if isinstance(argument, Scattered):  # made by replicas: it may be for fewer
-            replicas = min(replicas, len(argument))
-    for name, argument in named:
-        if not isinstance(argument, (list, tuple)):
-            raise TypeError(
-                f"with inputs_are_scattered, {name} must be a list, tuple or Scattered of one "
-                f"entry per replica (expected {replicas} entries, got {type(argument).__name__})"
-            )
-        if len(argument) != replicas:
-            raise ValueError(
-                f"with inputs_are_scattered, {name} must have one entry per replica (expected "
-                f"{replicas}, got {len(argument)}); only a Scattered may have fewer"
-            )
-    return tuple(map(Scattered, args)), {name: Scattered(arg) for name, arg in kwargs.items()}
-
-
-def _split_leaves(
-    leaves: list[Leaf],
-    devices: Sequence[torch.device | None],
-    dim: int,
-    stay: list[bool] | None = None,
-) -> tuple[int, list[list[Any]]]:
-    """The number of parts, and the parts of each leaf. What is to ``stay`` is not moved."""
-    if not devices:
-        raise ValueError("expected at least one device (got none)")
-    stay = stay or [False] * len(leaves)
-    plan = _plan(leaves, len(devices), dim, stay)
-    parts = []
-    for leaf, stays in zip(leaves, stay, strict=True):
-        targets = [None if stays else device for device in devices[: plan.parts]]
-        if isinstance(leaf.value, Scattered):
-            entries = list(leaf.value)
-        elif _is_batch(leaf.value):
-            entries = _split(leaf.value, plan.sizes_of(leaf, dim, stays), dim)
-        else:
-            entries = [leaf.value] * plan.parts
-        parts.append(
-            [moved(entry, device) for entry, device in zip(entries, targets, strict=True)]
+def _as_scattered(name: str, argument: Any, replicas: int) -> Scattered:
+    if not isinstance(argument, (list, tuple)):
+        raise TypeError(
+            f"with inputs_are_scattered, {name} must be a list, tuple or Scattered of one "
+            f"entry per replica (expected {replicas} entries, got {type(argument).__name__})"
         )
-    return plan.parts, parts
+    if len(argument) != replicas:
+        raise ValueError(
+            f"with inputs_are_scattered, {name} must have one entry per replica (expected "
+            f"{replicas}, got {len(argument)}); only a Scattered may have fewer"
+        )
+    return Scattered(argument)
 
 
-class Split(NamedTuple):
-    """The lengths of the parts, as something that is split already says them."""
+class Splitter:
+    """Splits the leaves of the arguments of one call.
 
-    #: Those of its tensors, if they agree.
-    of_tensors: list[int] | None
-    #: Those of its lists, or tuples.
-    of_lists: list[int] | None = None
+    Args:
+        leaves: All leaves of the arguments.
+        devices: Where the parts go; None leaves a part where it is.
+        dim: The batch dimension.
+        stay: The names of arguments that are split but not moved.
+        prefix: What error messages put before the index of an argument.
+    """
 
-    def fitting(self, length: int) -> list[list[int]]:
-        """Those that a batch of a length can be split into; two that differ are a doubt."""
-        return [s for s in (self.of_lists, self.of_tensors) if s and sum(s) == length]
+    def __init__(
+        self,
+        leaves: list[Leaf],
+        devices: Sequence[torch.device | None],
+        dim: int,
+        stay: Collection[str] = (),
+        prefix: str = "",
+    ) -> None:
+        if not devices:
+            raise ValueError("expected at least one device (got none)")
+        self._leaves = leaves
+        self._devices = devices
+        self._dim = dim
+        self._stay = stay
+        self._prefix = prefix
+        scattered = [leaf for leaf in leaves if isinstance(leaf.value, Scattered)]
+        batch = [leaf for leaf in leaves if _is_batch(leaf.value)]
+        #: The number of parts.
+        self.count = len(devices)
+        #: The lengths of the parts; several lists where Scattered arguments differ.
+        self._splits: list[list[int]] = []
+        if scattered:
+            self.count = self._common_count(scattered)
+            for leaf in scattered:
+                sizes = _sizes_of(leaf.value, dim)
+                if sizes is not None and sizes not in self._splits:
+                    self._splits.append(sizes)
+        elif batch and self.count > 1:
+            # Arguments that stay may have a length of their own, unless there are no others.
+            moving = [leaf for leaf in batch if not self._stays(leaf.path)]
+            self._splits = [chunk_sizes(self._common_length(moving or batch), self.count)]
+            self.count = len(self._splits[0])
 
+    def parts(self) -> list[list[Any]]:
+        """For each replica, its part of each leaf."""
+        entries = [self._split(leaf) for leaf in self._leaves]
+        return [[of_leaf[replica] for of_leaf in entries] for replica in range(self.count)]
 
-class Plan(NamedTuple):
-    """How a batch is split."""
+    def _split(self, leaf: Leaf) -> list[Any]:
+        """The parts of one leaf, each on its device."""
+        if isinstance(leaf.value, Scattered):
+            parts: Sequence[Any] = leaf.value
+        elif _is_batch(leaf.value):
+            parts = _split(leaf.value, self._sizes_for(leaf), self._dim)
+        else:
+            parts = [leaf.value] * self.count
+        if self._stays(leaf.path):
+            return list(parts)
+        devices = self._devices[: self.count]
+        return [moved(part, device) for part, device in zip(parts, devices, strict=True)]
 
-    parts: int
-    #: Several, where more than one thing is scattered already.
-    splits: list[Split]
-
-    def sizes_of(self, leaf: Leaf, dim: int, stays: bool) -> list[int]:
+    def _sizes_for(self, leaf: Leaf) -> list[int]:
         """The lengths of the parts of one tensor."""
-        length = _length(leaf, dim)
-        fitting = _distinct(sizes for split in self.splits for sizes in split.fitting(length))
+        length = self._length(leaf)
+        fitting = [sizes for sizes in self._splits if sum(sizes) == length]
         if len(fitting) == 1:
             return fitting[0]
-        if self.parts == 1 or (stays and not fitting):
-            return even_sizes(length, self.parts)
-        known = _distinct(s for split in self.splits for s in (split.of_tensors, split.of_lists))
-        splits = " or ".join(map(str, fitting or known))
+        if self.count == 1 or (self._stays(leaf.path) and not fitting):
+            return even_sizes(length, self.count)
+        expected = " or ".join(map(str, fitting or self._splits))
+        if fitting:
+            why = f"a length of {length} fits several of them (got {expected})"
+        elif expected:
+            why = f"expected a length that is split into {expected} (got {length})"
+        else:
+            why = f"it holds no tensor that tells the sizes (got a length of {length})"
         raise ValueError(
-            f"{_where(leaf)} cannot be split as what is scattered already: "
-            + (
-                f"its length of {length} fits several splits (got {splits})"
-                if fitting
-                else f"expected a length that is split into {splits} (got {length})"
-            )
-            + "; to say which part is whose, pass it as Scattered(parts), too"
+            f"{self._where(leaf)} cannot be split as what is scattered already: {why}; to say "
+            "which part is for which replica, pass it as Scattered(parts)"
         )
 
+    def _stays(self, path: Path) -> bool:
+        return (
+            bool(path) and not isinstance(path[0], SequenceKey) and name_of(path[0]) in self._stay
+        )
 
-def _distinct(splits: Iterable[list[int] | None]) -> list[list[int]]:
-    found: list[list[int]] = []
-    for sizes in splits:
-        if sizes and sizes not in found:
-            found.append(sizes)
-    return found
+    def _where(self, leaf: Leaf) -> str:
+        if not leaf.path:
+            return "the input"
+        return f"`{self._prefix if isinstance(leaf.path[0], SequenceKey) else ''}{leaf.path}`"
+
+    def _common_count(self, scattered: list[Leaf]) -> int:
+        """The number of entries of everything that is scattered."""
+        first = scattered[0]
+        count = len(first.value)
+        for leaf in scattered:
+            if len(leaf.value) != count:
+                raise ValueError(
+                    f"what is scattered must have one entry per replica (got {count} entries of "
+                    f"{self._where(first)} and {len(leaf.value)} of {self._where(leaf)})"
+                )
+        if not 1 <= count <= len(self._devices):
+            raise ValueError(
+                f"{self._where(first)} must have one entry per replica (expected 1 to "
+                f"{len(self._devices)}, got {count})"
+            )
+        return count
+
+    def _common_length(self, batch: list[Leaf]) -> int:
+        first = batch[0]
+        length = self._length(first)
+        for leaf in batch:
+            if self._length(leaf) != length:
+                raise ValueError(
+                    "tensors must have the same length along the batch dimension "
+                    f"{self._dim} (got shapes {tuple(first.value.shape)} of {self._where(first)} "
+                    f"and {tuple(leaf.value.shape)} of {self._where(leaf)}). What every replica "
+                    "needs whole belongs in a buffer of the module; parts that are for one "
+                    "replica each are passed as Scattered(parts)."
+                )
+        return length
+
+    def _length(self, leaf: Leaf) -> int:
+        tensor: Tensor = leaf.value
+        if not _has_dimension(tensor, self._dim):
+            raise ValueError(
+                f"{self._where(leaf)} must have a dimension {self._dim} to be split along "
+                f"(got shape {tuple(tensor.shape)})"
+            )
+        return tensor.size(self._dim)
+
+
+def _sizes_of(entries: Scattered, dim: int) -> list[int] | None:
+    """The length of each entry; None if an entry has none, or several."""
+    sizes = []
+    for entry in entries:
+        tensors = [
+            leaf.value
+            for leaf in flatten(entry)[0]
+            if _is_batch(leaf.value) and not any(isinstance(key, SequenceKey) for key in leaf.path)
+        ]
+        lengths = {x.size(dim) if _has_dimension(x, dim) else None for x in tensors}
+        length = lengths.pop() if len(lengths) == 1 else None
+        if length is None:
+            return None
+        sizes.append(length)
+    return sizes
 
 
 def even_sizes(length: int, parts: int) -> list[int]:
-    """The sizes of `torch.tensor_split`: as many as asked for, and as even as can be."""
+    """The sizes of `torch.tensor_split`: as many as asked for, and as even as possible."""
     return [length // parts + (i < length % parts) for i in range(parts)]
 
 
@@ -212,93 +297,6 @@ def chunk_sizes(length: int, parts: int) -> list[int]:
     """The sizes of `torch.chunk`, which may be fewer than asked for."""
     part = max(1, -(-length // parts))
     return [min(part, length - start) for start in range(0, length, part)] or [0]
-
-
-def _plan(leaves: list[Leaf], replicas: int, dim: int, stay: list[bool]) -> Plan:
-    scattered = [leaf for leaf in leaves if isinstance(leaf.value, Scattered)]
-    batch = [leaf for leaf in leaves if _is_batch(leaf.value)]
-    moving = [leaf for leaf, stays in zip(leaves, stay, strict=True) if not stays]
-    leading = [leaf for leaf in moving if _is_batch(leaf.value)] or batch
-    if scattered:
-        parts = _common_count(scattered, replicas)
-        splits = [_split_of(leaf.value, dim) for leaf in scattered]
-        if leading and not any(split.of_tensors for split in splits):
-            length = _common_length(leading, dim)
-            if not any(split.fitting(length) for split in splits):
-                splits = [Split(_as_usual(length, parts))]
-        return Plan(parts, splits)
-    if not batch or replicas == 1:  # nothing to split, whatever the lengths
-        return Plan(replicas, [])
-    sizes = chunk_sizes(_common_length(leading, dim), replicas)
-    return Plan(len(sizes), [Split(sizes)])
-
-
-def _as_usual(length: int, parts: int) -> list[int]:
-    """As `torch.chunk` splits; or, if that gives fewer parts, as evenly as can be."""
-    chunks = chunk_sizes(length, parts)
-    return chunks if len(chunks) == parts else even_sizes(length, parts)
-
-
-def _common_length(batch: list[Leaf], dim: int) -> int:
-    first = batch[0]
-    length = _length(first, dim)
-    for leaf in batch:
-        if _length(leaf, dim) != length:
-            raise ValueError(
-                f"tensors must have the same length along the batch dimension {dim} (got shapes "
-                f"{tuple(first.value.shape)} of {_where(first)} and {tuple(leaf.value.shape)} of "
-                f"{_where(leaf)}). What every replica needs whole belongs in a buffer of the "
-                "module; parts that are for one replica each are passed as Scattered(parts)."
-            )
-    return length
-
-
-def _length(leaf: Leaf, dim: int) -> int:
-    tensor: Tensor = leaf.value
-    if not _has_dimension(tensor, dim):
-        raise ValueError(
-            f"{_where(leaf)} must have a dimension {dim} to be split along "
-            f"(got shape {tuple(tensor.shape)})"
-        )
-    return tensor.size(dim)
-
-
-def _common_count(scattered: list[Leaf], replicas: int) -> int:
-    """The number of entries of everything that is scattered."""
-    first = scattered[0]
-    count = len(first.value)
-    for leaf in scattered:
-        if len(leaf.value) != count:
-            raise ValueError(
-                "what is scattered must have one entry per replica (got "
-                f"{count} entries of {_where(first)} and {len(leaf.value)} of {_where(leaf)})"
-            )
-    if not 1 <= count <= replicas:
-        raise ValueError(
-            f"{_where(first)} must have one entry per replica (expected 1 to {replicas}, "
-            f"got {count})"
-        )
-    return count
-
-
-def _split_of(entries: Scattered, dim: int) -> Split:
-    lengths = [_length_of(entry, dim) for entry in entries]
-    known = [length for length in lengths if length is not None]
-    of_tensors = known if len(known) == len(entries) else None
-    # A namedtuple is no list of samples; nor are a tensor and a dict, say: they are of one batch.
-    lists = [e for e in entries if isinstance(e, (list, tuple)) and not hasattr(e, "_fields")]
-    items = [item for entry in lists for item in entry if item is not None]
-    kinds = {Tensor if isinstance(item, Tensor) else type(item) for item in items}
-    if len(lists) < len(entries) or (of_tensors and len(kinds) > 1):
-        return Split(of_tensors)
-    return Split(of_tensors, [len(entry) for entry in lists])
-
-
-def _length_of(entry: Any, dim: int) -> int | None:
-    """The length of the batch in an entry, if its tensors agree on one."""
-    tensors = [leaf.value for leaf in flatten(entry)[0] if _is_batch(leaf.value)]
-    lengths = {t.size(dim) if _has_dimension(t, dim) else None for t in tensors}
-    return lengths.pop() if len(lengths) == 1 else None
 
 
 def _has_dimension(tensor: Tensor, dim: int) -> bool:
@@ -309,16 +307,12 @@ def _is_batch(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _where(leaf: Leaf) -> str:
-    return f"`{leaf}`" if leaf.path else "the input"
-
-
-def _split(tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
+def _split(tensor: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
     if tensor.is_sparse:  # torch has no views of it
         order = torch.arange(tensor.size(dim), device=tensor.device)
         return [tensor.index_select(dim, rows) for rows in order.split(sizes)]
-    # Neither views nor the tensor itself: what one replica does to its part in place would concern
-    # the parts of the others, and the caller's tensor.
+    # Clones, not views: what one replica does to its part in place must change neither the parts
+    # of the others nor the caller's tensor.
     return [part.clone() for part in torch.split(tensor, sizes, dim)]
 
 
@@ -326,9 +320,8 @@ def moved(tree: Any, device: torch.device | None) -> Any:
     """``tree`` with its tensors on ``device``; None leaves them where they are."""
     if device is None:
         return tree
-    if isinstance(tree, (Tensor, PackedSequence)):
-        return to_device(tree, device)
-    leaves, structure = flatten(tree)
-    if len(leaves) == 1 and leaves[0].value is tree:
-        return tree
-    return structure.around([moved(leaf.value, device) for leaf in leaves])
+
+    def on_device(leaf: Any) -> Any:
+        return to_device(leaf, device) if isinstance(leaf, (Tensor, PackedSequence)) else leaf
+
+    return replace_leaves(on_device, tree, {})

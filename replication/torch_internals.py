@@ -20,20 +20,11 @@ from torch.nn.parallel.data_parallel import _check_balance as check_balance
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
 from torch.utils._pytree import (
     SUPPORTED_NODES,
+    GetAttrKey,
     MappingKey,
     SequenceKey,
-    TreeSpec,
-    register_pytree_node,
-    tree_flatten_with_path,
-    tree_map,
-    tree_unflatten,
 )
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
-
-try:
-    from torch.utils._pytree import tree_is_leaf
-except ImportError:  # torch 2.4
-    from torch.utils._pytree import _is_leaf as tree_is_leaf
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,9 +38,9 @@ _functional_collectives: Any = (
 collective_operators: Any = torch.ops._c10d_functional if distributed.is_available() else None
 
 __all__ = [
+    "GetAttrKey",
     "MappingKey",
     "SequenceKey",
-    "TreeSpec",
     "beside_selective_checkpoints",
     "check_balance",
     "compiled_module",
@@ -61,13 +52,8 @@ __all__ = [
     "make_shell",
     "nodes_made",
     "pytree_node",
-    "register_pytree_node",
     "sees_saved_tensors",
     "timeout_of",
-    "tree_flatten_with_path",
-    "tree_is_leaf",
-    "tree_map",
-    "tree_unflatten",
     "uncompiled",
     "will_run",
 ]
@@ -228,5 +214,5 @@ def beside_selective_checkpoints() -> AbstractContextManager[object]:
 
 
 def pytree_node(kind: type) -> Any:
-    """How pytree walks objects of exactly this class; None if it does not."""
+    """How torch's pytree opens objects of exactly this class; None if it does not."""
     return SUPPORTED_NODES.get(kind)

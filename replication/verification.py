@@ -21,8 +21,8 @@ from replication.group import is_recomputation
 from replication.notes import add_note
 from replication.place import here
 from replication.processes import process_count
-from replication.structure import Leaf, flatten
 from replication.torch_internals import compiled_module
+from replication.tree import Leaf, Path, flatten, unflatten
 
 __all__ = ["Difference", "Verification", "verify"]
 
@@ -278,7 +278,7 @@ def results_of_step(
         torch.autograd.backward(learnt, upstream)
     tensors: dict[str, dict[str, Tensor | None]] = {
         "output": {  # of a number each replica has its own
-            str(leaf): _dense(leaf.value).detach() for leaf in outputs if leaf.value.dim()
+            str(leaf.path): _dense(leaf.value).detach() for leaf in outputs if leaf.value.dim()
         },
         "gradient": {
             name: None if tensor.grad is None else _dense(tensor.grad)
@@ -323,18 +323,17 @@ def _prepared(
         arguments: Any = (), dict(batch)
     else:
         arguments = (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
-    leaves, structure = flatten(arguments)
+    leaves, spec = flatten(arguments)
     inputs, values = {}, []
-    for leaf in leaves:
-        value = leaf.value
+    for path, value in leaves:
         if isinstance(value, Tensor):
             value = value.detach().to(device, copy=True)
             if value.is_floating_point():
                 value = value.to(dtype).requires_grad_()
-                inputs[f"argument {'.'.join(leaf.path[1:])}"] = value
+                inputs[f"argument {Path(path[1:])}"] = value
                 value = value.clone()  # which a layer may change in place
         values.append(value)
-    return structure.around(values), inputs
+    return unflatten(spec, values), inputs
 
 
 def difference(

@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import register_pytree_node
 from torch.utils.data import DataLoader
 
 from replication import DataParallel, Scattered, data_parallel, gather, scatter, scatter_kwargs
 from replication.devices import device_order
-from replication.torch_internals import register_pytree_node
+
+CPUS = ["cpu", "cpu"]
 
 Pair = namedtuple("Pair", "first second")
 
@@ -412,16 +414,8 @@ def test_between_different_splits_the_length_decides():
 
 def test_a_length_that_fits_different_splits_is_an_error():
     a, b = (Scattered(torch.zeros(n) for n in sizes) for sizes in ([2, 2], [1, 3]))
-    with pytest.raises(ValueError, match=r"length of 4 fits several splits"):
+    with pytest.raises(ValueError, match=r"a length of 4 fits several .*\[2, 2\] or \[1, 3\]"):
         echo(2)(a, b, torch.zeros(4))
-
-
-def test_tensors_inside_the_entries_say_how_the_rest_is_split():
-    items = Scattered((torch.zeros(n, 2), {"y": torch.zeros(n)}) for n in (3, 1))
-    output = echo(2, gather_to_one_device=False)(items, torch.zeros(4))
-    assert lengths(output["args"][1]) == [3, 1]
-    with pytest.raises(ValueError, match=r"split into \[3, 1\] \(got 5\)"):
-        echo(2)(items, torch.zeros(5))
 
 
 def boxes(*counts: int) -> list[Tensor]:
@@ -429,84 +423,56 @@ def boxes(*counts: int) -> list[Tensor]:
     return [torch.zeros(count, 4) for count in counts]
 
 
-def targets(*counts: int) -> list[dict[str, Tensor]]:
-    return [{"boxes": found} for found in boxes(*counts)]
+def beside(*parts: Any, length: int = 4) -> list[int]:
+    """The lengths of the parts of a tensor beside what is scattered."""
+    return [len(args[-1]) for args in scatter((*map(Scattered, parts), torch.zeros(length)), CPUS)]
 
 
 @pytest.mark.parametrize(
     "parts",
     [
-        [boxes(3, 2), boxes(1, 4)],
-        [boxes(5, 5), boxes(5, 5)],
-        [boxes(2, 2), boxes(2, 2)],
-        [targets(3, 3), targets(3, 3)],
-        [tuple(targets(3, 3)), tuple(targets(3, 3))],
-        [targets(2, 2, 2), targets(3)],
-        [boxes(2, 2, 2), boxes(3)],
-        [boxes(7), boxes(5)],
-        [[*targets(2), None], [*targets(3), None]],
+        [torch.zeros(3, 2), torch.zeros(1, 2)],
+        [{"x": torch.zeros(3, 2), "y": torch.zeros(3)}, {"x": torch.zeros(1, 2), "n": 1}],
+        [Pair(torch.zeros(3), 2), Pair(torch.zeros(1), 5)],
+        [Record(torch.zeros(3), "a"), Record(torch.zeros(1), "b")],
+        [{"deep": {"x": torch.zeros(3)}, "boxes": boxes(2, 5)}, {"deep": {"x": torch.zeros(1)}}],
     ],
+    ids=["tensors", "dicts", "namedtuples", "dataclasses", "beside lists"],
 )
-def test_a_batch_beside_a_tensor_per_sample_is_split_by_samples(parts):
-    sizes = lengths(parts)
-    scattered = scatter((Scattered(parts), torch.zeros(sum(sizes))), ["cpu"] * 2)
-    assert [len(batch) for _, batch in scattered] == sizes
-
-
-def test_the_fields_of_a_namedtuple_are_no_samples():
-    pairs = Scattered(Pair(torch.zeros(n), torch.zeros(n)) for n in (1, 3))
-    assert [len(z) for _, z in scatter((pairs, torch.zeros(4)), ["cpu"] * 2)] == [1, 3]
-    pairs = Scattered(Pair(torch.zeros(3), torch.zeros(3)) for _ in range(2))
-    with pytest.raises(ValueError, match=r"split into \[3, 3\] \(got 4\)"):
-        scatter((pairs, torch.zeros(4)), ["cpu"] * 2)
-
-
-@pytest.mark.parametrize("per_sample", [boxes, targets, lambda *n: tuple(targets(*n))])
-def test_a_batch_that_lists_and_their_tensors_split_otherwise_is_an_error(per_sample):
-    """Two samples with as many boxes each, or two arguments of a part?"""
-    parts = Scattered([per_sample(1, 1), per_sample(3, 3)])
-    with pytest.raises(ValueError, match=r"fits several .* or .*pass it as Scattered\(parts\)"):
-        echo(2)(parts, torch.zeros(4))
-    images = Scattered(torch.zeros(4).split([2, 2]))
-    output = echo(2, gather_to_one_device=False)(parts, images)
-    assert lengths(output["args"][1]) == [2, 2]
+def test_tensors_of_the_entries_tell_how_the_rest_is_split(parts):
+    assert beside(parts) == [3, 1]
+    with pytest.raises(ValueError, match=r"is split into \[3, 1\] \(got 5\)"):
+        beside(parts, length=5)
 
 
 @pytest.mark.parametrize(
-    ("parts", "sizes"),
+    "parts",
     [
-        ([["a", "b", "c"], ["d", "e", "f"], ["g"]], [3, 3, 1]),
-        ([["a"], ["b", "c", "d", "e"], ["f", "g"]], [1, 4, 2]),
-        ([("a", "b"), (), ("c", "d", "e", "f", "g")], [2, 0, 5]),
-        ([["a"], ["b"], ["c"]], [3, 3, 1]),  # not one per sample
-        ([[{"n": 1}] * 2, [{"n": 2}] * 4, [{"n": 3}]], [2, 4, 1]),
-        (["abc", "def", "g"], [3, 3, 1]),
-        ([["a", "b"], 5, ["c", "d", "e", "f", "g"]], [3, 3, 1]),
-        ([["a", "b", "c"], ["d", "e", "f", "g"]], [3, 4]),
-        ([0, 1], [4, 3]),
+        [boxes(1, 1), boxes(3, 3)],
+        [tuple(boxes(1, 1)), tuple(boxes(3, 3))],
+        [[{"boxes": x} for x in boxes(n, n)] for n in (1, 3)],
+        [(torch.zeros(1, 2), {"y": torch.zeros(1)}), (torch.zeros(3, 2), {"y": torch.zeros(3)})],
+        [["a", "b"], ["c", "d"]],
+        [0, 1],
+        [torch.tensor(1), torch.tensor(3)],
+        [torch.zeros(1), None],
+        [{"x": torch.zeros(1), "y": torch.zeros(2)}, {"x": torch.zeros(3), "y": torch.zeros(2)}],
     ],
     ids=str,
 )
-def test_a_batch_beside_scattered_lists_is_split_as_they_are(parts, sizes):
-    """Those with one entry per sample; else, as without them, as torch does."""
-    found = scatter((torch.arange(7), Scattered(parts)), ["cpu"] * 3)
-    assert [len(x) for x, _ in found] == sizes
-    assert [part for _, part in found] == parts
-    assert torch.equal(torch.cat([x for x, _ in found]), torch.arange(7))
+def test_a_batch_beside_entries_that_do_not_tell_the_sizes_is_an_error(parts):
+    """A list may hold one item for each sample or one for each argument: nothing is guessed."""
+    with pytest.raises(ValueError, match=r"no tensor that tells .* pass it as Scattered\(parts\)"):
+        beside(parts)
+    images = torch.arange(4).split([1, 3])
+    found = scatter((Scattered(parts), Scattered(images)), CPUS)
+    assert [len(x) for _, x in found] == [1, 3]
 
 
-def test_scattered_lists_of_several_lengths_do_not_say_how():
-    parts = Scattered([["a"], ["b", "c"]]), Scattered([[1, 2], [3]])
-    with pytest.raises(ValueError, match=r"fits several splits \(got \[1, 2\] or \[2, 1\]\)"):
-        scatter((torch.arange(3), *parts), ["cpu"] * 2)
-
-
-def test_beside_flags_that_are_scattered_tensors_are_split_evenly_and_alike():
-    flags = Scattered([True, False, True])
-    output = echo(3, gather_to_one_device=False)(flags, torch.zeros(4), torch.ones(4))
-    assert [lengths(entry) for entry in output["args"][1:]] == [[2, 1, 1], [2, 1, 1]]
-    with pytest.raises(ValueError, match="must have the same length"):
-        echo(3)(flags, torch.zeros(4), torch.zeros(6))
+def test_beside_entries_for_one_replica_a_batch_goes_whole():
+    ((names, x),) = scatter((Scattered([["a", "b"]]), torch.arange(5)), CPUS)
+    assert names == ["a", "b"]
+    assert torch.equal(x, torch.arange(5))
 
 
 # -- inputs_are_scattered ----------------------------------------------------------------------

@@ -20,7 +20,7 @@ from replication import (
     patch_replication_callback,
     replicate,
 )
-from replication.replicate import broadcast
+from replication.broadcast import broadcast
 from replication.torch_internals import HOOKS
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -449,6 +449,36 @@ def test_hooks_registered_in_forward_are_seen_by_their_own_replica_only(wrap):
     assert not any(vars(net.inner)[name] for name in HOOKS)
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in HOOKS if isinstance(vars(nn.Module())[name], dict)]
+)
+@pytest.mark.parametrize("filled", [False, True])
+def test_no_dictionary_of_hooks_is_shared(name, filled):
+    net = nn.ReLU()
+    if filled:
+        vars(net)[name][0] = "a hook"
+    hooks = [vars(module)[name] for module in (net, *replicate(net, ["cpu"] * 2))]
+    assert [dict(found) for found in hooks] == [{0: "a hook"} if filled else {}] * 3
+    assert len({id(found) for found in hooks}) == 3
+
+
+def test_a_class_that_is_its_own_replica_keeps_its_hooks():
+    class Same(nn.Module):
+        def _replicate_for_data_parallel(self) -> nn.Module:
+            return self
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    net = nn.Sequential(Same())
+    handle = net[0].register_forward_hook(lambda module, args, output: output + 1)
+    for replica in replicate(net, ["cpu"] * 2):
+        assert replica[0] is net[0]
+    assert net(torch.zeros(1)) == 1
+    handle.remove()
+    assert net(torch.zeros(1)) == 0
+
+
 def test_training_mode_is_the_modules():
     net = nn.Sequential(nn.Dropout(), nn.ReLU().eval())
     for replica in replicate(net, ["cpu"] * 2):
@@ -748,7 +778,7 @@ def test_on_distinct_cuda_devices_all_tensors_are_broadcast_at_once(monkeypatch)
         real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
         return [real, *([t.clone() for t in real] for _ in devices[1:])]
 
-    module = importlib.import_module("replication.replicate")
+    module = importlib.import_module("replication.broadcast")
     monkeypatch.setattr(module, "are_distinct_cuda", lambda devices: True)
     monkeypatch.setattr(module.comm, "broadcast_coalesced", broadcast_coalesced)
     net = nn.BatchNorm1d(3)

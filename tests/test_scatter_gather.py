@@ -85,6 +85,30 @@ def test_tensors_of_different_lengths_are_refused():
         scatter((torch.zeros(4, 1), torch.zeros(3, 2)), ["cpu"] * 2)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_onto_one_device_tensors_of_different_lengths_go_whole(device):
+    x, y, n = torch.zeros(4, 1), torch.zeros(3, 2), torch.tensor(1)
+    ((first, second, third),) = scatter((x, y, n), [device])
+    assert [t.shape for t in (first, second, third)] == [(4, 1), (3, 2), ()]
+    assert {t.device.type for t in (first, second, third)} == {device}
+
+
+def test_no_devices_are_refused():
+    with pytest.raises(ValueError, match=r"at least one device \(got none\)"):
+        scatter(torch.zeros(2), [])
+
+
+def test_tensors_without_a_batch_go_to_all_replicas():
+    assert scatter([torch.tensor(1), "text"], ["cpu"] * 3) == [[torch.tensor(1), "text"]] * 3
+
+
+def test_parts_of_a_sparse_tensor_are_copies():
+    x = torch.eye(3).to_sparse()
+    for part in scatter(x, ["cpu"] * 2):
+        part.coalesce().values().fill_(5)
+    assert torch.equal(x.to_dense(), torch.eye(3))
+
+
 def test_parts_go_to_their_devices():
     parts = scatter(torch.zeros(4, 1), ["cpu", torch.device("meta")])
     assert [part.device.type for part in parts] == ["cpu", "meta"]
@@ -252,7 +276,7 @@ def test_outputs_of_different_structure_are_refused(first, second, message):
 
 
 def test_lists_of_different_lengths_come_with_a_remedy():
-    with pytest.raises(ValueError, match="object of a class of your own"):
+    with pytest.raises(ValueError, match="one list per sample, wrap it in a class of your own"):
         gather([[1, 2], [3]], "cpu")
 
 

@@ -1,0 +1,116 @@
+"""Copies of tensors on several devices; gradients of the copies are summed in device order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import comm
+
+from replication.devices import are_distinct_cuda, to_device
+
+__all__: list[str] = []
+
+#: One list of tensors per device.
+Copies = list[list[Tensor]]
+
+
+def copied_buffers(buffers: list[Tensor], devices: list[torch.device], detach: bool) -> Copies:
+    """Copies buffers to each device: copy 0 shares the original's storage, the others do not."""
+    kinds = {(b.device, b.requires_grad) for b in buffers} | {(d, False) for d in devices}
+    if len(kinds) == 1 and not are_distinct_cuda(devices):  # as a rule
+        return [buffers, *([buffer.clone() for buffer in buffers] for _ in devices[1:])]
+    copies = broadcast(buffers, devices, detach)
+    for index, per_device in enumerate(copies):
+        for i, (buffer, copy) in enumerate(zip(buffers, per_device, strict=True)):
+            if copy.device == buffer.device:
+                if index:
+                    per_device[i] = copy.clone()
+                elif not buffer.requires_grad:
+                    per_device[i] = buffer
+    return copies
+
+
+def broadcast(
+    tensors: Sequence[Tensor], devices: list[torch.device], detach: bool = False
+) -> Copies:
+    """Copies ``tensors`` to each device; gradients of the copies are summed in device order.
+
+    Where a tensor is on the device already the copy shares its storage and its version counter,
+    so that an in-place change between forward and backward is noticed as for the tensor itself.
+    """
+    if detach:
+        tensors = [tensor.detach() for tensor in tensors]
+    learnt = [t for t in tensors if t.requires_grad]
+    constant = [t for t in tensors if not t.requires_grad]
+    flat = list(Broadcast.apply(devices, *learnt)) if learnt else []  # type: ignore[no-untyped-call]
+    copies = []
+    for i, constants in enumerate(_copies(constant, devices)):
+        learnt_here, constants_here = iter(flat[i :: len(devices)]), iter(constants)
+        copies.append([next(learnt_here if t.requires_grad else constants_here) for t in tensors])
+    return copies
+
+
+def _copies(tensors: Sequence[Tensor], devices: list[torch.device]) -> Copies:
+    """The tensors on each device, cut off from the graph."""
+    tensors = [tensor.detach() for tensor in tensors]
+    if are_distinct_cuda(devices) and tensors and all(t.device == devices[0] for t in tensors):
+        # Many small tensors at once; of complex ones it copies the real view.
+        _, *others = comm.broadcast_coalesced(tensors, devices)
+        return [
+            tensors,
+            *(
+                [
+                    torch.view_as_complex(copy) if t.is_complex() else copy
+                    for t, copy in zip(tensors, copies, strict=True)
+                ]
+                for copies in others
+            ),
+        ]
+    # Detached for each: autograd adds the gradients of one object in whatever order they come.
+    homes = [tensor.device for tensor in tensors]
+    return [
+        [
+            tensor.detach() if home == device else to_device(tensor, device)
+            for tensor, home in zip(tensors, homes, strict=True)
+        ]
+        for device in devices
+    ]
+
+
+class Broadcast(torch.autograd.Function):
+    """Copies each tensor to each device, in the order tensor by tensor.
+
+    One node for the whole module: n x P views would be cheap too, but the engine would then sum
+    their gradients in the order in which the threads happened to build the graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, devices: list[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.sources = [tensor.device for tensor in tensors]
+        ctx.copies = len(devices)
+        copies = _copies(tensors, devices)
+        return tuple(copy for of_tensor in zip(*copies, strict=True) for copy in of_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        n = ctx.copies
+        return (
+            None,
+            *(_summed(grads[i * n : (i + 1) * n], source) for i, source in enumerate(ctx.sources)),
+        )
+
+
+def _summed(grads: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
+    """The sum of the gradients that are there, from left to right, on ``device``."""
+    total: Tensor | None = None
+    for grad in grads:
+        if grad is not None:
+            grad = to_device(grad, device)
+            if total is not None and total.is_sparse:  # torch does not add dense to sparse
+                total, grad = grad, total
+            total = grad if total is None else total + grad
+    return total

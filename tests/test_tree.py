@@ -1,0 +1,521 @@
+"""Containers of all kinds as arguments and outputs, and as attributes of modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import InitVar, dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils import _pytree
+
+from replication import DataParallel, Scattered, gather, replicate, scatter, scatter_kwargs
+
+CPUS = ["cpu", "cpu"]
+X = torch.arange(6.0).view(3, 2)
+
+
+class Echo(nn.Module):
+    def forward(self, *args: Any) -> Any:
+        return args[0]
+
+
+def seen(value: Any, devices: int) -> list[Any]:
+    """What each replica is given for an argument that stands beside a batch of two samples."""
+    inputs, _ = scatter_kwargs((value, torch.zeros(2)), None, ["cpu"] * devices)
+    assert len(inputs) == devices
+    return [args[0] for args in inputs]
+
+
+# -- objects that travel as they are -------------------------------------------------------------
+
+
+class Plain:
+    """Registered with torch's pytree, without names for its parts."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+
+_pytree.register_pytree_node(Plain, lambda x: (list(x.parts), None), lambda xs, _: Plain(*xs))
+
+
+class WithTensor(Plain):
+    """A class of which some objects hold a tensor and others hold none."""
+
+
+_pytree.register_pytree_node(
+    WithTensor, lambda x: (list(x.parts), None), lambda xs, _: WithTensor(*xs)
+)
+
+
+class Attrs:
+    """Looks like a class of the attrs library."""
+
+    __attrs_attrs__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Frozen(Mapping[str, Any]):
+    """A mapping that is no dict."""
+
+    def __init__(self, **items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+@dataclass
+class Linked:
+    """Refers to itself, as nodes of a configuration do."""
+
+    name: str
+    parent: Any = None
+
+
+class Own(list):
+    pass
+
+
+def linked() -> Linked:
+    child = Linked("child")
+    child.parent = Linked("parent", [child])
+    return child
+
+
+def plain_cycle() -> Plain:
+    plain = Plain()
+    plain.parts = (plain, 1)
+    return plain
+
+
+def own_cycle() -> Own:
+    own = Own()
+    own.append(own)
+    return own
+
+
+WHOLE: dict[str, Callable[[], Any]] = {
+    "registered without names": lambda: Plain(1, "a", None),
+    "registered, with children of its own": lambda: Plain([1, {"a": 2}], Plain()),
+    "registered and empty": Plain,
+    "registered and in a cycle": plain_cycle,
+    "dataclasses in a cycle": linked,
+    "a derived list in a cycle": own_cycle,
+    "derived and empty": Own,
+    "UserDict": lambda: UserDict(a=1),
+    "UserList": lambda: UserList([1]),
+    "attrs": lambda: Attrs(X),
+    "Mapping": lambda: Frozen(x=X),
+    "generator": lambda: (i for i in range(3)),
+    "set": lambda: {1, 2},
+    "a class": lambda: Linked,
+    "torch.Size": lambda: X.size(),
+    "tuple made in C": lambda: sys.version_info,
+    "mock of a list": lambda: mock.Mock(spec=list),
+    "module that is a dataclass": lambda: DataModule(3),
+}
+
+
+@dataclass(eq=False)
+class DataModule(nn.Module):
+    size: int
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(self.size))
+
+
+@pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE.keys())
+@pytest.mark.parametrize("devices", [1, 2])
+def test_object_that_holds_nothing_to_split_goes_to_all_replicas_as_it_is(make, devices):
+    value = make()
+    assert all(given is value for given in seen(value, devices))
+
+
+@pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE.keys())
+@pytest.mark.parametrize("devices", [1, 2])
+def test_object_that_holds_nothing_to_join_is_returned_as_it_is(make, devices):
+    values = [make() for _ in range(devices)]
+    inputs = [Scattered(values)]
+    output = DataParallel(Echo(), ["cpu"] * devices)(*inputs)
+    found = [output] if devices == 1 else output
+    assert all(one is other for one, other in zip(found, values, strict=True))
+
+
+# -- containers that are split and joined --------------------------------------------------------
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+class NamedPair(Pair):
+    """Derived from a namedtuple, with an attribute of its own."""
+
+
+class Slotted(list):
+    __slots__ = ("note", "unset")
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenSlots:
+    x: Tensor
+    n: int = 1
+
+
+@dataclass
+class WithInitVar:
+    x: Tensor
+    factor: InitVar[int]
+    scaled: Any = field(init=False, default=None)
+
+    def __post_init__(self, factor: int) -> None:
+        self.scaled = self.x * factor
+
+
+@dataclass
+class WithoutField:
+    x: Tensor
+    late: Any = field(init=False)
+
+
+@dataclass
+class Uncopyable:
+    x: Tensor
+
+    def __copy__(self) -> Any:
+        return self
+
+
+@dataclass(init=False)
+class Untyped:
+    x: Any
+
+    def __init__(self, **fields: Any) -> None:
+        self.x = fields["x"]
+        self.extra = "kept"
+
+
+class Encoding(UserDict):
+    """As tokenizers return it."""
+
+    def __init__(self, data: Any, encodings: Any) -> None:
+        super().__init__(data)
+        self.encodings = encodings
+
+
+class Mirror(dict):
+    """A dict whose items are attributes as well, as EasyDict has it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        super().__setitem__(name, value)
+
+
+class Registry(dict):
+    """Refuses to be filled."""
+
+    def __init__(self, items: Any) -> None:
+        dict.update(self, items)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise KeyError("is registered already")
+
+
+def mirror(x: Tensor) -> Mirror:
+    made = Mirror()
+    made.x, made.n = x, 1
+    return made
+
+
+def pair_with_note(x: Tensor) -> NamedPair:
+    made = NamedPair(x, 1)
+    made.note = "kept"
+    return made
+
+
+def slotted(x: Tensor) -> Slotted:
+    made = Slotted([x])
+    made.note = "kept"
+    return made
+
+
+#: How a container is made around a tensor, and how the tensor is found in it.
+SPLIT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
+    "list": (lambda x: [x], lambda v: v[0]),
+    "deque": (lambda x: deque([x], maxlen=3), lambda v: v[0]),
+    "Counter": (lambda x: Counter({"x": x}), lambda v: v["x"]),
+    "OrderedDict": (lambda x: OrderedDict(x=x), lambda v: v["x"]),
+    "defaultdict": (lambda x: defaultdict(int, x=x), lambda v: v["x"]),
+    "dict of keys that are no str": (lambda x: {None: 1, (1, 2): x}, lambda v: v[1, 2]),
+    "keys that look alike": (lambda x: {1: None, "1": x}, lambda v: v["1"]),
+    "keys with dots": (lambda x: {"a.b": x, "a": {"b": x}}, lambda v: v["a"]["b"]),
+    "derived from a namedtuple": (pair_with_note, lambda v: v.left),
+    "derived with slots": (slotted, lambda v: v[0]),
+    "attributes that mirror items": (mirror, lambda v: v.x),
+    "dict that refuses items": (lambda x: Registry({"x": x}), lambda v: v["x"]),
+    "return_types": (lambda x: torch.return_types.max((x, x)), lambda v: v.indices),
+    "registered": (lambda x: Plain(1, x), lambda v: v.parts[1]),
+    "registered around registered": (lambda x: Plain(Plain(x)), lambda v: v.parts[0].parts[0]),
+    "frozen dataclass with slots": (FrozenSlots, lambda v: v.x),
+    "dataclass with InitVar": (lambda x: WithInitVar(x, 2), lambda v: v.scaled / 2),
+    "dataclass without a field": (WithoutField, lambda v: v.x),
+    "dataclass that is not copied": (Uncopyable, lambda v: v.x),
+    "dataclass with its own init": (lambda x: Untyped(x=x), lambda v: v.x),
+    "UserDict": (lambda x: Encoding({"x": x}, ["e"]), lambda v: v["x"]),
+    "UserList": (lambda x: UserList([x]), lambda v: v[0]),
+    "around empty ones": (lambda x: [[], {}, (), deque(), x, None], lambda v: v[4]),
+}
+
+
+@pytest.mark.parametrize(("wrap", "unwrap"), SPLIT.values(), ids=SPLIT.keys())
+def test_container_is_split_and_joined_again(wrap, unwrap):
+    value = wrap(X)
+    parts = scatter(value, CPUS)
+    assert [type(part) for part in parts] == [type(value)] * 2
+    assert [unwrap(part).tolist() for part in parts] == [X[:2].tolist(), X[2:].tolist()]
+    joined = gather(parts, "cpu")
+    assert type(joined) is type(value)
+    assert torch.equal(unwrap(joined), X)
+    assert torch.equal(unwrap(value), X)
+    assert all(part is not value for part in parts)
+
+
+@pytest.mark.parametrize(("wrap", "unwrap"), SPLIT.values(), ids=SPLIT.keys())
+def test_container_moves_to_the_only_device(wrap, unwrap):
+    value = wrap(X)
+    (given,) = scatter_kwargs((value,), None, ["meta"])[0][0]
+    assert type(given) is type(value)
+    assert unwrap(given).device.type == "meta"
+    assert torch.equal(unwrap(value), X)
+    assert scatter_kwargs((value,), None, ["cpu"])[0][0][0] is value
+
+
+def test_parts_keep_what_is_beside_the_items():
+    first, _ = scatter(deque([X], maxlen=3), CPUS)
+    assert first.maxlen == 3
+    assert scatter(pair_with_note(X), CPUS)[0].note == "kept"
+    assert scatter(slotted(X), CPUS)[0].note == "kept"
+    assert not hasattr(scatter(slotted(X), CPUS)[0], "unset")
+    assert scatter(Untyped(x=X), CPUS)[1].extra == "kept"
+    assert scatter(Encoding({"x": X}, ["e"]), CPUS)[1].encodings == ["e"]
+    assert not hasattr(scatter(WithoutField(X), CPUS)[0], "late")
+
+
+def test_attributes_that_mirror_items_are_the_parts_own():
+    for part in scatter(mirror(X), CPUS):
+        assert part["x"] is part.x
+
+
+def test_a_container_held_twice_becomes_two_parts():
+    inner = [X]
+    first, second = scatter([inner, inner], CPUS)[0]
+    assert first is not second
+
+
+def test_keys_of_replicas_are_matched_in_any_order():
+    parts = [OrderedDict(a=X, b=X + 1), {"b": X + 1, "a": X}]
+    joined = gather(parts, "cpu")
+    assert type(joined) is OrderedDict
+    assert torch.equal(joined["a"], torch.cat([X, X]))
+    assert torch.equal(joined["b"], torch.cat([X, X]) + 1)
+
+
+def test_namedtuples_are_opened_without_tensors_as_well():
+    assert gather([Pair(1, "a"), Pair(2, "b")], "cpu") == Pair([1, 2], ["a", "b"])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("make", [WithTensor, lambda x: UserDict(x=x), lambda x: Linked("n", x)])
+def test_container_that_holds_a_tensor_in_one_replica_only_is_opened_in_all(make, first):
+    outputs = [make(X), make(None)]
+    joined = gather(outputs if first == 0 else outputs[::-1], "cpu")
+    assert type(joined) is type(outputs[0])
+    (entries,) = [v for v in _values(joined) if isinstance(v, list) and v not in (["n", "n"],)]
+    assert torch.equal(entries[first], X)
+    assert entries[1 - first] is None
+
+
+def _values(value: Any) -> list[Any]:
+    if isinstance(value, WithTensor):
+        return list(value.parts)
+    if isinstance(value, UserDict):
+        return list(value.values())
+    return list(vars(value).values())
+
+
+def test_the_replica_that_differs_is_named_with_the_path():
+    with pytest.raises(
+        ValueError, match=r"replica 0: Tensor, replica 2: list of length 1 at `a.0`"
+    ):
+        gather([{"a": [X]}, {"a": [X]}, {"a": [[X]]}], "cpu")
+    with pytest.raises(
+        ValueError, match=r"replica 0: dict with keys \['x'\], replica 1: UserDict"
+    ):
+        gather([{"x": X}, UserDict(x=X)], "cpu")
+    with pytest.raises(ValueError, match=r"only replica 2 has `a.1`\); to keep one list"):
+        gather([{"a": [X]}, {"a": [X]}, {"a": [X, X]}], "cpu")
+    with pytest.raises(ValueError, match=r"only replica 0 has `b`\)$"):
+        gather([{"a": X, "b": X}, {"a": X}], "cpu")
+
+
+class Failing(Plain):
+    pass
+
+
+def fail(_: Any) -> Any:
+    raise ZeroDivisionError("flatten")
+
+
+_pytree.register_pytree_node(Failing, fail, lambda xs, _: Failing(*xs))
+
+
+@pytest.mark.parametrize("call", [lambda v: seen(v, 2), lambda v: gather([v, v], "cpu")])
+def test_error_of_a_registered_function_arrives_as_it_is(call):
+    with pytest.raises(ZeroDivisionError, match="flatten"):
+        call(Failing(X))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: [x],
+        lambda x: {"x": x},
+        lambda x: Own([x]),
+        lambda x: Linked("n", [x]),
+        lambda x: UserList([x]),
+    ],
+    ids=["list", "dict", "derived", "dataclass", "UserList"],
+)
+def test_a_container_with_a_batch_that_contains_itself(make):
+    value = make(X)
+    for holder in (value, getattr(value, "parent", None)):
+        if isinstance(holder, (list, UserList)):
+            holder.append(value)
+        elif isinstance(holder, dict):
+            holder["self"] = value
+    for call in (lambda: scatter(value, CPUS), lambda: gather([value, value], "cpu")):
+        with pytest.raises(ValueError, match=r"must not contain itself \(`.+` does\)"):
+            call()
+    (given,) = scatter_kwargs((value,), None, ["cpu"])[0][0]
+    assert given is value  # on one device nothing is split
+    (moved,) = scatter_kwargs((value,), None, ["meta"])[0][0]
+    assert moved is not value
+    items = moved.parent if isinstance(moved, Linked) else moved
+    assert (items["self"] if isinstance(items, dict) else items[1]) is moved
+
+
+def test_keys_that_a_registered_class_gives_twice_become_positions():
+    class Twice(Plain):
+        pass
+
+    _pytree.register_pytree_node(
+        Twice,
+        lambda x: (list(x.parts), None),
+        lambda xs, _: Twice(*xs),
+        flatten_with_keys_fn=lambda x: ([(_pytree.MappingKey("k"), p) for p in x.parts], None),
+    )
+    first, second = scatter(Twice(X, X + 1), CPUS)[1].parts
+    assert torch.equal(first, X[2:])
+    assert torch.equal(second, X[2:] + 1)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_without_a_batch_one_replica_is_given_the_same_objects(devices):
+    value = Plain(1)
+    inputs, kwargs = scatter_kwargs((value,), {"y": value}, ["cpu"] * devices)
+    assert inputs == ((value,),)
+    assert kwargs == ({"y": value},)
+
+
+# -- plain attributes of modules -----------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    def __init__(self, **values: Any) -> None:
+        super().__init__()
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+def on_meta(**values: Any) -> Any:
+    """The replica on another device of a module with some plain attributes."""
+    return replicate(Holder(**values), ["cpu", "meta"])[1]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        SPLIT[name]
+        for name in (
+            "deque",
+            "Counter",
+            "return_types",
+            "derived with slots",
+            "dict that refuses items",
+        )
+    ]
+    + [(lambda x: torch.return_types.max((x, x)), lambda v: v.values)],
+)
+def test_containers_of_attributes_are_moved(wrap, unwrap):
+    value = wrap(X)
+    moved = on_meta(value=value).value
+    assert type(moved) is type(value)
+    assert unwrap(moved).device.type == "meta"
+    assert unwrap(value) is X or torch.equal(unwrap(value), X)
+
+
+def test_packed_sequence_in_an_attribute_moves_as_torch_moves_it():
+    packed = pack_sequence([torch.zeros(3), torch.zeros(2)])
+    moved = on_meta(value=[packed]).value[0]
+    assert isinstance(moved, PackedSequence)
+    assert moved.data.device.type == "meta"
+    assert moved.batch_sizes.device.type == "cpu"  # as torch has it on every device
+
+
+def test_tensor_that_several_attributes_hold_is_one_in_the_replica():
+    replica = on_meta(one=X, other=[X, {"x": X}], apart=X.clone())
+    assert replica.one is replica.other[0] is replica.other[1]["x"]
+    assert replica.apart is not replica.one
+
+
+def test_container_that_several_attributes_hold_is_one_in_the_replica():
+    inner = [X]
+    replica = on_meta(one=inner, other=(inner, inner))
+    assert replica.one is replica.other[0] is replica.other[1]
+    assert replica.one is not inner
+
+
+def test_tuple_in_a_cycle_is_one_in_the_replica():
+    inner: list[Any] = [X]
+    outer = (inner, 1)
+    inner.append(outer)
+    replica = on_meta(outer=outer, inner=inner)
+    assert replica.outer[0] is replica.inner
+    assert replica.inner[1] is replica.outer
+    assert replica.inner[0].device.type == "meta"
+
+
+def test_mock_of_a_container_is_an_object_as_any_other():
+    pretender = mock.Mock(spec=list)
+    assert on_meta(value=[pretender, X]).value[0] is pretender
+
+
+def test_dataclasses_in_attributes_are_shared():
+    record = dataclasses.make_dataclass("R", ["x"])(X)
+    assert on_meta(value=record).value is record

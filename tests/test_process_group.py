@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 import warnings
 import weakref
@@ -16,10 +15,9 @@ import torch
 from collective_cases import CASES, OPS, derivatives, leaves, upstream
 from layers import outcome_of
 from processes import run_python
-from ranks import TIMEOUT, run_ranks
+from ranks import TIMEOUT, recorded_collectives, run_ranks
 from torch import Tensor, distributed, nn
 from torch.autograd import forward_ad
-from torch.distributed.nn import functional as nn_functional
 
 from replication import (
     DataParallel,
@@ -28,10 +26,8 @@ from replication import (
     ReplicasDiverged,
     ReplicationError,
     SoloGroup,
-    process_group,
 )
-from replication.collectives import CollectiveFunctions, CollectiveOperators
-from replication.torch_internals import has_differentiable_collectives, timeout_of
+from replication.torch_internals import timeout_of
 from syncbn import SynchronizedBatchNorm1d, convert_model
 
 pytestmark = pytest.mark.skipif(
@@ -39,19 +35,11 @@ pytestmark = pytest.mark.skipif(
     reason="this torch has no gloo",
 )
 
-#: Both, where there are both: the Functions are for older releases.
-IMPLEMENTATIONS = [
-    CollectiveFunctions,
-    *([CollectiveOperators] if has_differentiable_collectives() else []),
-]
 
-
-def run_cases(rank: int, size: int) -> dict[tuple[str, str], Any]:
+def run_cases(rank: int, size: int) -> dict[str, Any]:
     """Each collective, with its first and second derivatives, in one rank."""
     results = {}
-    for implementation, (name, case) in itertools.product(IMPLEMENTATIONS, CASES.items()):
-        functions = () if implementation is CollectiveOperators else (nn_functional,)
-        process_group._collectives = implementation(*functions)
+    for name, case in CASES.items():
         own = leaves(case, size)[rank]
         outputs = case.call(ProcessGroup(), *own)
         gradients = upstream(case.oracle(leaves(case, size)))[rank]
@@ -59,26 +47,23 @@ def run_cases(rank: int, size: int) -> dict[tuple[str, str], Any]:
         first = torch.autograd.grad(loss, own, create_graph=True, materialize_grads=True)
         penalty = sum(g.square().sum() for g in first)
         second = torch.autograd.grad(penalty, own, materialize_grads=True)
-        results[implementation.__name__, name] = [
-            [t.detach() for t in ts] for ts in (outputs, first, second)
-        ]
+        results[name] = [[t.detach() for t in ts] for ts in (outputs, first, second)]
     return results
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def all_cases(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Any]]:
+def all_cases(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(request.param, run_cases, request.param)
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_results_and_derivatives_are_those_of_the_oracle(all_cases, implementation, name):
+def test_results_and_derivatives_equal_the_oracle(all_cases, name):
     case = CASES[name]
     inputs = leaves(case, len(all_cases))
     outputs = case.oracle(inputs)
     first, second = (iter(grads) for grads in derivatives(outputs, inputs))
     for got, own, expected in zip(all_cases, inputs, outputs, strict=True):
-        y, dx, ddx = got[implementation.__name__, name]
+        y, dx, ddx = got[name]
         torch.testing.assert_close(y, [t.detach() for t in expected])
         torch.testing.assert_close(dx, [next(first) for _ in own])
         torch.testing.assert_close(ddx, [next(second) for _ in own])
@@ -144,48 +129,23 @@ def changed_in_place(rank: int) -> Any:
     return x.grad
 
 
-def exchanges(rank: int) -> Any:
-    """The collectives that exchange objects, which takes time."""
-    group, x, found = ProcessGroup(), torch.ones(2), []
-    exchange = ProcessGroup._gathered
+def traffic(rank: int) -> Any:
+    """The collectives of torch that each call makes."""
+    group, x, found = ProcessGroup(), torch.ones(2), {}
+    long = torch.ones(8192).double()
     calls = {
         "all_reduce": lambda: group.all_reduce(x),
+        "all_reduce of at most 64 KiB": lambda: group.all_reduce(long),
+        "all_reduce of more": lambda: group.all_reduce(torch.cat([long, long[:1]])),
         "broadcast": lambda: group.broadcast(x),
         "reduce_scatter": lambda: group.reduce_scatter([x, x]),
         "barrier": group.barrier,
         "all_gather": lambda: group.all_gather(x),
     }
     for name, call in calls.items():
-
-        def counted(*arguments: Any, name: str = name) -> Any:
-            found.append(name)
-            return exchange(*arguments)
-
-        ProcessGroup._gathered = counted
-        try:
+        with recorded_collectives() as made:
             call()
-        finally:
-            ProcessGroup._gathered = exchange
-    return found
-
-
-def sums(rank: int) -> Any:
-    """How tensors are summed."""
-    group, found = ProcessGroup(), []
-    collectives = process_group._collectives
-
-    class Naming:
-        def __getattr__(self, name: str) -> Any:
-            found.append(name)
-            return getattr(collectives, name)
-
-    process_group._collectives = Naming()
-    try:
-        for x in (torch.ones(8192).double(), torch.ones(8193).double()):
-            assert group.all_reduce(x).eq(2).all()
-        group.all_reduce(torch.ones(1, requires_grad=True))
-    finally:
-        process_group._collectives = collectives
+        found[name] = [collective for collective, _ in made]
     return found
 
 
@@ -327,7 +287,7 @@ def with_warnings(rank: int) -> Any:
 
 
 CHECKS = [
-    dtypes, empty, strided, odd_numbers, changed_in_place, exchanges, sums, batched, own_results,
+    dtypes, empty, strided, odd_numbers, changed_in_place, traffic, batched, own_results,
     objects,
     bad_input, mismatch_in_all_gather, mismatch_of_layers, mismatch_of_widths,
     mismatch_in_requires_grad, mismatch_of_order, mismatch_under_debug, parts, copies,
@@ -373,13 +333,17 @@ def test_results_may_be_changed_in_place_before_the_backward(two):
     assert [found["changed_in_place"].tolist() for found, _ in two] == [[101] * 2, [1010] * 2]
 
 
-def test_only_where_shapes_may_differ_they_are_exchanged(two):
-    assert [found["exchanges"] for found, _ in two] == [["all_gather"]] * 2
-
-
-def test_short_tensors_are_summed_by_a_gather(two):
-    for found, _ in two:
-        assert found["sums"] == ["all_gather", "all_reduce", "all_gather"]
+def test_each_call_is_one_collective_but_all_gather_which_exchanges_shapes(two):
+    expected = {
+        "all_reduce": ["all_gather"],
+        "all_reduce of at most 64 KiB": ["all_gather"],
+        "all_reduce of more": ["all_reduce"],
+        "broadcast": ["broadcast"],
+        "reduce_scatter": ["all_to_all_single"],
+        "barrier": ["barrier"],
+        "all_gather": ["all_gather", "all_gather"],
+    }
+    assert [found["traffic"] for found, _ in two] == [expected] * 2
 
 
 def test_batched_gradients_are_refused(two):
@@ -499,7 +463,7 @@ def some_of_three(rank: int) -> Any:
 
 
 def forward_mode(rank: int) -> Any:
-    """The errors; some of the calls torch would let through, without a derivative."""
+    """The errors of each collective."""
     group, found = ProcessGroup(), []
     warnings.simplefilter("ignore")  # of torch, about what it imports for this
     for call in (
@@ -560,8 +524,7 @@ def test_some_of_three_ranks():
 
 def test_derivatives_in_forward_mode_are_refused():
     for messages in run_ranks(2, forward_mode):
-        assert all("no derivatives in forward mode" in message for message in messages[:3])
-        assert all("NotImplementedError" in message for message in messages[3:])  # torch's
+        assert all("NotImplementedError" in message for message in messages)  # torch's
 
 
 def test_a_backward_after_the_end_says_so_though_somebody_keeps_the_group():
@@ -591,7 +554,6 @@ print(world(), [name for name in ("torch._dynamo", "torch.distributed.nn") if na
 """
 
 
-@pytest.mark.skipif(not has_differentiable_collectives(), reason="needs a newer torch")
 def test_the_first_call_does_not_import_the_compiler(tmp_path):
     done = run_python("-c", FIRST_CALL, f"file://{tmp_path}/store")
     assert done.stdout == "None []\n", done.stderr

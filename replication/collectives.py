@@ -1,95 +1,119 @@
-"""The differentiable collectives of `torch.distributed`, whichever this release of torch keeps.
+"""Collectives of `torch.distributed` that return new tensors, and their derivatives.
 
-Three are enough: sum, gather, and exchange. All take contiguous tensors of dtypes that the backend
-knows; gradients are theirs, too, so a backward is a collective that all ranks must take part in.
+The functions compute values. `Collective` puts one of them into an autograd graph, together with
+its derivative, which is a collective as well: every rank must run the backward.
+
+All of them take tensors of any strides. Complex tensors travel as pairs of real numbers, because
+not every backend knows complex ones.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.autograd import Function
 
-from replication.torch_internals import (
-    collective_functions,
-    collective_operators,
-    has_differentiable_collectives,
-)
+from replication.errors import ReplicationError
+from replication.torch_internals import is_batched
 
 __all__: list[str] = []
 
 
-class Collectives(Protocol):
-    """Between the ranks of a `torch.distributed.ProcessGroup`."""
-
-    def all_reduce(self, tensor: Tensor, group: Any) -> Tensor:
-        """The sum of all ranks' tensors."""
-
-    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        """All ranks' tensors, of one shape, concatenated."""
-
-    def all_to_all(self, tensor: Tensor, sent: list[int], got: list[int], group: Any) -> Tensor:
-        """Rows from all ranks, concatenated, for rows that all ranks get.
-
-        Args:
-            tensor: Rows for rank 0, for rank 1, ...
-            sent: How many for each.
-            got: How many there are from each.
-            group: The ranks.
-        """
+def all_reduce(tensor: Tensor, process_group: Any) -> Tensor:
+    """Returns the sum of the tensors of all ranks."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    distributed.all_reduce(_as_real(total), group=process_group)
+    return total
 
 
-class CollectiveOperators:
-    """By the operators of torch's functional collectives, differentiable since its release 2.11.
+def broadcast(tensor: Tensor, src: int, process_group: Any) -> Tensor:
+    """Returns the tensor of the process whose rank among all processes is ``src``."""
+    received = tensor.clone(memory_format=torch.contiguous_format)
+    distributed.broadcast(_as_real(received), src, process_group)
+    return received
 
-    The functions around them are left out: in their first call they import torch's compiler, which
-    takes a second, and `torch.distributed.nn`, whose default arguments keep the process group, and
-    its threads, until Python ends.
+
+def all_gather(tensor: Tensor, process_group: Any) -> Tensor:
+    """Returns the tensors of all ranks, which have one shape, stacked: ``(size, *shape)``."""
+    tensor = _plain(tensor)
+    stacked = tensor.new_empty(process_group.size(), *tensor.shape)
+    if stacked.numel():
+        # Not all_gather_into_tensor, which gloo lacks in older releases of torch.
+        distributed.all_gather(list(_as_real(stacked)), _as_real(tensor), process_group)
+    return stacked
+
+
+def all_to_all(tensor: Tensor, sent: list[int], received: list[int], process_group: Any) -> Tensor:
+    """Sends values to every rank, and returns the values that every rank sends to this one.
+
+    Args:
+        tensor: A vector, with the values for rank 0 first.
+        sent: The number of values for each rank.
+        received: The number of values from each rank.
+        process_group: The ranks.
+    """
+    result = tensor.new_empty(sum(received))
+    if tensor.numel() or result.numel():
+        distributed.all_to_all_single(
+            _as_real(result), _as_real(_plain(tensor)), received, sent, process_group
+        )
+    return result
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor whose memory holds its values, and not their conjugates."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Views a complex tensor as pairs of real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+class Collective(Function):
+    """Runs a collective in an autograd graph.
+
+    Because the derivative is made of collectives of this kind, it is differentiable again, any
+    number of times.
     """
 
-    def all_reduce(self, tensor: Tensor, group: Any) -> Tensor:
-        """See `Collectives`."""
-        return _waited(collective_operators.all_reduce(tensor, "sum", group.group_name))
+    @staticmethod
+    def forward(
+        ctx: Any,
+        collective: Callable[[Tensor], Tensor],
+        derivative: Callable[[Tensor], Tensor],
+        tensor: Tensor,
+    ) -> Tensor:
+        ctx.derivative = derivative
+        return collective(tensor)
 
-    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        """See `Collectives`."""
-        gathered = collective_operators.all_gather_into_tensor(
-            tensor, group.size(), group.group_name
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, ctx.derivative(grad)
+
+
+def differentiable(
+    collective: Callable[[Tensor], Tensor],
+    derivative: Callable[[Tensor], Tensor],
+    tensor: Tensor,
+) -> Tensor:
+    """Runs a collective in an autograd graph.
+
+    Args:
+        collective: The collective, without a graph.
+        derivative: Returns the gradient of ``tensor`` for the gradient of the result. If it is to
+            be differentiated as well, it is made of `differentiable` collectives.
+        tensor: The argument of the collective.
+
+    Raises:
+        ReplicationError: ``tensor`` stands for several gradients.
+    """
+    if is_batched(tensor):
+        raise ReplicationError(
+            "collectives between processes take no batched gradients (is_grads_batched=True, "
+            "vectorize=True); compute one after the other"
         )
-        return _waited(gathered)
-
-    def all_to_all(self, tensor: Tensor, sent: list[int], got: list[int], group: Any) -> Tensor:
-        """See `Collectives`."""
-        received = collective_operators.all_to_all_single(tensor, got, sent, group.group_name)
-        return _waited(received)
-
-
-def _waited(tensor: Tensor) -> Tensor:
-    return collective_operators.wait_tensor(tensor)  # type: ignore[no-any-return]
-
-
-class CollectiveFunctions:
-    """By the autograd Functions of `torch.distributed.nn.functional`, for older releases."""
-
-    def __init__(self, functions: Any = collective_functions) -> None:
-        self._functions = functions
-
-    def all_reduce(self, tensor: Tensor, group: Any) -> Tensor:
-        """See `Collectives`."""
-        op = distributed.ReduceOp.SUM
-        return self._functions._AllReduce.apply(op, group, tensor)  # type: ignore[no-any-return]
-
-    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        """See `Collectives`."""
-        return torch.cat(self._functions._AllGather.apply(group, tensor))
-
-    def all_to_all(self, tensor: Tensor, sent: list[int], got: list[int], group: Any) -> Tensor:
-        """See `Collectives`."""
-        output = tensor.new_empty(sum(got), *tensor.shape[1:])
-        return self._functions._AlltoAllSingle.apply(group, output, got, sent, tensor)  # type: ignore[no-any-return]
-
-
-def differentiable_collectives() -> Collectives:
-    """Those of this torch."""
-    return CollectiveOperators() if has_differentiable_collectives() else CollectiveFunctions()
+    return Collective.apply(collective, derivative, tensor)  # type: ignore[no-any-return, no-untyped-call]

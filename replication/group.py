@@ -39,7 +39,7 @@ Layouts = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 
 class Call(NamedTuple):
-    """One member's call of a collective, as far as the others' must be alike."""
+    """The parts of a collective call that must match on every member."""
 
     name: str
     #: ``op`` or ``src``, with its name.
@@ -47,15 +47,20 @@ class Call(NamedTuple):
     layouts: Layouts = ()
     #: Whether the first dimension may differ.
     any_length: bool = False
-    #: Whether a graph leads through it; matters between processes.
+    #: Whether a graph leads through it. Matters between processes.
     requires_grad: bool | None = None
     #: The layer and the number of its call, where these may differ: between processes.
     where: str = ""
 
     @property
     def in_backward(self) -> bool:
-        """Whether it is one of those that a backward makes, which are counted by themselves."""
+        """Whether a backward makes the call. These calls have numbers of their own."""
         return self.name.endswith("_backward")
+
+    def backward(self, grad: Tensor) -> Call:
+        """Returns the call that a backward makes to compute the derivative of this one."""
+        name = f"{self.name.removesuffix('_backward')}_backward"
+        return Call(name, layouts=layouts_of([grad]), any_length=True)
 
     def __str__(self) -> str:
         tensors = ", ".join(
@@ -66,19 +71,19 @@ class Call(NamedTuple):
             text += f" that {'requires' if self.requires_grad else 'does not require'} gradients"
         return text
 
-    def must_equal(self) -> tuple[Any, ...]:
-        """What must be equal in the calls of all members."""
+    def must_equal(self) -> tuple[object, ...]:
+        """Returns what must be equal in the calls of all members."""
         if not self.any_length:
             return self
-        layouts = [(dtype, len(shape), shape[1:]) for dtype, shape in self.layouts]
+        layouts = tuple((dtype, len(shape), shape[1:]) for dtype, shape in self.layouts)
         return (*self._replace(layouts=()), layouts)
 
 
-def check_alike(calls: Sequence[Call], where: str, members: Sequence[int], kind: str) -> None:
+def check_alike(calls: Sequence[Any], where: str, members: Sequence[int], kind: str) -> None:
     """Raises `ReplicasDiverged` unless all members make the same call.
 
     Args:
-        calls: One for each member.
+        calls: A `Call` of each member, or a `replication.call_header.CallHeader`.
         where: The layer and the number of its call.
         members: The members' numbers, for the message.
         kind: What a member is.
@@ -87,11 +92,11 @@ def check_alike(calls: Sequence[Call], where: str, members: Sequence[int], kind:
     if all(call.must_equal() == first for call in calls[1:]):
         return
     elsewhere = len({call.where for call in calls}) > 1
-    callers: dict[str, list[int]] = {}
+    callers: dict[tuple[str, object], list[int]] = {}
     for member, call in zip(members, calls, strict=True):
         text = f"{call} at {call.where}" if elsewhere else str(call)
-        callers.setdefault(text, []).append(member)
-    found = "; ".join(f"{listed(who, kind)}: {text}" for text, who in callers.items())
+        callers.setdefault((text, call.must_equal()), []).append(member)
+    found = "; ".join(f"{listed(who, kind)}: {text}" for (text, _), who in callers.items())
     raise ReplicasDiverged(
         f"{where}: the calls do not match: {found}. All must make the same calls in the same "
         "order, with tensors of one dtype and one shape (in all_gather the first dimension may "

@@ -1,4 +1,4 @@
-"""What a process knows of the others, and of the groups of `torch.distributed` that it is in."""
+"""Which processes there are, and the state of the groups of `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__: list[str] = []
 
 
 class History:
-    """What has been done with a group of `torch.distributed`, whichever layers did it."""
+    """The calls made with a group of `torch.distributed`, and the groups split from it."""
 
     def __init__(self) -> None:
         # Re-entrant: a signal handler or a finalizer may interrupt the thread that holds it.
         self.lock = threading.RLock()
-        #: Number of calls, by the name of the layer, and whether they were in backward.
+        #: The number of calls, by the name of the layer, and whether they were in backward.
         self.calls: Counter[tuple[str, bool]] = Counter()
         #: The group of this process' part, by the size of the parts.
         self.parts: dict[int, Any] = {}
@@ -31,22 +31,25 @@ _histories: WeakKeyDictionary[Any, History] = WeakKeyDictionary()
 
 
 def history_of(process_group: Any) -> History:
-    """The history of a group, kept for as long as the group exists."""
+    """Returns the history of a group, which lives as long as the group."""
     return _histories.setdefault(process_group, History())
 
 
 def process_count(process_group: Any = None) -> int:
-    """The number of processes of a group, by default of all; 1 where there are no others.
+    """Returns the number of processes of a group, by default of all.
 
-    -1 if this process is not in the group.
+    It is 1 where there are no others, and -1 if this process cannot use the group: it is not in
+    it, or the group has been destroyed.
     """
+    if process_group is not None:
+        return distributed.get_world_size(process_group) if is_known(process_group) else -1
     if not (distributed.is_available() and distributed.is_initialized()):
         return 1
-    return distributed.get_world_size(process_group)
+    return distributed.get_world_size()
 
 
 def processes_are_not_connected() -> bool:
-    """Whether torchrun has started several processes that do not know of each other."""
+    """Whether torchrun has started several processes, and nothing has connected them."""
     return (
         not torch.compiler.is_compiling()  # whose older ones cannot look at the environment
         and distributed.is_available()
@@ -57,37 +60,36 @@ def processes_are_not_connected() -> bool:
 
 
 def is_known(process_group: Any) -> bool:
-    """Whether a group has not been destroyed."""
+    """Whether this process is in a group, and the group has not been destroyed."""
     try:
         distributed.get_backend(process_group)
-    except (ValueError, TypeError):  # the latter of older torch
+    except (ValueError, TypeError):  # older releases of torch raise the latter
         return False
     return True
 
 
+def is_group_of_others(process_group: Any) -> bool:
+    """Whether this is what `torch.distributed.new_group` returns to processes outside a group."""
+    outside = distributed.GroupMember.NON_GROUP_MEMBER
+    return type(process_group) is type(outside) and process_group == outside
+
+
 def check_process_group(value: Any) -> None:
-    """Raises TypeError on what is no group of `torch.distributed`."""
-    known = distributed.is_available() and (
-        isinstance(value, distributed.ProcessGroup)
-        or _is_of_others(value)  # which `ProcessGroup` refuses
+    """Raises TypeError if the value is not a group of `torch.distributed`."""
+    is_group = distributed.is_available() and (
+        isinstance(value, distributed.ProcessGroup) or is_group_of_others(value)
     )
-    if not known:
+    if not is_group:
         raise TypeError(
             "process_group must be a torch.distributed.ProcessGroup or None "
             f"(got {type(value).__name__}); of a DeviceMesh it is mesh.get_group()"
         )
 
 
-def _is_of_others(value: Any) -> bool:
-    """Whether this is what torch gives to those who are not in a new group."""
-    nobody = distributed.GroupMember.NON_GROUP_MEMBER
-    return type(value) is type(nobody) and value == nobody
-
-
 class Kept:
     """A group of `torch.distributed` in an attribute of a layer, which may be copied and pickled.
 
-    A copy of the layer talks to the same processes; a pickled one comes back without them.
+    A copy of the layer keeps the group. A pickled layer comes back without it.
     """
 
     def __init__(self, process_group: Any = None) -> None:
@@ -108,7 +110,5 @@ class Kept:
 
 def debugging() -> bool:
     """Whether ``TORCH_DISTRIBUTED_DEBUG`` asks for checks that cost time."""
-    if torch.compiler.is_compiling():  # it could not be asked there
-        return False
     # Not by identity: each is a new object.
     return distributed.get_debug_level() != distributed.DebugLevel.OFF  # type: ignore[attr-defined]

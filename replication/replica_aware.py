@@ -149,7 +149,8 @@ class ReplicaAware(_Base):
             return SoloGroup()
         if group is None or group.size == 1:
             group = self._processes()
-        elif (count := process_count(self.process_group)) > 1:
+        elif process_count(self.process_group) != 1:
+            count = self._processes().size  # raises if this process cannot use the group
             raise ReplicationError(
                 f"{type(self).__name__} is in one of {group.size} replicas, in one of {count} "
                 "processes; a group is of replicas or of processes: run one replica per process "
@@ -178,7 +179,7 @@ class ReplicaAware(_Base):
 
     def _processes(self) -> Group:
         name = self._layer_name or type(self).__name__
-        if process_count(self.process_group) != 1:  # of others: then ProcessGroup says so
+        if process_count(self.process_group) != 1:
             return ProcessGroup(self.process_group, name)
         if processes_are_not_connected():
             warn_of_unconnected_processes(name)

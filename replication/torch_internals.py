@@ -9,11 +9,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import wraps
-from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import profiler
 from torch.nn.parallel.data_parallel import _check_balance as check_balance
@@ -28,14 +27,6 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-#: Whose import gives the operators their derivatives.
-_functional_collectives: Any = (
-    import_module("torch.distributed._functional_collectives")
-    if distributed.is_available()
-    else None
-)
-collective_operators: Any = torch.ops._c10d_functional if distributed.is_available() else None
 
 __all__ = [
     "GetAttrKey",
@@ -89,19 +80,6 @@ def make_shell(method: Callable[[], Any]) -> Any:
     state[IS_REPLICA] = True
     object.__setattr__(shell, "__dict__", state)  # a module's own looks for parameters in it
     return shell
-
-
-def has_differentiable_collectives() -> bool:
-    """Whether the operators of this torch's functional collectives have derivatives."""
-    return hasattr(_functional_collectives, "all_reduce_backward")
-
-
-#: The autograd Functions that they take over from, and that go away where they have.
-collective_functions: Any = (
-    import_module("torch.distributed.nn.functional")
-    if distributed.is_available() and not has_differentiable_collectives()
-    else None
-)
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:

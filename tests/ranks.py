@@ -7,13 +7,15 @@ import os
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 #: Seconds after which a rank that waits for another gives up, and after which one counts as hung.
 TIMEOUT, DEADLINE = 20.0, 50.0
@@ -71,3 +73,29 @@ def _run(
     except BaseException:
         error = f"rank {rank}: {traceback.format_exc()}"
     torch.save((value, error), f"{folder}/{rank}.pt")
+
+
+#: The argument that holds what a rank sends, by the name of the collective.
+_SENT = {"all_reduce": 0, "all_gather": 1, "all_to_all_single": 1, "broadcast": 0, "barrier": None}
+
+
+@contextmanager
+def recorded_collectives() -> Iterator[list[tuple[str, int]]]:
+    """Lists the collectives of `torch.distributed` in a block: the name, and the bytes sent."""
+    calls: list[tuple[str, int]] = []
+
+    def recorded(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            index = _SENT[name]
+            calls.append((name, 0 if index is None else _bytes(arguments[index])))
+            return collective(*arguments, **options)
+
+        return call
+
+    wrapped = {name: recorded(name, getattr(distributed, name)) for name in _SENT}
+    with mock.patch.multiple(distributed, **wrapped):
+        yield calls
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

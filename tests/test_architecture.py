@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from replication import torch_internals
 
@@ -212,14 +212,6 @@ def test_compiled_module_is_called_through_the_attribute_that_replicate_clears()
 @pytest.mark.parametrize("name", ["native_batch_norm", "native_batch_norm_backward"])
 def test_native_kernel_exists(name):
     assert hasattr(torch.ops.aten, name)
-
-
-@pytest.mark.skipif(not distributed.is_available(), reason="this torch has no processes")
-@pytest.mark.parametrize(
-    "name", ["all_reduce", "all_gather_into_tensor", "all_to_all_single", "wait_tensor"]
-)
-def test_operator_of_the_functional_collectives_exists(name):
-    assert hasattr(torch_internals.collective_operators, name)
 
 
 @pytest.mark.parametrize("name", torch_internals.__all__)

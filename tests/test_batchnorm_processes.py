@@ -12,7 +12,7 @@ import oracle
 import pytest
 import torch
 from layers import outcome_of
-from ranks import run_ranks
+from ranks import recorded_collectives, run_ranks
 from sharded import randomized
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -388,35 +388,16 @@ def test_at_large_means_it_is_as_accurate_as_torchs_layer(at_large_means, way, m
 # -- what travels ------------------------------------------------------------------------------
 
 
-class Counting:
-    """Counts the collectives, and the bytes that each rank sends."""
-
-    def __init__(self, collectives: Any) -> None:
-        self._collectives = collectives
-        self.calls: list[tuple[str, int]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        collective = getattr(self._collectives, name)
-
-        def call(tensor: Tensor, *arguments: Any) -> Tensor:
-            self.calls.append((name, tensor.numel() * tensor.element_size()))
-            return collective(tensor, *arguments)
-
-        return call
-
-
 def traffic(rank: int, channels: int) -> list[Any]:
     found = []
     for way in WAYS:
         go(way)
-        counting = process_group._collectives = Counting(process_group._collectives)
         layer = SynchronizedBatchNorm1d(channels)
-        y = layer(torch.randn(4, channels, 5, requires_grad=True))
-        forward = list(counting.calls)
-        counting.calls.clear()
-        y.backward(torch.randn_like(y))
-        found.append((forward, counting.calls))
-        process_group._collectives = counting._collectives
+        with recorded_collectives() as forward:
+            y = layer(torch.randn(4, channels, 5, requires_grad=True))
+        with recorded_collectives() as backward:
+            y.backward(torch.randn_like(y))
+        found.append((forward, backward))
     return found
 
 

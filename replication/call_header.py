@@ -1,0 +1,85 @@
+"""Headers, in which the ranks of a process group describe their calls to each other.
+
+Ranks compare their calls before tensors travel. What a rank receives may come from a process that
+it should not trust, so a header has a fixed size and is never unpickled. Its texts are for
+messages. The one number that a rank acts upon, the length of a tensor, is checked first, by
+`check_lengths`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from struct import Struct
+from typing import NamedTuple
+
+from replication.errors import ReplicationError
+from replication.group import Call
+
+__all__: list[str] = []
+
+#: The length, the digest, the place and the text. Texts that are too long are cut.
+_LAYOUT = Struct("<q32s128s344s")
+
+#: No device holds more bytes, so that a rank which announces more is at fault.
+_MOST_BYTES = 2**40
+
+
+class CallHeader(NamedTuple):
+    """The description of a rank's call."""
+
+    #: The first dimension of the tensor, if it may differ between the ranks.
+    length: int
+    #: Stands for everything that must match.
+    digest: bytes
+    #: The layer and the number of its call.
+    where: str
+    #: The call, for messages.
+    text: str
+
+    @classmethod
+    def of(cls, call: Call) -> CallHeader:
+        """Describes a call."""
+        shape = call.layouts[0][1] if call.any_length else ()
+        digest = sha256(repr(call.must_equal()).encode()).digest()
+        return cls(shape[0] if shape else 0, digest, call.where, str(call))
+
+    def must_equal(self) -> bytes:
+        """Returns what must be equal on all ranks."""
+        return self.digest
+
+    def __str__(self) -> str:
+        return self.text
+
+    def pack(self) -> bytes:
+        """Returns the header as bytes, as many for every call."""
+        return _LAYOUT.pack(self.length, self.digest, self.where.encode(), self.text.encode())
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> CallHeader:
+        """Reads a header, whatever its bytes are."""
+        length, digest, where, text = _LAYOUT.unpack(packed)
+        return cls(length, digest, _text(where), _text(text))
+
+
+def _text(encoded: bytes) -> str:
+    """Decodes a text; characters that could deceive the reader of a log are replaced."""
+    text = encoded.rstrip(b"\0").decode(errors="replace")
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def check_lengths(lengths: Sequence[int], item_bytes: int, where: str) -> None:
+    """Raises ReplicationError if the ranks announce lengths that cannot be.
+
+    Args:
+        lengths: The lengths that the ranks announce.
+        item_bytes: The size of an item, of which there are as many.
+        where: The rank that checks, for the message.
+    """
+    most = _MOST_BYTES // (max(item_bytes, 1) * len(lengths))
+    for rank, length in enumerate(lengths):
+        if not 0 <= length <= most:
+            raise ReplicationError(
+                f"{where}: a length must be from 0 to {most} here, and rank {rank} announces "
+                f"{length}; do all ranks run the same program, and no other process?"
+            )

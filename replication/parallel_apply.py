@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextvars
 import os
-import re
 import sys
 import threading
 import time
@@ -29,7 +28,7 @@ from replication.devices import (
     use_device,
 )
 from replication.errors import ReplicasTimedOut, ReplicationError
-from replication.notes import add_note, origin
+from replication.notes import add_note, has_origin, origin
 from replication.observation import named_range
 from replication.torch_internals import in_functorch_transform, make_nodes, nodes_made
 from replication.watch import Attendance, first_failure_wins, watched_call
@@ -142,7 +141,8 @@ def _collect(
         workers[index].nodes = nodes
         if failure is not None:
             failures.append(failure)
-            if not isinstance(failure, Exception) or isinstance(failure, ReplicasTimedOut):
+            kind = type(failure)
+            if not issubclass(kind, Exception) or issubclass(kind, ReplicasTimedOut):
                 return False
     return True
 
@@ -203,11 +203,9 @@ class ThreadState:
                     stack.enter_context(Attendance(call.rendezvous, call.replica, call.owner))
                 return module(*args, **kwargs)
         except BaseException as error:
-            where = origin(index, len(self.devices))
-            notes = getattr(error, "__notes__", None) or ()
-            known = any(re.match(rf"{where}\b", str(note)) for note in notes)
-            if not known and not isinstance(error, ReplicationError):  # which says who is where
-                add_note(error, f"{where} on {device}")
+            size, is_ours = len(self.devices), issubclass(type(error), ReplicationError)
+            if not is_ours and not has_origin(error, index, size):  # ours say who is where
+                add_note(error, f"{origin(index, size)} on {device}")
             raise
 
 

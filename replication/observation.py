@@ -240,24 +240,28 @@ class Arrivals:
         # By path and number of the call, for each replica.
         self._begun: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
 
-    @contextmanager
-    def of(self, replica: int, path: str) -> Iterator[None]:
-        """Around an exchange: when the first replica leaves it, the last one has come."""
+    def of(self, replica: int, path: str) -> ExitStack:
+        """Around an exchange: when the first replica leaves it, the last one has come.
+
+        Not by `contextlib.contextmanager`: it sets attributes of an error that passes, which not
+        every error takes.
+        """
         with self._lock:
             self._calls[path, replica] += 1
             call = path, self._calls[path, replica]
             self._begun[call][replica] = time.perf_counter()
-        has_failed = True
-        try:
-            yield
-            has_failed = False
-        finally:
+
+        def leave(kind: type[BaseException] | None, *error: object) -> None:
             with self._lock:
                 begun = self._begun.pop(call, {})
-            end = time.perf_counter() if has_failed else max(begun.values(), default=0.0)
+            end = max(begun.values(), default=0.0) if kind is None else time.perf_counter()
             for who, when in begun.items():
                 for report in self._reports:
                     report.add(path, who, end - when)
+
+        stack = ExitStack()
+        stack.push(leave)
+        return stack
 
 
 def named_range(name: str) -> AbstractContextManager[object]:

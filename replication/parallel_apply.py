@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextvars
 import math
-import re
 import sys
 import threading
 import time
@@ -28,7 +27,7 @@ from replication.devices import (
     use_device,
 )
 from replication.errors import ReplicaFailed, ReplicasTimedOut, ReplicationError
-from replication.notes import add_note, origin
+from replication.notes import add_note, has_origin, origin
 from replication.observation import named_range
 from replication.torch_internals import in_functorch_transform, make_nodes, nodes_made
 from replication.watch import (
@@ -141,9 +140,10 @@ def _run_all(
             nodes = nodes and max(nodes, outcome.nodes)
             if outcome.failure is not None:
                 failures.append(outcome.failure)
-                if not isinstance(outcome.failure, Exception):
+                kind = type(outcome.failure)  # whose `__class__` may say anything
+                if not issubclass(kind, Exception):
                     raise outcome.failure
-                is_over = isinstance(outcome.failure, ReplicasTimedOut)
+                is_over = issubclass(kind, ReplicasTimedOut)
                 end = min(end, time.monotonic() + (0.0 if is_over else GRACE))
         if running and rendezvous is not None and not failures:
             rendezvous.time_out().raise_at()
@@ -180,7 +180,7 @@ def _next(
 
 def _first(failures: Sequence[BaseException]) -> BaseException:
     """The first that is no follow-up, which may arrive before its cause does."""
-    return next((f for f in failures if not isinstance(f, ReplicaFailed)), failures[0])
+    return next((f for f in failures if not issubclass(type(f), ReplicaFailed)), failures[0])
 
 
 def _note_left_running(
@@ -305,9 +305,7 @@ class ThreadState:
                     stack.enter_context(Attendance(call.rendezvous, call.replica, call.owner))
                 return module(*args, **kwargs)
         except BaseException as error:
-            where = origin(index, len(self.devices))
-            notes = getattr(error, "__notes__", None) or ()
-            known = any(re.match(rf"{where}\b", str(note)) for note in notes)
-            if not known and not isinstance(error, ReplicationError):  # which names the replicas
-                add_note(error, f"{where} on {device}")
+            size, is_ours = len(self.devices), issubclass(type(error), ReplicationError)
+            if not is_ours and not has_origin(error, index, size):  # ours say who is where
+                add_note(error, f"{origin(index, size)} on {device}")
             raise

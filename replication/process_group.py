@@ -144,7 +144,7 @@ class ProcessGroup(Group):
             with named_range(f"exchange {self._name}, rank {self.rank}"):
                 yield self._compared(call) if compares or debugging() else []
         except Exception as error:
-            if not isinstance(error, ReplicationError):
+            if not issubclass(type(error), ReplicationError):
                 add_note(error, f"in {call} at {call.where}, rank {self.rank} of {self.size}")
                 add_note(error, _remedy())
             raise

@@ -203,7 +203,7 @@ class Rendezvous:
         with self.lock:
             if self._is_closed:  # the failures have been collected
                 return
-            follow_up = isinstance(error, ReplicaFailed)
+            follow_up = issubclass(type(error), ReplicaFailed)
             if not follow_up and not any(error is failure.error for failure in self._failures):
                 self._failures.append(Failure(replica, error))
             if self._verdict is None:

@@ -1,4 +1,4 @@
-"""How messages speak of errors and of replicas."""
+"""Phrases that several messages share."""
 
 from __future__ import annotations
 
@@ -8,17 +8,29 @@ __all__: list[str] = []
 
 
 def path_or_root(path: str) -> str:
-    """The path of a submodule; the root has none."""
+    """Returns the path of a submodule, and ``(root)`` for the empty one."""
     return path or "(root)"
 
 
+#: Characters of an error's text that a message about it repeats.
+_LONGEST = 1_000
+
+
 def described(error: BaseException) -> str:
-    """``ValueError: its text``, whatever an error's own methods do."""
+    """Returns ``ValueError: its text``, whatever the error's own methods do.
+
+    The text is cut where it is very long.
+    """
+    name = type(error).__name__
     try:
         text = str(error)
-    except Exception:  # code of a user, on the way to waking those who wait
-        text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+        if len(text) > _LONGEST:
+            text = text[:_LONGEST] + "..."
+        return f"{name}: {text}" if text else name
+    except (
+        BaseException
+    ):  # from a method of the error, even SystemExit: it must not hide the error
+        return name
 
 
 def listed(numbers: Iterable[int], kind: str = "replica") -> str:

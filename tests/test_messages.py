@@ -7,14 +7,27 @@ and what to do (T14.1).
 from __future__ import annotations
 
 import re
+import sys
+import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import pytest
 import torch
-from layers import AsTorchDoes, FailsAt, Numbered, Repeat, outcome_of
+from layers import (
+    DEADLINE,
+    AsTorchDoes,
+    ByPlainThreads,
+    Centering,
+    FailsAt,
+    Numbered,
+    Repeat,
+    outcome_of,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,12 +36,18 @@ from replication import (
     DataParallel,
     ProcessGroup,
     ReplicaAware,
+    ReplicaFailed,
     Scattered,
+    SyncMaster,
     execute_replication_callbacks,
     gather,
+    register_replication_callback,
     replicate,
+    wait_report,
 )
 from replication.devices import accelerator
+from replication.notes import add_note, has_origin
+from replication.wording import described
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, convert_model
 
 CPUS = ["cpu", "cpu"]
@@ -324,3 +343,150 @@ def test_the_users_own_code_fails_in_one_replica():
     """T1.2; vacancy#22, #46"""
     fails = nn.Sequential(FailsAt(1, lambda: KeyError("label")))
     DataParallel(nn.Sequential(nn.Linear(3, 3), fails, SynchronizedBatchNorm1d(3)), CPUS)(X)
+
+
+# -- errors with methods of their own ----------------------------------------------------------
+
+
+def exits(*args: Any) -> Any:
+    raise SystemExit("from a method of the error")
+
+
+class Text(str):
+    """A text that cannot be put into another one."""
+
+    __format__ = __getitem__ = __len__ = __add__ = exits
+
+
+def odd(**attributes: Any) -> type[Exception]:
+    return type("Odd", (Exception,), attributes)
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int = 3
+
+
+#: By what is odd about it.
+ODD: dict[str, Callable[[], BaseException]] = {
+    "answers everything": odd(__getattr__=lambda self, name: self, __iter__=lambda self: self),
+    "has no attribute": odd(__getattribute__=exits),
+    "takes no attribute": odd(__setattr__=exits),
+    "is frozen": Frozen,
+    "str exits": odd(__str__=exits),
+    "repr exits": odd(__repr__=exits, __str__=lambda self: repr(self)),
+    "text is odd": odd(__str__=lambda self: Text("odd")),
+    "text is huge": lambda: ValueError("x" * 10_000_000),
+    "is equal to none": odd(__eq__=exits, __hash__=exits, __bool__=exits),
+    "says that it is ours": odd(__class__=property(lambda self: ReplicaFailed)),
+    "class exits": odd(__class__=property(exits)),
+    "traceback exits": odd(__traceback__=property(exits)),
+    "notes exit": odd(__notes__=property(exits)),
+    "attributes exit": odd(__dict__=property(exits)),
+    "cause exits": odd(__cause__=property(exits), __context__=property(exits)),
+    "is a group": lambda: ExceptionGroup("several", [ValueError(), odd(__str__=exits)()]),
+    "ends an iteration": StopIteration,
+}
+if sys.version_info < (3, 11):
+    del ODD["is a group"]
+
+
+class Connected(DataParallel):
+    """Runs the replicas in plain threads, which raise what a replica raises."""
+
+    parallel_apply = ByPlainThreads.parallel_apply
+    call = ByPlainThreads.call
+
+
+@pytest.mark.parametrize("kind", [DataParallel, Connected])
+@pytest.mark.parametrize("is_reported", [False, True])
+@pytest.mark.parametrize("what", ODD)
+def test_an_odd_error_arrives_as_it_was_raised_and_wakes_the_others(what, is_reported, kind):
+    raised = ODD[what]()
+    net = nn.Sequential(FailsAt(1, lambda: raised), Centering())
+    with wait_report(quiet=True) if is_reported else nullcontext():
+        error = outcome_of(lambda: kind(net, CPUS)(X)).error
+    assert error is raised
+    net[0].active = False
+    torch.testing.assert_close(kind(net, CPUS)(X), X - X.mean(0))
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_odd_errors_of_two_replicas_hide_neither(what):
+    raised = [ODD[what](), ValueError("plain")]
+    error = outcome_of(lambda: DataParallel(Raises(raised.__getitem__), CPUS)(X)).error
+    assert any(error is one for one in raised)
+    text = "\n".join(BaseException.__dict__["__dict__"].__get__(error).get("__notes__", []))
+    assert len(text) < 2_000
+    assert "failed, too" in text
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_an_odd_error_in_a_callback_or_at_a_master_arrives_as_it_was_raised(what):
+    raised = ODD[what]()
+
+    def fails(*args: Any) -> Any:
+        raise raised
+
+    relu = nn.ReLU()
+    register_replication_callback(relu, fails)
+    assert outcome_of(lambda: DataParallel(relu, CPUS)(X)).error is raised
+    centering = Centering()
+    centering._data_parallel_master = fails
+    centering._sync_master = SyncMaster(fails)
+    for report in (nullcontext(), wait_report(quiet=True)):
+        with report:
+            assert outcome_of(lambda: DataParallel(centering, CPUS)(X)).error is raised
+
+
+class Raises(Numbered):
+    """Raises the error of each replica when both have begun."""
+
+    def __init__(self, error_of: Callable[[int], BaseException]) -> None:
+        super().__init__()
+        self.error_of = error_of
+        self.both = threading.Barrier(2, timeout=DEADLINE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.both.wait()
+        raise self.error_of(self.copy_id)
+
+
+def test_notes_that_are_no_list_stay_as_they_are():
+    error = ValueError("v")
+    error.__notes__ = notes = ("in replica 1 of 2",)
+    add_note(error, "more")
+    assert error.__notes__ is notes
+    assert not has_origin(error, 1, 2)
+
+
+def test_origin_is_found_among_notes_of_any_kind():
+    error = ValueError("v")
+    error.__notes__ = [None, "of replica 1", "in replica 1 of 20", "in replica 1 of 2 on cpu"]
+    assert has_origin(error, 1, 2)
+    assert not has_origin(error, 0, 2)
+    del error.__notes__[-1]
+    assert not has_origin(error, 1, 2)
+
+
+def test_frozen_error_is_noted_as_any_other():
+    error = outcome_of(lambda: DataParallel(FailsAt(1, Frozen), CPUS)(X)).error
+    assert error.__notes__ == ["in replica 1 of 2 on cpu"]
+
+
+def test_replica_that_cannot_list_its_modules_does_not_hide_its_error():
+    class Unlisted(FailsAt):
+        def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+            if self.copy_id is not None:
+                raise RuntimeError("changed while it ran")
+            return super().named_modules(*args, **kwargs)
+
+    with pytest.raises(KeyError) as caught:
+        DataParallel(Unlisted(1, KeyError), CPUS)(X)
+    assert caught.value.__notes__[0].startswith("in replica 1 of 2")
+
+
+def test_long_texts_are_cut_in_messages_about_them():
+    assert described(ValueError("x" * 1_000)) == "ValueError: " + "x" * 1_000
+    assert described(ValueError("x" * 1_001)) == "ValueError: " + "x" * 1_000 + "..."
+    assert described(ValueError()) == "ValueError"

@@ -36,7 +36,7 @@ from replication import (
     ReplicationError,
     SyncMaster,
 )
-from replication.rendezvous import Verdict
+from replication.rendezvous import Rendezvous, Verdict
 
 
 def echo(messages: Any) -> Any:
@@ -479,8 +479,9 @@ def test_future_can_be_used_again():
 def test_future_refuses_a_second_result_before_the_first_is_fetched():
     future = FutureResult()
     future.put(None)
-    with pytest.raises(ReplicationError, match="has not been fetched"):
+    with pytest.raises(ReplicationError, match="put was called before the previous result was"):
         future.put(None)
+    assert future.get() is None
 
 
 def test_get_waits_for_the_result():
@@ -557,3 +558,107 @@ def test_get_outside_a_replica_gives_up_for_nobody():
         future.put("late")
 
     assert outcome_of(lambda: values(together(get, put))[0]).value == "late"
+
+
+def getting(future: FutureResult, into: list[Any]) -> threading.Thread:
+    """A thread that gets, and is in it."""
+    thread = threading.Thread(target=lambda: into.append(future.get()), daemon=True)
+    thread.start()
+    assert soon(lambda: future._wait is not None)
+    return thread
+
+
+def test_second_getter_is_refused_at_once_and_the_first_is_served():
+    future, got = FutureResult(), []
+    first = getting(future, got)
+    with pytest.raises(ReplicationError, match=r"^a FutureResult serves one getter at a time"):
+        future.get()
+    future.put("value")
+    first.join(DEADLINE)
+    assert got == ["value"]
+    future.put("again")  # neither getter has left anything behind
+    assert future.get() == "again"
+
+
+def test_second_getter_in_a_replica_is_refused():
+    class Twice(Hands):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.copy_id == 1:
+                return x + self.future.get()
+            assert soon(lambda: self.future._wait is not None)
+            with pytest.raises(ReplicationError, match="serves one getter at a time"):
+                self.future.get()
+            self.future.put(1)
+            return x
+
+    assert DataParallel(Twice(puts=True), ["cpu"] * 2)(torch.zeros(2)).tolist() == [0, 1]
+
+
+def test_each_result_reaches_one_of_two_racing_getters():
+    """One of them is refused now and then, and tries again. A None ends each."""
+    future, results = FutureResult(), range(100)
+
+    def insist(call: Any) -> Any:
+        while isinstance((outcome := outcome_of(call)).error, ReplicationError):
+            continue
+        return outcome.value
+
+    def get_all() -> list[Any]:
+        return list(iter(partial(insist, future.get), None))
+
+    def put_all() -> list[Any]:
+        return [insist(partial(future.put, result)) for result in (*results, None, None)][:0]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        got = values(together(get_all, get_all, put_all))
+    finally:
+        sys.setswitchinterval(interval)
+    assert sorted(sum(got, [])) == list(results)
+
+
+def test_put_between_the_two_looks_of_get_is_not_missed(monkeypatch):
+    """The result comes right after the getter found none, before its wait can be seen."""
+    future, begin_wait = FutureResult(), Rendezvous.begin_wait
+
+    def put_first(*arguments: Any) -> Any:
+        wait = begin_wait(*arguments)
+        future.put("between")
+        return wait
+
+    monkeypatch.setattr(Rendezvous, "begin_wait", put_first)
+    assert values(together(future.get)) == ["between"]
+
+
+def test_get_that_was_interrupted_leaves_the_result_for_the_next():
+    future = FutureResult()
+    outcomes: list[Any] = []
+    thread = threading.Thread(target=lambda: outcomes.append(outcome_of(future.get)), daemon=True)
+    thread.start()
+    assert soon(lambda: future._wait is not None)
+    wait = future._wait
+    with wait.rendezvous.lock:  # as if a signal had come
+        wait.error = Verdict(ReplicationError, "interrupted", None)
+        wait.rendezvous.end_wait(wait)
+    thread.join(DEADLINE)
+    assert str(outcomes[0].error) == "interrupted"
+    future.put("kept")
+    assert future.get() == "kept"
+
+
+def test_put_in_another_thread_holds_no_lock_of_the_mailbox_while_it_wakes_the_getter():
+    """Between the forward's lock and the mailbox's there is no order, so no deadlock."""
+    future, got = FutureResult(), []
+    first = getting(future, got)
+    lock = future._wait.rendezvous.lock
+    with lock:
+        putter = threading.Thread(target=lambda: future.put("value"), daemon=True)
+        putter.start()
+        assert soon(lambda: future._result == "value")
+        assert future._lock.acquire(timeout=DEADLINE)
+        future._lock.release()
+    for thread in (putter, first):
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+    assert got == ["value"]

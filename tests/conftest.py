@@ -2,31 +2,70 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from deadlines import TEST_STALLED, Deadline, soon
+from hypothesis import HealthCheck, settings
 
 from syncbn import joining
 
 # The time of an example varies. The examples are the same in every run, so that a failure can be
 # run again.
-settings.register_profile("tests", deadline=None, derandomize=True, database=None)
+settings.register_profile(
+    "tests",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("tests")
-
-#: Seconds that a thread has to come to rest after a test.
-DEADLINE = 10.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # With more, the threads of several replicas compete for the cores.
     torch.set_num_threads(1)
+    threading.Thread(target=_end_hangs, args=(config,), name="watchdog", daemon=True).start()
+
+
+#: The test that runs.
+_running: list[pytest.Item] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    _running.append(item)
+    try:
+        return (yield)
+    finally:
+        _running.remove(item)
+
+
+def _end_hangs(config: pytest.Config) -> None:
+    """Ends the run, with the stack of every thread, when a test makes no progress.
+
+    ``faulthandler_timeout`` in ``setup.cfg`` is the last resort: it knows wall-clock time only.
+    """
+    item, deadline = None, Deadline()
+    while True:
+        time.sleep(1)
+        running = next(iter(_running), None)
+        if running is not item:
+            item, deadline = running, Deadline(TEST_STALLED)
+        elif item is not None and deadline.has_passed():
+            config.pluginmanager.getplugin("capturemanager").suspend_global_capture()
+            print(f"\n{item.nodeid} hangs", file=sys.__stderr__, flush=True)
+            faulthandler.dump_traceback(sys.__stderr__)
+            os._exit(1)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -43,11 +82,8 @@ def no_thread_left() -> Iterator[None]:
     """Fails a test that leaves a thread behind, such as a replica whose message never comes."""
     before = set(threading.enumerate())
     yield
-    end = time.monotonic() + DEADLINE
     for thread in set(threading.enumerate()) - before:
-        while not _is_at_rest(thread):
-            assert time.monotonic() < end, f"the test has left {thread} running"
-            thread.join(0.01)
+        assert soon(partial(_is_at_rest, thread)), f"the test has left {thread} running"
 
 
 @pytest.fixture(params=["joined", "apart"], scope="module")

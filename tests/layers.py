@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from deadlines import DEADLINE as DEADLINE
+from deadlines import ends, soon
 from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 
 from replication import SyncMaster, gather, parallel_apply, replicate, scatter_kwargs
 from replication.place import here
-
-#: Seconds after which a thread that has not ended counts as hung.
-DEADLINE = 10.0
 
 
 class Outcome(NamedTuple):
@@ -40,8 +38,7 @@ def join_all(threads: Sequence[threading.Thread]) -> None:
         thread.daemon = True
         thread.start()
     for thread in threads:
-        thread.join(DEADLINE)
-        assert not thread.is_alive(), f"{thread.name} hangs"
+        assert ends(thread), f"{thread.name} hangs"
 
 
 def together(*calls: Callable[[], Any]) -> list[Outcome]:
@@ -67,20 +64,8 @@ def until_others_wait(count: int) -> None:
     """Returns, in a replica, when ``count`` other replicas wait for a message."""
     place = here()
     assert place is not None
-    end = time.monotonic() + DEADLINE
-    while len(place.rendezvous._waits) < count:
-        assert time.monotonic() < end, "the others do not wait"
-        time.sleep(0.001)
-
-
-def soon(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true before long."""
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.001)
-    return True
+    waits = place.rendezvous._waits
+    assert soon(lambda: len(waits) >= count), "the others do not wait"
 
 
 @contextmanager

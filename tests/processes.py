@@ -5,25 +5,58 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from deadlines import Deadline
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs ``python`` with these arguments; a hang ends after a while."""
-    return subprocess.run(
-        # The warning of an import of torch where NumPy is not installed.
-        [sys.executable, "-W", "ignore:Failed to initialize NumPy:UserWarning", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        cwd=cwd,
-        env=environment(),
-    )
+    """Runs ``python`` with these arguments to its end.
+
+    Raises:
+        AssertionError: It hangs.
+    """
+    # torch warns when it is imported where NumPy is not installed.
+    command = [sys.executable, "-W", "ignore:Failed to initialize NumPy:UserWarning", *arguments]
+    return completed(command, cwd=cwd, env=environment())[0]
+
+
+def completed(
+    *commands: Sequence[str], cwd: Path | None = None, env: dict[str, str] | None = None
+) -> list[subprocess.CompletedProcess[str]]:
+    """Runs commands at once to their ends.
+
+    Raises:
+        AssertionError: One of them hangs.
+    """
+    piped: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, cwd=cwd, env=env, **piped) for command in commands]
+    try:
+        return [
+            subprocess.CompletedProcess(process.args, process.returncode, *output)
+            for process in processes
+            for output in [_output_of(process)]
+        ]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def _output_of(process: subprocess.Popen[str]) -> tuple[str, str]:
+    deadline = Deadline()
+    while True:
+        try:
+            return process.communicate(timeout=1)
+        except subprocess.TimeoutExpired as error:
+            assert not deadline.has_passed(), f"hangs: {process.args}: {error.stderr!r}"
 
 
 def environment() -> dict[str, str]:
-    """That of a process which finds the packages of this checkout."""
+    """An environment in which Python finds the packages of this checkout."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path}

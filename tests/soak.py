@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from deadlines import soon
 from faults import Fault, assert_next_step_is_exact, faulty, twin_of
 from layers import AsTorchDoes, Repeat, outcome_of, together, values
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ PLACES = [
 ]
 
 #: Seconds after which a step counts as hung.
-HANG = 60
+HANG = 600
 
 
 class Struck(Exception):
@@ -173,11 +174,12 @@ class Soak:
         return found
 
     def assert_nothing_is_left(self) -> None:
-        """Waits a little, as workers let go of a call right after it has ended."""
-        end = time.monotonic() + 5
-        while more := self.census() - self._least:
-            assert time.monotonic() < end, f"left: {dict(more)}"
-            time.sleep(0.01)
+        """Waits, as workers let go of a call right after it has ended."""
+        assert soon(lambda: not self.left()), f"left: {dict(self.left())}"
+
+    def left(self) -> Counter[str]:
+        """How many more things there are than before the first step."""
+        return self.census() - self._least
 
     def at_random(self) -> None:
         """One of the above."""

@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 from layers import DEADLINE, freed, outcome_of, together, values
-from sharded import randomized
+from sharded import randomized, run_sharded
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from replication import DataParallel
+from replication.place import here
 from syncbn import convert_model
 
 pytestmark = pytest.mark.usefixtures("each_way")
@@ -309,6 +310,45 @@ def test_hooks_of_tensors_inside_the_forward():
     assert_alike(use, HooksTensors().double())
 
 
+class Stop(torch.autograd.Function):
+    """Passes its input on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("creates_graph", [False, True])
+@pytest.mark.parametrize("used", [[], [1], [0, 2]], ids=str)
+def test_no_gradient_is_none_and_no_zeros(used, creates_graph):
+    """The layer's nodes run, as the engine cannot tell that nothing comes."""
+
+    def gradients(ys: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        ends = [y if index in used else Stop.apply(y) for index, y in enumerate(ys)]
+        return torch.autograd.grad(
+            sum(y.sin().sum() for y in ends),
+            inputs,
+            create_graph=creates_graph,
+            allow_unused=True,
+        )
+
+    shards = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (3, 2, 2)]
+    plain = randomized(nn.Sequential(nn.BatchNorm1d(3))).double()
+    net = convert_model(copy.deepcopy(plain))
+    found = gradients(run_sharded(net, shards), [*shards, *net.parameters()])
+    if used:
+        expected = gradients(
+            plain(torch.cat(shards)).split([3, 2, 2]), [*shards, *plain.parameters()]
+        )
+        torch.testing.assert_close(found, expected)
+    else:
+        assert found == (None,) * 5
+
+
 # -- saved tensors -----------------------------------------------------------------------------
 
 
@@ -332,6 +372,39 @@ def test_saving_on_the_cpu_inside_the_forward():
         return [y, dx]
 
     assert_alike(use, OnCpu().double())
+
+
+class Copies(nn.Module):
+    """Saves copies for backward and changes the layer's input in place afterwards.
+
+    Some replicas do so, as the hooks are seen by their thread only.
+    """
+
+    def __init__(self, replicas: Sequence[int]) -> None:
+        super().__init__()
+        self.layer, self.head = nn.BatchNorm1d(3), nn.Linear(3, 2)
+        self.replicas = replicas
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = here()
+        if place is not None and place.replica not in self.replicas:
+            return self.head(self.layer(x * 2))
+        z = x * 2
+        with saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+            y = self.layer(z)
+        with torch.no_grad():
+            z.zero_()
+        return self.head(y)
+
+
+@pytest.mark.parametrize("replicas", [[0], [1], [1, 2], [0, 1, 2]], ids=str)
+def test_an_input_changed_in_place_behind_hooks_that_copy_it(replicas):
+    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        y = model(x)
+        y.backward(dy)
+        return [y]
+
+    assert_alike(use, Copies(replicas).double())
 
 
 def test_hooks_on_saved_tensors_around_forward_and_backward():

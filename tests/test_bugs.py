@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from deadlines import DEADLINE, ends
 from processes import run_python
 from sharded import run_sharded
 from torch import nn
@@ -165,7 +166,7 @@ def test_an_error_that_cannot_be_printed_still_wakes_the_others():
     thread.start()
     with pytest.raises(Unprintable):
         master.run_master(0)
-    thread.join(20)
+    assert ends(thread), "the slave hangs"
     assert "failed with Unprintable" in str(caught[0])
 
 
@@ -274,11 +275,12 @@ def test_replicas_share_the_threads_that_the_caller_has_now():
             assert torch.get_num_threads() == count
             # What a thread begins with is not the share.
             with ThreadPoolExecutor(1) as pool:
-                assert pool.submit(torch.get_num_threads).result(timeout=10) == count
+                assert pool.submit(torch.get_num_threads).result(timeout=DEADLINE) == count
             # Replicas called from there have new threads of their own.
             with ThreadPoolExecutor(1) as pool:
                 assert (
-                    pool.submit(model, torch.zeros(2)).result(timeout=10).tolist() == [share] * 2
+                    pool.submit(model, torch.zeros(2)).result(timeout=DEADLINE).tolist()
+                    == [share] * 2
                 )
     finally:
         torch.set_num_threads(1)

@@ -22,6 +22,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from replication import CallbackContext, DataParallel, ReplicaAware, ReplicationError
 from syncbn import SynchronizedBatchNorm1d, convert_model
+from syncbn.functional import Joint, Shard, Whole
+from syncbn.recomputation import KeptCalls
 
 try:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -184,6 +186,28 @@ def test_a_replica_whose_input_needs_no_gradient_recomputes(constant):
     torch.testing.assert_close(*grads)
 
 
+def test_replicas_whose_inputs_need_no_gradient_recompute():
+    """The recomputation saves as many tensors as the forward: the layer itself has no graph."""
+
+    class MayRecompute(nn.Module):
+        def __init__(self, wrap: Callable[[Forward], Forward]) -> None:
+            super().__init__()
+            self.net = nn.Sequential(SynchronizedBatchNorm1d(3, affine=False), nn.Linear(3, 2))
+            self.wrap = wrap
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.wrap(self.net)(x)
+
+    x, dy = torch.randn(6, 3), torch.randn(6, 2)
+    grads = []
+    for wrap in (recomputed, lambda net: net):
+        torch.manual_seed(0)
+        net = MayRecompute(wrap)
+        DataParallel(net, ["cpu"] * 2)(x).backward(dy)
+        grads.append([p.grad for p in net.parameters()])
+    torch.testing.assert_close(*grads)
+
+
 def test_a_checkpoint_around_the_whole_model_learns_once():
     """Its hooks do not reach the replicas; what it recomputes is another forward of all."""
     net = randomized(Net()).double()
@@ -271,8 +295,9 @@ def test_a_reentrant_checkpoint_is_refused_with_advice(kept):
         y.backward(torch.randn_like(y))
 
 
-def test_calls_that_cannot_be_told_apart_are_an_error():
-    """Replica 0 sees the same in both calls; replica 1 does not."""
+@pytest.mark.parametrize("factor", [1.001, 3.0])
+def test_calls_that_cannot_be_told_apart_are_an_error(factor):
+    """Replica 0 sees the same in both calls. Replica 1 does not."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -283,8 +308,8 @@ def test_calls_that_cannot_be_told_apart_are_an_error():
             first, other = pair.unbind(1)
             return recomputed(self.norm)(first) + recomputed(self.norm)(other)
 
-    pair = torch.randn(4, 2, 3)
-    pair[:2, 0] = pair[:2, 1]
+    pair = torch.randn(4, 1, 3).repeat(1, 2, 1)
+    pair[2:, 1] *= factor
     y = DataParallel(Twice(), ["cpu"] * 2)(pair.requires_grad_())
     with pytest.raises(ReplicationError, match=r"`norm`, replica 0 .* which of 2 calls"):
         y.backward(torch.randn_like(y))
@@ -385,7 +410,40 @@ def test_values_that_are_no_numbers_are_told_apart():
         torch.testing.assert_close(got[:, i : i + 1], expected, equal_nan=True)
 
 
-def test_a_recomputation_with_other_values_is_noticed():
+def test_values_without_a_single_number_tell_calls_apart():
+    x = torch.randn(6, 2, 3)
+    x[0, 0] = float("nan")
+    dy = torch.randn_like(x)
+    got = gradient(Calls(), x.clone().requires_grad_(), dy)
+    for i, (part, d) in enumerate(parts(x, dy)):
+        expected = gradient(Calls(), part.clone().requires_grad_(), d)
+        torch.testing.assert_close(got[:, i : i + 1], expected, equal_nan=True)
+
+
+def test_calls_of_equal_moments_are_told_apart_by_their_number_of_values():
+    """The second call repeats the samples of replica 0, while replica 1 sees others."""
+
+    class Repeats(nn.Module):
+        def __init__(self, function: Callable[[Forward], Forward]) -> None:
+            super().__init__()
+            self.norm = SynchronizedBatchNorm1d(3)
+            self.wrap = function
+
+        def forward(self, pair: Tensor) -> Tensor:
+            first, other = pair.unbind(1)
+            norm = self.wrap(self.norm)
+            return norm(first) + norm(torch.cat((first, other)))[: len(first)]
+
+    pair, dy = torch.randn(4, 2, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    pair[:2, 0] = pair[:2, 1]
+    nets = [Repeats(function).double() for function in (recomputed, lambda norm: norm)]
+    grads = [gradient(net, pair.clone().requires_grad_(), dy) for net in nets]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("factor", [1.01, 2.0])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_a_recomputation_with_other_values_is_noticed(size, factor):
     """Dropout does so where replicas on one device draw from one generator."""
 
     class Draws(nn.Module):
@@ -395,14 +453,26 @@ def test_a_recomputation_with_other_values_is_noticed():
             self.drawn = itertools.count()
 
         def body(self, x: Tensor) -> Tensor:
-            return self.norm(x * (1 + next(self.drawn)))
+            return self.norm(x * (1.0 if next(self.drawn) < 2 else factor))
 
         def forward(self, x: Tensor) -> Tensor:
             return recomputed(self.body)(x)
 
-    y = DataParallel(Draws(), ["cpu"] * 2)(torch.randn(4, 3, requires_grad=True))
+    # Of mean 0 on each replica: the variance has to tell.
+    x = size * torch.randn(2, 1, 3) * torch.tensor([[1.0], [-1.0]])
+    y = DataParallel(Draws(), ["cpu"] * 2)(x.flatten(0, 1).requires_grad_())
     with pytest.raises(ReplicationError, match=r"`norm`, .* with another input .*dropout"):
         y.backward(torch.randn_like(y))
+
+
+def test_moments_of_a_constant_channel_may_differ_by_rounding():
+    """As where a device adds in no fixed order: the deviation gives no scale for the mean."""
+    moments = torch.tensor([[5.0, 2.0], [0.0, 1.0]], dtype=torch.float64)
+    calls = KeptCalls("`norm`, replica 0")
+    calls.keep(Shard(4, moments), Whole(Joint(8), moments))
+    reply = calls.recall(Shard(4, moments * (1 + 1e-12)), torch.float32)
+    assert reply.moments is not None
+    assert torch.equal(reply.moments, moments)
 
 
 def test_another_call_in_backward_is_an_error():

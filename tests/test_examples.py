@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from deadlines import DEADLINE
 from example_files import EXAMPLES, assert_refused, load_with_progress
-from processes import environment, run_python
+from processes import completed, environment, run_python
 from torch import distributed
 
 for package in ("sklearn", "matplotlib", "tqdm"):
@@ -141,7 +142,7 @@ class Host:
 
 
 def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=DEADLINE)
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ def hosts() -> Iterator[list[Host]]:
     yield made
     if shutil.which("ip") is not None:
         for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=DEADLINE)
 
 
 @needs_gloo
@@ -176,25 +177,14 @@ def test_two_hosts(hosts, tmp_path):
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    started = []
+    commands = []
     for rank, host in enumerate(hosts):
         launched = [*TORCHRUN, "--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1"]
         where = [f"--master-addr={hosts[0].address}", f"--master-port={port}", str(SOURCE)]
         own = ["--steps", "8", "--output", str(tmp_path / f"{rank}.png")]
-        started.append(
-            subprocess.Popen(
-                [*host.prefix, sys.executable, *launched, *where, *own],
-                env={**environment(), "GLOO_SOCKET_IFNAME": host.device},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        (first, errors), (second, other) = [p.communicate(timeout=50) for p in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], errors + other
-    assert_trained(first)
-    assert second == ""
+        device = ["env", f"GLOO_SOCKET_IFNAME={host.device}"]
+        commands.append([*host.prefix, *device, sys.executable, *launched, *where, *own])
+    first, second = completed(*commands, env=environment())
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert_trained(first.stdout)
+    assert second.stdout == ""

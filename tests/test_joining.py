@@ -9,7 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from sharded import randomized
+from sharded import randomized, run_sharded
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -241,6 +241,16 @@ def test_of_inputs_without_gradient_each_replica_has_a_graph_of_its_own(joins):
     for y in model(torch.randn(8, 3).double()):
         y.square().sum().backward()
     assert joins == []
+
+
+def test_an_input_made_in_inference_mode_is_the_error_of_its_replica():
+    """Which cannot save it for backward: the first replica is not to blame."""
+    with torch.inference_mode():
+        constant = torch.randn(2, 3)
+    shards = [torch.randn(3, 3, requires_grad=True), constant]
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved") as caught:
+        run_sharded(SynchronizedBatchNorm1d(3), shards)
+    assert caught.value.__notes__[0].startswith("in replica 1 of 2")
 
 
 @needs_torch_to_tell

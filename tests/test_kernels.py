@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from syncbn import channels, kernels, statistics
+from syncbn import channels, kernels, statistics, sums
 
 LAYOUTS = {
     "contiguous": lambda x: x.contiguous(),
@@ -310,6 +310,32 @@ def test_large_half_precision_values_do_not_overflow():
     mean, var = statistics.moments(x)
     assert abs(mean.item()) < 1e-3
     assert var.item() == pytest.approx(float(x[0, 0, 0]) ** 2, rel=1e-6)
+
+
+def test_a_sample_in_half_precision_may_be_larger_than_a_piece():
+    x = torch.randn(2, 1, sums.BLOCK + 16, dtype=torch.bfloat16)
+    zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    center = kernels.center_of(zero, x, is_large=False)
+    y = kernels.input_gradient(None, x, center, None, 2 * one, zero)
+    assert torch.equal(y, 2 * x)
+
+
+def test_the_mean_of_infinite_values_is_torchs():
+    inf = float("inf")
+    x = torch.tensor([[inf, -inf, inf, 1.0], [1.0, 2.0, -inf, 3.0]])
+    mean, _ = statistics.moments(x)
+    torch.testing.assert_close(mean, x.double().mean(0), equal_nan=True)
+
+
+def test_without_channels_there_are_no_values():
+    x = torch.empty(2, 0, 4)
+    assert channels.values_per_channel(x) == 0
+    assert statistics.moments(x).shape == (2, 0)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 1, 1), (2, 1, 4, 5), (2, 1, 3, 4, 5)], ids=str)
+def test_what_has_two_memory_formats_counts_as_contiguous(shape):
+    assert channels.memory_format(torch.empty(shape)) is torch.contiguous_format
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4), (2, 3, 0, 4), (0, 3, 0, 0, 0)], ids=str)

@@ -101,15 +101,15 @@ def assert_trains_alike(net: nn.Module, model: nn.Module, sizes: list[int]) -> N
 
 
 @pytest.mark.parametrize("network", [Classifier, Volumes])
-@pytest.mark.parametrize("replicas", range(1, 9))
-@pytest.mark.parametrize("sizes", [[8, 8, 8], [9, 3, 8, 2], [16, 5, 7]], ids=str)
+@pytest.mark.parametrize("replicas", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("sizes", [[8, 8, 8], [9, 3, 8, 2]], ids=str)
 def test_training_on_replicas_equals_training_on_one_device(network, replicas, sizes):
     net = network().double()
     model = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * replicas)
     assert_trains_alike(net, model, sizes)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(replicas=st.integers(1, 8), sizes=st.lists(st.integers(2, 17), min_size=1, max_size=3))
 def test_training_with_any_batch_sizes_equals_training_on_one_device(replicas, sizes):
     net = Classifier().double()

@@ -72,7 +72,7 @@ def soak():
 
 
 class TestAnything(Anything.TestCase):
-    settings = settings(max_examples=12, stateful_step_count=12, deadline=None)
+    settings = settings(max_examples=6, stateful_step_count=12, deadline=None)
 
 
 def test_a_hundred_steps_among_faults_and_delays_leave_nothing(soak):

@@ -1,0 +1,95 @@
+"""A hang is told apart from a slow machine (`deadlines`, `conftest`)."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+import deadlines
+import processes
+import pytest
+from deadlines import Deadline, ends, soon
+from processes import ROOT, completed, run_python
+
+COMPUTES = "sum(i * i for i in range(10**7))"
+
+
+def compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_a_wait_in_which_nothing_computes_ends():
+    never = threading.Event()
+    thread = threading.Thread(target=never.wait)
+    thread.start()
+    try:
+        assert not ends(thread, 0.1)
+    finally:
+        never.set()
+    assert ends(thread)
+
+
+def test_a_wait_in_which_something_computes_goes_on():
+    thread = threading.Thread(target=compute, args=(0.2,))
+    thread.start()
+    assert ends(thread, 0.01)
+
+
+def test_a_wait_in_which_a_process_computes_goes_on():
+    if not Path("/proc/self/stat").exists():
+        pytest.skip("processor time of other processes needs /proc")
+    before = deadlines._computed()
+    seen = []
+
+    def look() -> None:
+        while not seen or seen[-1] < before + 0.2:
+            seen.append(deadlines._computed())
+            time.sleep(0.01)
+
+    # Of a grandchild that still runs.
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{COMPUTES}'])"
+    thread = threading.Thread(target=look)
+    thread.start()
+    completed([sys.executable, "-c", code])
+    assert ends(thread)
+
+
+def test_a_condition_that_stays_false_is_not_waited_for_without_progress(monkeypatch):
+    monkeypatch.setattr(deadlines, "Deadline", lambda: Deadline(0.05))
+    assert not soon(lambda: False)
+    assert soon(lambda: True)
+
+
+def test_a_command_that_hangs_is_named(monkeypatch):
+    monkeypatch.setattr(processes, "Deadline", lambda: Deadline(0.05))
+    with pytest.raises(AssertionError, match=r"hangs: .*never"):
+        run_python("-c", "never = __import__('threading').Event(); never.wait()")
+
+
+HANGING_TEST = """
+import threading
+
+def test_that_hangs():
+    print("captured")
+    threading.Event().wait()
+"""
+
+
+def test_a_test_that_hangs_ends_the_run_with_its_stack(tmp_path):
+    """Long before ``faulthandler_timeout``."""
+    conftest = (ROOT / "tests" / "conftest.py").read_text()
+    (tmp_path / "deadlines.py").write_text(
+        (ROOT / "tests" / "deadlines.py")
+        .read_text()
+        .replace("TEST_STALLED = 60.0", "TEST_STALLED = 0.5")
+    )
+    (tmp_path / "conftest.py").write_text(conftest)
+    (tmp_path / "test_hang.py").write_text(HANGING_TEST)
+    done = run_python("-m", "pytest", "-p", "no:cacheprovider", "test_hang.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "test_hang.py::test_that_hangs hangs" in done.stderr
+    assert "in test_that_hangs" in done.stderr

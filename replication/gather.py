@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from replication.checks import check_list, checked_names
 from replication.devices import DeviceLike, check_available, parse_device, to_device
 from replication.scattered import Scattered
 from replication.structure import Key, Leaf, flatten
+from replication.warning import warn
 
 __all__ = ["gather"]
 
@@ -112,10 +112,9 @@ def _report_unknown(names: Collection[str], leaves: list[Leaf]) -> None:
     unknown = [name for name in names if not any(_is_under(leaf, name) for leaf in leaves)]
     if unknown:
         there = ", ".join(f"`{leaf}`" for leaf in leaves if leaf.path) or "none"
-        warnings.warn(
+        warn(
             f"except_keywords names {', '.join(map(repr, unknown))}, which the output does not "
             f"have; it has {there}",
-            stacklevel=2,
         )
 
 

@@ -29,10 +29,10 @@ def needs_moving(value: Any) -> bool:
     """Whether there is anything in it that may be another object in a replica."""
     if type(value) in _PLAIN:  # as most are
         return False
-    return any(isinstance(leaf, (Tensor, nn.Module, MethodType)) for leaf in _leaves(value))
+    return any(isinstance(leaf, (Tensor, nn.Module, MethodType)) for leaf in leaves(value))
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
     """What is in a container, but for what is plain; each container is looked into once."""
     pending, seen = [value], set()
     while pending:
@@ -104,7 +104,7 @@ class Moving:
 
     def _changes(self, value: Any) -> bool:
         """Whether anything in it is another object in the replica."""
-        return any(self._moved_leaf(leaf) is not leaf for leaf in _leaves(value))
+        return any(self._moved_leaf(leaf) is not leaf for leaf in leaves(value))
 
     def _moved_leaf(self, value: Any) -> Any:
         if isinstance(value, (Tensor, nn.Module)):

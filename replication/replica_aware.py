@@ -123,9 +123,12 @@ class ReplicaAware(_Base):
         return replica
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
-        """Connects this copy with the others; an override calls it, too."""
-        # Not as ctx.group: what copies set on the context is their own affair.
-        self._replica_group = CallbackContext.group(ctx, copy_id)
+        """Connects this copy with the others. Overrides must call it."""
+        # The context of another toolkit has no group. If a patched DataParallel passes one, a
+        # context of ours follows.
+        if isinstance(ctx, CallbackContext):
+            # Not `ctx.group`, which a copy may have set.
+            self._replica_group = CallbackContext.group(ctx, copy_id)
 
     @property
     def group(self) -> Group:

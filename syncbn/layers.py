@@ -146,7 +146,7 @@ def _changes(layer: nn.Module, above: tuple[type, ...], toolkits: type | None) -
     if not all(c.__module__.startswith("torch.") for c in above[above.index(toolkits) + 1 :]):
         return "with a base class of its own"
     if counterpart(layer) is None:
-        return "whose class name does not end in 1d, 2d or 3d"
+        return "whose class name does not say 1d, 2d or 3d"
     used = getattr(getattr(forward, "__code__", None), "co_names", ())
     state = {*layer._parameters, *layer._buffers, *layer._modules, *(vars(layer).keys() & used)}
     state -= {*vars(_plain), *_plain._parameters, *_plain._buffers, *OLDER_ATTRIBUTES, *CORRECTION}
@@ -160,10 +160,11 @@ _plain = nn.BatchNorm2d(1, device="meta")
 
 def counterpart(layer: nn.Module) -> type[nn.Module] | None:
     """The synchronized class for a layer of an older toolkit, by the dimensions in its name."""
+    kinds = {plain.__name__[-2:]: kind for plain, kind in SYNCHRONIZED.items()}
     for base in type(layer).__mro__:
-        for plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-            if base.__name__.endswith(plain.__name__[-2:]):
-                return SYNCHRONIZED[plain]
+        for dimensions in ("1d", "2d", "3d"):
+            if dimensions in base.__name__.lower():
+                return kinds[dimensions]
     return None
 
 

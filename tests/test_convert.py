@@ -320,19 +320,27 @@ def test_patch_of_a_user_around_a_block_comes_back(monkeypatch):
     assert nn.BatchNorm2d is Mine
 
 
-def test_patch_of_a_user_inside_a_block_is_the_users_to_undo(monkeypatch):
+@pytest.fixture
+def restored():
+    """Puts torch's names back, which a test has replaced."""
+    yield
+    for plain in PLAIN:
+        setattr(nn, plain.__name__, plain)
+
+
+def test_patch_of_a_user_inside_a_block_is_the_users_to_undo(restored):
     with patch_sync_batchnorm():
-        monkeypatch.setattr(nn, "BatchNorm2d", Mine)
+        nn.BatchNorm2d = Mine
         with patch_sync_batchnorm():
             assert names_of_torch() == SYNCHRONIZED
         assert names_of_torch() == [SYNCHRONIZED[0], Mine, SYNCHRONIZED[2]]
     assert names_of_torch() == [PLAIN[0], Mine, PLAIN[2]]
 
 
-def test_patch_of_a_user_between_overlapping_blocks_comes_back(monkeypatch):
+def test_patch_of_a_user_between_overlapping_blocks_comes_back(restored):
     first, second = patch_sync_batchnorm(), patch_sync_batchnorm()
     first.__enter__()
-    monkeypatch.setattr(nn, "BatchNorm2d", Mine)
+    nn.BatchNorm2d = Mine
     second.__enter__()
     first.__exit__(None, None, None)
     assert names_of_torch() == SYNCHRONIZED
@@ -535,7 +543,7 @@ def replaced(layer):
     [
         (FusedOlder, "that adds forward"),
         (FrozenOlder, "that adds freeze"),
-        (OfUnknownDimensions, "whose class name does not end in"),
+        (OfUnknownDimensions, "whose class name does not say"),
         (Derived, "with a base class of its own"),
         (WithScale2d, "with state of its own, scale"),
         (Activated2d, "with state of its own, activation"),
@@ -563,6 +571,15 @@ def test_plain_attributes_that_the_layer_does_not_use_are_no_reason_to_leave_it_
     layer.note = "of the user"
     assert type(convert_model(layer)) is SynchronizedBatchNorm2d
     assert layer.note == "of the user"
+
+
+def test_layers_are_converted_while_the_names_of_torch_are_patched():
+    layers = nn.Sequential(nn.BatchNorm2d(3), BatchNorm2dOlder(3))
+    with patch_sync_batchnorm():
+        convert_model(layers)
+        assert {type(layer) for layer in layers} == {SynchronizedBatchNorm2d}
+        revert_model(layers)
+    assert {type(layer) for layer in layers} == {nn.BatchNorm2d}
 
 
 class OlderContext:

@@ -26,6 +26,7 @@ from replication.replica_group import ReplicaGroup
 from replication.replicate import replicate
 from replication.scatter import scatter, scatter_kwargs
 from replication.tree import Scattered
+from replication.warning import UnsynchronizedWarning
 
 __all__ = [
     "CallbackContext",
@@ -45,6 +46,7 @@ __all__ = [
     "SlavePipe",
     "SoloGroup",
     "SyncMaster",
+    "UnsynchronizedWarning",
     "WaitReport",
     "data_parallel",
     "exec_data_parallel_replication_callback",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Collection, Iterable, Sequence
 from numbers import Real
 from typing import Any, TypeVar
@@ -28,6 +27,7 @@ from replication.replicate import replicate
 from replication.scatter import scatter_kwargs
 from replication.torch_internals import check_balance, uncompiled
 from replication.tree import Scattered
+from replication.warning import warn
 from replication.watch import first_failure_wins, limit_time
 
 __all__ = [
@@ -251,7 +251,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 why = f"is no argument of the module, which has {list(parameters)}"
             else:
                 continue  # left out in this call
-            warnings.warn(f"cpu_keywords names {name!r}, which {why}", stacklevel=2)
+            warn(f"cpu_keywords names {name!r}, which {why}")
 
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Makes the replicas and runs their callbacks."""

@@ -23,8 +23,9 @@ class FutureResult:
     """
 
     def __init__(self) -> None:
-        # Held for a few assignments only: no other lock is taken, and no foreign code runs, inside.
-        self._lock = threading.Lock()
+        # Held for a few assignments only: no other lock is taken inside. Re-entrant, as a signal
+        # handler may interrupt the thread that holds it.
+        self._lock = threading.RLock()
         self._result = _EMPTY
         self._has_getter = False
         self._wait: Wait | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from replication.tree import (
     open_any,
     unflatten,
 )
+from replication.warning import warn
 
 __all__ = ["gather"]
 
@@ -116,10 +116,9 @@ def _report_unknown(names: Collection[str], paths: list[Path]) -> None:
     unknown = [name for name in names if not any(_is_under(path, name) for path in paths)]
     if unknown:
         there = ", ".join(f"`{path}`" for path in paths if path) or "none"
-        warnings.warn(
+        warn(
             f"except_keywords names {', '.join(map(repr, unknown))}, which the output does not "
             f"have; it has {there}",
-            stacklevel=2,
         )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections import Counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import distributed
+
+from replication.warning import warn
 
 __all__: list[str] = []
 
@@ -100,10 +101,9 @@ class Kept:
 
     def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
         if self.process_group is not None:
-            warnings.warn(
+            warn(
                 "a process_group is not pickled with a layer; set it again where it is loaded, or "
                 "the layer will talk to all processes",
-                stacklevel=2,
             )
         return Kept, ()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import threading
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,6 +19,7 @@ from replication.processes import (
     processes_are_not_connected,
 )
 from replication.torch_internals import IS_REPLICA, make_shell
+from replication.warning import Once, UnsynchronizedWarning, once_for, warn
 
 if TYPE_CHECKING:
     _Base = nn.Module
@@ -28,22 +29,6 @@ else:
 __all__ = ["ReplicaAware"]
 
 
-class Once:
-    """Returns True in the first call of all threads, then False; a copy starts anew."""
-
-    def __init__(self) -> None:
-        self._answers = [True]
-
-    def __call__(self) -> bool:
-        try:
-            return self._answers.pop()  # atomic
-        except IndexError:
-            return False
-
-    def __reduce__(self) -> tuple[type[Once], tuple[()]]:
-        return Once, ()
-
-
 #: Of this process.
 _first_warning_of_processes = Once()
 
@@ -51,11 +36,11 @@ _first_warning_of_processes = Once()
 def warn_of_unconnected_processes(layer: str) -> None:
     """Warns once in this process."""
     if _first_warning_of_processes():
-        warnings.warn(
+        warn(
             f"`{layer}` is in one of several processes that torchrun has started, but "
-            "torch.distributed is not initialized (or no longer), so it does not talk to those; "
-            "call torch.distributed.init_process_group() before",
-            stacklevel=4,
+            "torch.distributed is not initialized (or no longer), so the layer is not connected "
+            "to the other processes; call torch.distributed.init_process_group() first",
+            UnsynchronizedWarning,
         )
 
 
@@ -122,18 +107,28 @@ class ReplicaAware(_Base):
 
     # Of a replica.
     _replica_group: Group | None = None
+    #: The original's: all replicas of all forwards warn once between them.
+    _first_warning: Once | None = None
+    #: The thread that has made the replica.
+    _caller: int | None = None
 
     def _replicate_for_data_parallel(self) -> Any:
-        self.__dict__.setdefault("_first_warning", Once())
         replica = make_shell(super()._replicate_for_data_parallel)
-        # A replica of a replica (a DataParallel inside another) has its own copies to talk to.
-        replica.__dict__["_replica_group"] = None
+        replica.__dict__.update(
+            # A replica of a replica (a DataParallel inside another) has copies of its own.
+            _replica_group=None,
+            _first_warning=self._first_warning or once_for(self),
+            _caller=threading.get_ident(),
+        )
         return replica
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
-        """Connects this copy with the others; an override calls it, too."""
-        # Not as ctx.group: what copies set on the context is their own affair.
-        self._replica_group = CallbackContext.group(ctx, copy_id)
+        """Connects this copy with the others. Overrides must call it."""
+        # The context of another toolkit has no group. If a patched DataParallel passes one, a
+        # context of ours follows.
+        if isinstance(ctx, CallbackContext):
+            # Not `ctx.group`, which a copy may have set.
+            self._replica_group = CallbackContext.group(ctx, copy_id)
 
     @property
     def group(self) -> Group:
@@ -205,7 +200,7 @@ class ReplicaAware(_Base):
         return True
 
     def _warn_once(self, what: str) -> None:
-        # The replicas, which share it, come here at the same time.
-        if self.__dict__.setdefault("_first_warning", Once())():
+        is_first = self._first_warning or once_for(self)
+        if is_first():  # of the replicas, which come here at the same time
             path = f"`{self._layer_name}`: " if self._layer_name else ""
-            warnings.warn(f"{path}{self!r} {what}", stacklevel=4)
+            warn(f"{path}{self!r} {what}", UnsynchronizedWarning, self._caller)

@@ -39,6 +39,9 @@ __all__ = [
     "set_sbn_eps_mode",
 ]
 
+#: The buffers with which CSAIL's layers correct the bias of their running statistics.
+CORRECTION = frozenset(("_tmp_running_mean", "_tmp_running_var", "_running_iter"))
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _eps_mode = "plus"
@@ -120,8 +123,14 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Connects this copy with the others."""
         super().__data_parallel_replicate__(ctx, copy_id)
-        self._has_lasting_buffers = copy_id == 0
-        self._kept_calls = KeptCalls(f"`{path_or_root(ctx.path)}`, replica {copy_id}")
+        if self._replica_group is not None:
+            self._has_lasting_buffers = copy_id == 0
+            self._kept_calls = KeptCalls(f"`{path_or_root(ctx.path)}`, replica {copy_id}")
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for name in CORRECTION:  # they repeat the running statistics, with a weight
+            state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:

@@ -1,8 +1,9 @@
-"""From `torch.nn.BatchNorm` layers to synchronized ones and back, losing nothing."""
+"""Converts networks between `torch.nn.BatchNorm` layers and synchronized ones, without loss."""
 
 from __future__ import annotations
 
-import warnings
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,9 +14,19 @@ from replication import DataParallel, ReplicaAware, patch_replication_callback
 from replication.callback import has_replication_callback
 from replication.checks import check_module
 from replication.processes import check_process_group
+from replication.warning import UnsynchronizedWarning, warn
 from replication.wording import path_or_root
-from syncbn.batchnorm import SynchronizedBatchNorm, check_group_size
-from syncbn.layers import PLAIN, SYNCHRONIZED, kind_of
+from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
+from syncbn.layers import (
+    OLDER_ATTRIBUTES,
+    PLAIN,
+    SYNCHRONIZED,
+    counterpart,
+    is_older,
+    kind_of,
+    out_of_sight,
+    why_older_stays,
+)
 from syncbn.report import summary
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
@@ -35,18 +46,22 @@ def convert_model(
 ) -> ModuleT:
     """Makes every `torch.nn.BatchNorm1d/2d/3d` in ``module`` a synchronized one, in place.
 
-    `torch.nn.SyncBatchNorm` layers too, which keep their process group.
+    `torch.nn.SyncBatchNorm` layers are converted as well and keep their process group. So are the
+    layers of older toolkits (`SynchronizedBatchNorm2d` of a vendored ``sync_batchnorm``, say),
+    which lose their own pipes: ``eps``, momentum, parameters and running statistics stay.
 
     The layers stay the objects they are and only change their class: parameters, buffers, hooks,
-    flags, names, and whoever else refers to them see no difference. A `torch.nn.DataParallel`
-    becomes a `replication.DataParallel` with the same devices, output device and dimension; one of
-    a derived class is given the replication callback. Converting twice changes nothing.
+    flags, names and existing references to them all stay valid. A `torch.nn.DataParallel` becomes
+    a `replication.DataParallel` with the same devices, output device and dimension. One of a
+    derived class gets the replication callback. Converting twice changes nothing.
 
-    Each layer that talks, `replication.ReplicaAware` ones of other kinds included, notes its path
-    in ``module``, for errors between processes.
+    Each connected layer, other `replication.ReplicaAware` layers included, notes its path in
+    ``module`` for errors between processes.
 
-    Layers of a class *derived* from batch norm, lazy ones included, may behave in any way; they
-    are left alone, with a warning that names them (or with a report, that says why).
+    A `replication.UnsynchronizedWarning` names what stays unsynchronized: layers of a class
+    *derived* from batch norm, lazy ones included, which may behave in any way, and layers in
+    plain lists or dicts, which replication does not find either. It also says if there is nothing
+    to convert.
 
     >>> net = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
     >>> type(net[1]).__name__
@@ -54,63 +69,104 @@ def convert_model(
 
     Args:
         module: A layer, a network, or a DataParallel around one.
-        group_size: If given, set on every synchronized layer, those that were so before included
-            (see `SynchronizedBatchNorm1d`).
+        group_size: If given, set on every synchronized layer, including layers that were
+            synchronized before (see `SynchronizedBatchNorm1d`).
         process_group: The same.
-        report: Whether to print what has become of each layer, instead of warning: the
-            `syncbn.summary` of the result.
+        report: Whether to print the `syncbn.summary` of the result, which has a line for each
+            layer, instead of warning of layers that stay unsynchronized.
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError: ``module`` is no module, ``group_size`` no int, or ``process_group`` none.
+        TypeError: ``module`` is not a module, ``group_size`` not an int, or ``process_group`` not
+            a ProcessGroup.
         ValueError: ``group_size`` is less than 1.
     """
     check_module(module)
     check_group_size(group_size)
     if process_group is not None:
         check_process_group(process_group)
-    left_alone = []
+    left_alone, corrected = [], []
+    finds_something = False
     for path, submodule in module.named_modules():
         if type(submodule) in SYNCHRONIZED:
             own = submodule.__dict__.pop("process_group", None)  # of a SyncBatchNorm
             submodule.__class__ = SYNCHRONIZED[type(submodule)]
             if own is not None:
                 submodule.process_group = own
+        elif is_older(submodule) and not why_older_stays(submodule):
+            if _convert_older(submodule):
+                corrected.append(f"`{path_or_root(path)}`")
         elif isinstance(submodule, nn.DataParallel) and not has_replication_callback(submodule):
             if type(submodule) is nn.DataParallel:
                 submodule.__class__ = DataParallel
             else:
                 patch_replication_callback(submodule)
             submodule.__dict__[_CONVERTED] = True
+            finds_something = True
         elif (kind := kind_of(submodule)) is not None and kind.name == "left alone":
             name = type(submodule).__name__
             left_alone.append(f"`{path_or_root(path)}` ({name}, {kind.note})")
         if isinstance(submodule, ReplicaAware):
             submodule._layer_name = path or submodule._layer_name
+            finds_something = True
         if isinstance(submodule, SynchronizedBatchNorm):
             if group_size is not None:
                 submodule.group_size = group_size
             if process_group is not None:
                 submodule.process_group = process_group
+    if corrected:
+        warn(
+            "syncbn does not correct the bias of running statistics, as these layers of an older "
+            "toolkit did: in the first steps they stay near their initial values if the momentum "
+            f"is small; set layer.momentum = 0.1 for short trainings: {', '.join(corrected)}"
+        )
     if report:
         print(summary(module))
-    elif left_alone:
-        warnings.warn(
+        return module
+    hidden = [f"`{path}` ({type(layer).__name__})" for path, layer in out_of_sight(module)]
+    if left_alone:
+        warn(
             "convert_model converts torch.nn.BatchNorm1d, 2d and 3d and no class derived from "
             f"batch norm; these layers stay unsynchronized: {', '.join(left_alone)}",
-            stacklevel=2,
+            UnsynchronizedWarning,
+        )
+    if hidden:
+        warn(
+            "convert_model and replication do not find layers in plain lists, tuples and dicts; "
+            "put them into an nn.ModuleList or nn.ModuleDict, or they stay unsynchronized: "
+            f"{', '.join(hidden)}",
+            UnsynchronizedWarning,
+        )
+    if not (left_alone or hidden or finds_something):
+        warn(
+            f"convert_model found no batch norm in {type(module).__name__}, so nothing is "
+            "synchronized; convert the model after its layers were made (summary(model) lists "
+            "the layers that normalize)",
+            UnsynchronizedWarning,
         )
     return module
+
+
+def _convert_older(layer: nn.Module) -> bool:
+    """Converts a layer of an older toolkit; returns whether it has corrected biases."""
+    kind = counterpart(layer)
+    assert kind is not None  # or there is a reason to leave it alone
+    for name in OLDER_ATTRIBUTES:
+        layer.__dict__.pop(name, None)
+    correction = [layer._buffers.pop(name, None) for name in CORRECTION]
+    layer.__class__ = kind
+    return any(buffer is not None for buffer in correction)
 
 
 def revert_model(module: ModuleT) -> ModuleT:
     """Undoes `convert_model`: makes every synchronized layer in ``module`` a plain one, in place.
 
-    A DataParallel that `convert_model` has changed becomes what it was; others stay as they are.
-    What was a `torch.nn.SyncBatchNorm` becomes one again. Synchronized layers of derived classes,
-    parametrized ones included, stay what they are, with a warning that names them.
+    A DataParallel that `convert_model` has changed gets its class back; others stay as they are.
+    A former `torch.nn.SyncBatchNorm` becomes one again. A former layer of an older toolkit becomes
+    a `torch.nn.BatchNorm1d`, ``2d`` or ``3d``, as its pipes are gone. Synchronized layers of
+    derived classes, parametrized ones included, stay synchronized, with a warning that names them.
 
     Args:
         module: A layer or a network; it is changed itself, so give a copy to keep it.
@@ -124,7 +180,7 @@ def revert_model(module: ModuleT) -> ModuleT:
         if type(submodule) in PLAIN:
             own = submodule.process_group
             submodule.__class__ = PLAIN[type(submodule)]
-            for name in ("_first_warning", "group_size", "_process_group", "_layer_name"):
+            for name in ("group_size", "_process_group", "_layer_name"):
                 submodule.__dict__.pop(name, None)
             if isinstance(submodule, nn.SyncBatchNorm):
                 submodule.process_group = own
@@ -136,34 +192,66 @@ def revert_model(module: ModuleT) -> ModuleT:
         elif isinstance(submodule, SynchronizedBatchNorm):
             left_alone.append(f"`{path_or_root(path)}` ({type(submodule).__name__})")
     if left_alone:
-        warnings.warn(
+        warn(
             "revert_model reverts layers of the classes that convert_model makes; these stay "
-            f"synchronized: {', '.join(left_alone)}",
-            stacklevel=2,
+            f"synchronized: {', '.join(left_alone)}"
         )
     return module
 
 
+_NAMES = {plain.__name__: plain for plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)}
+
+#: For each block of `patch_sync_batchnorm` that is open, in any thread, the classes that
+#: ``torch.nn`` had before it.
+_blocks: list[dict[str, Any]] = []
+#: Reentrant, for signal handlers. No foreign code runs under it.
+_changing_names = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """In a forked child no thread is left to release it."""
+    global _changing_names
+    _changing_names = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
 @contextmanager
 def patch_sync_batchnorm() -> Iterator[None]:
-    """Makes ``torch.nn.BatchNorm1d/2d/3d`` name the synchronized classes, for a while.
+    """Makes ``torch.nn.BatchNorm1d/2d/3d`` name the synchronized classes inside the block.
 
-    For code that builds a network and cannot be changed::
+    For model code that cannot be edited::
 
         with patch_sync_batchnorm():
             net = build()
 
-    It may be nested, and is undone when the block raises. It holds for the whole process, and
-    where the code looks the names up in ``torch.nn``: a ``from torch.nn import BatchNorm2d`` that
-    ran before keeps the plain class (`convert_model` converts those too).
+    The patch holds for the whole process. Blocks may be nested, and blocks of several threads may
+    overlap: the names are plain again when the last block has ended, also with an error. A class
+    that other code has put in place inside the block stays.
+
+    Only code that looks the names up in ``torch.nn`` sees the patch. A ``from torch.nn import
+    BatchNorm2d`` that ran before keeps the plain class; use `convert_model` on the network.
     """
-    names = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
-    before = {name: getattr(nn, name) for name in names}
+    block: dict[str, Any] = {}
     try:
-        for plain, synchronized in SYNCHRONIZED.items():
-            if plain.__name__ in names:
-                setattr(nn, plain.__name__, synchronized)
+        with _changing_names:
+            block.update((name, getattr(nn, name)) for name in _NAMES)
+            _blocks.append(block)
+            for name, plain in _NAMES.items():
+                setattr(nn, name, SYNCHRONIZED[plain])
         yield
     finally:
-        for name, layer in before.items():
-            setattr(nn, name, layer)
+        with _changing_names:
+            _close(block)
+
+
+def _close(block: dict[str, Any]) -> None:
+    """Hands the names that the block has found to the next block, or back to ``torch.nn``."""
+    index = next((i for i, other in enumerate(_blocks) if other is block), len(_blocks))
+    del _blocks[index : index + 1]  # there is none if an interrupt came before it was opened
+    following: dict[str, Any] = _blocks[index] if index < len(_blocks) else vars(nn)
+    for name, found in block.items():
+        if following[name] is SYNCHRONIZED[_NAMES[name]]:  # else other code has set it
+            following[name] = found

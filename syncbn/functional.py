@@ -130,7 +130,7 @@ def begin(x: Tensor) -> Begun:
     """(1), and the message."""
     link = Link()
     *fast, moments, totals = Moments.apply(link, x)  # type: ignore[no-untyped-call]
-    return Begun(link, tuple(fast), Shard(channels.values_per_channel(x), moments, totals))  # type: ignore[arg-type]
+    return Begun(link, tuple(fast), Shard(channels.values_per_channel(x), moments, totals))
 
 
 def finish(

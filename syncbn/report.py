@@ -1,4 +1,4 @@
-"""What of a network is synchronized, what is not, and why: a table to read."""
+"""A table of the layers of a network: which are synchronized, which are not, and why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from replication.checks import check_module
 from replication.wording import path_or_root
-from syncbn.layers import Kind, KindName, class_name, kind_of
+from syncbn.layers import Kind, KindName, class_name, kind_of, out_of_sight
 
 __all__ = ["Summary", "summary"]
 
@@ -25,7 +25,7 @@ class LayerSummary(NamedTuple):
 
 
 class Summary:
-    """What `summary` has found; ``print`` it.
+    """The result of `summary`; ``print`` it.
 
     Attributes:
         layers: All layers that normalize, and all that run replicas, in the order of
@@ -45,7 +45,7 @@ class Summary:
         """The paths of all layers of one kind.
 
         Raises:
-            ValueError: There is no such kind.
+            ValueError: ``kind`` is not one of the kinds.
         """
         if kind not in get_args(KindName):
             raise ValueError(f"expected a kind of {get_args(KindName)} (got {kind!r})")
@@ -78,6 +78,9 @@ class Summary:
 def summary(module: nn.Module) -> Summary:
     """Lists the layers of a network that normalize, and says which of them are synchronized.
 
+    Layers in plain lists, tuples and dicts are listed under the path of the attribute: neither
+    `convert_model` nor replication finds them.
+
     >>> from syncbn import convert_model
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8))
     >>> print(summary(convert_model(net)))
@@ -93,10 +96,12 @@ def summary(module: nn.Module) -> Summary:
         The list, to be printed.
 
     Raises:
-        TypeError: ``module`` is no module.
+        TypeError: ``module`` is not a module.
     """
     check_module(module)
-    kinds = ((path, part, kind_of(part)) for path, part in module.named_modules())
+    kinds = [(path, part, kind_of(part)) for path, part in module.named_modules()]
+    hidden = Kind("left alone", "in a plain list or dict: use nn.ModuleList or nn.ModuleDict")
+    kinds += [(path, layer, hidden) for path, layer in out_of_sight(module)]
     return Summary(
         tuple(
             LayerSummary(path, class_name(part), kind)

@@ -28,7 +28,7 @@ MODULES = [name for name in FILES if not name.endswith(".__init__")]
 
 TORCHLESS = {
     f"replication.{room}"
-    for room in ("errors", "future", "pipe", "place", "rendezvous", "wording")
+    for room in ("errors", "future", "pipe", "place", "rendezvous", "warning", "wording")
 }
 
 modules = pytest.mark.parametrize("name", MODULES)

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from layers import CustomDataParallel
+from older_toolkit.batchnorm import (
+    Base,
+    BatchNorm1dOlder,
+    BatchNorm2dCorrected,
+    BatchNorm2dOlder,
+    BatchNorm3dOlder,
+)
 from torch import nn
 
-from replication import DataParallel, ReplicaAware
+from replication import DataParallel, ReplicaAware, UnsynchronizedWarning
 from syncbn import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    convert,
     convert_model,
     patch_sync_batchnorm,
     revert_model,
+    summary,
 )
 
 
@@ -122,10 +136,80 @@ def test_what_stays_synchronized_is_named():
         revert_model(net)
 
 
-def test_nothing_to_convert_is_no_reason_to_warn():
+def test_model_without_batch_norm_is_warned_of_at_the_users_line():
+    with pytest.warns(UnsynchronizedWarning, match="found no batch norm in Sequential") as caught:
+        convert_model(nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(3)))
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+class Aware(ReplicaAware, nn.Module):
+    """A user's connected layer."""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        convert_model(nn.BatchNorm1d(3)),
+        nn.Sequential(Aware()),
+        nn.DataParallel(nn.Linear(2, 2)),
+        DataParallel(convert_model(nn.BatchNorm1d(3)), ["cpu"] * 2),
+    ],
+    ids=["synchronized", "replica-aware", "wrapper", "again"],
+)
+def test_model_with_something_to_connect_is_no_reason_to_warn(module):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        convert_model(nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(3)))
+        convert_model(module)
+
+
+def test_warnings_of_both_directions_point_at_the_users_line():
+    with pytest.warns(UnsynchronizedWarning) as caught:
+        convert_model(Fused(3))
+    net = nn.utils.parametrizations.spectral_norm(convert_model(nn.BatchNorm1d(3)))
+    with pytest.warns(UserWarning) as reverted:
+        revert_model(net)
+    assert [warning.filename for warning in (*caught, *reverted)] == [__file__] * 2
+
+
+class Listed(nn.Module):
+    """Batch norm in containers that torch does not look into."""
+
+    def __init__(self, container, kind=nn.BatchNorm1d) -> None:
+        super().__init__()
+        layers = [kind(3), nn.Sequential(nn.Linear(3, 3), kind(3))]
+        self.hidden = {
+            "list": layers,
+            "tuple": tuple(layers),
+            "dict": dict(enumerate(layers)),
+            "nested": {"a": (layers,)},
+        }[container]
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, SynchronizedBatchNorm1d])
+@pytest.mark.parametrize("container", ["list", "tuple", "dict", "nested"])
+def test_layers_in_plain_containers_are_named(container, kind):
+    net = nn.Sequential(nn.BatchNorm1d(3), Listed(container, kind))
+    with pytest.warns(UnsynchronizedWarning) as caught:
+        convert_model(net)
+    (text,) = [str(warning.message) for warning in caught]
+    assert "nn.ModuleList" in text and text.count(f"`1.hidden` ({kind.__name__})") == 2
+    rows = [layer for layer in summary(net).layers if layer.kind.name == "left alone"]
+    assert [layer[:2] for layer in rows] == [("1.hidden", kind.__name__)] * 2
+    assert all("nn.ModuleList" in layer.kind.note for layer in rows)
+
+
+def test_layers_in_plain_containers_alone_are_one_warning():
+    with pytest.warns(UnsynchronizedWarning, match=r"`hidden` \(BatchNorm1d\)") as caught:
+        convert_model(Listed("list"))
+    assert len(caught) == 1
+
+
+def test_layer_that_is_registered_as_well_is_not_warned_of():
+    block = Block()
+    block.rest.listed = {"bn": [block.bn]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_model(block)
 
 
 def test_a_stock_data_parallel_keeps_its_settings_and_gains_callbacks():
@@ -193,6 +277,89 @@ def test_the_patch_ends_when_the_builder_raises():
     assert nn.BatchNorm1d.__module__.startswith("torch.")
 
 
+def names_of_torch():
+    return [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]
+
+
+PLAIN = names_of_torch()
+SYNCHRONIZED = [SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d]
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_blocks_of_threads_overlap_and_end_in_any_order(first_out):
+    blocks = [patch_sync_batchnorm(), patch_sync_batchnorm()]
+    for block in blocks:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(block.__enter__).result(10)
+    blocks.pop(first_out).__exit__(None, None, None)
+    assert names_of_torch() == SYNCHRONIZED
+    blocks.pop().__exit__(None, None, None)
+    assert names_of_torch() == PLAIN
+
+
+def test_blocks_of_many_threads_leave_torch_as_it_was():
+    def enter_and_leave(count):
+        for _ in range(count):
+            with patch_sync_batchnorm():
+                assert names_of_torch() == SYNCHRONIZED
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(enter_and_leave, 200) for _ in range(8)]:
+            done.result(60)
+    assert names_of_torch() == PLAIN
+
+
+class Mine(nn.BatchNorm2d):
+    """A user's patch of torch."""
+
+
+def test_patch_of_a_user_around_a_block_comes_back(monkeypatch):
+    monkeypatch.setattr(nn, "BatchNorm2d", Mine)
+    with patch_sync_batchnorm():
+        assert names_of_torch() == SYNCHRONIZED
+    assert nn.BatchNorm2d is Mine
+
+
+@pytest.fixture
+def restored():
+    """Puts torch's names back, which a test has replaced."""
+    yield
+    for plain in PLAIN:
+        setattr(nn, plain.__name__, plain)
+
+
+def test_patch_of_a_user_inside_a_block_is_the_users_to_undo(restored):
+    with patch_sync_batchnorm():
+        nn.BatchNorm2d = Mine
+        with patch_sync_batchnorm():
+            assert names_of_torch() == SYNCHRONIZED
+        assert names_of_torch() == [SYNCHRONIZED[0], Mine, SYNCHRONIZED[2]]
+    assert names_of_torch() == [PLAIN[0], Mine, PLAIN[2]]
+
+
+def test_patch_of_a_user_between_overlapping_blocks_comes_back(restored):
+    first, second = patch_sync_batchnorm(), patch_sync_batchnorm()
+    first.__enter__()
+    nn.BatchNorm2d = Mine
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert names_of_torch() == SYNCHRONIZED
+    second.__exit__(None, None, None)
+    assert names_of_torch() == [PLAIN[0], Mine, PLAIN[2]]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_child_of_a_fork_does_not_inherit_a_held_lock():
+    with convert._changing_names:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(patch_sync_batchnorm().__enter__).result()
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_group_size_is_given_to_every_layer_and_taken_away_again():
     net = nn.Sequential(nn.BatchNorm1d(3), SynchronizedBatchNorm1d(3), nn.Linear(3, 3))
     convert_model(net, group_size=2)
@@ -238,3 +405,205 @@ def test_layers_that_talk_note_their_paths():
 
     net = convert_model(nn.Sequential(nn.Sequential(Talks(), nn.BatchNorm1d(2))))
     assert [layer._layer_name for layer in net[0]] == ["0.0", "0.1"]
+
+
+# -- layers of older toolkits ------------------------------------------------------------------
+
+
+def older_network(layer=BatchNorm2dOlder):
+    """A network that a program with its own copy of an older toolkit builds."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), layer(4, eps=1e-3, momentum=0.3), nn.Flatten())
+
+
+def plain_twin(net):
+    """The network with `torch.nn.BatchNorm2d` and the same parameters, on one device."""
+    twin = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, 1e-3, 0.3), nn.Flatten()).double()
+    state = {k: v for k, v in net.state_dict().items() if "_tmp" not in k and "iter" not in k}
+    twin.load_state_dict(state)
+    return twin
+
+
+@pytest.mark.parametrize("layer", [BatchNorm2dOlder, BatchNorm2dCorrected])
+@pytest.mark.filterwarnings("ignore:syncbn does not correct the bias")
+def test_layers_with_their_own_pipes_are_converted_and_have_the_numbers_of_one_device(layer):
+    net = older_network(layer).double()
+    nn.init.normal_(net[1].weight)
+    twin = plain_twin(net)
+    model = DataParallel(convert_model(net), ["cpu"] * 3)
+    x = torch.randn(7, 3, 5, 5, dtype=torch.float64)
+    y = model(x)
+    wanted = twin(x)
+    dy = torch.randn_like(wanted)
+    y.backward(dy)
+    wanted.backward(dy)
+    torch.testing.assert_close(y, wanted)
+    for (name, ours), (_, plain) in zip(
+        net.named_parameters(), twin.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours.grad, plain.grad, msg=name)
+    torch.testing.assert_close(dict(net.named_buffers()), dict(twin.named_buffers()))
+
+
+@pytest.mark.parametrize(
+    ("older", "new"),
+    [*zip((BatchNorm1dOlder, BatchNorm2dOlder, BatchNorm3dOlder), SYNCHRONIZED, strict=True)],
+)
+def test_everything_about_a_layer_of_an_older_toolkit_is_kept_but_its_pipes(older, new):
+    layer = older(3, eps=1e-3, momentum=0.3, affine=older is not BatchNorm1dOlder).eval()
+    layer.marked = "by the user"
+    layer.register_forward_hook(lambda *_: None)
+    pipes = ("_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe")
+    before = {name: value for name, value in vars(layer).items() if name not in pipes}
+    state = {name: (id(t), t.clone()) for name, t in layer.state_dict(keep_vars=True).items()}
+    assert summary(layer).layers[0].kind.name == "plain"
+    assert convert_model(layer) is layer
+    assert type(layer) is new
+    assert vars(layer).pop("_layer_name", None) is None
+    assert vars(layer) == before
+    assert {n: id(t) for n, t in layer.state_dict(keep_vars=True).items()} == {
+        name: identity for name, (identity, _) in state.items()
+    }
+    assert convert_model(layer) is layer
+    assert vars(revert_model(layer)) == before
+    assert type(layer) is dict(zip(SYNCHRONIZED, PLAIN, strict=True))[new]
+
+
+def test_bias_corrected_statistics_are_warned_of_and_their_checkpoints_still_load():
+    net = older_network(BatchNorm2dCorrected)
+    checkpoint = copy.deepcopy(net.state_dict())
+    assert "1._running_iter" in checkpoint
+    checkpoint["1.running_mean"] += 1
+    with pytest.warns(UserWarning, match=r"correct the bias .* layer\.momentum = .*`1`") as caught:
+        convert_model(net)
+    assert [(w.category, w.filename) for w in caught] == [(UserWarning, __file__)]
+    assert net[1].momentum == 0.3
+    assert list(net[1].state_dict()) == list(nn.BatchNorm2d(4).state_dict())
+    net.load_state_dict(checkpoint)
+    assert net[1].running_mean.tolist() == [1.0] * 4
+    assert "1._running_iter" in checkpoint
+    net[1].load_state_dict({k[2:]: v for k, v in checkpoint.items() if k[0] == "1"})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        net.load_state_dict({**checkpoint, "1._running_magic": torch.ones(1)})
+
+
+class FusedOlder(BatchNorm2dOlder):
+    """A user's layer, which does more than its base."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class FrozenOlder(BatchNorm2dOlder):
+    """A user's layer with a method that callers rely on."""
+
+    def freeze(self):
+        self.eval()
+
+
+class OfUnknownDimensions(Base):
+    """Nothing tells which plain layer it is to be."""
+
+
+class Derived(Base):
+    """The toolkit's class has a base of its own."""
+
+    forward = Base.forward
+    __data_parallel_replicate__ = Base.__data_parallel_replicate__
+
+
+class WithScale2d(Base):
+    """The toolkit's class reads an attribute that a plain layer does not have."""
+
+    def __init__(self, num_features):
+        super().__init__(num_features)
+        self.register_buffer("scale", torch.ones(1))
+
+
+class Activated2d(nn.modules.batchnorm._BatchNorm):
+    """The toolkit's class does more, depending on an attribute."""
+
+    def __init__(self, num_features):
+        Base.__init__(self, num_features)
+        self.activation = "relu"
+
+    corrects = False
+    __data_parallel_replicate__ = Base.__data_parallel_replicate__
+
+    def forward(self, x):
+        return getattr(nn.functional, self.activation)(Base.forward(self, x))
+
+
+def replaced(layer):
+    layer.forward = layer.forward
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (FusedOlder, "that adds forward"),
+        (FrozenOlder, "that adds freeze"),
+        (OfUnknownDimensions, "whose class name does not say"),
+        (Derived, "with a base class of its own"),
+        (WithScale2d, "with state of its own, scale"),
+        (Activated2d, "with state of its own, activation"),
+        (lambda n: replaced(BatchNorm2dOlder(n)), "whose forward was replaced"),
+    ],
+)
+def test_layer_of_an_older_toolkit_that_does_more_is_left_alone_by_name(make, reason):
+    layer = make(3)
+    kind = type(layer)
+    state = dict(vars(layer))
+    with pytest.warns(UnsynchronizedWarning) as caught:
+        convert_model(nn.Sequential(layer))
+    (text,) = [str(warning.message) for warning in caught]
+    file = sys.modules[kind.__module__].__file__
+    assert f"`0` ({kind.__name__}, a layer of an older toolkit {reason}" in text
+    assert f"class {kind.__qualname__} of {file}" in text
+    package = __name__ if kind in (Derived, Activated2d) else "older_toolkit"
+    assert f"syncbn.stand_in_for({package!r})" in text
+    assert type(layer) is kind and vars(layer) == state
+    assert summary(layer).layers[0].kind.name == "left alone"
+
+
+def test_plain_attributes_that_the_layer_does_not_use_are_no_reason_to_leave_it_alone():
+    layer = BatchNorm2dOlder(3)
+    layer.note = "of the user"
+    assert type(convert_model(layer)) is SynchronizedBatchNorm2d
+    assert layer.note == "of the user"
+
+
+def test_layers_are_converted_while_the_names_of_torch_are_patched():
+    layers = nn.Sequential(nn.BatchNorm2d(3), BatchNorm2dOlder(3))
+    with patch_sync_batchnorm():
+        convert_model(layers)
+        assert {type(layer) for layer in layers} == {SynchronizedBatchNorm2d}
+        revert_model(layers)
+    assert {type(layer) for layer in layers} == {nn.BatchNorm2d}
+
+
+class OlderContext:
+    """The context of a toolkit that knows no groups."""
+
+
+class OlderWrapper(CustomDataParallel):
+    """The older toolkit's DataParallel, which runs callbacks with a context of its own."""
+
+    def replicate(self, module, device_ids):
+        replicas = super().replicate(module, device_ids)
+        contexts = [OlderContext() for _ in module.modules()]
+        for copy_id, replica in enumerate(replicas):
+            for context, layer in zip(contexts, replica.modules(), strict=True):
+                if hasattr(layer, "__data_parallel_replicate__"):
+                    layer.__data_parallel_replicate__(context, copy_id)
+        return replicas
+
+
+def test_wrapper_of_an_older_toolkit_around_converted_layers():
+    net = older_network().double()
+    twin = plain_twin(net)
+    x = torch.randn(6, 3, 5, 5, dtype=torch.float64)
+    with pytest.warns(UnsynchronizedWarning, match="patch_replication_callback"):
+        OlderWrapper(convert_model(copy.deepcopy(net)), 2)(x)
+    model = convert_model(OlderWrapper(net, 2))
+    torch.testing.assert_close(model(x), twin(x))

@@ -6,6 +6,7 @@ and what to do (T14.1).
 
 from __future__ import annotations
 
+import builtins
 import re
 import sys
 import threading
@@ -154,11 +155,12 @@ def test_what_is_reduced_depends_on_the_share():
 
 
 @reads("""
-    UserWarning: `1.0`: SynchronizedBatchNorm1d(3, eps=1e-05, momentum=0.1, affine=True, bias=True,
-    track_running_stats=True) is in a replica that has not been told about its copies, so its group
-    is this replica alone; call replication.patch_replication_callback(model) on the DataParallel,
-    or use replication.DataParallel; if its class has a __data_parallel_replicate__ of its own,
-    call super's there
+    UnsynchronizedWarning: `1.0`: SynchronizedBatchNorm1d(3, eps=1e-05, momentum=0.1, affine=True,
+    bias=True, track_running_stats=True) is in a replica that has not been told about its
+    copies, so its group is this replica alone; call
+    replication.patch_replication_callback(model) on the DataParallel, or use
+    replication.DataParallel; if its class has a __data_parallel_replicate__ of its own, call
+    super's there
 """)
 def test_a_stock_data_parallel_is_wrapped_around_a_converted_network():
     """T2.14, T1.7; vacancy#40, inplace_abn#96. Without an accelerator torch's would not split."""
@@ -384,11 +386,11 @@ ODD: dict[str, Callable[[], BaseException]] = {
     "notes exit": odd(__notes__=property(exits)),
     "attributes exit": odd(__dict__=property(exits)),
     "cause exits": odd(__cause__=property(exits), __context__=property(exits)),
-    "is a group": lambda: ExceptionGroup("several", [ValueError(), odd(__str__=exits)()]),
     "ends an iteration": StopIteration,
 }
-if sys.version_info < (3, 11):
-    del ODD["is a group"]
+if sys.version_info >= (3, 11):
+    GROUP = vars(builtins)["ExceptionGroup"]
+    ODD["is a group"] = lambda: GROUP("several", [ValueError(), odd(__str__=exits)()])
 
 
 class Connected(DataParallel):

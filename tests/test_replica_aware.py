@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
+import inspect
 import pickle
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,11 +22,15 @@ from replication import (
     ReplicaGroup,
     ReplicationError,
     SoloGroup,
+    UnsynchronizedWarning,
     execute_replication_callbacks,
     patch_replication_callback,
     replica_aware,
     replicate,
+    warning,
 )
+from replication.warning import Once, once_for
+from syncbn import SynchronizedBatchNorm1d
 
 
 class Total(ReplicaAware, nn.Module):
@@ -142,12 +150,10 @@ def test_replica_that_was_not_told_warns_once_and_names_the_remedy():
         model(torch.ones(3, 1))
         y = model(torch.ones(3, 1))
     assert y.tolist() == [[1]] * 3
-    (warning,) = caught
-    assert warning.category is UserWarning
-    assert "Total() is in a replica that has not been told about its copies" in str(
-        warning.message
-    )
-    assert "patch_replication_callback(model)" in str(warning.message)
+    (found,) = caught
+    assert found.category is UnsynchronizedWarning
+    assert "Total() is in a replica that has not been told about its copies" in str(found.message)
+    assert "patch_replication_callback(model)" in str(found.message)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
@@ -156,6 +162,67 @@ def test_a_copy_of_what_has_warned_warns_again(copied):
     for module in (net, copied(net)):
         with pytest.warns(UserWarning, match="has not been told about its copies"):
             CustomDataParallel(module, 2)(torch.ones(2, 1))
+
+
+class Calls(nn.Module):
+    """A user's module, whose forward has a line of its own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("torchs_own", [False, True])
+def test_warning_of_a_layer_points_at_the_line_that_calls_it(torchs_own):
+    """In a user's forward, or else where the model is called, in another thread."""
+
+    class Unconnected(SynchronizedBatchNorm1d):
+        __data_parallel_replicate__ = None
+
+    layer = Unconnected(1)
+    module = nn.Sequential(layer) if torchs_own else nn.Sequential(Calls(layer))
+    model = DataParallel(module, ["cpu"] * 3)
+    with pytest.warns(UnsynchronizedWarning) as caught:
+        line = inspect.currentframe().f_lineno + 1
+        model(torch.ones(6, 1))
+    if not torchs_own:
+        line = Calls.forward.__code__.co_firstlineno + 1
+    assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_warning_leaves_nothing_on_the_original(copied):
+    layer = Total()
+    before = dict(vars(layer))
+    for other in (layer, copied(layer)):
+        with pytest.warns(UnsynchronizedWarning):
+            CustomDataParallel(other, 2)(torch.ones(2, 1))
+    assert vars(layer) == before
+
+
+def test_flag_is_raised_once_between_threads():
+    owner = Total()
+    barrier = threading.Barrier(8)
+
+    def ask() -> bool:
+        barrier.wait(10)
+        return once_for(owner)()
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [future.result(10) for future in [pool.submit(ask) for _ in range(8)]]
+    assert sorted(answers) == [False] * 7 + [True]
+
+
+def test_flag_dies_with_its_owner():
+    owner = Total()
+    assert once_for(owner)()
+    before = len(warning._flags)
+    del owner
+    gc.collect()
+    assert len(warning._flags) < before
 
 
 def test_replica_of_a_replica_that_was_not_told_does_not_take_the_outer_ones_group():
@@ -228,7 +295,7 @@ def test_original_keeps_nothing_of_a_forward():
     layer = Total()
     before = set(vars(layer))
     DataParallel(layer, ["cpu"] * 2)(torch.ones(2, 1))
-    assert set(vars(layer)) - before <= {"_first_warning"}
+    assert set(vars(layer)) == before
     assert list(layer.state_dict()) == ["weight"]
 
 
@@ -243,14 +310,14 @@ def test_what_is_no_process_group_is_refused(value):
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_processes_that_do_not_know_of_each_other_are_warned_of_once(monkeypatch, processes):
-    monkeypatch.setattr(replica_aware, "_first_warning_of_processes", replica_aware.Once())
+    monkeypatch.setattr(replica_aware, "_first_warning_of_processes", Once())
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")  # as torchrun does
     monkeypatch.setenv("WORLD_SIZE", processes)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             Total()(torch.ones(2, 1))
-    texts = [str(warning.message) for warning in caught]
+    texts = [str(found.message) for found in caught]
     assert len(texts) == int(processes) - 1
     assert all("`Total` is in one of several processes" in text for text in texts)
-    assert all(warning.filename == __file__ for warning in caught)
+    assert all(found.filename == __file__ for found in caught)

@@ -6,9 +6,11 @@ import warnings
 
 import pytest
 import torch
+from layers import CustomDataParallel
 from torch import nn
 
 from replication import DataParallel, patch_replication_callback
+from replication.devices import accelerator
 from syncbn import SynchronizedBatchNorm1d, convert_model, summary
 
 
@@ -101,13 +103,21 @@ def test_a_report_is_printed_instead_of_a_warning_and_reads_as_a_table(capsys):
     ("wrap", "note"),
     [
         (nn.DataParallel, "does not connect copies"),
-        (DataParallel, "connects the copies"),
-        (lambda net: patched(nn.DataParallel(net)), "connects the copies"),
+        (lambda net: DataParallel(net, ["cpu"] * 2), "connects the copies"),
+        (lambda net: patched(CustomDataParallel(net, 2)), "connects the copies"),
     ],
 )
 def test_a_wrapper_says_whether_it_connects_copies(wrap, note):
     (wrapper,) = summary(wrap(nn.Linear(2, 2))).layers
     assert wrapper.kind.note.startswith(note)
+
+
+@pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")
+@pytest.mark.parametrize("wrap", [DataParallel, lambda net: patched(nn.DataParallel(net))])
+def test_a_wrapper_that_calls_its_module_directly_says_so(wrap):
+    (wrapper,) = summary(wrap(nn.Linear(2, 2))).layers
+    assert wrapper.kind.note.startswith("makes no copies without an accelerator")
+    assert "['cpu'] * n" in wrapper.kind.note
 
 
 def patched(model):

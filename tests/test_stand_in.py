@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -59,10 +61,14 @@ def package(request):
     """The name of a stand-in, which is there until the test is over."""
     syncbn.stand_in_for(request.param)
     yield request.param
-    stand_in._finder.packages.discard(request.param)
-    for name in [
-        n for n in sys.modules if n == request.param or n.startswith(request.param + ".")
-    ]:
+    forget(request.param)
+
+
+def forget(package):
+    """Takes a stand-in away."""
+    stand_in._finder.packages.pop(package, None)
+    stand_in._finder._copies.pop(package, None)
+    for name in [n for n in sys.modules if f"{n}.".startswith(f"{package}.")]:
         del sys.modules[name]
 
 
@@ -216,3 +222,205 @@ def test_a_second_call_changes_nothing(package):
     before = importlib.import_module(package).SynchronizedBatchNorm2d
     syncbn.stand_in_for(package)
     assert importlib.import_module(package).SynchronizedBatchNorm2d is before
+
+
+@pytest.mark.parametrize("first", ["outer_toolkit", "outer_toolkit.sync"])
+def test_innermost_package_answers(first):
+    """Whichever was asked for first, and whatever the order of a set of their names."""
+    packages = ["outer_toolkit", "outer_toolkit.sync"]
+    for package in packages if first == packages[0] else packages[::-1]:
+        syncbn.stand_in_for(package)
+    for package in packages:
+        imported = importlib.import_module(f"{package}.batchnorm")
+        assert imported.SynchronizedBatchNorm2d is syncbn.SynchronizedBatchNorm2d
+    forget(packages[0])
+    forget(packages[1])
+
+
+def test_package_whose_name_merely_begins_alike_is_not_stood_in_for(package):
+    assert importlib.util.find_spec("email.sync_batchnormal") is None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("older_sync_batchnormal")
+
+
+# -- defaults ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """Writes the source of a package ``shipped.sync``, whose parent has no ``__init__.py``."""
+    (tmp_path / "shipped" / "sync").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(source, file="batchnorm.py"):
+        text = "raise AssertionError('only read')\n" + textwrap.dedent(source)
+        (tmp_path / "shipped" / "sync" / file).write_text(text, encoding="utf-8")
+
+    write("")
+    yield write
+    forget("shipped.sync")
+    sys.modules.pop("shipped", None)
+
+
+CORRECTED = """
+    class _SynchronizedBatchNorm(_BatchNorm):
+        def __init__(self, num_features, eps=1e-5, momentum=0.001, affine=True):
+            self.register_buffer("_running_iter", torch.ones(1))
+"""
+KINDS = ("SynchronizedBatchNorm1d", "SynchronizedBatchNorm2d", "SynchronizedBatchNorm3d")
+
+
+class Sub:
+    """Made a subclass of a layer class in the tests, and then importable from here."""
+
+
+def test_chosen_defaults_are_what_layers_have_unless_they_are_given(shipped):
+    syncbn.stand_in_for("shipped.sync", momentum=0.001, eps=1e-3, affine=False)
+    toolkit = importlib.import_module("shipped.sync")
+    for name in KINDS:
+        layer = getattr(toolkit, name)(3)
+        assert type(layer) is getattr(syncbn, name)
+        assert (layer.momentum, layer.eps, layer.affine) == (0.001, 1e-3, False)
+        given = getattr(toolkit, name)(3, 1e-4, momentum=None)
+        assert (given.momentum, given.eps, given.affine) == (None, 1e-4, False)
+        assert inspect.signature(getattr(toolkit, name)).parameters["momentum"].default == 0.001
+        with pytest.raises(TypeError, match="magic"):
+            getattr(toolkit, name)(3, magic=1)
+    assert syncbn.SynchronizedBatchNorm2d(3).momentum == 0.1
+
+
+def test_class_with_other_defaults_is_the_same_in_every_module_and_to_isinstance(shipped):
+    syncbn.stand_in_for("shipped.sync", momentum=0.001)
+    toolkit = importlib.import_module("shipped.sync")
+    kind = importlib.import_module("shipped.sync.batchnorm").SynchronizedBatchNorm2d
+    assert kind is toolkit.SynchronizedBatchNorm2d
+    own = syncbn.SynchronizedBatchNorm2d
+    assert isinstance(own(3), kind) and isinstance(kind(3), own)
+    assert issubclass(own, kind) and issubclass(kind, own)
+    for other in (nn.BatchNorm2d, syncbn.SynchronizedBatchNorm1d):
+        assert not isinstance(other(3), kind) and not issubclass(other, kind)
+
+
+def test_subclass_of_a_class_with_other_defaults_is_an_ordinary_class(shipped, monkeypatch):
+    syncbn.stand_in_for("shipped.sync", momentum=0.001)
+    kind = importlib.import_module("shipped.sync").SynchronizedBatchNorm2d
+
+    class Named(kind):
+        def __init__(self, channels):
+            super().__init__(channels, eps=1e-3)
+            self.name = "mine"
+
+    layer = Named(3)
+    assert type(layer) is Named and isinstance(layer, Named) and isinstance(layer, kind)
+    assert (layer.momentum, layer.eps, layer.name) == (0.001, 1e-3, "mine")
+    assert not isinstance(kind(3), Named) and not issubclass(kind, Named)
+    Named.__qualname__ = Named.__name__ = "Sub"
+    monkeypatch.setitem(globals(), "Sub", Named)
+    assert type(pickle.loads(pickle.dumps(layer))) is Named
+
+
+def test_momentum_survives_what_happens_to_a_layer(shipped):
+    syncbn.stand_in_for("shipped.sync", momentum=0.001)
+    layer = importlib.import_module("shipped.sync").SynchronizedBatchNorm2d(3)
+    pickled = pickle.dumps(layer)
+    forget("shipped.sync")  # a program that loads it needs no stand-in
+    others = [pickle.loads(pickled), copy.deepcopy(layer)]
+    others.append(syncbn.revert_model(copy.deepcopy(layer)))
+    assert type(others[-1]) is nn.BatchNorm2d
+    others.append(syncbn.convert_model(copy.deepcopy(others[-1])))
+    layer.load_state_dict(others[-1].state_dict())
+    assert [other.momentum for other in (layer, *others)] == [0.001] * 5
+    x = torch.randn(6, 3, 2, 2)
+    replication.DataParallel(layer, ["cpu"] * 2)(x)
+    torch.testing.assert_close(layer.running_mean, 0.001 * x.mean((0, 2, 3)))
+
+
+@pytest.mark.parametrize("file", ["batchnorm.py", "__init__.py", "bn.py"])
+def test_defaults_of_the_copy_are_kept(shipped, file):
+    shipped(
+        """
+        class _SynchronizedBatchNorm(_BatchNorm):
+            def __init__(self, num_features, eps=1e-3, momentum=3e-4, affine=True, fused=F):
+                pass
+
+        class Other(_BatchNorm):
+            def __init__(self, num_features, eps=1e-1):
+                pass
+        """,
+        file,
+    )
+    syncbn.stand_in_for("shipped.sync")
+    layer = importlib.import_module("shipped.sync").SynchronizedBatchNorm3d(3)
+    assert (layer.momentum, layer.eps, layer.affine) == (3e-4, 1e-3, True)
+
+
+def test_copy_that_is_a_single_file_is_read(shipped, tmp_path):
+    (tmp_path / "sync_bn.py").write_text(textwrap.dedent(CORRECTED), encoding="utf-8")
+    syncbn.stand_in_for("sync_bn", momentum=0.01)
+    assert importlib.import_module("sync_bn").SynchronizedBatchNorm1d(3).momentum == 0.01
+    forget("sync_bn")
+    syncbn.stand_in_for("sync_bn")
+    with pytest.warns(UserWarning, match="corrects the bias"):
+        assert importlib.import_module("sync_bn").SynchronizedBatchNorm1d(3).momentum == 0.001
+    forget("sync_bn")
+
+
+def test_copy_with_the_usual_defaults_gets_the_very_classes(shipped):
+    shipped(CORRECTED.replace("momentum=0.001", "momentum=0.1").replace("_running_iter", ""))
+    syncbn.stand_in_for("shipped.sync")
+    toolkit = importlib.import_module("shipped.sync")
+    assert toolkit.SynchronizedBatchNorm2d is syncbn.SynchronizedBatchNorm2d
+
+
+def test_copy_that_corrects_bias_warns_at_the_import_unless_a_momentum_is_chosen(shipped):
+    shipped(CORRECTED)
+    syncbn.stand_in_for("shipped.sync", eps=1e-4)
+    with pytest.warns(UserWarning, match=r"momentum=0\.001.*'shipped\.sync', momentum=") as caught:
+        toolkit = importlib.import_module("shipped.sync")
+    assert [warning.filename for warning in caught] == [__file__]
+    layer = toolkit.SynchronizedBatchNorm2d(3)
+    assert (layer.momentum, layer.eps) == (0.001, 1e-4)
+    importlib.import_module("shipped.sync.batchnorm")  # without another warning
+    forget("shipped.sync")
+    syncbn.stand_in_for("shipped.sync", momentum=0.02)
+    chosen = importlib.import_module("shipped.sync").SynchronizedBatchNorm2d(3)
+    assert chosen.momentum == 0.02
+
+
+def test_default_that_cannot_be_read_is_warned_of(shipped):
+    shipped(CORRECTED.replace("0.001", "cfg.MOMENTUM").replace("_running_iter", ""))
+    syncbn.stand_in_for("shipped.sync")
+    with pytest.warns(UserWarning, match=r"momentum, cfg\.MOMENTUM, is not a constant"):
+        toolkit = importlib.import_module("shipped.sync")
+    assert toolkit.SynchronizedBatchNorm2d(3).momentum == 0.1
+
+
+@pytest.mark.parametrize("source", [b"class (", b"\xff\xfe", b"\0"])
+def test_source_that_cannot_be_parsed_is_passed_over(shipped, tmp_path, source):
+    (tmp_path / "shipped" / "sync" / "aaa.py").write_bytes(source)
+    shipped(CORRECTED.replace("_running_iter", ""))
+    syncbn.stand_in_for("shipped.sync")
+    toolkit = importlib.import_module("shipped.sync")
+    assert toolkit.SynchronizedBatchNorm2d(3).momentum == 0.001
+
+
+def test_bad_defaults_are_refused_before_anything_changes():
+    with pytest.raises(
+        TypeError, match=r"keyword arguments .*momentum.* \(got magic, num_features"
+    ):
+        syncbn.stand_in_for("refused_toolkit", magic=1, num_features=3)
+    with pytest.raises(TypeError, match="group_size must be an int"):
+        syncbn.stand_in_for("refused_toolkit", group_size="2")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("refused_toolkit")
+
+
+def test_defaults_are_chosen_before_the_first_import(package):
+    syncbn.stand_in_for(package, momentum=0.01)
+    syncbn.stand_in_for(package)  # keeps what was chosen
+    layer = importlib.import_module(package).SynchronizedBatchNorm2d(3)
+    assert layer.momentum == 0.01
+    syncbn.stand_in_for(package, momentum=0.01)
+    syncbn.stand_in_for(package)
+    with pytest.raises(RuntimeError, match=r"with the defaults {'momentum': 0.01} \(got {'eps"):
+        syncbn.stand_in_for(package, eps=1e-3)

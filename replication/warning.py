@@ -1,0 +1,83 @@
+"""Warnings that point at the user's line, and flags that are raised once."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+from weakref import WeakKeyDictionary
+
+__all__ = ["UnsynchronizedWarning"]
+
+#: Frames of these packages lie between a warning and the line that it is about.
+_SKIPPED = frozenset(
+    (
+        *("replication", "syncbn", "torch", "contextlib", "threading"),
+        *("importlib", "_frozen_importlib", "_frozen_importlib_external"),
+    )
+)
+
+
+class UnsynchronizedWarning(UserWarning):
+    """A layer computes with its replica's part of the batch alone.
+
+    If that is what you want, filter the category::
+
+        warnings.filterwarnings("ignore", category=replication.UnsynchronizedWarning)
+    """
+
+
+class Once:
+    """Returns True on the first call, in whichever thread. Copies start afresh."""
+
+    def __init__(self) -> None:
+        self._pending = [True]
+
+    def __call__(self) -> bool:
+        try:
+            # Atomic. A lock could be met again in a signal handler.
+            return self._pending.pop()
+        except IndexError:
+            return False
+
+    def __reduce__(self) -> tuple[type[Once], tuple[()]]:
+        return Once, ()
+
+
+_flags: WeakKeyDictionary[object, Once] = WeakKeyDictionary()
+
+
+def once_for(owner: object) -> Once:
+    """The flag of an object, which is kept beside the object and not on it."""
+    return _flags.setdefault(owner, Once())
+
+
+def warn(message: str, category: type[Warning] = UserWarning, caller: int | None = None) -> None:
+    """Warns at the innermost line outside of torch and this toolkit.
+
+    Args:
+        message: The text.
+        category: The category.
+        caller: The thread in which to look if the current one has no such line, as a replica's
+            thread in which a container of torch calls a layer.
+    """
+    here = sys._getframe(1)
+    frame = _users(here) or _users(sys._current_frames().get(caller or 0)) or here
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        frame.f_globals.get("__name__", "<unknown>"),
+        frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _users(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of other packages, from ``frame`` outwards."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__")
+        if str(name).partition(".")[0] not in _SKIPPED:
+            return frame
+        frame = frame.f_back
+    return None

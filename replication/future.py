@@ -23,7 +23,7 @@ class FutureResult:
     """
 
     def __init__(self) -> None:
-        # Held for a few assignments only: no other lock is taken, and no foreign code runs, inside.
+        # Held for a few assignments, inside which no other lock is taken and no foreign code runs.
         self._lock = threading.Lock()
         self._result = _EMPTY
         self._has_getter = False

@@ -6,14 +6,14 @@ and what to do (T14.1).
 
 from __future__ import annotations
 
+import builtins
 import re
-import sys
 import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -384,11 +384,10 @@ ODD: dict[str, Callable[[], BaseException]] = {
     "notes exit": odd(__notes__=property(exits)),
     "attributes exit": odd(__dict__=property(exits)),
     "cause exits": odd(__cause__=property(exits), __context__=property(exits)),
-    "is a group": lambda: ExceptionGroup("several", [ValueError(), odd(__str__=exits)()]),
     "ends an iteration": StopIteration,
 }
-if sys.version_info < (3, 11):
-    del ODD["is a group"]
+if hasattr(builtins, "ExceptionGroup"):  # from Python 3.11 on
+    ODD["is a group"] = partial(builtins.ExceptionGroup, "several", [odd(__str__=exits)()])
 
 
 class Connected(DataParallel):

@@ -15,12 +15,32 @@ from replication.errors import ReplicationError
 __all__: list[str] = []
 
 
+#: What ``copy``, ``deepcopy`` and ``pickle`` ask an object for, before its class.
+_REDUCE = "__reduce_ex__"
+
+
+def _without_overrides(owner: Callable[[], Any], protocol: Any) -> Any:
+    """Reduces an object to what it is without overrides."""
+    kind: Any = type(owner())
+    reduced = kind.__reduce_ex__(owner(), protocol)
+    if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    make, args, state, *rest = reduced
+    state = {name: value for name, value in state.items() if name != _REDUCE}
+    for name, value in list(state.items()):
+        if isinstance(value, MethodOverride):
+            del state[name]
+            if value.previous is not None:
+                state[name] = value.previous
+    return make, args, state, *rest
+
+
 class MethodOverride:
     """Stands in for a method of one object, as an attribute of that object.
 
-    It holds the object weakly, so that no cycle keeps a replica (and its parameters) alive, and it
-    follows the object through ``deepcopy`` and ``pickle``, where a closure would stay bound to the
-    original.
+    It holds the object weakly, so that no cycle keeps a replica (and its parameters) alive. Copies
+    of the object, by ``copy``, ``deepcopy`` or ``pickle``, do not have it: there it would still
+    run the original.
     """
 
     def __init__(self, owner: nn.Module, name: str) -> None:
@@ -32,7 +52,9 @@ class MethodOverride:
 
     def install(self) -> None:
         """Sets it on its owner."""
-        self.owner().__dict__[self.name] = self
+        state = self.owner().__dict__
+        state[self.name] = self
+        state[_REDUCE] = partial(_without_overrides, self.owner)
 
     def remove(self) -> None:
         """Takes it off its owner."""
@@ -42,6 +64,7 @@ class MethodOverride:
 
     def remove_from(self, module: nn.Module) -> None:
         """Puts back what was there before, if it is set on ``module``."""
+        module.__dict__.pop(_REDUCE, None)
         if module.__dict__.get(self.name) is self:
             if self.previous is None:
                 del module.__dict__[self.name]

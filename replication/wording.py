@@ -27,9 +27,7 @@ def described(error: BaseException) -> str:
         if len(text) > _LONGEST:
             text = text[:_LONGEST] + "..."
         return f"{name}: {text}" if text else name
-    except (
-        BaseException
-    ):  # from a method of the error, even SystemExit: it must not hide the error
+    except BaseException:  # a method of the error raised, which must not hide the error
         return name
 
 

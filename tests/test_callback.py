@@ -22,6 +22,7 @@ from replication import (
     register_replication_callback,
     replicate,
 )
+from replication.torch_internals import HOOKS
 
 
 class Recorder(nn.Module):
@@ -386,19 +387,158 @@ def test_patch_keeps_a_method_that_the_user_has_set_on_the_object():
     assert model.replicate is own_replicate
 
 
-@pytest.mark.parametrize(
+copied_each_way = pytest.mark.parametrize(
     "copied",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-    ids=["deepcopy", "pickle"],
+    [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["copy", "deepcopy", "pickle"],
 )
-def test_copy_of_a_patched_data_parallel_is_patched_by_itself(copied):
+
+
+@copied_each_way
+@pytest.mark.parametrize("is_first", [False, True])
+def test_copy_of_a_patched_data_parallel_is_patched_by_itself(copied, is_first):
     model = unpatched()
     handle = patch_replication_callback(model)
     twin = copied(model)
+    for removed in (handle, patch_replication_callback(twin))[:: 1 if is_first else -1]:
+        assert recorded(model if removed is handle else twin) == BOTH
+        removed.remove()
+        assert recorded(model if removed is handle else twin) == []
+    assert type(twin) is type(model) is CustomDataParallel
+    assert set(vars(twin)) == set(vars(model)) == set(vars(unpatched()))
+
+
+class Counts(CustomDataParallel):
+    """Notes how many replicas it runs, and how many outputs come of it."""
+
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+        assert len(self.device_ids) == len(replicas)
+        return super().parallel_apply(replicas, inputs, kwargs)
+
+
+@copied_each_way
+def test_copy_of_a_patched_data_parallel_runs_on_its_own_devices(copied):
+    model = Counts(Recorder([], "root"), 2)
+    patch_replication_callback(model)
+    twin = copied(model)
+    twin.device_ids = ["cpu"] * 3
+    assert recorded(twin, torch.zeros(6, 1)) == [*BOTH, ("root", 2)]
+    assert recorded(model, torch.zeros(6, 1)) == BOTH
+
+
+def own_replicate(module: nn.Module, device_ids: Any) -> Any:
+    assert isinstance(module, nn.Module)
+    module.out.append(("own", len(device_ids), None))
+    return replicate(module, device_ids)
+
+
+class OffersAnother(CustomDataParallel):
+    def another_replicate(self, module: nn.Module, device_ids: Any) -> Any:
+        assert module is self.module
+        return own_replicate(module, device_ids)
+
+
+@copied_each_way
+@pytest.mark.parametrize("is_bound", [False, True], ids=["function", "method"])
+def test_copy_of_a_patched_data_parallel_keeps_a_method_of_the_users(copied, is_bound):
+    model = OffersAnother(Recorder([], "root"), 2)
+    model.replicate = model.another_replicate if is_bound else own_replicate
+    patch_replication_callback(model)
+    twin = copied(model)
+    handle = patch_replication_callback(twin)
+    assert recorded(twin) == [("own", 2), *BOTH]
     handle.remove()
+    assert recorded(twin) == [("own", 2)]
+    assert recorded(model) == [("own", 2), *BOTH]
+
+
+def test_patched_data_parallel_in_a_replica_runs_the_replicas_own_methods():
+    seen: list[Any] = []
+
+    class Sees(CustomDataParallel):
+        def replicate(self, module: Any, device_ids: Any) -> Any:
+            seen.append(self)
+            return super().replicate(module, device_ids)
+
+    inner = Sees(Centering(), 2)
+    patch_replication_callback(inner)
+    x = torch.randn(8, 2)
+    y = DataParallel(inner, ["cpu"] * 2)(x)
+    torch.testing.assert_close(y, x - x.unflatten(0, (2, 4)).mean(1).repeat_interleave(4, 0))
+    assert len({id(model) for model in (inner, *seen)}) == 3
+
+
+def test_patched_class_looks_like_the_one_that_it_was_made_of():
+    model = unpatched()
+    before = repr(model)
+    patch_replication_callback(model)
+    assert repr(model) == before
+    assert isinstance(model, CustomDataParallel)
+    kind = type(model)
+    assert (kind.__module__, kind.__qualname__) == ("layers", "CustomDataParallel")
+    assert kind.__doc__ == CustomDataParallel.__doc__
+
+
+def test_class_that_asks_its_derived_classes_for_something_can_be_patched():
+    class Named(CustomDataParallel):
+        def __init_subclass__(cls, *, name: str) -> None:
+            raise AssertionError("not a class of the user's")
+
+    model = Named(Recorder([], "root"), 2)
+    with patch_replication_callback(model):
+        assert recorded(model) == BOTH
     assert recorded(model) == []
-    assert recorded(twin) == BOTH
-    assert recorded(model) == []
+
+
+def test_callbacks_run_once_where_a_replicate_of_the_users_runs_them_itself():
+    class Runs(CustomDataParallel):
+        def replicate(self, module: Any, device_ids: Any) -> Any:
+            replicas = super().replicate(module, device_ids)
+            execute_replication_callbacks(replicas)
+            return replicas
+
+    model = Runs(Recorder([], "root"), 2)
+    patch_replication_callback(model)
+    assert recorded(model) == BOTH
+
+
+class HooksItself(nn.Module):
+    """Registers a hook on a layer of its replica, as `torch.nn.utils` and profilers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Identity()
+        self.calls: list[Any] = []
+        self.layer.register_forward_hook(lambda *args: self.calls.append("own"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer.register_forward_hook(lambda layer, *args: self.calls.append(id(layer)))
+        return self.layer(x)
+
+
+class AsTorchReplicates(CustomDataParallel):
+    """Makes replicas that share the dictionaries of hooks, as torch's `replicate` does."""
+
+    def replicate(self, module: Any, device_ids: Any) -> Any:
+        replicas = super().replicate(module, device_ids)
+        for replica in replicas:
+            for name, own in replica.named_modules():
+                for hooks in HOOKS:
+                    vars(own)[hooks] = vars(module.get_submodule(name))[hooks]
+        return replicas
+
+
+@pytest.mark.parametrize("kind", [CustomDataParallel, AsTorchReplicates])
+def test_hooks_that_a_replica_adds_to_those_of_a_layer_are_its_own(kind):
+    net = HooksItself()
+    model = kind(net, 2)
+    patch_replication_callback(model)
+    for _ in range(2):
+        model(torch.ones(4, 1))
+    hooks = [call for call in net.calls if call != "own"]
+    assert net.calls.count("own") == 4
+    assert len(hooks) == 4  # one for each replica and forward
+    assert len(net.layer._forward_hooks) == 1
 
 
 def test_stock_data_parallel_without_an_accelerator_calls_the_module():

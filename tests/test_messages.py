@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import builtins
 import re
-import sys
 import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -388,9 +387,8 @@ ODD: dict[str, Callable[[], BaseException]] = {
     "cause exits": odd(__cause__=property(exits), __context__=property(exits)),
     "ends an iteration": StopIteration,
 }
-if sys.version_info >= (3, 11):
-    GROUP = vars(builtins)["ExceptionGroup"]
-    ODD["is a group"] = lambda: GROUP("several", [ValueError(), odd(__str__=exits)()])
+if hasattr(builtins, "ExceptionGroup"):  # from Python 3.11 on
+    ODD["is a group"] = partial(builtins.ExceptionGroup, "several", [odd(__str__=exits)()])
 
 
 class Connected(DataParallel):

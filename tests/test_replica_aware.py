@@ -291,6 +291,41 @@ def test_copy_of_a_replica_says_that_it_has_no_copies(copied):
         twin(torch.ones(1, 1))
 
 
+class CopiesItself(Total):
+    """Calls copies of itself that differ in an attribute, as a teacher may from its student."""
+
+    factor = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.factor != 1:
+            return self.factor * x
+        twins = [copy.copy(self) for _ in range(2)]
+        for factor, twin in enumerate(twins, 2):
+            twin.factor = factor
+        return super().forward(x) + twins[0](x) + twins[1].forward(x)
+
+
+@pytest.mark.parametrize("kind", [DataParallel, CustomDataParallel])
+def test_shallow_copy_of_a_replica_runs_on_itself(kind):
+    model = kind(CopiesItself(), ["cpu"] * 2 if kind is DataParallel else 2)
+    patch_replication_callback(model)
+    x = torch.randn(4, 1)
+    torch.testing.assert_close(model(x), x.sum(0) + 5 * x)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copy_of_a_replica_has_the_methods_that_were_set_on_it_before(copied):
+    with torch.no_grad():
+        replicas = replicate(nn.Linear(1, 1), ["cpu"] * 2, detach=True)
+    for replica in replicas:
+        replica.forward = torch.neg
+    execute_replication_callbacks(replicas)
+    twin = copied(replicas[1])
+    assert twin.forward is torch.neg
+    assert twin(torch.ones(1)).tolist() == [-1]
+    assert set(vars(twin)) == set(vars(replicate(nn.Linear(1, 1), ["cpu"])[0])) | {"forward"}
+
+
 def test_original_keeps_nothing_of_a_forward():
     layer = Total()
     before = set(vars(layer))

@@ -18,9 +18,9 @@ Copies = list[list[Tensor]]
 
 
 def copied_buffers(buffers: list[Tensor], devices: list[torch.device], detach: bool) -> Copies:
-    """Copies buffers to each device: copy 0 shares the original's storage, the others do not."""
+    """Copies buffers to each device. Copy 0 shares the storage of the original, others do not."""
     kinds = {(b.device, b.requires_grad) for b in buffers} | {(d, False) for d in devices}
-    if len(kinds) == 1 and not are_distinct_cuda(devices):  # as a rule
+    if len(kinds) == 1 and not are_distinct_cuda(devices):  # the usual case
         return [buffers, *([buffer.clone() for buffer in buffers] for _ in devices[1:])]
     copies = broadcast(buffers, devices, detach)
     for index, per_device in enumerate(copies):
@@ -43,21 +43,21 @@ def broadcast(
     """
     if detach:
         tensors = [tensor.detach() for tensor in tensors]
-    learnt = [t for t in tensors if t.requires_grad]
+    trained = [t for t in tensors if t.requires_grad]
     constant = [t for t in tensors if not t.requires_grad]
-    flat = list(Broadcast.apply(devices, *learnt)) if learnt else []  # type: ignore[no-untyped-call]
+    flat = list(Broadcast.apply(devices, *trained)) if trained else []  # type: ignore[no-untyped-call]
     copies = []
     for i, constants in enumerate(_copies(constant, devices)):
-        learnt_here, constants_here = iter(flat[i :: len(devices)]), iter(constants)
-        copies.append([next(learnt_here if t.requires_grad else constants_here) for t in tensors])
+        trained_here, constants_here = iter(flat[i :: len(devices)]), iter(constants)
+        copies.append([next(trained_here if t.requires_grad else constants_here) for t in tensors])
     return copies
 
 
 def _copies(tensors: Sequence[Tensor], devices: list[torch.device]) -> Copies:
-    """The tensors on each device, cut off from the graph."""
+    """Copies tensors to each device, detached from the graph."""
     tensors = [tensor.detach() for tensor in tensors]
     if are_distinct_cuda(devices) and tensors and all(t.device == devices[0] for t in tensors):
-        # Many small tensors at once; of complex ones it copies the real view.
+        # Copies many small tensors at once. It returns complex tensors as their real views.
         _, *others = comm.broadcast_coalesced(tensors, devices)
         return [
             tensors,
@@ -69,7 +69,7 @@ def _copies(tensors: Sequence[Tensor], devices: list[torch.device]) -> Copies:
                 for copies in others
             ),
         ]
-    # Detached for each: autograd adds the gradients of one object in whatever order they come.
+    # Detached once per device: autograd adds the gradients of one tensor in the order of arrival.
     homes = [tensor.device for tensor in tensors]
     return [
         [
@@ -105,7 +105,7 @@ class Broadcast(torch.autograd.Function):
 
 
 def _summed(grads: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
-    """The sum of the gradients that are there, from left to right, on ``device``."""
+    """Adds the gradients that are not None on ``device``, from left to right."""
     total: Tensor | None = None
     for grad in grads:
         if grad is not None:

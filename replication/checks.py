@@ -1,4 +1,4 @@
-"""Checks of arguments, for several rooms."""
+"""Checks of arguments that several modules share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__: list[str] = []
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether this is a whole number (of NumPy's, say), and no bool."""
+    """Whether this is a whole number, such as one of NumPy's, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_list(name: str, items: object) -> None:
-    """Raises TypeError on what has no items by index: mappings, generators."""
+    """Raises TypeError if ``items`` is not a list, such as a mapping or a generator."""
     if isinstance(items, (Mapping, str)) or not (
         hasattr(items, "__len__") and hasattr(items, "__getitem__")
     ):
@@ -27,16 +27,16 @@ def check_list(name: str, items: object) -> None:
 
 
 def check_module(value: object) -> None:
-    """Raises TypeError on what is no module."""
+    """Raises TypeError if ``value`` is not a module."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"expected a torch.nn.Module (got {type(value).__name__})")
 
 
 def checked_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Names of leaves, as a tuple.
+    """Makes a tuple of a list of names.
 
     Raises:
-        TypeError: Not a list of names; a single name is none.
+        TypeError: ``names`` is not a list of names. A single name is not one either.
     """
     if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
         raise TypeError(f"{argument} must be a list of names (got {names!r})")

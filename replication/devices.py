@@ -35,28 +35,33 @@ def parse_device(device: DeviceLike) -> torch.device:
         TypeError: ``device`` is none of these.
         ValueError: An index where there is no accelerator, or no name of a device.
     """
-    if not (is_int(device) or isinstance(device, (str, torch.device))):
-        raise TypeError(f"a device is an int, a str or a torch.device (got {device!r})")
-    if is_int(device):
-        if device == -1:  # torch's own spelling of the CPU as an output device
-            return torch.device("cpu")
-        kind = accelerator()
-        if kind is None:
-            raise ValueError(
-                f"device {device} is the index of an accelerator, and this machine has none; "
-                + _CPU_HINT
-            )
-        return torch.device(kind, int(device))
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"{device!r} names no device of torch's; {_CPU_HINT}") from error
+    if isinstance(device, str):
+        try:
+            device = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"{device!r} names no device of torch's; {_CPU_HINT}") from error
+    elif not isinstance(device, torch.device):
+        return _device_of_index(device)
     if device.type == "cpu":
         return torch.device("cpu")
     if device.index is None and device.type == accelerator():
         one_alone = device.type == "mps"  # of which torch does not say which is current
         return torch.device(device.type, 0 if one_alone else module_of(device).current_device())
     return device
+
+
+def _device_of_index(index: object) -> torch.device:
+    if not is_int(index):
+        raise TypeError(f"a device is an int, a str or a torch.device (got {index!r})")
+    if index == -1:  # torch's own spelling of the CPU as an output device
+        return torch.device("cpu")
+    kind = accelerator()
+    if kind is None:
+        raise ValueError(
+            f"device {index} is the index of an accelerator, and this machine has none; "
+            + _CPU_HINT
+        )
+    return torch.device(kind, int(index))
 
 
 def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:

@@ -221,6 +221,7 @@ class Splitter:
         )
 
     def _stays(self, path: Path) -> bool:
+        """Whether a path leads into a keyword argument that is not moved."""
         return (
             bool(path) and not isinstance(path[0], SequenceKey) and name_of(path[0]) in self._stay
         )

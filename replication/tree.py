@@ -16,7 +16,6 @@ from functools import cached_property
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -91,8 +90,8 @@ _BASES = (list, tuple, OrderedDict, defaultdict, dict, deque)
 _DICTS = (dict, OrderedDict, defaultdict)
 #: Types whose objects hold nothing. Most items and attributes are of these.
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
-#: Tuples that are one object to their users, and the tuple that says how to split.
-_WHOLE = (torch.Size, PackedSequence, Scattered)
+#: Tuples that are never opened.
+_WHOLE = (PackedSequence, Scattered)
 
 
 class Container:
@@ -216,7 +215,7 @@ class Registered(Container):
             keys = [GetAttrKey(field.name) for field in dataclasses.fields(old)]
         else:
             keys = [GetAttrKey(name) for name in _field_names(type(old))]
-        if len(self.values) == len(keys) == len(set(keys)):
+        if len(keys) == len(self.values):
             return keys
         return [SequenceKey(index) for index in range(len(self.values))]
 

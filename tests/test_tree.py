@@ -129,17 +129,18 @@ WHOLE: dict[str, Callable[[], Any]] = {
     "torch.Size": lambda: X.size(),
     "tuple made in C": lambda: sys.version_info,
     "mock of a list": lambda: mock.Mock(spec=list),
-    "module that is a dataclass": lambda: DataModule(3),
+    "module that is a dataclass": lambda: DataModule(nn.Parameter(X)),
 }
 
 
 @dataclass(eq=False)
 class DataModule(nn.Module):
-    size: int
+    weight: nn.Parameter
 
-    def __post_init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(self.size))
+    def __new__(cls, *args: Any) -> Any:
+        module = super().__new__(cls)
+        nn.Module.__init__(module)
+        return module
 
 
 @pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE.keys())
@@ -420,27 +421,70 @@ def test_a_container_with_a_batch_that_contains_itself(make):
     assert (items["self"] if isinstance(items, dict) else items[1]) is moved
 
 
-def test_keys_that_a_registered_class_gives_twice_become_positions():
-    class Twice(Plain):
-        pass
-
-    _pytree.register_pytree_node(
-        Twice,
-        lambda x: (list(x.parts), None),
-        lambda xs, _: Twice(*xs),
-        flatten_with_keys_fn=lambda x: ([(_pytree.MappingKey("k"), p) for p in x.parts], None),
-    )
-    first, second = scatter(Twice(X, X + 1), CPUS)[1].parts
-    assert torch.equal(first, X[2:])
-    assert torch.equal(second, X[2:] + 1)
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 def test_without_a_batch_one_replica_is_given_the_same_objects(devices):
     value = Plain(1)
     inputs, kwargs = scatter_kwargs((value,), {"y": value}, ["cpu"] * devices)
     assert inputs == ((value,),)
     assert kwargs == ({"y": value},)
+
+
+class Matched(Plain):
+    """Names its parts for pattern matching."""
+
+    __match_args__ = ("score", "hidden")
+
+
+@dataclass
+class Listed:
+    score: Any
+    hidden: Any
+
+
+class Keyed(OrderedDict):
+    """A dict that is registered without names."""
+
+
+_pytree.register_pytree_node(Matched, lambda x: (list(x.parts), None), lambda xs, _: Matched(*xs))
+_pytree.register_pytree_node(
+    Listed, lambda x: ([x.score, x.hidden], None), lambda xs, _: Listed(*xs)
+)
+_pytree.register_pytree_node(
+    Keyed,
+    lambda x: (list(x.values()), list(x)),
+    lambda xs, names: Keyed(zip(names, xs, strict=True)),
+)
+
+
+@pytest.mark.parametrize(
+    ("output", "hidden"),
+    [
+        (Matched(X, X), lambda v: v.parts[1]),
+        (Listed(X, X), lambda v: v.hidden),
+        (Keyed(score=X, hidden=X), lambda v: v["hidden"]),
+    ],
+    ids=["__match_args__", "dataclass", "dict"],
+)
+def test_parts_of_a_registered_class_have_the_names_that_it_gives_them(output, hidden):
+    joined = gather([output, output], "cpu", except_keywords=["hidden"])
+    assert isinstance(hidden(joined), Scattered)
+    with pytest.warns(UserWarning, match="it has `score`, `hidden`$"):
+        gather([output, output], "cpu", except_keywords=["other"])
+
+
+class Sized(Plain):
+    """Registered with a context that outputs must share."""
+
+
+_pytree.register_pytree_node(
+    Sized, lambda x: (list(x.parts[1:]), x.parts[0]), lambda xs, size: Sized(size, *xs)
+)
+
+
+def test_registered_classes_of_different_contexts_are_different_structures():
+    assert gather([Sized(2, X), Sized(2, X)], "cpu").parts[0] == 2
+    with pytest.raises(ValueError, match=r"replica 0: Sized, replica 1: Sized"):
+        gather([Sized(2, X), Sized(3, X)], "cpu")
 
 
 # -- plain attributes of modules -----------------------------------------------------------------

@@ -17,6 +17,11 @@ from unittest import mock
 import torch
 from torch import Tensor, distributed
 
+#: A server, which has imported torch and runs no threads, forks the ranks. To import torch takes
+#: seconds in each.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "pytest", "replication", "syncbn"])
+
 #: Seconds after which a rank that waits for another gives up, and after which one counts as hung.
 TIMEOUT, DEADLINE = 20.0, 50.0
 
@@ -28,9 +33,8 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[
         AssertionError: A rank has raised (its traceback is the text), or hangs.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
         ranks = [
-            context.Process(target=_run, args=(rank, size, folder, function, arguments))
+            _context.Process(target=_run, args=(rank, size, folder, function, arguments))
             for rank in range(size)
         ]
         for process in ranks:

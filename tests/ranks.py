@@ -18,6 +18,11 @@ import torch
 from deadlines import DEADLINE, ends
 from torch import Tensor, distributed
 
+#: A server, which has imported torch and runs no threads, forks the ranks. To import torch takes
+#: seconds in each.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "pytest", "replication", "syncbn"])
+
 #: Seconds after which a rank that waits for another gives up.
 TIMEOUT = DEADLINE
 
@@ -29,9 +34,8 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[
         AssertionError: A rank has raised (its traceback is the text), or hangs.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
         ranks = [
-            context.Process(target=_run, args=(rank, size, folder, function, arguments))
+            _context.Process(target=_run, args=(rank, size, folder, function, arguments))
             for rank in range(size)
         ]
         for process in ranks:

@@ -131,12 +131,23 @@ def test_many_layers_are_cut_and_added_up():
     report.add_forward(1)
     for layer in range(30):
         report.add(f"layer{layer}", 0, 0.001 * (layer + 1))
+    axes = Axes()
+    report.plot(axes)
+    names, _, _ = axes.bars["replica 0"]
+    assert names == [f"layer{layer}" for layer in range(10, 30)]
     lines = str(report).splitlines()
     assert len(lines) == 2 + 20 + 2 + 1
     assert lines[2].split()[0] == "`layer29`"
     assert lines[-3].split() == ["10", "others", "10", "55.000", "55.000"]
     assert lines[-2].split() == ["all", "30", "465.000", "465.000"]
     assert lines[-1].startswith("Most is waited in `layer29`.")
+
+
+def test_a_report_has_the_replicas_of_the_largest_forward():
+    report = WaitReport()
+    for size in (2, 3, 1):
+        report.add_forward(size)
+    assert list(report.replicas) == [0, 1, 2]
 
 
 def test_without_waits_a_report_says_so(capsys):

@@ -51,6 +51,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -69,7 +70,7 @@ from train_digits import (
     read_devices,
 )
 
-from replication import DataParallel
+from replication import DataParallel, UnsynchronizedWarning
 from syncbn import convert_model
 
 #: Samples per replica.
@@ -159,6 +160,8 @@ def train(model: nn.Module, data: Sequence[Samples], lr: float, shown: tqdm) -> 
 
 def compare(options: Options) -> list[Run]:
     """Trains for each seed and share with plain and with synchronized BatchNorm."""
+    # Plain BatchNorm is here to be compared with.
+    warnings.filterwarnings("ignore", category=UnsynchronizedWarning)
     training, test = load_data(options.devices[0], options.dtype)
     settings = list(itertools.product(range(options.seeds), SHARES, KINDS))
     runs = []

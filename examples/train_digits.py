@@ -33,6 +33,7 @@ import copy
 import math
 import os
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -48,7 +49,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
-from replication import DataParallel, Group, ProcessGroup, SoloGroup
+from replication import DataParallel, Group, ProcessGroup, SoloGroup, UnsynchronizedWarning
 from syncbn import convert_model
 
 #: Far above what rounding makes of a training in float64, far below what wrong statistics make of
@@ -181,6 +182,8 @@ def accuracy(net: nn.Module, samples: Samples) -> float:
 
 def compare(options: Options) -> list[Run]:
     """Trains on one device, on replicas, and on replicas with synchronized BatchNorm."""
+    # Plain BatchNorm is here to be compared with.
+    warnings.filterwarnings("ignore", category=UnsynchronizedWarning)
     devices = options.devices
     training, test = load_data(devices[0], options.dtype)
     torch.manual_seed(options.seed)

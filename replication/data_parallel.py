@@ -23,11 +23,12 @@ from replication.devices import (
 )
 from replication.gather import gather, join_leaves
 from replication.parallel_apply import parallel_apply
+from replication.plain_layers import warn_of_plain_batch_norm
 from replication.replicate import replicate
 from replication.scatter import scatter_kwargs
 from replication.torch_internals import check_balance, uncompiled
 from replication.tree import Scattered
-from replication.warning import warn
+from replication.warning import UnsynchronizedWarning, warn
 from replication.watch import first_failure_wins, limit_time
 
 __all__ = [
@@ -64,7 +65,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         module: The module. Its parameters and buffers are on ``device_ids[0]``.
         device_ids: One device per replica: indices of accelerators, strings, or `torch.device`;
             may repeat. By default all accelerators. Without an accelerator, by default or where
-            indices are given, the module is called directly, as torch does.
+            indices are given, the module is called directly, as torch does. Several indices then
+            come with a warning.
         output_device: Where outputs are joined; by default ``device_ids[0]``. May be the CPU.
         dim: The batch dimension of inputs and outputs.
         gather_to_one_device: If false, outputs stay where they were computed: each leaf of the
@@ -201,6 +203,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def _on_replicas(self, inputs: Any, kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function(_RANGE):
             inputs, kwargs_tup = self._parts(inputs, kwargs)
+            if len(inputs) > 1:
+                warn_of_plain_batch_norm(self, self.module)
             replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
             limit_time(replicas, self.timeout)
             outputs = first_failure_wins(self.parallel_apply, replicas, inputs, kwargs_tup)
@@ -356,6 +360,13 @@ def _devices_to_use(device_ids: Sequence[DeviceLike] | None) -> list[torch.devic
         if any(index < 0 for index in indices):
             raise ValueError(f"device_ids must be indices of devices (got {device_ids})")
         if len(indices) == len(device_ids) and accelerator() is None:
+            if len(indices) > 1:
+                warn(
+                    f"device_ids={device_ids} are indices of accelerators, and this machine has "
+                    "none: the module is called directly, without replicas; "
+                    f"device_ids=['cpu'] * {len(indices)} makes replicas on the CPU",
+                    UnsynchronizedWarning,
+                )
             return []
     return usable_devices(device_ids)
 

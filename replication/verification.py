@@ -23,6 +23,7 @@ from replication.place import here
 from replication.processes import process_count
 from replication.torch_internals import compiled_module
 from replication.tree import Leaf, Path, flatten, unflatten
+from replication.warning import once_for
 
 __all__ = ["Difference", "Verification", "verify"]
 
@@ -143,7 +144,9 @@ def verify(
     with _noting(f"while verify ran a copy of the model, cast to {dtype}, on one device"):
         expected = results_of_step(alone, alone, batch, home, dtype)
     with _noting(f"while verify ran a copy of the model on {len(devices)} replicas{_alone()}"):
-        actual = results_of_step(split, DataParallel(split, devices, dim=dim), batch, home, dtype)
+        replicated = DataParallel(split, devices, dim=dim)
+        once_for(replicated)()  # plain batch norm is for the report to find
+        actual = results_of_step(split, replicated, batch, home, dtype)
     if actual.replicas < 2:
         raise ValueError(
             "only one replica has run: there is nothing to compare; take a batch of as many "

@@ -133,6 +133,7 @@ def test_older_names_name_the_same_class(name):
     assert getattr(replication, name) is DataParallel
 
 
+@pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
 @no_accelerator
 @pytest.mark.parametrize("device_ids", [None, [0, 1], (0,)], ids=str)
 def test_without_an_accelerator_the_module_is_called_directly(device_ids):
@@ -165,6 +166,7 @@ class Number(int):
     """As NumPy has its own."""
 
 
+@pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
 @no_accelerator
 @pytest.mark.parametrize("number", [int, Number])
 def test_indices_may_be_whole_numbers_of_any_kind(number):

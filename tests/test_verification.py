@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import syncbn.__main__
 from replication import DataParallel
-from syncbn import convert_model, verify
+from syncbn import SynchronizedBatchNorm2d, convert_model, verify
 
 CPUS = ["cpu"] * 3
 
@@ -272,6 +272,7 @@ def test_self_check_passes_here():
     assert lines[-1] == "all is exact"
 
 
+@pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
 def test_self_check_fails_where_a_law_does(monkeypatch, capsys):
     monkeypatch.setattr(syncbn.__main__, "SynchronizedBatchNorm2d", nn.BatchNorm2d)
     assert syncbn.__main__.main(["--replicas", "2"]) == 1
@@ -279,6 +280,21 @@ def test_self_check_fails_where_a_law_does(monkeypatch, capsys):
     assert "too large" not in rows[-4]
     assert rows[-3].startswith("cpu x 2")
     assert "too large: output, input grad, weight grad, second" in rows[-3]
+    assert rows[-1] == "not all is exact"
+
+
+class NotANumber(SynchronizedBatchNorm2d):
+    """Its outputs are NaN, so that no error is at most what is allowed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.nan
+
+
+def test_self_check_does_not_take_nan_for_exact(monkeypatch, capsys):
+    monkeypatch.setattr(syncbn.__main__, "SynchronizedBatchNorm2d", NotANumber)
+    assert syncbn.__main__.main(["--replicas", "1"]) == 1
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[-3].startswith("cpu x 1") and "too large: output" in rows[-3]
     assert rows[-1] == "not all is exact"
 
 

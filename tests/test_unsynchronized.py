@@ -1,0 +1,165 @@
+"""Each model whose layers train without their copies warns once and says what to do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from replication import DataParallel, UnsynchronizedWarning, data_parallel
+from replication.devices import accelerator
+from syncbn import convert_model, patch_sync_batchnorm, verify
+
+CPUS = ["cpu"] * 2
+X = torch.randn(4, 3)
+
+
+def network(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Sequential(*(layers or [nn.BatchNorm1d(3)])))
+
+
+def warnings_of(call, *args):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(*args)
+    return [warning for warning in caught if warning.category is UnsynchronizedWarning]
+
+
+# -- plain batch norm --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm1d(3),
+        nn.BatchNorm1d(3, affine=False),
+        nn.BatchNorm1d(3, track_running_stats=False),
+    ],
+    ids=str,
+)
+def test_plain_batch_norm_in_replicas_warns_once_for_each_model_at_the_users_line(layer):
+    for model in (DataParallel(network(layer), CPUS), DataParallel(layer, CPUS)):
+        (warning,) = warnings_of(model, X)
+        assert warning.filename == __file__
+        assert "syncbn.convert_model(model)" in str(warning.message)
+        path = "(root)" if model.module is layer else "1.0"
+        assert f"`{path}` (BatchNorm1d);" in str(warning.message)
+        assert warnings_of(model, X) == []
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.BatchNorm2d(3), (4, 3, 2, 2)), (nn.BatchNorm3d(3), (4, 3, 2, 2, 2))],
+    ids=["2d", "3d"],
+)
+def test_every_dimension_warns(layer, shape):
+    assert len(warnings_of(DataParallel(layer, CPUS), torch.randn(shape))) == 1
+
+
+def test_first_layers_are_named_and_the_others_counted():
+    layers = [nn.BatchNorm1d(3) for _ in range(5)]
+    (warning,) = warnings_of(DataParallel(network(*layers, layers[0]), CPUS), X)
+    assert "`1.0` (BatchNorm1d), `1.1` (BatchNorm1d), `1.2` (BatchNorm1d) and 2 more;" in str(
+        warning.message
+    )
+
+
+def test_layers_that_are_in_evaluation_are_neither_counted_nor_named():
+    net = network(nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3))
+    (warning,) = warnings_of(DataParallel(net, CPUS), X)
+    assert "`1.1` (BatchNorm1d);" in str(warning.message)
+    assert "1.0" not in str(warning.message)
+
+
+def test_first_forward_that_trains_is_the_one_that_warns():
+    model = DataParallel(network(), CPUS).eval()
+    assert warnings_of(model, X) == []
+    assert len(warnings_of(model.train(), X)) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copy_of_a_model_warns_anew(copied):
+    model = DataParallel(network(), CPUS)
+    before = dict(vars(model))
+    assert len(warnings_of(model, X)) == 1
+    assert vars(model) == before
+    assert len(warnings_of(copied(model), X)) == 1
+
+
+class Cyclic(nn.Module):
+    """A module whose child knows its parent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(3, 3)
+        self.child.none = None
+        self.child.register_module("absent", None)
+        self.child.parent = self
+
+    def forward(self, x):
+        return self.child(x)
+
+
+class Derived(nn.BatchNorm1d):
+    """A class of a user's, which may compute anything."""
+
+
+def built_in_a_block():
+    with patch_sync_batchnorm():
+        return nn.BatchNorm1d(3)
+
+
+@pytest.mark.parametrize(
+    ("module", "devices", "x"),
+    [
+        (convert_model(network()), CPUS, X),
+        (built_in_a_block(), CPUS, X),
+        (network().eval(), CPUS, X),
+        (network(nn.InstanceNorm1d(3), Derived(3)), CPUS, torch.randn(4, 3, 3)),
+        (network(), ["cpu"], X),
+        (Cyclic(), CPUS, X),
+    ],
+    ids=["converted", "patched", "evaluation", "other classes", "one device", "cyclic"],
+)
+def test_what_is_no_reason_to_warn(module, devices, x):
+    assert warnings_of(DataParallel(module, devices), x) == []
+
+
+def test_only_one_replica_with_data_is_no_reason_to_warn():
+    assert warnings_of(DataParallel(nn.BatchNorm2d(3), CPUS), torch.randn(1, 3, 2, 2)) == []
+
+
+def test_category_can_be_filtered():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=UnsynchronizedWarning)
+        DataParallel(network(), CPUS)(X)
+
+
+def test_verify_reports_instead_of_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not verify(network(), torch.randn(8, 3), CPUS)
+
+
+# -- no accelerator ----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")
+@pytest.mark.parametrize("make", [DataParallel, lambda net, ids: data_parallel(net, X, ids)])
+def test_indices_without_accelerators_warn_at_the_users_line(make):
+    (warning,) = warnings_of(make, nn.Linear(3, 3), [0, 1, 2])
+    assert warning.filename == __file__
+    assert "device_ids=[0, 1, 2]" in str(warning.message)
+    assert "device_ids=['cpu'] * 3" in str(warning.message)
+
+
+@pytest.mark.parametrize("device_ids", [None, [0], ["cpu"], CPUS], ids=str)
+def test_other_devices_are_no_reason_to_warn(device_ids):
+    if device_ids == [0] and accelerator() is not None:
+        pytest.skip("there is an accelerator")
+    assert warnings_of(DataParallel, nn.Linear(3, 3), device_ids) == []

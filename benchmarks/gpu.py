@@ -22,7 +22,7 @@ from benchmarks.measuring import Row, alternating, replica_counts, run
 from benchmarks.networks import resnet
 from replication import DataParallel
 from syncbn import convert_model
-from syncbn.functional import Denominator, merge_shards, synchronized_batch_norm
+from syncbn.graph import Denominator, merge_shards, synchronized_batch_norm
 
 SHAPE = (32, 256, 112, 112)
 

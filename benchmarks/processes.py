@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, distributed, multiprocessing, nn
 
 from benchmarks.measuring import WARM_UP, Row, keep_memory
-from replication import process_group
+from replication.groups import processes as process_group
 from syncbn import SynchronizedBatchNorm2d
 
 CHANNELS = 256

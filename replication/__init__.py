@@ -1,12 +1,10 @@
 """Replicas of a module side by side, whose layers can talk to their copies."""
 
-from replication.callback import (
+from replication.callbacks import (
     exec_data_parallel_replication_callback,
     execute_replication_callbacks,
-    patch_replication_callback,
     register_replication_callback,
 )
-from replication.context import CallbackContext
 from replication.data_parallel import (
     DataParallel,
     DataParallelWithCallback,
@@ -14,18 +12,18 @@ from replication.data_parallel import (
     data_parallel,
 )
 from replication.errors import ReplicaFailed, ReplicasDiverged, ReplicasTimedOut, ReplicationError
-from replication.future import FutureResult
-from replication.gather import gather
-from replication.group import Group, SoloGroup
-from replication.observation import WaitReport, wait_report
-from replication.parallel_apply import parallel_apply
-from replication.pipe import SlavePipe, SyncMaster
-from replication.process_group import ProcessGroup
-from replication.replica_aware import ReplicaAware
-from replication.replica_group import ReplicaGroup
-from replication.replicate import replicate
-from replication.scatter import scatter, scatter_kwargs
+from replication.groups.base import Group, SoloGroup
+from replication.groups.layer import ReplicaAware
+from replication.groups.processes import ProcessGroup
+from replication.groups.replicas import CallbackContext, ReplicaGroup
+from replication.patch import patch_replication_callback
+from replication.steps.gather import gather
+from replication.steps.parallel_apply import parallel_apply
+from replication.steps.replicate import replicate
+from replication.steps.scatter import scatter, scatter_kwargs
+from replication.sync.pipes import FutureResult, SlavePipe, SyncMaster
 from replication.tree import Scattered
+from replication.waits import WaitReport, wait_report
 from replication.warning import UnsynchronizedWarning
 
 __all__ = [

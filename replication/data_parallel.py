@@ -10,26 +10,28 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from replication.callback import RUNS_CALLBACKS, execute_replication_callbacks
-from replication.checks import check_module, checked_names, is_int
+from replication._torch import check_balance, uncompiled
+from replication.callbacks import execute_replication_callbacks
 from replication.devices import (
     DeviceLike,
     accelerator,
     check_available,
+    check_module,
+    checked_names,
     default_devices,
     device_order,
+    is_int,
     parse_device,
     usable_devices,
 )
-from replication.gather import gather, join_leaves
-from replication.parallel_apply import parallel_apply
-from replication.plain_layers import warn_of_plain_batch_norm
-from replication.replicate import replicate
-from replication.scatter import scatter_kwargs
-from replication.torch_internals import check_balance, uncompiled
+from replication.patch import RUNS_CALLBACKS
+from replication.steps.gather import gather, join_leaves
+from replication.steps.parallel_apply import parallel_apply
+from replication.steps.replicate import replicate
+from replication.steps.scatter import scatter_kwargs
+from replication.sync.lifecycle import first_failure_wins, limit_time
 from replication.tree import Scattered
-from replication.warning import UnsynchronizedWarning, warn
-from replication.watch import first_failure_wins, limit_time
+from replication.warning import UnsynchronizedWarning, warn, warn_of_plain_batch_norm
 
 __all__ = [
     "DataParallel",

@@ -3,16 +3,51 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from numbers import Integral
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from replication.checks import is_int
-
 __all__: list[str] = []
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether this is a whole number, such as one of NumPy's, and not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_list(name: str, items: object) -> None:
+    """Raises TypeError if ``items`` is not a list, such as a mapping or a generator."""
+    if isinstance(items, (Mapping, str)) or not (
+        hasattr(items, "__len__") and hasattr(items, "__getitem__")
+    ):
+        raise TypeError(
+            f"{name} must be a list with one item per replica (got {type(items).__name__})"
+        )
+
+
+def check_module(value: object) -> None:
+    """Raises TypeError if ``value`` is not a module."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module (got {type(value).__name__})")
+
+
+def checked_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Makes a tuple of a list of names.
+
+    Raises:
+        TypeError: ``names`` is not a list of names. A single name is not one either.
+    """
+    if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
+        raise TypeError(f"{argument} must be a list of names (got {names!r})")
+    found = tuple(names)
+    if not all(isinstance(name, str) for name in found):
+        raise TypeError(f"{argument} must be a list of names (got {list(found)})")
+    return found
+
 
 _ACCELERATORS = ("cuda", "xpu", "mps")
 

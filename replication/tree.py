@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from replication.torch_internals import GetAttrKey, MappingKey, SequenceKey, pytree_node
+from replication._torch import GetAttrKey, MappingKey, SequenceKey, pytree_node
 
 __all__ = ["Scattered"]
 

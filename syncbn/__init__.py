@@ -1,16 +1,16 @@
 """Batch normalization over the batch of all replicas, with the numbers of one device."""
 
 from replication import DataParallelWithCallback, patch_replication_callback
-from replication.verification import Difference, Verification, verify
+from replication.verify import Difference, Verification, verify
 from syncbn.batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
     set_sbn_eps_mode,
 )
+from syncbn.compat import stand_in_for
 from syncbn.convert import convert_model, patch_sync_batchnorm, revert_model
 from syncbn.report import Summary, summary
-from syncbn.stand_in import stand_in_for
 
 __all__ = [
     "DataParallelWithCallback",

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
-from replication.checks import is_int
-from replication.group import Layouts
-from replication.torch_internals import beside_selective_checkpoints, uncompiled
-from replication.wording import path_or_root
-from syncbn.functional import (
+from replication._torch import beside_selective_checkpoints, uncompiled
+from replication.devices import is_int
+from replication.errors import path_or_root
+from replication.groups.base import Layouts
+from syncbn.graph import (
     Denominator,
-    Shard,
-    Whole,
+    GlobalMoments,
+    LocalMoments,
     output_without_moments,
     synchronized_batch_norm,
 )
-from syncbn.joining import Normalized, Part, is_small, replies_to
-from syncbn.merge_ranks import merge_ranks
-from syncbn.recomputation import KeptCalls
+from syncbn.joining import ShardInput, ShardOutput, is_small, replies_to
+from syncbn.processes import merge_ranks
+from syncbn.recomputation import RecordedCalls
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -90,7 +90,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
     # Copy 0's are those of the original module.
     _has_lasting_buffers = True
     # Of a copy.
-    _kept_calls: KeptCalls | None = None
+    _recorded_calls: RecordedCalls | None = None
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         super().__data_parallel_replicate__(ctx, copy_id)
         if self._replica_group is not None:
             self._has_lasting_buffers = copy_id == 0
-            self._kept_calls = KeptCalls(f"`{path_or_root(ctx.path)}`, replica {copy_id}")
+            self._recorded_calls = RecordedCalls(f"`{path_or_root(ctx.path)}`, replica {copy_id}")
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name in CORRECTION:  # they repeat the running statistics, with a weight
@@ -145,8 +145,8 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         self._check_synchronized_input(input, weight, bias)
         denominator = Denominator(self.eps, clamps=_eps_mode == "clamp")
         if isinstance(group, ReplicaGroup) and is_small(input) and not group.recomputes:
-            part = Part(input, weight, bias, denominator)
-            reply: Normalized = self._sent(group, part, input.dtype, requires_grad=True)
+            part = ShardInput(input, weight, bias, denominator)
+            reply: ShardOutput = self._sent(group, part, input.dtype, requires_grad=True)
             if reply.y is None:
                 return output_without_moments(reply.whole, input, weight, bias)
             return reply.y
@@ -164,9 +164,13 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         return y
 
     def _sent(
-        self, group: ReplicaGroup, message: Shard | Part, dtype: torch.dtype, requires_grad: bool
+        self,
+        group: ReplicaGroup,
+        message: LocalMoments | ShardInput,
+        dtype: torch.dtype,
+        requires_grad: bool,
     ) -> Any:
-        """The reply: a `Whole` to a `Shard`, a `Normalized` to a `Part`."""
+        """The reply: a `GlobalMoments` to a `LocalMoments`, a `ShardOutput` to a `ShardInput`."""
         merge, layouts = partial(self._replies_to, group), self._layouts(dtype)
         return group.exchange(
             "batch_norm", message, merge, layouts=layouts, requires_grad=requires_grad
@@ -177,18 +181,18 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         return ((dtype, (self.num_features,)),)
 
     def _replies_to(
-        self, group: ReplicaGroup, messages: list[Shard | Part]
-    ) -> list[Whole | Normalized]:
+        self, group: ReplicaGroup, messages: list[LocalMoments | ShardInput]
+    ) -> list[GlobalMoments | ShardOutput]:
         """Called in the first copy, while the others wait: so it has Python for itself."""
         replies = replies_to(messages)
         if self._has_lasting_buffers and not group.recomputes:
             first = replies[0]
-            whole = first if isinstance(first, Whole) else first.whole
+            whole = first if isinstance(first, GlobalMoments) else first.whole
             group.commit(partial(self._update_running_statistics, whole))
         return replies
 
     def _evaluated(self, input: Tensor) -> Tensor:
-        is_shared = self._kept_calls is not None and self._has_lasting_buffers
+        is_shared = self._recorded_calls is not None and self._has_lasting_buffers
         if not (is_shared and self.track_running_stats and torch.is_grad_enabled()):
             return super().forward(input)
         # What a training forward writes into the original's statistics, before this one's backward
@@ -201,15 +205,15 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             input, mean, var, self.weight, self.bias, mean is None and var is None, eps=self.eps
         )
 
-    def _exchange(self, group: Group, dtype: torch.dtype, shard: Shard) -> Whole:
+    def _exchange(self, group: Group, dtype: torch.dtype, shard: LocalMoments) -> GlobalMoments:
         """Merges the moments of all copies: among threads one of them does, processes do alike."""
         if not isinstance(group, ReplicaGroup):
             return merge_ranks(group, shard, self._layouts(dtype))
-        assert self._kept_calls is not None  # as it has the group
+        assert self._recorded_calls is not None  # as it has the group
         if group.in_later_backward:
-            return self._kept_calls.recall(shard, dtype)
-        whole: Whole = self._sent(group, shard, dtype, shard.moments.requires_grad)
-        self._kept_calls.keep(shard, whole)
+            return self._recorded_calls.recall(shard, dtype)
+        whole: GlobalMoments = self._sent(group, shard, dtype, shard.moments.requires_grad)
+        self._recorded_calls.keep(shard, whole)
         return whole
 
     def _check_synchronized_input(
@@ -260,7 +264,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             )
 
     @torch.no_grad()
-    def _update_running_statistics(self, whole: Whole) -> None:
+    def _update_running_statistics(self, whole: GlobalMoments) -> None:
         """As `torch.nn.BatchNorm2d` does, in place; the running variance is the unbiased one."""
         if not self.track_running_stats or (whole.moments is None and whole.joint.total):
             return  # in the latter case with an error

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 from torch import nn
 
 from replication import DataParallel, ReplicaAware, patch_replication_callback
-from replication.callback import has_replication_callback
-from replication.checks import check_module
-from replication.processes import check_process_group
+from replication.devices import check_module
+from replication.errors import path_or_root
+from replication.groups.membership import check_process_group
+from replication.patch import has_replication_callback
 from replication.warning import UnsynchronizedWarning, warn
-from replication.wording import path_or_root
 from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
-from syncbn.layers import (
+from syncbn.report import (
     OLDER_ATTRIBUTES,
     PLAIN,
     SYNCHRONIZED,
@@ -25,9 +25,9 @@ from syncbn.layers import (
     is_older,
     kind_of,
     out_of_sight,
+    summary,
     why_older_stays,
 )
-from syncbn.report import summary
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 

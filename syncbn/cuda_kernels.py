@@ -22,7 +22,7 @@ _TINY = 1e-30
 
 
 def moments(x: Tensor) -> Tensor:
-    """As `syncbn.statistics.moments`."""
+    """As `syncbn.moments.moments`."""
     mean, inverse = torch.batch_norm_stats(x, _TINY)
     var = inverse.double().square_().reciprocal_().sub_(_TINY)
     return torch.stack((mean.double(), var.clamp_(min=0)))

@@ -1,12 +1,13 @@
 """Small shards on the CPU: one node of the graph, made by the first replica, normalizes them all.
 
-    replica i   Part: x_i, weight_i, bias_i ──▶ the group's first: Joined, of the parts of all
-    replica i   Normalized: y_i             ◀──
+    replica i        ShardInput: x_i, weight_i, bias_i ──▶ first replica
+    first replica    Joined, of the inputs of all replicas
+    replica i        ShardOutput: y_i                  ◀──
 
 For small tensors the time of a layer is that of its many operations, for which the replicas'
 threads stand in line. Here one thread makes them, some of them for all replicas at once, and the
 graph has one node instead of 2 n + 1. What it computes, and what it saves, is what the nodes of
-`syncbn.functional` do.
+`syncbn.graph` do.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication.torch_internals import is_batched, sees_saved_tensors
-from syncbn import channels, kernels, statistics
-from syncbn.functional import (
+from replication._torch import is_batched, sees_saved_tensors
+from syncbn import channels, kernels
+from syncbn import moments as statistics
+from syncbn.graph import (
+    BatchContext,
     Begun,
     Denominator,
-    Joint,
-    Shard,
-    Whole,
+    GlobalMoments,
+    LocalMoments,
     begin,
-    by_moments,
     finish,
     merge_shards,
+    moment_gradients,
     stacked,
 )
 
@@ -40,7 +42,7 @@ __all__: list[str] = []
 SMALL = 2**17
 
 
-class Part(NamedTuple):
+class ShardInput(NamedTuple):
     """A replica's message."""
 
     x: Tensor
@@ -49,11 +51,11 @@ class Part(NamedTuple):
     denominator: Denominator
 
 
-class Normalized(NamedTuple):
+class ShardOutput(NamedTuple):
     """The reply: the output, and the moments that it was made with; None if there are none."""
 
     y: Tensor | None
-    whole: Whole
+    whole: GlobalMoments
 
 
 def is_small(x: Tensor) -> bool:
@@ -70,9 +72,9 @@ def is_small(x: Tensor) -> bool:
     )
 
 
-def replies_to(messages: Sequence[Shard | Part]) -> list[Whole | Normalized]:
+def replies_to(messages: Sequence[LocalMoments | ShardInput]) -> list[GlobalMoments | ShardOutput]:
     """What the first replica replies to the messages of all."""
-    parts = [message for message in messages if isinstance(message, Part)]
+    parts = [message for message in messages if isinstance(message, ShardInput)]
     total = sum(channels.values_per_channel(part.x) for part in parts)
     if (
         len(parts) == len(messages)
@@ -85,34 +87,36 @@ def replies_to(messages: Sequence[Shard | Part]) -> list[Whole | Normalized]:
     return _one_by_one(messages)
 
 
-def _what_is_alike(part: Part) -> tuple[object, ...]:
+def _what_is_alike(part: ShardInput) -> tuple[object, ...]:
     _, weight, bias, denominator = part
     return denominator, *(None if p is None else p.dtype for p in (weight, bias))
 
 
-def _joined(parts: Sequence[Part], total: int) -> list[Normalized]:
+def _joined(parts: Sequence[ShardInput], total: int) -> list[ShardOutput]:
     xs, weights, biases, (denominator, *_) = zip(*parts, strict=True)
     *ys, merged = Joined.apply(denominator, *xs, *weights, *biases)  # type: ignore[no-untyped-call]
-    whole = Whole(Joint(total), merged)
-    return [Normalized(y, whole) for y in ys]
+    whole = GlobalMoments(BatchContext(total), merged)
+    return [ShardOutput(y, whole) for y in ys]
 
 
-def _one_by_one(messages: Sequence[Shard | Part]) -> list[Whole | Normalized]:
-    """With the nodes of `syncbn.functional`, for those who have sent parts."""
-    begun = [begin(m.x) if isinstance(m, Part) else m for m in messages]
+def _one_by_one(
+    messages: Sequence[LocalMoments | ShardInput],
+) -> list[GlobalMoments | ShardOutput]:
+    """With the nodes of `syncbn.graph`, for those who have sent parts."""
+    begun = [begin(m.x) if isinstance(m, ShardInput) else m for m in messages]
     wholes = merge_shards([b.shard if isinstance(b, Begun) else b for b in begun])
-    replies: list[Whole | Normalized] = []
+    replies: list[GlobalMoments | ShardOutput] = []
     for message, one, whole in zip(messages, begun, wholes, strict=True):
-        if isinstance(message, Part) and isinstance(one, Begun):
+        if isinstance(message, ShardInput) and isinstance(one, Begun):
             y = None if whole.moments is None else finish(one, whole, *message)
-            replies.append(Normalized(y, whole))
+            replies.append(ShardOutput(y, whole))
         else:
             replies.append(whole)
     return replies
 
 
 class Joined(Function):
-    """Normalizes all shards; see `syncbn.functional` for the formulas.
+    """Normalizes all shards; see `syncbn.graph` for the formulas.
 
     Its inputs are the shards, the weights and the biases of all replicas; its outputs their
     outputs, and the merged moments, which have no derivative.
@@ -167,7 +171,7 @@ class Joined(Function):
         present = [i for i, dy in enumerate(dys) if dy is not None]
         used = scales if len(present) == n else scales[present]
         total = (torch.stack(sums).double().unflatten(0, (-1, 2)) * used[:, None]).sum(0)
-        total = by_moments(total, inverse, merged[1], ctx.denominator)
+        total = moment_gradients(total, inverse, merged[1], ctx.denominator)
         dmean, dvar = total.div_(ctx.total)
         dvar.mul_(2)
         dxs = [
@@ -202,7 +206,7 @@ def _derivative(
         # run again behind this node, and would count what is there twice for each.
         tensors = [tensor if tensor is None else tensor.view_as(tensor) for tensor in tensors]
         columns = zip(tensors[:n], tensors[n : 2 * n], tensors[2 * n :], strict=True)
-        parts = [Part(x, weight, bias, denominator) for x, weight, bias in columns]  # type: ignore[arg-type]
+        parts = [ShardInput(x, weight, bias, denominator) for x, weight, bias in columns]  # type: ignore[arg-type]
         replies: list[Any] = _one_by_one(parts)
     used = [(reply.y, dy) for reply, dy in zip(replies, dys, strict=True) if dy is not None]
     inputs: list[Any] = [t for t, is_needed in zip(tensors, needed, strict=True) if is_needed]

@@ -2,7 +2,7 @@
 
 Notation. ``x`` is ``(N, C, ...)``; a channel has ``n = x.numel() / C`` values. What has the size
 of ``x`` is computed in the *accumulation dtype*: float64 for float64, float32 for everything else;
-so are vectors of length C next to it. Mean and variance are those of `syncbn.statistics`, in
+so are vectors of length C next to it. Mean and variance are those of `syncbn.moments`, in
 float64.
 
 Numerical promises
@@ -41,7 +41,7 @@ class Center(NamedTuple):
 
 def center_of(mean: Tensor, x: Tensor, is_large: bool) -> Center:
     """What the kernels take of a mean in float64; for ``is_large`` see
-    `syncbn.statistics.has_large_mean`."""
+    `syncbn.moments.has_large_mean`."""
     head = mean.to(x.device, accumulation_dtype(x.dtype))
     return Center(head, mean - head.to(mean) if is_large else None)
 

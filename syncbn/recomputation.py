@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 from replication import ReplicationError
-from syncbn.functional import Shard, Whole
+from syncbn.graph import GlobalMoments, LocalMoments
 
 __all__: list[str] = []
 
 
-class KeptCall(NamedTuple):
+class RecordedCall(NamedTuple):
     """What was sent and what came back, cut off from the graph."""
 
-    sent: Shard
-    reply: Whole
+    sent: LocalMoments
+    reply: GlobalMoments
     #: Whether the reply required gradients, and whether it could have.
     requires_grad: bool
     grad_enabled: bool
 
 
-class KeptCalls:
+class RecordedCalls:
     """The calls of one copy of a layer in one forward.
 
     Args:
@@ -38,13 +38,13 @@ class KeptCalls:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._calls: list[KeptCall] = []
+        self._calls: list[RecordedCall] = []
 
-    def keep(self, sent: Shard, reply: Whole) -> None:
+    def keep(self, sent: LocalMoments, reply: GlobalMoments) -> None:
         """Notes a call."""
         merged = reply.moments
         self._calls.append(
-            KeptCall(
+            RecordedCall(
                 sent._replace(moments=sent.moments.detach()),
                 reply if merged is None else reply._replace(moments=merged.detach()),
                 merged is not None and merged.requires_grad,
@@ -52,7 +52,7 @@ class KeptCalls:
             )
         )
 
-    def recall(self, sent: Shard, dtype: torch.dtype) -> Whole:
+    def recall(self, sent: LocalMoments, dtype: torch.dtype) -> GlobalMoments:
         """The reply to the call that is recomputed.
 
         Which one that is nobody tells: it is the one whose moments are nearest. They need not be
@@ -87,8 +87,8 @@ class KeptCalls:
         return call.reply._replace(moments=merged)
 
     def _nearest(
-        self, calls: list[KeptCall], moments: Tensor, rounding: float, is_sole: bool
-    ) -> KeptCall:
+        self, calls: list[RecordedCall], moments: Tensor, rounding: float, is_sole: bool
+    ) -> RecordedCall:
         on_cpu = moments.device.type == "cpu"
         if not calls[0].sent.values or (is_sole and not on_cpu):
             return calls[0]  # without any values, or without making the host wait for a GPU
@@ -126,7 +126,7 @@ def _distance(one: Tensor, other: Tensor) -> Tensor:
     return torch.where(alike, 0.0, (one - other).abs() / scale).nan_to_num(nan=math.inf).amax()
 
 
-def _replies_differ(one: Whole, other: Whole) -> bool:
+def _replies_differ(one: GlobalMoments, other: GlobalMoments) -> bool:
     """By more than rounding."""
     if one.moments is None or other.moments is None:
         return one.moments is not other.moments

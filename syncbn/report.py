@@ -2,16 +2,211 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from typing import NamedTuple, get_args
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
 
+import torch
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
-from replication.checks import check_module
-from replication.wording import path_or_root
-from syncbn.layers import Kind, KindName, class_name, kind_of, out_of_sight
+from replication.callbacks import CALLBACK
+from replication.devices import check_module
+from replication.errors import path_or_root
+from replication.patch import has_replication_callback
+from replication.tree import leaves_of, open_builtin
+from syncbn.batchnorm import (
+    CORRECTION,
+    SynchronizedBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    SynchronizedBatchNormNd,
+)
 
 __all__ = ["Summary", "summary"]
+
+
+_BatchNorm = nn.modules.batchnorm._BatchNorm
+
+#: The synchronized class of each class of torch.
+SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: SynchronizedBatchNorm1d,
+    nn.BatchNorm2d: SynchronizedBatchNorm2d,
+    nn.BatchNorm3d: SynchronizedBatchNorm3d,
+    nn.SyncBatchNorm: SynchronizedBatchNormNd,
+}
+#: And back.
+PLAIN = {synchronized: plain for plain, synchronized in SYNCHRONIZED.items()}
+
+_NAMES = {plain.__name__ for plain in SYNCHRONIZED}
+
+#: The attributes by which a layer of an older toolkit is recognized.
+_OLDER_STATE = frozenset(("_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe"))
+#: What a synchronized layer has no use for.
+OLDER_ATTRIBUTES = _OLDER_STATE | {"_moving_average_fraction"}
+
+#: Layers that normalize each sample separately.
+_BY_SAMPLE = (
+    nn.modules.instancenorm._InstanceNorm,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.LocalResponseNorm,
+    nn.RMSNorm,
+)
+
+
+KindName = Literal["synchronized", "plain", "left alone", "by sample", "wrapper"]
+
+
+_CONVERTIBLE = "convert_model makes it a synchronized one"
+
+
+class Kind(NamedTuple):
+    """How a layer takes part in a synchronized network."""
+
+    name: KindName
+    #: The reason, or the consequence; may be empty.
+    note: str = ""
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """The kind of a layer; None if it neither normalizes nor runs replicas."""
+    if isinstance(module, SynchronizedBatchNorm):
+        return Kind("synchronized", _note_on(module))
+    if type(module) in SYNCHRONIZED:
+        return Kind("plain", _CONVERTIBLE)
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, _BatchNorm):
+        return Kind("left alone", "lazy: call the network once, and convert it then")
+    if is_older(module):
+        reason = why_older_stays(module)
+        return (
+            Kind("left alone", reason)
+            if reason
+            else Kind("plain", f"of an older toolkit; {_CONVERTIBLE}")
+        )
+    if isinstance(module, _BatchNorm):
+        kind = type_before_parametrizations(module)
+        if kind in SYNCHRONIZED:
+            return Kind("left alone", "parametrized: convert before torch.nn.utils.parametrize")
+        base = next(c.__name__ for c in kind.__mro__ if c.__module__.startswith("torch."))
+        return Kind("left alone", f"derived from {base.lstrip('_')}, may compute anything")
+    if isinstance(module, torch.jit.ScriptModule):
+        name = class_name(module)
+        note = f"a script of {name}: convert before torch.jit"
+        return Kind("left alone", note) if name in _NAMES else None
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+        return Kind("left alone", "by sample; but its running statistics are the first replica's")
+    if isinstance(module, _BY_SAMPLE):
+        return Kind("by sample")
+    if isinstance(module, nn.DataParallel):
+        if not has_replication_callback(module):
+            return Kind("wrapper", "does not connect copies: convert_model(model) makes it do so")
+        if not module.device_ids:
+            note = "makes no copies without an accelerator: DataParallel(net, ['cpu'] * n) does"
+            return Kind("wrapper", note)
+        return Kind("wrapper", "connects the copies of its layers")
+    return None
+
+
+def is_older(module: nn.Module) -> bool:
+    """Whether a layer brings its own pipes, as batch norm of the older toolkits does."""
+    return isinstance(module, _BatchNorm) and vars(module).keys() >= _OLDER_STATE
+
+
+def why_older_stays(layer: nn.Module) -> str:
+    """Why a layer of an older toolkit cannot be converted without loss; empty if it can."""
+    kind = type(layer)
+    above = kind.__mro__[: kind.__mro__.index(_BatchNorm)]
+    toolkits = next((c for c in above if CALLBACK in vars(c)), None)
+    changes = _changes(layer, above, toolkits)
+    if not changes:
+        return ""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "an unknown file"
+    package = (toolkits or kind).__module__.removesuffix(".batchnorm")
+    return (
+        f"a layer of an older toolkit {changes}: class {kind.__qualname__} of {file}; "
+        f"syncbn.stand_in_for({package!r}), called before the first import of {package}, makes "
+        "its base class a synchronized one"
+    )
+
+
+def _changes(layer: nn.Module, above: tuple[type, ...], toolkits: type | None) -> str:
+    """What distinguishes a layer from the older toolkit's own, if anything.
+
+    Args:
+        layer: The layer.
+        above: Its classes above batch norm.
+        toolkits: The class among them that has the replication callback.
+    """
+    forward = None if toolkits is None else vars(toolkits).get("forward")
+    if toolkits is None or forward is None:
+        return "without a forward and a callback in one class"
+    derived = above[: above.index(toolkits)]
+    added = {n for c in derived for n, v in vars(c).items() if callable(v) or n[:2] != "__"}
+    added |= {n for n, v in vars(toolkits).items() if callable(v) and n[:1] != "_"} - {"forward"}
+    if added := added - {"__init__", "_check_input_dim", "extra_repr"}:
+        return f"that adds {', '.join(sorted(added))}"
+    if not all(c.__module__.startswith("torch.") for c in above[above.index(toolkits) + 1 :]):
+        return "with a base class of its own"
+    if counterpart(layer) is None:
+        return "whose class name does not say 1d, 2d or 3d"
+    used = getattr(getattr(forward, "__code__", None), "co_names", ())
+    state = {*layer._parameters, *layer._buffers, *layer._modules, *(vars(layer).keys() & used)}
+    state -= {*vars(_plain), *_plain._parameters, *_plain._buffers, *OLDER_ATTRIBUTES, *CORRECTION}
+    if state:
+        return f"with state of its own, {', '.join(sorted(state))}"
+    return "whose forward was replaced" if "forward" in vars(layer) else ""
+
+
+_plain = nn.BatchNorm2d(1, device="meta")
+
+
+def counterpart(layer: nn.Module) -> type[nn.Module] | None:
+    """The synchronized class for a layer of an older toolkit, by the dimensions in its name."""
+    kinds = {plain.__name__[-2:]: kind for plain, kind in SYNCHRONIZED.items()}
+    for base in type(layer).__mro__:
+        for dimensions in ("1d", "2d", "3d"):
+            if dimensions in base.__name__.lower():
+                return kinds[dimensions]
+    return None
+
+
+def out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Layers in plain lists, tuples and dicts, which torch does not register.
+
+    Yields:
+        The path of the attribute, and a batch norm in it.
+    """
+    modules = dict(root.named_modules())
+    seen = set(map(id, modules.values()))
+    for path, module in modules.items():
+        for name, value in vars(module).items():
+            if not isinstance(value, (list, tuple, dict)):
+                continue
+            for leaf in leaves_of(value, open_builtin):
+                for layer in leaf.modules() if isinstance(leaf, nn.Module) else ():
+                    if isinstance(layer, _BatchNorm) and id(layer) not in seen:
+                        seen.add(id(layer))
+                        yield f"{path}.{name}" if path else name, layer
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class; of a script, the name of the class that was scripted."""
+    is_script = isinstance(module, torch.jit.ScriptModule)
+    return str(module.original_name) if is_script else type(module).__name__
+
+
+def _note_on(layer: SynchronizedBatchNorm) -> str:
+    notes = []
+    if not layer.training:
+        notes.append("in eval(): does not synchronize")
+    if layer.group_size is not None:
+        notes.append(f"in groups of {layer.group_size}")
+    if layer.process_group is not None:
+        notes.append("with a process group of its own")
+    return "; ".join(notes)
 
 
 class LayerSummary(NamedTuple):

@@ -14,8 +14,9 @@ from deadlines import ends, soon
 from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 
-from replication import SyncMaster, gather, parallel_apply, replicate, scatter_kwargs
-from replication.place import here
+from replication import SyncMaster, scatter_kwargs
+from replication.steps import gather, parallel_apply, replicate
+from replication.sync.current import current_replica
 
 
 class Outcome(NamedTuple):
@@ -62,7 +63,7 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
 
 def until_others_wait(count: int) -> None:
     """Returns, in a replica, when ``count`` other replicas wait for a message."""
-    place = here()
+    place = current_replica()
     assert place is not None
     waits = place.rendezvous._waits
     assert soon(lambda: len(waits) >= count), "the others do not wait"

@@ -27,7 +27,7 @@ from layers import AsTorchDoes, Repeat, outcome_of, together, values
 from torch import Tensor, nn
 
 from replication import DataParallel, ReplicasDiverged, patch_replication_callback
-from replication.rendezvous import Rendezvous
+from replication.sync.rendezvous import Rendezvous
 from syncbn import SynchronizedBatchNorm1d
 
 #: At most so many replicas.

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from replication import torch_internals
+from replication import _torch as torch_internals
 
 #: Of the packages that are tested, wherever they are installed.
 ROOT = Path(torch_internals.__file__).resolve().parent.parent

@@ -24,7 +24,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from replication import DataParallel
-from replication.place import here
+from replication.sync.current import current_replica
 from syncbn import convert_model
 
 pytestmark = pytest.mark.usefixtures("each_way")
@@ -386,7 +386,7 @@ class Copies(nn.Module):
         self.replicas = replicas
 
     def forward(self, x: Tensor) -> Tensor:
-        place = here()
+        place = current_replica()
         if place is not None and place.replica not in self.replicas:
             return self.head(self.layer(x * 2))
         z = x * 2

@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from replication import ProcessGroup, ReplicaAware, process_group
-from syncbn import SynchronizedBatchNorm1d, convert_model, merge_ranks
+from replication import ProcessGroup, ReplicaAware
+from replication.groups import processes as process_group
+from syncbn import SynchronizedBatchNorm1d, convert_model
+from syncbn import processes as merge_ranks
 
 try:
     from torch.distributed.fsdp import fully_shard

@@ -1,6 +1,6 @@
-"""Activation checkpoints inside replicas: the same gradients, nothing learnt twice, no waiting.
+"""Activation checkpoints inside replicas: the same gradients, nothing trainable twice, no waiting.
 
-T8.1, T8.2; mapillary/inplace_abn#48, #60, pytorch#43946 (stuck), #96136 (learnt twice).
+T8.1, T8.2; mapillary/inplace_abn#48, #60, pytorch#43946 (stuck), #96136 (trainable twice).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from replication import CallbackContext, DataParallel, ReplicaAware, ReplicationError
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from syncbn.functional import Joint, Shard, Whole
-from syncbn.recomputation import KeptCalls
+from syncbn.graph import BatchContext, GlobalMoments, LocalMoments
+from syncbn.recomputation import RecordedCalls
 
 try:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -264,7 +264,7 @@ def test_a_checkpoint_frees_the_activations():
             seen.append(weakref.ref(x))
             return x
 
-    class Whole(nn.Module):
+    class GlobalMoments(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.body = nn.Sequential(Watched(), SynchronizedBatchNorm1d(3), nn.Tanh())
@@ -272,7 +272,7 @@ def test_a_checkpoint_frees_the_activations():
         def forward(self, x: Tensor) -> Tensor:
             return recomputed(self.body)(x)
 
-    y = DataParallel(Whole(), ["cpu"] * 2)(torch.randn(6, 3, requires_grad=True))
+    y = DataParallel(GlobalMoments(), ["cpu"] * 2)(torch.randn(6, 3, requires_grad=True))
     assert len(seen) == 2
     assert freed(*seen)
     y.backward(torch.randn_like(y))
@@ -468,9 +468,9 @@ def test_a_recomputation_with_other_values_is_noticed(size, factor):
 def test_moments_of_a_constant_channel_may_differ_by_rounding():
     """As where a device adds in no fixed order: the deviation gives no scale for the mean."""
     moments = torch.tensor([[5.0, 2.0], [0.0, 1.0]], dtype=torch.float64)
-    calls = KeptCalls("`norm`, replica 0")
-    calls.keep(Shard(4, moments), Whole(Joint(8), moments))
-    reply = calls.recall(Shard(4, moments * (1 + 1e-12)), torch.float32)
+    calls = RecordedCalls("`norm`, replica 0")
+    calls.keep(LocalMoments(4, moments), GlobalMoments(BatchContext(8), moments))
+    reply = calls.recall(LocalMoments(4, moments * (1 + 1e-12)), torch.float32)
     assert reply.moments is not None
     assert torch.equal(reply.moments, moments)
 
@@ -503,7 +503,7 @@ def test_a_layer_may_ask_whether_it_is_recomputed():
             answers.append((threading.current_thread().name, self.group.recomputes))
             return x.exp()
 
-    class Whole(nn.Module):
+    class GlobalMoments(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = Asks()
@@ -511,7 +511,7 @@ def test_a_layer_may_ask_whether_it_is_recomputed():
         def forward(self, x: Tensor) -> Tensor:
             return recomputed(self.layer)(x)
 
-    for model in (DataParallel(Whole(), ["cpu"] * 2), Whole()):
+    for model in (DataParallel(GlobalMoments(), ["cpu"] * 2), GlobalMoments()):
         y = model(torch.randn(4, 3, requires_grad=True))
         y.backward(torch.randn_like(y))
     here = threading.current_thread().name

@@ -22,10 +22,10 @@ from replication import (
     data_parallel,
     execute_replication_callbacks,
     patch_replication_callback,
-    replica_group,
-    replicate,
 )
-from replication.pipe import connect
+from replication.groups import replicas as replica_group
+from replication.steps import replicate
+from replication.sync.pipes import connect
 
 
 class Keeps(nn.Module):

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncbn import channels, cuda_kernels, kernels, statistics
+from syncbn import channels, cuda_kernels, kernels
+from syncbn import moments as statistics
 
 
 def shaped(vector: Tensor | None, like: Tensor, default: float) -> Tensor:

@@ -13,7 +13,8 @@ from layers import outcome_of
 from sharded import randomized, run_sharded
 from torch import Tensor, nn
 
-from replication import DataParallel, execute_replication_callbacks, replicate
+from replication import DataParallel, execute_replication_callbacks
+from replication.steps import replicate
 from syncbn import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,

@@ -18,7 +18,7 @@ from syncbn import convert_model, revert_model
 
 
 def trained(converts: bool = True) -> nn.Sequential:
-    """A network with one layer of each kind, in evaluation, that has learnt on replicas."""
+    """A network with one layer of each kind, in evaluation, that has trainable on replicas."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv3d(1, 2, 1),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from replication import Group, ReplicaAware, ReplicasDiverged
 from syncbn import SynchronizedBatchNorm1d
 
-#: Seconds; a wait that were given up late would take `replication.rendezvous.GRACE`.
+#: Seconds; a wait that were given up late would take `replication.sync.rendezvous.GRACE`.
 AT_ONCE = 5.0
 
 wraps = pytest.mark.parametrize("wrap", [ours, as_torch_does])

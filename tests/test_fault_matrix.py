@@ -25,10 +25,10 @@ from faults import (
 )
 from torch import Tensor, nn
 
-from replication.place import here
-from replication.rendezvous import Rendezvous
+from replication.sync.current import current_replica
+from replication.sync.rendezvous import Rendezvous
 
-#: Seconds; a replica that were left waiting would take `replication.rendezvous.GRACE`.
+#: Seconds; a replica that were left waiting would take `replication.sync.rendezvous.GRACE`.
 AT_ONCE = 5.0
 
 #: Where an error strikes, and the synchronized layers that all copies have finished by then.
@@ -172,7 +172,7 @@ class Interruption(Fault):
         self.rendezvous: Rendezvous | None = None
 
     def act(self) -> None:
-        place = here()
+        place = current_replica()
         assert place is not None
         self.rendezvous = place.rendezvous
         while not self.is_over.wait(0.01):  # the test sets it in any case

@@ -16,7 +16,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, set_sbn_eps_mode
-from syncbn.functional import Denominator, merge_shards, synchronized_batch_norm
+from syncbn.graph import Denominator, merge_shards, synchronized_batch_norm
 
 pytestmark = pytest.mark.usefixtures("each_way")
 

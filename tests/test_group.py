@@ -36,9 +36,8 @@ from replication import (
     ReplicationError,
     SoloGroup,
     execute_replication_callbacks,
-    parallel_apply,
-    replicate,
 )
+from replication.steps import parallel_apply, replicate
 
 cases = pytest.mark.parametrize("name", CASES)
 sizes = pytest.mark.parametrize("size", [1, 2, 3])

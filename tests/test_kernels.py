@@ -10,7 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from syncbn import channels, kernels, statistics, sums
+from syncbn import channels, kernels, sums
+from syncbn import moments as statistics
 
 LAYOUTS = {
     "contiguous": lambda x: x.contiguous(),

@@ -31,7 +31,7 @@ from layers import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import replication.rendezvous
+import replication.sync.rendezvous
 from replication import (
     DataParallel,
     ProcessGroup,
@@ -40,14 +40,13 @@ from replication import (
     Scattered,
     SyncMaster,
     execute_replication_callbacks,
-    gather,
     register_replication_callback,
-    replicate,
     wait_report,
 )
 from replication.devices import accelerator
-from replication.notes import add_note, has_origin
-from replication.wording import described
+from replication.errors import described
+from replication.steps import gather, replicate
+from replication.sync.lifecycle import add_note, has_origin
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, convert_model
 
 CPUS = ["cpu", "cpu"]
@@ -120,7 +119,7 @@ def test_replicas_are_called_one_after_the_other():
     replicas = replicate(network(), CPUS)
     execute_replication_callbacks(replicas)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replication.rendezvous, "GRACE", 0.01)
+        patch.setattr(replication.sync.rendezvous, "GRACE", 0.01)
         for replica, shard in zip(replicas, X.chunk(2), strict=True):
             replica(shard)
 

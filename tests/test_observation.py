@@ -239,7 +239,7 @@ def test_nothing_is_noted_where_nobody_looks(monkeypatch):
     def fails(*args: Any) -> None:
         raise AssertionError("noted")
 
-    monkeypatch.setattr("replication.observation.record_function", fails)
+    monkeypatch.setattr("replication.waits.record_function", fails)
     monkeypatch.setattr(WaitReport, "add", fails)
     with wait_report(quiet=True):
         pass

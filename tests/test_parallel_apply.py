@@ -28,11 +28,10 @@ from replication import (
     ReplicationError,
     SyncMaster,
     execute_replication_callbacks,
-    parallel_apply,
-    replicate,
 )
+from replication.steps import parallel_apply, replicate
 
-threads: Any = sys.modules["replication.parallel_apply"]  # the package names the function so
+threads: Any = sys.modules["replication.steps.parallel_apply"]  # the package names the function so
 
 
 class Call(nn.Module):
@@ -461,7 +460,8 @@ SCRIPT = """
 import os, signal, threading, warnings
 import torch
 from torch import nn
-from replication import DataParallel, SyncMaster, parallel_apply, wait_report
+from replication import DataParallel, SyncMaster, wait_report
+from replication.steps import parallel_apply
 
 def total(messages):
     return [(identifier, sum(m for _, m in messages)) for identifier, _ in messages]
@@ -509,7 +509,7 @@ except KeyboardInterrupt:
 
 EXITS_RIGHT_BEFORE_A_REPLICA_ENDS = """
 import sys, time
-threads = sys.modules["replication.parallel_apply"]
+threads = sys.modules["replication.steps.parallel_apply"]
 threads.GRACE = 0.0
 
 class Late(nn.Module):

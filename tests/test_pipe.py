@@ -36,7 +36,7 @@ from replication import (
     ReplicationError,
     SyncMaster,
 )
-from replication.rendezvous import Rendezvous, Verdict
+from replication.sync.rendezvous import Abort, Rendezvous
 
 
 def echo(messages: Any) -> Any:
@@ -144,7 +144,7 @@ def test_a_slave_that_is_interrupted_takes_its_message_back():
     assert soon(lambda: bool(rendezvous._waits))
     (wait,) = rendezvous._waits
     with rendezvous.lock:  # as if a signal had come
-        wait.error = Verdict(ReplicationError, "interrupted", None)
+        wait.error = Abort(ReplicationError, "interrupted", None)
         rendezvous.end_wait(wait)
     first.join(DEADLINE)
     outcomes = together(
@@ -180,7 +180,7 @@ def test_a_slave_that_was_interrupted_after_its_message_was_collected_gets_no_ol
     assert collected.wait(DEADLINE)
     (wait,) = rendezvous._waits
     with rendezvous.lock:  # as if a signal had come
-        wait.error = Verdict(ReplicationError, "interrupted", None)
+        wait.error = Abort(ReplicationError, "interrupted", None)
         rendezvous.end_wait(wait)
     threads[1].join(DEADLINE)
     threads.append(call("second", pipe.run_slave))
@@ -639,7 +639,7 @@ def test_get_that_was_interrupted_leaves_the_result_for_the_next():
     assert soon(lambda: future._wait is not None)
     wait = future._wait
     with wait.rendezvous.lock:  # as if a signal had come
-        wait.error = Verdict(ReplicationError, "interrupted", None)
+        wait.error = Abort(ReplicationError, "interrupted", None)
         wait.rendezvous.end_wait(wait)
     thread.join(DEADLINE)
     assert str(outcomes[0].error) == "interrupted"

@@ -32,9 +32,9 @@ from replication import (
     ReplicationError,
     SoloGroup,
 )
-from replication.call_header import CallHeader
-from replication.group import Call, check_alike
-from replication.torch_internals import timeout_of
+from replication._torch import timeout_of
+from replication.groups.base import Call, check_alike
+from replication.groups.call_header import CallHeader
 from syncbn import SynchronizedBatchNorm1d, convert_model
 
 pytestmark = pytest.mark.skipif(

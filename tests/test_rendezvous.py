@@ -10,11 +10,11 @@ import weakref
 import pytest
 from layers import DEADLINE, outcome_of, soon, together, values
 
-import replication.rendezvous
+import replication.sync.rendezvous
 from replication import ReplicaFailed, ReplicasDiverged, ReplicationError
-from replication.place import Place, here, standing_at
-from replication.rendezvous import Rendezvous, Site, Wait
-from replication.wording import listed
+from replication.errors import listed
+from replication.sync.current import CurrentReplica, current_replica, set_current_replica
+from replication.sync.rendezvous import Rendezvous, Site, Wait
 
 
 def begin_wait(
@@ -416,7 +416,7 @@ def test_close_waits_for_a_write_in_progress():
 
 
 def test_wait_gives_up_on_replicas_that_do_not_begin(monkeypatch):
-    monkeypatch.setattr(replication.rendezvous, "GRACE", 0.01)
+    monkeypatch.setattr(replication.sync.rendezvous, "GRACE", 0.01)
     rendezvous = Rendezvous(3)
     rendezvous.enter(0)
     with pytest.raises(
@@ -446,7 +446,7 @@ def test_wait_goes_on_when_the_other_replica_is_busy_with_an_earlier_micro_batch
 
 
 def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):
-    monkeypatch.setattr(replication.rendezvous, "GRACE", 0.01)
+    monkeypatch.setattr(replication.sync.rendezvous, "GRACE", 0.01)
     rendezvous = entered(2)
     wait = begin_wait(rendezvous, 0, 1)
     asked = threading.Event()
@@ -469,7 +469,7 @@ def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):
 
 
 def test_wait_of_a_pipe_used_by_hand_goes_on(monkeypatch):
-    monkeypatch.setattr(replication.rendezvous, "GRACE", 0.01)
+    monkeypatch.setattr(replication.sync.rendezvous, "GRACE", 0.01)
     rendezvous = Rendezvous(None)
     wait = begin_wait(rendezvous, 0, 1)
     rendezvous.expect_progress(wait)
@@ -494,15 +494,15 @@ def test_interrupted_wait_is_forgotten(monkeypatch):
 
 
 def test_standing_at_is_undone_at_the_end_of_the_block():
-    outer, inner = (Place(Rendezvous(1), 0, -1, path) for path in ("outer", "inner"))
-    with standing_at(outer):
-        with pytest.raises(KeyError), standing_at(inner):
-            assert here() is inner
+    outer, inner = (CurrentReplica(Rendezvous(1), 0, -1, path) for path in ("outer", "inner"))
+    with set_current_replica(outer):
+        with pytest.raises(KeyError), set_current_replica(inner):
+            assert current_replica() is inner
             raise KeyError
-        assert here() is outer
-    assert here() is None
+        assert current_replica() is outer
+    assert current_replica() is None
 
 
 def test_standing_at_concerns_one_thread():
-    with standing_at(Place(Rendezvous(1), 0, -1)):
-        assert values(together(here)) == [None]
+    with set_current_replica(CurrentReplica(Rendezvous(1), 0, -1)):
+        assert values(together(current_replica)) == [None]

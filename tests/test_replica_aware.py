@@ -25,11 +25,11 @@ from replication import (
     UnsynchronizedWarning,
     execute_replication_callbacks,
     patch_replication_callback,
-    replica_aware,
-    replicate,
     warning,
 )
-from replication.warning import Once, once_for
+from replication.groups import layer as replica_aware
+from replication.steps import replicate
+from replication.warning import WarnOnce, once_for
 from syncbn import SynchronizedBatchNorm1d
 
 
@@ -345,7 +345,7 @@ def test_what_is_no_process_group_is_refused(value):
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_processes_that_do_not_know_of_each_other_are_warned_of_once(monkeypatch, processes):
-    monkeypatch.setattr(replica_aware, "_first_warning_of_processes", Once())
+    monkeypatch.setattr(replica_aware, "_first_warning_of_processes", WarnOnce())
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")  # as torchrun does
     monkeypatch.setenv("WORLD_SIZE", processes)
     with warnings.catch_warnings(record=True) as caught:

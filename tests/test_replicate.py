@@ -14,14 +14,10 @@ from layers import DEADLINE, AsTorchDoes
 from torch import Tensor, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from replication import (
-    DataParallel,
-    execute_replication_callbacks,
-    patch_replication_callback,
-    replicate,
-)
-from replication.broadcast import broadcast
-from replication.torch_internals import HOOKS
+from replication import DataParallel, execute_replication_callbacks, patch_replication_callback
+from replication._torch import HOOKS
+from replication.steps import replicate
+from replication.steps.broadcast import broadcast
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -192,9 +188,9 @@ def test_parameters_of_whole_numbers_are_copied():
 @pytest.mark.parametrize("detach", [False, True])
 def test_detach_cuts_the_replicas_off(detach):
     net = nn.Linear(2, 2)
-    net.register_buffer("learnt", torch.ones(2, requires_grad=True))
+    net.register_buffer("trainable", torch.ones(2, requires_grad=True))
     for replica in replicate(net, ["cpu"] * 2, detach=detach):
-        for tensor in (replica.weight, replica.bias, replica.learnt):
+        for tensor in (replica.weight, replica.bias, replica.trainable):
             assert tensor.requires_grad is not detach
 
 
@@ -258,21 +254,21 @@ def test_what_is_written_into_a_buffer_lasts_for_copy_0(copy_id, expected):
 
 def test_buffer_that_requires_grad_gets_the_summed_gradient():
     net = nn.Module()
-    net.register_buffer("learnt", torch.ones(2, requires_grad=True))
+    net.register_buffer("trainable", torch.ones(2, requires_grad=True))
     replicas = replicate(net, ["cpu"] * 3)
     torch.autograd.backward(
-        [replica.learnt * factor for factor, replica in enumerate(replicas, 1)],
+        [replica.trainable * factor for factor, replica in enumerate(replicas, 1)],
         [torch.tensor([1.0, 10.0])] * 3,
     )
-    assert net.learnt.grad.tolist() == [6, 60]
+    assert net.trainable.grad.tolist() == [6, 60]
 
 
 def test_buffer_that_requires_grad_shares_its_storage_with_copy_0_only():
     net = nn.Module()
-    net.register_buffer("learnt", torch.ones(2, requires_grad=True))
+    net.register_buffer("trainable", torch.ones(2, requires_grad=True))
     first, second = replicate(net, ["cpu"] * 2)
-    assert first.learnt.data_ptr() == net.learnt.data_ptr()
-    assert second.learnt.data_ptr() != net.learnt.data_ptr()
+    assert first.trainable.data_ptr() == net.trainable.data_ptr()
+    assert second.trainable.data_ptr() != net.trainable.data_ptr()
 
 
 def test_buffer_under_two_names_is_one_buffer_in_each_copy():
@@ -778,7 +774,7 @@ def test_on_distinct_cuda_devices_all_tensors_are_broadcast_at_once(monkeypatch)
         real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
         return [real, *([t.clone() for t in real] for _ in devices[1:])]
 
-    module = importlib.import_module("replication.broadcast")
+    module = importlib.import_module("replication.steps.broadcast")
     monkeypatch.setattr(module, "are_distinct_cuda", lambda devices: True)
     monkeypatch.setattr(module.comm, "broadcast_coalesced", broadcast_coalesced)
     net = nn.BatchNorm1d(3)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from replication import Scattered, gather, scatter, scatter_kwargs
+from replication import Scattered, scatter_kwargs
+from replication.steps import gather, scatter
 
 Pair = namedtuple("Pair", ["left", "right"])
 

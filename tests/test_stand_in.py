@@ -17,7 +17,7 @@ from torch import nn
 
 import replication
 import syncbn
-from syncbn import stand_in
+from syncbn import compat as stand_in
 
 #: The names of the older toolkit's package and of its modules.
 NAMES = {

@@ -26,8 +26,8 @@ from replication import (
     data_parallel,
     patch_replication_callback,
 )
-from replication.place import here
-from replication.watch import limit_time
+from replication.sync.current import current_replica
+from replication.sync.lifecycle import limit_time
 
 LIMIT = 0.3
 
@@ -139,11 +139,11 @@ def test_a_replica_that_comes_late_is_a_matter_of_the_limit():
 def test_modules_that_cannot_be_walked_hide_nothing():
     class Unwalkable(Hangs):
         def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-            if here() is not None:
+            if current_replica() is not None:
                 raise RuntimeError("dictionary changed size during iteration")
             return super().named_modules(*args, **kwargs)
 
-    class Whole(Unwalkable):
+    class GlobalMoments(Unwalkable):
         def __init__(self) -> None:
             super().__init__(1, others=1)
             self.layer = Centering()
@@ -151,7 +151,7 @@ def test_modules_that_cannot_be_walked_hide_nothing():
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(super().forward(x))
 
-    whole = Whole()
+    whole = GlobalMoments()
     with pytest.raises(ReplicasTimedOut, match=r"replica 1: runs at .*\.py:\d+"):
         DataParallel(whole, ["cpu"] * 2, timeout=LIMIT)(torch.randn(4, 2))
     whole.go.set()

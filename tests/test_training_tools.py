@@ -311,7 +311,7 @@ def test_torch_refuses_functional_calls_of_the_wrapper_itself():
 @replicas
 @pytest.mark.parametrize("which", ["parameters", "buffers too"])
 def test_a_functional_call_uses_what_it_is_given(which, n, wrap):
-    """Gradients arrive there, and what is learnt; the model's own keep out of it."""
+    """Gradients arrive there, and what is trainable; the model's own keep out of it."""
 
     def use(model: nn.Module, batches: Batches) -> list[Any]:
         holder = Holder(model)

@@ -35,20 +35,18 @@ from layers import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import replication.rendezvous
+import replication.sync.rendezvous
 from replication import (
     DataParallel,
     ReplicaFailed,
     ReplicasDiverged,
     ReplicationError,
     execute_replication_callbacks,
-    parallel_apply,
     patch_replication_callback,
-    replicate,
 )
 from replication.devices import device_of
-from replication.notes import add_note, failing_path
-from replication.watch import rendezvous_of, watch
+from replication.steps import parallel_apply, replicate
+from replication.sync.lifecycle import add_note, failing_path, rendezvous_of, watch
 
 
 def ours(module: nn.Module, n: int) -> nn.Module:
@@ -208,7 +206,7 @@ def test_kth_micro_batches_of_the_replicas_meet():
 
 
 def test_replica_with_fewer_micro_batches_keeps_nobody_waiting(monkeypatch):
-    monkeypatch.setattr(replication.rendezvous, "GRACE", 0.05)
+    monkeypatch.setattr(replication.sync.rendezvous, "GRACE", 0.05)
     # 3 samples for two replicas: 2 and 1, so that the second replica has one micro-batch only.
     model = patched(ByMicroBatches)(Centering(), 2)
     with pytest.raises(ReplicasDiverged, match="replica 0 waits, and replica 1 did not begin"):
@@ -254,7 +252,7 @@ class OneAfterTheOther(CustomDataParallel):
 
 
 def test_replicas_that_run_one_after_the_other_are_told_why_they_cannot_talk(monkeypatch):
-    monkeypatch.setattr(replication.rendezvous, "GRACE", 0.05)
+    monkeypatch.setattr(replication.sync.rendezvous, "GRACE", 0.05)
     model = patched(OneAfterTheOther)(Centering(), 2)
     with pytest.raises(ReplicasDiverged, match="must run at the same time, each in a thread"):
         model(torch.randn(4, 2))

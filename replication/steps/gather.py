@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replication.checks import check_list, checked_names
-from replication.devices import DeviceLike, check_available, parse_device, to_device
-from replication.torch_internals import SequenceKey
+from replication._torch import SequenceKey
+from replication.devices import (
+    DeviceLike,
+    check_available,
+    check_list,
+    checked_names,
+    parse_device,
+    to_device,
+)
 from replication.tree import (
     DifferentStructure,
     Path,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, distributed
 from torch.autograd import Function
 
+from replication._torch import is_batched
 from replication.errors import ReplicationError
-from replication.torch_internals import is_batched
 
 __all__: list[str] = []
 

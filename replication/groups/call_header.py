@@ -14,7 +14,7 @@ from struct import Struct
 from typing import NamedTuple
 
 from replication.errors import ReplicationError
-from replication.group import Call
+from replication.groups.base import Call
 
 __all__: list[str] = []
 

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from replication.context import CallbackContext
+from replication._torch import IS_REPLICA, make_shell
 from replication.errors import ReplicationError
-from replication.group import Group, SoloGroup
-from replication.place import here
-from replication.process_group import ProcessGroup
-from replication.processes import (
-    Kept,
+from replication.groups.base import Group, SoloGroup
+from replication.groups.membership import (
+    ProcessGroupHandle,
     check_process_group,
     process_count,
     processes_are_not_connected,
 )
-from replication.torch_internals import IS_REPLICA, make_shell
-from replication.warning import Once, UnsynchronizedWarning, once_for, warn
+from replication.groups.processes import ProcessGroup
+from replication.groups.replicas import CallbackContext
+from replication.sync.current import current_replica
+from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
 
 if TYPE_CHECKING:
     _Base = nn.Module
@@ -30,7 +30,7 @@ __all__ = ["ReplicaAware"]
 
 
 #: Of this process.
-_first_warning_of_processes = Once()
+_first_warning_of_processes = WarnOnce()
 
 
 def warn_of_unconnected_processes(layer: str) -> None:
@@ -56,7 +56,7 @@ class Unreplicated(SoloGroup):
 
     def _check_use(self, name: str) -> None:
         super()._check_use(name)
-        place = here()
+        place = current_replica()
         if place is not None and (place.rendezvous.size or 0) > 1:
             raise ReplicationError(
                 f"{self._layer}: replica {place.replica} calls {name} of a group that was taken "
@@ -86,7 +86,7 @@ class ReplicaAware(_Base):
 
     group_size: int | None = None
 
-    _process_group: Kept | None = None
+    _process_group: ProcessGroupHandle | None = None
 
     #: For messages between processes, where a layer does not know its path; else its class.
     _layer_name: str | None = None
@@ -108,7 +108,7 @@ class ReplicaAware(_Base):
     # Of a replica.
     _replica_group: Group | None = None
     #: The original's: all replicas of all forwards warn once between them.
-    _first_warning: Once | None = None
+    _first_warning: WarnOnce | None = None
     #: The thread that has made the replica.
     _caller: int | None = None
 
@@ -170,7 +170,7 @@ class ReplicaAware(_Base):
     def process_group(self, value: Any) -> None:
         if value is not None:
             check_process_group(value)
-        self._process_group = None if value is None else Kept(value)
+        self._process_group = None if value is None else ProcessGroupHandle(value)
 
     def _processes(self) -> Group:
         name = self._layer_name or type(self).__name__
@@ -181,7 +181,7 @@ class ReplicaAware(_Base):
         return Unreplicated(name)
 
     def _cannot_know_its_copies(self) -> bool:
-        place = here()
+        place = current_replica()
         if getattr(self, IS_REPLICA, False):
             self._warn_once(
                 "is in a replica that has not been told about its copies, so its group is this "

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from replication.broadcast import broadcast, copied_buffers
-from replication.checks import check_module
-from replication.devices import DeviceLike, to_device, usable_devices
-from replication.torch_internals import (
+from replication._torch import (
     COMPILED_CALL_IMPL,
     HOOKS,
     MAKE_SHELL,
@@ -22,8 +19,10 @@ from replication.torch_internals import (
     is_compiled_wrapper,
     make_shell,
 )
+from replication.devices import DeviceLike, check_module, to_device, usable_devices
+from replication.steps.broadcast import broadcast, copied_buffers
+from replication.sync.lifecycle import is_tracked, untrack
 from replication.tree import PLAIN, Made, leaves_of, open_builtin, replace_leaves
-from replication.watch import is_watched, unwatch
 
 __all__ = ["replicate"]
 
@@ -142,7 +141,7 @@ class Parts:
         }
         #: Whether the class has its own way to set attributes (RNNs).
         self._sets_attributes = type(module).__setattr__ is not nn.Module.__setattr__
-        self._is_watched = is_watched(module)
+        self._is_watched = is_tracked(module)
         self._is_compiled = vars(module).get(COMPILED_CALL_IMPL) is not None
 
     def fill(self, shell: nn.Module, copied: Copied, device: torch.device) -> None:
@@ -167,7 +166,7 @@ class Parts:
         else:
             state.update(attributes)
         if self._is_watched:  # a replica that is replicated again
-            unwatch(shell)
+            untrack(shell)
         if self._is_compiled:  # it would run the original; a replica runs eagerly
             state[COMPILED_CALL_IMPL] = None
 

@@ -87,7 +87,7 @@ def check_process_group(value: Any) -> None:
         )
 
 
-class Kept:
+class ProcessGroupHandle:
     """A group of `torch.distributed` in an attribute of a layer, which may be copied and pickled.
 
     A copy of the layer keeps the group. A pickled layer comes back without it.
@@ -96,16 +96,16 @@ class Kept:
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
 
-    def __deepcopy__(self, memo: Any) -> Kept:
+    def __deepcopy__(self, memo: Any) -> ProcessGroupHandle:
         return self
 
-    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+    def __reduce__(self) -> tuple[type[ProcessGroupHandle], tuple[()]]:
         if self.process_group is not None:
             warn(
                 "a process_group is not pickled with a layer; set it again where it is loaded, or "
                 "the layer will talk to all processes",
             )
-        return Kept, ()
+        return ProcessGroupHandle, ()
 
 
 def debugging() -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch.autograd.profiler import record_function
 
-from replication.torch_internals import is_profiling
+from replication._torch import is_profiling
 
 __all__ = ["WaitReport", "wait_report"]
 

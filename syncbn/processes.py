@@ -5,7 +5,7 @@ float64, each rank gets the others' counts, means and variances, and merges them
 Else float64 sums travel, of a few values per channel whatever the number of ranks:
 
     forward    n, sum(x) = n * mean, sum(x^2) = n * (var + mean^2)
-    backward   the two sums that `syncbn.functional` describes
+    backward   the two sums that `syncbn.graph` describes
 
     var = sum(x^2) / n - mean^2 has lost log10(mean^2 / var) of the 16 digits of float64: 8 are
     left for a mean of 1e4 deviations, as many as the inputs have in float32.
@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from replication import ProcessGroup
-from replication.group import Layouts
-from syncbn import statistics
-from syncbn.functional import Joint, Shard, Whole, needs_true_derivatives
+from replication.groups.base import Layouts
+from syncbn import moments as statistics
+from syncbn.graph import BatchContext, GlobalMoments, LocalMoments, needs_true_derivatives
 
 __all__: list[str] = []
 
@@ -31,21 +31,21 @@ __all__: list[str] = []
 _PRECISE = {torch.float64}
 
 
-def merge_ranks(group: Any, shard: Shard, layouts: Layouts) -> Whole:
+def merge_ranks(group: Any, shard: LocalMoments, layouts: Layouts) -> GlobalMoments:
     """Sends this rank's moments, and returns those of all ranks."""
-    joint = Joint(0)
+    joint = BatchContext(0)
     exchange = Exchange(group, shard, layouts)
     merged = MergeRanks.apply(joint, exchange, shard.moments, shard.totals)  # type: ignore[no-untyped-call]
     has_data = not isinstance(joint.total, int) or joint.total > 1
     if not has_data:
-        return Whole(joint, None)
-    return Whole(joint, merged, statistics.has_large_mean(merged.detach()))
+        return GlobalMoments(joint, None)
+    return GlobalMoments(joint, merged, statistics.has_large_mean(merged.detach()))
 
 
 class Exchange:
     """The two collectives of a call."""
 
-    def __init__(self, group: ProcessGroup, shard: Shard, layouts: Layouts) -> None:
+    def __init__(self, group: ProcessGroup, shard: LocalMoments, layouts: Layouts) -> None:
         self._group = group
         self._values = shard.values
         self._layouts = layouts
@@ -90,11 +90,11 @@ def known_to_host(total: Tensor) -> int | Tensor:
 
 
 class MergeRanks(Function):
-    """(2) of `syncbn.functional`, as each rank has a part of it."""
+    """(2) of `syncbn.graph`, as each rank has a part of it."""
 
     @staticmethod
     def forward(
-        ctx: Any, joint: Joint, exchange: Exchange, moments: Tensor, totals: Tensor
+        ctx: Any, joint: BatchContext, exchange: Exchange, moments: Tensor, totals: Tensor
     ) -> Tensor:
         count, total, merged = exchange.merged(moments)
         joint.total = known_to_host(total)

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, distributed
 from torch.nn.functional import pad
 
-from replication import collectives
-from replication.call_header import CallHeader, check_lengths
-from replication.collectives import differentiable
+from replication._torch import device_of_group, timeout_of, uncompiled
 from replication.devices import current_stream, use_device
 from replication.errors import ReplicationError
-from replication.group import (
+from replication.groups import collectives
+from replication.groups.base import (
     Call,
     Group,
     Layouts,
@@ -29,16 +28,17 @@ from replication.group import (
     layouts_of,
     reduced,
 )
-from replication.notes import add_note
-from replication.observation import named_range
-from replication.processes import (
+from replication.groups.call_header import CallHeader, check_lengths
+from replication.groups.collectives import differentiable
+from replication.groups.membership import (
     check_process_group,
     debugging,
     history_of,
     is_group_of_others,
     is_known,
 )
-from replication.torch_internals import device_of_group, timeout_of, uncompiled
+from replication.sync.lifecycle import add_note
+from replication.waits import named_range
 
 __all__ = ["ProcessGroup"]
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from replication.checks import checked_names
-from replication.devices import DeviceLike, to_device, usable_devices
-from replication.torch_internals import SequenceKey
+from replication._torch import SequenceKey
+from replication.devices import DeviceLike, checked_names, to_device, usable_devices
 from replication.tree import (
     Leaf,
     Path,

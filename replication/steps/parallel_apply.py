@@ -17,27 +17,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from replication.checks import check_list
+from replication._torch import in_functorch_transform, make_nodes, nodes_made
 from replication.devices import (
     DeviceLike,
     accelerator,
+    check_list,
     current_stream,
     device_of,
     parse_devices,
     use_device,
 )
-from replication.errors import ReplicaFailed, ReplicasTimedOut, ReplicationError
-from replication.notes import add_note, has_origin, origin
-from replication.observation import named_range
-from replication.torch_internals import in_functorch_transform, make_nodes, nodes_made
-from replication.watch import (
-    Attendance,
+from replication.errors import ReplicaFailed, ReplicasTimedOut, ReplicationError, listed
+from replication.sync.lifecycle import (
+    ForwardScope,
     Locator,
+    add_note,
     first_failure_wins,
+    has_origin,
+    origin,
     rendezvous_of,
-    watched_call,
+    tracked_call,
 )
-from replication.wording import listed
+from replication.waits import named_range
 
 __all__ = ["parallel_apply"]
 
@@ -299,10 +300,10 @@ class ThreadState:
                 streams[device] = streams.pop(device)  # the last one is the current device
                 for other, stream in streams.items():
                     stack.enter_context(use_device(other, stream))
-                call = watched_call(module)
+                call = tracked_call(module)
                 if call is not None and call.rendezvous is not None:
                     # Here, as the replica itself does not report if it fails before its forward.
-                    stack.enter_context(Attendance(call.rendezvous, call.replica, call.owner))
+                    stack.enter_context(ForwardScope(call.rendezvous, call.replica, call.owner))
                 return module(*args, **kwargs)
         except BaseException as error:
             size, is_ours = len(self.devices), issubclass(type(error), ReplicationError)

@@ -40,9 +40,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication.replica_group import ordinary
-from replication.torch_internals import is_batched
-from syncbn import channels, kernels, statistics
+from replication._torch import is_batched
+from replication.groups.replicas import ordinary
+from syncbn import channels, kernels
+from syncbn import moments as statistics
 
 __all__: list[str] = []
 
@@ -71,7 +72,7 @@ class Denominator(NamedTuple):
         return (var >= self.eps).to(var.dtype) if self.clamps else torch.ones_like(var)
 
 
-class Joint:
+class BatchContext:
     """What the nodes of one call share, over all replicas."""
 
     def __init__(self, total: int | Tensor) -> None:
@@ -79,14 +80,14 @@ class Joint:
         self.total = total
 
 
-class Link:
+class ReplicaContext:
     """Forward results of (3) that the backward of (1) needs, detached to avoid a cycle."""
 
-    joint: Joint
+    joint: BatchContext
     center: kernels.Center
 
 
-class Shard(NamedTuple):
+class LocalMoments(NamedTuple):
     """A replica's message: values per channel, and their ``(2, C)`` moments."""
 
     values: int
@@ -95,47 +96,47 @@ class Shard(NamedTuple):
     totals: Tensor
 
 
-class Whole(NamedTuple):
+class GlobalMoments(NamedTuple):
     """The reply: the ``(2, C)`` moments of the batch, None if it has under 2 values."""
 
-    joint: Joint
+    joint: BatchContext
     moments: Tensor | None
-    #: See `syncbn.statistics.has_large_mean`.
+    #: See `syncbn.moments.has_large_mean`.
     has_large_mean: bool = True
 
 
-def merge_shards(shards: Sequence[Shard]) -> list[Whole]:
+def merge_shards(shards: Sequence[LocalMoments]) -> list[GlobalMoments]:
     """Merges the moments of all replicas, in their order."""
-    joint = Joint(sum(shard.values for shard in shards))
+    joint = BatchContext(sum(shard.values for shard in shards))
     if joint.total < 2:
-        return [Whole(joint, None)] * len(shards)
+        return [GlobalMoments(joint, None)] * len(shards)
     counts = [shard.values for shard in shards]
     tensors = [ordinary(shard.moments) for shard in shards]
     tensors += [ordinary(shard.totals) for shard in shards]
     merged = Merge.apply(counts, *tensors)  # type: ignore[no-untyped-call]
     is_large = statistics.has_large_mean(merged[0].detach())
-    return [Whole(joint, moments, is_large) for moments in merged]
+    return [GlobalMoments(joint, moments, is_large) for moments in merged]
 
 
 class Begun(NamedTuple):
     """What a replica has before the exchange."""
 
-    link: Link
+    link: ReplicaContext
     #: The outputs of (1) for the fast edges from (3).
     fast: tuple[Tensor, Tensor, Tensor]
-    shard: Shard
+    shard: LocalMoments
 
 
 def begin(x: Tensor) -> Begun:
     """(1), and the message."""
-    link = Link()
+    link = ReplicaContext()
     *fast, moments, totals = Moments.apply(link, x)  # type: ignore[no-untyped-call]
-    return Begun(link, tuple(fast), Shard(channels.values_per_channel(x), moments, totals))
+    return Begun(link, tuple(fast), LocalMoments(channels.values_per_channel(x), moments, totals))
 
 
 def finish(
     begun: Begun,
-    whole: Whole,
+    whole: GlobalMoments,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -158,7 +159,7 @@ def finish(
 
 
 def output_without_moments(
-    whole: Whole, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    whole: GlobalMoments, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """The output where the whole batch has under 2 values per channel.
 
@@ -180,8 +181,8 @@ def synchronized_batch_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     denominator: Denominator,
-    exchange: Callable[[Shard], Whole],
-) -> tuple[Tensor, Whole]:
+    exchange: Callable[[LocalMoments], GlobalMoments],
+) -> tuple[Tensor, GlobalMoments]:
     """Normalizes ``x`` with the moments of the whole batch.
 
     Args:
@@ -189,7 +190,7 @@ def synchronized_batch_norm(
         weight: ``(C,)`` or None.
         bias: ``(C,)`` or None.
         denominator: How ``eps`` enters.
-        exchange: Sends this replica's `Shard` and returns the `Whole`.
+        exchange: Sends this replica's `LocalMoments` and returns the `GlobalMoments`.
 
     Returns:
         The output, like ``x``, and what was exchanged.
@@ -206,7 +207,7 @@ class Moments(Function):
     """(1) Moments of a shard; in backward the input gradient, but for what (3) adds to it."""
 
     @staticmethod
-    def forward(ctx: Any, link: Link, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, link: ReplicaContext, x: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         ctx.link = link
@@ -234,7 +235,7 @@ class Moments(Function):
         if x is None:  # this replica's output is unused, so (3) has not run
             (x,) = ctx.saved_tensors
         if dy is not None or totals is not None:
-            link: Link = ctx.link
+            link: ReplicaContext = ctx.link
             if totals is None:
                 totals = torch.zeros_like(link.center.head).expand(2, -1)
             dmean, dvar = totals / link.joint.total
@@ -331,7 +332,7 @@ class Normalize(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        link: Link,
+        link: ReplicaContext,
         denominator: Denominator,
         x: Tensor,
         z: Tensor,
@@ -369,7 +370,7 @@ class Normalize(Function):
             inverse = (var + eps).rsqrt()
             scale = _times(inverse, weight)
             dmerged = torch.stack((dbias, dweight)).to(merged).mul_(scale)
-            dmerged = by_moments(dmerged, inverse, merged[1], ctx.denominator)
+            dmerged = moment_gradients(dmerged, inverse, merged[1], ctx.denominator)
             along_z = dy
         of_weight, of_bias = ctx.options
         return (
@@ -385,7 +386,9 @@ class Normalize(Function):
         )
 
 
-def by_moments(sums: Tensor, inverse: Tensor, var: Tensor, denominator: Denominator) -> Tensor:
+def moment_gradients(
+    sums: Tensor, inverse: Tensor, var: Tensor, denominator: Denominator
+) -> Tensor:
     """The derivatives by mean and variance, made in place of the sums of ``scale * dy`` and of
     ``scale * dy * x_hat``."""
     sums.neg_()

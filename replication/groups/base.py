@@ -14,11 +14,9 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from replication.checks import is_int
-from replication.errors import ReplicasDiverged, ReplicationError
-from replication.place import here
-from replication.torch_internals import NO_BACKWARD, current_backward
-from replication.wording import listed
+from replication.devices import is_int
+from replication.errors import ReplicasDiverged, ReplicationError, listed
+from replication.sync.current import current_replica, is_recomputation
 
 __all__ = ["Group", "SoloGroup"]
 
@@ -83,7 +81,7 @@ def check_alike(calls: Sequence[Any], where: str, members: Sequence[int], kind: 
     """Raises `ReplicasDiverged` unless all members make the same call.
 
     Args:
-        calls: A `Call` of each member, or a `replication.call_header.CallHeader`.
+        calls: A `Call` of each member, or a `replication.groups.call_header.CallHeader`.
         where: The layer and the number of its call.
         members: The members' numbers, for the message.
         kind: What a member is.
@@ -101,14 +99,6 @@ def check_alike(calls: Sequence[Any], where: str, members: Sequence[int], kind: 
         f"{where}: the calls do not match: {found}. All must make the same calls in the same "
         "order, with tensors of one dtype and one shape (in all_gather the first dimension may "
         "differ)."
-    )
-
-
-def is_recomputation() -> bool:
-    """Whether this thread recomputes: in a backward, or in a replica whose caller is in one."""
-    place = here()
-    return current_backward() != NO_BACKWARD or (
-        place is not None and place.rendezvous.in_backward
     )
 
 
@@ -351,7 +341,7 @@ class SoloGroup(Group):
         super().__init__(rank=0, size=1)
 
     def _check_use(self, name: str) -> None:
-        place = here()
+        place = current_replica()
         if place is not None and place.path:  # as in a group of several
             raise ReplicationError(f"{self!r}: {in_a_callback(name)}")
 

@@ -32,8 +32,9 @@ from replication.errors import (
     ReplicasDiverged,
     ReplicasTimedOut,
     ReplicationError,
+    described,
+    listed,
 )
-from replication.wording import described, listed
 
 __all__: list[str] = []
 
@@ -74,7 +75,7 @@ class Wait:
         self.site = site
         #: How often each replica has called this channel, for messages.
         self.calls = calls
-        self.error: Verdict | None = None
+        self.error: Abort | None = None
         self.thread = threading.get_ident()
         # A bare lock is the cheapest thing that a thread can sleep on.
         self._gate = threading.Lock()
@@ -99,7 +100,7 @@ class Wait:
             error.raise_at(self)
 
 
-class Verdict(NamedTuple):
+class Abort(NamedTuple):
     """The reason why no wait of this forward can be met any more."""
 
     kind: type[ReplicationError]
@@ -158,7 +159,7 @@ class Rendezvous:
         self._some_are_over = False
         self._waits: list[Wait] = []
         self._failures: list[Failure] = []
-        self._verdict: Verdict | None = None
+        self._abort: Abort | None = None
         self._is_closed = False
 
     def observed(self, what: str, replica: int, path: str) -> AbstractContextManager[object]:
@@ -206,8 +207,8 @@ class Rendezvous:
             follow_up = issubclass(type(error), ReplicaFailed)
             if not follow_up and not any(error is failure.error for failure in self._failures):
                 self._failures.append(Failure(replica, error))
-            if self._verdict is None:
-                self._give_up(ReplicaFailed, reason, error)
+            if self._abort is None:
+                self._abort_waits(ReplicaFailed, reason, error)
 
     def close(self, reason: str) -> list[Failure]:
         """Ends all waits and all writes, now and later; returns the failures, the first one first.
@@ -216,8 +217,8 @@ class Rendezvous:
         """
         self._is_closed = True
         with self.lock:
-            if self._verdict is None:
-                self._give_up(ReplicationError, reason, None)
+            if self._abort is None:
+                self._abort_waits(ReplicationError, reason, None)
         with self._commits:
             pass
         return self.forget_failures()
@@ -239,10 +240,10 @@ class Rendezvous:
         would make a cycle.
         """
         with self.lock:
-            verdict, failures = self._verdict, self._failures
+            verdict, failures = self._abort, self._failures
             self._failures = []
             if verdict is not None:
-                self._verdict = verdict._replace(cause=None)
+                self._abort = verdict._replace(cause=None)
         return failures  # the last reference to the cause, if it is none of them, goes here
 
     # -- waiting -------------------------------------------------------------------------------
@@ -262,8 +263,8 @@ class Rendezvous:
 
     def refuse_if_over(self, replica: int, site: Site) -> None:
         """Raises if no wait can be met any more. The lock is held."""
-        if self._verdict is not None:
-            self._verdict.raise_at(later=f" Replica {replica} came to {site} after that.")
+        if self._abort is not None:
+            self._abort.raise_at(later=f" Replica {replica} came to {site} after that.")
 
     def end_wait(self, wait: Wait) -> None:
         """The value has come: from here on the replica counts as running. The lock is held."""
@@ -282,7 +283,7 @@ class Rendezvous:
 
         Called wherever that can come about: a wait begins, a replica ends.
         """
-        if self.size is None or not self._waits or self._verdict is not None:
+        if self.size is None or not self._waits or self._abort is not None:
             return
         if not self._some_are_over and len(self._waits) < self.size:
             return  # a replica runs
@@ -290,7 +291,7 @@ class Rendezvous:
             self._is_over(needed, wait.replica) for wait in self._waits for needed in wait.needs
         )
         if in_vain or not self._one_runs(self._stopped()):
-            self._give_up(ReplicasDiverged, self._divergence(), None)
+            self._abort_waits(ReplicasDiverged, self._divergence(), None)
 
     def _is_over(self, replica: int, waiting: int) -> bool:
         """Whether ``replica`` has ended the forward that the ``waiting`` one is in."""
@@ -314,13 +315,13 @@ class Rendezvous:
             for replica in range(len(self._entries))
         )
 
-    def _give_up(
+    def _abort_waits(
         self, kind: type[ReplicationError], reason: str, cause: BaseException | None
     ) -> None:
-        self._verdict = Verdict(kind, reason, cause)
+        self._abort = Abort(kind, reason, cause)
         waits, self._waits = self._waits, []
         for wait in waits:
-            wait.error = self._verdict
+            wait.error = self._abort
             wait.wake()
 
     def expect_progress(self, wait: Wait) -> None:
@@ -340,9 +341,9 @@ class Rendezvous:
                 and self._entries[replica] < self._entries[wait.replica]
             ]
             if not self._one_runs({wait.replica for wait in self._waits}):
-                self._give_up(ReplicasDiverged, self._divergence(), None)
+                self._abort_waits(ReplicasDiverged, self._divergence(), None)
             elif late:
-                self._give_up(
+                self._abort_waits(
                     ReplicasDiverged,
                     f"{wait.site}: replica {wait.replica} waits, and {listed(late)} did not begin "
                     f"within {GRACE:g} s. Replicas that talk to each other must run at the same "
@@ -358,7 +359,7 @@ class Rendezvous:
         """Seconds after which a wait asks `expect_progress`."""
         return max(0.0, min(GRACE, self.deadline - time.monotonic()))
 
-    def time_out(self) -> Verdict:
+    def time_out(self) -> Abort:
         """Gives up on a forward that has not ended by its deadline."""
         with self.lock:
             threads = dict(enumerate(self._thread))
@@ -373,15 +374,15 @@ class Rendezvous:
                 for replica, inside in enumerate(self._inside)
             ]
             table = "".join(f"\n  replica {replica}: {row}" for replica, row in enumerate(rows))
-            if self._verdict is None:
-                self._give_up(
+            if self._abort is None:
+                self._abort_waits(
                     ReplicasTimedOut,
                     f"the replicas must end within {self._timeout:g} s, the timeout, which has "
                     f"passed:{table}",
                     None,
                 )
-            assert self._verdict is not None
-            return self._verdict
+            assert self._abort is not None
+            return self._abort
 
     # -- messages ------------------------------------------------------------------------------
 

@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from replication.checks import check_module
+from replication._torch import compiled_module
 from replication.data_parallel import DataParallel
-from replication.devices import DeviceLike, usable_devices
-from replication.group import is_recomputation
-from replication.notes import add_note
-from replication.place import here
-from replication.processes import process_count
-from replication.torch_internals import compiled_module
+from replication.devices import DeviceLike, check_module, usable_devices
+from replication.groups.membership import process_count
+from replication.sync.current import current_replica, is_recomputation
+from replication.sync.lifecycle import add_note
 from replication.tree import Leaf, Path, flatten, unflatten
 from replication.warning import once_for
 
@@ -166,7 +164,7 @@ def verify(
 class _noting:
     """Says with an error what `verify` was doing.
 
-    A class, as `standing_at` is: errors there are that take no attributes.
+    A class, as `set_current_replica` is: errors there are that take no attributes.
     """
 
     def __init__(self, what: str) -> None:
@@ -250,7 +248,7 @@ def results_of_step(
     def note(path: str, layer: nn.Module, args: Any, output: Any) -> None:
         if is_recomputation():
             return
-        place = here()
+        place = current_replica()
         replica = 0 if place is None else place.replica
         counts[path, replica] += 1
         found: list[Tensor | None] = [
@@ -269,16 +267,16 @@ def results_of_step(
         outputs = [leaf for leaf in flatten(model(*args, **kwargs))[0] if _is_tensor(leaf)]
     # Now, as those of torch's layers are updated once more in a recomputation.
     buffers: dict[str, Tensor | None] = {name: b.clone() for name, b in net.named_buffers()}
-    learnt = [leaf.value for leaf in outputs if leaf.value.requires_grad]
-    if any(tensor.dim() == 0 for tensor in learnt):
+    trainable = [leaf.value for leaf in outputs if leaf.value.requires_grad]
+    if any(tensor.dim() == 0 for tensor in trainable):
         raise ValueError(
             "the model returns a number without a batch dimension, a loss perhaps, of which each "
             "replica has its own; verify the model without it"
         )
     generator = torch.Generator().manual_seed(0)
-    upstream = [torch.randn(y.shape, generator=generator, dtype=dtype).to(y) for y in learnt]
-    if learnt:
-        torch.autograd.backward(learnt, upstream)
+    upstream = [torch.randn(y.shape, generator=generator, dtype=dtype).to(y) for y in trainable]
+    if trainable:
+        torch.autograd.backward(trainable, upstream)
     tensors: dict[str, dict[str, Tensor | None]] = {
         "output": {  # of a number each replica has its own
             str(leaf.path): _dense(leaf.value).detach() for leaf in outputs if leaf.value.dim()

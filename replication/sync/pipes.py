@@ -20,14 +20,96 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from replication.errors import ReplicationError
-from replication.place import here
-from replication.rendezvous import Rendezvous, Site, Wait
+from replication.sync.current import current_replica
+from replication.sync.rendezvous import Rendezvous, Site, Wait
 
-__all__ = ["SlavePipe", "SyncMaster"]
+__all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
+
+
+_EMPTY: Any = object()
+
+
+class FutureResult:
+    """A mailbox for one value, between a thread that puts and a thread that gets.
+
+    It can be used again once its result has been fetched. Any value passes, ``None`` included.
+    Inside a replica's forward, `get` raises as every wait does (`ReplicaFailed`,
+    `ReplicasDiverged`) when no other replica can put any more.
+    """
+
+    def __init__(self) -> None:
+        # Held for a few assignments only: no other lock is taken inside. Re-entrant, as a signal
+        # handler may interrupt the thread that holds it.
+        self._lock = threading.RLock()
+        self._result = _EMPTY
+        self._has_getter = False
+        self._wait: Wait | None = None
+
+    def __reduce__(self) -> tuple[type[FutureResult], tuple[()]]:
+        return FutureResult, ()  # a copy has no getter and holds nothing
+
+    def put(self, result: Any) -> None:
+        """Hands over ``result``.
+
+        Raises:
+            ReplicationError: The previous result has not been fetched.
+        """
+        with self._lock:
+            is_free = self._result is _EMPTY
+            if is_free:
+                self._result = result
+        if not is_free:
+            raise ReplicationError(
+                "a FutureResult holds one result at a time (put was called before the previous "
+                "result was fetched); call get first"
+            )
+        wait = self._wait
+        if wait is not None:
+            with wait.rendezvous.lock:
+                wait.rendezvous.end_wait(wait)
+
+    def get(self) -> Any:
+        """Returns the result, after waiting for it if it is not there yet.
+
+        Raises:
+            ReplicationError: Another thread is in `get`.
+            ReplicaFailed: Another replica raised.
+            ReplicasDiverged: No replica can put the result any more.
+        """
+        with self._lock:
+            is_alone, self._has_getter = not self._has_getter, True
+        if not is_alone:
+            raise ReplicationError(
+                "a FutureResult serves one getter at a time (get was called while another thread "
+                "is in it); give each thread that gets a FutureResult of its own"
+            )
+        try:
+            self._await_result()
+            with self._lock:
+                result, self._result = self._result, _EMPTY
+            return result
+        finally:
+            self._wait = None
+            self._has_getter = False
+
+    def _await_result(self) -> None:
+        place = current_replica()
+        rendezvous = place.rendezvous if place else Rendezvous(None)
+        # While this lock is held no replica can end, so a replica that puts counts as running.
+        with rendezvous.lock:
+            if self._result is not _EMPTY:
+                return
+            replica = place.replica if place else 0
+            wait = rendezvous.begin_wait(replica, (), Site("FutureResult", 1), {})
+            self._wait = wait
+            # A put between the two looks has not seen the wait.
+            if self._result is not _EMPTY:
+                rendezvous.end_wait(wait)
+        wait.block()
+
 
 #: The identifier of the master's own message.
 _MASTER = 0
-_EMPTY: Any = object()
 
 MasterCallback = Callable[[Sequence[tuple[Any, Any]]], Iterable[tuple[Any, Any]]]
 
@@ -293,7 +375,7 @@ class SyncMaster:
             raise TypeError(
                 f"a slave's identifier must be hashable (got {type(identifier).__name__})"
             )
-        place = here()
+        place = current_replica()
         if place is not None:
             self._latest = weakref.ref(place.rendezvous)
             return self._registered(identifier, place.rendezvous, place.replica, place.path)
@@ -339,7 +421,7 @@ class SyncMaster:
         return channel.slots if channel is not None else []
 
     def _rendezvous(self) -> Rendezvous | None:
-        place = here()
+        place = current_replica()
         if place is not None:
             return place.rendezvous
         return self._latest() if self._latest is not None else self._by_hand

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from replication.broadcast import broadcast
-from replication.checks import is_int
-from replication.devices import to_device
-from replication.errors import ReplicationError
-from replication.group import (
+from replication._torch import NO_BACKWARD, current_backward, sees_saved_tensors
+from replication.devices import is_int, to_device
+from replication.errors import ReplicationError, path_or_root
+from replication.groups.base import (
     Call,
     Group,
     Layouts,
@@ -29,16 +28,58 @@ from replication.group import (
     SoloGroup,
     check_alike,
     in_a_callback,
-    is_recomputation,
     layouts_of,
     reduced,
 )
-from replication.pipe import connect
-from replication.place import here
-from replication.rendezvous import Rendezvous, Site
-from replication.torch_internals import NO_BACKWARD, current_backward, sees_saved_tensors
+from replication.steps.broadcast import broadcast
+from replication.sync.current import current_replica, is_recomputation
+from replication.sync.pipes import connect
+from replication.sync.rendezvous import Rendezvous, Site
 
-__all__ = ["ReplicaGroup"]
+__all__ = ["CallbackContext", "ReplicaGroup"]
+
+
+class CallbackContext:
+    """What the copies of one layer share in one forward: any attribute that they set on it.
+
+    Attributes:
+        num_copies: Number of copies.
+        devices: The device of each copy; None where it is not known, as that of a copy without
+            any tensor in somebody else's `torch.nn.DataParallel`.
+        path: The layer's path in the replicated module, as in ``named_modules()``.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __init__(
+        self,
+        num_copies: int = 1,
+        devices: Sequence[torch.device | None] | None = None,
+        path: str = "",
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
+        self.num_copies = num_copies
+        self.devices = tuple(devices or [None] * num_copies)
+        self.path = path
+        # What `group` needs is out of the way of attributes that copies may set.
+        self._members = GroupFactory(rendezvous, path_or_root(path), range(num_copies))
+
+    def group(self, copy_id: int) -> Group:
+        """Returns a copy's `Group`: it and the other copies of this layer in this forward.
+
+        For a single copy that is a `SoloGroup`. Collectives are called in forward, not in the
+        callback. Every call with the same ``copy_id`` returns the same group.
+
+        Raises:
+            TypeError: ``copy_id`` is no int.
+            IndexError: There is no such copy.
+            ReplicationError: The context is a copy, and belongs to no forward.
+        """
+        return self._members.group(copy_id)
+
 
 T = TypeVar("T")
 MessageT = TypeVar("MessageT")
@@ -57,10 +98,10 @@ class Request(NamedTuple):
     merge: Callable[[list[Any]], Iterable[Any]]
     wants_graph: bool
     #: Whether the member is in inference mode.
-    infers: bool
+    inference_mode: bool
 
 
-class Circle:
+class Communicator:
     """What the members of one group share in one forward."""
 
     def __init__(self, rendezvous: Rendezvous, layer: str, replicas: Sequence[int]) -> None:
@@ -72,25 +113,27 @@ class Circle:
         #: For messages.
         self.path = f"{layer}, replicas {replicas[0]}-{replicas[-1]}" if is_part else layer
         self._calls = 0
-        self._parts: dict[int, list[Members]] = {}
+        self._parts: dict[int, list[GroupFactory]] = {}
 
     def answer(self, requests: Sequence[tuple[int, Request]]) -> Iterable[tuple[int, Any]]:
         """The callback of the pipe's master."""
         self._calls += 1
         calls = [request.call for _, request in requests]
         check_alike(calls, str(Site(self.path, self._calls)), self.replicas, "replica")
-        infers = all(request.infers for _, request in requests)
+        inference_mode = all(request.inference_mode for _, request in requests)
         wants_graph = any(request.wants_graph for _, request in requests)
-        with self._on_behalf_of_all(infers, wants_graph):
+        with self._on_behalf_of_all(inference_mode, wants_graph):
             replies = requests[0][1].merge([request.message for _, request in requests])
             return list(enumerate(replies))
 
-    def _on_behalf_of_all(self, infers: bool, wants_graph: bool) -> AbstractContextManager[object]:
+    def _on_behalf_of_all(
+        self, inference_mode: bool, wants_graph: bool
+    ) -> AbstractContextManager[object]:
         """The first member may run without grad, in inference mode, or behind hooks on saved
         tensors; what the others get must not depend on it."""
         stack = ExitStack()
-        if torch.is_inference_mode_enabled() != infers:
-            stack.enter_context(torch.inference_mode(infers))
+        if torch.is_inference_mode_enabled() != inference_mode:
+            stack.enter_context(torch.inference_mode(inference_mode))
         if torch.is_grad_enabled() != wants_graph:
             stack.enter_context(torch.set_grad_enabled(wants_graph))
         if sees_saved_tensors():
@@ -103,7 +146,8 @@ class Circle:
         if parts is None:
             starts = range(0, len(self.replicas), size)
             made = [
-                Members(self.rendezvous, self.layer, self.replicas[i : i + size]) for i in starts
+                GroupFactory(self.rendezvous, self.layer, self.replicas[i : i + size])
+                for i in starts
             ]
             parts = self._parts.setdefault(size, made)  # somebody else may have been faster
         return parts[rank // size].group(rank % size)
@@ -125,7 +169,7 @@ def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
     return tensor
 
 
-class Members:
+class GroupFactory:
     """Some copies of a layer, and their groups, which are made when the first is asked for.
 
     Args:
@@ -165,7 +209,7 @@ class Members:
             )
         with self._rendezvous.lock:
             if not self._groups:
-                circle = Circle(self._rendezvous, self._layer, self._replicas)
+                circle = Communicator(self._rendezvous, self._layer, self._replicas)
                 ends = connect(circle.answer, self._rendezvous, circle.path, self._replicas)
                 self._groups = [ReplicaGroup(i, size, circle, end) for i, end in enumerate(ends)]
         return self._groups[rank]
@@ -184,7 +228,7 @@ class ReplicaGroup(Group):
         self,
         rank: int,
         size: int,
-        circle: Circle | None = None,
+        circle: Communicator | None = None,
         send: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(rank, size)
@@ -210,7 +254,7 @@ class ReplicaGroup(Group):
 
         Nobody would answer it.
         """
-        place, began_in = here(), NO_BACKWARD
+        place, began_in = current_replica(), NO_BACKWARD
         if place is not None and place.rendezvous is self._connected().rendezvous:
             began_in = place.backward
         return current_backward() != began_in
@@ -261,7 +305,7 @@ class ReplicaGroup(Group):
         return self._send(request)  # type: ignore[no-any-return, misc]
 
     def _check_use(self, name: str) -> None:
-        circle, place = self._connected(), here()
+        circle, place = self._connected(), current_replica()
         own = circle.replicas[self.rank]
         if place is not None and place.rendezvous is circle.rendezvous:
             if place.path:
@@ -282,7 +326,7 @@ class ReplicaGroup(Group):
                 )
             )
 
-    def _connected(self) -> Circle:
+    def _connected(self) -> Communicator:
         if self._circle is None:
             raise ReplicationError(
                 f"{self._where()} is a copy and belongs to no forward; only the replicas' own "

@@ -1,0 +1,1 @@
+"""The four steps of a forward on several replicas, and the broadcast of parameters."""

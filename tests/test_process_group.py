@@ -275,6 +275,9 @@ def mismatch_in_backward(rank: int) -> list[str]:
         group.reduce_scatter([x, x]),
         group.broadcast(x),
     ]
+    # Gradients of a scattered result differ in length, which is no mismatch.
+    tensors = [torch.ones(2 + i, requires_grad=True) for i in range(2)]
+    assert under_debug([lambda: group.reduce_scatter(tensors).sum().backward()]) == ["None"]
     return under_debug(
         [group.barrier if rank else partial(y.backward, torch.ones(2)) for y in results]
     )
@@ -583,7 +586,7 @@ def test_under_debug_backwards_are_compared_and_named_after_their_calls(two):
     ]
     for found, _ in two:
         for index, (call, error) in enumerate(
-            zip(calls, found["mismatch_in_backward"], strict=True), 1
+            zip(calls, found["mismatch_in_backward"], strict=True), 2
         ):
             assert f"rank 0: {call} at `spine`, call {index}; rank 1: barrier() at" in error
 
@@ -655,6 +658,17 @@ def test_headers_differ_where_calls_do(change):
     assert CallHeader.of(call._replace(**change)).must_equal() != header.must_equal()
     longer = call._replace(layouts=((torch.float32, (5, 3)),))
     assert CallHeader.of(longer).must_equal() == header.must_equal()
+    vector, scalar = (
+        CallHeader.of(call._replace(layouts=((torch.float32, shape),))) for shape in [(2,), ()]
+    )
+    assert vector.must_equal() != scalar.must_equal()
+
+
+def test_calls_of_all_backwards_of_a_collective_have_one_name():
+    first = Call("all_gather", where="`head`, call 1").backward(torch.ones(2))
+    second = first.backward(torch.ones(2))
+    assert [str(call) for call in (first, second)] == ["all_gather_backward() of float32 [2]"] * 2
+    assert first.in_backward
 
 
 def test_calls_whose_texts_are_cut_before_they_differ_are_named_one_by_one():
@@ -719,11 +733,13 @@ def kept_by_others(rank: int) -> Any:
 def destroyed(rank: int, store: str) -> dict[str, str]:
     """The errors of layers and groups whose process group is gone."""
     pair, whole = distributed.new_group([0, 1]), distributed.group.WORLD
+    own = [distributed.new_group([member]) for member in range(2)][rank]
     layers = {
         "of a group": SynchronizedBatchNorm1d(2, process_group=pair),
         "of the world": SynchronizedBatchNorm1d(2, process_group=whole),
         "converted": convert_model(nn.Sequential(nn.BatchNorm1d(2)), process_group=pair),
         "aware": Aware(),
+        "alone": SynchronizedBatchNorm1d(2, process_group=own),
     }
     layers["aware"].process_group = pair
     layers["copied"] = copy.deepcopy(layers["of a group"])
@@ -747,6 +763,7 @@ def destroyed(rank: int, store: str) -> dict[str, str]:
 
     distributed.barrier()
     distributed.destroy_process_group(pair)
+    distributed.destroy_process_group(own)
     of_world = {name: calls.pop(name) for name in ["of the world"]}
     graph_of_world, group_of_world = graphs.pop("of the world"), groups.pop()
     note("before the others")
@@ -841,7 +858,7 @@ def test_a_backward_after_the_end_says_so_though_somebody_keeps_the_group():
 def test_destroyed_process_group_is_named_with_its_layer(tmp_path):
     for found in run_ranks(2, destroyed, str(tmp_path / "store")):
         assert found.pop("mended") == "None"
-        assert len(found) == 9 + 12 + 12
+        assert len(found) == 10 + 13 + 13
         for name, error in found.items():
             assert error.startswith("ReplicationError("), (name, error)
             assert "the process group has been destroyed; call torch.distributed" in error, name

@@ -133,6 +133,7 @@ def odd_numbers(rank: int) -> Any:
             ]
         ),
         group.reduce_scatter([z, z]),
+        group.all_reduce(z[:1].expand(8193)),  # too long to be gathered
     ]
 
 
@@ -141,6 +142,9 @@ def changed_in_place(rank: int) -> Any:
     for op in OPS:
         total = group.all_reduce(x * 1, op).mul_(2) + group.reduce_scatter([x * 1] * 2, op).mul_(3)
         total.backward(torch.ones(2))
+    scalar = torch.tensor(1.0 + rank, requires_grad=True)
+    sum(y.mul_(3) for y in group.all_gather(scalar * 1)).backward()
+    assert scalar.grad == 6
     gathered = group.all_gather(x * 1)
     x.grad = None
     sum(y.mul_(10.0 ** (i + 2 * rank)).sum() for i, y in enumerate(gathered)).backward()
@@ -159,6 +163,8 @@ def traffic(rank: int) -> Any:
         "reduce_scatter": lambda: group.reduce_scatter([x, x]),
         "barrier": group.barrier,
         "all_gather": lambda: group.all_gather(x),
+        "all_gather of nothing": lambda: group.all_gather(x[:0]),
+        "reduce_scatter of nothing": lambda: group.reduce_scatter([x[:0], x[:0]]),
     }
     for name, call in calls.items():
         with recorded_collectives() as made:
@@ -173,16 +179,25 @@ def batched(rank: int) -> Any:
     errors = []
     for y in (group.all_reduce(x), group.all_gather(x)[0], 2 * group.broadcast(x)):
         call = partial(torch.autograd.grad, y, x, torch.eye(2), is_grads_batched=True)
-        errors.append(str(outcome_of(call).error))
+        error = outcome_of(call).error
+        assert not hasattr(error, "__notes__")  # no other rank is to blame
+        errors.append(str(error))
     return errors
 
 
 def own_results(rank: int) -> Any:
-    group, x = ProcessGroup(), torch.ones(2)
-    for y in (group.all_reduce(x), *group.all_gather(x), group.broadcast(x)):
+    group, x, long = ProcessGroup(), torch.ones(2), torch.ones(20_000)
+    for y in (
+        group.all_reduce(x),
+        group.all_reduce(long),
+        *group.all_gather(x),
+        group.broadcast(x),
+        group.reduce_scatter([x, x]),
+    ):
         y.fill_(rank + 5.0)
         group.barrier()
         assert (y == rank + 5.0).all()
+    assert long.eq(1).all()
     return x
 
 
@@ -223,8 +238,13 @@ def mismatch_of_widths(rank: int) -> Any:
 
 
 def mismatch_in_requires_grad(rank: int) -> Any:
-    x = torch.ones(2, requires_grad=rank == 0)
-    return str(outcome_of(lambda: ProcessGroup().all_gather(x)).error)
+    group, x, y = ProcessGroup(), torch.ones(2, requires_grad=rank == 0), torch.ones(2)
+    with torch.no_grad():
+        assert torch.cat(group.all_gather(x)).eq(1).all()
+    return [
+        str(outcome_of(lambda: group.all_gather(x)).error),
+        *under_debug([lambda: group.reduce_scatter([y, x])]),
+    ]
 
 
 def mismatch_of_order(rank: int) -> Any:
@@ -255,6 +275,9 @@ def mismatch_in_backward(rank: int) -> list[str]:
         group.reduce_scatter([x, x]),
         group.broadcast(x),
     ]
+    # Gradients of a scattered result differ in length, which is no mismatch.
+    tensors = [torch.ones(2 + i, requires_grad=True) for i in range(2)]
+    assert under_debug([lambda: group.reduce_scatter(tensors).sum().backward()]) == ["None"]
     return under_debug(
         [group.barrier if rank else partial(y.backward, torch.ones(2)) for y in results]
     )
@@ -270,6 +293,7 @@ FORGERIES: dict[str, Callable[[bytes], bytes]] = {
     "negative": lambda packed: (-1).to_bytes(8, "little", signed=True) + packed[8:],
     "most negative": lambda packed: (-(2**63)).to_bytes(8, "little", signed=True) + packed[8:],
     "huge": lambda packed: (2**63 - 1).to_bytes(8, "little") + packed[8:],
+    "many bytes": lambda packed: (2**38).to_bytes(8, "little") + packed[8:],
     "more than memory": lambda packed: (2**40).to_bytes(8, "little") + packed[8:],
 }
 
@@ -301,7 +325,9 @@ def beside_a_forger(rank: int) -> dict[tuple[str, str], str]:
     }
     with mock.patch("pickle.loads", side_effect=AssertionError("unpickled")):
         for (call, function), (name, forge) in itertools.product(calls.items(), FORGERIES.items()):
-            if call == "object" and name not in LENGTHS:
+            if (call == "object" and name not in LENGTHS) or (
+                call != "numbers" and name == "many bytes"  # not so many for other calls
+            ):
                 continue
             with forging(rank, forge):
                 found[call, name] = repr(outcome_of(function).error)
@@ -415,13 +441,13 @@ def test_strides_do_not_matter(two):
 def test_numbers_of_odd_kinds(two):
     z = torch.tensor([1 - 2j, 3 + 1j])
     for found, _ in two:
-        total, gathered, sent, mean, is_negative, one, negatives, own = found["odd_numbers"]
+        total, gathered, sent, mean, is_negative, one, negatives, *own = found["odd_numbers"]
         torch.testing.assert_close([total, gathered, sent], [2 * z, torch.cat([z, z]), z])
         assert mean == 60000
         assert is_negative
         assert one == 1
         assert negatives.tolist() == [-4, -2, -2, -2, -4]
-        torch.testing.assert_close(own, 2 * z)
+        torch.testing.assert_close(own, [2 * z, 2 * z[:1].expand(8193)])
 
 
 def test_results_may_be_changed_in_place_before_the_backward(two):
@@ -437,6 +463,8 @@ def test_each_call_is_one_collective_but_all_gather_which_exchanges_shapes(two):
         "reduce_scatter": ["all_to_all_single"],
         "barrier": ["barrier"],
         "all_gather": ["all_gather", "all_gather"],
+        "all_gather of nothing": ["all_gather"],  # the shapes
+        "reduce_scatter of nothing": [],
     }
     assert [found["traffic"] for found, _ in two] == [expected] * 2
 
@@ -469,10 +497,12 @@ def test_calls_of_all_gather_that_do_not_match_are_named_in_every_rank(two):
 
 def test_tensors_that_require_gradients_on_some_ranks_only_are_named(two):
     for found, _ in two:
+        gathered, scattered = found["mismatch_in_requires_grad"]
         assert (
-            "rank 0: all_gather() of float32 [2] that requires gradients; rank 1: "
-            in (found["mismatch_in_requires_grad"])
+            "rank 0: all_gather() of float32 [2] that requires gradients; rank 1: all_gather() of "
+            "float32 [2] that does not require gradients." in gathered
         )
+        assert "float32 [2], float32 [2] that requires gradients; rank 1: red" in scattered
 
 
 def test_calls_of_other_layers_are_named(two):
@@ -556,7 +586,7 @@ def test_under_debug_backwards_are_compared_and_named_after_their_calls(two):
     ]
     for found, _ in two:
         for index, (call, error) in enumerate(
-            zip(calls, found["mismatch_in_backward"], strict=True), 1
+            zip(calls, found["mismatch_in_backward"], strict=True), 2
         ):
             assert f"rank 0: {call} at `spine`, call {index}; rank 1: barrier() at" in error
 
@@ -564,7 +594,7 @@ def test_under_debug_backwards_are_compared_and_named_after_their_calls(two):
 def test_forged_headers_are_refused_and_their_sender_named(two):
     first, second = (found["beside_a_forger"] for found, _ in two)
     for (call, name), error in first.items():
-        if name in LENGTHS:
+        if name in LENGTHS or name == "many bytes":
             assert re.match(
                 r"ReplicationError\('`head`, rank 0: a length must be from 0 to \d+ here, and "
                 r"rank 1 announces -?\d+; ",
@@ -628,6 +658,17 @@ def test_headers_differ_where_calls_do(change):
     assert CallHeader.of(call._replace(**change)).must_equal() != header.must_equal()
     longer = call._replace(layouts=((torch.float32, (5, 3)),))
     assert CallHeader.of(longer).must_equal() == header.must_equal()
+    vector, scalar = (
+        CallHeader.of(call._replace(layouts=((torch.float32, shape),))) for shape in [(2,), ()]
+    )
+    assert vector.must_equal() != scalar.must_equal()
+
+
+def test_calls_of_all_backwards_of_a_collective_have_one_name():
+    first = Call("all_gather", where="`head`, call 1").backward(torch.ones(2))
+    second = first.backward(torch.ones(2))
+    assert [str(call) for call in (first, second)] == ["all_gather_backward() of float32 [2]"] * 2
+    assert first.in_backward
 
 
 def test_calls_whose_texts_are_cut_before_they_differ_are_named_one_by_one():
@@ -653,6 +694,12 @@ def some_of_three(rank: int) -> Any:
     found["shared"] = rank == 2 or part.process_group is again.split(2).process_group
     found["timeout"] = rank == 2 or timeout_of(part.process_group).total_seconds() == TIMEOUT
     return found
+
+
+def part_of_some(rank: int) -> Any:
+    """What the parts of a group gather without rank 0, which is not in the group."""
+    group = distributed.new_group([1, 2, 3])
+    return ProcessGroup(group).split(2).all_gather_object(rank) if rank else None
 
 
 def forward_mode(rank: int) -> Any:
@@ -686,11 +733,13 @@ def kept_by_others(rank: int) -> Any:
 def destroyed(rank: int, store: str) -> dict[str, str]:
     """The errors of layers and groups whose process group is gone."""
     pair, whole = distributed.new_group([0, 1]), distributed.group.WORLD
+    own = [distributed.new_group([member]) for member in range(2)][rank]
     layers = {
         "of a group": SynchronizedBatchNorm1d(2, process_group=pair),
         "of the world": SynchronizedBatchNorm1d(2, process_group=whole),
         "converted": convert_model(nn.Sequential(nn.BatchNorm1d(2)), process_group=pair),
         "aware": Aware(),
+        "alone": SynchronizedBatchNorm1d(2, process_group=own),
     }
     layers["aware"].process_group = pair
     layers["copied"] = copy.deepcopy(layers["of a group"])
@@ -714,6 +763,7 @@ def destroyed(rank: int, store: str) -> dict[str, str]:
 
     distributed.barrier()
     distributed.destroy_process_group(pair)
+    distributed.destroy_process_group(own)
     of_world = {name: calls.pop(name) for name in ["of the world"]}
     graph_of_world, group_of_world = graphs.pop("of the world"), groups.pop()
     note("before the others")
@@ -791,6 +841,10 @@ def test_some_of_three_ranks():
     assert all(found["shared"] and found["timeout"] for found in (first, second, third))
 
 
+def test_group_of_some_processes_is_split_without_the_others():
+    assert run_ranks(4, part_of_some) == [None, (1, 2), (1, 2), (3,)]
+
+
 def test_derivatives_in_forward_mode_are_refused():
     for messages in run_ranks(2, forward_mode):
         assert all("NotImplementedError" in message for message in messages)  # torch's
@@ -804,7 +858,7 @@ def test_a_backward_after_the_end_says_so_though_somebody_keeps_the_group():
 def test_destroyed_process_group_is_named_with_its_layer(tmp_path):
     for found in run_ranks(2, destroyed, str(tmp_path / "store")):
         assert found.pop("mended") == "None"
-        assert len(found) == 9 + 12 + 12
+        assert len(found) == 10 + 13 + 13
         for name, error in found.items():
             assert error.startswith("ReplicationError("), (name, error)
             assert "the process group has been destroyed; call torch.distributed" in error, name

@@ -3,8 +3,7 @@
 The functions compute values. `Collective` puts one of them into an autograd graph, together with
 its derivative, which is a collective as well: every rank must run the backward.
 
-All of them take tensors of any strides. Complex tensors travel as pairs of real numbers, because
-not every backend knows complex ones.
+All of them take tensors of any strides.
 """
 
 from __future__ import annotations
@@ -25,24 +24,26 @@ __all__: list[str] = []
 def all_reduce(tensor: Tensor, process_group: Any) -> Tensor:
     """Returns the sum of the tensors of all ranks."""
     total = tensor.clone(memory_format=torch.contiguous_format)
-    distributed.all_reduce(_as_real(total), group=process_group)
+    distributed.all_reduce(total, group=process_group)
     return total
 
 
 def broadcast(tensor: Tensor, src: int, process_group: Any) -> Tensor:
     """Returns the tensor of the process whose rank among all processes is ``src``."""
     received = tensor.clone(memory_format=torch.contiguous_format)
-    distributed.broadcast(_as_real(received), src, process_group)
+    # Older releases of torch leave complex numbers to the backend, which may not know them.
+    real = torch.view_as_real(received) if received.is_complex() else received
+    distributed.broadcast(real, src, process_group)
     return received
 
 
 def all_gather(tensor: Tensor, process_group: Any) -> Tensor:
     """Returns the tensors of all ranks, which have one shape, stacked: ``(size, *shape)``."""
-    tensor = _plain(tensor)
+    tensor = tensor.resolve_conj().contiguous()
     stacked = tensor.new_empty(process_group.size(), *tensor.shape)
-    if stacked.numel():
+    if stacked.numel():  # else there is nothing to send
         # Not all_gather_into_tensor, which gloo lacks in older releases of torch.
-        distributed.all_gather(list(_as_real(stacked)), _as_real(tensor), process_group)
+        distributed.all_gather(list(stacked), tensor, process_group)
     return stacked
 
 
@@ -57,20 +58,9 @@ def all_to_all(tensor: Tensor, sent: list[int], received: list[int], process_gro
     """
     result = tensor.new_empty(sum(received))
     if tensor.numel() or result.numel():
-        distributed.all_to_all_single(
-            _as_real(result), _as_real(_plain(tensor)), received, sent, process_group
-        )
+        tensor = tensor.resolve_conj().contiguous()
+        distributed.all_to_all_single(result, tensor, received, sent, process_group)
     return result
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Returns a contiguous tensor whose memory holds its values, and not their conjugates."""
-    return tensor.resolve_conj().resolve_neg().contiguous()
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    """Views a complex tensor as pairs of real numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class Collective(Function):

@@ -33,8 +33,13 @@ import torch
 from torch import nn
 
 from benchmarks.measuring import WARM_UP, Row, p99, replica_counts, run
-from replication import ReplicaAware, ReplicaGroup, SyncMaster, execute_replication_callbacks
-from replication.steps import replicate
+from replication import (
+    ReplicaAware,
+    ReplicaGroup,
+    SyncMaster,
+    execute_replication_callbacks,
+    replicate,
+)
 
 #: Of one start of the threads.
 EXCHANGES = 50

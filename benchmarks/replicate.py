@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from benchmarks.measuring import WARM_UP, Row, alternating, replica_counts, run, seconds
 from benchmarks.networks import resnet
-from replication import execute_replication_callbacks
+from replication import execute_replication_callbacks, replicate
 from replication.devices import parse_devices
-from replication.steps import replicate
 from replication.steps.broadcast import broadcast, copied_buffers
 
 #: That have a callback.

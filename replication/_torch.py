@@ -35,11 +35,11 @@ __all__ = [
     "beside_selective_checkpoints",
     "check_balance",
     "compiled_module",
+    "count_nodes_up_to",
     "current_backward",
     "device_of_group",
     "is_batched",
     "is_profiling",
-    "make_nodes",
     "make_shell",
     "nodes_made",
     "pytree_node",
@@ -152,10 +152,13 @@ def is_batched(tensor: Tensor) -> bool:
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
-def make_nodes(count: int) -> None:
-    """Makes so many nodes."""
-    # One for each tensor of a list, and all in one call.
-    torch.atleast_1d([torch.zeros((), requires_grad=True)] * count)
+def count_nodes_up_to(number: int) -> None:
+    """Makes nodes until this thread has made so many. Each takes about a microsecond."""
+    missing = number - nodes_made()
+    if missing > 0:
+        with torch.enable_grad():
+            # One for each tensor of a list, and all in one call.
+            torch.atleast_1d([torch.zeros((), requires_grad=True)] * missing)
 
 
 def is_profiling() -> bool:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from replication import Group, SoloGroup, execute_replication_callbacks
-from replication.steps import parallel_apply, replicate
+from replication import Group, SoloGroup, execute_replication_callbacks, parallel_apply, replicate
 
 #: The tensors that one member has, or gets.
 Tensors = tuple[Tensor, ...]

@@ -11,8 +11,7 @@ import torch
 from layers import AsTorchDoes, ByPlainThreads, Centering, Numbered
 from torch import Tensor, nn
 
-from replication import DataParallel, data_parallel, patch_replication_callback
-from replication.steps import replicate
+from replication import DataParallel, data_parallel, patch_replication_callback, replicate
 from syncbn import SynchronizedBatchNorm1d
 
 #: How many replicas there are.

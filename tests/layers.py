@@ -14,8 +14,7 @@ from deadlines import ends, soon
 from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 
-from replication import SyncMaster, scatter_kwargs
-from replication.steps import gather, parallel_apply, replicate
+from replication import SyncMaster, gather, parallel_apply, replicate, scatter_kwargs
 from replication.sync.current import current_replica
 
 

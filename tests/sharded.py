@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from replication import execute_replication_callbacks
-from replication.steps import parallel_apply, replicate
+from replication import execute_replication_callbacks, parallel_apply, replicate
 
 
 def run_sharded(layer: nn.Module, shards: Sequence[Tensor]) -> list[Tensor]:

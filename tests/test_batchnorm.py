@@ -15,8 +15,13 @@ from hypothesis import strategies as st
 from sharded import randomized, run_sharded
 from torch import Tensor, nn
 
-from replication import DataParallel, ReplicasDiverged, execute_replication_callbacks
-from replication.steps import parallel_apply, replicate
+from replication import (
+    DataParallel,
+    ReplicasDiverged,
+    execute_replication_callbacks,
+    parallel_apply,
+    replicate,
+)
 from syncbn import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,

@@ -22,9 +22,10 @@ from replication import (
     ReplicationError,
     SyncMaster,
     execute_replication_callbacks,
+    parallel_apply,
     patch_replication_callback,
+    replicate,
 )
-from replication.steps import parallel_apply, replicate
 from syncbn import SynchronizedBatchNorm1d, convert_model, revert_model
 
 X = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -20,9 +20,9 @@ from replication import (
     execute_replication_callbacks,
     patch_replication_callback,
     register_replication_callback,
+    replicate,
 )
 from replication._torch import HOOKS
-from replication.steps import replicate
 
 
 class Recorder(nn.Module):

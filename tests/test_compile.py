@@ -12,8 +12,7 @@ from ranks import run_ranks
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from replication import DataParallel, register_replication_callback
-from replication.steps import replicate
+from replication import DataParallel, register_replication_callback, replicate
 from syncbn import convert_model, verify
 
 needs_gloo = pytest.mark.skipif(

@@ -22,10 +22,10 @@ from replication import (
     data_parallel,
     execute_replication_callbacks,
     patch_replication_callback,
+    replicate,
 )
 from replication.groups import replicas as replica_group
-from replication.steps import replicate
-from replication.sync.pipes import connect
+from replication.sync.exchange import Exchange
 
 
 class Keeps(nn.Module):
@@ -134,12 +134,12 @@ def test_group_is_the_same_every_time():
 def test_threads_that_ask_at_once_get_groups_that_are_connected(monkeypatch):
     def slowly(*arguments: Any) -> Any:
         time.sleep(0.01)  # so that, without a lock, the others come in between
-        return connect(*arguments)
+        return Exchange(*arguments)
 
-    monkeypatch.setattr(replica_group, "connect", slowly)
+    monkeypatch.setattr(replica_group, "Exchange", slowly)
     ctx, *_ = contexts(NET, 4)
     groups = values(together(*(partial(ctx.group, i) for i in range(4))))
-    assert len({id(group._circle) for group in groups}) == 1
+    assert len({id(group._communicator) for group in groups}) == 1
 
 
 def test_single_copy_has_a_group_of_one():

@@ -10,8 +10,7 @@ from collective_cases import CASES, derivatives, in_replicas, leaves
 from sharded import randomized
 from torch import nn
 
-from replication import DataParallel, Scattered
-from replication.steps import replicate
+from replication import DataParallel, Scattered, replicate
 from syncbn import SynchronizedBatchNorm2d, convert_model, kernels
 from syncbn import moments as statistics
 

@@ -13,8 +13,7 @@ from faults import WRAPS, N
 from layers import Centering, Numbered, freed
 from torch import Tensor, nn
 
-from replication import CallbackContext, DataParallel, execute_replication_callbacks
-from replication.steps import replicate
+from replication import CallbackContext, DataParallel, execute_replication_callbacks, replicate
 from syncbn import SynchronizedBatchNorm1d, convert_model
 
 

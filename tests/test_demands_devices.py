@@ -16,8 +16,7 @@ from stepping import batch, network, step, wraps
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from replication import CallbackContext, DataParallel, execute_replication_callbacks
-from replication.steps import replicate
+from replication import CallbackContext, DataParallel, execute_replication_callbacks, replicate
 from syncbn import SynchronizedBatchNorm1d, convert_model
 
 # -- replicas on their devices -----------------------------------------------------------------

@@ -13,8 +13,7 @@ from layers import outcome_of
 from sharded import randomized, run_sharded
 from torch import Tensor, nn
 
-from replication import DataParallel, execute_replication_callbacks
-from replication.steps import replicate
+from replication import DataParallel, execute_replication_callbacks, replicate
 from syncbn import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,

@@ -370,7 +370,7 @@ def test_old_layer_runs_bit_equal_again_and_again():
 
 HANGING_TEST = """
 import threading
-from replication.steps import parallel_apply
+from replication import parallel_apply
 from torch import nn
 
 class Hangs(nn.Module):

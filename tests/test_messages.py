@@ -40,12 +40,13 @@ from replication import (
     Scattered,
     SyncMaster,
     execute_replication_callbacks,
+    gather,
     register_replication_callback,
+    replicate,
     wait_report,
 )
 from replication.devices import accelerator
 from replication.errors import described
-from replication.steps import gather, replicate
 from replication.sync.lifecycle import add_note, has_origin
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, convert_model
 

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from replication import DataParallel, data_parallel, patch_replication_callback, scatter_kwargs
-from replication.steps import gather, parallel_apply, replicate
+from replication import (
+    DataParallel,
+    data_parallel,
+    gather,
+    parallel_apply,
+    patch_replication_callback,
+    replicate,
+    scatter_kwargs,
+)
 from syncbn import convert_model
 
 pytestmark = pytest.mark.usefixtures("each_way")

@@ -28,8 +28,9 @@ from replication import (
     ReplicationError,
     SyncMaster,
     execute_replication_callbacks,
+    parallel_apply,
+    replicate,
 )
-from replication.steps import parallel_apply, replicate
 
 threads: Any = sys.modules["replication.steps.parallel_apply"]  # the package names the function so
 
@@ -461,7 +462,7 @@ import os, signal, threading, warnings
 import torch
 from torch import nn
 from replication import DataParallel, SyncMaster, wait_report
-from replication.steps import parallel_apply
+from replication import parallel_apply
 
 def total(messages):
     return [(identifier, sum(m for _, m in messages)) for identifier, _ in messages]

@@ -17,9 +17,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import register_pytree_node
 from torch.utils.data import DataLoader
 
-from replication import DataParallel, Scattered, data_parallel, scatter_kwargs
+from replication import DataParallel, Scattered, data_parallel, gather, scatter, scatter_kwargs
 from replication.devices import device_order
-from replication.steps import gather, scatter
 
 CPUS = ["cpu", "cpu"]
 

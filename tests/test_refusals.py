@@ -11,9 +11,17 @@ from layers import outcome_of
 from sharded import run_sharded
 from torch import nn
 
-from replication import DataParallel, Scattered, SyncMaster, scatter_kwargs
+from replication import (
+    DataParallel,
+    Scattered,
+    SyncMaster,
+    gather,
+    parallel_apply,
+    replicate,
+    scatter,
+    scatter_kwargs,
+)
 from replication.devices import accelerator
-from replication.steps import gather, parallel_apply, replicate, scatter
 from syncbn import SynchronizedBatchNorm1d
 
 

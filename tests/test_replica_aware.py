@@ -25,10 +25,10 @@ from replication import (
     UnsynchronizedWarning,
     execute_replication_callbacks,
     patch_replication_callback,
+    replicate,
     warning,
 )
 from replication.groups import layer as replica_aware
-from replication.steps import replicate
 from replication.warning import WarnOnce, once_for
 from syncbn import SynchronizedBatchNorm1d
 

@@ -14,9 +14,13 @@ from layers import DEADLINE, AsTorchDoes
 from torch import Tensor, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from replication import DataParallel, execute_replication_callbacks, patch_replication_callback
+from replication import (
+    DataParallel,
+    execute_replication_callbacks,
+    patch_replication_callback,
+    replicate,
+)
 from replication._torch import HOOKS
-from replication.steps import replicate
 from replication.steps.broadcast import broadcast
 
 CPU, META = torch.device("cpu"), torch.device("meta")

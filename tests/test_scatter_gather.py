@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from replication import Scattered, scatter_kwargs
-from replication.steps import gather, scatter
+from replication import Scattered, gather, scatter, scatter_kwargs
 
 Pair = namedtuple("Pair", ["left", "right"])
 

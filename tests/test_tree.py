@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree
 
-from replication import DataParallel, Scattered, scatter_kwargs
-from replication.steps import gather, replicate, scatter
+from replication import DataParallel, Scattered, gather, replicate, scatter, scatter_kwargs
 
 CPUS = ["cpu", "cpu"]
 X = torch.arange(6.0).view(3, 2)

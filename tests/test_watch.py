@@ -42,10 +42,11 @@ from replication import (
     ReplicasDiverged,
     ReplicationError,
     execute_replication_callbacks,
+    parallel_apply,
     patch_replication_callback,
+    replicate,
 )
 from replication.devices import device_of
-from replication.steps import parallel_apply, replicate
 from replication.sync.lifecycle import add_note, failing_path, rendezvous_of, watch
 
 

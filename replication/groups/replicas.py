@@ -1,10 +1,8 @@
 """`ReplicaGroup`: collectives between the replicas of one forward, which run in threads.
 
-    rank i       call, tensors ─▶ the pipe of the group's first member, which checks that all calls
-                                  are alike and joins the graphs by plain differentiable operations
-                 result i      ◀─
-
-A backward through the result is one through a single graph: no thread waits in it.
+The last rank to arrive checks that all calls match and joins the graphs of all ranks by plain
+differentiable operations (see `replication.sync.exchange`). A backward through the results is a
+backward through a single graph: no thread waits in it.
 """
 
 from __future__ import annotations
@@ -17,7 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from replication._torch import NO_BACKWARD, current_backward, sees_saved_tensors
+from replication._torch import (
+    NO_BACKWARD,
+    count_nodes_up_to,
+    current_backward,
+    nodes_made,
+    sees_saved_tensors,
+)
 from replication.devices import is_int, to_device
 from replication.errors import ReplicationError, path_or_root
 from replication.groups.base import (
@@ -33,7 +37,7 @@ from replication.groups.base import (
 )
 from replication.steps.broadcast import broadcast
 from replication.sync.current import current_replica, is_recomputation
-from replication.sync.pipes import connect
+from replication.sync.exchange import Exchange
 from replication.sync.rendezvous import Rendezvous, Site
 
 __all__ = ["CallbackContext", "ReplicaGroup"]
@@ -90,47 +94,74 @@ Tensors = tuple[Tensor, ...]
 
 
 class Request(NamedTuple):
-    """What a member sends to the first one."""
+    """The message of one member to the member that merges, and the thread state it came with."""
 
     call: Call
     message: Any
-    #: Makes of the messages of all members, by rank, the replies to them.
+    #: Returns the replies by rank; that of the first rank is called, whichever member merges.
     merge: Callable[[list[Any]], Iterable[Any]]
     wants_graph: bool
-    #: Whether the member is in inference mode.
     inference_mode: bool
+    #: The number of autograd nodes that the member's thread has made.
+    nodes: int
 
 
 class Communicator:
-    """What the members of one group share in one forward."""
+    """The state that the members of one group share in one forward."""
 
     def __init__(self, rendezvous: Rendezvous, layer: str, replicas: Sequence[int]) -> None:
         self.rendezvous = rendezvous
         self.layer = layer
-        #: The replica that each member is.
+        #: The replica of each member.
         self.replicas = tuple(replicas)
         is_part = len(replicas) != rendezvous.size
-        #: For messages.
+        #: The name of the group in messages.
         self.path = f"{layer}, replicas {replicas[0]}-{replicas[-1]}" if is_part else layer
-        self._calls = 0
+        self._exchange = Exchange(rendezvous, self.path, self.replicas)
         self._parts: dict[int, list[GroupFactory]] = {}
 
-    def answer(self, requests: Sequence[tuple[int, Request]]) -> Iterable[tuple[int, Any]]:
-        """The callback of the pipe's master."""
-        self._calls += 1
-        calls = [request.call for _, request in requests]
-        check_alike(calls, str(Site(self.path, self._calls)), self.replicas, "replica")
-        inference_mode = all(request.inference_mode for _, request in requests)
-        wants_graph = any(request.wants_graph for _, request in requests)
+    def exchange(
+        self,
+        rank: int,
+        call: Call,
+        message: Any,
+        merge: Callable[[list[Any]], Iterable[Any]],
+        wants_graph: bool,
+    ) -> Any:
+        """Sends a message to the member that merges, which may be any, and returns the reply.
+
+        Autograd runs nodes in an order that depends on how many nodes each thread has made. For
+        the same order in every run, whichever member merges, all have made equally many after it.
+        """
+        nodes = nodes_made() if wants_graph and not torch.is_anomaly_enabled() else 0
+        inference_mode = torch.is_inference_mode_enabled()
+        request = Request(call, message, merge, wants_graph, inference_mode, nodes)
+        reply, nodes = self._exchange(rank, request, self._merge)
+        count_nodes_up_to(nodes)
+        return reply
+
+    def _merge(self, site: Site, requests: list[Request]) -> list[tuple[Any, int]]:
+        """Returns the reply to each member, and the number of nodes to catch up with."""
+        calls = [request.call for request in requests]
+        if calls.count(calls[0]) < len(calls):
+            check_alike(calls, str(site), self.replicas, "replica")
+        most = max(request.nodes for request in requests)
+        count_nodes_up_to(most)
+        inference_mode = all(request.inference_mode for request in requests)
+        wants_graph = any(request.wants_graph for request in requests)
         with self._on_behalf_of_all(inference_mode, wants_graph):
-            replies = requests[0][1].merge([request.message for _, request in requests])
-            return list(enumerate(replies))
+            replies = list(requests[0].merge([request.message for request in requests]))
+        nodes = nodes_made() if most else 0
+        return [(reply, nodes) for reply in replies]
 
     def _on_behalf_of_all(
         self, inference_mode: bool, wants_graph: bool
     ) -> AbstractContextManager[object]:
-        """The first member may run without grad, in inference mode, or behind hooks on saved
-        tensors; what the others get must not depend on it."""
+        """Sets the state of the merging thread, on which no reply may depend.
+
+        The member that merges may run without grad, in inference mode, or behind hooks on saved
+        tensors.
+        """
         stack = ExitStack()
         if torch.is_inference_mode_enabled() != inference_mode:
             stack.enter_context(torch.inference_mode(inference_mode))
@@ -209,9 +240,8 @@ class GroupFactory:
             )
         with self._rendezvous.lock:
             if not self._groups:
-                circle = Communicator(self._rendezvous, self._layer, self._replicas)
-                ends = connect(circle.answer, self._rendezvous, circle.path, self._replicas)
-                self._groups = [ReplicaGroup(i, size, circle, end) for i, end in enumerate(ends)]
+                communicator = Communicator(self._rendezvous, self._layer, self._replicas)
+                self._groups = [ReplicaGroup(i, size, communicator) for i in range(size)]
         return self._groups[rank]
 
 
@@ -224,24 +254,17 @@ class ReplicaGroup(Group):
     influence on it gets no gradient (`torch.autograd.grad` needs ``allow_unused``).
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        circle: Communicator | None = None,
-        send: Callable[[Any], Any] | None = None,
-    ) -> None:
+    def __init__(self, rank: int, size: int, communicator: Communicator | None = None) -> None:
         super().__init__(rank, size)
-        self._circle = circle
-        self._send = send
+        self._communicator = communicator
 
     def __reduce__(self) -> tuple[type[ReplicaGroup], tuple[int, int]]:
         return type(self), (self.rank, self.size)  # a copy belongs to no forward
 
     def _where(self) -> str:
-        if self._circle is None:
+        if self._communicator is None:
             return super()._where()
-        return f"`{self._circle.path}`, replica {self._circle.replicas[self.rank]}"
+        return f"`{self._communicator.path}`, replica {self._communicator.replicas[self.rank]}"
 
     @property
     def recomputes(self) -> bool:
@@ -275,21 +298,21 @@ class ReplicaGroup(Group):
         layouts: Layouts = (),
         requires_grad: bool = False,
     ) -> ReplyT:
-        """Sends a message; the first member makes of those of all members the replies to them.
+        """Sends a message and returns the reply; one member computes the replies of all.
 
-        For layers with graph nodes of their own; the collectives consist of it, too.
+        The collectives consist of it. Layers with autograd nodes of their own may call it as well.
 
         Args:
-            name: What the call is named in messages; must be alike in all members.
-            message: Anything.
-            merge: Called in the first member's thread with the messages by rank; returns the
-                replies by rank.
-            layouts: Dtypes and shapes that must be alike in all members.
-            requires_grad: Whether the message holds a tensor that does; ``merge`` runs with grad
-                enabled if one of the members says so.
+            name: The name of the call in messages. It must match on every member.
+            message: Any object.
+            merge: Returns the replies by rank, given the messages by rank. The function that the
+                first rank passes is called, in the thread of the last member to arrive.
+            layouts: Dtypes and shapes that must match on every member.
+            requires_grad: Whether the message holds a tensor that requires gradients. If it is
+                true on any member, ``merge`` runs with grad enabled.
 
         Raises:
-            ReplicationError: As `Group`; and if it is called where it cannot be answered.
+            ReplicationError: As `Group`. Also if no other member could answer the call.
         """
         return self._exchange(Call(name, layouts=layouts), message, merge, requires_grad)
 
@@ -301,13 +324,13 @@ class ReplicaGroup(Group):
         wants_graph: bool = False,
     ) -> ReplyT:
         self._check_use(call.name)
-        request = Request(call, message, merge, wants_graph, torch.is_inference_mode_enabled())
-        return self._send(request)  # type: ignore[no-any-return, misc]
+        communicator = self._connected()
+        return communicator.exchange(self.rank, call, message, merge, wants_graph)  # type: ignore[no-any-return]
 
     def _check_use(self, name: str) -> None:
-        circle, place = self._connected(), current_replica()
-        own = circle.replicas[self.rank]
-        if place is not None and place.rendezvous is circle.rendezvous:
+        communicator, place = self._connected(), current_replica()
+        own = communicator.replicas[self.rank]
+        if place is not None and place.rendezvous is communicator.rendezvous:
             if place.path:
                 raise ReplicationError(f"{self._where()}: {in_a_callback(name)}")
             if place.replica != own:
@@ -315,7 +338,7 @@ class ReplicaGroup(Group):
                     f"{self._where()}: replica {place.replica} calls {name} of the group of copy "
                     f"{own}; ctx.group takes the copy_id that the callback has been called with"
                 )
-        elif circle.rendezvous.has_left(own):
+        elif communicator.rendezvous.has_left(own):
             raise ReplicationError(
                 f"{self._where()}: {name} outside the forward that the group is of, which has "
                 "ended; "
@@ -327,12 +350,12 @@ class ReplicaGroup(Group):
             )
 
     def _connected(self) -> Communicator:
-        if self._circle is None:
+        if self._communicator is None:
             raise ReplicationError(
                 f"{self._where()} is a copy and belongs to no forward; only the replicas' own "
                 "groups are connected"
             )
-        return self._circle
+        return self._communicator
 
     def _join(
         self, call: Call, tensors: Tensors, merge: Callable[[list[Tensors]], Iterable[Tensors]]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from replication._torch import in_functorch_transform, make_nodes, nodes_made
+from replication._torch import count_nodes_up_to, in_functorch_transform, nodes_made
 from replication.devices import (
     DeviceLike,
     accelerator,
@@ -124,7 +124,7 @@ def _run_all(
     # replicas' threads are new, so they count from 0 in every forward. For the same order of sums
     # in every step the caller must be ahead of them all. (Anomaly mode makes nodes expensive.)
     nodes = _AHEAD if torch.is_grad_enabled() and not torch.is_anomaly_enabled() else 0
-    _count_nodes_up_to(nodes)
+    count_nodes_up_to(nodes)
     outputs: list[Any] = [None] * len(calls)
     failures: list[BaseException] = []
     done: SimpleQueue[Outcome] = SimpleQueue()
@@ -158,7 +158,7 @@ def _run_all(
         failures.clear()
         outcome = None
         del done
-        _count_nodes_up_to(nodes)
+        count_nodes_up_to(nodes)
         if torch_threads != own_torch_threads:  # new threads inherit what has been set last
             torch.set_num_threads(own_torch_threads)
 
@@ -195,12 +195,6 @@ def _note_left_running(
     rows = "; ".join(f"replica {index} {spot}".rstrip() for index, spot in spots.items())
     for failure in failures:  # any of them may be the one that is raised in the end
         add_note(failure, f"left running {GRACE:g} s later: {rows}")
-
-
-def _count_nodes_up_to(number: int) -> None:
-    missing = number - nodes_made()
-    if missing > 0:
-        make_nodes(missing)
 
 
 class Outcome(NamedTuple):

@@ -21,7 +21,7 @@ from typing import Any
 
 from replication.errors import ReplicationError
 from replication.sync.current import current_replica
-from replication.sync.rendezvous import Rendezvous, Site, Wait
+from replication.sync.rendezvous import Rendezvous, Site, Wait, two_at_once
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
 
@@ -146,13 +146,6 @@ class Channel:
         return Site(self.path, self.calls[replica])
 
 
-def _two_at_once(path: str, replica: int) -> ReplicationError:
-    return ReplicationError(
-        f"`{path}`: replica {replica} calls it in one thread while it waits there in another; the "
-        "calls of a replica come one after the other"
-    )
-
-
 class SlavePipe:
     """A slave's end. Made by `SyncMaster.register_slave`."""
 
@@ -192,7 +185,7 @@ class SlavePipe:
     def _exchanged(self, msg: Any, rendezvous: Rendezvous, channel: Channel, slot: Slot) -> Any:
         with rendezvous.lock:
             if slot.wait is not None:
-                raise _two_at_once(channel.path, slot.replica)
+                raise two_at_once(channel.path, slot.replica)
             site = channel.next_call(slot.replica)
             rendezvous.refuse_if_over(slot.replica, site)
             slot.message = msg
@@ -233,7 +226,7 @@ class MasterPipe:
         wait = None
         with rendezvous.lock:
             if channel.master_wait is not None:
-                raise _two_at_once(channel.path, channel.master)
+                raise two_at_once(channel.path, channel.master)
             site = channel.next_call(channel.master)
             # Even if all messages are there: some may be of calls that have failed.
             rendezvous.refuse_if_over(channel.master, site)
@@ -272,23 +265,6 @@ class MasterPipe:
                     slot.reply = replies[slot.identifier]
                     rendezvous.end_wait(wait)
         return replies[_MASTER]
-
-
-def connect(
-    callback: MasterCallback, rendezvous: Rendezvous, path: str, replicas: Sequence[int]
-) -> list[Callable[[Any], Any]]:
-    """Connects replicas that are known from the start; the first of them has the master.
-
-    Returns:
-        One function for each, which sends a message and returns the reply. The messages'
-        identifiers count from 0, in the order of ``replicas``.
-    """
-    channel = Channel(path, master=replicas[0])
-    channel.slots = [Slot(i, replica) for i, replica in enumerate(replicas) if i != _MASTER]
-    return [
-        MasterPipe(callback, rendezvous, channel).run_master,
-        *(SlavePipe(s.identifier, rendezvous, channel, s).run_slave for s in channel.slots),
-    ]
 
 
 def replies_to(

@@ -429,3 +429,11 @@ class Rendezvous:
             return "has ended"
         count = calls.get(replica, 0)
         return f"ended after call {count}" if count else "ended without calling it"
+
+
+def two_at_once(path: str, replica: int) -> ReplicationError:
+    """The error of a replica that makes two calls of one layer at once, in two threads."""
+    return ReplicationError(
+        f"`{path}`: replica {replica} calls it in one thread while it waits there in another; the "
+        "calls of a replica come one after the other"
+    )

@@ -16,7 +16,13 @@ from stepping import batch, network, step, wraps
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from replication import CallbackContext, DataParallel, execute_replication_callbacks, replicate
+from replication import (
+    CallbackContext,
+    DataParallel,
+    execute_replication_callbacks,
+    replicate,
+)
+from replication.devices import device_in_use, device_of, use_device
 from syncbn import SynchronizedBatchNorm1d, convert_model
 
 # -- replicas on their devices -----------------------------------------------------------------
@@ -63,6 +69,23 @@ def test_callbacks_and_forwards_find_all_tensors_on_the_replicas_device():
         assert replica.none.running_mean is None
         assert not replica.weight.is_leaf
         assert replica.weight.requires_grad
+
+
+def test_the_device_of_a_replica_may_be_that_of_a_plain_attribute():
+    """As torch's own replicas leave it where it is."""
+    module = nn.Module()
+    assert device_of(module) is None
+    module.table = torch.empty(2, device="meta")
+    assert device_of(module) == torch.device("meta")
+
+
+def test_the_device_in_use_is_that_of_the_innermost_block():
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    with use_device(cpu, None):
+        with use_device(meta, None):
+            assert device_in_use() == meta
+        assert device_in_use() == cpu
+    assert device_in_use() is None
 
 
 CPU_BUILD = """

@@ -194,6 +194,26 @@ def test_arguments_without_a_batch_go_to_one_replica(inputs):
     assert kwargs == ({"flag": True},)
 
 
+def test_without_devices_arguments_stay_where_they_are():
+    x = torch.zeros(2, device="meta")
+    ((given,),), (named,) = scatter_kwargs((x,), {"y": [x]}, None)
+    assert given is x
+    assert named["y"][0] is x
+
+
+def test_cpu_keywords_name_no_positional_arguments():
+    x = torch.zeros(2)
+    inputs, kwargs = scatter_kwargs((x,), {"0": x}, ["meta"] * 2, cpu_keywords=["0"])
+    assert [args[0].device.type for args in inputs] == ["meta"] * 2
+    assert [named["0"].device.type for named in kwargs] == ["cpu"] * 2
+
+
+def test_cpu_keywords_that_fit_different_splits_are_refused():
+    splits = [Scattered(torch.zeros(n) for n in sizes) for sizes in ([2, 2], [1, 3])]
+    with pytest.raises(ValueError, match=r"`boxes` cannot be split .* fits several"):
+        scatter_kwargs(splits, {"boxes": torch.zeros(4)}, ["cpu"] * 2, cpu_keywords=["boxes"])
+
+
 def test_each_replica_has_keyword_arguments_of_its_own():
     _, kwargs = scatter_kwargs((torch.zeros(2),), {"flag": True}, ["cpu"] * 2)
     kwargs[0]["flag"] = False

@@ -58,7 +58,7 @@ class ReplicasDiverged(ReplicationError):
 
 
 class ReplicasTimedOut(ReplicationError):
-    """A replica has waited for others for longer than the ``timeout`` of the `DataParallel`.
+    """The replicas have not ended within the ``timeout`` of the `DataParallel`.
 
-    They may still run, or hang: the caller does not wait for them.
+    Some may still run, or hang: the caller does not wait for them.
     """

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from layers import together, values
 from torch import Tensor, nn
 
 from replication import DataParallel, ReplicaAware
@@ -244,3 +245,29 @@ def test_branches_are_bit_equal_whatever_the_threads_have_done_before(network, r
     for _ in range(100):
         unlike_before(replicas)
         assert_equal_bits(bits(model, x), expected)
+
+
+class Burns(nn.Module):
+    """Makes more nodes than the caller is ahead of its replicas at first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3000):
+            _ = x * 1
+        return x * 1
+
+
+def test_the_callers_own_graph_is_bit_equal_beside_replicas_of_many_nodes():
+    """From the second step on: the first one tells how far ahead the caller must be."""
+
+    def steps() -> None:  # in a thread that has made no nodes yet
+        one = torch.ones((), requires_grad=True)
+        bits(model, x)
+        expected = bits(model, x)
+        for _ in range(3):
+            for _ in range(1000):
+                _ = one * 1
+            assert_equal_bits(bits(model, x), expected)
+
+    model, x = Around(), torch.randn(12, 4)
+    model.replicated.module.insert(0, Burns())
+    values(together(steps))

@@ -1,4 +1,4 @@
-"""Nobody waits for ever, the first error wins, and the next step is correct."""
+"""Every wait ends, the first error wins, and the next step is correct."""
 
 from __future__ import annotations
 
@@ -17,23 +17,32 @@ from layers import (
     DEADLINE,
     AsTorchDoes,
     Centering,
+    CustomDataParallel,
     FailsAt,
     Numbered,
     Repeat,
     freed,
+    no_garbage_collection,
     outcome_of,
+    soon,
+    together,
     until_others_wait,
+    values,
 )
 from processes import ROOT, run_python
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from replication import (
     DataParallel,
+    ReplicaAware,
     ReplicaFailed,
     ReplicasDiverged,
     ReplicationError,
+    SyncMaster,
     patch_replication_callback,
 )
+from replication.rendezvous import Verdict
 from syncbn import SynchronizedBatchNorm1d
 
 
@@ -409,3 +418,105 @@ def test_an_error_that_ends_programs_does_not_wait_for_the_other_replicas():
     with pytest.raises(SystemExit):  # while the others are still busy
         model(torch.zeros(3))
     released.set()
+
+
+# -- calls in backward, and in other threads ---------------------------------------------------
+
+
+class Asks(ReplicaAware, nn.Module):
+    """Notes whether it is in a recomputation, asked in a thread that the replica starts."""
+
+    def __init__(self, answers: list[bool]) -> None:
+        super().__init__()
+        self.answers = answers
+
+    def forward(self, x: Tensor) -> Tensor:
+        group = self.group
+        self.answers += values(together(lambda: group.recomputes))
+        return x * 2
+
+
+def test_a_thread_that_a_replica_starts_knows_whether_the_forward_is_a_recomputation():
+    answers: list[bool] = []
+    model = ours(Asks(answers), 2)
+    x = torch.randn(4, 3, requires_grad=True)
+    checkpoint(lambda x: model(x).square(), x, use_reentrant=False).sum().backward()
+    assert answers == [False, False, True, True]
+
+
+def test_a_backward_inside_the_forward_may_call_collectives():
+    class Penalty(ReplicaAware, nn.Module):
+        """Multiplies by the sum of the replicas' gradients of the square of its input."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            group, leaf = self.group, x.detach().requires_grad_()
+            leaf.register_hook(lambda grad: group.all_reduce(grad.sum(0)).expand_as(grad))
+            answers.append(group.recomputes)
+            (grad,) = torch.autograd.grad(leaf.square().sum(), leaf)
+            return x * grad
+
+    answers: list[bool] = []
+    x = torch.randn(6, 2, dtype=torch.float64)
+    torch.testing.assert_close(ours(Penalty(), 3)(x), x * 2 * x.sum(0))
+    assert answers == [False] * 3
+
+
+# -- what a replica leaves behind that something has ended --------------------------------------
+
+
+def test_a_master_waits_for_a_slave_that_was_interrupted_meanwhile():
+    collected: list[Any] = []
+
+    def reply(messages: Any) -> Any:
+        collected.append([message for _, message in messages])
+        return messages
+
+    def withdraw(pipe: Any) -> None:
+        def run() -> None:
+            outcomes.append(outcome_of(lambda: pipe.run_slave("withdrawn")))
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        assert soon(lambda: len(rendezvous._waits) == 2)
+        wait = rendezvous._waits[1]
+        with rendezvous.lock:  # as if a signal had come
+            wait.error = Verdict(ReplicationError, "interrupted", None)
+            rendezvous.end_wait(wait)
+        thread.join(DEADLINE)
+
+    master, outcomes = SyncMaster(reply), []
+    pipes = [master.register_slave(i) for i in (1, 2)]
+    rendezvous = master._by_hand
+
+    def slaves() -> list[Any]:
+        assert soon(lambda: len(rendezvous._waits) == 1)  # the master's
+        withdraw(pipes[0])
+        first, second = together(lambda: pipes[1].run_slave("b"), lambda: pipes[0].run_slave("a"))
+        return values([first, second])
+
+    assert values(together(lambda: master.run_master("m"), slaves)) == ["m", ["b", "a"]]
+    assert collected == [["m", "a", "b"]]
+    assert str(outcomes[0].error) == "interrupted"
+
+
+def test_errors_that_a_parallel_apply_swallows_keep_no_replica_alive():
+    class Swallows(CustomDataParallel):
+        def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+            def run(i: int) -> None:
+                with contextlib.suppress(LayerError, ReplicaFailed):
+                    replicas[i](*inputs[i], **kwargs[i])
+
+            seen.extend(weakref.ref(replica) for replica in replicas)
+            values(together(*(lambda i=i: run(i) for i in range(len(replicas)))))
+            return inputs
+
+        def gather(self, outputs: Any, output_device: Any) -> None:
+            """There is nothing to gather."""
+
+    seen: list[Any] = []
+    model = Swallows(nn.Sequential(FailsAt(1, LayerError), Centering()), 3)
+    patch_replication_callback(model)
+    with no_garbage_collection():
+        model(torch.randn(6, 2))
+        assert len(seen) == 3
+        assert freed(*seen)

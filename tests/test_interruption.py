@@ -227,6 +227,6 @@ def test_a_layer_that_is_about_to_write_does_so_before_the_interrupt_arrives():
     with pytest.raises(KeyboardInterrupt):
         ours(net)(x)
     state = state_of(net)
+    assert_unchanged(net, state)  # and no more interrupts come
     twin(x)
     torch.testing.assert_close(state, dict(twin.state_dict()))
-    assert_unchanged(net, state)

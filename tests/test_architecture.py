@@ -26,10 +26,19 @@ FILES = {
 }
 MODULES = [name for name in FILES if not name.endswith(".__init__")]
 
-TORCHLESS = {
-    f"replication.{room}"
-    for room in ("errors", "future", "pipe", "place", "rendezvous", "warning", "wording")
-}
+#: The packages and modules of `replication`, lowest first. One may import those above it in this
+#: list, and its own.
+ORDER = [
+    ["_torch", "devices", "errors", "warning"],
+    ["tree", "waits"],
+    ["sync"],
+    ["steps"],
+    ["groups"],
+    ["callbacks"],
+    ["patch"],
+    ["data_parallel"],
+    ["verify"],
+]
 
 modules = pytest.mark.parametrize("name", MODULES)
 
@@ -58,9 +67,17 @@ def foreign(name: str) -> set[str]:
 # -- imports -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(TORCHLESS))
-def test_pipes_and_their_rendezvous_know_the_standard_library_only(name):
-    assert foreign(name) <= TORCHLESS
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("replication.")])
+def test_packages_of_replication_import_those_below_them(name):
+    level = {part: index for index, parts in enumerate(ORDER) for part in parts}
+    own = name.split(".")[1]
+    imported = {i.split(".")[1] for i in imports(syntax(name)) if i.startswith("replication.")}
+    assert [part for part in imported - {own} if level[part] > level[own]] == []
+
+
+def test_every_package_has_a_place_in_the_order():
+    found = {name.split(".")[1] for name in MODULES if name.startswith("replication.")}
+    assert found == {part for parts in ORDER for part in parts}
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("replication.")])
@@ -75,7 +92,7 @@ def test_replication_does_not_know_syncbn(name):
         ("sums", ["channels"]),
         ("cuda_kernels", ["channels"]),
         ("kernels", ["channels", "sums", "cuda_kernels"]),
-        ("statistics", ["channels", "sums", "cuda_kernels"]),
+        ("moments", ["channels", "sums", "cuda_kernels"]),
     ],
 )
 def test_what_computes_knows_torch_and_no_replicas(name, known):
@@ -112,7 +129,7 @@ def test_modules_depend_on_each_other_in_one_direction():
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in MODULES if n.startswith("replication.") and "internals" not in n]
+    "name", [n for n in MODULES if n.startswith("replication.") and n != "replication._torch"]
 )
 def test_private_modules_and_names_of_torch_are_imported_in_one_place(name):
     private = [

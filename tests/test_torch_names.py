@@ -30,7 +30,7 @@ ASKED_FOR = {"torch.utils._pytree.tree_is_leaf", "torch.utils._pytree._is_leaf"}
 SOURCES = [
     path
     for package in (replication, syncbn)
-    for path in sorted(Path(package.__file__).parent.glob("*.py"))
+    for path in sorted(Path(package.__file__).parent.rglob("*.py"))
 ]
 
 

@@ -330,34 +330,42 @@ def flatten_together(trees: Sequence[Any]) -> tuple[list[tuple[Path, tuple[Any, 
         DifferentStructure: The trees differ in containers or keys.
     """
     rows: list[tuple[Path, tuple[Any, ...]]] = []
+    return rows, _flatten_into(rows, Path(), tuple(trees), ())
 
-    def visit(path: Path, trees: tuple[Any, ...], above: tuple[int, ...]) -> Spec:
-        containers = _opened(path, trees, above)
-        if containers is None:
-            rows.append((path, trees))
-            return Spec(None, [])
-        first = containers[0]
-        entries = zip(*(container.values_of(first.keys) for container in containers), strict=True)
-        above = (*above, id(trees[0]))
-        children = [
-            visit(Path((*path, key)), values, above)
-            for key, values in zip(first.keys, entries, strict=True)
-        ]
-        return Spec(first, children)
 
-    return rows, visit(Path(), tuple(trees), ())
+# The recursive functions are no closures: one that refers to itself would be in a cycle, which
+# keeps tensors alive until the next garbage collection.
+
+
+def _flatten_into(
+    rows: list[tuple[Path, tuple[Any, ...]]],
+    path: Path,
+    trees: tuple[Any, ...],
+    above: tuple[int, ...],
+) -> Spec:
+    containers = _opened(path, trees, above)
+    if containers is None:
+        rows.append((path, trees))
+        return Spec(None, [])
+    first = containers[0]
+    entries = zip(*(container.values_of(first.keys) for container in containers), strict=True)
+    above = (*above, id(trees[0]))
+    children = [
+        _flatten_into(rows, Path((*path, key)), values, above)
+        for key, values in zip(first.keys, entries, strict=True)
+    ]
+    return Spec(first, children)
 
 
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
     """The same containers around other leaves, as new objects."""
-    remaining = iter(leaves)
+    return _unflatten_from(iter(leaves), spec)
 
-    def build(spec: Spec) -> Any:
-        if spec.container is None:
-            return next(remaining)
-        return spec.container.rebuilt(map(build, spec.children), {})
 
-    return build(spec)
+def _unflatten_from(leaves: Iterator[Any], spec: Spec) -> Any:
+    if spec.container is None:
+        return next(leaves)
+    return spec.container.rebuilt((_unflatten_from(leaves, s) for s in spec.children), {})
 
 
 def _opened(path: Path, trees: tuple[Any, ...], above: tuple[int, ...]) -> list[Container] | None:
@@ -414,23 +422,22 @@ def replace_leaves(
         opened: Opens a container; None for what is a leaf.
     """
 
-    def new_leaf(leaf: Any) -> Any:
-        if type(leaf) in PLAIN:
-            return leaf
-        if id(leaf) not in made:
-            made[id(leaf)] = leaf, function(leaf)
-        return made[id(leaf)][1]
+    container = opened(tree)
+    if container is None:
+        return _replaced(function, tree, made)
+    if id(tree) in made:
+        return made[id(tree)][1]
+    if all(_replaced(function, leaf, made) is leaf for leaf in leaves_of(tree, opened)):
+        return tree
+    values = (replace_leaves(function, value, made, opened) for value in container.values)
+    new = container.rebuilt(values, made)
+    # A tuple in a cycle has been made already, on the way through the cycle.
+    return made.setdefault(id(tree), (tree, new))[1]
 
-    def visit(value: Any) -> Any:
-        container = opened(value)
-        if container is None:
-            return new_leaf(value)
-        if id(value) in made:
-            return made[id(value)][1]
-        if all(new_leaf(leaf) is leaf for leaf in leaves_of(value, opened)):
-            return value
-        new = container.rebuilt(map(visit, container.values), made)
-        # A tuple in a cycle has been made already, on the way through the cycle.
-        return made.setdefault(id(value), (value, new))[1]
 
-    return visit(tree)
+def _replaced(function: Callable[[Any], Any], leaf: Any, made: Made) -> Any:
+    if type(leaf) in PLAIN:
+        return leaf
+    if id(leaf) not in made:
+        made[id(leaf)] = leaf, function(leaf)
+    return made[id(leaf)][1]

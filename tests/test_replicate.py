@@ -400,10 +400,10 @@ def compiled(module: nn.Module) -> nn.Module:
 def test_replicas_have_the_module_in_place_of_its_compiled_wrapper():
     inner = nn.Linear(2, 2)
     net = nn.Sequential(compiled(inner), inner)
-    net.held = [net[0]]
+    net.held = [net[0], compiled(inner)]
     for replica in replicate(net, ["cpu"] * 2):
         assert type(replica[0]) is nn.Linear
-        assert replica[0] is replica[1] is replica.held[0]
+        assert replica[0] is replica[1] is replica.held[0] is replica.held[1]
         assert replica[0] is not inner
     for replica in replicate(compiled(inner), ["cpu"] * 2):
         assert type(replica) is nn.Linear

@@ -49,11 +49,11 @@ def paragraph(rows: Sequence[Row]) -> str:
         own = [row for row in rows if row.threads == threads]
         least, most = (pick(own, key=lambda r: float(ratio(r, "ours"))) for pick in (min, max))
         texts.append(
-            f"With torch threads at {threads}, a training step with `syncbn` takes "
-            f"{span(own, 'ours')} (forward {span(own, 'ours', 1)}, backward "
-            f"{span(own, 'ours', 2)}), with the older toolkits' algorithm "
-            f"{span(own, 'older toolkits')}. For `syncbn` the least is {least.case} on "
-            f"{least.count} replicas, the most {most.case} on {most.count}."
+            f"With torch threads set to {threads}, a training step takes {span(own, 'ours')} with "
+            f"`syncbn` (forward {span(own, 'ours', 1)}, backward {span(own, 'ours', 2)}) and "
+            f"{span(own, 'older toolkits')} with the older toolkits' algorithm. `syncbn` costs "
+            f"least in {least.case}, with {least.count} replicas, and most in {most.case}, with "
+            f"{most.count}."
         )
     return " ".join(texts)
 

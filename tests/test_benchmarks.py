@@ -260,7 +260,7 @@ def assert_agrees(figures):
     table = [line for line in rest.split("\n\n### ")[1].splitlines() if line.startswith("|")]
     heading, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)
     for threads in {row[2] for row in rows}:
-        (sentences,) = re.findall(rf"threads at {threads},.*?(?=With torch|$)", text)
+        (sentences,) = re.findall(rf"threads set to {threads},.*?(?=With torch|$)", text)
         spans = []
         for way, phases in (("ours", 3), ("older toolkits", 1)):
             column = [
@@ -269,7 +269,9 @@ def assert_agrees(figures):
             for phase in range(phases):
                 values = sorted((of_row[phase] for of_row in column), key=float)
                 spans.append((values[0], values[-1]))
-        assert re.findall(r"(\d+\.\d+) to (\d+\.\d+)", sentences.split("For `syncbn`")[0]) == spans
+        assert (
+            re.findall(r"(\d+\.\d+) to (\d+\.\d+)", sentences.split("`syncbn` costs")[0]) == spans
+        )
 
 
 def test_paragraph_agrees_with_its_table():

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ DEADLINE = 10.0
 def pytest_configure(config: pytest.Config) -> None:
     # With more, the threads of several replicas compete for the cores.
     torch.set_num_threads(1)
+    # For the tests of the benchmarks, which are not installed. Installed packages come first.
+    sys.path.append(str(Path(__file__).parent.parent))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -1,65 +1,91 @@
-"""Runs all benchmarks, prints one table, and draws how the time of a layer grows.
+"""Run all benchmarks, print their tables, and write them into the page beside this file.
 
     python -m benchmarks
-    python -m benchmarks --only layer rendezvous --steps 30
+    python -m benchmarks --only step layer
+    python -m benchmarks --write
 
-The figure needs matplotlib.
+``--write`` also draws the picture, which needs matplotlib.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
-from benchmarks import gpu, growth, layer, memory, processes, rendezvous, replicate, step
-from benchmarks.measuring import Part, Row, add_options, header, keep_memory, show
+from benchmarks import failures, layer, overhead, processes, step
+from benchmarks.measuring import Row, Table, lines, parser, ratio, show
 
 figure = import_module("benchmarks.figure") if find_spec("matplotlib") else None
 
-PARTS: dict[str, Part] = {
-    "layer": layer.rows,
-    "rendezvous": rendezvous.rows,
-    "replicate": replicate.rows,
-    "step": step.rows,
-    "memory": memory.rows,
-    "gpu": gpu.rows,
-    "processes": processes.rows,
-    "growth": growth.rows,
+PARTS: dict[str, Callable[[float], Iterable[Table]]] = {
+    "step": lambda seconds: [step.table(seconds)],
+    "processes": lambda seconds: [processes.table(seconds)],
+    "layer": lambda seconds: [layer.table(seconds)],
+    "overhead": overhead.tables,
+    "failures": lambda seconds: [failures.table(seconds)],
 }
 
+PAGE = Path(__file__).with_name("README.md")
+PICTURE = PAGE.with_name("steps.png")
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=(__doc__ or "").split("\n", 1)[0]
-    )
-    add_options(parser)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="where the figure goes (default: beside the program, unless it is a quick run)",
-    )
-    options = parser.parse_args()
-    output = options.output or (None if options.quick else Path(__file__).parent / "growth.png")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    print(header(options.steps))
-    for name in options.only:
-        if name == "growth" and figure is not None and output is not None:
-            points = list(growth.points(options.steps, options.quick))
-            rows: Iterable[Row] = growth.rows_of(points)
-            figure.draw(points, output)
-        else:
-            rows = PARTS[name](options.steps, options.quick)
-        show(rows, options.quick)
-    return 0
+
+def span(rows: Sequence[Row], way: str, phase: int = 0) -> str:
+    """The least and the largest ratio of a way, as the table prints them."""
+    texts = [ratio(row, way, phase) for row in rows]
+    return f"{min(texts, key=float)} to {max(texts, key=float)}"
+
+
+def paragraph(rows: Sequence[Row]) -> str:
+    """Say what the table of training steps shows."""
+    unit = next(iter(rows[0].figures))
+    texts = [
+        f"In units of {unit} in replicas made as `nn.DataParallel` makes them, 1.00 means that "
+        "synchronization is free."
+    ]
+    for threads in dict.fromkeys(row.threads for row in rows):
+        own = [row for row in rows if row.threads == threads]
+        least, most = (pick(own, key=lambda r: float(ratio(r, "ours"))) for pick in (min, max))
+        texts.append(
+            f"With torch threads set to {threads}, a training step takes {span(own, 'ours')} with "
+            f"`syncbn` (forward {span(own, 'ours', 1)}, backward {span(own, 'ours', 2)}) and "
+            f"{span(own, 'older toolkits')} with the older toolkits' algorithm. `syncbn` costs "
+            f"least in {least.case}, with {least.count} replicas, and most in {most.case}, with "
+            f"{most.count}."
+        )
+    return " ".join(texts)
+
+
+def block(tables: Sequence[Table]) -> str:
+    """All that the page shows of one run. The first table is that of training steps."""
+    picture = f"![Training steps in units of plain BatchNorm]({PICTURE.name})"
+    parts = [paragraph(list(tables[0].rows)), picture]
+    return "\n\n".join([*parts, *("\n".join(lines(table)).strip() for table in tables)])
+
+
+def replaced(page: str, figures: str) -> str:
+    """The page with other figures between its marks."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}"
+
+
+def main() -> None:
+    options = parser(__doc__, seconds=6)
+    options.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    options.add_argument("--write", action="store_true", help="write all tables into the page")
+    given = options.parse_args()
+    if given.write and given.only != list(PARTS):
+        options.error("--write needs all parts: leave out --only")
+    if given.write and figure is None:
+        options.error("--write draws the picture, which needs matplotlib: pip install matplotlib")
+    tables = [show(table) for name in given.only for table in PARTS[name](given.seconds)]
+    if given.write:
+        figure.draw(list(tables[0].rows), PICTURE)
+        PAGE.write_text(replaced(PAGE.read_text("utf-8"), block(tables)), "utf-8")
 
 
 if __name__ == "__main__":
-    keep_memory()
-    raise SystemExit(main())
+    main()

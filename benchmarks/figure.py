@@ -1,4 +1,4 @@
-"""Draws how the time of a layer grows."""
+"""The picture: a bar per network and way, as high as the time of a training step."""
 
 from __future__ import annotations
 
@@ -7,44 +7,28 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from benchmarks.growth import AXES, USUAL, Point
-
-LABELS = {
-    "replicas": "replicas",
-    "channels": "channels",
-    "elements": "elements per replica",
-}
+from benchmarks.measuring import Row
 
 
-def draw(points: Sequence[Point], path: Path) -> None:
-    """One panel for each axis."""
-    figure = Figure(figsize=(12, 4))
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw training steps, in multiples of the first way, with a panel per setting."""
+    settings = sorted({(row.threads, row.count) for row in rows})
+    figure = Figure(figsize=(12, 3.2 * len(settings)))
     figure.set_layout_engine("constrained")
-    panels = figure.subplots(1, len(AXES), sharey=True)
-    for panel, axis in zip(panels, AXES, strict=True):
-        own = [point for point in points if point.axis == axis]
-        where = [point.at for point in own]
-        panel.plot(where, [p.plain / p.floor for p in own], "o-", color="0.6", label="plain")
-        panel.plot(where, [p.ours / p.floor for p in own], "o-", color="C0", label="ours")
+    panels = figure.subplots(len(settings), 1, sharex=True, sharey=True, squeeze=False)
+    unit, *ways = rows[0].figures
+    width = 0.8 / len(ways)
+    for panel, (threads, replicas) in zip(panels[:, 0], settings, strict=True):
+        own = [row for row in rows if (row.threads, row.count) == (threads, replicas)]
+        for number, way in enumerate(ways):
+            where = [x + (number - (len(ways) - 1) / 2) * width for x in range(len(own))]
+            heights = [row.figures[way][0] / row.figures[unit][0] for row in own]
+            bars = panel.bar(where, heights, width, label=way)
+            panel.bar_label(bars, fmt="%.2f", fontsize=8)
         panel.axhline(1, color="black", linewidth=0.8, linestyle="dotted")
-        panel.set_yscale("log")
-        panel.yaxis.set_major_formatter("{x:g}")
-        if axis == "replicas":
-            panel.set_xticks(where)
-        else:
-            panel.set_xscale("log", base=2)
-        panel.set_xlabel(f"{LABELS[axis]} ({_fixed(axis)})")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("time, in multiples of the floor")
-    panels[0].legend(frameon=False)
-    figure.savefig(path, format="png", dpi=150)
-
-
-def _fixed(axis: str) -> str:
-    """What is not varied, for the label of an axis."""
-    names = {
-        "replicas": "{} replicas",
-        "channels": "{} channels",
-        "elements": "{} elements per replica",
-    }
-    return ", ".join(names[name].format(f"{at:,}") for name, at in USUAL.items() if name != axis)
+        panel.set_title(f"{replicas} replicas, torch threads: {threads}", fontsize=10)
+        panel.set_ylabel(f"step, to {unit}", fontsize=8)
+        panel.set_xticks(range(len(own)), [row.case for row in own], fontsize=8)
+        panel.margins(y=0.15)
+    panels[0, 0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, format="png", dpi=110)

@@ -1,7 +1,6 @@
-"""What a synchronized layer costs in replicas: its time to that of torch's in the same ones.
+"""What a synchronized layer alone costs: forward and backward on two CPU replicas.
 
-A step is forward and backward of one layer on CPU replicas, one torch thread each: replication,
-callbacks and threads included, splitting and joining not.
+Every layer runs in the same replicas, without splitting and concatenation.
 
     python -m benchmarks.layer
 """
@@ -10,105 +9,95 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measuring import Row, alternating, replica_counts, run
+from benchmarks import yardsticks
+from benchmarks.measuring import (
+    THREADS,
+    Figures,
+    Row,
+    Table,
+    alternating,
+    in_processes,
+    now,
+    parser,
+    show,
+)
 from replication import DataParallel, Scattered
-from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
+from syncbn import convert_model
 
-#: Ours and torch's, by the number of dimensions of the input.
-LAYERS: dict[int, tuple[Callable[[int], nn.Module], Callable[[int], nn.Module]]] = {
-    2: (SynchronizedBatchNorm1d, nn.BatchNorm1d),
-    3: (SynchronizedBatchNorm1d, nn.BatchNorm1d),
-    4: (SynchronizedBatchNorm2d, nn.BatchNorm2d),
-    5: (SynchronizedBatchNorm3d, nn.BatchNorm3d),
+ABOUT = (
+    "One layer, forward and backward, in the replicas of `replication.DataParallel`, without "
+    "splitting and gathering. Shapes are per replica. Cells are both, and in brackets each."
+)
+
+REPLICAS = 2
+
+CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
+
+#: Per replica.
+INPUTS: list[tuple[tuple[int, ...], torch.memory_format]] = [
+    ((8, 64, 56, 56), CONTIGUOUS),
+    ((8, 64, 56, 56), CHANNELS_LAST),
+    ((2, 256, 14, 14), CONTIGUOUS),
+    ((2, 64, 8, 8), CONTIGUOUS),
+    ((64, 256), CONTIGUOUS),
+]
+
+#: Each makes a layer from a plain BatchNorm.
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain BatchNorm": lambda plain: plain,
+    "ours": convert_model,
+    "older toolkits": lambda plain: yardsticks.convert(nn.Sequential(plain)),
 }
 
 
-class Case(NamedTuple):
-    """An input."""
-
-    #: Per replica.
-    shape: tuple[int, ...]
-    layout: torch.memory_format = torch.contiguous_format
-    dtype: torch.dtype = torch.float32
-    #: With 2 replicas.
-    goal: float | None = None
-
-    def __str__(self) -> str:
-        text = " x ".join(map(str, self.shape))
-        if self.layout is torch.channels_last:
-            text += ", channels_last"
-        if self.dtype is not torch.float32:
-            text += f", {self.dtype}".replace("torch.", "")
-        return text
-
-    def tiny(self) -> Case:
-        return self._replace(shape=tuple(min(size, 4) for size in self.shape))
-
-
-CASES = [
-    Case((8, 64, 56, 56), goal=0.8),
-    Case((4, 256, 28, 28), goal=0.8),
-    Case((8, 64, 56, 56), torch.channels_last, goal=1.05),
-    Case((8, 64, 112, 112), torch.channels_last),
-    Case((2, 256, 14, 14), goal=1.1),
-    Case((2, 64, 8, 8), goal=1.4),
-    Case((8, 64, 56, 56), dtype=torch.float64),
-    Case((8, 64, 56, 56), dtype=torch.bfloat16),
-    Case((64, 256)),
-    Case((16, 64, 512)),
-    Case((2, 32, 16, 32, 32)),
-]
-
-
-def step(model: nn.Module, shards: list[Tensor], upstream: list[Tensor]) -> None:
+def run(model: nn.Module, shards: list[Tensor], upstream: list[Tensor]) -> Figures:
+    """Milliseconds of forward and backward, and of each."""
+    begin = now()
     outputs = model(Scattered(shards))
-    # Which adds to no gradient of before: that costs as much as a kernel, in either way.
+    forward = now()
+    # Unlike backward(), this adds nothing to the gradients of earlier rounds.
     torch.autograd.grad(outputs, [*shards, *model.parameters()], upstream)
+    end = now()
+    return 1e3 * (end - begin), 1e3 * (forward - begin), 1e3 * (end - forward)
 
 
-def ways(case: Case, replicas: int) -> list[Callable[[], None]]:
-    """A step of ours, and one of torch's."""
-    shards, upstream = (
-        [
-            torch.randn(case.shape).to(case.dtype, memory_format=case.layout)
-            for _ in range(replicas)
-        ]
-        for _ in range(2)
-    )
-    for shard in shards:
-        shard.requires_grad_()
-    return [
-        partial(
-            step,
-            DataParallel(
-                layer(case.shape[1]).to(case.dtype),
-                ["cpu"] * replicas,
-                gather_to_one_device=False,
-            ),
-            shards,
-            upstream,
+def title(shape: tuple[int, ...], layout: torch.memory_format) -> str:
+    text = " x ".join(map(str, shape))
+    return f"{text}, channels_last" if layout is CHANNELS_LAST else text
+
+
+def measure(rank: int, seconds: float, device: str) -> list[Row]:
+    made = []
+    for shape, layout in INPUTS:
+        shards, upstream = (
+            [torch.randn(shape).to(device, memory_format=layout) for _ in range(REPLICAS)]
+            for _ in range(2)
         )
-        for layer in LAYERS[len(case.shape)]
-    ]
+        for shard in shards:
+            shard.requires_grad_()
+        ways = {}
+        for name, make in WAYS.items():
+            plain = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
+            layer = make(plain(shape[1])).to(device)
+            model = DataParallel(layer, [device] * REPLICAS, gather_to_one_device=False)
+            ways[name] = partial(run, model, shards, upstream)
+        figures = alternating(ways, seconds)
+        made.append(Row(title(shape, layout), REPLICAS, torch.get_num_threads(), figures))
+    return made
 
 
-def ratio(case: Case, replicas: int, steps: int) -> float:
-    """The median time of ours to that of torch's."""
-    ours, plain = alternating(ways(case, replicas), steps)
-    return ours / plain
+def rows(seconds: float, device: str = "cpu") -> Iterator[Row]:
+    for threads in THREADS:
+        yield from in_processes(1, threads, measure, seconds, device)
 
 
-def rows(steps: int, quick: bool = False) -> Iterator[Row]:
-    for case in CASES:
-        measured = case.tiny() if quick else case
-        figures = {n: ratio(measured, n, steps) for n in replica_counts(quick)}
-        yield Row("layer", str(measured), figures, case.goal, goal_at=2 if case.goal else None)
+def table(seconds: float) -> Table:
+    return Table("A layer alone", ABOUT, rows(seconds))
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(rows, __doc__))
+    show(table(parser(__doc__).parse_args().seconds))

@@ -1,137 +1,175 @@
-"""How all parts measure: functions that take turns, medians, and rows of one table."""
+"""How everything here is measured: ways that take turns, medians, and tables of their ratios."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 import torch
 
-WARM_UP = 5
+WARM_UP = 2
 
-#: Of all parts that vary them.
-REPLICAS = (2, 4, 8)
+#: At least so many, however long they take.
+ROUNDS = 5
 
-#: Else what the system has to do for fresh memory drowns the figures.
+#: Numbers of torch threads; 0 is torch's default.
+THREADS = (1, 0)
+
+#: Lets the C library keep freed memory. Page faults would drown small differences.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": "4000000000",
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
     "MALLOC_TOP_PAD_": "100000000",
 }
 
+#: What one run of a way takes: the whole, then its parts, if any.
+Figures = tuple[float, ...]
+
 
 class Row(NamedTuple):
-    """One line of the table; a figure says how many times as long, or as much, as the other."""
+    """What each way takes on the same work. Other ways are shown as multiples of the first."""
 
-    part: str
     case: str
-    #: By the number of replicas.
-    figures: dict[int, float]
-    #: What the figures should not exceed.
-    goal: float | None = None
-    #: The number of replicas that the goal is for; None: all.
-    goal_at: int | None = None
-    #: Of a figure that is no ratio.
-    unit: str = ""
-
-    @property
-    def is_met(self) -> bool | None:
-        """Whether the figures, as they are printed, keep to the goal; None without one."""
-        if self.goal is None:
-            return None
-        figures = [v for n, v in self.figures.items() if self.goal_at in (None, n)]
-        return all(round(figure, 2) <= self.goal for figure in figures)
+    #: Replicas or processes.
+    count: int
+    threads: int
+    figures: dict[str, Figures]
 
 
-class Part(Protocol):
-    """Measures; ``quick`` is for tests, with tiny shapes and few replicas."""
+class Table(NamedTuple):
+    """Rows with the same ways, and what a reader must know about them."""
 
-    def __call__(self, steps: int, quick: bool = False) -> Iterable[Row]: ...
-
-
-def replica_counts(quick: bool) -> tuple[int, ...]:
-    return REPLICAS[:1] if quick else REPLICAS
-
-
-def keep_memory() -> None:
-    """Begins the program anew, unless `KEEP_MEMORY` was there when it began."""
-    if not os.environ.items() >= KEEP_MEMORY.items():
-        command = [sys.executable, *sys.orig_argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, **KEEP_MEMORY})
+    title: str
+    about: str
+    rows: Iterable[Row]
+    unit: str = "ms"
+    counted: str = "replicas"
 
 
-def seconds(function: Callable[[], object]) -> float:
-    """How long a call takes; what it returns is freed after that."""
-    begin = time.perf_counter()
+def now() -> float:
+    """Seconds, after an accelerator in use has finished its work."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def timed(function: Callable[[], object]) -> Figures:
+    """Milliseconds that a call takes. Its result is freed afterwards."""
+    begin = now()
     result = function()
-    end = time.perf_counter()
+    end = now()
     del result
-    return end - begin
+    return (1e3 * (end - begin),)
 
 
-def alternating(functions: Sequence[Callable[[], object]], steps: int) -> list[float]:
-    """The median seconds of each function; they take turns, so that all see the same machine."""
-    times: list[list[float]] = [[] for _ in functions]
-    for turn in range(WARM_UP + steps):
-        for function, own in zip(functions, times, strict=True):
-            taken = seconds(function)
-            if turn >= WARM_UP:
-                own.append(taken)
-    return [statistics.median(own) for own in times]
+def alternating(
+    ways: Mapping[str, Callable[[], Figures]],
+    seconds: float,
+    agree: Callable[[bool], bool] = bool,
+) -> dict[str, Figures]:
+    """Return the medians of each way.
+
+    The ways take turns, so that all see the same machine. Rounds go on for ``seconds``, and for
+    `ROUNDS` at least. With 0 seconds there is a single round, which shows that everything runs.
+    Processes that measure together pass ``agree``, which makes them stop in the same round.
+    """
+    taken: dict[str, list[Figures]] = {name: [] for name in ways}
+    warm_up, rounds = (WARM_UP, ROUNDS) if seconds else (0, 1)
+    for _ in range(warm_up):
+        for way in ways.values():
+            way()
+    end, done = time.perf_counter() + seconds, 0
+    while agree(done < rounds or time.perf_counter() < end):
+        for name, way in ways.items():
+            taken[name].append(way())
+        done += 1
+    return {
+        name: tuple(map(statistics.median, zip(*own, strict=True))) for name, own in taken.items()
+    }
 
 
-def p99(values: Iterable[float]) -> float:
-    """The 99th percentile, by the nearest rank."""
-    ordered = sorted(values)
-    return ordered[-(len(ordered) // 100) - 1]
+def in_processes(count: int, threads: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call ``function(rank, *arguments)`` in new processes, and return what rank 0 returns."""
+    os.environ.update(KEEP_MEMORY)
+    with ProcessPoolExecutor(
+        count, get_context("spawn"), initializer=_begin, initargs=(threads,)
+    ) as pool:
+        calls = [pool.submit(function, rank, *arguments) for rank in range(count)]
+        # Of every rank: an error in any of them is raised here.
+        first, *_ = [call.result() for call in calls]
+        return first
 
 
-def header(steps: int) -> str:
-    """Above the rows."""
-    columns = " | ".join(f"{n} replicas" for n in REPLICAS)
-    return (
-        f"Medians of {steps} steps that take turns.\n\n"
-        f"| part | case | {columns} | goal | met |\n"
-        f"|---|---|{'---|' * len(REPLICAS)}---|---|"
-    )
-
-
-def line(row: Row) -> str:
-    """A row in Markdown."""
-    unit = f" {row.unit}" if row.unit else ""
-    figures = (f"{row.figures[n]:.2f}{unit}" if n in row.figures else "" for n in REPLICAS)
-    goal = "" if row.goal is None else f"<= {row.goal:g}{unit}"
-    if row.goal_at is not None:
-        goal += f" with {row.goal_at}"
-    met = {None: "", True: "yes", False: "no"}[row.is_met]
-    return f"| {' | '.join((row.part, row.case, *figures, goal, met))} |"
-
-
-def show(rows: Iterable[Row], quick: bool) -> None:
-    """Prints rows as they come; goals are for the shapes of a full run."""
-    for row in rows:
-        print(line(row._replace(goal=None, goal_at=None) if quick else row), flush=True)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those of the suite and of each part."""
-    parser.add_argument("--steps", type=int, default=60, help="of each way, after warm-up")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
-
-
-def run(part: Part, description: str | None) -> int:
-    """The program of one part."""
-    keep_memory()
-    parser = argparse.ArgumentParser(description=(description or "").split("\n", 1)[0])
-    add_options(parser)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def _begin(threads: int) -> None:
+    if threads:
+        torch.set_num_threads(threads)
     torch.manual_seed(0)
-    print(header(options.steps))
-    show(part(options.steps, options.quick), options.quick)
-    return 0
+
+
+def columns(table: Table, ways: Iterable[str]) -> list[str]:
+    """The headings of a table."""
+    unit, *others = ways
+    return ["case", table.counted, "torch threads", f"{unit}, {table.unit}", *others]
+
+
+def ratio(row: Row, way: str, phase: int = 0) -> str:
+    """What a way takes, in multiples of the first, as it is printed."""
+    unit = next(iter(row.figures.values()))
+    return f"{row.figures[way][phase] / unit[phase]:.2f}"
+
+
+def cells(row: Row) -> list[str]:
+    """A row as text. ``1.31 (1.40, 1.20)`` is the whole and its parts."""
+    (_, unit), *others = row.figures.items()
+    texts = []
+    for way, figures in others:
+        whole, *parts = (ratio(row, way, phase) for phase in range(len(figures)))
+        texts.append(f"{whole} ({', '.join(parts)})" if parts else whole)
+    return [row.case, str(row.count), str(row.threads), f"{unit[0]:.2f}", *texts]
+
+
+def lines(table: Table) -> Iterator[str]:
+    """The table in Markdown, line by line as the rows come."""
+    yield from ("", f"### {table.title}", "", table.about, "")
+    for number, row in enumerate(table.rows):
+        if number == 0:
+            headings = columns(table, row.figures)
+            yield _line(headings)
+            yield _line(["---"] * len(headings))
+        yield _line(cells(row))
+
+
+def _line(texts: Iterable[str]) -> str:
+    return f"| {' | '.join(texts)} |"
+
+
+def parser(description: str | None, seconds: float = 3) -> argparse.ArgumentParser:
+    """The options that all programs here have."""
+    made = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    made.add_argument(
+        "--seconds",
+        type=float,
+        default=seconds,
+        help="per row, after warm-up (default %(default)s)",
+    )
+    return made
+
+
+def show(table: Table) -> Table:
+    """Print a table row by row, as the rows come, and return it with all of them."""
+    rows: list[Row] = []
+
+    def kept() -> Iterator[Row]:
+        for row in table.rows:
+            rows.append(row)
+            yield row
+
+    for line in lines(table._replace(rows=kept())):
+        print(line, flush=True)
+    return table._replace(rows=rows)

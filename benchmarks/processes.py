@@ -1,165 +1,98 @@
-"""What a synchronized layer costs between processes: time, collectives and bytes per layer.
+"""What synchronization costs in a training step of processes under DistributedDataParallel.
 
-Each number of ranks is a run of its own, in which the ways to synchronize take turns, one step
-each, so that all of them see the same machine. A step is forward and backward of one layer.
+`torch.nn.SyncBatchNorm` refuses the CPU, so it takes part only where the processes use a GPU.
 
-    plain     `torch.nn.BatchNorm2d`, which synchronizes nothing
-    ours      `syncbn.SynchronizedBatchNorm2d`
-    reduce    ours, with an all-reduce also where it would gather
-    gather    ours, with a gather also where it would reduce: the bytes of each rank's statistics,
-              as `torch.nn.SyncBatchNorm` (which refuses the CPU) sends them forward
-
-    python -m benchmarks.processes --ranks 2 4 8 16
+    python -m benchmarks.processes
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
 import tempfile
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 
 import torch
-from torch import Tensor, distributed, multiprocessing, nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.measuring import WARM_UP, Row, keep_memory
-from replication.groups import processes as process_group
-from syncbn import SynchronizedBatchNorm2d
+from benchmarks.measuring import Figures, Row, Table, alternating, in_processes, parser, show
+from benchmarks.networks import NETWORKS
+from benchmarks.step import training
+from syncbn import convert_model
 
-CHANNELS = 256
+#: Those whose steps depend most on the cost of a layer, and on the usual width.
+NAMES = ("dense", "narrow", "unet")
 
+PROCESSES = (2, 4)
 
-class Figures(NamedTuple):
-    """Of one way."""
+ABOUT = (
+    "Training steps of processes under `DistributedDataParallel` on gloo, one torch thread each: "
+    "forward, backward and SGD. The unit is plain BatchNorm, which synchronizes nothing. Cells "
+    "are the step, and in brackets forward and backward. `nn.SyncBatchNorm` refuses the CPU and "
+    "takes part on a GPU only."
+)
 
-    #: The median.
-    seconds: float
-    #: The collectives of a step.
-    calls: int
-    #: The bytes that a rank gets in a step.
-    received: int
-
-
-class Counting:
-    """Counts the collectives of a step, and the bytes that each rank gets from the others."""
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self.calls = self.received = 0
-
-    def all_reduce(self, tensor: Tensor, **options: Any) -> None:
-        self.calls += 1
-        # Of a ring: all but one part of n, twice.
-        self.received += 2 * (self._ranks - 1) * _bytes(tensor) // self._ranks
-        _all_reduce(tensor, **options)
-
-    def all_gather(self, tensors: list[Tensor], tensor: Tensor, group: Any) -> None:
-        self.calls += 1
-        self.received += (self._ranks - 1) * _bytes(tensor)
-        _all_gather(tensors, tensor, group)
+#: Each makes a network from one with plain BatchNorm.
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain BatchNorm": lambda net: net,
+    "ours": convert_model,
+}
+ON_GPUS = {**WAYS, "`nn.SyncBatchNorm`": nn.SyncBatchNorm.convert_sync_batchnorm}
 
 
-_all_reduce, _all_gather = distributed.all_reduce, distributed.all_gather
+def together(way: Callable[[], Figures]) -> Callable[[], Figures]:
+    """A way that all processes begin at the same time."""
+
+    def begun_together() -> Figures:
+        distributed.barrier()
+        return way()
+
+    return begun_together
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def agree(goes_on: bool) -> bool:
+    """Return what rank 0 has passed."""
+    flag = torch.tensor(goes_on, dtype=torch.uint8)
+    distributed.broadcast(flag, 0)
+    return bool(flag)
 
 
-def step(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
-    torch.autograd.grad(layer(x), [x, *layer.parameters()], dy)
-
-
-def ways(channels: int) -> dict[str, tuple[nn.Module, int]]:
-    """The layers, each with the number of ranks up to which it gathers."""
-    few = process_group._FEW_RANKS
-    return {
-        "plain": (nn.BatchNorm2d(channels), few),
-        "ours": (SynchronizedBatchNorm2d(channels), few),
-        "reduce": (SynchronizedBatchNorm2d(channels), 0),
-        "gather": (SynchronizedBatchNorm2d(channels), 1 << 30),
-    }
-
-
-def measure(rank: int, ranks: int, folder: str, channels: int, steps: int) -> None:
-    """What one process does; rank 0 writes the figures down."""
-    torch.set_num_threads(1)
+def measure(rank: int, name: str, size: int, seconds: float, device: str, folder: str) -> Row:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(minutes=2),
     )
-    x = torch.randn(2, channels, 7, 7, requires_grad=True)
-    dy = torch.randn_like(x)
-    times: dict[str, list[float]] = {}
-    traffic: dict[str, Counting] = {}
-    layers = ways(channels)
-    for turn in range(WARM_UP + steps):
-        for way, (layer, few) in layers.items():
-            process_group._FEW_RANKS = few
-            traffic[way] = counting = Counting(ranks)
-            distributed.all_reduce, distributed.all_gather = (
-                counting.all_reduce,
-                counting.all_gather,
-            )
-            distributed.barrier()
-            begin = time.perf_counter()
-            step(layer, x, dy)
-            if turn >= WARM_UP:
-                times.setdefault(way, []).append(time.perf_counter() - begin)
-    if rank == 0:
-        figures = {
-            way: Figures(statistics.median(values), traffic[way].calls, traffic[way].received)
-            for way, values in times.items()
-        }
-        Path(folder, "figures").write_text(json.dumps(figures))
-    distributed.barrier()
+    title, build, shape = NETWORKS[name]
+    x = torch.randn(shape).to(device)
+    ways = {}
+    for way, make in (WAYS if device == "cpu" else ON_GPUS).items():
+        model = DistributedDataParallel(make(build()).to(device))
+        ways[way] = together(training(model, x))
+    figures = alternating(ways, seconds, agree)
     distributed.destroy_process_group()
+    return Row(title, size, torch.get_num_threads(), figures)
 
 
-def measured(ranks: int, channels: int, steps: int) -> dict[str, Figures]:
-    """The figures of each way between so many processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(measure, (ranks, folder, channels, steps), ranks)
-        figures = json.loads(Path(folder, "figures").read_text())
-    return {way: Figures(*values) for way, values in figures.items()}
+def rows(
+    seconds: float,
+    networks: Iterable[str] = NAMES,
+    sizes: Iterable[int] = PROCESSES,
+    device: str = "cpu",
+) -> Iterator[Row]:
+    for name in networks:
+        for size in sizes:
+            with tempfile.TemporaryDirectory() as folder:
+                yield in_processes(size, 1, measure, name, size, seconds, device, folder)
 
 
-def rows(steps: int, quick: bool = False) -> Iterator[Row]:
-    counts, channels = ((2,), 4) if quick else ((2, 4), CHANNELS)
-    figures = {ranks: measured(ranks, channels, steps) for ranks in counts}
-    for way, name in (("plain", "plain BatchNorm"), ("gather", "the gather")):
-        ratios = {n: own["ours"].seconds / own[way].seconds for n, own in figures.items()}
-        yield Row("processes", f"{channels} channels, to {name}", ratios)
-
-
-def show(ranks: int, figures: dict[str, Figures]) -> None:
-    best = min(figures[way].seconds for way in ("reduce", "gather"))
-    for way, (median, calls, received) in figures.items():
-        print(
-            f"{ranks:>5}  {way:<7} {1e3 * median:>8.2f} {median / best:>8.2f} "
-            f"{calls:>12} {received:>10}",
-            flush=True,
-        )
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--channels", type=int, default=CHANNELS)
-    parser.add_argument("--steps", type=int, default=50, help="of each way, after warm-up")
-    options = parser.parse_args(arguments)
-    print(f"C = {options.channels}, medians of {options.steps} steps, gloo over loopback")
-    print("ranks  way           ms  to best  collectives  bytes got")
-    for ranks in options.ranks:
-        show(ranks, measured(ranks, options.channels, options.steps))
-    return 0
+def table(seconds: float, networks: Iterable[str] = NAMES) -> Table:
+    return Table("Between processes", ABOUT, rows(seconds, networks), counted="processes")
 
 
 if __name__ == "__main__":
-    keep_memory()
-    raise SystemExit(main())
+    show(table(parser(__doc__).parse_args().seconds))

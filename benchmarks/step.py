@@ -1,109 +1,107 @@
-"""What synchronization costs in a step of training, and what replicas on the CPU cost.
+"""What synchronization costs in a training step of whole networks.
 
-A step is forward, backward and SGD of a ResNet-50 of width 32 on 96 x 96 images, 8 per replica,
-or of its usual width on 160 x 160 images, where the time is that of convolutions.
+Forward (with the loss), backward, and the whole step (with the optimizer) on CPU replicas.
 
-    converted   under `replication.DataParallel` on CPU replicas, to the same network with plain
-                BatchNorm; one torch thread each
-    replicas    the plain network on 2 replicas with one torch thread each, to the network itself
-                on the whole batch with all threads. Backward runs in one thread, the caller's,
-                whatever the replicas are: with as many torch threads as the forward has, or with
-                all. Torch's threads wait for each other: where something else runs beside them a
-                step may take a hundred times as long, and the replicas look well. So the last row
-                has the network itself with all threads, to one; above 1 the machine was busy, and
-                the rows before it say nothing.
-
-    python -m benchmarks.step
+    python -m benchmarks.step --network dense --replicas 2
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measuring import Row, alternating, run
-from benchmarks.networks import resnet
+from benchmarks import yardsticks
+from benchmarks.measuring import (
+    THREADS,
+    Figures,
+    Row,
+    Table,
+    alternating,
+    in_processes,
+    now,
+    parser,
+    show,
+)
+from benchmarks.networks import NETWORKS
 from replication import DataParallel
 from syncbn import convert_model
 
-#: What torch has when nobody has set it: this is read before a part sets it.
-ALL_THREADS = torch.get_num_threads()
+REPLICAS = (2, 4)
+
+ABOUT = (
+    "Training steps on CPU replicas: forward, backward and SGD. The unit is plain BatchNorm in "
+    "replicas made as `nn.DataParallel` makes them, which synchronize nothing. Cells are the "
+    "step, and in brackets forward and backward."
+)
+
+#: Each makes a model of a network, a number of replicas, and their device.
+WAYS: dict[str, Callable[[nn.Module, int, str], nn.Module]] = {
+    "plain BatchNorm": lambda net, n, device: yardsticks.DataParallel(net, n),
+    "plain BatchNorm in our replicas": lambda net, n, device: DataParallel(net, [device] * n),
+    "ours": lambda net, n, device: DataParallel(convert_model(net), [device] * n),
+    "older toolkits": lambda net, n, device: yardsticks.DataParallel(yardsticks.convert(net), n),
+}
 
 
-def network(quick: bool, width: int = 32) -> nn.Module:
-    return resnet(4, (1, 1, 1, 1)) if quick else resnet(width)
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Figures:
+    """Milliseconds of a step, of its forward, and of its backward."""
+    begin = now()
+    loss = model(x).square().mean()
+    forward = now()
+    loss.backward()
+    backward = now()
+    optimizer.step()
+    optimizer.zero_grad()
+    end = now()
+    return 1e3 * (end - begin), 1e3 * (forward - begin), 1e3 * (backward - forward)
 
 
-def batch(replicas: int, quick: bool, size: int = 96) -> tuple[Tensor, Tensor]:
-    """Images and their classes."""
-    samples, size = (2 * replicas, 32) if quick else (8 * replicas, size)
-    return torch.randn(samples, 3, size, size), torch.arange(samples) % 10
-
-
-def trained(
-    model: nn.Module, images: Tensor, classes: Tensor, forward: int = 1, backward: int = 1
-) -> Callable[[], None]:
-    """A step of training, with so many torch threads forward and backward."""
-    # Slow, so that figures stay figures for as many steps as one likes.
+def training(model: nn.Module, x: Tensor) -> Callable[[], Figures]:
+    """A step of training of ``model``, slow enough that the numbers stay finite for ever."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-
-    def step() -> None:
-        torch.set_num_threads(forward)
-        loss = nn.functional.cross_entropy(model(images), classes)
-        if backward != forward:
-            torch.set_num_threads(backward)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return partial(step, model, optimizer, x)
 
 
-def converted(replicas: int, steps: int, quick: bool, width: int = 32, size: int = 96) -> float:
-    """The median time of a step of synchronized replicas to that of plain ones."""
-    images, classes = batch(replicas, quick, size)
-    ours, plain = alternating(
-        [
-            trained(DataParallel(net, ["cpu"] * replicas), images, classes)
-            for net in (convert_model(network(quick, width)), network(quick, width))
-        ],
-        steps,
+def measure(rank: int, name: str, replicas: int, seconds: float, device: str) -> Row:
+    title, build, (samples, *shape) = NETWORKS[name]
+    x = torch.randn(samples * replicas, *shape).to(device)
+    ways = {
+        way: training(make(build().to(device), replicas, device), x) for way, make in WAYS.items()
+    }
+    return Row(title, replicas, torch.get_num_threads(), alternating(ways, seconds))
+
+
+def rows(
+    seconds: float,
+    networks: Iterable[str] = tuple(NETWORKS),
+    replicas: Iterable[int] = REPLICAS,
+    threads: Iterable[int] = THREADS,
+    device: str = "cpu",
+) -> Iterator[Row]:
+    for name in networks:
+        for number in threads:
+            for count in replicas:
+                yield in_processes(1, number, measure, name, count, seconds, device)
+
+
+def table(seconds: float) -> Table:
+    return Table("Training steps", ABOUT, rows(seconds))
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--network", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    options.add_argument("--replicas", nargs="+", type=int, default=REPLICAS)
+    options.add_argument(
+        "--threads", nargs="+", type=int, default=THREADS, help="0 is torch's default"
     )
-    return ours / plain
-
-
-def replicas_on_the_cpu(replicas: int, steps: int, quick: bool) -> tuple[float, float, float]:
-    """The median time of a step of plain replicas, backward with one thread and with all, to that
-    of the whole batch with all threads; and of that to one of the whole batch with one thread."""
-    images, classes = batch(replicas, quick)
-    model = partial(DataParallel, device_ids=["cpu"] * replicas)
-    one, every, whole, single = alternating(
-        [
-            trained(model(network(quick)), images, classes),
-            trained(model(network(quick)), images, classes, backward=ALL_THREADS),
-            trained(network(quick), images, classes, ALL_THREADS, ALL_THREADS),
-            trained(network(quick), images, classes),
-        ],
-        steps,
-    )
-    torch.set_num_threads(1)
-    return one / whole, every / whole, whole / single
-
-
-def rows(steps: int, quick: bool = False) -> Iterator[Row]:
-    figures = {n: converted(n, steps, quick) for n in ((2,) if quick else (2, 4))}
-    yield Row("step", "converted, to plain BatchNorm", figures, goal=1.03)
-    usual = {2: converted(2, min(steps, 30), quick, 64, 160)}
-    yield Row("step", "converted, to plain BatchNorm, width 64", usual, goal=1.03)
-    one, every, control = replicas_on_the_cpu(2, steps, quick)
-    for threads, figure in (("one", one), ("all", every)):
-        case = f"plain replicas, backward with {threads} of {ALL_THREADS} threads, to one replica"
-        yield Row("step", case, {2: figure}, goal=1.1)
-    yield Row("step", f"control: one replica with {ALL_THREADS} threads, to one", {2: control})
+    given = options.parse_args()
+    measured = rows(given.seconds, given.network, given.replicas, given.threads)
+    show(Table("Training steps", ABOUT, measured))
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(rows, __doc__))
+    main()

@@ -176,7 +176,6 @@ def method_of(module: nn.Module) -> Any:
     if (
         hasattr(type(module), CALLBACK)
         or CALLBACK in vars(module)
-        or CALLBACK in module._modules
         or type(module).__getattr__ is not nn.Module.__getattr__
     ):
         return getattr(module, CALLBACK, None)

@@ -51,7 +51,7 @@ class Patched:
         return first_failure_wins(self._unpatched("parallel_apply"), replicas, *args, **kwargs)
 
     def _unpatched(self, name: str) -> Callable[..., Any]:
-        own = vars(self).get(_OWN_METHODS, {})
+        own = vars(self)[_OWN_METHODS]
         return own[name] if name in own else getattr(super(), name)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -75,6 +75,7 @@ def patch_class(data_parallel: Any) -> None:
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     patched = new_class(kind.__name__, (Patched, kind), exec_body=lambda body: body.update(names))
     object.__setattr__(data_parallel, "__class__", patched)
+    vars(data_parallel).setdefault(_OWN_METHODS, {})  # a copy may come without its attributes
 
 
 def unpatched_class(data_parallel: Any) -> Any:

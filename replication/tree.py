@@ -330,12 +330,11 @@ def flatten_together(trees: Sequence[Any]) -> tuple[list[tuple[Path, tuple[Any, 
         DifferentStructure: The trees differ in containers or keys.
     """
     rows: list[tuple[Path, tuple[Any, ...]]] = []
-    spec = _flatten_into(rows, Path(), tuple(trees), ())
-    return rows, spec
+    return rows, _flatten_into(rows, Path(), tuple(trees), ())
 
 
-# The recursions are functions of the module: one that refers to itself from inside another
-# function makes a cycle, which keeps the leaves (and their graphs) until the next collection.
+# The recursive functions are no closures: one that refers to itself would be in a cycle, which
+# keeps tensors alive until the next garbage collection.
 
 
 def _flatten_into(
@@ -366,8 +365,7 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
 def _unflatten_from(leaves: Iterator[Any], spec: Spec) -> Any:
     if spec.container is None:
         return next(leaves)
-    children = (_unflatten_from(leaves, child) for child in spec.children)
-    return spec.container.rebuilt(children, {})
+    return spec.container.rebuilt((_unflatten_from(leaves, s) for s in spec.children), {})
 
 
 def _opened(path: Path, trees: tuple[Any, ...], above: tuple[int, ...]) -> list[Container] | None:
@@ -426,10 +424,10 @@ def replace_leaves(
 
     container = opened(tree)
     if container is None:
-        return _new_leaf(function, tree, made)
+        return _replaced(function, tree, made)
     if id(tree) in made:
         return made[id(tree)][1]
-    if all(_new_leaf(function, leaf, made) is leaf for leaf in leaves_of(tree, opened)):
+    if all(_replaced(function, leaf, made) is leaf for leaf in leaves_of(tree, opened)):
         return tree
     values = (replace_leaves(function, value, made, opened) for value in container.values)
     new = container.rebuilt(values, made)
@@ -437,7 +435,7 @@ def replace_leaves(
     return made.setdefault(id(tree), (tree, new))[1]
 
 
-def _new_leaf(function: Callable[[Any], Any], leaf: Any, made: Made) -> Any:
+def _replaced(function: Callable[[Any], Any], leaf: Any, made: Made) -> Any:
     if type(leaf) in PLAIN:
         return leaf
     if id(leaf) not in made:

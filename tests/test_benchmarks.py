@@ -1,153 +1,306 @@
-"""The benchmarks run; what they measure is nobody's business here."""
+"""The benchmarks run, their tables are complete, and what they compare with is correct.
+
+How large the figures are is for a quiet machine to say, not for a test.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from processes import run_python
-from torch import distributed
+from torch import distributed, nn
 
-HAS_GLOO = distributed.is_available() and distributed.is_gloo_available()
-needs_gloo = pytest.mark.skipif(not HAS_GLOO, reason="this torch has no gloo")
+from benchmarks import __main__ as suite
+from benchmarks import failures, layer, overhead, processes, step, yardsticks
+from benchmarks.measuring import Row, Table, alternating, cells, columns, lines
+from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
+from replication import DataParallel
 
-LAYERS = [
-    "4 x 4 x 4 x 4",
-    "4 x 4 x 4 x 4",
-    *["4 x 4 x 4 x 4, channels_last"] * 2,
-    "2 x 4 x 4 x 4",
-    "2 x 4 x 4 x 4",
-    "4 x 4 x 4 x 4, float64",
-    "4 x 4 x 4 x 4, bfloat16",
-    "4 x 4",
-    "4 x 4 x 4",
-    "2 x 4 x 4 x 4 x 4",
-]
-KEPT = ["kept for backward, to the input: ours", "kept for backward, to the input: plain"]
-CASES = {
-    "layer": LAYERS,
-    "rendezvous": [
-        f"{way}, {where}, {figure}{how}"
-        for how in ("", ", back to back")
-        for way in ("SyncMaster", "exchange")
-        for where in ("master", "all")
-        for figure in ("p50", "p99")
-    ],
-    "replicate": ["ResNet-50, to torch's way", "callbacks of 10 modules"],
-    "step": [
-        "converted, to plain BatchNorm",
-        "converted, to plain BatchNorm, width 64",
-        *["plain replicas"] * 2,
-        "control",
-    ],
-    "gpu": (
-        [*["kernels"] * 4, "step, converted, to plain BatchNorm"]
-        if torch.cuda.is_available()
-        else ["no CUDA device here"]
-    ),
-    "memory": [*KEPT, "peak of a step, to plain BatchNorm"],
-    "growth": [
-        *(
-            f"{value} {axis}, to {other}"
-            for axis, values in (("channels", ("16", "64")), ("elements", ("1,024", "4,096")))
-            for value in values
-            for other in ("plain BatchNorm", "the floor")
-        ),
-        "replicas, to plain BatchNorm",
-        "replicas, to the floor",
-    ],
-    **(
-        {"processes": ["4 channels, to plain BatchNorm", "4 channels, to the gather"]}
-        if HAS_GLOO
-        else {}
-    ),
+needs_gloo = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()),
+    reason="this torch has no gloo",
+)
+
+#: Small ones, in float64.
+SMALL = {
+    "dense": (partial(dense, 3, 4), (7, 4, 4, 4)),
+    "resnet": (partial(resnet, 2, (1, 1, 1, 1)), (8, 3, 32, 32)),
+    "unet": (partial(UNet, 2), (7, 3, 16, 16)),
+    "head": (partial(Head, 4), (7, 4, 8, 8)),
 }
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
-def cells(lines: list[str]) -> list[list[str]]:
-    """The cells of a table in Markdown, below its header."""
-    table = [[c.strip() for c in row.split("|")[1:-1]] for row in lines if row.startswith("|")]
-    assert table[0] == ["part", "case", *(f"{n} replicas" for n in (2, 4, 8)), "goal", "met"]
-    assert {len(row) for row in table} == {len(table[0])}
-    return table[2:]
+def randomized(name):
+    """A small network in float64 whose BatchNorms differ from each other, and its input."""
+    build, shape = SMALL[name]
+    net = build().double()
+    for module in net.modules():
+        if isinstance(module, BATCH_NORM):
+            nn.init.normal_(module.weight, 1, 0.1)
+            nn.init.normal_(module.bias)
+    return net, torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
-def measured(*arguments: str) -> list[list[str]]:
-    """The rows of some parts, measured as quickly as can be."""
-    done = run_python("-m", "benchmarks", "--quick", "--steps", "2", *arguments)
-    assert done.returncode == 0, done.stderr
-    return cells(done.stdout.splitlines())
+def trained(model, x, upstream):
+    """The output, the gradients of input and parameters, after one forward and backward."""
+    y = model(x)
+    return y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], upstream)
 
 
-@pytest.fixture(scope="module")
-def figure(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where it goes."""
-    return tmp_path_factory.mktemp("benchmarks") / "growth.png"
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("name", SMALL)
+def test_older_toolkits_scheme_equals_one_device(name, replicas):
+    net, x = randomized(name)
+    whole = copy.deepcopy(net)
+    upstream = torch.randn_like(whole(x))
+    whole.load_state_dict(net.state_dict())
+    model = yardsticks.DataParallel(yardsticks.convert(net), replicas)
+    torch.testing.assert_close(trained(model, x, upstream), trained(whole, x, upstream))
+    torch.testing.assert_close(net.state_dict(), whole.state_dict())
 
 
-@pytest.fixture(scope="module")
-def table(figure: Path) -> list[list[str]]:
-    """All parts."""
-    return measured("--only", *CASES, "--output", str(figure))
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("name", SMALL)
+def test_torchs_scheme_equals_a_batchnorm_per_shard(name, replicas):
+    net, x = randomized(name)
+    shards = x.chunk(replicas)
+    copies = [copy.deepcopy(net) for _ in shards]
+    y = torch.cat([own(shard) for own, shard in zip(copies, shards, strict=True)])
+    upstream = torch.randn_like(y)
+    y.backward(upstream)
+    per_copy = zip(*([p.grad for p in own.parameters()] for own in copies), strict=True)
+    expected = (y.detach(), x.grad, *(sum(grads) for grads in per_copy))
+    model = yardsticks.DataParallel(net, replicas)
+    torch.testing.assert_close(trained(model, x, upstream), expected)
+    # The first replica shares its buffers with the original.
+    torch.testing.assert_close(net.state_dict(), copies[0].state_dict())
 
 
-def test_parts_come_in_the_order_asked_for(table):
-    assert list(dict.fromkeys(part for part, *_ in table)) == list(CASES)
+def test_schemes_evaluate_like_one_device():
+    net, x = randomized("unet")
+    expected = net.eval()(x)
+    for module in (net, yardsticks.convert(copy.deepcopy(net))):
+        with torch.no_grad():
+            y = yardsticks.DataParallel(module, 2)(x)
+        assert not y.requires_grad
+        torch.testing.assert_close(y, expected.detach())
 
 
-@pytest.mark.parametrize("part", CASES)
-def test_part_fills_its_rows(table, part):
-    rows = [row for of, *row in table if of == part]
-    # Some cases name the number of the machine's threads.
-    cases = [case.split(", backward")[0].split(": one replica")[0] for case, *_ in rows]
-    assert cases == CASES[part]
-    # A system that does not tell the peak of memory leaves it empty.
-    excused = ("peak", "no CUDA")
-    figures = [two for case, two, *_ in rows if not (case.startswith(excused) and two == "")]
-    # Whatever they are: on a busy machine a ratio may be next to nothing.
-    assert all(0 <= float(two.removesuffix(" ms")) < math.inf for two in figures), rows
-    # A quick run has two replicas only.
-    assert all((four, eight) == ("", "") for _, _, four, eight, *_ in rows)
-    # Nor goals, which are for other shapes.
-    assert all((goal, met) == ("", "") for *_, goal, met in rows)
+def test_schemes_raise_the_error_of_a_replica():
+    with pytest.raises(RuntimeError, match="channels"):
+        yardsticks.DataParallel(dense(1), 2)(torch.randn(4, 3, 8, 8))
 
 
-def test_layer_keeps_its_input_and_nothing_else_of_that_size(table):
-    figures = {case: two for _, case, two, *_ in table}
-    assert [figures[case] for case in KEPT] == ["1.00", "1.00"]
+def test_older_layer_synchronizes_in_our_replicas():
+    plain = nn.BatchNorm2d(3).double()
+    older = yardsticks.convert(nn.Sequential(copy.deepcopy(plain)))
+    x = torch.randn(6, 3, 4, 4, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn_like(x)
+    ours = trained(DataParallel(older, ["cpu"] * 3), x, upstream)
+    torch.testing.assert_close(ours, trained(plain, x, upstream))
 
 
-def test_figure_is_drawn(table, figure):
-    pytest.importorskip("matplotlib")
-    assert figure.read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize(
+    ("name", "layers"), [("dense", 100), ("narrow", 53), ("resnet", 53), ("unet", 14), ("head", 8)]
+)
+def test_networks_are_those_of_the_page(name, layers):
+    net = NETWORKS[name].build()
+    assert sum(isinstance(module, BATCH_NORM) for module in net.modules()) == layers
+    _, *shape = NETWORKS[name].shape
+    with torch.no_grad():
+        assert net(torch.randn(2, *shape)).size(0) == 2
 
 
-def test_part_runs_by_itself():
-    done = run_python("-m", "benchmarks.layer", "--quick", "--steps", "2")
-    assert done.returncode == 0, done.stderr
-    assert [case for _, case, *_ in cells(done.stdout.splitlines())] == LAYERS
+def test_ways_take_turns_and_figures_are_medians():
+    calls = []
+    figures = {"one": iter([9, 9, 1, 5, 3, 4, 2]), "two": iter([9, 9, 2, 4, 1, 5, 3])}
+
+    def way(name):
+        calls.append(name)
+        value = next(figures[name])
+        return value, 10 * value
+
+    # Without time left it still goes on for all rounds.
+    medians = alternating({name: partial(way, name) for name in figures}, 1e-9)
+    assert medians == {"one": (3, 30), "two": (3, 30)}
+    assert calls == ["one", "two"] * 7
 
 
-@needs_gloo
-def test_layer_between_processes():
-    arguments = ("--ranks", "2", "--steps", "1", "--channels", "4")
-    done = run_python("-m", "benchmarks.processes", *arguments)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()[2:]]
-    assert [(ranks, way, calls) for ranks, way, _, _, calls, _ in rows] == [
-        ("2", "plain", "0"),
-        ("2", "ours", "2"),
-        ("2", "reduce", "2"),
-        ("2", "gather", "2"),
+def test_no_time_means_a_single_round():
+    figures = iter([(1.0,)])
+    assert alternating({"one": figures.__next__}, 0) == {"one": (1.0,)}
+
+
+def is_complete(rows, ways, cases, counts, phases):
+    """All figures of a table are there, for all ways, cases and numbers of replicas."""
+    rows = list(rows)
+    assert list(dict.fromkeys(row.case for row in rows)) == list(cases)
+    assert {row.count for row in rows} == set(counts)
+    for row in rows:
+        assert list(row.figures) == list(ways)
+        assert all(len(figures) == phases for figures in row.figures.values())
+        assert all(0 < value < math.inf for figures in row.figures.values() for value in figures)
+    return rows
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Measures in this process with one torch thread, which saves the start of another."""
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def call(count, threads, function, *arguments):
+        assert count == 1
+        return function(0, *arguments)
+
+    for part in (step, layer, overhead, failures):
+        monkeypatch.setattr(part, "in_processes", call)
+    yield
+    torch.set_num_threads(threads_before)
+
+
+def test_table_of_steps_has_all_networks_and_numbers_of_threads(monkeypatch):
+    asked = []
+    monkeypatch.setattr(step, "in_processes", lambda *arguments: asked.append(arguments))
+    list(step.rows(6.0))
+    assert [(threads, name, count) for _, threads, _, name, count, *_ in asked] == [
+        (threads, name, count) for name in NETWORKS for threads in (1, 0) for count in (2, 4)
     ]
 
 
-def test_delays_of_failures():
-    done = run_python("-m", "benchmarks.failures", "--replicas", "2", "--forwards", "2")
+def test_steps_are_measured(here, monkeypatch):
+    for name in NETWORKS:
+        build, (_, *shape) = SMALL["resnet" if name == "narrow" else name]
+        monkeypatch.setitem(
+            NETWORKS, name, NETWORKS[name]._replace(build=build, shape=(2, *shape))
+        )
+    titles = [network.title for network in NETWORKS.values()]
+    is_complete(step.rows(0, threads=[1]), step.WAYS, titles, (2, 4), phases=3)
+
+
+def test_layers_are_measured(here, monkeypatch):
+    shapes = [(tuple(min(size, 4) for size in shape), layout) for shape, layout in layer.INPUTS]
+    monkeypatch.setattr(layer, "INPUTS", shapes)
+    titles = dict.fromkeys(layer.title(*which) for which in shapes)
+    is_complete(layer.rows(0), layer.WAYS, titles, (2,), phases=3)
+
+
+def test_overhead_is_measured(here, monkeypatch):
+    monkeypatch.setattr(overhead, "resnet", SMALL["resnet"][0])
+    monkeypatch.setattr(overhead, "SHAPE", (2, 64, 8, 8))
+    copies, exchanges, memory = overhead.tables(0)
+    ways = ("torch's scheme", "ours", "ours with callbacks", "older toolkits with callbacks")
+    is_complete(copies.rows, ways, ["ResNet-50"], (2, 4), phases=1)
+    ways = ("older toolkits", "our `SyncMaster`", "`group.all_reduce`")
+    is_complete(exchanges.rows, ways, ["exchanges"], (2, 4), phases=1)
+    kept = is_complete(memory.rows, layer.WAYS, ["2 x 64 x 8 x 8"], (2, 4), phases=1)
+    assert all(row.figures["plain BatchNorm"][0] < 1.1 * row.count / 32 for row in kept)
+
+
+def test_layer_keeps_its_input_and_nothing_else_of_that_size(here):
+    plain, ours, _ = ([row.figures[way][0] for row in overhead.memory(0)] for way in layer.WAYS)
+    assert ours == pytest.approx(plain, rel=1e-3)
+
+
+def test_failures_are_measured(here):
+    is_complete(failures.table(0).rows, ("error", "divergence"), ["a failure"], (2, 4, 8), 1)
+
+
+@needs_gloo
+def test_processes_are_measured():
+    (row,) = processes.rows(0, ["unet"], [2])
+    is_complete([row], processes.WAYS, [NETWORKS["unet"].title], [2], phases=3)
+    assert row.threads == 1
+
+
+def test_program_measures_one_network():
+    program = "-m benchmarks.step --network head --replicas 2 --threads 1 --seconds 0"
+    done = run_python(*program.split())
     assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()[2:]]
-    ways = ["before", "in", "between", "after", "skips", "twice", "order"]
-    assert [row[:3] for row in rows] == [["2", way, copy] for way in ways for copy in "01"]
-    assert all(0 <= float(median) <= float(p99) < math.inf for *_, median, p99 in rows)
+    _, _, row = (line for line in done.stdout.splitlines() if line.startswith("|"))
+    assert row.startswith("| Detector head, 32 ch, 32x32 to 8x8 | 2 | 1 | ")
+
+
+def synthetic():
+    """Rows of training steps with figures that differ everywhere."""
+    return [
+        Row(
+            NETWORKS[name].title,
+            count,
+            threads,
+            {
+                way: tuple(10 + 7 * i + 3 * j + count + threads / 3 + phase for phase in range(3))
+                for j, way in enumerate(step.WAYS)
+            },
+        )
+        for i, name in enumerate(NETWORKS)
+        for threads in (1, 8)
+        for count in (2, 4)
+    ]
+
+
+def test_cells_are_multiples_of_the_first_way():
+    figures = {"plain": (10.0, 4.0, 5.0), "ours": (12.0, 5.0, 6.0), "older": (20.0, 8.0, 11.0)}
+    row = Row("net", 2, 1, figures)
+    assert cells(row) == ["net", "2", "1", "10.00", "1.20 (1.25, 1.20)", "2.00 (2.00, 2.20)"]
+    expected = ["case", "replicas", "torch threads", "plain, ms", "ours", "older"]
+    assert columns(Table("", "", []), figures) == expected
+
+
+def assert_agrees(figures):
+    """Each span in the paragraph is that of the column of the first table."""
+    text, _, rest = figures.strip().partition("\n\n")
+    table = [line for line in rest.split("\n\n### ")[1].splitlines() if line.startswith("|")]
+    heading, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)
+    for threads in {row[2] for row in rows}:
+        (sentences,) = re.findall(rf"threads set to {threads},.*?(?=With torch|$)", text)
+        spans = []
+        for way, phases in (("ours", 3), ("older toolkits", 1)):
+            column = [
+                re.findall(r"[\d.]+", row[heading.index(way)]) for row in rows if row[2] == threads
+            ]
+            for phase in range(phases):
+                values = sorted((of_row[phase] for of_row in column), key=float)
+                spans.append((values[0], values[-1]))
+        assert (
+            re.findall(r"(\d+\.\d+) to (\d+\.\d+)", sentences.split("`syncbn` costs")[0]) == spans
+        )
+
+
+def test_paragraph_agrees_with_its_table():
+    assert_agrees(suite.block([Table("Training steps", "About.", synthetic())]))
+
+
+def test_paragraph_of_the_page_agrees_with_its_table():
+    page = suite.PAGE.read_text("utf-8")
+    figures = page.split(suite.BEGIN)[1].split(suite.END)[0]
+    if "|" not in figures:
+        pytest.skip("no run is published")
+    assert_agrees(figures)
+
+
+def test_new_figures_take_the_place_of_the_old_ones():
+    page = f"before\n{suite.BEGIN}\nold\n{suite.END}\nafter\n"
+    once = suite.replaced(page, "new")
+    assert once == f"before\n{suite.BEGIN}\n\nnew\n\n{suite.END}\nafter\n"
+    assert suite.replaced(once, "new") == once
+    assert suite.replaced(suite.PAGE.read_text("utf-8"), "new").count(suite.BEGIN) == 1
+
+
+def test_no_goals_on_the_page():
+    text = "\n".join([*lines(Table("Training steps", step.ABOUT, synthetic()))])
+    assert not re.search(r"\bgoal\b|\bmet\b", text + suite.PAGE.read_text("utf-8"))
+
+
+def test_figure_is_drawn(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "steps.png"
+    suite.figure.draw(synthetic(), path)
+    assert path.read_bytes().startswith(b"\x89PNG")

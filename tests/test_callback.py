@@ -122,13 +122,14 @@ def test_submodule_under_two_names_is_called_once_per_copy():
     assert out[0][2] is out[1][2]
 
 
-def test_layer_whose_copies_have_the_callback_in_part_is_called_where_it_has_it():
+@pytest.mark.parametrize("those", [[0, 2], [0], [1], [2]])
+def test_layer_whose_copies_have_the_callback_in_part_is_called_where_it_has_it(those):
     calls = []
     modules = [nn.Identity() for _ in range(3)]
-    for index in (0, 2):
+    for index in those:
         modules[index].__data_parallel_replicate__ = lambda ctx, copy_id: calls.append(copy_id)
     execute_replication_callbacks(modules)
-    assert calls == [0, 2]
+    assert calls == those
 
 
 def test_modules_without_a_callback_are_fine():
@@ -342,8 +343,10 @@ def test_patch_leaves_the_hooks_of_a_module_that_is_not_replicated():
     patch_replication_callback(model)
     model(torch.ones(2, 1))
     assert calls == ["hook"] * 2
+    replicas = model.replicate(module=net, device_ids=["cpu"] * 2)
     handle.remove()
-    net(torch.ones(1))
+    for module in (net, *replicas):
+        module(torch.ones(1))
     assert calls == ["hook"] * 2
 
 
@@ -450,6 +453,22 @@ def test_copy_of_a_patched_data_parallel_keeps_a_method_of_the_users(copied, is_
     handle.remove()
     assert recorded(twin) == [("own", 2)]
     assert recorded(model) == [("own", 2), *BOTH]
+
+
+class RebuildsItself(CustomDataParallel):
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.module, len(self.device_ids))
+
+
+@copied_each_way
+def test_copy_of_a_patched_data_parallel_that_rebuilds_itself_is_patched(copied):
+    model = RebuildsItself(Recorder([], "root"), 2)
+    patch_replication_callback(model)
+    twin = copied(model)
+    assert recorded(twin) == BOTH
+    patch_replication_callback(twin).remove()
+    assert recorded(twin) == []
+    assert type(twin) is RebuildsItself
 
 
 def test_patched_data_parallel_in_a_replica_runs_the_replicas_own_methods():

@@ -316,6 +316,21 @@ def test_argument_changed_in_place_before_the_backward_is_an_error_as_without_re
         torch.autograd.backward(outputs, [torch.ones(2)] * 2)
 
 
+def test_change_in_place_is_seen_behind_hooks_on_saved_tensors():
+    """Which keep the first member's saved tensors from torch's own check."""
+
+    def member(group: Group, x: Tensor) -> Tensor:
+        x = x * 1
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            total = group.all_reduce(x, "product")
+        x.add_(100)
+        return total
+
+    outputs = in_replicas(member, [(torch.ones(2, requires_grad=True),)] * 2)
+    with pytest.raises(RuntimeError, match=r"inplace operation after a collective: .* version 0"):
+        torch.autograd.backward(outputs, [torch.ones(2)] * 2)
+
+
 def test_objects_are_gathered_as_they_are():
     objects = [object() for _ in range(3)]
     for gathered in in_replicas(
@@ -635,6 +650,40 @@ def test_collective_after_the_forward_is_refused_at_once():
     for outcome in together(*(group.barrier for group in groups)):
         assert isinstance(outcome.error, ReplicationError)
         assert_found("barrier outside the forward that the group is of", str(outcome.error))
+        assert str(outcome.error).endswith("; take the group anew in each forward")
+
+
+def test_a_member_knows_whether_it_recomputes():
+    """In a backward, wherever the forward began; also in a thread that a replica has started."""
+
+    def answers(group: Group) -> list[bool]:
+        return [group.recomputes, *values(together(lambda: group.recomputes))]
+
+    assert in_replicas(answers, [()] * 2) == [[False, False]] * 2
+    (group, _) = in_replicas(lambda group: group, [()] * 2)
+    found: list[Any] = []
+    y = torch.ones(1, requires_grad=True) * 2
+    y.register_hook(lambda dy: found.append((in_replicas(answers, [()] * 2), group.recomputes)))
+    y.backward()
+    assert found == [([[True, True]] * 2, True)]
+    assert not group.recomputes
+
+
+def test_a_member_knows_whether_a_backward_began_after_its_forward():
+    def run() -> list[Any]:
+        """The first replica runs in this thread, in a backward if this is one."""
+        replicas = replicate(Member(), ["cpu"] * 2)
+        execute_replication_callbacks(replicas)
+        in_forward = replicas[0](lambda group: group.in_later_backward)
+        return [in_forward, replicas[0].group.in_later_backward]
+
+    assert run() == [False, False]
+    (group, _) = in_replicas(lambda group: group, [()] * 2)
+    found: list[Any] = []
+    y = torch.ones(1, requires_grad=True) * 2
+    y.register_hook(lambda dy: found.append((run(), group.in_later_backward)))
+    y.backward()
+    assert found == [([False, True], True)]
 
 
 def test_collective_in_backward_is_refused_at_once():

@@ -37,6 +37,7 @@ from replication import (
     ProcessGroup,
     ReplicaAware,
     ReplicaFailed,
+    ReplicationError,
     Scattered,
     SyncMaster,
     execute_replication_callbacks,
@@ -47,7 +48,8 @@ from replication import (
 )
 from replication.devices import accelerator
 from replication.errors import described
-from replication.sync.lifecycle import add_note, has_origin
+from replication.sync.lifecycle import add_note, add_others, has_origin
+from replication.sync.rendezvous import Failure
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, convert_model
 
 CPUS = ["cpu", "cpu"]
@@ -484,6 +486,13 @@ def test_replica_that_cannot_list_its_modules_does_not_hide_its_error():
     with pytest.raises(KeyError) as caught:
         DataParallel(Unlisted(1, KeyError), CPUS)(X)
     assert caught.value.__notes__[0].startswith("in replica 1 of 2")
+
+
+def test_replicas_that_failed_alike_are_listed_in_their_order():
+    error, ours = KeyError("first"), ReplicationError("because of it")
+    failures = [(2, ValueError("v")), (1, error), (3, ours), (0, ValueError("v"))]
+    add_others(error, [Failure(*failure) for failure in failures])
+    assert error.__notes__ == ["replicas 0, 2 failed, too: ValueError: v"]
 
 
 def test_long_texts_are_cut_in_messages_about_them():

@@ -323,7 +323,34 @@ def test_copy_of_a_replica_has_the_methods_that_were_set_on_it_before(copied):
     twin = copied(replicas[1])
     assert twin.forward is torch.neg
     assert twin(torch.ones(1)).tolist() == [-1]
-    assert set(vars(twin)) == set(vars(replicate(nn.Linear(1, 1), ["cpu"])[0])) | {"forward"}
+    attributes = set(vars(replicate(nn.Linear(1, 1), ["cpu"])[0])) | {"forward"}
+    assert set(vars(twin)) == attributes
+    (again,) = replicate(replicas[1], ["cpu"])
+    assert set(vars(again)) == attributes
+
+
+class Sealed(nn.Module):
+    """Has a state that is no dict of its attributes."""
+
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def __getstate__(self) -> Any:
+        return [self.factor]
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__(*state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
+@pytest.mark.parametrize("copied", [copy.copy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copy_of_a_replica_that_has_a_state_of_its_own_is_what_its_class_makes_it(copied):
+    replicas = replicate(Sealed(3), ["cpu"] * 2)
+    execute_replication_callbacks(replicas)
+    assert copied(replicas[1])(torch.ones(1)).tolist() == [3]
 
 
 def test_original_keeps_nothing_of_a_forward():

@@ -385,6 +385,70 @@ def test_compiled_module_is_replicated_eagerly():
     assert net._compiled_call_impl is not None
 
 
+def compiled(module: nn.Module) -> nn.Module:
+    """What ``torch.compile(module)`` returns, as far as replicas know it, without the compiler."""
+
+    class OptimizedModule(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._orig_mod = module
+
+    OptimizedModule.__module__ = "torch._dynamo.eval_frame"
+    return OptimizedModule()
+
+
+def test_replicas_have_the_module_in_place_of_its_compiled_wrapper():
+    inner = nn.Linear(2, 2)
+    net = nn.Sequential(compiled(inner), inner)
+    net.held = [net[0], compiled(inner)]
+    for replica in replicate(net, ["cpu"] * 2):
+        assert type(replica[0]) is nn.Linear
+        assert replica[0] is replica[1] is replica.held[0] is replica.held[1]
+        assert replica[0] is not inner
+    for replica in replicate(compiled(inner), ["cpu"] * 2):
+        assert type(replica) is nn.Linear
+
+
+def test_hooks_of_a_compiled_wrapper_are_refused():
+    net = nn.Sequential(compiled(nn.Linear(2, 2)))
+    net[0].register_forward_hook(lambda module, args, output: None)
+    with pytest.raises(TypeError, match="hooks of its own"):
+        replicate(net, ["cpu"] * 2)
+
+
+def test_a_script_module_is_refused_at_any_depth():
+    with pytest.raises(TypeError, match="a ScriptModule cannot be replicated"):
+        replicate(nn.Sequential(nn.Sequential(torch.jit.ScriptModule())), ["cpu"] * 2)
+
+
+def test_gradients_that_are_sparse_in_some_replicas_are_summed():
+    net = nn.Embedding(3, 2, sparse=True)
+    first, second, third = replicate(net, ["cpu"] * 3)
+    index, weights = torch.tensor([0, 2]), torch.randn(3, 3, 2)
+    out = (first(index) * weights[0][index]).sum() + (third(index) * weights[2][index]).sum()
+    (out + (second.weight * weights[1]).sum()).backward()
+    expected = weights[1].clone()
+    expected[index] += weights[0][index] + weights[2][index]
+    torch.testing.assert_close(net.weight.grad, expected)
+
+
+def test_attributes_that_stay_are_not_set_again():
+    class Recording(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+            self.stays = [torch.ones(1)]
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if "names" in vars(self):
+                self.names.append(name)
+            super().__setattr__(name, value)
+
+    net = Recording()
+    replicate(net, ["cpu"] * 2)  # which share the list
+    assert net.names == ["stays"]
+
+
 def test_hooks_of_the_module_are_the_replicas():
     calls = []
     net = nn.ReLU()

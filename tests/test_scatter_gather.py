@@ -319,3 +319,23 @@ def test_gradients_flow_back_to_each_output():
     gather(parts, "cpu").backward(dy)
     assert torch.equal(parts[0].grad, dy[:2])
     assert torch.equal(parts[1].grad, dy[2:])
+
+
+def test_a_scalar_beside_a_vector_is_refused_with_both_shapes():
+    with pytest.raises(ValueError, match=r"`x`, cannot be joined .*shapes \(\), \(2,\)\)"):
+        gather([{"x": torch.tensor(1.0)}, {"x": torch.zeros(2)}], "cpu")
+
+
+def test_the_beginning_of_a_key_is_not_its_name():
+    output = {"score": torch.zeros(1), "scores": {"a": torch.zeros(1)}}
+    with pytest.warns(UserWarning, match="names 'scor', which"):
+        joined = gather([output] * 2, "cpu", except_keywords=["scor"])
+    assert isinstance(joined["score"], Tensor)
+    joined = gather([output] * 2, "cpu", except_keywords=["score"])
+    assert isinstance(joined["score"], Scattered)
+    assert isinstance(joined["scores"]["a"], Tensor)
+
+
+def test_an_output_without_keys_is_said_to_have_none():
+    with pytest.warns(UserWarning, match="names 'x', which the output does not have; it has none"):
+        gather([torch.zeros(1)] * 2, "cpu", except_keywords=["x"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import weakref
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import InitVar, dataclass, field
@@ -12,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from layers import freed, no_garbage_collection
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree
@@ -485,6 +487,26 @@ def test_registered_classes_of_different_contexts_are_different_structures():
     assert gather([Sized(2, X), Sized(2, X)], "cpu").parts[0] == 2
     with pytest.raises(ValueError, match=r"replica 0: Sized, replica 1: Sized"):
         gather([Sized(2, X), Sized(3, X)], "cpu")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: scatter([x, {"x": x}], CPUS),
+        lambda x: scatter_kwargs(([1],), {"x": Scattered([x, [x]])}, CPUS),
+        lambda x: scatter_kwargs(([x],), {"x": x}, ["meta"]),
+        lambda x: gather([[x, {"x": x}]] * 2, "cpu"),
+        lambda x: replicate(Holder(value=[x, {"x": x}]), ["meta"]),
+    ],
+    ids=["scatter", "scatter_kwargs", "one device", "gather", "replicate"],
+)
+def test_tensors_are_freed_with_their_last_reference(call):
+    x = torch.ones(2, 2)
+    gone = weakref.ref(x)
+    with no_garbage_collection():
+        result = call(x)
+        del x, result
+        assert freed(gone)
 
 
 # -- plain attributes of modules -----------------------------------------------------------------

@@ -1,0 +1,202 @@
+"""What the packages are compared with, written anew for CPU replicas. Nothing here uses them.
+
+Two schemes, from their published descriptions:
+
+*   `DataParallel` is torch's: shells whose parameters are plain tensors from one broadcast node,
+    a new thread per replica, and a concatenation of the outputs.
+*   `SynchronizedBatchNorm` is the older toolkits': each replica sends its sum and sum of squares
+    through a queue, the first replica's callback adds them up and replies, and each of the other
+    replicas acknowledges its reply. The statistics are plain tensor expressions, and autograd
+    derives their gradients.
+
+Both are correct, and both hang if a replica fails.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from operator import add
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Broadcast(torch.autograd.Function):
+    """Give each replica an alias of each tensor, and add up the gradients of the aliases."""
+
+    @staticmethod
+    def forward(ctx: Any, replicas: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.tensors = len(tensors)
+        return tuple(tensor.detach() for _ in range(replicas) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(reduce(add, grads[i :: ctx.tensors]) for i in range(ctx.tensors))
+
+
+def replicate(module: nn.Module, replicas: int) -> list[nn.Module]:
+    """Return ``replicas`` copies of ``module``; the first shares the buffers of the original."""
+    modules, parameters = list(module.modules()), list(module.parameters())
+    aliases = Broadcast.apply(replicas, *parameters)
+    copies = []
+    for rank in range(replicas):
+        shells: dict[nn.Module, Any] = {m: m._replicate_for_data_parallel() for m in modules}
+        own = aliases[rank * len(parameters) : (rank + 1) * len(parameters)]
+        tensors = dict(zip(parameters, own, strict=True))
+        for original, shell in shells.items():
+            for name, child in original._modules.items():
+                setattr(shell, name, shells.get(child))
+            for name, parameter in original._parameters.items():
+                setattr(shell, name, tensors.get(parameter))
+            for name, buffer in original._buffers.items():
+                if rank and buffer is not None:
+                    setattr(shell, name, buffer.clone())
+        copies.append(shells[module])
+    return copies
+
+
+def connect(copies: Sequence[nn.Module]) -> None:
+    """Call the callbacks of all copies, with one context per position in the module tree."""
+    positions = [list(copy.modules()) for copy in copies]
+    contexts = [SimpleNamespace() for _ in positions[0]]
+    for copy_id, modules in enumerate(positions):
+        for context, module in zip(contexts, modules, strict=True):
+            if hasattr(module, "__data_parallel_replicate__"):
+                module.__data_parallel_replicate__(context, copy_id)
+
+
+def parallel_apply(copies: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Run each copy on its input, in a new thread each; raise the first error."""
+    outcomes: list[Any] = [None] * len(copies)
+    grad_enabled = torch.is_grad_enabled()
+
+    def run(rank: int) -> None:
+        try:
+            with torch.set_grad_enabled(grad_enabled):
+                outcomes[rank] = copies[rank](inputs[rank])
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(copies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes
+
+
+class DataParallel(nn.Module):
+    """Split the batch, run a copy of the module on each part, and concatenate the outputs."""
+
+    def __init__(self, module: nn.Module, replicas: int) -> None:
+        super().__init__()
+        self.module = module
+        self.replicas = replicas
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = x.chunk(self.replicas)
+        copies = replicate(self.module, len(inputs))
+        connect(copies)
+        return torch.cat(parallel_apply(copies, inputs))
+
+
+class Statistics(NamedTuple):
+    """What one replica sends: the sums over its values, per channel, and their number."""
+
+    sum: Tensor
+    squares: Tensor
+    count: int
+
+
+class Master:
+    """The first replica's end of the pipes."""
+
+    def __init__(self, callback: Callable[[list[Any]], Any]) -> None:
+        self._callback = callback
+        self._messages: Queue[tuple[int, Any]] = Queue()
+        # In a queue of their own: a replica that calls the layer again may send its next message
+        # before another replica has acknowledged.
+        self._acknowledgements: Queue[int] = Queue()
+        self._replies: dict[int, Queue[Any]] = {}
+
+    def register_slave(self, copy_id: int) -> Callable[[Any], Any]:
+        """Return the function that sends a message of this replica and waits for the reply."""
+        replies = self._replies[copy_id] = Queue(maxsize=1)
+
+        def run_slave(message: Any) -> Any:
+            self._messages.put((copy_id, message))
+            reply = replies.get()
+            self._acknowledgements.put(copy_id)
+            return reply
+
+        return run_slave
+
+    def run_master(self, message: Any) -> Any:
+        """Collect the messages, send the callback's reply to all, and wait until they have it."""
+        received = dict(self._messages.get() for _ in self._replies)
+        reply = self._callback([message, *(received[copy_id] for copy_id in self._replies)])
+        for replies in self._replies.values():
+            replies.put(reply)
+        for _ in self._replies:
+            self._acknowledgements.get()
+        return reply
+
+
+def merge(
+    buffers: Mapping[str, Any], momentum: float, eps: float, messages: list[Statistics]
+) -> tuple[Tensor, Tensor]:
+    """Compute the mean and the inverse deviation, and update the running statistics."""
+    sums, squares, counts = zip(*messages, strict=True)
+    count = sum(counts)
+    mean = reduce(add, sums) / count
+    scatter = reduce(add, squares) - count * mean * mean
+    with torch.no_grad():
+        buffers["num_batches_tracked"].add_(1)
+        buffers["running_mean"].lerp_(mean, momentum)
+        buffers["running_var"].lerp_(scatter / (count - 1), momentum)
+    return mean, (scatter / count + eps).rsqrt()
+
+
+class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm over all replicas, by sums and sums of squares. Inputs are ``(N, C, ...)``."""
+
+    _exchange: Callable[[Any], Any] | None = None
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        if copy_id == 0:
+            ctx.sync_master = Master(partial(merge, self._buffers, self.momentum, self.eps))
+            self._exchange = ctx.sync_master.run_master
+        else:
+            self._exchange = ctx.sync_master.register_slave(copy_id)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self._exchange is None or not self.training:
+            return super().forward(input)
+        x = input.reshape(input.size(0), input.size(1), -1)
+        own = Statistics(x.sum((0, 2)), (x * x).sum((0, 2)), x.size(0) * x.size(2))
+        mean, inverse = self._exchange(own)
+        y = (x - mean[:, None]) * (inverse * self.weight)[:, None] + self.bias[:, None]
+        return y.reshape(input.shape)
+
+
+def convert(module: nn.Module) -> nn.Module:
+    """Replace each BatchNorm in ``module``, in place, and keep its parameters and buffers."""
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.modules.batchnorm._BatchNorm):
+                layer = SynchronizedBatchNorm(child.num_features, child.eps, child.momentum)
+                layer._parameters, layer._buffers = child._parameters, child._buffers
+                layer.train(child.training)
+                setattr(parent, name, layer)
+    return module

@@ -24,7 +24,7 @@ from replication.groups.base import (
     Layouts,
     ReduceOp,
     SoloGroup,
-    check_alike,
+    check_same_call,
     layouts_of,
     reduced,
 )
@@ -154,7 +154,7 @@ class ProcessGroup(Group):
         packed = self._to_tensor(CallHeader.of(call).pack())
         rows = collectives.all_gather(packed, self.process_group).cpu()
         headers = [CallHeader.unpack(_to_bytes(row)) for row in rows]
-        check_alike(headers, call.where, range(self.size), "rank")
+        check_same_call(headers, call.where, range(self.size), "rank")
         return headers
 
     def _to_tensor(self, data: bytes) -> Tensor:

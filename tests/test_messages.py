@@ -102,9 +102,9 @@ def network() -> nn.Module:
 
 @reads("""
     ReplicasDiverged: the replicas have diverged: `1.layer`, call 1: replica 0 waits; replica 1
-    ended without calling it. Every replica must call the layers that talk to their copies equally
-    often and in the same order: mind branches that depend on data, and layers in eval() in one
-    replica only.
+    ended without calling it. Every replica must call the synchronized layers equally often and in
+    the same order: look for branches that depend on data, and for layers in eval() in one replica
+    only.
 """)
 def test_a_replica_skips_a_layer():
     """T1.4; vacancy#44, pt#44957"""
@@ -114,7 +114,7 @@ def test_a_replica_skips_a_layer():
 
 @reads("""
     ReplicasDiverged: `1.0`, call 1: replica 0 waits, and replica 1 did not begin within 0.01 s.
-    Replicas that talk to each other must run at the same time, each in a thread of its own.
+    Replicas that communicate must run at the same time, each in a thread of its own.
 """)
 def test_replicas_are_called_one_after_the_other():
     replicas = replicate(network(), CPUS)

@@ -90,13 +90,15 @@ class Exchange:
             current.missing.remove(replica)
             is_complete = not current.missing
             merges = is_complete if self.master is None else replica == self.master
-            if is_complete and self.master is not None and not merges:
-                rendezvous.end_wait(current.waits[self.master])
+            needs = current.missing
+            if self.master is not None and not merges:
+                needs = {self.master}
+                if is_complete:  # the master waits for this message only
+                    rendezvous.end_wait(current.waits[self.master])
             if is_complete and merges:
                 wait = None
                 self._round = Round(self.calls)
             else:
-                needs = current.missing if self.master in (None, replica) else {self.master}
                 wait = rendezvous.begin_wait(replica, needs, site, self.calls)
                 current.waits[replica] = wait
         if wait is not None:

@@ -42,7 +42,7 @@ from replication import (
     SyncMaster,
     patch_replication_callback,
 )
-from replication.rendezvous import Verdict
+from replication.sync.rendezvous import Abort
 from syncbn import SynchronizedBatchNorm1d
 
 
@@ -480,7 +480,7 @@ def test_a_master_waits_for_a_slave_that_was_interrupted_meanwhile():
         assert soon(lambda: len(rendezvous._waits) == 2)
         wait = rendezvous._waits[1]
         with rendezvous.lock:  # as if a signal had come
-            wait.error = Verdict(ReplicationError, "interrupted", None)
+            wait.error = Abort(ReplicationError, "interrupted", None)
             rendezvous.end_wait(wait)
         thread.join(DEADLINE)
 

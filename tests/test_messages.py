@@ -85,11 +85,11 @@ def told_of(mistake: Callable[[], Any]) -> str:
     if error is not None:
         lines += [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
     # If both of two replicas fail, either may be the first; here replica 0 is.
-    second = re.fullmatch("replica 0 failed, too: (.*)", lines[-1]) if lines else None
+    second = re.fullmatch("replica 0 also failed: (.*)", lines[-1]) if lines else None
     if second is not None:
         first, where, _ = lines
         where = where.replace("in replica 1", "in replica 0")
-        lines = [second[1], where, f"replica 1 failed, too: {first}"]
+        lines = [second[1], where, f"replica 1 also failed: {first}"]
     return "\n".join(lines)
 
 
@@ -173,7 +173,7 @@ def test_a_stock_data_parallel_is_wrapped_around_a_converted_network():
     ValueError: SynchronizedBatchNorm1d expected 3 channels in dimension 1 (got input size
     torch.Size([4, 5])); for such inputs num_features is 5
     in replica 0 of 2 on cpu, module `1`
-    replica 1 failed, too: ValueError: SynchronizedBatchNorm1d expected 3 channels in dimension 1
+    replica 1 also failed: ValueError: SynchronizedBatchNorm1d expected 3 channels in dimension 1
     (got input size torch.Size([4, 5])); for such inputs num_features is 5
 """)
 def test_a_layer_has_the_wrong_number_of_channels():
@@ -184,7 +184,7 @@ def test_a_layer_has_the_wrong_number_of_channels():
 @reads("""
     ValueError: expected 4D input (got 2D input)
     in replica 0 of 2 on cpu, module `1`
-    replica 1 failed, too: ValueError: expected 4D input (got 2D input)
+    replica 1 also failed: ValueError: expected 4D input (got 2D input)
 """)
 def test_a_layer_is_of_the_wrong_dimensions():
     """T2.5. torch's own words."""
@@ -210,7 +210,7 @@ def test_replicas_differ_in_dtype():
     RuntimeError: SynchronizedBatchNorm1d expected weight in torch.float64 for inputs of
     torch.float64 (got torch.float32); convert the layer or the input by .to()
     in replica 0 of 2 on cpu, module `1.0`
-    replica 1 failed, too: RuntimeError: SynchronizedBatchNorm1d expected weight in torch.float64
+    replica 1 also failed: RuntimeError: SynchronizedBatchNorm1d expected weight in torch.float64
     for inputs of torch.float64 (got torch.float32); convert the layer or the input by .to()
 """)
 def test_the_batch_is_of_another_dtype_than_the_layer():
@@ -224,7 +224,7 @@ def test_the_batch_is_of_another_dtype_than_the_layer():
     torch.Size([1, 3]) on this replica and 1 value per channel in all of its group; take a larger
     batch, or call the layer in eval()
     in replica 0 of 2 on cpu, module `1.0`
-    replica 1 failed, too: ValueError: Expected more than 1 value per channel when training, got
+    replica 1 also failed: ValueError: Expected more than 1 value per channel when training, got
     input size torch.Size([0, 3]) on this replica and 1 value per channel in all of its group; take
     a larger batch, or call the layer in eval()
 """)
@@ -418,7 +418,7 @@ def test_odd_errors_of_two_replicas_hide_neither(what):
     assert any(error is one for one in raised)
     text = "\n".join(BaseException.__dict__["__dict__"].__get__(error).get("__notes__", []))
     assert len(text) < 2_000
-    assert "failed, too" in text
+    assert "also failed" in text
 
 
 @pytest.mark.parametrize("what", ODD)

@@ -337,7 +337,7 @@ class ReplicaGroup(Group):
                     "no replica answers in backward, so leave the layer out of activation "
                     "checkpoints"
                     if current_backward() != NO_BACKWARD
-                    else "take the group anew in each forward"
+                    else "get the group afresh in each forward"
                 )
             )
 

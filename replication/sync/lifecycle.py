@@ -116,7 +116,7 @@ def add_others(error: BaseException, failures: Sequence[Failure]) -> None:
         if other is not error and not issubclass(type(other), ReplicationError):
             also.setdefault(described(other), []).append(replica)
     for text, replicas in also.items():
-        add_note(error, f"{listed(sorted(replicas))} failed, too: {text}")
+        add_note(error, f"{listed(sorted(replicas))} also failed: {text}")
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -162,7 +162,7 @@ def origin(index: int, size: int | None) -> str:
 
 
 def failing_path(error: BaseException, root: nn.Module) -> str:
-    """Returns the path of the innermost submodule in the traceback, which is empty for the root."""
+    """Returns the path of the innermost submodule in the traceback; the root has no path."""
     paths = paths_of(root)
     innermost = ""
     traceback = _TRACEBACK.__get__(error)

@@ -433,8 +433,8 @@ class Rendezvous:
             "the replicas have diverged: "
             + "; ".join(parts)
             + ". Every replica must call the synchronized layers equally often and in the same"
-            " order: look for branches that depend on data, and for layers in eval() in one replica"
-            " only."
+            " order: look for branches that depend on data, and for layers in eval() in one"
+            " replica only."
         )
 
     def _state(self, replica: int, calls: dict[int, int] | None) -> str:

@@ -1,6 +1,6 @@
-"""The names of torch that it does not document and that this package relies on.
+"""The undocumented names of torch that the packages rely on.
 
-All of them are here, so that a test can say which one a new release of torch has moved.
+They are all in this file, so that a test can tell which of them a new release of torch moves.
 """
 
 from __future__ import annotations
@@ -28,38 +28,20 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 P = ParamSpec("P")
 T = TypeVar("T")
 
-__all__ = [
-    "GetAttrKey",
-    "MappingKey",
-    "SequenceKey",
-    "beside_selective_checkpoints",
-    "check_balance",
-    "compiled_module",
-    "count_nodes_up_to",
-    "current_backward",
-    "device_of_group",
-    "is_batched",
-    "is_profiling",
-    "make_shell",
-    "nodes_made",
-    "pytree_node",
-    "sees_saved_tensors",
-    "timeout_of",
-    "uncompiled",
-    "will_run",
-]
+__all__ = ["GetAttrKey", "MappingKey", "SequenceKey", "check_balance"]
 
 _SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
-#: Called by torch on each module to make its shell of a replica; classes override it (RNNs).
+#: The method by which torch copies a module for a replica. Some classes override it (RNNs).
 MAKE_SHELL = "_replicate_for_data_parallel"
-#: The dictionaries in which a module keeps hooks of its calls, and what it notes of them.
+#: The dictionaries in which a module keeps the hooks of its calls and their options.
 HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name)
 #: True on a replica.
 IS_REPLICA = "_is_replica"
-#: What ``module(...)`` runs: hooks, then ``forward``.
+#: The method that ``module(...)`` runs: hooks, then ``forward``.
 CALL_IMPL = "_call_impl"
-#: What ``module(...)`` runs instead after ``module.compile()``; bound to the original module.
+#: The attribute that ``module(...)`` runs instead after ``module.compile()``. It is bound to the
+#: original module.
 COMPILED_CALL_IMPL = "_compiled_call_impl"
 
 
@@ -67,7 +49,7 @@ _TORCHS_SHELL = nn.Module._replicate_for_data_parallel
 
 
 def make_shell(method: Callable[[], Any]) -> Any:
-    """What a module's `MAKE_SHELL` makes: a copy of its attributes, without the parameters."""
+    """Calls a module's `MAKE_SHELL`, which copies its attributes but not its parameters."""
     if getattr(method, "__func__", None) is not _TORCHS_SHELL:
         return method()
     module = method.__self__  # type: ignore[attr-defined]
@@ -78,24 +60,27 @@ def make_shell(method: Callable[[], Any]) -> Any:
     state["_buffers"] = state["_buffers"].copy()
     state["_modules"] = state["_modules"].copy()
     state[IS_REPLICA] = True
-    object.__setattr__(shell, "__dict__", state)  # a module's own looks for parameters in it
+    object.__setattr__(
+        shell, "__dict__", state
+    )  # a module's own `__setattr__` looks for parameters
     return shell
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Makes `torch.compile` leave a function as it is."""
+    """Excludes a function from `torch.compile`."""
     disabled = _disable_dynamo(function)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        # Only then: what torch offers for it imports the compiler, which takes seconds.
+        # Only while compiling, because the disabled function imports the compiler, which takes
+        # seconds.
         return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
 
     return call
 
 
 def device_of_group(process_group: Any) -> torch.device:
-    """Where objects travel between the processes of a group: on the CPU if its backend does."""
+    """Returns the device for objects in a process group: the CPU if its backend supports it."""
     kinds = [device.type for device in process_group._device_types]
     if "cpu" in kinds:
         return torch.device("cpu")
@@ -103,7 +88,7 @@ def device_of_group(process_group: Any) -> torch.device:
 
 
 def timeout_of(process_group: Any) -> timedelta | None:
-    """That of a group of `torch.distributed`; None (the backend's own) if torch does not tell."""
+    """Returns the timeout of a process group, or None for the backend's default."""
     for device in getattr(process_group, "_device_types", ()):
         options = getattr(process_group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)
@@ -113,8 +98,8 @@ def timeout_of(process_group: Any) -> timedelta | None:
 
 
 def is_compiled_wrapper(module: object) -> bool:
-    """Whether this is the wrapper that ``torch.compile(module)`` returns."""
-    # By name: to import its class takes longer than to import torch.
+    """Whether ``module`` is a wrapper made by ``torch.compile(module)``."""
+    # By name, because importing the class takes longer than importing torch.
     return (type(module).__module__, type(module).__name__) == (
         "torch._dynamo.eval_frame",
         "OptimizedModule",
@@ -122,67 +107,64 @@ def is_compiled_wrapper(module: object) -> bool:
 
 
 def compiled_module(module: Any) -> nn.Module:
-    """What the wrapper that ``torch.compile(module)`` returns wraps; or else ``module``."""
+    """Returns the module that ``torch.compile(module)`` wrapped, or else ``module`` itself."""
     return module._orig_mod if is_compiled_wrapper(module) else module  # type: ignore[no-any-return]
 
 
 def in_functorch_transform() -> bool:
-    """Whether a `torch.func` transform (``grad``, ``vmap``, ...) is going on in this thread."""
+    """Whether a `torch.func` transform (``grad``, ``vmap``, ...) is active in this thread."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
-#: That of `current_backward`, where there is none.
+#: The result of `current_backward` outside a backward.
 NO_BACKWARD = -1
 
 
 def current_backward() -> int:
-    """The number of the backward that this thread is in: in the recomputation of an activation
-    checkpoint, say."""
+    """Returns the number of the backward that this thread is in.
+
+    A thread calls a layer in a backward when it recomputes an activation checkpoint.
+    """
     return torch._C._current_graph_task_id()
 
 
 def nodes_made() -> int:
-    """How many nodes of autograd graphs this thread has made; autograd goes by these numbers."""
+    """Returns the number of autograd nodes that this thread has made, by which autograd orders."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether this stands for several tensors, as the gradients of a vectorized Jacobian do."""
+    """Whether the tensor is a batch of tensors, such as the gradients of a vectorized Jacobian."""
     functorch = torch._C._functorch
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
 def count_nodes_up_to(number: int) -> None:
-    """Makes nodes until this thread has made so many. Each takes about a microsecond."""
+    """Makes autograd nodes until this thread has made ``number``. Each takes a microsecond."""
     missing = number - nodes_made()
     if missing > 0:
         with torch.enable_grad():
-            # One for each tensor of a list, and all in one call.
+            # It makes one node for each tensor, in a single call.
             torch.atleast_1d([torch.zeros((), requires_grad=True)] * missing)
 
 
 def is_profiling() -> bool:
-    """Whether a profile is being made; not of all threads, as a rule."""
+    """Whether `torch.profiler` is active. It usually records this thread only."""
     return profiler._is_profiler_enabled
 
 
 def sees_saved_tensors() -> bool:
-    """Whether something in this thread looks at what is saved for backward, or at operations."""
+    """Whether this thread has hooks on saved tensors or a dispatch mode."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks = top is None or top(True) is not None  # an older torch does not tell
+    hooks = top is None or top(True) is not None  # older torch: unknown
     return bool(hooks or torch._C._len_torch_dispatch_stack())
 
 
-def will_run(node: Any) -> bool:
-    """Whether the backward that this thread is in comes to a node of the graph."""
-    return bool(torch._C._will_engine_execute_node(node))
-
-
 def beside_selective_checkpoints() -> AbstractContextManager[object]:
-    """Hides what runs inside from a selective activation checkpoint around it, if there is one.
+    """Hides the operations of a ``with`` block from a selective activation checkpoint around it.
 
-    It counts the operations in the forward, and wants as many in the recomputation. Other modes,
-    such as counters of operations, do not see them either then.
+    The checkpoint expects the same operations in the recomputation as in the forward. Other
+    dispatch modes, such as counters of operations, do not see the operations either.
     """
     if not torch._C._len_torch_dispatch_stack():
         return nullcontext()
@@ -195,5 +177,5 @@ def beside_selective_checkpoints() -> AbstractContextManager[object]:
 
 
 def pytree_node(kind: type) -> Any:
-    """How torch's pytree opens objects of exactly this class; None if it does not."""
+    """Returns how torch's pytree flattens objects of exactly this class, or None."""
     return SUPPORTED_NODES.get(kind)

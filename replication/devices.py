@@ -1,4 +1,4 @@
-"""The one place that tells CPU, CUDA and other accelerators apart."""
+"""Devices: the only module that distinguishes CPU, CUDA and other accelerators."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__: list[str] = []
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether this is a whole number, such as one of NumPy's, and not a bool."""
+    """Whether ``value`` is an integer of Python or NumPy, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_list(name: str, items: object) -> None:
-    """Raises TypeError if ``items`` is not a list, such as a mapping or a generator."""
+    """Raises TypeError if ``items`` is not a list: a mapping or a generator, for example."""
     if isinstance(items, (Mapping, str)) or not (
         hasattr(items, "__len__") and hasattr(items, "__getitem__")
     ):
@@ -36,39 +36,39 @@ def check_module(value: object) -> None:
 
 
 def checked_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Makes a tuple of a list of names.
+    """Returns a list of names as a tuple.
 
     Raises:
-        TypeError: ``names`` is not a list of names. A single name is not one either.
+        TypeError: ``names`` is not a list of names, but a single name, say.
     """
     if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
         raise TypeError(f"{argument} must be a list of names (got {names!r})")
-    found = tuple(names)
-    if not all(isinstance(name, str) for name in found):
-        raise TypeError(f"{argument} must be a list of names (got {list(found)})")
-    return found
+    result = tuple(names)
+    if not all(isinstance(name, str) for name in result):
+        raise TypeError(f"{argument} must be a list of names (got {list(result)})")
+    return result
 
 
 _ACCELERATORS = ("cuda", "xpu", "mps")
 
 _CPU_HINT = 'the CPU is spelled "cpu", and two replicas on it device_ids=["cpu", "cpu"]'
 
-#: What users may write for a device.
+#: The ways to write a device.
 DeviceLike = int | str | torch.device
 
 
 def accelerator() -> str | None:
-    """The type of this machine's accelerator, or None."""
+    """Returns the type of this machine's accelerator, or None."""
     available = (kind for kind in _ACCELERATORS if torch.get_device_module(kind).device_count())
     return next(available, None)
 
 
 def parse_device(device: DeviceLike) -> torch.device:
-    """Makes a `torch.device` of an index, a string or a device; accelerators get their index.
+    """Makes a `torch.device` from an index, a string or a device. Accelerators get an index.
 
     Raises:
         TypeError: ``device`` is none of these.
-        ValueError: An index where there is no accelerator, or no name of a device.
+        ValueError: It is an index on a machine without accelerator, or not the name of a device.
     """
     if isinstance(device, str):
         try:
@@ -80,8 +80,9 @@ def parse_device(device: DeviceLike) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if device.index is None and device.type == accelerator():
-        one_alone = device.type == "mps"  # of which torch does not say which is current
-        return torch.device(device.type, 0 if one_alone else module_of(device).current_device())
+        # There is a single MPS device, and torch has no function for the current one.
+        index = 0 if device.type == "mps" else module_of(device).current_device()
+        return torch.device(device.type, index)
     return device
 
 
@@ -100,10 +101,10 @@ def _device_of_index(index: object) -> torch.device:
 
 
 def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
-    """Parses a list of devices, which may repeat.
+    """Parses a list of devices, which may contain a device several times.
 
     Raises:
-        TypeError: Not a list of devices.
+        TypeError: ``devices`` is not a list of devices.
     """
     if isinstance(devices, (str, int, torch.device)):
         raise TypeError(f"expected a list of devices (got {devices!r})")
@@ -111,11 +112,11 @@ def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
 
 
 def usable_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
-    """Parses a list of devices that replicas are to run on.
+    """Parses a list of devices for replicas.
 
     Raises:
-        TypeError: Not a list of devices.
-        ValueError: One is not there.
+        TypeError: ``devices`` is not a list of devices.
+        ValueError: Replicas cannot run on one of them.
     """
     parsed = parse_devices(devices)
     for device in parsed:
@@ -130,7 +131,7 @@ def device_order(devices: Sequence[DeviceLike]) -> list[int]:
 
 
 def check_available(device: torch.device) -> None:
-    """Raises ValueError if ``device`` is one that replicas cannot run on here."""
+    """Raises ValueError if replicas cannot run on ``device`` on this machine."""
     if device.type not in ("cpu", *_ACCELERATORS, "meta"):
         raise ValueError(
             f"replicas run on devices of CPU, CUDA, XPU, MPS or meta (got {str(device)!r})"
@@ -142,7 +143,7 @@ def check_available(device: torch.device) -> None:
 
 
 def default_devices() -> list[torch.device]:
-    """All accelerators of this machine, none where there is none."""
+    """Returns all accelerators of this machine."""
     kind = accelerator()
     if kind is None:
         return []
@@ -150,31 +151,34 @@ def default_devices() -> list[torch.device]:
 
 
 def module_of(device: torch.device) -> Any:
-    """`torch.cuda` for a CUDA device, and so on."""
+    """Returns the module of torch for a device, such as `torch.cuda`."""
     return torch.get_device_module(device)
 
 
 def device_of(replica: nn.Module) -> torch.device | None:
-    """The device of a replica's first parameter or buffer, or else of a tensor that it has as an
-    attribute, which torch's own replicas do not move; replicas have no ``parameters()``."""
+    """Returns the device of a replica's first parameter or buffer.
+
+    If it has none, it is the device of a tensor in an attribute, which torch's replicas do not
+    move. (Replicas have no ``parameters()``.)
+    """
     for name in ("_former_parameters", "_parameters", "_buffers", None):
         for module in replica.modules():
-            held = vars(module) if name is None else vars(module).get(name) or {}
-            for value in held.values():
+            attributes = vars(module) if name is None else vars(module).get(name) or {}
+            for value in attributes.values():
                 if isinstance(value, Tensor):
                     return value.device
     return None
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream that the calling thread uses on ``device``; None where there are no streams."""
+    """Returns the current stream of this thread on ``device``, or None if it has no streams."""
     if device.type in ("cpu", "mps", "meta"):
         return None
     return module_of(device).current_stream(device)
 
 
 def to_device(tensor: Any, device: torch.device) -> Any:
-    """``tensor.to(device)``, without making the host wait where that is safe: not for the CPU."""
+    """Copies a tensor to a device. The host waits only for copies to the CPU."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
@@ -186,12 +190,12 @@ _in_use = _InUse()
 
 
 def device_in_use() -> torch.device | None:
-    """The device of the innermost `use_device` of this thread; torch's own is never the CPU."""
+    """Returns the device of the innermost `use_device` of this thread, which may be the CPU."""
     return _in_use.device
 
 
 class use_device(ExitStack):
-    """Makes ``device`` and ``stream`` current, as `torch.cuda.device` and `torch.cuda.stream`."""
+    """Makes ``device`` and ``stream`` current in a ``with`` block, on any type of device."""
 
     def __init__(self, device: torch.device, stream: Any) -> None:
         super().__init__()
@@ -208,5 +212,5 @@ class use_device(ExitStack):
 
 
 def are_distinct_cuda(devices: Sequence[torch.device]) -> bool:
-    """Whether torch's own broadcast applies: CUDA devices only, none of them twice."""
+    """Whether all devices are CUDA devices and differ, as torch's broadcast requires."""
     return all(d.type == "cuda" for d in devices) and len(set(devices)) == len(devices)

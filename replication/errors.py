@@ -1,4 +1,4 @@
-"""The errors that concern the replicas of one forward together."""
+"""Errors of a forward whose replicas run together, and helpers for error messages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ __all__ = ["ReplicaFailed", "ReplicasDiverged", "ReplicasTimedOut", "Replication
 
 
 def path_or_root(path: str) -> str:
-    """Returns the path of a submodule, and ``(root)`` for the empty one."""
+    """Returns the path of a submodule, or ``(root)`` for the empty path."""
     return path or "(root)"
 
 
-#: Characters of an error's text that a message about it repeats.
+#: The maximal number of characters that a message quotes of an error.
 _LONGEST = 1_000
 
 
 def described(error: BaseException) -> str:
-    """Returns ``ValueError: its text``, whatever the error's own methods do.
+    """Returns ``ValueError: its text``, with a very long text cut off.
 
-    The text is cut where it is very long.
+    It returns the name alone if a method of the error raises.
     """
     name = type(error).__name__
     try:
@@ -27,38 +27,38 @@ def described(error: BaseException) -> str:
         if len(text) > _LONGEST:
             text = text[:_LONGEST] + "..."
         return f"{name}: {text}" if text else name
-    except BaseException:  # a method of the error raised, which must not hide the error
+    except BaseException:  # must not hide the error
         return name
 
 
 def listed(numbers: Iterable[int], kind: str = "replica") -> str:
-    """``[0, 2]`` -> ``"replicas 0, 2"``."""
+    """Returns ``"replicas 0, 2"`` for ``[0, 2]``."""
     texts = [str(number) for number in numbers]
     return f"{kind}{'s' if len(texts) > 1 else ''} {', '.join(texts)}"
 
 
 class ReplicationError(RuntimeError):
-    """The base of all errors here."""
+    """The base class of all errors of this package."""
 
 
 class ReplicaFailed(ReplicationError):
-    """Another replica raised, so the value that this one waits for cannot come.
+    """Another replica raised, so the value that this replica waits for cannot arrive.
 
-    The other replica's error is the ``__cause__``. It, and not this follow-up, is what the caller
-    of the forward gets to see.
+    The ``__cause__`` is the error of the other replica. The caller of the forward gets that error,
+    not this follow-up.
     """
 
 
 class ReplicasDiverged(ReplicationError):
-    """Replicas do not do the same, so that what they wait for cannot come.
+    """The calls of the replicas do not match, so the values that they wait for cannot arrive.
 
-    One replica has skipped a layer, called it more often than the others, or in another order; or
-    it has called another collective of a group, or with a tensor of another shape or dtype.
+    A replica skips a layer, calls it more often than the others, or calls layers in a different
+    order. Or it calls another collective of a group, or passes a tensor of another shape or dtype.
     """
 
 
 class ReplicasTimedOut(ReplicationError):
-    """The replicas have not ended within the ``timeout`` of the `DataParallel`.
+    """The replicas did not end within the ``timeout`` of the `DataParallel`.
 
-    Some may still run, or hang: the caller does not wait for them.
+    Some of them may still run or hang. The caller does not wait for them.
     """

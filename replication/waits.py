@@ -1,6 +1,7 @@
-"""Where the time goes: named ranges for `torch.profiler`, and reports of who waits for whom.
+"""Observing waits: named ranges for `torch.profiler`, and reports of how long replicas wait.
 
-A forward asks once, when its replicas are made, whether somebody looks; else nothing is noted.
+A forward checks once, when its replicas are made, whether it is observed. If not, it records
+nothing.
 """
 
 from __future__ import annotations
@@ -19,35 +20,35 @@ from replication._torch import is_profiling
 
 __all__ = ["WaitReport", "wait_report"]
 
-#: What is done (``"exchange"``, ``"wait"``), by which replica, at which path.
+#: Returns a context manager, given ``"exchange"`` or ``"wait"``, the replica and the path.
 Observe = Callable[[str, int, str], AbstractContextManager[object]]
 
-#: Of a printed or drawn report.
+#: The maximal number of layers in a printed or drawn report.
 _ROWS = 20
 
 
 class Waits(NamedTuple):
-    """How long the copies of one layer have waited for each other."""
+    """How long the copies of one layer waited for each other."""
 
     path: str
-    #: Number of waits of the replica that has waited most often.
+    #: The number of waits of the replica that waited most often.
     calls: int
-    #: By replica.
+    #: The seconds that each replica waited.
     seconds: dict[int, float]
 
     @property
     def total(self) -> float:
-        """Seconds of all replicas together."""
+        """The sum over all replicas, in seconds."""
         return sum(self.seconds.values())
 
 
 class WaitReport:
-    """How long each replica has waited for the others in each layer; see `wait_report`.
+    """How long each replica waited for the others in each layer (see `wait_report`).
 
     ``str(report)`` is a table, in milliseconds per forward.
 
     Attributes:
-        forwards: Number of forwards.
+        forwards: The number of forwards.
     """
 
     def __init__(self) -> None:
@@ -63,25 +64,25 @@ class WaitReport:
         self._lock = threading.RLock()
 
     def add_forward(self, size: int) -> None:
-        """Notes a forward of so many replicas."""
+        """Records a forward of ``size`` replicas."""
         with self._lock:
             self.forwards += 1
             self._size = max(self._size, size)
 
     def add(self, path: str, replica: int, seconds: float) -> None:
-        """Notes a wait."""
+        """Records a wait."""
         with self._lock:
             self._counts[path, replica] += 1
             self._seconds[path, replica] += seconds
 
     @property
     def replicas(self) -> range:
-        """Those of the largest forward, whether they have waited or not."""
+        """The replicas of the largest forward, including replicas that never waited."""
         return range(self._size)
 
     @property
     def layers(self) -> list[Waits]:
-        """One entry for each layer, the one that was waited in most first."""
+        """One entry for each layer, in descending order of the time waited."""
         with self._lock:
             layers = [
                 Waits(
@@ -95,7 +96,7 @@ class WaitReport:
 
     @property
     def total(self) -> Waits:
-        """All layers together."""
+        """The sum over all layers."""
         return self._together("all", self.layers)
 
     def _together(self, name: str, layers: Sequence[Waits]) -> Waits:
@@ -104,11 +105,14 @@ class WaitReport:
 
     @property
     def straggler(self) -> int | None:
-        """The replica that the others wait for: it has waited less than half as long as any other,
-        and these more than a millisecond per forward. None if no replica stands out so."""
+        """The replica that the others wait for, or None if no replica stands out.
+
+        It waits less than half as long as any other replica, and these wait more than a
+        millisecond per forward.
+        """
         seconds = self.total.seconds
         order = sorted(seconds, key=seconds.__getitem__)
-        least = 1e-3 * self.forwards  # below that it is the time to wake up a thread
+        least = 1e-3 * self.forwards  # waking up a thread takes about as long
         stands_out = len(order) > 1 and seconds[order[1]] > max(2 * seconds[order[0]], least)
         return order[0] if stands_out else None
 
@@ -138,7 +142,7 @@ class WaitReport:
         return "\n".join([head, *lines, f"Most is waited in {listed[0].path}. {verdict}"])
 
     def _per_forward(self, seconds: float) -> float:
-        """In milliseconds."""
+        """Returns milliseconds per forward."""
         return 1e3 * seconds / max(self.forwards, 1)
 
     def _cells(self, waits: Waits) -> list[str]:
@@ -146,10 +150,10 @@ class WaitReport:
         return [waits.path, str(waits.calls), *(f"{self._per_forward(s):.3f}" for s in seconds)]
 
     def plot(self, axes: Any) -> None:
-        """Draws the report: a bar for each layer, with a part for each replica.
+        """Draws a bar for each layer, with a segment for each replica.
 
         Args:
-            axes: Of matplotlib, as of ``figure, axes = matplotlib.pyplot.subplots()``.
+            axes: Axes of matplotlib, as in ``figure, axes = matplotlib.pyplot.subplots()``.
         """
         layers = self.layers[:_ROWS][::-1]
         left = [0.0] * len(layers)
@@ -162,12 +166,12 @@ class WaitReport:
             axes.legend()
 
 
-#: Of the ``with`` blocks that are open, in any thread.
+#: The reports of all open ``with`` blocks, in all threads.
 _reports: list[WaitReport] = []
 
 
 def _renew_locks() -> None:
-    """In a forked child, where the thread that holds a lock may be gone."""
+    """Makes new locks in a forked child, where the thread that holds a lock may not exist."""
     for report in _reports:
         report._renew_lock()
 
@@ -178,12 +182,12 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
-    """Notes how long replicas wait for each other, in the forwards of a ``with`` block.
+    """Measures how long replicas wait for each other in the forwards of a ``with`` block.
 
-    At its end, unless that is an error, it prints a table of layers and replicas: in which layer
-    most is waited, and which replica the others wait for. A wait is the time from a replica's
-    coming to a layer that talks until the last one has come. What is slow behind the last such
-    layer, or in backward, does not show. The forwards should be of one model, and warmed up. ::
+    If the block ends without an error, it prints a table: how long each replica waits in each
+    layer, and which replica the others wait for. A wait lasts from the arrival of a replica at a
+    synchronized layer to the arrival of the last replica. Slow code after the last synchronized
+    layer, or in backward, does not show. Measure forwards of one model, after a warm-up. ::
 
         with wait_report() as report:
             for batch in batches:
@@ -192,24 +196,21 @@ def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
         report.plot(axes)
 
     Args:
-        quiet: Whether to leave the printing to you: ``print(report)``.
+        quiet: Whether to print nothing. Print the report with ``print(report)``.
     """
     report = WaitReport()
     _reports.append(report)
     try:
         yield report
     finally:
-        # By identity, as other threads may have added theirs.
+        # By identity, because other threads may have added reports.
         _reports[:] = [other for other in _reports if other is not report]
     if not quiet:
         print(report)
 
 
 def observer(size: int) -> Observe | None:
-    """What notes the exchanges and waits of a forward of so many replicas; None if nobody looks.
-
-    Called when the forward begins.
-    """
+    """Returns the observer of a forward of ``size`` replicas, or None if it is not observed."""
     reports, profiles = list(_reports), is_profiling()
     if not reports and not profiles:
         return None
@@ -230,21 +231,21 @@ def observer(size: int) -> Observe | None:
 
 
 class Arrivals:
-    """Who has come when to which exchange of a forward."""
+    """The times at which the replicas of one forward arrive at each exchange."""
 
     def __init__(self, reports: list[WaitReport]) -> None:
         self._reports = reports
         self._lock = threading.RLock()
-        # How often a replica has come to a path.
+        # The number of calls, by path and replica.
         self._calls: dict[tuple[str, int], int] = defaultdict(int)
-        # By path and number of the call, for each replica.
+        # The time at which each replica arrived, by path and number of the call.
         self._begun: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
 
     def of(self, replica: int, path: str) -> ExitStack:
-        """Around an exchange: when the first replica leaves it, the last one has come.
+        """Returns the context of an exchange. The first replica to leave it records all waits.
 
-        Not by `contextlib.contextmanager`: it sets attributes of an error that passes, which not
-        every error takes.
+        It is not a `contextlib.contextmanager`, which sets attributes of an error that passes
+        through. Not every error class allows that.
         """
         with self._lock:
             self._calls[path, replica] += 1
@@ -255,9 +256,9 @@ class Arrivals:
             with self._lock:
                 begun = self._begun.pop(call, {})
             end = max(begun.values(), default=0.0) if kind is None else time.perf_counter()
-            for who, when in begun.items():
+            for waiting, begin in begun.items():
                 for report in self._reports:
-                    report.add(path, who, end - when)
+                    report.add(path, waiting, end - begin)
 
         stack = ExitStack()
         stack.push(leave)
@@ -265,5 +266,5 @@ class Arrivals:
 
 
 def named_range(name: str) -> AbstractContextManager[object]:
-    """A range in the profile of this thread, if there is one."""
+    """Names a range in the profile of this thread, if there is one."""
     return record_function(name) if is_profiling() else nullcontext()

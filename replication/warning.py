@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, and flags that are raised once."""
+"""Warnings that point at the user's line, and flags that return True once."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from replication.errors import path_or_root
 __all__ = ["UnsynchronizedWarning"]
 
 
-#: Captured here, as programs put other classes under these names.
+#: Captured on import, because programs may replace these names.
 _PLAIN = frozenset((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm))
 
-#: The number of layers that the warning names.
+#: The maximal number of layers that the warning names.
 _NAMED = 3
 
 
 def warn_of_plain_batch_norm(model: nn.Module, module: nn.Module) -> None:
-    """Warns once for each ``model`` if plain batch norm in its ``module`` is about to train.
+    """Warns once for each ``model`` if its ``module`` trains plain batch norm.
 
-    Called in each forward, before there are replicas.
+    It is called in each forward, before replication.
     """
     if not _trains_plain_batch_norm(module) or not once_for(model)():
         return
@@ -56,7 +56,7 @@ def _trains_plain_batch_norm(module: nn.Module) -> bool:
     return False
 
 
-#: Frames of these packages lie between a warning and the line that it is about.
+#: The packages whose frames lie between a warning and the user's line.
 _SKIPPED = frozenset(
     (
         *("replication", "syncbn", "torch", "contextlib", "threading"),
@@ -66,23 +66,23 @@ _SKIPPED = frozenset(
 
 
 class UnsynchronizedWarning(UserWarning):
-    """A layer computes with its replica's part of the batch alone.
+    """A layer uses only its replica's part of the batch.
 
-    If that is what you want, filter the category::
+    If you want that, filter the category::
 
         warnings.filterwarnings("ignore", category=replication.UnsynchronizedWarning)
     """
 
 
 class WarnOnce:
-    """Returns True on the first call, in whichever thread. Copies start afresh."""
+    """A flag that returns True on its first call, in any thread. A copy is a new flag."""
 
     def __init__(self) -> None:
         self._pending = [True]
 
     def __call__(self) -> bool:
         try:
-            # Atomic. A lock could be met again in a signal handler.
+            # Atomic. A signal handler could interrupt the thread that holds a lock.
             return self._pending.pop()
         except IndexError:
             return False
@@ -95,7 +95,7 @@ _flags: WeakKeyDictionary[object, WarnOnce] = WeakKeyDictionary()
 
 
 def once_for(owner: object) -> WarnOnce:
-    """The flag of an object, which is kept beside the object and not on it."""
+    """Returns the flag of an object. It is not an attribute, so it is not copied or pickled."""
     return _flags.setdefault(owner, WarnOnce())
 
 
@@ -105,11 +105,11 @@ def warn(message: str, category: type[Warning] = UserWarning, caller: int | None
     Args:
         message: The text.
         category: The category.
-        caller: The thread in which to look if the current one has no such line, as a replica's
+        caller: The thread to search if the current thread has no such line, like a replica's
             thread in which a container of torch calls a layer.
     """
     here = sys._getframe(1)
-    frame = _users(here) or _users(sys._current_frames().get(caller or 0)) or here
+    frame = _user_frame(here) or _user_frame(sys._current_frames().get(caller or 0)) or here
     warnings.warn_explicit(
         message,
         category,
@@ -120,8 +120,8 @@ def warn(message: str, category: type[Warning] = UserWarning, caller: int | None
     )
 
 
-def _users(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of other packages, from ``frame`` outwards."""
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    """Returns the innermost frame of user code, from ``frame`` outwards."""
     while frame is not None:
         name = frame.f_globals.get("__name__")
         if str(name).partition(".")[0] not in _SKIPPED:

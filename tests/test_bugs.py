@@ -202,9 +202,9 @@ def test_several_failing_replicas_are_listed_in_the_notes_of_the_first():
         run_sharded(Failing(errors), X.split([4, 2, 2]))
     first_is_0 = isinstance(caught.value, KeyError)
     other = (
-        "replica 2 failed, too: ValueError: b"
+        "replica 2 also failed: ValueError: b"
         if first_is_0
-        else "replica 0 failed, too: KeyError: 'a'"
+        else "replica 0 also failed: KeyError: 'a'"
     )
     assert other in caught.value.__notes__
 

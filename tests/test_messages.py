@@ -87,11 +87,11 @@ def told_of(mistake: Callable[[], Any]) -> str:
     if error is not None:
         lines += [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
     # If both of two replicas fail, either may be the first; here replica 0 is.
-    second = re.fullmatch("replica 0 failed, too: (.*)", lines[-1]) if lines else None
+    second = re.fullmatch("replica 0 also failed: (.*)", lines[-1]) if lines else None
     if second is not None:
         first, where, _ = lines
         where = where.replace("in replica 1", "in replica 0")
-        lines = [second[1], where, f"replica 1 failed, too: {first}"]
+        lines = [second[1], where, f"replica 1 also failed: {first}"]
     return "\n".join(lines)
 
 
@@ -104,9 +104,9 @@ def network() -> nn.Module:
 
 @reads("""
     ReplicasDiverged: the replicas have diverged: `1.layer`, call 1: replica 0 waits; replica 1
-    ended without calling it. Every replica must call the layers that talk to their copies equally
-    often and in the same order: mind branches that depend on data, and layers in eval() in one
-    replica only.
+    ended without calling it. Every replica must call the synchronized layers equally often and in
+    the same order: look for branches that depend on data, and for layers in eval() in one replica
+    only.
 """)
 def test_a_replica_skips_a_layer():
     """T1.4; vacancy#44, pt#44957"""
@@ -116,7 +116,7 @@ def test_a_replica_skips_a_layer():
 
 @reads("""
     ReplicasDiverged: `1.0`, call 1: replica 0 waits, and replica 1 did not begin within 0.01 s.
-    Replicas that talk to each other must run at the same time, each in a thread of its own.
+    Replicas that communicate must run at the same time, each in a thread of its own.
 """)
 def test_replicas_are_called_one_after_the_other():
     replicas = replicate(network(), CPUS)
@@ -175,7 +175,7 @@ def test_a_stock_data_parallel_is_wrapped_around_a_converted_network():
     ValueError: SynchronizedBatchNorm1d expected 3 channels in dimension 1 (got input size
     torch.Size([4, 5])); for such inputs num_features is 5
     in replica 0 of 2 on cpu, module `1`
-    replica 1 failed, too: ValueError: SynchronizedBatchNorm1d expected 3 channels in dimension 1
+    replica 1 also failed: ValueError: SynchronizedBatchNorm1d expected 3 channels in dimension 1
     (got input size torch.Size([4, 5])); for such inputs num_features is 5
 """)
 def test_a_layer_has_the_wrong_number_of_channels():
@@ -186,7 +186,7 @@ def test_a_layer_has_the_wrong_number_of_channels():
 @reads("""
     ValueError: expected 4D input (got 2D input)
     in replica 0 of 2 on cpu, module `1`
-    replica 1 failed, too: ValueError: expected 4D input (got 2D input)
+    replica 1 also failed: ValueError: expected 4D input (got 2D input)
 """)
 def test_a_layer_is_of_the_wrong_dimensions():
     """T2.5. torch's own words."""
@@ -212,7 +212,7 @@ def test_replicas_differ_in_dtype():
     RuntimeError: SynchronizedBatchNorm1d expected weight in torch.float64 for inputs of
     torch.float64 (got torch.float32); convert the layer or the input by .to()
     in replica 0 of 2 on cpu, module `1.0`
-    replica 1 failed, too: RuntimeError: SynchronizedBatchNorm1d expected weight in torch.float64
+    replica 1 also failed: RuntimeError: SynchronizedBatchNorm1d expected weight in torch.float64
     for inputs of torch.float64 (got torch.float32); convert the layer or the input by .to()
 """)
 def test_the_batch_is_of_another_dtype_than_the_layer():
@@ -226,7 +226,7 @@ def test_the_batch_is_of_another_dtype_than_the_layer():
     torch.Size([1, 3]) on this replica and 1 value per channel in all of its group; take a larger
     batch, or call the layer in eval()
     in replica 0 of 2 on cpu, module `1.0`
-    replica 1 failed, too: ValueError: Expected more than 1 value per channel when training, got
+    replica 1 also failed: ValueError: Expected more than 1 value per channel when training, got
     input size torch.Size([0, 3]) on this replica and 1 value per channel in all of its group; take
     a larger batch, or call the layer in eval()
 """)
@@ -420,7 +420,7 @@ def test_odd_errors_of_two_replicas_hide_neither(what):
     assert any(error is one for one in raised)
     text = "\n".join(BaseException.__dict__["__dict__"].__get__(error).get("__notes__", []))
     assert len(text) < 2_000
-    assert "failed, too" in text
+    assert "also failed" in text
 
 
 @pytest.mark.parametrize("what", ODD)

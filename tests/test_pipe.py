@@ -208,7 +208,7 @@ def test_slaves_may_be_registered_by_several_threads():
             master, at_once = SyncMaster(square), threading.Barrier(4, timeout=DEADLINE)
             pipes = values(together(*(partial(register, master, i) for i in range(1, 5))))
             assert master.nr_slaves == 4
-            assert sorted(pipe._slot.replica for pipe in pipes) == [1, 2, 3, 4]
+            assert sorted(pipe._replica for pipe in pipes) == [1, 2, 3, 4]
     finally:
         sys.setswitchinterval(interval)
 

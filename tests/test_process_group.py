@@ -33,7 +33,7 @@ from replication import (
     SoloGroup,
 )
 from replication._torch import timeout_of
-from replication.groups.base import Call, check_alike
+from replication.groups.base import Call, check_same_call
 from replication.groups.call_header import CallHeader
 from syncbn import SynchronizedBatchNorm1d, convert_model
 
@@ -627,7 +627,7 @@ def test_a_header_has_one_size_and_survives_packing():
     assert unpacked[:4] == headers[:4]
     assert [header.length for header in headers] == [0, 2, 3, 0, 2, 2]
     for header, short in zip(headers, unpacked, strict=True):
-        assert short.must_equal() == header.must_equal()
+        assert short.matching_key() == header.matching_key()
         assert header.text.startswith(short.text.rstrip("\N{REPLACEMENT CHARACTER}"))
         assert header.where.startswith(short.where.rstrip("\N{REPLACEMENT CHARACTER}"))
 
@@ -655,13 +655,13 @@ def test_headers_differ_where_calls_do(change):
         where="`head`, call 1",
     )
     header = CallHeader.of(call)
-    assert CallHeader.of(call._replace(**change)).must_equal() != header.must_equal()
+    assert CallHeader.of(call._replace(**change)).matching_key() != header.matching_key()
     longer = call._replace(layouts=((torch.float32, (5, 3)),))
-    assert CallHeader.of(longer).must_equal() == header.must_equal()
+    assert CallHeader.of(longer).matching_key() == header.matching_key()
     vector, scalar = (
         CallHeader.of(call._replace(layouts=((torch.float32, shape),))) for shape in [(2,), ()]
     )
-    assert vector.must_equal() != scalar.must_equal()
+    assert vector.matching_key() != scalar.matching_key()
 
 
 def test_calls_of_all_backwards_of_a_collective_have_one_name():
@@ -675,7 +675,7 @@ def test_calls_whose_texts_are_cut_before_they_differ_are_named_one_by_one():
     calls = [Call("all_gather", option="x" * 1000 + end) for end in "ab"]
     headers = [CallHeader.unpack(CallHeader.of(call).pack()) for call in calls]
     with pytest.raises(ReplicasDiverged, match=r"rank 0: all_gather\(x+; rank 1: all_gather\(x+"):
-        check_alike(headers, "`head`, call 1", range(2), "rank")
+        check_same_call(headers, "`head`, call 1", range(2), "rank")
 
 
 # -- some of three ranks, and a second life ----------------------------------------------------

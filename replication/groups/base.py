@@ -1,7 +1,8 @@
-"""`Group`: collectives between the copies of a layer, wherever these copies are.
+"""`Group`: collectives between the copies of a layer, in threads or in processes.
 
-Names and meaning are those of `torch.distributed`. Results are returned, not written into the
-argument, and are differentiable, any number of times.
+The collectives have the names and the meaning that they have in `torch.distributed`, but return
+their results instead of writing them into the argument. They are differentiable any number of
+times.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 ReduceOp = Literal["sum", "mean", "max", "min", "product"]
 
-#: What all backends know, the complex ones as pairs of reals.
+#: The dtypes that every backend supports. Complex numbers travel as pairs of reals.
 _DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex64, torch.complex128),
@@ -32,7 +33,7 @@ _DTYPES = (
 )
 
 
-#: Dtype and shape of some tensors.
+#: The dtypes and shapes of some tensors.
 Layouts = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 
@@ -40,19 +41,19 @@ class Call(NamedTuple):
     """The parts of a collective call that must match on every member."""
 
     name: str
-    #: ``op`` or ``src``, with its name.
+    #: The argument ``op`` or ``src``, as ``"op='sum'"``.
     option: str = ""
     layouts: Layouts = ()
     #: Whether the first dimension may differ.
     any_length: bool = False
-    #: Whether a graph leads through it. Matters between processes.
+    #: Whether autograd records the call. None between replicas, where it may differ.
     requires_grad: bool | None = None
-    #: The layer and the number of its call, where these may differ: between processes.
+    #: The layer and the number of its call. Empty between replicas, where it always matches.
     where: str = ""
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward makes the call. These calls have numbers of their own."""
+        """Whether a backward makes the call. Such calls are counted apart."""
         return self.name.endswith("_backward")
 
     def backward(self, grad: Tensor) -> Call:
@@ -69,32 +70,32 @@ class Call(NamedTuple):
             text += f" that {'requires' if self.requires_grad else 'does not require'} gradients"
         return text
 
-    def must_equal(self) -> tuple[object, ...]:
-        """Returns what must be equal in the calls of all members."""
+    def matching_key(self) -> tuple[object, ...]:
+        """Returns a key that is equal for matching calls."""
         if not self.any_length:
             return self
         layouts = tuple((dtype, len(shape), shape[1:]) for dtype, shape in self.layouts)
         return (*self._replace(layouts=()), layouts)
 
 
-def check_alike(calls: Sequence[Any], where: str, members: Sequence[int], kind: str) -> None:
+def check_same_call(calls: Sequence[Any], where: str, members: Sequence[int], kind: str) -> None:
     """Raises `ReplicasDiverged` unless all members make the same call.
 
     Args:
         calls: A `Call` of each member, or a `replication.groups.call_header.CallHeader`.
         where: The layer and the number of its call.
         members: The members' numbers, for the message.
-        kind: What a member is.
+        kind: The word for a member in the message.
     """
-    first = calls[0].must_equal()
-    if all(call.must_equal() == first for call in calls[1:]):
+    first = calls[0].matching_key()
+    if all(call.matching_key() == first for call in calls[1:]):
         return
-    elsewhere = len({call.where for call in calls}) > 1
+    names_sites = len({call.where for call in calls}) > 1
     callers: dict[tuple[str, object], list[int]] = {}
     for member, call in zip(members, calls, strict=True):
-        text = f"{call} at {call.where}" if elsewhere else str(call)
-        callers.setdefault((text, call.must_equal()), []).append(member)
-    found = "; ".join(f"{listed(who, kind)}: {text}" for (text, _), who in callers.items())
+        text = f"{call} at {call.where}" if names_sites else str(call)
+        callers.setdefault((text, call.matching_key()), []).append(member)
+    found = "; ".join(f"{listed(ranks, kind)}: {text}" for (text, _), ranks in callers.items())
     raise ReplicasDiverged(
         f"{where}: the calls do not match: {found}. All must make the same calls in the same "
         "order, with tensors of one dtype and one shape (in all_gather the first dimension may "
@@ -105,20 +106,24 @@ def check_alike(calls: Sequence[Any], where: str, members: Sequence[int], kind: 
 class Group(ABC):
     """The copies of one layer, and the collectives between them.
 
-    Every member must call the same collectives in the same order. It is rank ``rank`` of ``size``
-    (from 0). A collective returns tensors of the member's own: to change one in place changes
-    nobody else's, nor the argument. They are on the device of the argument and have its dtype.
+    This member is rank ``rank`` of ``size``, counted from 0. Every member must call the same
+    collectives in the same order. Results have the dtype and the device of the argument. Modifying
+    a result in place affects neither the other members nor the argument.
 
-    Gradients are those of the sum of all members' losses, as in `torch.distributed.nn`: the
-    derivative of what *every* member makes of the result. All collectives can be differentiated
-    any number of times; under `torch.no_grad` a member's results are constants.
+    As in `torch.distributed.nn`, gradients are derivatives of the sum of the losses of *all*
+    members. All collectives can be differentiated any number of times. Under `torch.no_grad` the
+    results of a member are constants.
 
     Raises:
-        TypeError: An argument is not of the type that is asked for; before anyone waits.
-        ValueError: An argument has the wrong value; before anyone waits.
-        ReplicasDiverged: The members' calls do not match, or, between replicas, someone does not
-            call.
+        TypeError: An argument has the wrong type. Raised before any waiting.
+        ValueError: An argument has the wrong value. Raised before any waiting.
+        ReplicasDiverged: The calls of the members do not match, or, between replicas, a member
+            does not call.
         ReplicaFailed: Another member raised.
+
+    Attributes:
+        rank: The rank of this member.
+        size: The number of members.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -130,28 +135,29 @@ class Group(ABC):
 
     @property
     def recomputes(self) -> bool:
-        """Whether this is a recomputation of an activation checkpoint: a call inside a backward.
+        """Whether this call is a recomputation of an activation checkpoint, inside a backward.
 
-        A layer that keeps something from forward to forward does not update it then.
+        A layer must not update its running state in a recomputation.
         """
         return is_recomputation()
 
     def _where(self) -> str:
-        """Who this is, for messages."""
+        """Returns the name of this member, for messages."""
         return repr(self)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        """Reduces the members' tensors, of one shape and dtype, to one that everyone gets.
+        """Reduces the tensors of all members, and returns the result to every member.
 
         >>> SoloGroup().all_reduce(torch.tensor([1.0, 2.0]), op="mean")
         tensor([1., 2.])
 
         Args:
-            tensor: Any shape. Like all tensors here: dense; floating point from float16 on,
-                complex64, complex128, bool, uint8, int8, int32 or int64.
+            tensor: Any shape, the same on every member. Like all tensors here, it is dense and of
+                dtype float16, bfloat16, float32, float64, complex64, complex128, bool, uint8,
+                int8, int32 or int64.
             op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"product"``, elementwise. The
-                gradient of a largest or smallest value is shared evenly by those that have it,
-                as in `torch.amax`.
+                gradient of a maximum or minimum is divided evenly among the members that attain
+                it, as in `torch.amax`.
         """
         self._check_tensors("all_reduce", [tensor])
         self._check_op("all_reduce", op, tensor)
@@ -161,21 +167,21 @@ class Group(ABC):
         """Returns the tensors of all members, in the order of their ranks.
 
         Args:
-            tensor: Any shape; the first dimension may differ between members, and be 0.
+            tensor: Any shape. The first dimension may differ between members, and may be 0.
         """
         self._check_tensors("all_gather", [tensor])
         return self._all_gather(tensor)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Tensor:
-        """Reduces the tensors that all members have for this one.
+        """Reduces one tensor per member, and returns the result for this member.
 
         Args:
-            tensors: One for each member, in the order of their ranks, of one dtype and on one
-                device. Those for different members may differ in shape.
+            tensors: One tensor for each member, in the order of their ranks, of one dtype and on
+                one device. Tensors for different members may differ in shape.
             op: See `all_reduce`.
 
         Returns:
-            ``op`` of what the members have at index ``rank``.
+            ``op`` of the tensors at index ``rank`` of all members.
         """
         if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
             self._refuse(
@@ -203,7 +209,7 @@ class Group(ABC):
         """Returns the tensor of the member of rank ``src``.
 
         Args:
-            tensor: Of the same shape and dtype in all members.
+            tensor: Any shape. Shape and dtype must match on every member.
             src: A rank of this group.
         """
         self._check_tensors("broadcast", [tensor])
@@ -215,20 +221,20 @@ class Group(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Returns when all members have called it."""
+        """Waits until all members have called it."""
 
     @abstractmethod
     def all_gather_object(self, obj: T) -> tuple[T, ...]:
         """Returns the objects of all members, in the order of their ranks.
 
-        Between processes they are pickled; between replicas they are the objects themselves.
+        Between processes the objects are pickled. Between replicas they are passed as they are.
         """
 
     def split(self, size: int) -> Group:
-        """Returns the member's part of this group: ranks 0 to size - 1, size to 2 size - 1, ...
+        """Divides the group into parts of ``size`` ranks, and returns the part of this member.
 
-        All members must split alike. If ``size`` does not divide the group, the last part is
-        smaller, as the last batch of an epoch is.
+        All members must pass the same ``size``. If it does not divide the size of the group, the
+        last part is smaller.
         """
         if not is_int(size):
             self._refuse(TypeError, f"split takes an int (got {described(size)})")
@@ -251,13 +257,13 @@ class Group(ABC):
     @abstractmethod
     def _split(self, size: int) -> Group: ...
 
-    # -- what is checked before anyone waits ---------------------------------------------------
+    # -- checks before any waiting -------------------------------------------------------------
 
     def _refuse(self, kind: type[Exception], text: str) -> NoReturn:
         raise kind(f"{self._where()}: {text}")
 
     def _check_use(self, name: str) -> None:
-        """Raises if a collective is called where nobody would answer as meant."""
+        """Raises if no other member could answer a collective that is called here."""
         return
 
     def _check_tensors(self, name: str, tensors: Sequence[Any]) -> None:
@@ -286,7 +292,7 @@ class Group(ABC):
 
 
 def in_a_callback(name: str) -> str:
-    """Why a collective is refused there."""
+    """Returns the message that refuses a collective in a replication callback."""
     return (
         f"{name} in a replication callback; callbacks run one after the other, so that no other "
         "copy can answer: call collectives in forward"
@@ -294,14 +300,14 @@ def in_a_callback(name: str) -> str:
 
 
 def described(value: Any) -> str:
-    """What an argument is, for messages."""
+    """Describes an argument, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return type(value).__name__
 
 
 def layouts_of(tensors: Sequence[Tensor]) -> Layouts:
-    """For a `Call`."""
+    """Returns the dtypes and shapes of tensors."""
     return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
 
 
@@ -313,22 +319,22 @@ _PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def reduced(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
-    """``op`` over tensors of one shape and device, from left to right, in their dtype.
+    """Applies ``op`` to tensors of one shape and device, from left to right, in their dtype.
 
-    Pairwise: `torch.sum` and `torch.prod` would return float32 under a CUDA autocast.
+    It adds pairs, because `torch.sum` and `torch.prod` return float32 under a CUDA autocast.
     """
-    if op == "mean" and tensors[0].dtype is torch.float16:  # whose sum may overflow
+    if op == "mean" and tensors[0].dtype is torch.float16:  # a sum may overflow
         return reduce(torch.add, [tensor / len(tensors) for tensor in tensors])
     if op in _PAIRWISE:
         total = reduce(_PAIRWISE[op], tensors)
         return total / len(tensors) if op == "mean" else total
     extreme = torch.amax if op == "max" else torch.amin
-    # A copy, as autograd has saved the result itself.
+    # A copy, because autograd saves the result itself.
     return extreme(torch.stack(tuple(tensors)), 0).clone()
 
 
 class SoloGroup(Group):
-    """A group of one: each collective returns a copy of its argument, at once.
+    """A group of one member: each collective returns a copy of its argument at once.
 
     >>> group = SoloGroup()
     >>> group.rank, group.size
@@ -341,8 +347,8 @@ class SoloGroup(Group):
         super().__init__(rank=0, size=1)
 
     def _check_use(self, name: str) -> None:
-        place = current_replica()
-        if place is not None and place.path:  # as in a group of several
+        current = current_replica()
+        if current is not None and current.path:  # as in a larger group
             raise ReplicationError(f"{self!r}: {in_a_callback(name)}")
 
     def barrier(self) -> None:

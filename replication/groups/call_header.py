@@ -1,9 +1,8 @@
 """Headers, in which the ranks of a process group describe their calls to each other.
 
-Ranks compare their calls before tensors travel. What a rank receives may come from a process that
-it should not trust, so a header has a fixed size and is never unpickled. Its texts are for
-messages. The one number that a rank acts upon, the length of a tensor, is checked first, by
-`check_lengths`.
+Ranks compare their calls before tensors travel. A received header may come from an untrusted
+process, so it has a fixed size and is never unpickled. Its texts are for messages. The one number
+that a rank acts upon, the length of a tensor, is first checked by `check_lengths`.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from replication.groups.base import Call
 
 __all__: list[str] = []
 
-#: The length, the digest, the place and the text. Texts that are too long are cut.
+#: The length, the digest, the layer and the text. Texts that are too long are cut.
 _LAYOUT = Struct("<q32s128s344s")
 
-#: No device holds more bytes, so that a rank which announces more is at fault.
+#: More bytes than any device holds: a rank that announces more is faulty.
 _MOST_BYTES = 2**40
 
 
@@ -30,7 +29,7 @@ class CallHeader(NamedTuple):
 
     #: The first dimension of the tensor, if it may differ between the ranks.
     length: int
-    #: Stands for everything that must match.
+    #: The hash of everything that must match.
     digest: bytes
     #: The layer and the number of its call.
     where: str
@@ -41,23 +40,23 @@ class CallHeader(NamedTuple):
     def of(cls, call: Call) -> CallHeader:
         """Describes a call."""
         shape = call.layouts[0][1] if call.any_length else ()
-        digest = sha256(repr(call.must_equal()).encode()).digest()
+        digest = sha256(repr(call.matching_key()).encode()).digest()
         return cls(shape[0] if shape else 0, digest, call.where, str(call))
 
-    def must_equal(self) -> bytes:
-        """Returns what must be equal on all ranks."""
+    def matching_key(self) -> bytes:
+        """Returns a key that is equal for matching calls."""
         return self.digest
 
     def __str__(self) -> str:
         return self.text
 
     def pack(self) -> bytes:
-        """Returns the header as bytes, as many for every call."""
+        """Returns the header as bytes. Their number is the same for every call."""
         return _LAYOUT.pack(self.length, self.digest, self.where.encode(), self.text.encode())
 
     @classmethod
     def unpack(cls, packed: bytes) -> CallHeader:
-        """Reads a header, whatever its bytes are."""
+        """Reads a header from any bytes of the right number."""
         length, digest, where, text = _LAYOUT.unpack(packed)
         return cls(length, digest, _text(where), _text(text))
 
@@ -69,11 +68,11 @@ def _text(encoded: bytes) -> str:
 
 
 def check_lengths(lengths: Sequence[int], item_bytes: int, where: str) -> None:
-    """Raises ReplicationError if the ranks announce lengths that cannot be.
+    """Raises ReplicationError if a rank announces an impossible length.
 
     Args:
         lengths: The lengths that the ranks announce.
-        item_bytes: The size of an item, of which there are as many.
+        item_bytes: The number of bytes per unit of length.
         where: The rank that checks, for the message.
     """
     most = _MOST_BYTES // (max(item_bytes, 1) * len(lengths))

@@ -1,9 +1,9 @@
 """Collectives of `torch.distributed` that return new tensors, and their derivatives.
 
-The functions compute values. `Collective` puts one of them into an autograd graph, together with
-its derivative, which is a collective as well: every rank must run the backward.
+The functions compute values. `Collective` records one of them in an autograd graph, together with
+its derivative, which is also a collective: every rank must run the backward.
 
-All of them take tensors of any strides.
+Tensors may have any strides.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def all_reduce(tensor: Tensor, process_group: Any) -> Tensor:
 def broadcast(tensor: Tensor, src: int, process_group: Any) -> Tensor:
     """Returns the tensor of the process whose rank among all processes is ``src``."""
     received = tensor.clone(memory_format=torch.contiguous_format)
-    # Older releases of torch leave complex numbers to the backend, which may not know them.
+    # Older releases of torch leave complex numbers to the backend, which may not support them.
     real = torch.view_as_real(received) if received.is_complex() else received
     distributed.broadcast(real, src, process_group)
     return received
 
 
 def all_gather(tensor: Tensor, process_group: Any) -> Tensor:
-    """Returns the tensors of all ranks, which have one shape, stacked: ``(size, *shape)``."""
+    """Stacks the tensors of all ranks, which have the same shape, to ``(size, *shape)``."""
     tensor = tensor.resolve_conj().contiguous()
     stacked = tensor.new_empty(process_group.size(), *tensor.shape)
     if stacked.numel():  # else there is nothing to send
@@ -66,8 +66,7 @@ def all_to_all(tensor: Tensor, sent: list[int], received: list[int], process_gro
 class Collective(Function):
     """Runs a collective in an autograd graph.
 
-    Because the derivative is made of collectives of this kind, it is differentiable again, any
-    number of times.
+    The derivative consists of such collectives, so it is differentiable any number of times.
     """
 
     @staticmethod
@@ -94,12 +93,12 @@ def differentiable(
 
     Args:
         collective: The collective, without a graph.
-        derivative: Returns the gradient of ``tensor`` for the gradient of the result. If it is to
-            be differentiated as well, it is made of `differentiable` collectives.
+        derivative: Returns the gradient of ``tensor``, given the gradient of the result. It
+            consists of `differentiable` collectives, to be differentiable itself.
         tensor: The argument of the collective.
 
     Raises:
-        ReplicationError: ``tensor`` stands for several gradients.
+        ReplicationError: ``tensor`` is a batch of gradients.
     """
     if is_batched(tensor):
         raise ReplicationError(

@@ -1,4 +1,4 @@
-"""`ReplicaAware`: layers that know their copies."""
+"""`ReplicaAware`: a mixin for layers that communicate with their copies."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ else:
 __all__ = ["ReplicaAware"]
 
 
-#: Of this process.
+#: One warning per process.
 _first_warning_of_processes = WarnOnce()
 
 
 def warn_of_unconnected_processes(layer: str) -> None:
-    """Warns once in this process."""
+    """Warns once per process that torchrun's processes are not connected."""
     if _first_warning_of_processes():
         warn(
             f"`{layer}` is in one of several processes that torchrun has started, but "
@@ -45,7 +45,11 @@ def warn_of_unconnected_processes(layer: str) -> None:
 
 
 class Unreplicated(SoloGroup):
-    """That of a layer outside replicas: kept and used in one, it would leave it alone silently."""
+    """The group of a layer outside replicas.
+
+    It refuses calls inside a replica, where a group that was kept from before the forward would
+    leave the replica silently unsynchronized.
+    """
 
     def __init__(self, layer: str) -> None:
         super().__init__()
@@ -56,16 +60,16 @@ class Unreplicated(SoloGroup):
 
     def _check_use(self, name: str) -> None:
         super()._check_use(name)
-        place = current_replica()
-        if place is not None and (place.rendezvous.size or 0) > 1:
+        current = current_replica()
+        if current is not None and (current.rendezvous.size or 0) > 1:
             raise ReplicationError(
-                f"{self._layer}: replica {place.replica} calls {name} of a group that was taken "
+                f"{self._layer}: replica {current.replica} calls {name} of a group that was taken "
                 "outside the forward, before there were replicas; take self.group in forward"
             )
 
 
 class ReplicaAware(_Base):
-    """A mixin for layers, in front of `torch.nn.Module`: ``self.group`` are the layer's copies.
+    """A mixin for layers, in front of `torch.nn.Module`: ``self.group`` connects a layer's copies.
 
     >>> import torch
     >>> from replication import DataParallel
@@ -78,17 +82,17 @@ class ReplicaAware(_Base):
     True
 
     Attributes:
-        group_size: If not None, ``group`` is the layer's part of all its copies, in parts of this
-            size (see `Group.split`).
-        process_group: If not None, a group of `torch.distributed`, to whose processes ``group`` is
-            limited. Copies of the layer keep it; pickling leaves it out, with a warning.
+        group_size: If not None, the copies are divided into parts of this size, and ``group`` is
+            the layer's part (see `Group.split`).
+        process_group: If not None, a group of `torch.distributed` to which ``group`` is limited.
+            Copies of the layer keep it. Pickling drops it with a warning.
     """
 
     group_size: int | None = None
 
     _process_group: ProcessGroupHandle | None = None
 
-    #: For messages between processes, where a layer does not know its path; else its class.
+    #: The name of the layer in messages. By default it is the name of the class.
     _layer_name: str | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -105,11 +109,11 @@ class ReplicaAware(_Base):
                 "give what is there another name"
             )
 
-    # Of a replica.
+    #: The group of a replica.
     _replica_group: Group | None = None
-    #: The original's: all replicas of all forwards warn once between them.
+    #: The flag of the original, so that all replicas of all forwards warn once in total.
     _first_warning: WarnOnce | None = None
-    #: The thread that has made the replica.
+    #: The thread that made the replica.
     _caller: int | None = None
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -124,16 +128,18 @@ class ReplicaAware(_Base):
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Connects this copy with the others. Overrides must call it."""
-        # The context of another toolkit has no group. If a patched DataParallel passes one, a
-        # context of ours follows.
+        # The context of another toolkit has no group. After it, a patched DataParallel also passes
+        # a context of this one.
         if isinstance(ctx, CallbackContext):
-            # Not `ctx.group`, which a copy may have set.
+            # Not `ctx.group`, which a copy may have overwritten.
             self._replica_group = CallbackContext.group(ctx, copy_id)
 
     @property
     def group(self) -> Group:
-        """The copies of this layer: in the replicas of this forward; or else in all processes of
-        `torch.distributed`, if it is initialized; or else this layer alone.
+        """The group of the copies of this layer.
+
+        It connects the replicas of this forward. Outside replicas it connects all processes if
+        `torch.distributed` is initialized, and is a group of one otherwise.
 
         Raises:
             ReplicationError: There are replicas in several processes.
@@ -163,7 +169,7 @@ class ReplicaAware(_Base):
 
     @property
     def process_group(self) -> Any:
-        """See above."""
+        """The group of `torch.distributed` to which `group` is limited, or None."""
         return self._process_group and self._process_group.process_group
 
     @process_group.setter
@@ -181,7 +187,7 @@ class ReplicaAware(_Base):
         return Unreplicated(name)
 
     def _cannot_know_its_copies(self) -> bool:
-        place = current_replica()
+        current = current_replica()
         if getattr(self, IS_REPLICA, False):
             self._warn_once(
                 "is in a replica that has not been told about its copies, so its group is this "
@@ -189,7 +195,7 @@ class ReplicaAware(_Base):
                 "DataParallel, or use replication.DataParallel; if its class has a "
                 "__data_parallel_replicate__ of its own, call super's there"
             )
-        elif place is not None and (place.rendezvous.size or 0) > 1:
+        elif current is not None and (current.rendezvous.size or 0) > 1:
             self._warn_once(
                 "is called by a replica but is not part of it, so its group is this replica "
                 "alone; the model reaches the original layer, through a list where an "

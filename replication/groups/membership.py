@@ -1,4 +1,4 @@
-"""Which processes there are, and the state of the groups of `torch.distributed`."""
+"""The membership of this process in groups of `torch.distributed`, and the state of the groups."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__: list[str] = []
 
 
 class History:
-    """The calls made with a group of `torch.distributed`, and the groups split from it."""
+    """The number of calls made with a process group, and the groups split from it."""
 
     def __init__(self) -> None:
         # Re-entrant: a signal handler or a finalizer may interrupt the thread that holds it.
         self.lock = threading.RLock()
-        #: The number of calls, by the name of the layer, and whether they were in backward.
+        #: The number of calls, by the name of the layer and whether a backward makes them.
         self.calls: Counter[tuple[str, bool]] = Counter()
-        #: The group of this process' part, by the size of the parts.
+        #: The group of this process's part, by the size of the parts.
         self.parts: dict[int, Any] = {}
 
 
@@ -32,15 +32,15 @@ _histories: WeakKeyDictionary[Any, History] = WeakKeyDictionary()
 
 
 def history_of(process_group: Any) -> History:
-    """Returns the history of a group, which lives as long as the group."""
+    """Returns the history of a process group, which lives as long as the group."""
     return _histories.setdefault(process_group, History())
 
 
 def process_count(process_group: Any = None) -> int:
-    """Returns the number of processes of a group, by default of all.
+    """Returns the number of processes in a group, by default of all processes.
 
-    It is 1 where there are no others, and -1 if this process cannot use the group: it is not in
-    it, or the group has been destroyed.
+    It is 1 without `torch.distributed`, and -1 if this process cannot use the group because it is
+    not a member or the group is destroyed.
     """
     if process_group is not None:
         return distributed.get_world_size(process_group) if is_known(process_group) else -1
@@ -50,9 +50,9 @@ def process_count(process_group: Any = None) -> int:
 
 
 def processes_are_not_connected() -> bool:
-    """Whether torchrun has started several processes, and nothing has connected them."""
+    """Whether torchrun started several processes and `torch.distributed` is not initialized."""
     return (
-        not torch.compiler.is_compiling()  # whose older ones cannot look at the environment
+        not torch.compiler.is_compiling()  # older compilers cannot read the environment
         and distributed.is_available()
         and not distributed.is_initialized()
         and distributed.is_torchelastic_launched()
@@ -61,16 +61,16 @@ def processes_are_not_connected() -> bool:
 
 
 def is_known(process_group: Any) -> bool:
-    """Whether this process is in a group, and the group has not been destroyed."""
+    """Whether this process is in a group, and the group is not destroyed."""
     try:
         distributed.get_backend(process_group)
-    except (ValueError, TypeError):  # older releases of torch raise the latter
+    except (ValueError, TypeError):  # older releases of torch raise TypeError
         return False
     return True
 
 
 def is_group_of_others(process_group: Any) -> bool:
-    """Whether this is what `torch.distributed.new_group` returns to processes outside a group."""
+    """Whether it is the value that `torch.distributed.new_group` returns to non-members."""
     outside = distributed.GroupMember.NON_GROUP_MEMBER
     return type(process_group) is type(outside) and process_group == outside
 
@@ -88,9 +88,9 @@ def check_process_group(value: Any) -> None:
 
 
 class ProcessGroupHandle:
-    """A group of `torch.distributed` in an attribute of a layer, which may be copied and pickled.
+    """An attribute of a layer that holds a process group.
 
-    A copy of the layer keeps the group. A pickled layer comes back without it.
+    A copy of the layer keeps the group. A layer that is pickled and loaded has no group.
     """
 
     def __init__(self, process_group: Any = None) -> None:
@@ -103,12 +103,12 @@ class ProcessGroupHandle:
         if self.process_group is not None:
             warn(
                 "a process_group is not pickled with a layer; set it again where it is loaded, or "
-                "the layer will talk to all processes",
+                "the layer will use all processes",
             )
         return ProcessGroupHandle, ()
 
 
 def debugging() -> bool:
-    """Whether ``TORCH_DISTRIBUTED_DEBUG`` asks for checks that cost time."""
-    # Not by identity: each is a new object.
+    """Whether ``TORCH_DISTRIBUTED_DEBUG`` enables slow checks."""
+    # Not `is`, because every call returns a new object.
     return distributed.get_debug_level() != distributed.DebugLevel.OFF  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""`ProcessGroup`: collectives between processes, by `torch.distributed`."""
+"""`ProcessGroup`: collectives between processes, built on `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from replication.groups.base import (
     Layouts,
     ReduceOp,
     SoloGroup,
-    check_alike,
+    check_same_call,
     layouts_of,
     reduced,
 )
@@ -44,7 +44,7 @@ __all__ = ["ProcessGroup"]
 
 T = TypeVar("T")
 
-#: Up to so many ranks, and bytes of each, gloo gathers sooner than it reduces (see
+#: Up to this many ranks and bytes per rank, gloo gathers faster than it reduces (see
 #: `ProcessGroup.prefers_gather`).
 _FEW_RANKS, _FEW_BYTES = 8, 64 * 1024
 
@@ -52,16 +52,15 @@ _FEW_RANKS, _FEW_BYTES = 8, 64 * 1024
 class ProcessGroup(Group):
     """The processes of a group of `torch.distributed`, on any backend (gloo, NCCL, ...).
 
-    A backward through a result is a collective as well: all ranks must run it, in the same order.
-    A rank whose results do not enter its loss multiplies them by 0 and adds them. Tensors require
-    gradients on all ranks or on none.
+    A backward through a result is also a collective: all ranks must run it, in the same order. If
+    the loss of a rank does not use its results, multiply them by 0 and add them to the loss.
+    Tensors must require gradients on all ranks or on none.
 
-    `all_gather`, which exchanges the shapes, compares the calls of the ranks and names those that
-    do not match. In other collectives the backend decides what happens, unless
-    ``TORCH_DISTRIBUTED_DEBUG`` is ``INFO`` or ``DETAIL`` in the environment, which makes every
-    call be compared first.
+    `all_gather` exchanges the shapes, so it compares the calls of the ranks and names calls that
+    do not match. The other collectives leave mismatches to the backend. Set
+    ``TORCH_DISTRIBUTED_DEBUG`` to ``INFO`` or ``DETAIL`` in the environment to compare all calls.
 
-    Only `all_gather_object` unpickles data of other ranks.
+    Only `all_gather_object` unpickles data from other ranks.
 
     Args:
         process_group: A group of `torch.distributed` that this process is in; by default all
@@ -72,9 +71,8 @@ class ProcessGroup(Group):
         RuntimeError: `torch.distributed` is not initialized.
         TypeError: ``process_group`` is not a group of `torch.distributed`.
         ValueError: This process is not in ``process_group``.
-        ReplicationError: The group has been destroyed, also after this object was made; or, in a
-            call, gradients are batched (``is_grads_batched=True``), or a rank announces a tensor
-            of an impossible length.
+        ReplicationError: The group is destroyed. In a call: gradients are batched
+            (``is_grads_batched=True``), or a rank announces a tensor of an impossible length.
         NotImplementedError: In a call, a tensor has a derivative in forward mode.
     """
 
@@ -99,8 +97,8 @@ class ProcessGroup(Group):
             distributed.get_rank(process_group), distributed.get_world_size(process_group)
         )
         self._name = name
-        # Graphs refer to this object. A loss that is still there when a script ends must not keep
-        # the threads of a group that has been destroyed.
+        # Graphs refer to this object. A loss that outlives the script must not keep the threads of
+        # a destroyed group alive.
         self._process_group = ref(process_group)
 
     @property
@@ -108,10 +106,10 @@ class ProcessGroup(Group):
         """The group of `torch.distributed`.
 
         Raises:
-            ReplicationError: The group has been destroyed.
+            ReplicationError: The group is destroyed.
         """
         process_group = self._process_group()
-        if process_group is None or not is_known(process_group):  # another object may keep it
+        if process_group is None or not is_known(process_group):  # a destroyed group may live on
             raise _destroyed(self._where())
         return process_group
 
@@ -128,10 +126,10 @@ class ProcessGroup(Group):
 
     @contextmanager
     def _calling(self, call: Call, compares: bool = False) -> Iterator[list[CallHeader]]:
-        """Numbers a call, and compares it with the calls of the other ranks where that is wanted.
+        """Counts a call, and compares it with the calls of the other ranks if asked to.
 
-        If a rank raises or dies, the others get an error of the backend, or run into the timeout
-        of the process group. Notes on that error say which call it was.
+        If a rank raises or dies, the other ranks get an error of the backend or run into the
+        timeout of the process group. Notes on that error name the call.
 
         Yields:
             The headers of all ranks, if the calls are compared.
@@ -154,7 +152,7 @@ class ProcessGroup(Group):
         packed = self._to_tensor(CallHeader.of(call).pack())
         rows = collectives.all_gather(packed, self.process_group).cpu()
         headers = [CallHeader.unpack(_to_bytes(row)) for row in rows]
-        check_alike(headers, call.where, range(self.size), "rank")
+        check_same_call(headers, call.where, range(self.size), "rank")
         return headers
 
     def _to_tensor(self, data: bytes) -> Tensor:
@@ -168,7 +166,7 @@ class ProcessGroup(Group):
         derivative: Callable[[Call, Tensor], Tensor],
         tensor: Tensor,
     ) -> Tensor:
-        """Runs a collective in an autograd graph, whose backward is a call of its own.
+        """Runs a collective in an autograd graph. Its backward is a separate call.
 
         Args:
             call: The call that the collective is part of.
@@ -189,7 +187,7 @@ class ProcessGroup(Group):
 
     @uncompiled
     def barrier(self) -> None:
-        """Returns when all members have called it."""
+        """Waits until all members have called it."""
         with self._calling(Call("barrier")):
             distributed.barrier(self.process_group)
 
@@ -197,8 +195,8 @@ class ProcessGroup(Group):
     def all_gather_object(self, obj: T) -> tuple[T, ...]:
         """Returns copies of the objects of all members, in the order of their ranks.
 
-        The objects are pickled. To unpickle data can run any code: call this only if every
-        process of the group can be trusted. No other collective unpickles anything.
+        The objects are pickled. Unpickling can run any code, so call this only if you trust every
+        process of the group. No other collective unpickles anything.
         """
         # torch.distributed.all_gather_object needs NumPy.
         with self._calling(Call("all_gather_object")):
@@ -224,29 +222,29 @@ class ProcessGroup(Group):
     ) -> Tensor:
         """Gathers or sums tensors of one shape, in one collective.
 
-        For layers with graph nodes of their own.
+        It is meant for layers with autograd nodes of their own.
 
         Args:
-            name: The name of the call in messages. It ends in ``_backward`` if a backward calls.
+            name: The name of the call in messages. It ends in ``_backward`` in a backward.
             tensor: A tensor of the same shape and dtype on all ranks.
             stack: Whether to gather (see `prefers_gather`).
             layouts: Dtypes and shapes that must match on all ranks.
-            requires_grad: Whether the node leads a backward through this call.
+            requires_grad: Whether autograd records the call.
 
         Returns:
-            The tensors of all ranks, ``(size, ...)``, or else their sum.
+            The stacked tensors of all ranks, ``(size, ...)``, or their sum.
         """
         call = Call(name, layouts=layouts, requires_grad=requires_grad)
         with self._calling(call):
             return self._stack(call, tensor) if stack else self._sum(call, tensor)
 
     def prefers_gather(self, tensor: Tensor) -> bool:
-        """Whether a sum is faster by a gather, after which each rank adds.
+        """Whether it is faster to sum by gathering all tensors and adding them on each rank.
 
         A ring of n ranks reduces in 2 (n - 1) steps and gathers in n - 1. With few ranks and short
-        tensors the steps take the time, not the bytes, and the gather wins: on gloo by a quarter
-        for 2 ranks and by 40 % for 8, up to the bounds above. NCCL picks its own algorithm. The
-        answer depends only on properties that match on all ranks, so all of them go the same way.
+        tensors the number of steps dominates, and gathering wins: on gloo by 25 % for 2 ranks and
+        by 40 % for 8, up to the bounds above. NCCL picks its own algorithm. The answer depends
+        only on properties that match on all ranks, so all ranks choose the same way.
         """
         return (
             self.size <= _FEW_RANKS
@@ -258,7 +256,7 @@ class ProcessGroup(Group):
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         call = _call("all_reduce", (tensor,), f"op={op!r}")
         with self._calling(call):
-            if op == "mean" and tensor.dtype is torch.float16:  # whose sum may overflow
+            if op == "mean" and tensor.dtype is torch.float16:  # a sum may overflow
                 return self._sum(call, tensor / self.size)
             if op in ("sum", "mean"):
                 total = self._sum(call, tensor)
@@ -284,12 +282,12 @@ class ProcessGroup(Group):
     @uncompiled
     def _reduce_scatter(self, tensors: tuple[Tensor, ...], op: ReduceOp) -> Tensor:
         call = _call("reduce_scatter", tensors, f"op={op!r}")
-        own = tensors[self.rank]
+        mine = tensors[self.rank]
         sent = [tensor.numel() for tensor in tensors]
         with self._calling(call):
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            received = self._all_to_all(sent, [own.numel()] * self.size, call, flat)
-            return reduced(received.view(self.size, *own.shape).unbind(), op)
+            received = self._all_to_all(sent, [mine.numel()] * self.size, call, flat)
+            return reduced(received.view(self.size, *mine.shape).unbind(), op)
 
     @uncompiled
     def _broadcast(self, tensor: Tensor, src: int) -> Tensor:
@@ -300,7 +298,7 @@ class ProcessGroup(Group):
             total = self._sum(call, grad)
             if self.rank == src:
                 return total
-            # Zeros, but part of the graph: every rank takes part in the second derivative.
+            # Zeros in the graph, because every rank takes part in the second derivative.
             return total.masked_fill(total.new_ones((), dtype=torch.bool), 0)
 
         call = _call("broadcast", (tensor,), f"src={src}")
@@ -318,7 +316,7 @@ class ProcessGroup(Group):
         return self._differentiable(call, summed, self._sum, tensor)
 
     def _stack(self, call: Call, tensor: Tensor) -> Tensor:
-        """Returns the tensors of all ranks, which have one shape, as one: ``(size, ...)``."""
+        """Stacks the tensors of all ranks, which have the same shape, to ``(size, ...)``."""
 
         def stacked(tensor: Tensor) -> Tensor:
             return collectives.all_gather(tensor, self.process_group)
@@ -333,7 +331,7 @@ class ProcessGroup(Group):
     def _all_to_all(
         self, sent: list[int], received: list[int], call: Call, tensor: Tensor
     ) -> Tensor:
-        """Sends values to every rank (see `collectives.all_to_all`); in backward, the way back."""
+        """Sends values to every rank (see `collectives.all_to_all`)."""
 
         def exchanged(tensor: Tensor) -> Tensor:
             return collectives.all_to_all(tensor, sent, received, self.process_group)
@@ -345,7 +343,7 @@ class ProcessGroup(Group):
 
     @uncompiled
     def _split(self, size: int) -> Group:
-        if size == 1:  # needs no other rank: perhaps only some ranks run this layer
+        if size == 1:  # without a collective: perhaps only some ranks run this layer
             return SoloGroup()
         starts = range(0, self.size, size)
         parts = [range(start, min(start + size, self.size)) for start in starts]
@@ -359,10 +357,10 @@ class ProcessGroup(Group):
         return ProcessGroup(history.parts[size], f"{self._name}, ranks {own[0]}-{own[-1]}")
 
     def _new_part(self, parts: list[range], own: range) -> Any:
-        """Makes groups of `torch.distributed` for the parts, and returns this process' own."""
+        """Makes groups of `torch.distributed` for the parts, and returns the group of ``own``."""
         is_world = self.process_group is distributed.group.WORLD
-        # torch wants all processes to make all groups. Processes outside this group do not take
-        # part; without them, its members must have made the same groups before.
+        # By default all processes must make all groups. Processes outside this group do not take
+        # part, so without them its members must have made the same groups before.
         made = {
             part: distributed.new_group(
                 [self._global_rank(rank) for rank in part],
@@ -387,7 +385,7 @@ def _destroyed(where: str) -> ReplicationError:
 
 
 def _remedy() -> str:
-    """Returns what to do about a rank that was left alone in a call."""
+    """Returns advice for a rank whose call no other rank answered."""
     if debugging():
         return (
             "if no other rank has failed before (see their logs), some of them have not come to "
@@ -405,7 +403,7 @@ def _call(name: str, tensors: Sequence[Tensor], option: str = "") -> Call:
 
 
 def _padded(tensor: Tensor, length: int) -> Tensor:
-    """Appends zeros up to a length, because backends want one shape on all ranks."""
+    """Appends zeros up to a length, because backends need the same shape on all ranks."""
     missing = length - len(tensor)
     if missing and 0 in tensor.shape[1:]:  # older releases of torch do not pad such tensors
         return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])

@@ -30,7 +30,7 @@ from replication.groups.base import (
     Layouts,
     ReduceOp,
     SoloGroup,
-    check_alike,
+    check_same_call,
     in_a_callback,
     layouts_of,
     reduced,
@@ -43,13 +43,21 @@ from replication.sync.rendezvous import Rendezvous, Site
 __all__ = ["CallbackContext", "ReplicaGroup"]
 
 
+T = TypeVar("T")
+MessageT = TypeVar("MessageT")
+ReplyT = TypeVar("ReplyT")
+
+#: The tensors of one member.
+Tensors = tuple[Tensor, ...]
+
+
 class CallbackContext:
-    """What the copies of one layer share in one forward: any attribute that they set on it.
+    """A namespace that the copies of one layer share in one forward: they may set any attribute.
 
     Attributes:
         num_copies: Number of copies.
-        devices: The device of each copy; None where it is not known, as that of a copy without
-            any tensor in somebody else's `torch.nn.DataParallel`.
+        devices: The device of each copy. None where it is unknown: a copy without tensors in a
+            plain `torch.nn.DataParallel`.
         path: The layer's path in the replicated module, as in ``named_modules()``.
     """
 
@@ -68,37 +76,36 @@ class CallbackContext:
         self.num_copies = num_copies
         self.devices = tuple(devices or [None] * num_copies)
         self.path = path
-        # What `group` needs is out of the way of attributes that copies may set.
-        self._members = GroupFactory(rendezvous, path_or_root(path), range(num_copies))
+        # Apart from the attributes above, which copies may set.
+        self._communicator = Communicator(rendezvous, path_or_root(path), range(num_copies))
+        self._groups: dict[int, Group] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_groups": {}}
 
     def group(self, copy_id: int) -> Group:
-        """Returns a copy's `Group`: it and the other copies of this layer in this forward.
+        """Returns the `Group` of a copy, which connects it to the other copies in this forward.
 
-        For a single copy that is a `SoloGroup`. Collectives are called in forward, not in the
-        callback. Every call with the same ``copy_id`` returns the same group.
+        For a single copy it is a `SoloGroup`. Every call with the same ``copy_id`` returns the
+        same group. Call collectives in ``forward``, not in the callback.
 
         Raises:
-            TypeError: ``copy_id`` is no int.
+            TypeError: ``copy_id`` is not an int.
             IndexError: There is no such copy.
             ReplicationError: The context is a copy, and belongs to no forward.
         """
-        return self._members.group(copy_id)
-
-
-T = TypeVar("T")
-MessageT = TypeVar("MessageT")
-ReplyT = TypeVar("ReplyT")
-
-#: The tensors of one member.
-Tensors = tuple[Tensor, ...]
+        group = self._groups.get(copy_id) if type(copy_id) is int else None
+        if group is None:
+            group = self._groups.setdefault(copy_id, self._communicator.group(copy_id))
+        return group
 
 
 class Request(NamedTuple):
-    """The message of one member to the member that merges, and the thread state it came with."""
+    """The message of one member, and the state of the member's thread."""
 
     call: Call
     message: Any
-    #: Returns the replies by rank; that of the first rank is called, whichever member merges.
+    #: Returns the replies by rank. The function of rank 0 is called, in the thread that merges.
     merge: Callable[[list[Any]], Iterable[Any]]
     wants_graph: bool
     inference_mode: bool
@@ -107,81 +114,88 @@ class Request(NamedTuple):
 
 
 class Communicator:
-    """The state that the members of one group share in one forward."""
+    """The state that the members of one group share in one forward.
 
-    def __init__(self, rendezvous: Rendezvous, layer: str, replicas: Sequence[int]) -> None:
+    It does not refer to their groups, so that it is freed with the last of them.
+
+    Args:
+        rendezvous: The rendezvous of the forward, or None outside a forward.
+        layer: The path of the layer, for messages.
+        replicas: The replica of each member.
+    """
+
+    def __init__(self, rendezvous: Rendezvous | None, layer: str, replicas: Sequence[int]) -> None:
         self.rendezvous = rendezvous
         self.layer = layer
-        #: The replica of each member.
-        self.replicas = tuple(replicas)
-        is_part = len(replicas) != rendezvous.size
+        self.replicas = replicas
+        is_part = rendezvous is not None and len(replicas) != rendezvous.size
         #: The name of the group in messages.
         self.path = f"{layer}, replicas {replicas[0]}-{replicas[-1]}" if is_part else layer
-        self._exchange = Exchange(rendezvous, self.path, self.replicas)
-        self._parts: dict[int, list[GroupFactory]] = {}
+        self.exchange = Exchange(self.path, replicas)
+        self._parts: dict[int, list[Communicator]] = {}
 
-    def exchange(
-        self,
-        rank: int,
-        call: Call,
-        message: Any,
-        merge: Callable[[list[Any]], Iterable[Any]],
-        wants_graph: bool,
-    ) -> Any:
-        """Sends a message to the member that merges, which may be any, and returns the reply.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (None, self.layer, self.replicas)  # a copy belongs to no forward
 
-        Autograd runs nodes in an order that depends on how many nodes each thread has made. For
-        the same order in every run, whichever member merges, all have made equally many after it.
-        """
-        nodes = nodes_made() if wants_graph and not torch.is_anomaly_enabled() else 0
-        inference_mode = torch.is_inference_mode_enabled()
-        request = Request(call, message, merge, wants_graph, inference_mode, nodes)
-        reply, nodes = self._exchange(rank, request, self._merge)
-        count_nodes_up_to(nodes)
-        return reply
+    def group(self, rank: int) -> Group:
+        """Returns the group of a member; see `CallbackContext.group`."""
+        size = len(self.replicas)
+        if not is_int(rank):
+            raise TypeError(f"a copy_id is an int (got {rank!r})")
+        if not 0 <= rank < size:
+            raise IndexError(f"`{self.layer}` has copies 0 to {size - 1} (got copy_id {rank})")
+        if size == 1:
+            return SoloGroup()
+        if self.rendezvous is None:
+            raise ReplicationError(
+                f"`{self.layer}`: the context is a copy, or was made by hand, and belongs to no "
+                "forward; execute_replication_callbacks makes one that does"
+            )
+        return ReplicaGroup(rank, size, self)
 
-    def _merge(self, site: Site, requests: list[Request]) -> list[tuple[Any, int]]:
+    def part(self, rank: int, size: int) -> Group:
+        """Returns the group of a member's part, where all parts but the last are of this size."""
+        parts = self._parts.get(size)
+        if parts is None:
+            starts = range(0, len(self.replicas), size)
+            parts = self._parts.setdefault(  # another thread may have been faster
+                size,
+                [
+                    Communicator(self.rendezvous, self.layer, self.replicas[i : i + size])
+                    for i in starts
+                ],
+            )
+        return parts[rank // size].group(rank % size)
+
+    def merge(self, site: Site, requests: list[Request]) -> list[tuple[Any, int]]:
         """Returns the reply to each member, and the number of nodes to catch up with."""
         calls = [request.call for request in requests]
         if calls.count(calls[0]) < len(calls):
-            check_alike(calls, str(site), self.replicas, "replica")
-        most = max(request.nodes for request in requests)
+            check_same_call(calls, str(site), self.replicas, "replica")
+        most = max([request.nodes for request in requests])
         count_nodes_up_to(most)
-        inference_mode = all(request.inference_mode for request in requests)
-        wants_graph = any(request.wants_graph for request in requests)
-        with self._on_behalf_of_all(inference_mode, wants_graph):
+        with _neutral_state(
+            inference_mode=all(request.inference_mode for request in requests),
+            wants_graph=any(request.wants_graph for request in requests),
+        ):
             replies = list(requests[0].merge([request.message for request in requests]))
         nodes = nodes_made() if most else 0
         return [(reply, nodes) for reply in replies]
 
-    def _on_behalf_of_all(
-        self, inference_mode: bool, wants_graph: bool
-    ) -> AbstractContextManager[object]:
-        """Sets the state of the merging thread, on which no reply may depend.
 
-        The member that merges may run without grad, in inference mode, or behind hooks on saved
-        tensors.
-        """
-        stack = ExitStack()
-        if torch.is_inference_mode_enabled() != inference_mode:
-            stack.enter_context(torch.inference_mode(inference_mode))
-        if torch.is_grad_enabled() != wants_graph:
-            stack.enter_context(torch.set_grad_enabled(wants_graph))
-        if sees_saved_tensors():
-            stack.enter_context(saved_tensors_hooks(_packed, _unpacked))
-        return stack
+def _neutral_state(inference_mode: bool, wants_graph: bool) -> AbstractContextManager[object]:
+    """Sets the state of the thread that merges, so that no reply depends on which thread merges.
 
-    def part(self, rank: int, size: int) -> Group:
-        """A member's group of its part, if all parts but the last are of this size."""
-        parts = self._parts.get(size)
-        if parts is None:
-            starts = range(0, len(self.replicas), size)
-            made = [
-                GroupFactory(self.rendezvous, self.layer, self.replicas[i : i + size])
-                for i in starts
-            ]
-            parts = self._parts.setdefault(size, made)  # somebody else may have been faster
-        return parts[rank // size].group(rank % size)
+    The thread may run without grad, in inference mode, or behind hooks on saved tensors.
+    """
+    stack = ExitStack()
+    if torch.is_inference_mode_enabled() != inference_mode:
+        stack.enter_context(torch.inference_mode(inference_mode))
+    if torch.is_grad_enabled() != wants_graph:
+        stack.enter_context(torch.set_grad_enabled(wants_graph))
+    if sees_saved_tensors():
+        stack.enter_context(saved_tensors_hooks(_packed, _unpacked))
+    return stack
 
 
 def _packed(tensor: Tensor) -> tuple[Tensor, int]:
@@ -189,7 +203,7 @@ def _packed(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
-    """The tensor; torch checks its version only where there are no hooks."""
+    """Returns the tensor, and checks its version as torch does where there are no hooks."""
     tensor, version = packed
     if tensor._version != version:
         raise RuntimeError(
@@ -200,58 +214,13 @@ def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
     return tensor
 
 
-class GroupFactory:
-    """Some copies of a layer, and their groups, which are made when the first is asked for.
-
-    Args:
-        rendezvous: That of the forward; None where there is none.
-        layer: The path of the layer, for messages.
-        replicas: The replica that each copy is in.
-    """
-
-    def __init__(self, rendezvous: Rendezvous | None, layer: str, replicas: Sequence[int]) -> None:
-        self._rendezvous = rendezvous
-        self._layer = layer
-        self._replicas = replicas
-        self._groups: list[Group] = []
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (None, self._layer, self._replicas)  # a copy belongs to no forward
-
-    def group(self, rank: int) -> Group:
-        """The group of one of them.
-
-        Raises:
-            TypeError: ``rank`` is no int.
-            IndexError: There is no such copy.
-            ReplicationError: They belong to no forward.
-        """
-        size = len(self._replicas)
-        if not is_int(rank):
-            raise TypeError(f"a copy_id is an int (got {rank!r})")
-        if not 0 <= rank < size:
-            raise IndexError(f"`{self._layer}` has copies 0 to {size - 1} (got copy_id {rank})")
-        if size == 1:
-            return SoloGroup()
-        if self._rendezvous is None:
-            raise ReplicationError(
-                f"`{self._layer}`: the context is a copy, or was made by hand, and belongs to no "
-                "forward; execute_replication_callbacks makes one that does"
-            )
-        with self._rendezvous.lock:
-            if not self._groups:
-                communicator = Communicator(self._rendezvous, self._layer, self._replicas)
-                self._groups = [ReplicaGroup(i, size, communicator) for i in range(size)]
-        return self._groups[rank]
-
-
 class ReplicaGroup(Group):
-    """The copies of one layer in the replicas of one forward, each in a thread of its own.
+    """The copies of one layer in the replicas of one forward, each in its own thread.
 
-    Made by `CallbackContext.group`, for one forward only.
+    It is made by `CallbackContext.group` and serves a single forward.
 
-    Nobody waits in backward, and any subset of the results may enter a loss. A tensor that has no
-    influence on it gets no gradient (`torch.autograd.grad` needs ``allow_unused``).
+    No thread waits in backward, and any subset of the results may enter a loss. A tensor that has
+    no influence on the loss gets no gradient (`torch.autograd.grad` needs ``allow_unused``).
     """
 
     def __init__(self, rank: int, size: int, communicator: Communicator | None = None) -> None:
@@ -266,28 +235,41 @@ class ReplicaGroup(Group):
             return super()._where()
         return f"`{self._communicator.path}`, replica {self._communicator.replicas[self.rank]}"
 
+    def _connected(self) -> tuple[Communicator, Rendezvous]:
+        """Returns the communicator and its rendezvous, unless this group is a copy."""
+        communicator = self._communicator
+        if communicator is None or communicator.rendezvous is None:
+            raise ReplicationError(
+                f"{self._where()} is a copy and belongs to no forward; only the replicas' own "
+                "groups are connected"
+            )
+        return communicator, communicator.rendezvous
+
     @property
     def recomputes(self) -> bool:
-        """As `Group` says; also in a thread that a replica has started."""
-        return is_recomputation() or self._connected().rendezvous.in_backward
+        """Whether this call is a recomputation of an activation checkpoint (see `Group`).
+
+        It is also true in a thread that a replica has started.
+        """
+        return is_recomputation() or self._connected()[1].in_backward
 
     @property
     def in_later_backward(self) -> bool:
-        """Whether this is a call in a backward that began later than this replica's forward.
+        """Whether this thread is in a backward that began after the forward of this replica.
 
-        Nobody would answer it.
+        No other replica would answer a call.
         """
-        place, began_in = current_replica(), NO_BACKWARD
-        if place is not None and place.rendezvous is self._connected().rendezvous:
-            began_in = place.backward
+        current, began_in = current_replica(), NO_BACKWARD
+        if current is not None and current.rendezvous is self._connected()[1]:
+            began_in = current.backward
         return current_backward() != began_in
 
     def commit(self, write: Callable[[], object]) -> None:
-        """Calls ``write``, which changes the original layer, unless the forward has been closed.
+        """Calls ``write``, which changes the original layer, unless the forward is closed.
 
         See `Rendezvous.commit`.
         """
-        self._connected().rendezvous.commit(write)
+        self._connected()[1].commit(write)
 
     def exchange(
         self,
@@ -298,15 +280,15 @@ class ReplicaGroup(Group):
         layouts: Layouts = (),
         requires_grad: bool = False,
     ) -> ReplyT:
-        """Sends a message and returns the reply; one member computes the replies of all.
+        """Sends a message and returns the reply. One member computes the replies to all members.
 
-        The collectives consist of it. Layers with autograd nodes of their own may call it as well.
+        All collectives are built on it. Layers with autograd nodes of their own may also call it.
 
         Args:
             name: The name of the call in messages. It must match on every member.
             message: Any object.
-            merge: Returns the replies by rank, given the messages by rank. The function that the
-                first rank passes is called, in the thread of the last member to arrive.
+            merge: Returns the replies by rank, given the messages by rank. The function of rank 0
+                is called, in the thread of the last member to arrive.
             layouts: Dtypes and shapes that must match on every member.
             requires_grad: Whether the message holds a tensor that requires gradients. If it is
                 true on any member, ``merge`` runs with grad enabled.
@@ -323,44 +305,46 @@ class ReplicaGroup(Group):
         merge: Callable[[list[MessageT]], Iterable[ReplyT]],
         wants_graph: bool = False,
     ) -> ReplyT:
+        # Autograd orders nodes by how many nodes each thread has made before. All members count up
+        # to the same number after a merge, so that the order does not depend on who merged.
+        nodes = nodes_made() if wants_graph and not torch.is_anomaly_enabled() else 0
+        inference_mode = torch.is_inference_mode_enabled()
         self._check_use(call.name)
-        communicator = self._connected()
-        return communicator.exchange(self.rank, call, message, merge, wants_graph)  # type: ignore[no-any-return]
+        communicator, rendezvous = self._connected()
+        request = Request(call, message, merge, wants_graph, inference_mode, nodes)
+        replica = communicator.replicas[self.rank]
+        reply, nodes = communicator.exchange(rendezvous, replica, request, communicator.merge)
+        count_nodes_up_to(nodes)
+        return reply  # type: ignore[no-any-return]
 
     def _check_use(self, name: str) -> None:
-        communicator, place = self._connected(), current_replica()
-        own = communicator.replicas[self.rank]
-        if place is not None and place.rendezvous is communicator.rendezvous:
-            if place.path:
+        communicator, rendezvous = self._connected()
+        replica = communicator.replicas[self.rank]
+        current = current_replica()
+        if current is not None and current.rendezvous is rendezvous:
+            if current.path:
                 raise ReplicationError(f"{self._where()}: {in_a_callback(name)}")
-            if place.replica != own:
+            if current.replica != replica:
                 raise ReplicationError(
-                    f"{self._where()}: replica {place.replica} calls {name} of the group of copy "
-                    f"{own}; ctx.group takes the copy_id that the callback has been called with"
+                    f"{self._where()}: replica {current.replica} calls {name} of the group of "
+                    f"copy {replica}; pass ctx.group the copy_id that the callback receives"
                 )
-        elif communicator.rendezvous.has_left(own):
+        elif rendezvous.has_left(replica):
             raise ReplicationError(
                 f"{self._where()}: {name} outside the forward that the group is of, which has "
                 "ended; "
                 + (
-                    "in backward nobody answers, so leave the layer out of activation checkpoints"
+                    "no replica answers in backward, so leave the layer out of activation "
+                    "checkpoints"
                     if current_backward() != NO_BACKWARD
-                    else "take the group anew in each forward"
+                    else "get the group afresh in each forward"
                 )
             )
-
-    def _connected(self) -> Communicator:
-        if self._communicator is None:
-            raise ReplicationError(
-                f"{self._where()} is a copy and belongs to no forward; only the replicas' own "
-                "groups are connected"
-            )
-        return self._communicator
 
     def _join(
         self, call: Call, tensors: Tensors, merge: Callable[[list[Tensors]], Iterable[Tensors]]
     ) -> Tensors:
-        """`exchange` of tensors."""
+        """Exchanges tensors; under `torch.no_grad` the results are constants."""
         grad_enabled = torch.is_grad_enabled()
         if not grad_enabled:
             tensors = tuple(tensor.detach() for tensor in tensors)
@@ -416,21 +400,21 @@ class ReplicaGroup(Group):
         return self._join(call, (tensor,), merge)[0]
 
     def _split(self, size: int) -> Group:
-        return self._connected().part(self.rank, size)
+        return self._connected()[0].part(self.rank, size)
 
 
 def ordinary(tensor: Tensor) -> Tensor:
-    """Outside of inference mode a copy of a tensor made in it, which no graph may hold."""
+    """Returns the tensor, or a copy of an inference tensor, which a graph cannot hold."""
     if torch.is_inference_mode_enabled() or not tensor.is_inference():
         return tensor
     return tensor.clone()
 
 
 def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensors]:
-    """New tensors for each device; their gradients are summed in the order of the devices."""
+    """Copies tensors to each device. Gradients are summed in the order of the devices."""
     return [
         tuple(
-            # Where it is at home already, `broadcast` shares the storage.
+            # On the tensor's own device, `broadcast` shares the storage.
             copy.clone() if copy.device == tensor.device else copy
             for copy, tensor in zip(on_device, tensors, strict=True)
         )

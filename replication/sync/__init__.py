@@ -1,1 +1,1 @@
-"""How the replicas of one forward meet: who runs, who waits, and what passes between them."""
+"""Synchronization of the replicas of one forward: their life cycle, waits and messages."""

@@ -1,4 +1,4 @@
-"""What each thread is busy with: a replica's forward, or one of its callbacks."""
+"""The current replica of each thread: the one whose forward or callback the thread runs."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ __all__: list[str] = []
 
 
 class CurrentReplica(NamedTuple):
-    """What a thread is busy with: a replica's forward, or one callback of it."""
+    """The forward of a replica, or one of its callbacks, as a thread runs it."""
 
     rendezvous: Rendezvous
     replica: int
-    #: The backward that the thread was in when it came here; see
-    #: `replication._torch.current_backward`.
+    #: The backward that the thread was in when the forward or the callback began (see
+    #: `replication._torch.current_backward`).
     backward: int
-    #: Path of the module whose callback runs; empty in a forward.
+    #: The path of the module whose callback runs. It is empty in a forward.
     path: str = ""
 
 
-class _Here(threading.local):
-    place: CurrentReplica | None = None
+class _Local(threading.local):
+    current: CurrentReplica | None = None
 
 
-_here = _Here()
+_local = _Local()
 
 
 def current_replica() -> CurrentReplica | None:
-    """The innermost replica's forward or callback that this thread runs, if any."""
-    return _here.place
+    """Returns the innermost forward or callback that this thread runs, if any."""
+    return _local.current
 
 
 class set_current_replica:
-    """Makes `current_replica` return ``place`` inside the ``with`` block.
+    """Makes `current_replica` return ``current`` inside the ``with`` block.
 
-    A class: `contextlib.contextmanager` sets attributes of an exception that passes, which not
-    every exception takes.
+    It is a class because `contextlib.contextmanager` sets attributes of an error that passes
+    through, which not every error class allows.
     """
 
-    def __init__(self, place: CurrentReplica) -> None:
-        self._place = place
+    def __init__(self, current: CurrentReplica) -> None:
+        self._current = current
 
     def __enter__(self) -> None:
-        self._outer, _here.place = _here.place, self._place
+        self._outer, _local.current = _local.current, self._current
 
     def __exit__(self, *exc_info: object) -> None:
-        _here.place = self._outer
+        _local.current = self._outer
 
 
 def is_recomputation() -> bool:
-    """Whether this thread recomputes: in a backward, or in a replica whose caller is in one."""
-    place = current_replica()
+    """Whether this thread, or the caller of the replica that it runs, is in a backward."""
+    current = _local.current
     return current_backward() != NO_BACKWARD or (
-        place is not None and place.rendezvous.in_backward
+        current is not None and current.rendezvous.in_backward
     )

@@ -1,125 +1,146 @@
-"""The exchange between the replicas of a group: each leaves a message and gets a reply.
+"""Exchanges between replicas: every replica sends a message and receives a reply.
 
     replica 0    message ──┐
-    replica 1    message ──┼──▶ the last to arrive merges them ──▶ one reply for each
+    replica 1    message ──┼──▶ one thread merges them ──▶ one reply for each
     replica 2    message ──┘
 
-The last to arrive merges: one thread switch fewer than waiting for a fixed replica. What a call
-leaves behind lives in one `Round`, which its participants alone refer to.
+By default the last replica to arrive merges: one thread switch fewer than waiting for a fixed
+replica. The state of one call lives in a `Round`, and only the participants refer to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from replication.errors import ReplicationError
 from replication.sync.rendezvous import Rendezvous, Site, Wait, two_at_once
 
 __all__: list[str] = []
 
-_EMPTY: Any = object()
+#: Returns one reply for each message, in order. Messages are in the order of the replicas.
+Merge = Callable[[Site, list[Any]], Iterable[Any]]
 
 
 class Round:
-    """The messages and the replies of one call, by rank."""
+    """The messages and the replies of one call, by replica."""
 
     __slots__ = ("messages", "missing", "replies", "waits")
 
-    def __init__(self, replicas: Sequence[int]) -> None:
-        self.messages = [_EMPTY] * len(replicas)
+    def __init__(self, replicas: Iterable[int]) -> None:
+        self.messages: dict[int, Any] = {}
         #: The replicas whose message has not arrived.
         self.missing = set(replicas)
-        self.replies: list[Any] = []
+        self.replies: dict[int, Any] = {}
         self.waits: dict[int, Wait] = {}
 
 
 class Exchange:
-    """The calls that some replicas of one forward make together, one after the other.
+    """The sequence of calls that some replicas of one forward make together.
 
     Args:
-        rendezvous: The rendezvous of the forward.
         path: The name of the calls in messages.
-        replicas: The replicas that take part, by rank.
+        replicas: The replicas that take part.
+        master: The replica that merges. By default the last to arrive does.
     """
 
-    def __init__(self, rendezvous: Rendezvous, path: str, replicas: Sequence[int]) -> None:
-        self.rendezvous = rendezvous
+    def __init__(self, path: str, replicas: Iterable[int], master: int | None = None) -> None:
         self.path = path
-        self.replicas = tuple(replicas)
-        # How often each replica has called, for messages.
-        self._calls = dict.fromkeys(replicas, 0)
-        self._round = Round(replicas)
+        #: The number of calls of each replica.
+        self.calls = dict.fromkeys(replicas, 0)
+        self.master = master
+        self._round = Round(self.calls)
+
+    def add(self, replica: int) -> None:
+        """Lets another replica take part. The rendezvous' lock is held."""
+        self.calls[replica] = 0
+        self._round.missing.add(replica)
 
     def __call__(
-        self, rank: int, message: Any, merge: Callable[[Site, list[Any]], Iterable[Any]]
+        self, rendezvous: Rendezvous, replica: int, message: Any, merge: Merge | None
     ) -> Any:
-        """Leaves a message, and returns the reply once the messages of all ranks have arrived.
+        """Sends a message, and returns the reply once the messages of all replicas are merged.
 
         Args:
-            rank: The rank of the caller.
+            rendezvous: The rendezvous of the forward. The exchange does not keep it, because a
+                rendezvous may refer to the exchange.
+            replica: The replica that calls.
             message: Any object.
-            merge: Called in the thread of the last to arrive, with the messages by rank. Returns
-                the replies by rank.
+            merge: Called with the messages in the thread that merges. None if the replica is not
+                the master.
 
         Raises:
             ReplicaFailed: Another replica raised.
             ReplicasDiverged: A message can no longer arrive.
         """
-        rendezvous = self.rendezvous
         if rendezvous.observe is None:
-            return self._exchanged(rank, message, merge)
-        with rendezvous.observe("exchange", self.replicas[rank], self.path):
-            return self._exchanged(rank, message, merge)
+            return self._run(rendezvous, replica, message, merge)
+        with rendezvous.observe("exchange", replica, self.path):
+            return self._run(rendezvous, replica, message, merge)
 
-    def _exchanged(
-        self, rank: int, message: Any, merge: Callable[[Site, list[Any]], Iterable[Any]]
-    ) -> Any:
-        rendezvous, replica = self.rendezvous, self.replicas[rank]
-        wait = None
+    def _run(self, rendezvous: Rendezvous, replica: int, message: Any, merge: Merge | None) -> Any:
         with rendezvous.lock:
             current = self._round
-            if current.messages[rank] is not _EMPTY:
+            if replica in current.messages:
                 raise two_at_once(self.path, replica)
-            self._calls[replica] += 1
-            site = Site(self.path, self._calls[replica])
+            self.calls[replica] += 1
+            site = Site(self.path, self.calls[replica])
             rendezvous.refuse_if_over(replica, site)
-            current.messages[rank] = message
+            current.messages[replica] = message
             current.missing.remove(replica)
-            if current.missing:
-                wait = rendezvous.begin_wait(replica, current.missing, site, self._calls)
-                current.waits[rank] = wait
+            is_complete = not current.missing
+            merges = is_complete if self.master is None else replica == self.master
+            needs = current.missing
+            if self.master is not None and not merges:
+                needs = {self.master}
+                if is_complete:  # the master waits for this message only
+                    rendezvous.end_wait(current.waits[self.master])
+            if is_complete and merges:
+                wait = None
+                self._round = Round(self.calls)
             else:
-                self._round = Round(self.replicas)
-        if wait is None:
-            self._reply(current, replica, lambda messages: merge(site, messages))
-        else:
+                wait = rendezvous.begin_wait(replica, needs, site, self.calls)
+                current.waits[replica] = wait
+        if wait is not None:
             try:
                 wait.block()
+                if merges:
+                    self._end_round(rendezvous, replica, site)
             except BaseException:
-                self._take_back(current, rank)
+                self._take_back(rendezvous, replica, current)
                 raise
-        return current.replies[rank]
+        if merges and merge is not None:
+            self._reply(rendezvous, replica, current, merge, site)
+        return current.replies[replica]
+
+    def _end_round(self, rendezvous: Rendezvous, replica: int, site: Site) -> None:
+        """Begins a new round after the master has waited for the messages of this one."""
+        with rendezvous.lock:
+            if self._round.missing:
+                rendezvous.refuse_if_over(replica, site)
+                raise ReplicationError(f"{site}: another replica was interrupted during the call")
+            self._round = Round(self.calls)
 
     def _reply(
-        self, current: Round, replica: int, merge: Callable[[list[Any]], Iterable[Any]]
+        self, rendezvous: Rendezvous, replica: int, current: Round, merge: Merge, site: Site
     ) -> None:
-        messages, current.messages = current.messages, []
+        replicas = sorted(current.messages)
+        messages = [current.messages.pop(replica) for replica in replicas]
         try:
-            replies = list(merge(messages))
+            replies = list(merge(site, messages))
         except BaseException as error:
-            self.rendezvous.fail(replica, error)
+            rendezvous.fail(replica, error)
             raise
         finally:
             del messages  # graphs in them may hold the replicas
-        with self.rendezvous.lock:
-            current.replies = replies
+        with rendezvous.lock:
+            current.replies = dict(zip(replicas, replies, strict=True))
             for wait in current.waits.values():
-                self.rendezvous.end_wait(wait)
+                rendezvous.end_wait(wait)
 
-    def _take_back(self, current: Round, rank: int) -> None:
-        """Removes a message that was not merged, so that the next call of its rank finds room."""
-        with self.rendezvous.lock:
+    def _take_back(self, rendezvous: Rendezvous, replica: int, current: Round) -> None:
+        """Removes a message that was not merged, so that the replica can call again."""
+        with rendezvous.lock:
             if current is self._round:
-                current.messages[rank] = _EMPTY
-                current.missing.add(self.replicas[rank])
-                current.waits.pop(rank, None)
+                del current.messages[replica], current.waits[replica]
+                current.missing.add(replica)

@@ -1,4 +1,4 @@
-"""Tracks when the forward of each replica begins and ends, and which error came first."""
+"""Tracks when the forward of each replica begins and ends, and which error is the first."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from replication.waits import observer
 __all__: list[str] = []
 
 
-#: What ``copy``, ``deepcopy`` and ``pickle`` ask an object for, before its class.
+#: The method that ``copy``, ``deepcopy`` and ``pickle`` look up on an object before its class.
 _REDUCE = "__reduce_ex__"
 
 
 def _without_overrides(owner: Callable[[], Any], protocol: Any) -> Any:
-    """Reduces an object to what it is without overrides."""
+    """Reduces an object as if its methods were not overridden."""
     kind: Any = type(owner())
     reduced = kind.__reduce_ex__(owner(), protocol)
     if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
@@ -49,34 +49,34 @@ def _without_overrides(owner: Callable[[], Any], protocol: Any) -> Any:
 
 
 class MethodOverride:
-    """Stands in for a method of one object, as an attribute of that object.
+    """Overrides a method of one object, as an attribute of that object.
 
-    It holds the object weakly, so that no cycle keeps a replica (and its parameters) alive. Copies
-    of the object, by ``copy``, ``deepcopy`` or ``pickle``, do not have it: there it would still
-    run the original.
+    It refers to the object weakly, so that no cycle keeps a replica and its parameters alive.
+    Copies of the object (``copy``, ``deepcopy``, ``pickle``) do not get the override, which would
+    run the method of the original object.
     """
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         #: Returns the object, or None when it is gone.
         self.owner: Callable[[], Any] = weakref.ref(owner)
         self.name = name
-        # A method that somebody has set on the object before us.
+        # A method that was set on the object before.
         self.previous: Callable[..., Any] | None = owner.__dict__.get(name)
 
     def install(self) -> None:
-        """Sets it on its owner."""
+        """Overrides the method."""
         state = self.owner().__dict__
         state[self.name] = self
         state[_REDUCE] = partial(_without_overrides, self.owner)
 
     def remove(self) -> None:
-        """Takes it off its owner."""
+        """Restores the method."""
         owner = self.owner()
         if owner is not None:
             self.remove_from(owner)
 
     def remove_from(self, module: nn.Module) -> None:
-        """Puts back what was there before, if it is set on ``module``."""
+        """Restores the method of ``module``, which may be a copy of the owner."""
         module.__dict__.pop(_REDUCE, None)
         if module.__dict__.get(self.name) is self:
             if self.previous is None:
@@ -86,6 +86,7 @@ class MethodOverride:
 
     @property
     def original(self) -> Callable[..., Any]:
+        """The method that is overridden."""
         if self.previous is not None:
             return self.previous
         owner = self.owner()
@@ -103,26 +104,26 @@ class MethodOverride:
         return type(self), (self.owner(), self.name), {"previous": self.previous}
 
 
-#: Of every exception, whatever its class defines under these names.
+#: Read the attributes of any exception, even if its class redefines them.
 _ATTRIBUTES = vars(BaseException)["__dict__"]
 _TRACEBACK = vars(BaseException)["__traceback__"]
 
 
 def add_others(error: BaseException, failures: Sequence[Failure]) -> None:
-    """Notes on an error which replicas failed as well, but for those that failed because of it."""
+    """Adds a note for each other failure, except for follow-ups of another error."""
     also: dict[str, list[int]] = {}
     for replica, other in failures:
         if other is not error and not issubclass(type(other), ReplicationError):
             also.setdefault(described(other), []).append(replica)
     for text, replicas in also.items():
-        add_note(error, f"{listed(sorted(replicas))} failed, too: {text}")
+        add_note(error, f"{listed(sorted(replicas))} also failed: {text}")
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Does what `BaseException.add_note` of Python 3.11 does, but runs no method of the error.
+    """Adds a note as `BaseException.add_note` does, but runs no method of the error.
 
-    An error whose ``__notes__`` is not a list stays as it is. On Python 3.10 tracebacks do not
-    show the notes.
+    An error whose ``__notes__`` is not a list is left unchanged. Tracebacks show notes from Python
+    3.11 on.
     """
     notes = _ATTRIBUTES.__get__(error).setdefault("__notes__", [])
     if type(notes) is list:
@@ -130,7 +131,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def has_origin(error: BaseException, index: int, size: int | None) -> bool:
-    """Whether a note on an error says that it came from this replica."""
+    """Whether a note names this replica as the origin of an error."""
     notes = _ATTRIBUTES.__get__(error).get("__notes__")
     begin = re.compile(re.escape(origin(index, size)) + r"\b")
     return type(notes) is list and any(
@@ -141,11 +142,11 @@ def has_origin(error: BaseException, index: int, size: int | None) -> bool:
 def add_failure_note(
     error: BaseException, replica: nn.Module, index: int, size: int | None
 ) -> None:
-    """Notes on an error which replica it came from, on which device, and in which submodule."""
+    """Adds a note with the replica, the device and the submodule that an error came from."""
     try:
         device = device_in_use() or device_of(replica)
         path = failing_path(error, replica)
-    except Exception:  # from a method of the replica, say: it must not hide the error
+    except Exception:  # raised by a method of the replica; it must not hide the error
         device, path = None, ""
     add_note(
         error,
@@ -156,12 +157,12 @@ def add_failure_note(
 
 
 def origin(index: int, size: int | None) -> str:
-    """Returns how a note on an error begins that says where the error came from."""
+    """Returns the beginning of a note on where an error came from."""
     return f"in replica {index} of {size}"
 
 
 def failing_path(error: BaseException, root: nn.Module) -> str:
-    """Returns the path of the innermost submodule that the error passed; empty for the root."""
+    """Returns the path of the innermost submodule in the traceback; the root has no path."""
     paths = paths_of(root)
     innermost = ""
     traceback = _TRACEBACK.__get__(error)
@@ -173,14 +174,14 @@ def failing_path(error: BaseException, root: nn.Module) -> str:
 
 
 def paths_of(root: nn.Module) -> dict[int, str]:
-    """Returns the paths of the submodules, by their identity."""
+    """Returns the path of each submodule, by the `id` of the submodule."""
     return {id(module): path for path, module in root.named_modules()}
 
 
 def path_of_call(frame: FrameType, paths: dict[int, str]) -> str | None:
-    """Returns the path of the submodule that this frame is a call of, if it is one."""
-    # Only torch's own frames: to look at the locals of a frame can make a cycle of it and an
-    # error, if it has the error in a variable.
+    """Returns the path of the submodule that a frame calls, if it calls one."""
+    # Look at torch's own frames only: reading the locals of a frame that has the error in a
+    # variable makes a reference cycle of both.
     if frame.f_code.co_name != CALL_IMPL:
         return None
     return paths.get(id(frame.f_locals.get("self")))
@@ -192,7 +193,7 @@ T = TypeVar("T")
 class TrackedCall(MethodOverride):
     """Reports the beginning and the end of a replica's forward to its rendezvous.
 
-    No hook is used: torch shares the hook dictionaries between the replicas and the original.
+    It is not a hook, because torch shares the hook dictionaries of the replicas and the original.
     """
 
     def __init__(
@@ -203,16 +204,20 @@ class TrackedCall(MethodOverride):
         replica: int = 0,
     ) -> None:
         super().__init__(owner, name)
-        if isinstance(self.previous, TrackedCall):  # replicated again: the newest forward counts
+        if isinstance(self.previous, TrackedCall):  # replicated again: the latest forward counts
             self.previous = self.previous.previous
         self.rendezvous = rendezvous
         self.replica = replica
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.rendezvous is None:  # a copy of a replica: it belongs to no forward
+        if self.rendezvous is None:  # a copy of a replica belongs to no forward
             return self.original(*args, **kwargs)
-        if current_replica() == CurrentReplica(
-            self.rendezvous, self.replica, current_backward()
+        current = current_replica()
+        if current is not None and current == (
+            self.rendezvous,
+            self.replica,
+            current_backward(),
+            "",
         ):  # reported already
             return self.original(*args, **kwargs)
         with ForwardScope(self.rendezvous, self.replica, self.owner):
@@ -220,23 +225,23 @@ class TrackedCall(MethodOverride):
 
 
 class ForwardScope:
-    """The time between the beginning and the end of a replica's forward, as a ``with`` block."""
+    """Reports the beginning and the end of a replica's forward around a ``with`` block."""
 
     def __init__(self, rendezvous: Rendezvous, index: int, replica: Callable[[], Any]) -> None:
         self._rendezvous = rendezvous
         self._index = index
         self._replica = replica
-        self._standing = set_current_replica(CurrentReplica(rendezvous, index, current_backward()))
+        self._current = set_current_replica(CurrentReplica(rendezvous, index, current_backward()))
 
     def __enter__(self) -> None:
         self._outermost = self._rendezvous.enter(self._index)
-        self._standing.__enter__()
+        self._current.__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._standing.__exit__()
+        self._current.__exit__()
         try:
             if error is not None:
-                # First of all: whatever else goes wrong, the others must not wait for this one.
+                # First of all, so that no other replica waits for this one if anything else fails.
                 self._rendezvous.fail(self._index, error)
                 self._add_note(error)
         finally:
@@ -244,31 +249,31 @@ class ForwardScope:
 
     def _add_note(self, error: BaseException) -> None:
         replica = self._replica()
-        # By the class: `isinstance` asks an object for its `__class__`, which may be code.
-        is_ours = issubclass(type(error), ReplicationError)
-        if self._outermost and replica is not None and not is_ours:
+        # Not `isinstance`, which may run code of the error: a property `__class__`.
+        is_follow_up = issubclass(type(error), ReplicationError)
+        if self._outermost and replica is not None and not is_follow_up:
             add_failure_note(error, replica, self._index, self._rendezvous.size)
 
 
-#: What a replica can be run through: ``replica(...)``, the root's hooks included, and
+#: The methods that run a replica: ``replica(...)``, with the hooks of the root, and
 #: ``replica.forward(...)``.
-_ENTRANCES = (CALL_IMPL, "forward")
+_ENTRY_POINTS = (CALL_IMPL, "forward")
 
 
 def watch(replicas: Sequence[nn.Module]) -> Rendezvous:
-    """Gives the replicas of one forward a rendezvous, which sees each of them begin and end."""
+    """Makes the rendezvous of some replicas, which report their beginning and end to it."""
     rendezvous = Rendezvous(len(replicas))
     rendezvous.locate = Locator(replicas)
     rendezvous.observe = observer(len(replicas))
     rendezvous.in_backward = is_recomputation()
     for index, replica in enumerate(replicas):
-        for name in _ENTRANCES:
+        for name in _ENTRY_POINTS:
             TrackedCall(replica, name, rendezvous, index).install()
     return rendezvous
 
 
 class Locator:
-    """Says in which submodule, and at which line, the thread of a replica is."""
+    """Finds the submodule and the line that the thread of a replica is in."""
 
     def __init__(self, replicas: Sequence[nn.Module]) -> None:
         self._replicas = [weakref.ref(replica) for replica in replicas]
@@ -280,7 +285,7 @@ class Locator:
             return ""
         try:
             paths = paths_of(replica)
-        except Exception:  # it changes while it runs
+        except Exception:  # the replica changes while it runs
             paths = {}
         path = ""
         frame: FrameType | None = innermost
@@ -292,33 +297,36 @@ class Locator:
 
 
 def is_tracked(module: nn.Module) -> bool:
-    """Whether `watch` has set something on a module."""
+    """Whether the module is a replica that `watch` tracks."""
     state = vars(module)
-    return any(isinstance(state.get(name), TrackedCall) for name in _ENTRANCES)
+    return any(isinstance(state.get(name), TrackedCall) for name in _ENTRY_POINTS)
 
 
 def untrack(replica: nn.Module) -> None:
-    """Takes off a copy of a replica what would run, and report on, the replica itself."""
-    for name in _ENTRANCES:
+    """Removes the overrides from a copy of a replica, where they would run the replica itself."""
+    for name in _ENTRY_POINTS:
         call = replica.__dict__.get(name)
         if isinstance(call, TrackedCall):
             call.remove_from(replica)
 
 
 def tracked_call(replica: Any) -> TrackedCall | None:
-    """What `watch` has set on a replica, if it belongs to a forward."""
-    call = getattr(replica, "__dict__", {}).get(_ENTRANCES[0])
+    """Returns the override that `watch` installed on a replica, if it belongs to a forward."""
+    call = getattr(replica, "__dict__", {}).get(_ENTRY_POINTS[0])
     return call if isinstance(call, TrackedCall) and call.rendezvous is not None else None
 
 
 def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
-    """The rendezvous that `watch` gave to these replicas."""
-    calls = filter(None, map(tracked_call, replicas))
-    return next((call.rendezvous for call in calls), None)
+    """Returns the rendezvous of the forward that these replicas belong to."""
+    for replica in replicas:
+        call = tracked_call(replica)
+        if call is not None:
+            return call.rendezvous
+    return None
 
 
 def limit_time(replicas: Sequence[Any], timeout: float | None) -> None:
-    """Limits the time of the forward of these replicas to so many seconds from now."""
+    """Limits the forward of these replicas to ``timeout`` seconds from now."""
     rendezvous = rendezvous_of(replicas)
     if rendezvous is not None and timeout is not None:
         rendezvous.limit_time(timeout)
@@ -327,12 +335,11 @@ def limit_time(replicas: Sequence[Any], timeout: float | None) -> None:
 def first_failure_wins(
     parallel_apply: Callable[..., T], replicas: Sequence[Any], *args: Any, **kwargs: Any
 ) -> T:
-    """Runs ``parallel_apply(replicas, ...)`` and raises the error that came first, as it was.
+    """Runs ``parallel_apply(replicas, ...)`` and raises the first error, unchanged.
 
     ``parallel_apply`` may be torch's or a user's. It raises the error of the first replica *by
-    index*, or a new error around it, which may be a follow-up of the one that came first. When it
-    leaves early (it was interrupted, or could not start a thread), the forward is closed: replicas
-    that wait for each other are woken, and none of them writes into the original module any more.
+    index*, or an error made of it, which may be a follow-up of the first error in time. If it
+    raises, the forward is closed: all waits fail, and no replica writes into the original module.
     """
     rendezvous = rendezvous_of(replicas)
     if rendezvous is None:
@@ -350,7 +357,7 @@ def first_failure_wins(
         failure = error if interrupted or not failures else failures[0].error
     add_others(failure, failures)
     try:
-        # Outside the except clause, so that the error keeps the context it was raised in.
+        # Outside the except clause, so that the error keeps its own context.
         raise failure
     finally:
         del failure, failures  # the traceback of the error refers to this frame

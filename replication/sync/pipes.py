@@ -1,27 +1,26 @@
-"""The queues between one master and its slaves, as the copies of one layer use them.
+"""Pipes between one master and its slaves, as the layers of the older toolkits use them.
 
     slave i                         master (copy 0)
     run_slave(msg_i) ── message ──▶ run_master(msg_0)
                                     master_callback([(0, msg_0), (1, msg_1), ...])
     returns reply_i  ◀── reply ───  returns reply_0
 
-A message and a reply per slave and call: nothing else crosses, and no acknowledgement is needed,
-because a slave's next message cannot come before its reply has gone. What a call leaves behind
-lives in the `Rendezvous` of its forward, so one `SyncMaster` serves any number of forwards, one
-after the other or at once. (Where there is no forward it has a `Rendezvous` of its own.)
+A call is an `Exchange` that the master merges in its own thread. Its state lives in the
+`Rendezvous` of the forward, so one `SyncMaster` serves any number of forwards, one after the other
+or at the same time. Outside any forward, a `SyncMaster` has a `Rendezvous` of its own.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from replication.errors import ReplicationError
 from replication.sync.current import current_replica
-from replication.sync.rendezvous import Rendezvous, Site, Wait, two_at_once
+from replication.sync.exchange import Exchange
+from replication.sync.rendezvous import Rendezvous, Site, Wait
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
 
@@ -30,16 +29,15 @@ _EMPTY: Any = object()
 
 
 class FutureResult:
-    """A mailbox for one value, between a thread that puts and a thread that gets.
+    """A mailbox through which one thread passes values to another, one at a time.
 
-    It can be used again once its result has been fetched. Any value passes, ``None`` included.
-    Inside a replica's forward, `get` raises as every wait does (`ReplicaFailed`,
-    `ReplicasDiverged`) when no other replica can put any more.
+    Any value passes, ``None`` included. Inside the forward of a replica, `get` raises
+    `ReplicaFailed` or `ReplicasDiverged` when no other replica can put a result any more.
     """
 
     def __init__(self) -> None:
-        # Held for a few assignments only: no other lock is taken inside. Re-entrant, as a signal
-        # handler may interrupt the thread that holds it.
+        # Held for a few assignments only: no other lock is taken inside. Re-entrant, because a
+        # signal handler may interrupt the thread that holds it.
         self._lock = threading.RLock()
         self._result = _EMPTY
         self._has_getter = False
@@ -49,7 +47,7 @@ class FutureResult:
         return FutureResult, ()  # a copy has no getter and holds nothing
 
     def put(self, result: Any) -> None:
-        """Hands over ``result``.
+        """Puts ``result`` into the mailbox.
 
         Raises:
             ReplicationError: The previous result has not been fetched.
@@ -69,7 +67,7 @@ class FutureResult:
                 wait.rendezvous.end_wait(wait)
 
     def get(self) -> Any:
-        """Returns the result, after waiting for it if it is not there yet.
+        """Waits for the result, removes it from the mailbox and returns it.
 
         Raises:
             ReplicationError: Another thread is in `get`.
@@ -93,73 +91,65 @@ class FutureResult:
             self._has_getter = False
 
     def _await_result(self) -> None:
-        place = current_replica()
-        rendezvous = place.rendezvous if place else Rendezvous(None)
+        current = current_replica()
+        rendezvous = current.rendezvous if current else Rendezvous(None)
         # While this lock is held no replica can end, so a replica that puts counts as running.
         with rendezvous.lock:
             if self._result is not _EMPTY:
                 return
-            replica = place.replica if place else 0
+            replica = current.replica if current else 0
             wait = rendezvous.begin_wait(replica, (), Site("FutureResult", 1), {})
             self._wait = wait
-            # A put between the two looks has not seen the wait.
+            # A put between the two checks has not seen the wait.
             if self._result is not _EMPTY:
                 rendezvous.end_wait(wait)
         wait.block()
 
 
-#: The identifier of the master's own message.
+#: The identifier of the master's own message, and the replica that the master is in.
 _MASTER = 0
 
 MasterCallback = Callable[[Sequence[tuple[Any, Any]]], Iterable[tuple[Any, Any]]]
 
 
-class Slot:
-    """What one slave and the master have sent each other in the current call."""
+class Channel(Exchange):
+    """The exchange between one master and its slaves in one forward."""
 
-    __slots__ = ("identifier", "message", "replica", "reply", "wait")
+    def __init__(self, path: str) -> None:
+        super().__init__(path, [_MASTER], master=_MASTER)
+        #: The identifiers of the slaves, by replica.
+        self.slaves: dict[int, Hashable] = {}
 
-    def __init__(self, identifier: Hashable, replica: int) -> None:
-        self.identifier = identifier
-        self.replica = replica
-        self.message = _EMPTY
-        self.reply = _EMPTY
-        self.wait: Wait | None = None
-
-
-class Channel:
-    """One master, its slaves, and their calls in one forward."""
-
-    def __init__(self, path: str, master: int = 0) -> None:
-        self.path = path
-        #: The replica that the master is in.
-        self.master = master
-        #: In the order of the replicas, also if they have registered in another.
-        self.slots: list[Slot] = []
-        self.calls: dict[int, int] = defaultdict(int)
-        #: The replicas that the master waits for.
-        self.missing: set[int] = set()
-        self.master_wait: Wait | None = None
-
-    def next_call(self, replica: int) -> Site:
-        self.calls[replica] += 1
-        return Site(self.path, self.calls[replica])
+    def register(self, replica: int, identifier: Hashable, is_forward: bool) -> None:
+        """Adds a slave. The rendezvous' lock is held."""
+        if identifier == _MASTER or identifier in self.slaves.values():
+            raise ReplicationError(
+                f"a slave's identifier must be new and not {_MASTER}, which is the master's "
+                f"(got {identifier!r} in `{self.path}`)"
+            )
+        if is_forward and (replica == _MASTER or replica in self.slaves):
+            raise ReplicationError(
+                f"replica {replica} cannot register another slave in `{self.path}`: each "
+                "replica but the master's has one"
+            )
+        self.slaves[replica] = identifier
+        self.add(replica)
 
 
 class SlavePipe:
-    """A slave's end. Made by `SyncMaster.register_slave`."""
+    """The connection of a slave to its master. Made by `SyncMaster.register_slave`."""
 
     def __init__(
         self,
         identifier: Hashable,
         rendezvous: Rendezvous | None = None,
         channel: Channel | None = None,
-        slot: Slot | None = None,
+        replica: int = 0,
     ) -> None:
         self.identifier = identifier
         self._rendezvous = rendezvous
         self._channel = channel
-        self._slot = slot
+        self._replica = replica
 
     def __reduce__(self) -> tuple[type[SlavePipe], tuple[Hashable]]:
         return SlavePipe, (self.identifier,)  # a copy belongs to no forward
@@ -167,110 +157,22 @@ class SlavePipe:
     def run_slave(self, msg: Any) -> Any:
         """Sends ``msg`` to the master and returns its reply.
 
-        Tensors in both may be part of an autograd graph; gradients flow through them.
+        Tensors in both may be part of an autograd graph. Gradients flow through them.
 
         Raises:
             ReplicaFailed: Another replica raised.
             ReplicasDiverged: The master can no longer reply.
         """
-        rendezvous, channel, slot = self._rendezvous, self._channel, self._slot
-        if rendezvous is None or channel is None or slot is None:
+        if self._rendezvous is None or self._channel is None:
             raise ReplicationError(
                 f"the pipe of slave {self.identifier!r} is a copy and belongs to no forward; "
                 "register_slave makes one for each forward"
             )
-        with rendezvous.observed("exchange", slot.replica, channel.path):
-            return self._exchanged(msg, rendezvous, channel, slot)
-
-    def _exchanged(self, msg: Any, rendezvous: Rendezvous, channel: Channel, slot: Slot) -> Any:
-        with rendezvous.lock:
-            if slot.wait is not None:
-                raise two_at_once(channel.path, slot.replica)
-            site = channel.next_call(slot.replica)
-            rendezvous.refuse_if_over(slot.replica, site)
-            slot.message = msg
-            channel.missing.discard(slot.replica)
-            if channel.master_wait is not None and not channel.missing:
-                rendezvous.end_wait(channel.master_wait)
-            slot.wait = rendezvous.begin_wait(slot.replica, (channel.master,), site, channel.calls)
-        try:
-            slot.wait.block()
-        except BaseException:
-            with rendezvous.lock:
-                if slot.message is not _EMPTY:  # nobody has collected it
-                    channel.missing.add(slot.replica)
-                # A graph in it may hold the replica, which holds the slot.
-                slot.wait, slot.message, slot.reply = None, _EMPTY, _EMPTY
-            raise
-        # Nobody else looks at the slot until it has another message.
-        reply, slot.wait, slot.reply = slot.reply, None, _EMPTY
-        return reply
+        return self._channel(self._rendezvous, self._replica, (self.identifier, msg), None)
 
 
-class MasterPipe:
-    """The master's end in one forward."""
-
-    def __init__(self, callback: MasterCallback, rendezvous: Rendezvous, channel: Channel) -> None:
-        self._callback = callback
-        self._rendezvous = rendezvous
-        self._channel = channel
-
-    def run_master(self, master_msg: Any) -> Any:
-        """See `SyncMaster.run_master`."""
-        channel = self._channel
-        with self._rendezvous.observed("exchange", channel.master, channel.path):
-            return self._exchanged(master_msg)
-
-    def _exchanged(self, master_msg: Any) -> Any:
-        rendezvous, channel = self._rendezvous, self._channel
-        wait = None
-        with rendezvous.lock:
-            if channel.master_wait is not None:
-                raise two_at_once(channel.path, channel.master)
-            site = channel.next_call(channel.master)
-            # Even if all messages are there: some may be of calls that have failed.
-            rendezvous.refuse_if_over(channel.master, site)
-            channel.missing = {slot.replica for slot in channel.slots if slot.message is _EMPTY}
-            if channel.missing:
-                wait = channel.master_wait = rendezvous.begin_wait(
-                    channel.master, channel.missing, site, channel.calls
-                )
-        if wait is not None:
-            try:
-                wait.block()
-            finally:
-                channel.master_wait = None
-        messages: list[tuple[Any, Any]] = [(_MASTER, master_msg)]
-        with rendezvous.lock:
-            if any(slot.message is _EMPTY for slot in channel.slots):  # given up meanwhile
-                rendezvous.refuse_if_over(channel.master, site)
-                raise ReplicationError(
-                    f"{site}: a slave was interrupted and took its message back"
-                )
-            # A slave that is interrupted from here on, and calls again, waits for another reply.
-            answered = [(slot, slot.wait) for slot in channel.slots]
-            for slot in channel.slots:
-                messages.append((slot.identifier, slot.message))
-                slot.message = _EMPTY
-        try:
-            replies = replies_to(messages, self._callback, channel.path)
-        except BaseException as error:
-            rendezvous.fail(channel.master, error)
-            if rendezvous.size is None:  # by hand: nobody else would
-                rendezvous.forget_failures()
-            raise
-        with rendezvous.lock:
-            for slot, wait in answered:
-                if wait is not None and slot.wait is wait:
-                    slot.reply = replies[slot.identifier]
-                    rendezvous.end_wait(wait)
-        return replies[_MASTER]
-
-
-def replies_to(
-    messages: list[tuple[Any, Any]], callback: MasterCallback, path: str
-) -> dict[Any, Any]:
-    """The callback's reply to each message, by its identifier."""
+def replies_to(messages: list[tuple[Any, Any]], callback: MasterCallback, path: str) -> list[Any]:
+    """Returns the callback's reply to each message."""
     answer = callback(messages)
     pairs = list(answer) if isinstance(answer, Iterable) else None
     expected = [identifier for identifier, _ in messages]
@@ -284,14 +186,14 @@ def replies_to(
             f"the master's callback of `{path}` must return one (identifier, reply) for each "
             f"message (expected identifiers {expected}, got {got})"
         )
-    return replies
+    return [replies[identifier] for identifier in expected]
 
 
 class SyncMaster:
-    """The master's end of the pipes between the copies of one layer.
+    """The master of the copies of one layer: it replies to the messages of all of them.
 
-    Made once, in a layer's ``__init__``, or anew in each forward's callback of copy 0. The other
-    copies call `register_slave` in their callbacks::
+    It is made once, in the ``__init__`` of the layer, or anew in each forward by the callback of
+    copy 0. The other copies call `register_slave` in their callbacks::
 
         def __data_parallel_replicate__(self, ctx, copy_id):
             if copy_id == 0:
@@ -299,37 +201,34 @@ class SyncMaster:
             else:
                 self.slave_pipe = ctx.sync_master.register_slave(copy_id)
 
-    In their forwards copy 0 calls `run_master` and the others ``slave_pipe.run_slave``, equally
-    often. Outside a forward the pipes work between any threads; whether such a thread still lives
-    is unknown there, so a message that nobody sends is waited for.
+    In their forwards copy 0 calls `run_master` and the others call ``slave_pipe.run_slave``,
+    equally often. Outside a forward, pipes connect any threads. There it is unknown whether a
+    thread still lives, so a wait for a message that never comes does not end.
 
     Args:
         master_callback: Called in the master's thread with ``[(0, master_msg), (identifier, msg),
-            ...]`` in the order of the replicas. Returns one ``(identifier, reply)`` for each, in
-            any order.
+            ...]`` in the order of the replicas. It returns one ``(identifier, reply)`` for each
+            message, in any order.
     """
 
     def __init__(self, master_callback: MasterCallback) -> None:
         self._master_callback = master_callback
         self._forget_forwards()
 
-    #: What a copy has anew.
+    #: The attributes that a copy does not take over.
     _OF_FORWARDS = ("_lock", "_latest", "_by_hand")
 
     def _forget_forwards(self) -> None:
-        # Registering by hand, which any thread may do. Re-entrant: a signal handler or a finalizer
-        # may interrupt the thread that holds it.
+        # Guards registrations outside a forward, which any thread may make. Re-entrant, because a
+        # signal handler or a finalizer may interrupt the thread that holds it.
         self._lock = threading.RLock()
-        # The forward that slaves were last registered in, for threads that do not run a replica.
+        # The latest forward with slaves, for threads that do not run a replica.
         self._latest: Callable[[], Rendezvous | None] | None = None
-        # Slaves registered outside any forward.
+        # The rendezvous of the slaves that were registered outside any forward.
         self._by_hand: Rendezvous | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        state = vars(self).copy()
-        for name in self._OF_FORWARDS:
-            del state[name]
-        return state
+        return {name: value for name, value in vars(self).items() if name not in self._OF_FORWARDS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -341,7 +240,7 @@ class SyncMaster:
         Outside a forward, the first registration after a run starts a new set of slaves.
 
         Args:
-            identifier: Its name in the callback's messages, the ``copy_id`` as a rule.
+            identifier: The name of the slave in the callback's messages, usually its ``copy_id``.
 
         Raises:
             TypeError: The identifier cannot be hashed.
@@ -351,36 +250,23 @@ class SyncMaster:
             raise TypeError(
                 f"a slave's identifier must be hashable (got {type(identifier).__name__})"
             )
-        place = current_replica()
-        if place is not None:
-            self._latest = weakref.ref(place.rendezvous)
-            return self._registered(identifier, place.rendezvous, place.replica, place.path)
+        current = current_replica()
+        if current is not None:
+            rendezvous, replica = current.rendezvous, current.replica
+            self._latest = weakref.ref(rendezvous)
+            with rendezvous.lock:
+                new = Channel(current.path or "SyncMaster")
+                channel = rendezvous.channels.setdefault(self, new)
+                channel.register(replica, identifier, is_forward=True)
+            return SlavePipe(identifier, rendezvous, channel, replica)
         with self._lock:
             rendezvous = self._registering_by_hand()
             self._latest = None
-            return self._registered(identifier, rendezvous, len(self._slots(rendezvous)) + 1)
-
-    def _registered(
-        self, identifier: Hashable, rendezvous: Rendezvous, replica: int, path: str = ""
-    ) -> SlavePipe:
-        with rendezvous.lock:
-            channel = rendezvous.channels.setdefault(self, Channel(path or "SyncMaster"))
-            if identifier == _MASTER or any(s.identifier == identifier for s in channel.slots):
-                raise ReplicationError(
-                    f"a slave's identifier must be new and not {_MASTER}, which is the master's "
-                    f"(got {identifier!r} in `{channel.path}`)"
-                )
-            if rendezvous.size and (
-                replica == _MASTER or any(slot.replica == replica for slot in channel.slots)
-            ):
-                raise ReplicationError(
-                    f"replica {replica} cannot register another slave in `{channel.path}`: each "
-                    "replica but the master's has one"
-                )
-            slot = Slot(identifier, replica)
-            channel.slots.append(slot)
-            channel.slots.sort(key=lambda slot: slot.replica)
-        return SlavePipe(identifier, rendezvous, channel, slot)
+            with rendezvous.lock:
+                channel = rendezvous.channels[self]
+                replica = len(channel.slaves) + 1
+                channel.register(replica, identifier, is_forward=False)
+        return SlavePipe(identifier, rendezvous, channel, replica)
 
     def _registering_by_hand(self) -> Rendezvous:
         if self._by_hand is not None:
@@ -389,37 +275,35 @@ class SyncMaster:
             self._by_hand.close("new slaves have been registered; this pipe is of an older set.")
         by_hand = Rendezvous(None)
         by_hand.channels[self] = Channel("SyncMaster")
-        self._by_hand = by_hand  # last, as others may look at it
+        self._by_hand = by_hand  # last, because other threads may read it
         return by_hand
 
-    def _slots(self, rendezvous: Rendezvous | None) -> list[Slot]:
-        channel = rendezvous.channels.get(self) if rendezvous is not None else None
-        return channel.slots if channel is not None else []
-
     def _rendezvous(self) -> Rendezvous | None:
-        place = current_replica()
-        if place is not None:
-            return place.rendezvous
+        current = current_replica()
+        if current is not None:
+            return current.rendezvous
         return self._latest() if self._latest is not None else self._by_hand
 
     @property
     def nr_slaves(self) -> int:
-        """Number of slaves registered in the current forward."""
-        return len(self._slots(self._rendezvous()))
+        """The number of slaves that are registered in the current forward."""
+        rendezvous = self._rendezvous()
+        channel = rendezvous.channels.get(self) if rendezvous is not None else None
+        return len(channel.slaves) if channel is not None else 0
 
     def run_master(self, master_msg: Any) -> Any:
-        """Collects the slaves' messages, calls the callback, sends the replies.
+        """Collects the messages of the slaves, calls the callback and sends the replies.
 
-        Tensors in them may be part of an autograd graph; gradients flow through them.
+        Tensors in them may be part of an autograd graph. Gradients flow through them.
 
         Returns:
             The callback's reply to the master.
 
         Raises:
             ReplicaFailed: Another replica raised.
-            ReplicasDiverged: A slave's message can no longer come.
-            ReplicationError: The callback did not reply to everyone, or the forward of the slaves
-                has ended.
+            ReplicasDiverged: The message of a slave can no longer arrive.
+            ReplicationError: The callback did not reply to every message, or the forward of the
+                slaves has ended.
         """
         rendezvous = self._rendezvous()
         if rendezvous is None and self._latest is not None:
@@ -427,9 +311,17 @@ class SyncMaster:
                 "run_master is called outside the forward that its slaves are of, which has ended "
                 "(in the recomputation of an activation checkpoint, say)"
             )
-        slots = self._slots(rendezvous)
-        if rendezvous is None or not slots:
-            messages = [(_MASTER, master_msg)]
-            return replies_to(messages, self._master_callback, "SyncMaster")[_MASTER]
-        channel = rendezvous.channels[self]
-        return MasterPipe(self._master_callback, rendezvous, channel).run_master(master_msg)
+        message = (_MASTER, master_msg)
+        channel = rendezvous.channels.get(self) if rendezvous is not None else None
+        if rendezvous is None or channel is None or not channel.slaves:
+            return replies_to([message], self._master_callback, "SyncMaster")[0]
+
+        def merge(site: Site, messages: list[tuple[Any, Any]]) -> list[Any]:
+            return replies_to(messages, self._master_callback, site.path)
+
+        try:
+            return channel(rendezvous, _MASTER, message, merge)
+        except BaseException:
+            if rendezvous.size is None:  # no parallel_apply collects the failures
+                rendezvous.forget_failures()
+            raise

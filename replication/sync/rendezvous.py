@@ -1,20 +1,19 @@
-"""One forward's meeting place: who runs, who waits for whom, who has ended.
+"""The rendezvous of one forward: which replicas run, which wait, and which have ended.
 
-The problem. The replicas of one forward run in threads and wait for each other's messages. If one
-of them raises, returns early or waits elsewhere, a message that the others wait for never comes.
+The replicas of one forward run in threads and wait for each other's messages. If one of them
+raises, returns early or waits elsewhere, a message that the others wait for never arrives.
 
 Guarantees
-    * Every wait ends: in its value, in `ReplicaFailed` (a replica raised), in `ReplicasDiverged`
-      (no replica can send the value any more) or, where a deadline is set, in `ReplicasTimedOut`.
-    * When one wait fails all fail, at once, and no later wait in the same forward begins.
-    * Nothing outlives the forward: a new forward has a new `Rendezvous`, and from `close` on the
-      replicas of the old one write nothing (`commit`).
+    * Every wait ends with its value, `ReplicaFailed` (a replica raised), `ReplicasDiverged` (no
+      replica can send the value any more) or, if there is a deadline, `ReplicasTimedOut`.
+    * When one wait fails, all waits fail at once, and no new wait begins in the same forward.
+    * Nothing outlives the forward: each forward has its own `Rendezvous`, and after `close` the
+      replicas write nothing (`commit`).
 
-The beginning and the end of each replica's forward are reported (`enter`, `leave`), so waits need
-no time limit except in two cases, where it is unknown whether the value will come. A replica that
-has not begun may be run after the others in the same thread, or may wait for a thread. And a
-replica whose own thread goes on while another thread of it waits may be computing, or waiting for
-that thread. Both are given `GRACE`.
+Each replica reports the beginning and the end of its forward (`enter`, `leave`). So waits need no
+time limit except in two cases, where it is unknown whether the value will arrive: a replica that
+has not begun may be about to run later in the same thread, and a replica whose main thread runs
+while another of its threads waits may be computing, or waiting for that thread. Both get `GRACE`.
 """
 
 from __future__ import annotations
@@ -42,11 +41,9 @@ __all__: list[str] = []
 #: Seconds.
 GRACE = 20.0
 
-_NOBODY: AbstractContextManager[object] = nullcontext()
-
 
 class Site(NamedTuple):
-    """Where a wait takes place, for messages: a channel's name and the number of the call."""
+    """The name of an exchange and the number of the call, for messages."""
 
     path: str
     call: int
@@ -56,7 +53,7 @@ class Site(NamedTuple):
 
 
 class Wait:
-    """One replica's wait: begun and ended under the rendezvous' lock, blocked on outside it."""
+    """The wait of one replica, begun and ended under the rendezvous' lock, blocking outside it."""
 
     __slots__ = ("_gate", "calls", "error", "needs", "rendezvous", "replica", "site", "thread")
 
@@ -70,14 +67,14 @@ class Wait:
     ) -> None:
         self.rendezvous = rendezvous
         self.replica = replica
-        #: Replicas whose message is still missing; the channel shrinks it as messages arrive.
+        #: Replicas whose message is missing. The exchange removes each as its message arrives.
         self.needs = needs
         self.site = site
-        #: How often each replica has called this channel, for messages.
+        #: The number of calls of each replica, for messages.
         self.calls = calls
         self.error: Abort | None = None
         self.thread = threading.get_ident()
-        # A bare lock is the cheapest thing that a thread can sleep on.
+        # A bare lock is the cheapest thing to block on.
         self._gate = threading.Lock()
         self._gate.acquire()
 
@@ -86,10 +83,11 @@ class Wait:
         self._gate.release()
 
     def block(self) -> None:
-        """Sleeps until the wait has ended; raises if it has ended without a value."""
+        """Blocks until the wait ends, and raises if it ends without a value."""
         rendezvous = self.rendezvous
+        observe = rendezvous.observe
         try:
-            with rendezvous.observed("wait", self.replica, self.site.path):
+            with observe("wait", self.replica, self.site.path) if observe else nullcontext():
                 while not self._gate.acquire(timeout=rendezvous.patience()):
                     rendezvous.expect_progress(self)
         except BaseException:  # KeyboardInterrupt, where a replica runs in the main thread
@@ -101,34 +99,66 @@ class Wait:
 
 
 class Abort(NamedTuple):
-    """The reason why no wait of this forward can be met any more."""
+    """The reason why every wait of a forward fails."""
 
     kind: type[ReplicationError]
     reason: str
     cause: BaseException | None
 
     def raise_at(self, wait: Wait | None = None, later: str = "") -> NoReturn:
-        """Raises a new error in each waiting replica: the traceback of one for all would grow."""
-        if self.kind is ReplicasDiverged:  # in which arriving later has no part
+        """Raises a new error, because the traceback of a shared one would grow with each replica.
+
+        Args:
+            wait: The wait that fails.
+            later: What to add about a replica that arrives later.
+        """
+        if self.kind is ReplicasDiverged:  # the message tells where every replica is
             later = ""
         where = f" Replica {wait.replica} waited at {wait.site}." if wait and self.cause else ""
         raise self.kind(self.reason + where + later) from self.cause
 
 
 class Failure(NamedTuple):
-    """A replica and what it raised."""
+    """A replica and the error that it raised."""
 
     replica: int
     error: BaseException
+
+
+class Progress:
+    """How far one replica is with its forwards.
+
+    A replica may run its forward several times (micro-batches). Its k-th run meets the k-th run of
+    the other replicas.
+    """
+
+    __slots__ = ("depth", "is_absent", "runs", "thread")
+
+    def __init__(self) -> None:
+        #: The number of nested calls of the replica that are under way.
+        self.depth = 0
+        #: The number of runs that have begun.
+        self.runs = 0
+        #: The thread of the latest run.
+        self.thread = 0
+        #: Whether no run is to be expected.
+        self.is_absent = False
+
+    def is_over(self, run: int) -> bool:
+        """Whether the replica has ended its run of this number, or does not begin it."""
+        return not self.depth and (self.is_absent or self.runs >= run)
+
+    def is_late(self, run: int) -> bool:
+        """Whether the replica may still begin its run of this number."""
+        return not self.depth and not self.is_absent and self.runs < run
 
 
 class Rendezvous:
     """The replicas of one forward and their waits for each other.
 
     Args:
-        size: Number of replicas. ``None`` where the beginning and the end of a participant are
-            not reported (pipes used by hand, outside any forward). Waits then end only in a value
-            or when a participant fails.
+        size: Number of replicas. None outside a forward, where participants do not report their
+            beginning and end. Waits then end only with a value or when a participant fails.
     """
 
     def __init__(self, size: int | None) -> None:
@@ -138,71 +168,64 @@ class Rendezvous:
         self._timeout = math.inf
         #: Whether all of this forward is inside a backward, which runs in the caller's thread.
         self.in_backward = False
-        #: Returns where in its code a replica is, given the thread that runs it.
+        #: Returns the module and the line where a replica is, given the thread that runs it.
         self.locate: Callable[[int, int], str] = lambda replica, thread: ""
-        #: Returns the context of an exchange or a wait, given which of them it is, the replica and
-        #: the path; None unless waits are being reported or profiled.
+        #: Returns a context manager that records an exchange or a wait, given ``"exchange"`` or
+        #: ``"wait"``, the replica and the path. None unless waits are reported or profiled.
         self.observe: Callable[[str, int, str], AbstractContextManager[object]] | None = None
         # Re-entrant: a signal handler or a finalizer may interrupt the thread that holds it.
         self.lock = threading.RLock()
-        #: The state of this forward's pipes, by the object that owns it.
+        #: The channel of each `SyncMaster` in this forward.
         self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._commits = threading.RLock()
-        # A forward may be entered more than once (micro-batches): the k-th time of one replica
-        # meets the k-th time of the others.
-        self._entries = [0] * (size or 0)
-        self._inside = [0] * (size or 0)
-        self._thread = [0] * (size or 0)
-        # Replicas that will not run at all.
-        self._absent: set[int] = set()
-        # Whether any of them may have ended, or will not run.
+        self._progress = [Progress() for _ in range(size or 0)]
+        # Whether any replica has ended a run, or is absent.
         self._some_are_over = False
         self._waits: list[Wait] = []
         self._failures: list[Failure] = []
         self._abort: Abort | None = None
         self._is_closed = False
 
-    def observed(self, what: str, replica: int, path: str) -> AbstractContextManager[object]:
-        """The context of an exchange or a wait, in which reports and profiles note it."""
-        return _NOBODY if self.observe is None else self.observe(what, replica, path)
-
     # -- the life of a replica -----------------------------------------------------------------
 
     def enter(self, replica: int) -> bool:
-        """A replica's forward begins. Returns whether it is the outermost call of the replica."""
+        """Reports that a forward begins. Returns whether it is the replica's outermost call."""
         with self.lock:
-            self._inside[replica] += 1
-            outermost = self._inside[replica] == 1
-            if outermost:
-                self._entries[replica] += 1
-                self._thread[replica] = threading.get_ident()
-                self._absent.discard(replica)
-            return outermost
+            progress = self._progress[replica]
+            progress.depth += 1
+            if progress.depth > 1:
+                return False
+            progress.runs += 1
+            progress.thread = threading.get_ident()
+            progress.is_absent = False
+            return True
 
     def expect_only(self, replicas: Collection[int]) -> None:
-        """Only these are about to run: a wait for another one cannot be met."""
+        """Reports that only these replicas are about to run."""
         with self.lock:
-            self._absent = set(range(len(self._entries))).difference(replicas)
-            self._some_are_over = self._some_are_over or bool(self._absent)
+            for replica, progress in enumerate(self._progress):
+                progress.is_absent = replica not in replicas
+                self._some_are_over |= progress.is_absent
             self._check()
 
     def leave(self, replica: int) -> None:
-        """A replica's forward ends, in a value or an error (see `fail`)."""
+        """Reports that a forward ends, by returning or by raising (see `fail`)."""
         with self.lock:
-            self._inside[replica] -= 1
+            self._progress[replica].depth -= 1
             self._some_are_over = True
             self._check()
 
     def has_left(self, replica: int) -> bool:
-        """Whether a replica has been, and is no more, in its forward."""
+        """Whether a replica has finished its forward."""
         with self.lock:
-            return self._entries[replica] > 0 and not self._inside[replica]
+            progress = self._progress[replica]
+            return progress.runs > 0 and not progress.depth
 
     def fail(self, replica: int, error: BaseException) -> None:
-        """A replica failed: wakes all who wait; the first failure is the one they name."""
+        """Reports that a replica failed. All waits fail, and name the first failure."""
         reason = f"{self._name(replica)} failed with {described(error)}."
         with self.lock:
-            if self._is_closed:  # the failures have been collected
+            if self._is_closed:  # the caller has collected the failures
                 return
             follow_up = issubclass(type(error), ReplicaFailed)
             if not follow_up and not any(error is failure.error for failure in self._failures):
@@ -211,9 +234,9 @@ class Rendezvous:
                 self._abort_waits(ReplicaFailed, reason, error)
 
     def close(self, reason: str) -> list[Failure]:
-        """Ends all waits and all writes, now and later; returns the failures, the first one first.
+        """Forbids all waits and writes from now on, and returns the failures in order of time.
 
-        A write in progress (see `commit`) is waited for.
+        It waits for a write in progress (see `commit`).
         """
         self._is_closed = True
         with self.lock:
@@ -224,34 +247,35 @@ class Rendezvous:
         return self.forget_failures()
 
     def commit(self, write: Callable[[], object]) -> None:
-        """Calls ``write``, which changes the original module, unless the forward has been closed.
+        """Calls ``write``, which changes the original module, unless the forward is closed.
 
-        A replica may run on after the caller has got its exception; the state that the caller
-        then saves, or goes on with, must not change any more.
+        A replica may still run after the forward has raised in the caller. It must not change the
+        module that the caller then saves or trains further.
         """
         with self._commits:
             if not self._is_closed:
                 write()
 
     def forget_failures(self) -> list[Failure]:
-        """Returns the replicas' failures, for the last time.
+        """Returns the failures of the replicas, and drops them.
 
-        An exception refers to the frames that it passed, and these to the replicas: kept here, it
+        An error refers to the frames that it passed, and they refer to the replicas, so keeping it
         would make a cycle.
         """
         with self.lock:
-            verdict, failures = self._abort, self._failures
+            # `abort` lives until the lock is released, because to free its cause may run any code.
+            abort, failures = self._abort, self._failures
             self._failures = []
-            if verdict is not None:
-                self._abort = verdict._replace(cause=None)
-        return failures  # the last reference to the cause, if it is none of them, goes here
+            if abort is not None:
+                self._abort = abort._replace(cause=None)
+        return failures
 
     # -- waiting -------------------------------------------------------------------------------
 
     def begin_wait(
         self, replica: int, needs: Collection[int], site: Site, calls: dict[int, int]
     ) -> Wait:
-        """Registers a wait of ``replica`` for the replicas in ``needs`` (empty: for any other).
+        """Begins a wait of ``replica`` for all replicas in ``needs``, or for any if it is empty.
 
         The lock is held. The caller releases it and then calls `Wait.block`.
         """
@@ -262,57 +286,56 @@ class Rendezvous:
         return wait
 
     def refuse_if_over(self, replica: int, site: Site) -> None:
-        """Raises if no wait can be met any more. The lock is held."""
+        """Raises if the waits of this forward have failed. The lock is held."""
         if self._abort is not None:
             self._abort.raise_at(later=f" Replica {replica} came to {site} after that.")
 
     def end_wait(self, wait: Wait) -> None:
-        """The value has come: from here on the replica counts as running. The lock is held."""
-        if wait in self._waits:  # else it has been given up already
+        """Ends a wait whose value has arrived. The lock is held."""
+        if wait in self._waits:  # else it has failed already
             self._waits.remove(wait)
             wait.wake()
 
     def forget(self, wait: Wait) -> None:
-        """The waiting thread was interrupted."""
+        """Removes the wait of a thread that was interrupted."""
         with self.lock:
             if wait in self._waits:
                 self._waits.remove(wait)
 
     def _check(self) -> None:
-        """Wakes all waits if one of them can no longer be met. The lock is held.
+        """Fails all waits if one of them can no longer end. The lock is held.
 
-        Called wherever that can come about: a wait begins, a replica ends.
+        It is called on every event that can cause this: a wait begins, or a replica ends.
         """
         if self.size is None or not self._waits or self._abort is not None:
             return
         if not self._some_are_over and len(self._waits) < self.size:
             return  # a replica runs
-        in_vain = any(
-            self._is_over(needed, wait.replica) for wait in self._waits for needed in wait.needs
+        is_hopeless = any(
+            self._progress[needed].is_over(self._run_of(wait))
+            for wait in self._waits
+            for needed in wait.needs
         )
-        if in_vain or not self._one_runs(self._stopped()):
-            self._abort_waits(ReplicasDiverged, self._divergence(), None)
-
-    def _is_over(self, replica: int, waiting: int) -> bool:
-        """Whether ``replica`` has ended the forward that the ``waiting`` one is in."""
-        return not self._inside[replica] and (
-            replica in self._absent or self._entries[replica] >= self._entries[waiting]
-        )
-
-    def _stopped(self) -> set[int]:
-        """The replicas whose own thread waits; another thread of theirs may do so beside it."""
         threads = {wait.thread for wait in self._waits}
-        return {
+        # A replica is blocked if its main thread waits, not if only another of its threads does.
+        blocked = {
             wait.replica
             for wait in self._waits
-            if not self._inside[wait.replica] or self._thread[wait.replica] in threads
+            if not self._progress[wait.replica].depth
+            or self._progress[wait.replica].thread in threads
         }
+        if is_hopeless or not self._can_progress(blocked):
+            self._abort_waits(ReplicasDiverged, self._divergence(), None)
 
-    def _one_runs(self, stopped: set[int]) -> bool:
-        latest = max((wait.replica for wait in self._waits), key=self._entries.__getitem__)
+    def _run_of(self, wait: Wait) -> int:
+        return self._progress[wait.replica].runs
+
+    def _can_progress(self, blocked: set[int]) -> bool:
+        """Whether a replica that is not blocked runs, or may still begin."""
+        latest = max(map(self._run_of, self._waits))
         return any(
-            replica not in stopped and not self._is_over(replica, latest)
-            for replica in range(len(self._entries))
+            replica not in blocked and not progress.is_over(latest)
+            for replica, progress in enumerate(self._progress)
         )
 
     def _abort_waits(
@@ -325,55 +348,50 @@ class Rendezvous:
             wait.wake()
 
     def expect_progress(self, wait: Wait) -> None:
-        """Gives up at the deadline, or where a wait may be in vain and has taken `GRACE`.
+        """Fails all waits at the deadline, or when a doubtful wait has taken `GRACE`.
 
-        A replica counts as waiting then if any of its threads waits.
+        Here a replica counts as blocked if any of its threads waits.
         """
         if time.monotonic() >= self.deadline:
             self.time_out()
         with self.lock:
             if self.size is None or wait not in self._waits:
                 return
-            late = [
-                replica
-                for replica in sorted(wait.needs)
-                if not self._inside[replica]
-                and self._entries[replica] < self._entries[wait.replica]
-            ]
-            if not self._one_runs({wait.replica for wait in self._waits}):
+            run = self._run_of(wait)
+            late = [r for r in sorted(wait.needs) if self._progress[r].is_late(run)]
+            if not self._can_progress({wait.replica for wait in self._waits}):
                 self._abort_waits(ReplicasDiverged, self._divergence(), None)
             elif late:
                 self._abort_waits(
                     ReplicasDiverged,
                     f"{wait.site}: replica {wait.replica} waits, and {listed(late)} did not begin "
-                    f"within {GRACE:g} s. Replicas that talk to each other must run at the same "
-                    "time, each in a thread of its own.",
+                    f"within {GRACE:g} s. Replicas that communicate must run at the same time, "
+                    "each in a thread of its own.",
                     None,
                 )
 
     def limit_time(self, seconds: float) -> None:
-        """Sets the deadline of the forward, so many seconds from now."""
+        """Sets the deadline of the forward to this many seconds from now."""
         self._timeout, self.deadline = seconds, time.monotonic() + seconds
 
     def patience(self) -> float:
-        """Seconds after which a wait asks `expect_progress`."""
+        """Returns the seconds after which a wait calls `expect_progress`."""
         return max(0.0, min(GRACE, self.deadline - time.monotonic()))
 
     def time_out(self) -> Abort:
-        """Gives up on a forward that has not ended by its deadline."""
+        """Fails all waits of a forward that has not ended by its deadline."""
+        # Without the lock, because it runs code of the replicas' modules.
+        spots = [self.locate(r, progress.thread) for r, progress in enumerate(self._progress)]
         with self.lock:
-            threads = dict(enumerate(self._thread))
-        # Without the lock, as it asks the replicas' modules.
-        spots = {replica: self.locate(replica, thread) for replica, thread in threads.items()}
-        with self.lock:
-            waiting = {wait.replica: wait for wait in self._waits}
-            rows = [
-                f"waits at {waiting[replica].site}"
-                if replica in waiting
-                else f"{self._state(replica, None)} {spots[replica] * bool(inside)}".rstrip()
-                for replica, inside in enumerate(self._inside)
-            ]
-            table = "".join(f"\n  replica {replica}: {row}" for replica, row in enumerate(rows))
+            sites = {wait.replica: wait.site for wait in self._waits}
+            table = ""
+            for replica, progress in enumerate(self._progress):
+                state = self._state(replica, None)
+                if replica in sites:
+                    state = f"waits at {sites[replica]}"
+                elif progress.depth:
+                    state = f"{state} {spots[replica]}".rstrip()
+                table += f"\n  replica {replica}: {state}"
             if self._abort is None:
                 self._abort_waits(
                     ReplicasTimedOut,
@@ -395,16 +413,17 @@ class Rendezvous:
             sites.setdefault(wait.site, []).append(wait)
         parts = []
         for site, waits in sites.items():
-            who = sorted(wait.replica for wait in waits)
-            parts.append(f"{site}: {listed(who)} {'waits' if len(who) == 1 else 'wait'}")
+            replicas = sorted(wait.replica for wait in waits)
+            verb = "waits" if len(replicas) == 1 else "wait"
+            parts.append(f"{site}: {listed(replicas)} {verb}")
         waiting = {wait.replica for wait in self._waits}
         calls = self._waits[0].calls if len(sites) == 1 else None
-        for replica in range(len(self._entries)):
-            # A replica that runs, or has not begun, may still come.
-            is_over = any(self._is_over(replica, wait.replica) for wait in self._waits)
-            if replica not in waiting and is_over:
+        earliest = min(map(self._run_of, self._waits))
+        for replica, progress in enumerate(self._progress):
+            # A replica that runs, or has not begun, may still arrive.
+            if replica not in waiting and progress.is_over(earliest):
                 parts.append(f"replica {replica} {self._state(replica, calls)}")
-        outside = [replica for replica in sorted(waiting) if not self._inside[replica]]
+        outside = [r for r in sorted(waiting) if not self._progress[r].depth]
         if outside:
             parts.append(
                 f"{listed(outside)} called it outside the forward (in a recomputation, by another"
@@ -413,17 +432,18 @@ class Rendezvous:
         return (
             "the replicas have diverged: "
             + "; ".join(parts)
-            + ". Every replica must call the layers that talk to their copies equally often and"
-            " in the same order: mind branches that depend on data, and layers in eval() in one"
+            + ". Every replica must call the synchronized layers equally often and in the same"
+            " order: look for branches that depend on data, and for layers in eval() in one"
             " replica only."
         )
 
     def _state(self, replica: int, calls: dict[int, int] | None) -> str:
-        if self._inside[replica]:
+        progress = self._progress[replica]
+        if progress.depth:
             return "runs"
-        if replica in self._absent:
+        if progress.is_absent:
             return "does not run"
-        if not self._entries[replica]:
+        if not progress.runs:
             return "has not begun"
         if calls is None:
             return "has ended"
@@ -432,7 +452,7 @@ class Rendezvous:
 
 
 def two_at_once(path: str, replica: int) -> ReplicationError:
-    """The error of a replica that makes two calls of one layer at once, in two threads."""
+    """Returns the error of a replica that calls one layer in two threads at the same time."""
     return ReplicationError(
         f"`{path}`: replica {replica} calls it in one thread while it waits there in another; the "
         "calls of a replica come one after the other"

@@ -310,8 +310,8 @@ def test_torch_distributed_is_not_initialized():
 
 @reads("""
     ValueError: tensors must have the same length along the batch dimension 0 (got shapes (8, 3) of
-    `argument 0` and (5, 3) of `mask`). What every replica needs whole belongs in a buffer of the
-    module; parts that are for one replica each are passed as Scattered(parts).
+    `argument 0` and (5, 3) of `mask`); register a tensor that every replica needs unsplit as a
+    buffer of the module, or pass Scattered(parts) with one part per replica
 """)
 def test_arguments_differ_in_batch_size():
     """T6.6"""
@@ -328,8 +328,8 @@ def test_a_list_of_parts_has_the_wrong_length():
 
 
 @reads("""
-    ValueError: the outputs of the replicas must be alike in structure (only replica 0 has `loss`;
-    only replica 1 has `score`)
+    ValueError: the outputs of the replicas must have the same structure (only replica 0 has
+    `loss`; only replica 1 has `score`)
 """)
 def test_outputs_have_different_keys():
     """T11.6"""

@@ -221,14 +221,14 @@ def paired(modules: Sequence[nn.Module]) -> list[Position]:
         known = positions.setdefault(id(master), position)
         if known is not position:
             if any(a is not b for a, b in zip(known.copies, position.copies, strict=True)):
-                raise ValueError(f"the copies must match, but they tie {position} differently")
+                raise ValueError(f"the copies must match: they tie {position} differently")
             continue
         names = list(master._modules)
         for copy_id, module in enumerate(others, 1):
             if type(module) is not type(master) or list(module._modules) != names:
                 raise ValueError(
-                    f"the copies must match, but {position} is {outlined(master)} in copy 0 "
-                    f"and {outlined(module)} in copy {copy_id}"
+                    f"the copies must match: {position} is {outlined(master)} in copy 0 "
+                    f"but {outlined(module)} in copy {copy_id}"
                 )
         for name in reversed(names):
             copies = [module._modules[name] for module in position.copies]
@@ -237,9 +237,7 @@ def paired(modules: Sequence[nn.Module]) -> list[Position]:
             if len(present) == len(copies):
                 pending.append(Position(child_path, present))
             elif present:
-                raise ValueError(
-                    f"the copies must match, but only some of them have `{child_path}`"
-                )
+                raise ValueError(f"the copies must match: only some of them have `{child_path}`")
     return list(positions.values())
 
 

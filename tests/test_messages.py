@@ -277,7 +277,7 @@ def test_a_string_names_a_device_that_is_not_there():
 
 @reads("""
     RuntimeError: module must have its parameters and buffers on device cpu (device_ids[0]) but
-    found one of them on device: meta; it is `0.weight`, and module.to('cpu') moves all
+    found one of them on device: meta; it is `0.weight`, and module.to('cpu') moves them all
 """)
 def test_a_parameter_is_on_another_device():
     """torch's own words."""
@@ -287,8 +287,8 @@ def test_a_parameter_is_on_another_device():
 
 
 @reads("""
-    TypeError: what torch.compile(module) returns has hooks of its own, which replicas would not
-    run, as they run the module itself; register them on the module
+    TypeError: the result of torch.compile(module) must not have its own hooks, because replicas
+    run the module itself; register the hooks on the module
 """)
 def test_a_compiled_network_has_hooks_of_its_own():
     """T9.3"""

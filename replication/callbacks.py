@@ -1,13 +1,13 @@
-"""The replication callback: each layer of each copy is told that it has been replicated.
+"""The replication callback: tells each layer of each copy about its replication.
 
-A layer opts in with a method ``__data_parallel_replicate__(self, ctx, copy_id)``. After
-replication, and before any forward, it is called on every copy that has it:
+A layer opts in with a method ``__data_parallel_replicate__(self, ctx, copy_id)``. It is called on
+every copy of the layer after replication and before any forward:
 
     copy 0:  root, first child, ...      all of the master copy first
     copy 1:  root, first child, ...      then the others, in order
 
-The n copies of one layer share one `CallbackContext`, through which they get a `Group`. For a
-layer whose class cannot be changed there is `register_replication_callback`.
+The n copies of one layer share one `CallbackContext`, which gives them a `Group`. Use
+`register_replication_callback` for a layer whose class you cannot change.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -35,8 +36,7 @@ __all__ = [
 
 CALLBACK = "__data_parallel_replicate__"
 
-
-#: Where a module keeps what `register_replication_callback` was given; its replicas share it.
+#: The attribute of a module with its registered callbacks, which its replicas share.
 _REGISTERED = "_replication_callbacks"
 
 Callback = Callable[[nn.Module, CallbackContext, int], object]
@@ -53,12 +53,12 @@ class Position(NamedTuple):
 
 
 def register_replication_callback(module: nn.Module, callback: Callback) -> RemovableHandle:
-    """Gives a module a callback of replication without changing its class.
+    """Gives a module a replication callback without changing its class.
 
-    ``callback(copy, ctx, copy_id)`` is called for each copy of ``module`` where
-    ``copy.__data_parallel_replicate__(ctx, copy_id)`` would be, and after it if there is one. It
-    is not called where nothing is replicated, on a single device that is. A deep copy of
-    ``module`` has the callbacks, too, and is otherwise independent.
+    ``callback(copy, ctx, copy_id)`` is called for each copy of ``module``, where
+    ``copy.__data_parallel_replicate__(ctx, copy_id)`` would be called, and after that method if
+    the copy has it. It is not called without replication, for example on a single device. A deep
+    copy of ``module`` keeps its callbacks and is otherwise independent.
 
     >>> import torch
     >>> from replication import DataParallel
@@ -72,19 +72,19 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
     >>> handle.remove()
 
     Args:
-        module: Any module, alone or part of one that will be replicated.
-        callback: What it sets on the copy is gone after the forward. To be pickled with the
-            module it must be a function of a Python module.
+        module: Any module, alone or part of a module that will be replicated.
+        callback: The function to call. Attributes that it sets on the copy are discarded after
+            the forward. To be pickled with the module it must be a function of a Python module.
 
     Returns:
-        A handle whose ``remove()`` takes the callback away.
+        A handle whose ``remove()`` removes the callback.
 
     Raises:
-        TypeError: ``module`` is no module, or a DataParallel, or a replica; or ``callback`` is not
-            callable.
+        TypeError: ``module`` is not a module, or is a DataParallel or a replica, or ``callback``
+            is not callable.
     """
     check_module(module)
-    module = compiled_module(module)  # of which copies are made
+    module = compiled_module(module)  # the copies are made of the wrapped module
     if isinstance(module, nn.DataParallel):
         raise TypeError("a DataParallel has no replicas of itself; register with its .module")
     if getattr(module, IS_REPLICA, False):
@@ -93,7 +93,7 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
         raise TypeError(f"expected a callable (got {type(callback).__name__})")
     callbacks = module.__dict__.setdefault(_REGISTERED, OrderedDict())
     handle = RemovableHandle(callbacks)
-    while handle.id in callbacks:  # of a module that was pickled in another process
+    while handle.id in callbacks:  # the module was pickled in another process
         handle = RemovableHandle(callbacks)
     callbacks[handle.id] = callback
     return handle
@@ -104,61 +104,69 @@ def execute_replication_callbacks(
 ) -> None:
     """Calls ``__data_parallel_replicate__(ctx, copy_id)`` on every submodule that has it.
 
-    And what `register_replication_callback` was given.
+    Also calls the callbacks of `register_replication_callback`.
 
     Guarantees:
-        * All callbacks of copy 0 come before any of copy 1, and so on. Within a copy they come in
-          the order of ``modules()``.
+        * All callbacks of copy 0 run before any callback of copy 1, and so on. Within a copy they
+          run in the order of ``modules()``.
         * A submodule that is registered under several names is called once per copy.
-        * Nobody is called unless everybody can be: the copies are checked first.
-        * From now on the copies' forwards belong together: if one fails or ends, the others do
-          not wait for it, whoever runs them (see `replication.sync.rendezvous`).
+        * The copies are checked first: no callback runs if the copies do not match.
+        * The copies' forwards belong together from now on. If one of them fails or ends, the
+          others do not wait for it, however they are run (see `replication.sync.rendezvous`).
 
     Args:
         modules: The copies of one module, the master copy first.
-        devices: The device of each, for `CallbackContext`; by default that of its first tensor.
+        devices: The device of each copy, for `CallbackContext`. The default is the device of the
+            copy's first tensor.
 
     Raises:
-        ValueError: ``modules`` is empty, the copies differ in structure, or there are not as many
-            ``devices``.
-        TypeError: An item is no module, or an attribute ``__data_parallel_replicate__`` is not
+        ValueError: ``modules`` is empty, the copies differ in structure, or the number of
+            ``devices`` is another one.
+        TypeError: An item is not a module, or an attribute ``__data_parallel_replicate__`` is not
             callable.
-        Exception: What a callback raises; a note names the module's path and the copy.
+        Exception: A callback raised. A note names the module's path and the copy.
     """
-    positions = [position for position in paired(modules) if has_callbacks(position)]
     if devices is not None and len(devices) != len(modules):
         raise ValueError(
             f"expected one device for each of {len(modules)} copies (got {len(devices)})"
         )
-    on = [device_of(module) for module in modules] if devices is None else parse_devices(devices)
-    rendezvous = watch(modules)
-    listeners = [
-        (position, CallbackContext(len(modules), on, position.path, rendezvous))
-        for position in positions
-    ]
-    backward = current_backward()
-    for copy_id in range(len(modules)):
-        for position, context in listeners:
-            for name, callback in callbacks_of(position.copies[copy_id]):
-                here = CurrentReplica(rendezvous, copy_id, backward, path_or_root(position.path))
-                try:
-                    with set_current_replica(here):
-                        callback(context, copy_id)
-                except BaseException as error:
-                    add_note(error, f"in {name} of {position}, copy {copy_id} of {len(modules)}")
-                    raise
+    run_callbacks(modules, None if devices is None else parse_devices(devices))
 
 
 exec_data_parallel_replication_callback = execute_replication_callbacks
 
 
+def run_callbacks(
+    modules: Sequence[nn.Module], devices: Sequence[torch.device | None] | None
+) -> None:
+    """Does what `execute_replication_callbacks` does, for devices that are parsed already."""
+    positions = [position for position in paired(modules) if has_callbacks(position)]
+    rendezvous = watch(modules)
+    if not positions:
+        return
+    size = len(modules)
+    devices = [device_of(module) for module in modules] if devices is None else devices
+    contexts = [CallbackContext(size, list(devices), p.path, rendezvous) for p in positions]
+    backward = current_backward()
+    for copy_id in range(size):
+        for position, context in zip(positions, contexts, strict=True):
+            current = CurrentReplica(rendezvous, copy_id, backward, path_or_root(position.path))
+            for name, callback in callbacks_of(position.copies[copy_id]):
+                try:
+                    with set_current_replica(current):
+                        callback(context, copy_id)
+                except BaseException as error:
+                    add_note(error, f"in {name} of {position}, copy {copy_id} of {size}")
+                    raise
+
+
 def has_callbacks(position: Position) -> bool:
-    """Whether some copy has callbacks.
+    """Returns whether any copy has callbacks.
 
     Raises:
         TypeError: An attribute ``__data_parallel_replicate__`` is not callable.
     """
-    found = False
+    has_any = False
     for copy_id, module in enumerate(position.copies):
         method = method_of(module)
         if method is not None and not callable(method):
@@ -166,13 +174,13 @@ def has_callbacks(position: Position) -> bool:
                 f"{CALLBACK} of {position}, copy {copy_id}, must be callable "
                 f"(got {type(method).__name__})"
             )
-        found = found or method is not None or bool(vars(module).get(_REGISTERED))
-    return found
+        has_any = has_any or method is not None or bool(vars(module).get(_REGISTERED))
+    return has_any
 
 
 def method_of(module: nn.Module) -> Any:
-    """The attribute ``__data_parallel_replicate__`` of a module, or None."""
-    # A module is slow to say that it has no such attribute.
+    """Returns the attribute ``__data_parallel_replicate__`` of a module, or None."""
+    # `getattr` alone would be slow: nn.Module raises an error for each missing attribute.
     if (
         hasattr(type(module), CALLBACK)
         or CALLBACK in vars(module)
@@ -183,20 +191,18 @@ def method_of(module: nn.Module) -> Any:
 
 
 def callbacks_of(module: nn.Module) -> list[tuple[str, Callable[[Any, int], object]]]:
-    """What is to be called with the context and the copy's number, and its name."""
-    method, registered = method_of(module), vars(module).get(_REGISTERED)
+    """Returns the names and functions to be called with the context and the copy's index."""
+    method, registered = method_of(module), vars(module).get(_REGISTERED, {})
     callbacks = [] if method is None else [(CALLBACK, method)]
-    if registered:
-        functions = (partial(function, module) for function in registered.values())
-        callbacks += [("a registered callback", function) for function in functions]
-    return callbacks
+    functions = (partial(function, module) for function in registered.values())
+    return [*callbacks, *(("a registered callback", function) for function in functions)]
 
 
 def paired(modules: Sequence[nn.Module]) -> list[Position]:
-    """Lists the submodules of the copies, in the order of ``modules()``, each with its copies.
+    """Returns each submodule with its copies, in the order of ``modules()``.
 
     Raises:
-        ValueError: No copies, or the copies differ in structure.
+        ValueError: There are no copies, or the copies differ in structure.
         TypeError: An item is not a module.
     """
     roots = tuple(modules)
@@ -205,40 +211,35 @@ def paired(modules: Sequence[nn.Module]) -> list[Position]:
     for index, root in enumerate(roots):
         if not isinstance(root, nn.Module):
             raise TypeError(f"copy {index} must be a module (got {type(root).__name__})")
-    positions: list[Position] = []
-    # By the identity of copy 0's module: where it is tied, the others' must be tied alike.
-    seen: dict[int, tuple[nn.Module, ...]] = {}
+    # By the identity of copy 0's submodule. A submodule that it ties must be tied in all copies.
+    positions: dict[int, Position] = {}
     pending = [Position("", roots)]
     while pending:
         position = pending.pop()
-        master = position.copies[0]
-        known = seen.get(id(master))
-        if known is not None:
-            if any(a is not b for a, b in zip(known, position.copies, strict=True)):
-                raise ValueError(f"the copies must be alike: they tie {position} differently")
+        path, (master, *others) = position
+        known = positions.setdefault(id(master), position)
+        if known is not position:
+            if any(a is not b for a, b in zip(known.copies, position.copies, strict=True)):
+                raise ValueError(f"the copies must match: they tie {position} differently")
             continue
-        seen[id(master)] = position.copies
-        positions.append(position)
-        children = []
         names = list(master._modules)
-        for copy_id, module in enumerate(position.copies):
+        for copy_id, module in enumerate(others, 1):
             if type(module) is not type(master) or list(module._modules) != names:
                 raise ValueError(
-                    f"the copies must be alike: {position} is {outlined(master)} in copy 0 "
+                    f"the copies must match: {position} is {outlined(master)} in copy 0 "
                     f"but {outlined(module)} in copy {copy_id}"
                 )
-        for name in names:
-            copies = tuple(module._modules[name] for module in position.copies)
-            path = f"{position.path}.{name}" if position.path else name
+        for name in reversed(names):
+            copies = [module._modules[name] for module in position.copies]
             present = tuple(child for child in copies if child is not None)
+            child_path = f"{path}.{name}" if path else name
             if len(present) == len(copies):
-                children.append(Position(path, present))
+                pending.append(Position(child_path, present))
             elif present:
-                raise ValueError(f"the copies must be alike: only some of them have `{path}`")
-        pending.extend(reversed(children))
-    return positions
+                raise ValueError(f"the copies must match: only some of them have `{child_path}`")
+    return list(positions.values())
 
 
 def outlined(module: nn.Module) -> str:
-    """A module's type and children, for messages."""
+    """Returns a module's type and children, for messages."""
     return f"{type(module).__name__}({', '.join(module._modules)})"

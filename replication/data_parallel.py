@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from replication._torch import check_balance, uncompiled
-from replication.callbacks import execute_replication_callbacks
+from replication.callbacks import run_callbacks
 from replication.devices import (
     DeviceLike,
     accelerator,
@@ -22,12 +22,13 @@ from replication.devices import (
     device_order,
     is_int,
     parse_device,
+    parse_devices,
     usable_devices,
 )
 from replication.patch import RUNS_CALLBACKS
 from replication.steps.gather import gather, join_leaves
 from replication.steps.parallel_apply import parallel_apply
-from replication.steps.replicate import replicate
+from replication.steps.replicate import make_replicas
 from replication.steps.scatter import scatter_kwargs
 from replication.sync.lifecycle import first_failure_wins, limit_time
 from replication.tree import Scattered
@@ -42,37 +43,39 @@ __all__ = [
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-#: Of a forward, in profiles.
+#: The name of a forward in profiles.
 _RANGE = "DataParallel.forward"
 
 
 class DataParallel(nn.DataParallel[ModuleT]):
-    """Splits a batch between replicas of a module, runs them side by side, joins their outputs.
+    """Splits a batch between replicas of a module, runs them in parallel and joins their outputs.
 
     In addition to what `torch.nn.DataParallel` does:
 
-    * it runs on any devices: accelerators, the CPU, or one device several times;
-    * after replication, ``__data_parallel_replicate__(ctx, copy_id)`` is called on every layer
-      that has it (see `execute_replication_callbacks`), so that copies of a layer can talk;
-    * a replica that fails or ends never leaves the others waiting, and its error arrives as it
-      was raised, with notes that name the replica, its device and the module;
-    * what is `Scattered` among the arguments is not split again: entry i goes to replica i, and
-      tensors beside it are split by its sizes (see `scatter`).
+    * It runs on any devices: accelerators, the CPU, or one device several times.
+    * After replication it calls ``__data_parallel_replicate__(ctx, copy_id)`` on every layer that
+      has this method (see `execute_replication_callbacks`), so that copies of a layer can
+      communicate.
+    * A replica that fails or ends early never leaves the others waiting. Its error arrives as it
+      was raised, with notes that name the replica, its device and the module.
+    * A `Scattered` among the arguments is not split again: entry i goes to replica i. Tensors
+      beside it are split by its sizes (see `scatter`).
 
     >>> net = DataParallel(nn.Linear(3, 2), device_ids=["cpu", "cpu"])
     >>> net(torch.ones(5, 3)).shape
     torch.Size([5, 2])
 
     Args:
-        module: The module. Its parameters and buffers are on ``device_ids[0]``.
-        device_ids: One device per replica: indices of accelerators, strings, or `torch.device`;
-            may repeat. By default all accelerators. Without an accelerator, by default or where
-            indices are given, the module is called directly, as torch does. Several indices then
-            come with a warning.
-        output_device: Where outputs are joined; by default ``device_ids[0]``. May be the CPU.
+        module: The module. Its parameters and buffers must be on ``device_ids[0]``.
+        device_ids: One device per replica: indices of accelerators, strings or `torch.device`.
+            Devices may repeat. The default is all accelerators. If there is no accelerator, and
+            ``device_ids`` is missing or holds indices, the module is called directly, as in
+            torch. Several indices also raise a warning then.
+        output_device: The device of the joined outputs, by default ``device_ids[0]``. May be the
+            CPU.
         dim: The batch dimension of inputs and outputs.
-        gather_to_one_device: If false, outputs stay where they were computed: each leaf of the
-            output becomes a `Scattered`, also on a single device. ``None`` stays ``None``.
+        gather_to_one_device: If False, outputs stay on the devices that computed them: each leaf
+            of the output becomes a `Scattered`, also on a single device. ``None`` stays ``None``.
 
             >>> extract = DataParallel(
             ...     nn.Linear(3, 2), ["cpu"] * 2, gather_to_one_device=False
@@ -83,17 +86,17 @@ class DataParallel(nn.DataParallel[ModuleT]):
             >>> classify(extract(torch.ones(5, 3))).shape
             torch.Size([5, 1])
 
-        inputs_are_scattered: If true, each argument is a list, tuple or `Scattered` of one entry
-            per replica, which is moved to its replica's device, whatever it is. Parts may differ
+        inputs_are_scattered: If True, each argument is a list, tuple or `Scattered` with one entry
+            per replica. Each entry, of any type, moves to its replica's device. Entries may differ
             in length.
 
             >>> net = DataParallel(nn.Linear(3, 2), ["cpu"] * 2, inputs_are_scattered=True)
             >>> net([torch.ones(4, 3), torch.ones(1, 3)]).shape
             torch.Size([5, 2])
 
-        except_keywords: Names of outputs that stay `Scattered` while all others are gathered: keys
-            of mappings (or names of fields) at any depth, or dotted paths that begin at the
-            output. A name that the output does not have is warned of.
+        except_keywords: Names of outputs that stay `Scattered` while all others are gathered. A
+            name is a key of a mapping or a field at any depth, or a dotted path from the output's
+            root. A name that the output does not have raises a warning.
 
             >>> class Features(nn.Module):
             ...     def forward(self, x):
@@ -102,19 +105,20 @@ class DataParallel(nn.DataParallel[ModuleT]):
             >>> {name: type(value).__name__ for name, value in net(torch.ones(5, 3)).items()}
             {'features': 'Scattered', 'score': 'Tensor'}
 
-        sort_and_gather: If true, outputs are put in the order of their devices' indices before
-            they are gathered; what is on the same device keeps its order. All leaves alike, those
-            that stay `Scattered` too. One needs it only if ``device_ids`` do not ascend and the
-            outputs have to line up with something in the order of the devices; with ``[1, 0]``
-            the second half of the batch comes first, and labels must be put in that order, too.
+        sort_and_gather: If True, all outputs, also those that stay `Scattered`, are sorted by the
+            indices of their devices before they are gathered. Outputs on the same device keep
+            their order. This is only useful if ``device_ids`` do not ascend and the outputs have
+            to match something in device order. With ``[1, 0]`` the second half of the batch comes
+            first, so that labels must be reordered as well.
 
             >>> net = DataParallel(nn.Linear(3, 2), ["cpu"] * 2, sort_and_gather=True)
             >>> net(torch.ones(5, 3)).shape
             torch.Size([5, 2])
 
-        cpu_keywords: Names of keyword arguments that are split like the others but not moved.
-            One that is not as long as the batch is split as evenly as can be. A name that is no
-            argument of the module, or is passed by position, is warned of.
+        cpu_keywords: Names of keyword arguments that are split like the others but not moved to
+            the replicas' devices. If such an argument is not as long as the batch, it is split as
+            evenly as possible. A name that is not an argument of the module, or that is passed by
+            position, raises a warning.
 
             >>> class Crops(nn.Module):
             ...     def forward(self, x, boxes):
@@ -123,29 +127,29 @@ class DataParallel(nn.DataParallel[ModuleT]):
             >>> net(torch.ones(4, 3), boxes=torch.zeros(7, 4))
             tensor([7., 7., 6., 6.])
 
-        timeout: Seconds that the replicas may take for a forward, wherever they spend them: in
-            computing, in waiting for each other, or in code that hangs. Then `ReplicasTimedOut`
-            is raised, with a table of where each replica is, and replicas that still run are
-            abandoned. A last resort, so allow for the slowest forward. By default there is no
-            limit. A `parallel_apply` of your own is limited only where its replicas wait for each
-            other.
+        timeout: The most seconds that the replicas may take for a forward, including computation,
+            waits for each other and code that hangs. After that `ReplicasTimedOut` is raised, with
+            a table of where each replica is, and replicas that still run are abandoned. This is a
+            last resort, so allow for the slowest forward. The default is no limit. If you override
+            `parallel_apply`, only the waits of replicas for each other are limited.
 
     Raises:
-        ValueError: ``device_ids`` is empty, or this machine has no such device; or ``timeout`` is
-            not above 0.
-        TypeError: ``module`` is no module, an item of ``device_ids`` is no device, ``dim`` is no
-            int, names are not given as a list, or ``timeout`` is no number.
+        ValueError: ``device_ids`` is empty or names a device that this machine lacks, or
+            ``timeout`` is not above 0.
+        TypeError: ``module`` is not a module, an item of ``device_ids`` is not a device, ``dim``
+            is not an int, names are not given as a list, or ``timeout`` is not a number.
 
-        And when it is called:
+        Calling it raises:
 
-        ValueError: Arguments cannot be split, or outputs not be joined (see `scatter`, `gather`).
-        RuntimeError: A parameter or buffer is not on ``device_ids[0]``, or it is in a transform of
-            `torch.func`.
-        BaseException: The first error of a replica. The other replicas are given 5 seconds to
-            end and are abandoned then (see `parallel_apply`).
+        ValueError: Arguments cannot be split or outputs cannot be joined (see `scatter`,
+            `gather`).
+        RuntimeError: A parameter or buffer is not on ``device_ids[0]``, or the call is inside a
+            transform of `torch.func`.
+        BaseException: The first error of a replica. The other replicas get 5 seconds to end and
+            are then abandoned (see `parallel_apply`).
     """
 
-    # On the class, too, for objects that become one of this class later.
+    # Defaults for objects whose class changes to this one later.
     dim = 0
     gather_to_one_device = True
     inputs_are_scattered = False
@@ -168,7 +172,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         cpu_keywords: Collection[str] = (),
         timeout: float | None = None,
     ) -> None:
-        nn.Module.__init__(self)  # the constructor of torch's class knows accelerators only
+        nn.Module.__init__(self)  # torch's constructor accepts accelerators only
         check_module(module)
         if not is_int(dim):
             raise TypeError(f"dim must be an int (got {dim!r})")
@@ -197,14 +201,14 @@ class DataParallel(nn.DataParallel[ModuleT]):
         if len(self.device_ids) > 1:
             return self._on_replicas(inputs, kwargs)
         if not self.device_ids:
-            return self._alone(*self._scatter(inputs, kwargs, None))
+            return self._alone(*DataParallel.scatter(self, inputs, kwargs, None))
         with torch.autograd.profiler.record_function(_RANGE):
-            return self._alone(*self._parts(inputs, kwargs))
+            return self._alone(*self._scattered(inputs, kwargs))
 
-    @uncompiled  # what runs in threads of its own is out of the compiler's sight
+    @uncompiled  # the compiler cannot follow threads
     def _on_replicas(self, inputs: Any, kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function(_RANGE):
-            inputs, kwargs_tup = self._parts(inputs, kwargs)
+            inputs, kwargs_tup = self._scattered(inputs, kwargs)
             if len(inputs) > 1:
                 warn_of_plain_batch_norm(self, self.module)
             replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
@@ -212,81 +216,85 @@ class DataParallel(nn.DataParallel[ModuleT]):
             outputs = first_failure_wins(self.parallel_apply, replicas, inputs, kwargs_tup)
             return self.gather(outputs, self.output_device)
 
-    def _parts(self, inputs: Any, kwargs: Any) -> Any:
+    def _scattered(self, inputs: Any, kwargs: Any) -> Any:
+        """Returns the positional and the keyword arguments of each replica that has data."""
         _check_placement(self.module, self.src_device_obj)
         inputs, kwargs_tup = self.scatter(inputs, kwargs, self.device_ids)
-        if not inputs and not kwargs_tup:  # torch's scatter, without any argument
+        if not inputs and not kwargs_tup:  # torch's scatter returns this for no arguments
             return ((),), ({},)
         return inputs, kwargs_tup
 
     def _alone(self, inputs: Any, kwargs: Any) -> Any:
-        """On one device there is nothing to join: the output of the module, as it is."""
+        """Calls the module itself on one device, where there is nothing to join."""
         output = self.module(*inputs[0], **kwargs[0])
         if self.gather_to_one_device and not self.except_keywords:
             return output
-        return join_leaves([output], lambda leaf, entries: entries[0], **self._stay_scattered())
+        return join_leaves(
+            [output],
+            lambda path, entries: entries[0],
+            self.gather_to_one_device,
+            self.except_keywords,
+        )
 
-    def _stay_scattered(self) -> dict[str, Any]:
-        return {
-            "gather_to_one_device": self.gather_to_one_device,
-            "except_keywords": self.except_keywords,
-        }
-
-    def _scatter(self, inputs: Any, kwargs: Any, devices: Any) -> Any:
-        missing = [name for name in self.cpu_keywords if name not in kwargs]
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any
+    ) -> Any:
+        """Splits the arguments into one part for each replica that has data."""
+        missing = [name for name in self.cpu_keywords if name not in (kwargs or {})]
         if missing:
-            self._report_misplaced(missing, inputs)
+            self._warn_of_cpu_keywords(missing, inputs)
         return scatter_kwargs(
             inputs,
             kwargs,
-            devices,
+            device_ids,
             self.dim,
             inputs_are_scattered=self.inputs_are_scattered,
             cpu_keywords=self.cpu_keywords,
         )
 
-    def _report_misplaced(self, names: list[str], inputs: tuple[Any, ...]) -> None:
-        """Warns of names of keyword arguments that the module cannot mean."""
+    def _warn_of_cpu_keywords(self, missing: list[str], inputs: tuple[Any, ...]) -> None:
+        """Warns of names that cannot be keyword arguments in this call."""
         parameters = inspect.signature(self.module.forward).parameters
         positional = list(parameters)[: len(inputs)]
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        for name in names:
+        for name in missing:
             if name in positional:
                 why = "was passed by position, and is moved"
             elif name not in parameters and not takes_any:
                 why = f"is no argument of the module, which has {list(parameters)}"
             else:
-                continue  # left out in this call
+                continue  # an optional argument
             warn(f"cpu_keywords names {name!r}, which {why}")
 
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Makes the replicas and runs their callbacks."""
-        replicas = replicate(module, device_ids, detach=not torch.is_grad_enabled())
-        execute_replication_callbacks(replicas, device_ids)
+        devices = parse_devices(device_ids)
+        replicas = make_replicas(module, devices, detach=not torch.is_grad_enabled())
+        run_callbacks(replicas, devices)
         return replicas
 
-    # What `patch_replication_callback` adds, this method has, unless a derived class replaces it.
+    # This method calls the callbacks, so `patch_replication_callback` need not add them.
     setattr(replicate, RUNS_CALLBACKS, True)
 
-    def scatter(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any
-    ) -> Any:
-        """Splits the arguments; as many parts as replicas that have data."""
-        return self._scatter(inputs, kwargs, device_ids)
-
     def parallel_apply(self, replicas: Sequence[ModuleT], inputs: Any, kwargs: Any) -> list[Any]:
-        """Calls each replica with its part."""
+        """Calls each replica with its part of the arguments."""
         return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Joins the outputs, but for what is to stay `Scattered`."""
+        """Joins the outputs, except for those that stay `Scattered`."""
         if self.sort_and_gather:
             order = device_order(self.device_ids[: len(outputs)])
             outputs = [outputs[replica] for replica in order]
-        return gather(outputs, output_device, self.dim, **self._stay_scattered())
+        return gather(
+            outputs,
+            output_device,
+            self.dim,
+            gather_to_one_device=self.gather_to_one_device,
+            except_keywords=self.except_keywords,
+        )
 
 
-#: The names under which older toolkits offer it.
+#: Names of `DataParallel` in older toolkits.
 DataParallelWithCallback = DataParallel
 ReplicationCallbackDataParallel = DataParallel
 
@@ -303,41 +311,41 @@ def data_parallel(
     """Evaluates ``module(*inputs, **module_kwargs)`` on several replicas, as `DataParallel` does.
 
     Args:
-        module: The module; its parameters and buffers are on ``device_ids[0]``.
-        inputs: A tuple of positional arguments, or a single one; ``None`` for none.
+        module: The module. Its parameters and buffers must be on ``device_ids[0]``.
+        inputs: A tuple of positional arguments, or a single argument. ``None`` means no
+            positional arguments.
         device_ids: See `DataParallel`.
         output_device: See `DataParallel`.
         dim: See `DataParallel`.
         module_kwargs: Keyword arguments.
         policies: The keyword-only arguments of `DataParallel`.
 
-    Returns:
-        What the `DataParallel` returns.
-
     Raises:
         ValueError: As `DataParallel`.
         TypeError: As `DataParallel`.
-        RuntimeError: As `DataParallel`; also on a single device, if the module is not there: it is
-            not moved.
+        RuntimeError: As `DataParallel`. Also if the module is not on the only device: unlike the
+            class, this function never moves the module.
     """
     if not isinstance(inputs, tuple) or isinstance(inputs, Scattered):
         inputs = () if inputs is None else (inputs,)
     check_module(module)
     devices = _devices_to_use(device_ids)
-    if len(devices) == 1:  # to which the class would move it
+    if len(devices) == 1:  # the class would move the module
         _check_placement(module, devices[0])
     model = DataParallel(module, devices or None, output_device, dim, **policies)
     return model(*inputs, **(module_kwargs or {}))
 
 
 def _check_placement(module: nn.Module, home: torch.device) -> None:
-    for tensors in (module.named_parameters(), module.named_buffers()):
-        for name, tensor in tensors:
-            if tensor.device != home:
-                raise RuntimeError(  # torch's own words, which programs may look for
+    """Raises RuntimeError if a parameter or buffer is not on ``home``."""
+    for path, layer in module.named_modules():
+        for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+            if tensor is not None and tensor.device != home:
+                raise RuntimeError(  # begins as torch's error, which programs may look for
                     f"module must have its parameters and buffers on device {home} "
                     f"(device_ids[0]) but found one of them on device: {tensor.device}; it is "
-                    f"`{name}`, and module.to({str(home)!r}) moves all"
+                    f"`{f'{path}.{name}' if path else name}`, and module.to({str(home)!r}) moves "
+                    "them all"
                 )
 
 
@@ -352,6 +360,7 @@ def _seconds(timeout: float | None) -> float | None:
 
 
 def _devices_to_use(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
+    """Returns the devices of the replicas. An empty list means no replicas: no accelerator."""
     if device_ids is None:
         return default_devices()
     if isinstance(device_ids, Iterable) and not isinstance(device_ids, str):
@@ -374,6 +383,6 @@ def _devices_to_use(device_ids: Sequence[DeviceLike] | None) -> list[torch.devic
 
 
 def _as_torch_spells(device: torch.device) -> Any:
-    """This machine's accelerators by index, as the attributes of torch's class have them."""
+    """Returns the index of an accelerator, as in the attributes of torch's class."""
     by_index = device.type == accelerator() and device.index is not None
     return device.index if by_index else device

@@ -1,4 +1,4 @@
-"""Adds the replication callback to a `torch.nn.DataParallel` that exists already."""
+"""Adds the replication callback to an existing `torch.nn.DataParallel`."""
 
 from __future__ import annotations
 
@@ -15,39 +15,38 @@ from replication.sync.lifecycle import first_failure_wins, rendezvous_of
 
 __all__ = ["PatchHandle", "patch_replication_callback"]
 
-#: A method ``replicate`` with this attribute true calls the callbacks by itself.
+#: The attribute of a method ``replicate`` that already runs the callbacks.
 RUNS_CALLBACKS = "runs_replication_callbacks"
 
-
-#: Where a patched DataParallel keeps the methods that its user has set on the object itself.
+#: The attribute of a patched DataParallel with the methods that its user set on the object.
 _OWN_METHODS = "_unpatched_methods"
 
 
 class Patched:
-    """The methods of a patched DataParallel: a base of its class, in front of the one it had.
+    """The methods of a patched DataParallel, as a base in front of its original class.
 
-    The methods belong to the class and not to the object, so every copy runs them on itself,
-    whether made by ``copy``, ``deepcopy`` or ``pickle``, or as a replica in another DataParallel.
+    The methods belong to the class and not to the object, so every copy runs them on itself:
+    copies by ``copy``, ``deepcopy`` or ``pickle``, and replicas in another DataParallel.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Does nothing: the class that is patched need not know of it."""
+        """Does nothing, so that a hook of the original class does not run."""
 
     def replicate(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the replicas, gives them hooks of their own, and runs their callbacks."""
+        """Makes the replicas, gives them their own hooks, and runs their callbacks."""
         replicas = self._unpatched("replicate")(*args, **kwargs)
-        given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, nn.Module)]
-        originals = {id(module) for arg in given for module in arg.modules()}
+        roots = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, nn.Module)]
+        originals = {id(module) for root in roots for module in root.modules()}
         for replica in replicas:
             for module in replica.modules():
-                if id(module) not in originals:  # else its class does not want to be replicated
+                if id(module) not in originals:  # else its class returns itself as its replica
                     own_hooks(vars(module))
-        if rendezvous_of(replicas) is None:  # else the method has called them itself
+        if rendezvous_of(replicas) is None:  # else the method called them itself
             execute_replication_callbacks(replicas)
         return replicas
 
     def parallel_apply(self, replicas: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-        """Runs the replicas, and raises the error that came first."""
+        """Runs the replicas and raises the first error."""
         return first_failure_wins(self._unpatched("parallel_apply"), replicas, *args, **kwargs)
 
     def _unpatched(self, name: str) -> Callable[..., Any]:
@@ -55,22 +54,22 @@ class Patched:
         return own[name] if name in own else getattr(super(), name)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made at run time, so it is pickled as the one that it was made of.
-        made, base = type(self), unpatched_class(self)
+        # Patched classes are made at run time, so the original class is pickled instead.
+        patched, original = type(self), unpatched_class(self)
         reduced: Any = super().__reduce_ex__(protocol)
         make, args, *rest = reduced
-        make, *args = (base if part is made else part for part in (make, *args))
+        make, *args = (original if part is patched else part for part in (make, *args))
         return _make_patched, (make, *args), *rest
 
 
 def _make_patched(make: Callable[..., Any], *args: Any) -> Any:
-    made = make(*args)
-    patch_class(made)
-    return made
+    data_parallel = make(*args)
+    patch_class(data_parallel)
+    return data_parallel
 
 
 def patch_class(data_parallel: Any) -> None:
-    """Makes an object one of a `Patched` class, which has the name of the one it had."""
+    """Changes the class of an object to a `Patched` class of the same name."""
     kind = type(data_parallel)
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     patched = new_class(kind.__name__, (Patched, kind), exec_body=lambda body: body.update(names))
@@ -79,29 +78,29 @@ def patch_class(data_parallel: Any) -> None:
 
 
 def unpatched_class(data_parallel: Any) -> Any:
-    """Returns the class that a patched object had before."""
+    """Returns the original class of a patched object."""
     return type(data_parallel).__bases__[-1]
 
 
 class PatchHandle:
-    """Undoes `patch_replication_callback`. Also a context manager that does so at its end."""
+    """Undoes `patch_replication_callback`: by ``remove()``, or at the end of a ``with`` block."""
 
     def __init__(self, data_parallel: nn.DataParallel[Any] | None = None) -> None:
         self._data_parallel = (lambda: None) if data_parallel is None else ref(data_parallel)
-        # To tell this patch from a later one.
-        self._own_methods = self._kept()
+        # Identifies this patch, because the object may be patched again later.
+        self._own_methods = self._current_own_methods()
 
-    def _kept(self) -> Any:
+    def _current_own_methods(self) -> Any:
         data_parallel = self._data_parallel()
         return None if data_parallel is None else vars(data_parallel).get(_OWN_METHODS)
 
     def remove(self) -> None:
-        """Takes the callbacks away again. May be called more than once."""
-        data_parallel, kept = self._data_parallel(), self._kept()
-        if kept is not None and kept is self._own_methods:
+        """Removes the callbacks. May be called more than once."""
+        data_parallel, own_methods = self._data_parallel(), self._current_own_methods()
+        if own_methods is not None and own_methods is self._own_methods:
             object.__setattr__(data_parallel, "__class__", unpatched_class(data_parallel))
             del vars(data_parallel)[_OWN_METHODS]
-            vars(data_parallel).update(kept)
+            vars(data_parallel).update(own_methods)
 
     def __enter__(self) -> PatchHandle:
         return self
@@ -113,10 +112,10 @@ class PatchHandle:
 def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHandle:
     """Adds the replication callback to a `DataParallel` object, stock or customized.
 
-    Its ``replicate`` calls `execute_replication_callbacks` from now on, and of several errors its
-    ``parallel_apply`` raises the first. The object becomes one of a derived class with the same
-    name. Its copies are patched as well. Patching twice is the same as patching once, and either
-    handle undoes it::
+    From now on its ``replicate`` calls `execute_replication_callbacks`, and its ``parallel_apply``
+    raises the first of several errors. The class of the object becomes a derived class with the
+    same name. Copies of the object are patched as well. Patching twice is the same as patching
+    once, and either handle undoes the patch::
 
         model = nn.DataParallel(net, device_ids=[0, 1])
         patch_replication_callback(model)
@@ -145,7 +144,7 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
 
 
 def has_replication_callback(data_parallel: nn.DataParallel[Any]) -> bool:
-    """Whether the callbacks are called already: by its class, or because it was patched."""
+    """Returns whether a DataParallel runs the callbacks, by its class or because of a patch."""
     return isinstance(data_parallel, Patched) or getattr(
         type(data_parallel).replicate, RUNS_CALLBACKS, False
     )

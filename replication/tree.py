@@ -1,9 +1,8 @@
-"""Nested containers: their leaves, the paths to the leaves, and the same containers around others.
+"""Nested containers: flattens them to leaves with paths, and rebuilds them around other leaves.
 
-Two kinds of trees are walked. Arguments and outputs may hold anything that torch's pytree knows,
-and dataclasses, `UserDict` and `UserList`. Plain attributes of modules are searched in the
-containers of the standard library only. How a container is opened and made again is one class
-for each kind of container (`Builtin`, `Registered`, `Wrapper`, `Record`).
+Arguments and outputs may hold all containers that torch's pytree knows, dataclasses, `UserDict`
+and `UserList`. Plain attributes of modules are searched in containers of the standard library
+only. One class opens and rebuilds each kind of container: `Builtin`, `Registered` or `Record`.
 """
 
 from __future__ import annotations
@@ -27,17 +26,16 @@ __all__ = ["Scattered"]
 class Scattered(tuple[Any, ...]):
     """One entry per replica, in replica order.
 
-    `DataParallel` returns it where it does not gather, and takes it apart again among the
-    arguments of the next network: entry i goes to replica i, as it is. It may stand for any
-    argument, or anywhere inside one. Otherwise it is a tuple. A slice or a sum of it is a plain
-    tuple::
+    `DataParallel` returns a `Scattered` for each output that it does not gather. As an argument of
+    another network, or anywhere inside an argument, entry i of a `Scattered` goes to replica i
+    unchanged. In all other respects it is a tuple. Slices and sums of it are plain tuples::
 
         features = extract(images)            # gather_to_one_device=False
         doubled = Scattered(2 * f for f in features)
         scores = classify(doubled)
 
-    As the ``collate_fn`` of a `torch.utils.data.DataLoader` it turns n items of a data set, each
-    of them a batch for one replica, into the argument for n replicas.
+    Use it as the ``collate_fn`` of a `torch.utils.data.DataLoader` if each item of the data set is
+    a batch for one replica.
     """
 
     __slots__ = ()
@@ -47,7 +45,7 @@ class Scattered(tuple[Any, ...]):
 
 
 class Path(tuple[Any, ...]):
-    """The keys that lead to a leaf, as torch's pytree has them. Its text is dotted: ``a.0.b``."""
+    """The keys that lead to a leaf, in the classes of torch's pytree. ``str`` is ``a.0.b``."""
 
     __slots__ = ()
 
@@ -56,7 +54,7 @@ class Path(tuple[Any, ...]):
 
 
 def name_of(key: Any) -> str:
-    """The name of one step of a path: ``[2]``, ``["out"]`` and ``.out`` are "2", "out", "out"."""
+    """Returns the name of one key: ``[2]``, ``["out"]`` and ``.out`` give "2", "out" and "out"."""
     for attribute in ("idx", "key", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -71,7 +69,7 @@ class Leaf(NamedTuple):
 
 
 class DifferentStructure(ValueError):
-    """Two trees are not made of the same containers with the same keys."""
+    """Two trees differ in their containers or in the keys of a container."""
 
     def __init__(self, path: Path, index: int, first: Any, other: Any) -> None:
         super().__init__(f"tree {index} differs from tree 0 at `{path}`")
@@ -97,57 +95,55 @@ _WHOLE = (PackedSequence, Scattered)
 class Container:
     """An opened container. Two have the same structure if their kinds and their keys match."""
 
-    def __init__(self, original: Any) -> None:
+    def __init__(self, original: Any, kind: Any, values: Iterable[Any]) -> None:
         self.original = original
-        self.kind: Any = type(original)
-        self.values: list[Any] = []
+        self.kind = kind
+        self.values = list(values)
 
     @cached_property
     def keys(self) -> list[Any]:
-        """One key for each value: its position, its key or the name of its field."""
+        """One key for each value: an index, a key of a mapping or the name of a field."""
         raise NotImplementedError
 
     def values_of(self, keys: list[Any]) -> list[Any]:
-        """The values in the order of ``keys``."""
+        """Returns the values in the order of ``keys``."""
         if keys == self.keys:
             return self.values
         by_key = dict(zip(self.keys, self.values, strict=True))
         return [by_key[key] for key in keys]
 
     def rebuilt(self, values: Iterable[Any], made: Made) -> Any:
-        """The same container around other values, as a new object.
+        """Returns the same container around other values, as a new object.
 
-        One that can be made empty is noted in ``made`` before the first value is asked for.
+        A container that can be made empty is noted in ``made`` before the first value is
+        requested.
         """
         raise NotImplementedError
 
 
 class Builtin(Container):
-    """A list, tuple, dict or deque, or an object of a derived class, whose own code never runs."""
+    """A list, tuple, dict or deque. Methods of derived classes are never called."""
 
     def __init__(self, original: Any) -> None:
-        super().__init__(original)
-        self._base: Any = next(base for base in type(original).__mro__ if base in _BASES)
-        self.values = list(self._base.__iter__(original))
+        kind = type(original)
+        self._base: Any = next(base for base in kind.__mro__ if base in _BASES)
+        values = self._base.__iter__(original)
         if issubclass(self._base, dict):
-            self._names = self.values
-            self.values = [dict.__getitem__(original, name) for name in self._names]
-        if self.kind in _DICTS:
-            self.kind = dict
+            self._names = list(values)
+            values = (dict.__getitem__(original, name) for name in self._names)
+        super().__init__(original, dict if kind in _DICTS else kind, values)
 
     @cached_property
     def keys(self) -> list[Any]:
         if issubclass(self._base, dict):
             return [MappingKey(name) for name in self._names]
         names = _field_names(type(self.original)) if self._base is tuple else ()
-        if len(names) == len(self.values):
-            return [GetAttrKey(name) for name in names]
-        return [SequenceKey(index) for index in range(len(self.values))]
+        return _attribute_keys(names, len(self.values))
 
     def rebuilt(self, values: Iterable[Any], made: Made) -> Any:
         old, base = self.original, self._base
         if base is tuple:
-            if hasattr(type(old), "n_sequence_fields"):  # made in C: torch.return_types.max, say
+            if hasattr(type(old), "n_sequence_fields"):  # made in C, as torch.return_types.max is
                 return type(old)(values)
             new = tuple.__new__(type(old), values)
         else:
@@ -168,12 +164,76 @@ class Builtin(Container):
         return new
 
 
+class Registered(Container):
+    """A container that is registered with torch's pytree."""
+
+    def __init__(self, original: Any) -> None:
+        self._node = pytree_node(type(original))
+        values, self._context = self._node.flatten_fn(original)
+        super().__init__(original, (type(original), self._context), values)
+
+    @cached_property
+    def keys(self) -> list[Any]:
+        old, count = self.original, len(self.values)
+        if self._node.flatten_with_keys_fn is not None:
+            return [key for key, _ in self._node.flatten_with_keys_fn(old)[0]]
+        if isinstance(old, dict) and len(old) == count:
+            return [MappingKey(key) for key in old]
+        if dataclasses.is_dataclass(old):
+            return _attribute_keys([field.name for field in dataclasses.fields(old)], count)
+        return _attribute_keys(_field_names(type(old)), count)
+
+    def rebuilt(self, values: Iterable[Any], made: Made) -> Any:
+        return self._node.unflatten_fn(list(values), self._context)
+
+
+class Record(Container):
+    """An object opened by its fields: a dataclass, or the ``data`` of a `UserDict` or `UserList`.
+
+    The constructor does not run again.
+    """
+
+    def __init__(self, original: Any) -> None:
+        if dataclasses.is_dataclass(original):
+            names = (field.name for field in dataclasses.fields(original))
+            self._names = [name for name in names if hasattr(original, name)]
+        else:
+            self._names = ["data"]
+        values = (getattr(original, name) for name in self._names)
+        super().__init__(original, type(original), values)
+
+    @cached_property
+    def keys(self) -> list[Any]:
+        return _attribute_keys(self._names, len(self.values))
+
+    def rebuilt(self, values: Iterable[Any], made: Made) -> Any:
+        new = object.__new__(type(self.original))
+        made[id(self.original)] = self.original, new
+        _copy_attributes(self.original, new)
+        for name, value in zip(self._names, values, strict=True):
+            object.__setattr__(new, name, value)  # works on a frozen dataclass as well
+        return new
+
+
+def _field_names(kind: type) -> Sequence[str]:
+    """Returns the names of the fields of a namedtuple, or of a tuple that is made in C."""
+    names = getattr(kind, "_fields", None) or getattr(kind, "__match_args__", ())
+    return names if isinstance(names, (tuple, list)) else ()
+
+
+def _attribute_keys(names: Sequence[str], count: int) -> list[Any]:
+    """Returns a key for each of ``count`` values: its name, or its index if names are missing."""
+    if len(names) == count:
+        return [GetAttrKey(name) for name in names]
+    return [SequenceKey(index) for index in range(count)]
+
+
 def _copy_attributes(old: Any, new: Any) -> None:
     """Gives ``new`` the attributes of ``old``. An attribute that mirrors an item still does."""
     for kind in type(old).__mro__:
         for slot in vars(kind).values() if kind not in _BASES else ():
             if isinstance(slot, MemberDescriptorType):
-                with suppress(AttributeError):  # it has not been set
+                with suppress(AttributeError):  # the slot is not set
                     slot.__set__(new, slot.__get__(old))
     try:
         attributes = object.__getattribute__(old, "__dict__")
@@ -188,84 +248,8 @@ def _copy_attributes(old: Any, new: Any) -> None:
         copied[name] = dict.__getitem__(new, name) if mirrors else value
 
 
-def _field_names(kind: type) -> tuple[str, ...]:
-    """The names of the fields of a namedtuple, or of a tuple that is made in C."""
-    names = getattr(kind, "_fields", None) or getattr(kind, "__match_args__", ())
-    return tuple(names) if isinstance(names, (tuple, list)) else ()
-
-
-class Registered(Container):
-    """A container that is registered with torch's pytree."""
-
-    def __init__(self, original: Any) -> None:
-        super().__init__(original)
-        self._node = pytree_node(type(original))
-        children, self._context = self._node.flatten_fn(original)
-        self.values = list(children)
-        self.kind = type(original), self._context
-
-    @cached_property
-    def keys(self) -> list[Any]:
-        old, node = self.original, self._node
-        if node.flatten_with_keys_fn is not None:
-            keys = [key for key, _ in node.flatten_with_keys_fn(old)[0]]
-        elif isinstance(old, dict):
-            keys = [MappingKey(key) for key in old]
-        elif dataclasses.is_dataclass(old):
-            keys = [GetAttrKey(field.name) for field in dataclasses.fields(old)]
-        else:
-            keys = [GetAttrKey(name) for name in _field_names(type(old))]
-        if len(keys) == len(self.values):
-            return keys
-        return [SequenceKey(index) for index in range(len(self.values))]
-
-    def rebuilt(self, values: Iterable[Any], made: Made) -> Any:
-        return self._node.unflatten_fn(list(values), self._context)
-
-
-class Wrapper(Container):
-    """A `UserDict` or `UserList`, which keeps its items in ``data``."""
-
-    def __init__(self, original: Any) -> None:
-        super().__init__(original)
-        self._data = Builtin(original.data)
-        self.values = self._data.values
-
-    @cached_property
-    def keys(self) -> list[Any]:
-        return self._data.keys
-
-    def rebuilt(self, values: Iterable[Any], made: Made) -> Any:
-        new = object.__new__(type(self.original))
-        made[id(self.original)] = self.original, new
-        _copy_attributes(self.original, new)
-        new.data = self._data.rebuilt(values, made)
-        return new
-
-
-class Record(Container):
-    """A dataclass, whose constructor does not run again."""
-
-    def __init__(self, original: Any) -> None:
-        super().__init__(original)
-        self._names = [f.name for f in dataclasses.fields(original) if hasattr(original, f.name)]
-        self.values = [getattr(original, name) for name in self._names]
-
-    @cached_property
-    def keys(self) -> list[Any]:
-        return [GetAttrKey(name) for name in self._names]
-
-    def rebuilt(self, values: Iterable[Any], made: Made) -> Any:
-        new = object.__new__(type(self.original))
-        made[id(self.original)] = self.original, new
-        _copy_attributes(self.original, new)
-        for name, value in zip(self._names, values, strict=True):
-            object.__setattr__(new, name, value)  # works on a frozen dataclass as well
-        return new
-
-
 def open_builtin(value: Any) -> Container | None:
-    """Opens the containers of the standard library; None for everything else."""
+    """Opens containers of the standard library. Returns None for any other object."""
     kind = type(value)
     if kind in PLAIN or not issubclass(kind, _BASES) or issubclass(kind, _WHOLE):
         return None
@@ -273,7 +257,7 @@ def open_builtin(value: Any) -> Container | None:
 
 
 def open_any(value: Any) -> Container | None:
-    """Opens all containers that arguments and outputs may have; None for everything else."""
+    """Opens all containers that arguments and outputs may have; None for any other object."""
     kind = type(value)
     if kind in PLAIN or issubclass(kind, (Tensor, nn.Module, *_WHOLE)):
         return None
@@ -281,18 +265,18 @@ def open_any(value: Any) -> Container | None:
         return Registered(value)
     if issubclass(kind, _BASES):
         return Builtin(value)
-    if issubclass(kind, (UserDict, UserList)) and type(value.data) in _BASES:
-        return Wrapper(value)
-    return Record(value) if dataclasses.is_dataclass(kind) else None
+    if issubclass(kind, (UserDict, UserList)) or dataclasses.is_dataclass(kind):
+        return Record(value)
+    return None
 
 
 # -- walks -------------------------------------------------------------------------------------
 
 
 def leaves_of(tree: Any, opened: Callable[[Any], Container | None] = open_any) -> Iterator[Any]:
-    """The leaves of a tree except for plain numbers and strings, in any order.
+    """Yields the leaves of a tree except for plain numbers and strings, in any order.
 
-    Each container is looked into once, however often the tree holds it.
+    A container that the tree holds several times is searched once.
     """
     pending, seen = [tree], {}
     while pending:
@@ -302,7 +286,7 @@ def leaves_of(tree: Any, opened: Callable[[Any], Container | None] = open_any) -
             yield value
         elif id(value) not in seen:
             seen[id(value)] = value  # kept, so that no other object gets its identity
-            pending += (item for item in container.values if type(item) not in PLAIN)
+            pending += [item for item in container.values if type(item) not in PLAIN]
 
 
 class Spec(NamedTuple):
@@ -314,94 +298,96 @@ class Spec(NamedTuple):
 
 
 def flatten(tree: Any) -> tuple[list[Leaf], Spec]:
-    """The leaves of an argument or an output, and the containers around them.
+    """Returns the leaves of an argument or an output, and the containers around them.
 
-    An object that is no container is one leaf. So is ``None``, and so is a container that holds
-    nothing to be split, unless it is one of the standard library or a namedtuple.
+    An object that is no container is one leaf. So is ``None``, and so is a container without
+    tensors, unless it is a container of the standard library or a namedtuple.
     """
     rows, spec = flatten_together([tree])
-    return [Leaf(path, value) for path, (value,) in rows], spec
+    return [Leaf(path, values[0]) for path, values in rows], spec
 
 
-def flatten_together(trees: Sequence[Any]) -> tuple[list[tuple[Path, tuple[Any, ...]]], Spec]:
-    """The leaves that several trees have at each path, and the containers of the first tree.
+#: A path, and the leaf of each tree at that path.
+Row = tuple[Path, tuple[Any, ...]]
+
+
+def flatten_together(trees: Sequence[Any]) -> tuple[list[Row], Spec]:
+    """Returns the leaves of several trees at each path, and the containers of the first tree.
 
     Raises:
         DifferentStructure: The trees differ in containers or keys.
     """
-    rows: list[tuple[Path, tuple[Any, ...]]] = []
-    return rows, _flatten_into(rows, Path(), tuple(trees), ())
+    rows: list[Row] = []
+    spec = _flatten_into(rows, Path(), tuple(trees), ())
+    return rows, spec
 
 
-# The recursive functions are no closures: one that refers to itself would be in a cycle, which
-# keeps tensors alive until the next garbage collection.
+# The recursions are functions of the module: a nested function that refers to itself makes a
+# cycle, which keeps the leaves (and their graphs) until the next garbage collection.
 
 
 def _flatten_into(
-    rows: list[tuple[Path, tuple[Any, ...]]],
-    path: Path,
-    trees: tuple[Any, ...],
-    above: tuple[int, ...],
+    rows: list[Row], path: Path, trees: tuple[Any, ...], parents: tuple[int, ...]
 ) -> Spec:
-    containers = _opened(path, trees, above)
-    if containers is None:
+    containers = _open_together(path, trees)
+    if not containers:
         rows.append((path, trees))
         return Spec(None, [])
+    if id(trees[0]) in parents:
+        raise ValueError(
+            f"a container that is split or joined must not contain itself (`{path}` does); wrap "
+            "the object that refers to itself in a class of your own"
+        )
     first = containers[0]
-    entries = zip(*(container.values_of(first.keys) for container in containers), strict=True)
-    above = (*above, id(trees[0]))
+    columns = zip(*[container.values_of(first.keys) for container in containers], strict=True)
+    parents = (*parents, id(trees[0]))
     children = [
-        _flatten_into(rows, Path((*path, key)), values, above)
-        for key, values in zip(first.keys, entries, strict=True)
+        _flatten_into(rows, Path((*path, key)), values, parents)
+        for key, values in zip(first.keys, columns, strict=True)
     ]
     return Spec(first, children)
 
 
+def _open_together(path: Path, trees: tuple[Any, ...]) -> list[Container]:
+    """Opens the values of several trees at a path. Returns an empty list for leaves."""
+    opened = [open_any(tree) for tree in trees]
+    if not any(container is not None and _is_opened(container) for container in opened):
+        return []
+    first = opened[0]
+    containers: list[Container] = []
+    for index, container in enumerate(opened):
+        if (
+            first is None
+            or container is None
+            or container.kind != first.kind
+            or set(container.keys) != set(first.keys)
+        ):
+            other = index or next(i for i, c in enumerate(opened) if c is not None)
+            raise DifferentStructure(path, other, trees[0], trees[other])
+        containers.append(container)
+    return containers
+
+
+def _is_opened(container: Container) -> bool:
+    """Whether a container is standard or a namedtuple, or holds anything to split or join."""
+    kind = type(container.original)
+    if kind in _BASES or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        return True
+    return any(
+        isinstance(leaf, (Tensor, Scattered, PackedSequence))
+        for leaf in leaves_of(container.original)
+    )
+
+
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
-    """The same containers around other leaves, as new objects."""
+    """Returns the same containers around other leaves, as new objects."""
     return _unflatten_from(iter(leaves), spec)
 
 
 def _unflatten_from(leaves: Iterator[Any], spec: Spec) -> Any:
     if spec.container is None:
         return next(leaves)
-    return spec.container.rebuilt((_unflatten_from(leaves, s) for s in spec.children), {})
-
-
-def _opened(path: Path, trees: tuple[Any, ...], above: tuple[int, ...]) -> list[Container] | None:
-    """Opens what several trees have at a path; None if these are leaves."""
-    if not any(_is_standard(type(tree)) or _holds_batch(tree) for tree in trees):
-        return None
-    if id(trees[0]) in above:
-        raise ValueError(
-            f"a container that is split or joined must not contain itself (`{path}` does); wrap "
-            "what refers to itself in an object of a class of your own"
-        )
-    containers: list[Any] = [open_any(tree) for tree in trees]
-    for index, container in enumerate(containers):
-        if not _is_alike(containers[0], container):
-            raise DifferentStructure(path, index, trees[0], trees[index])
-    return containers
-
-
-def _is_alike(one: Container | None, other: Container | None) -> bool:
-    if one is None or other is None or one is other:
-        return one is other
-    return bool(one.kind == other.kind) and set(one.keys) == set(other.keys)
-
-
-def _is_standard(kind: type) -> bool:
-    """Whether this is a class of the standard library, or of namedtuples: always opened."""
-    return kind in _BASES or (
-        issubclass(kind, tuple) and hasattr(kind, "_fields") and not issubclass(kind, _WHOLE)
-    )
-
-
-def _holds_batch(value: Any) -> bool:
-    """Whether a container holds anything that is split or joined."""
-    if open_any(value) is None:
-        return False
-    return any(isinstance(leaf, (Tensor, Scattered, PackedSequence)) for leaf in leaves_of(value))
+    return spec.container.rebuilt([_unflatten_from(leaves, c) for c in spec.children], {})
 
 
 def replace_leaves(
@@ -410,32 +396,31 @@ def replace_leaves(
     made: Made,
     opened: Callable[[Any], Container | None] = open_any,
 ) -> Any:
-    """The tree with ``function(leaf)`` in place of each leaf.
+    """Returns the tree with ``function(leaf)`` in place of each leaf.
 
-    A container in which no leaf changes stays the object that it is. One that several trees hold
-    is replaced by one new object in all of them, and one that contains itself does so again.
+    A container stays the same object if none of its leaves change. A container that several trees
+    hold is replaced by one new object in all of them. One that contains itself still does so.
 
     Args:
         function: Returns the new leaf, or the same object if it may stay.
         tree: Any object.
-        made: What has been replaced so far. Trees that belong together share one dictionary.
-        opened: Opens a container; None for what is a leaf.
+        made: The objects replaced so far. Trees that belong together share one dictionary.
+        opened: Opens a container. Returns None for a leaf.
     """
-
     container = opened(tree)
     if container is None:
-        return _replaced(function, tree, made)
+        return _new_leaf(function, tree, made)
     if id(tree) in made:
         return made[id(tree)][1]
-    if all(_replaced(function, leaf, made) is leaf for leaf in leaves_of(tree, opened)):
+    if all(_new_leaf(function, leaf, made) is leaf for leaf in leaves_of(tree, opened)):
         return tree
     values = (replace_leaves(function, value, made, opened) for value in container.values)
     new = container.rebuilt(values, made)
-    # A tuple in a cycle has been made already, on the way through the cycle.
+    # The walk around a cycle may have replaced a tuple already.
     return made.setdefault(id(tree), (tree, new))[1]
 
 
-def _replaced(function: Callable[[Any], Any], leaf: Any, made: Made) -> Any:
+def _new_leaf(function: Callable[[Any], Any], leaf: Any, made: Made) -> Any:
     if type(leaf) in PLAIN:
         return leaf
     if id(leaf) not in made:

@@ -153,7 +153,7 @@ def test_both_names_are_the_same_function():
 
 def refused(*modules: Any) -> str:
     """The message of the ValueError that these copies give."""
-    with pytest.raises(ValueError, match="the copies must be alike") as caught:
+    with pytest.raises(ValueError, match="the copies must match") as caught:
         execute_replication_callbacks(modules)
     return str(caught.value)
 

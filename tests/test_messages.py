@@ -279,7 +279,7 @@ def test_a_string_names_a_device_that_is_not_there():
 
 @reads("""
     RuntimeError: module must have its parameters and buffers on device cpu (device_ids[0]) but
-    found one of them on device: meta; it is `0.weight`, and module.to('cpu') moves all
+    found one of them on device: meta; it is `0.weight`, and module.to('cpu') moves them all
 """)
 def test_a_parameter_is_on_another_device():
     """torch's own words."""
@@ -289,8 +289,8 @@ def test_a_parameter_is_on_another_device():
 
 
 @reads("""
-    TypeError: what torch.compile(module) returns has hooks of its own, which replicas would not
-    run, as they run the module itself; register them on the module
+    TypeError: the result of torch.compile(module) must not have its own hooks, because replicas
+    run the module itself; register the hooks on the module
 """)
 def test_a_compiled_network_has_hooks_of_its_own():
     """T9.3"""
@@ -312,8 +312,8 @@ def test_torch_distributed_is_not_initialized():
 
 @reads("""
     ValueError: tensors must have the same length along the batch dimension 0 (got shapes (8, 3) of
-    `argument 0` and (5, 3) of `mask`). What every replica needs whole belongs in a buffer of the
-    module; parts that are for one replica each are passed as Scattered(parts).
+    `argument 0` and (5, 3) of `mask`); register a tensor that every replica needs unsplit as a
+    buffer of the module, or pass Scattered(parts) with one part per replica
 """)
 def test_arguments_differ_in_batch_size():
     """T6.6"""
@@ -330,8 +330,8 @@ def test_a_list_of_parts_has_the_wrong_length():
 
 
 @reads("""
-    ValueError: the outputs of the replicas must be alike in structure (only replica 0 has `loss`;
-    only replica 1 has `score`)
+    ValueError: the outputs of the replicas must have the same structure (only replica 0 has
+    `loss`; only replica 1 has `score`)
 """)
 def test_outputs_have_different_keys():
     """T11.6"""

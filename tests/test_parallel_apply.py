@@ -123,7 +123,7 @@ def test_thread_that_ends_without_a_result_is_an_error(monkeypatch):
     monkeypatch.setattr(threads.ReplicaThread, "run", lambda thread: None)
     (outcome,) = together(lambda: apply(lambda: None, lambda: None))
     assert isinstance(outcome.error, RuntimeError)
-    assert str(outcome.error) == "the thread of replicas 0, 1 has ended without a result"
+    assert str(outcome.error) == "the thread of replicas 0, 1 ended without a result"
 
 
 def test_single_replica_runs_in_the_calling_thread():

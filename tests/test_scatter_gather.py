@@ -291,7 +291,7 @@ def test_keys_in_another_order_are_the_same_structure():
     ids=["keys", "length", "type", "depth"],
 )
 def test_outputs_of_different_structure_are_refused(first, second, message):
-    with pytest.raises(ValueError, match=f"must be alike in structure .{message}"):
+    with pytest.raises(ValueError, match=f"must have the same structure .{message}"):
         gather([first, second], "cpu")
 
 

@@ -81,7 +81,7 @@ def test_the_first_layer_that_differs_is_named(net):
     found = verify(net, X, CPUS)
     assert not found
     assert found.first_difference.where == "output of `norm` (BatchNorm1d)"
-    assert "the first that differs is output of `norm` (BatchNorm1d): error " in str(found)
+    assert "the first difference is output of `norm` (BatchNorm1d): error " in str(found)
 
 
 def test_the_model_is_left_as_it_is(net):
@@ -135,13 +135,13 @@ class Odd(Numbered):
 @pytest.mark.parametrize(
     ("does", "where", "reason"),
     [
-        ("skips", "output of `inner` (Identity)", "no replica has called it as often"),
+        ("skips", "output of `inner` (Identity)", "no replica calls the layer this often"),
         ("nan", "", ""),  # the same on one device
         ("nan in one", "output of the model", "error inf"),
         ("masks", "", ""),
         ("masks and triples", "output of the model", "error"),
         ("registers", "buffer of `late`", "inf"),
-        ("halves", "output of `inner` (Identity, call 2)", "replicas alone"),
+        ("halves", "output of `inner` (Identity, call 2)", "only replicas call the layer"),
         ("returns odd things", "", ""),
     ],
 )
@@ -167,6 +167,12 @@ def test_what_is_no_module_is_refused(model):
         verify(model, X, CPUS)
 
 
+def test_without_devices_two_cpu_replicas_run(net):
+    found = verify(net, X)
+    assert found and found.replicas == 2
+    assert verify(nn.BatchNorm1d(3), torch.randn(8, 3)).first_difference is not None
+
+
 @pytest.mark.parametrize("devices", [[], ["cpu"]])
 def test_one_device_is_nothing_to_compare_with(devices):
     with pytest.raises(ValueError, match="at least two devices"):
@@ -174,7 +180,7 @@ def test_one_device_is_nothing_to_compare_with(devices):
 
 
 def test_one_replica_is_nothing_to_compare_with():
-    with pytest.raises(ValueError, match="only one replica has run"):
+    with pytest.raises(ValueError, match=r"at least two replicas with data \(got one\)"):
         verify(nn.BatchNorm2d(2), X[:1], CPUS)
 
 

@@ -1,4 +1,4 @@
-"""Copies of tensors on several devices; gradients of the copies are summed in device order."""
+"""Copies tensors to several devices, and sums the gradients of the copies in device order."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__: list[str] = []
 Copies = list[list[Tensor]]
 
 
-def copied_buffers(buffers: list[Tensor], devices: list[torch.device], detach: bool) -> Copies:
-    """Copies buffers to each device. Copy 0 shares the storage of the original, others do not."""
+def copied_buffers(buffers: list[Tensor], devices: Sequence[torch.device], detach: bool) -> Copies:
+    """Copies buffers to each device. Only copy 0 shares the storage of the original."""
     kinds = {(b.device, b.requires_grad) for b in buffers} | {(d, False) for d in devices}
     if len(kinds) == 1 and not are_distinct_cuda(devices):  # the usual case
         return [buffers, *([buffer.clone() for buffer in buffers] for _ in devices[1:])]
@@ -34,26 +34,27 @@ def copied_buffers(buffers: list[Tensor], devices: list[torch.device], detach: b
 
 
 def broadcast(
-    tensors: Sequence[Tensor], devices: list[torch.device], detach: bool = False
+    tensors: Sequence[Tensor], devices: Sequence[torch.device], detach: bool = False
 ) -> Copies:
-    """Copies ``tensors`` to each device; gradients of the copies are summed in device order.
+    """Copies ``tensors`` to each device, and sums gradients of the copies in device order.
 
-    Where a tensor is on the device already the copy shares its storage and its version counter,
-    so that an in-place change between forward and backward is noticed as for the tensor itself.
+    A copy on the tensor's own device shares its storage and its version counter, so that autograd
+    detects an in-place change between forward and backward as for the tensor itself.
     """
     if detach:
         tensors = [tensor.detach() for tensor in tensors]
-    trained = [t for t in tensors if t.requires_grad]
-    constant = [t for t in tensors if not t.requires_grad]
-    flat = list(Broadcast.apply(devices, *trained)) if trained else []  # type: ignore[no-untyped-call]
-    copies = []
-    for i, constants in enumerate(_copies(constant, devices)):
-        trained_here, constants_here = iter(flat[i :: len(devices)]), iter(constants)
-        copies.append([next(trained_here if t.requires_grad else constants_here) for t in tensors])
+    trainable = [t for t in tensors if t.requires_grad]
+    flat = Broadcast.apply(devices, *trainable) if trainable else ()  # type: ignore[no-untyped-call]
+    if len(trainable) == len(tensors):
+        return [list(flat[i :: len(devices)]) for i in range(len(devices))]
+    copies = _copies([t for t in tensors if not t.requires_grad], devices)
+    for i, constants in enumerate(copies):
+        sources = iter(flat[i :: len(devices)]), iter(constants)
+        copies[i] = [next(sources[0 if t.requires_grad else 1]) for t in tensors]
     return copies
 
 
-def _copies(tensors: Sequence[Tensor], devices: list[torch.device]) -> Copies:
+def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> Copies:
     """Copies tensors to each device, detached from the graph."""
     tensors = [tensor.detach() for tensor in tensors]
     if are_distinct_cuda(devices) and tensors and all(t.device == devices[0] for t in tensors):
@@ -69,7 +70,7 @@ def _copies(tensors: Sequence[Tensor], devices: list[torch.device]) -> Copies:
                 for copies in others
             ),
         ]
-    # Detached once per device: autograd adds the gradients of one tensor in the order of arrival.
+    # Detached once per device: autograd sums the gradients of one tensor in order of arrival.
     homes = [tensor.device for tensor in tensors]
     return [
         [
@@ -81,14 +82,14 @@ def _copies(tensors: Sequence[Tensor], devices: list[torch.device]) -> Copies:
 
 
 class Broadcast(torch.autograd.Function):
-    """Copies each tensor to each device, in the order tensor by tensor.
+    """Returns the copies of the first tensor on all devices, then of the second tensor, ...
 
-    One node for the whole module: n x P views would be cheap too, but the engine would then sum
-    their gradients in the order in which the threads happened to build the graph.
+    All parameters of a module share one node. A view per copy would be as cheap, but the engine
+    would sum the gradients of the views in the order in which the threads built the graph.
     """
 
     @staticmethod
-    def forward(ctx: Any, devices: list[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.sources = [tensor.device for tensor in tensors]
         ctx.copies = len(devices)

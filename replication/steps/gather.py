@@ -39,10 +39,10 @@ def gather(
     gather_to_one_device: bool = True,
     except_keywords: Collection[str] = (),
 ) -> Any:
-    """Joins the outputs of the replicas, which must be alike in structure.
+    """Joins the outputs of the replicas, which must have the same structure.
 
-    Tensors are concatenated along ``dim`` on ``target_device``, in the order of ``outputs``; 0-dim
-    tensors become one vector. ``None`` stays ``None``. Any other object becomes a list of one
+    Tensors are concatenated along ``dim`` on ``target_device``, in the order of ``outputs``. 0-dim
+    tensors become a vector. ``None`` stays ``None``. Any other object becomes a list with one
     entry per replica. Containers keep their types.
 
     >>> gather([{"x": torch.ones(2), "n": 2}, {"x": torch.ones(1), "n": 1}], "cpu")
@@ -50,15 +50,15 @@ def gather(
 
     Args:
         outputs: One output per replica.
-        target_device: Where the joined tensors go.
+        target_device: The device of the joined tensors.
         dim: The batch dimension.
-        gather_to_one_device: If false, nothing is joined: each leaf becomes a `Scattered`.
-        except_keywords: What is under these keys becomes `Scattered`; see `DataParallel`.
+        gather_to_one_device: If False, nothing is joined: each leaf becomes a `Scattered`.
+        except_keywords: Names of outputs that become `Scattered`; see `DataParallel`.
 
     Raises:
-        ValueError: No outputs, or their structures differ, or tensors cannot be joined; or there
-            is no such device.
-        TypeError: ``outputs`` is no list, or ``except_keywords`` no list of names.
+        ValueError: ``outputs`` is empty, the outputs differ in structure, tensors cannot be
+            joined, or the device does not exist.
+        TypeError: ``outputs`` is not a list, or ``except_keywords`` is not a list of names.
     """
     device = parse_device(target_device)
     check_available(device)
@@ -76,22 +76,22 @@ def join_leaves(
     gather_to_one_device: bool = True,
     except_keywords: Collection[str] = (),
 ) -> Any:
-    """Makes one object of several of the same structure; ``join`` makes one leaf of several."""
+    """Joins outputs of the same structure into one. ``join`` makes one leaf of several."""
     check_list("outputs", outputs)
     if not len(outputs):
         raise ValueError("expected the output of at least one replica (got none)")
     try:
         rows, spec = flatten_together(outputs)
     except DifferentStructure as error:
-        raise ValueError(_difference(error)) from None
-    _report_unknown(except_keywords, [path for path, _ in rows])
+        raise ValueError(_describe_difference(error)) from None
+    _warn_of_unknown(except_keywords, [path for path, _ in rows])
     joined: list[Any] = []
     for path, entries in rows:
-        keep = not gather_to_one_device or any(_is_under(path, name) for name in except_keywords)
+        stays = not gather_to_one_device or any(_is_under(path, name) for name in except_keywords)
         if all(entry is None for entry in entries):
             joined.append(None)
         else:
-            joined.append(Scattered(entries) if keep else join(path, entries))
+            joined.append(Scattered(entries) if stays else join(path, entries))
     return unflatten(spec, joined)
 
 
@@ -108,53 +108,49 @@ def _joined(path: Path, entries: tuple[Any, ...], device: torch.device, dim: int
         raise ValueError(
             f"the outputs of the replicas{f', `{path}`,' if path else ''} cannot be joined "
             f"along dimension {dim} (got shapes {shapes}); gather_to_one_device=False or "
-            "except_keywords leaves them as they are"
+            "except_keywords keeps them apart"
         ) from error
 
 
 def _is_under(path: Path, name: str) -> bool:
-    """Whether a key or field on the path is called ``name``, or the path begins with ``name``."""
+    """Returns whether ``name`` is a key or field on the path, or a dotted prefix of the path."""
     names = [name_of(key) for key in path if not isinstance(key, SequenceKey)]
     return name in names or f"{path}.".startswith(f"{name}.")
 
 
-def _report_unknown(names: Collection[str], paths: list[Path]) -> None:
+def _warn_of_unknown(names: Collection[str], paths: list[Path]) -> None:
     unknown = [name for name in names if not any(_is_under(path, name) for path in paths)]
     if unknown:
-        there = ", ".join(f"`{path}`" for path in paths if path) or "none"
+        known = ", ".join(f"`{path}`" for path in paths if path) or "none"
         warn(
             f"except_keywords names {', '.join(map(repr, unknown))}, which the output does not "
-            f"have; it has {there}",
+            f"have; it has {known}",
         )
 
 
-def _difference(error: DifferentStructure) -> str:
-    """Says how the outputs of two replicas differ."""
-    mine, theirs = (_children(error.path, tree) for tree in (error.first, error.other))
-    missing = [f"only replica 0 has `{path}`" for path in mine if path not in theirs]
-    missing += [f"only replica {error.index} has `{path}`" for path in theirs if path not in mine]
+def _describe_difference(error: DifferentStructure) -> str:
+    """Returns the message about outputs of two replicas that differ in structure."""
+    first, other = (
+        [] if container is None else [Path((*error.path, key)) for key in container.keys]
+        for container in map(open_any, (error.first, error.other))
+    )
+    missing = [f"only replica 0 has `{path}`" for path in first if path not in other]
+    missing += [f"only replica {error.index} has `{path}`" for path in other if path not in first]
     if missing and type(error.first) is type(error.other):
-        what = "; ".join(missing)
+        difference = "; ".join(missing)
     else:
-        at = f" at `{error.path}`" if error.path else ""
-        what = (
-            f"replica 0: {_outline(error.first)}, "
-            f"replica {error.index}: {_outline(error.other)}{at}"
+        difference = (
+            f"replica 0: {_outline(error.first)}, replica {error.index}: {_outline(error.other)}"
+            f"{f' at `{error.path}`' if error.path else ''}"
         )
-    text = f"the outputs of the replicas must be alike in structure ({what})"
+    text = f"the outputs of the replicas must have the same structure ({difference})"
     if isinstance(error.first, (list, tuple)) or isinstance(error.other, (list, tuple)):
         text += "; to keep one list per sample, wrap it in a class of your own"
     return text
 
 
-def _children(path: Path, tree: Any) -> list[Path]:
-    """The paths to the parts of a container."""
-    container = open_any(tree)
-    return [] if container is None else [Path((*path, key)) for key in container.keys]
-
-
 def _outline(output: Any) -> str:
-    """A container's type and keys or length, for messages."""
+    """Returns a container's type and keys or length, for messages."""
     if isinstance(output, dict):
         return f"{type(output).__name__} with keys {list(output)}"
     if isinstance(output, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Runs replicas side by side, each in a thread of its own; the first error wins."""
+"""Runs each replica in its own thread and raises the first error."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ __all__ = ["parallel_apply"]
 #: Seconds that the caller waits for the other replicas after one has failed.
 GRACE = 5.0
 
-#: Seconds between looks at what no replica reports: a Ctrl-C, and a thread that has died.
+#: Seconds between checks for events that no replica reports: a Ctrl-C or the death of a thread.
 _POLL = 1.0
 
-#: How many nodes of graphs the caller's thread is ahead of its replicas at least.
+#: The least number of autograd nodes that the caller's thread is ahead of its replicas.
 _AHEAD = 2_000
 
 
@@ -58,35 +58,35 @@ def parallel_apply(
     kwargs_tup: Sequence[dict[str, Any]] | None = None,
     devices: Sequence[DeviceLike] | None = None,
 ) -> list[Any]:
-    """Calls ``replicas[i](*inputs[i], **kwargs_tup[i])`` for all i at once, each in a thread.
+    """Calls ``replicas[i](*inputs[i], **kwargs_tup[i])`` for all i in parallel, one thread each.
 
     The threads are new in each call, are named ``replica-0``, ``replica-1``, ..., and never keep
-    the interpreter alive. They see the caller's grad mode, inference mode, autocast state and
-    dtype for each type of device, default device (a default of the replica's type of device
-    becomes the replica's own device), streams, and context variables. Replicas on the CPU share
-    the caller's torch threads. A single replica runs in the calling thread.
+    the interpreter alive. They have the caller's grad mode, inference mode, autocast state and
+    dtype for each type of device, default device, streams, and context variables. A default device
+    of the replica's type becomes the replica's own device. Replicas on the CPU share the caller's
+    torch threads. A single replica runs in the calling thread.
 
     Args:
         replicas: The modules to call.
-        inputs: One tuple (or list) of positional arguments per replica. An argument that is
-            neither is passed alone.
+        inputs: One tuple (or list) of positional arguments per replica. Any other object is
+            passed as the only argument.
         kwargs_tup: One dict of keyword arguments per replica.
-        devices: The device that is current while each replica runs. By default that of its first
-            tensor.
+        devices: The device that is current while each replica runs. The default is the device of
+            the replica's first tensor.
 
     Returns:
         The outputs, in the order of ``replicas``.
 
     Raises:
         ValueError: The lists differ in length.
-        TypeError: ``inputs`` or ``kwargs_tup`` is no list.
-        RuntimeError: It is called in a transform of `torch.func`, or while the interpreter ends.
+        TypeError: ``inputs`` or ``kwargs_tup`` is not a list.
+        RuntimeError: The call is inside a transform of `torch.func`, or the interpreter ends.
         BaseException: The first error, by time, of any replica. A note names the replica and its
-            device. The other replicas are given 5 seconds to end; then the error is raised with a
-            note that says where those are that still run. They are abandoned: their outputs are
-            dropped, and synchronized layers in them no longer write into the original module. An
-            error that is no `Exception`, such as `SystemExit` in a replica or `KeyboardInterrupt`
-            in the caller, is raised at once, and so is `ReplicasTimedOut`.
+            device. The other replicas get 5 seconds to end. Replicas that still run then are
+            abandoned, and a note says where they are: their outputs are dropped, and synchronized
+            layers in them no longer write into the original module. `ReplicasTimedOut` and errors
+            that are not an `Exception`, such as `SystemExit` in a replica or `KeyboardInterrupt`
+            in the caller, are raised at once.
     """
     n = len(replicas)
     kwargs_tup = [{}] * n if kwargs_tup is None else kwargs_tup
@@ -100,8 +100,8 @@ def parallel_apply(
             raise ValueError(f"expected one of {name} for each of {n} replicas (got {len(items)})")
     if n > 1 and in_functorch_transform():
         raise RuntimeError(
-            "torch.func transforms do not reach the threads that replicas run in, so that their "
-            "derivatives would be lost; transform a function that calls the module itself"
+            "torch.func transforms do not reach the threads of replicas, so their derivatives "
+            "would be lost; transform a function that calls the module itself"
         )
     state = ThreadState(targets)
     calls = []
@@ -117,12 +117,14 @@ def _run_all(
 ) -> list[Any]:
     if len(calls) == 1:
         return [calls[0]()]
-    if sys.is_finalizing():  # no thread but this one runs any more
-        raise RuntimeError("replicas are called, by a finalizer say, while the interpreter ends")
-    own_torch_threads = torch.get_num_threads()
-    # Autograd takes the nodes of a graph by numbers that each thread counts for itself. The
-    # replicas' threads are new, so they count from 0 in every forward. For the same order of sums
-    # in every step the caller must be ahead of them all. (Anomaly mode makes nodes expensive.)
+    if sys.is_finalizing():  # other threads do not run any more
+        raise RuntimeError(
+            "replicas cannot be called while the interpreter ends (by a finalizer?)"
+        )
+    callers_torch_threads = torch.get_num_threads()
+    # Autograd orders the nodes of a graph by numbers that each thread counts for itself. The
+    # replicas' threads are new, so they count from 0 in every forward. The caller must be ahead of
+    # all of them for the same order of sums in every step. Anomaly mode makes nodes expensive.
     nodes = _AHEAD if torch.is_grad_enabled() and not torch.is_anomaly_enabled() else 0
     count_nodes_up_to(nodes)
     outputs: list[Any] = [None] * len(calls)
@@ -141,7 +143,7 @@ def _run_all(
             nodes = nodes and max(nodes, outcome.nodes)
             if outcome.failure is not None:
                 failures.append(outcome.failure)
-                kind = type(outcome.failure)  # whose `__class__` may say anything
+                kind = type(outcome.failure)  # `__class__` may be overridden
                 if not issubclass(kind, Exception):
                     raise outcome.failure
                 is_over = issubclass(kind, ReplicasTimedOut)
@@ -159,14 +161,14 @@ def _run_all(
         outcome = None
         del done
         count_nodes_up_to(nodes)
-        if torch_threads != own_torch_threads:  # new threads inherit what has been set last
-            torch.set_num_threads(own_torch_threads)
+        if torch_threads != callers_torch_threads:  # new threads inherit the last setting
+            torch.set_num_threads(callers_torch_threads)
 
 
 def _next(
     done: SimpleQueue[Outcome], running: dict[int, ReplicaThread], end: float
 ) -> Outcome | None:
-    """The outcome of the next replica to end; None if none has ended by ``end``."""
+    """Returns the outcome of the next replica to end, or None if none ends by ``end``."""
     while True:
         time_left = max(0.0, end - time.monotonic())
         with suppress(Empty):
@@ -176,11 +178,11 @@ def _next(
             return None
         dead = [index for index, thread in running.items() if not thread.is_alive()]
         if dead and done.empty():
-            raise RuntimeError(f"the thread of {listed(dead)} has ended without a result")
+            raise RuntimeError(f"the thread of {listed(dead)} ended without a result")
 
 
 def _first(failures: Sequence[BaseException]) -> BaseException:
-    """The first that is no follow-up, which may arrive before its cause does."""
+    """Returns the first error that is not a follow-up, which may arrive before its cause."""
     return next((f for f in failures if not issubclass(type(f), ReplicaFailed)), failures[0])
 
 
@@ -189,26 +191,28 @@ def _note_left_running(
     replicas: Sequence[nn.Module],
     running: dict[int, ReplicaThread],
 ) -> None:
-    """Notes on errors which replicas the caller abandons, and where they are."""
+    """Adds a note to errors about the replicas that the caller abandons, and where they are."""
     locate = Locator(replicas)
-    spots = {index: locate(index, thread.ident or 0) for index, thread in running.items()}
-    rows = "; ".join(f"replica {index} {spot}".rstrip() for index, spot in spots.items())
-    for failure in failures:  # any of them may be the one that is raised in the end
+    rows = "; ".join(
+        f"replica {index} {locate(index, thread.ident or 0)}".rstrip()
+        for index, thread in running.items()
+    )
+    for failure in failures:  # any of them may be raised in the end
         add_note(failure, f"left running {GRACE:g} s later: {rows}")
 
 
 class Outcome(NamedTuple):
-    """The value that a replica has returned, or the error that it has raised."""
+    """The value that a replica returned, or the error that it raised."""
 
     replica: int
     value: Any
     failure: BaseException | None
-    #: The number of nodes of graphs that its thread has made.
+    #: The number of autograd nodes that its thread created.
     nodes: int
 
 
 class ReplicaThread(threading.Thread):
-    """The thread of one replica in one forward; puts the outcome of ``call`` into ``done``."""
+    """The thread of one replica in one forward. Puts the outcome of ``call`` into ``done``."""
 
     def __init__(
         self,
@@ -218,7 +222,7 @@ class ReplicaThread(threading.Thread):
         done: SimpleQueue[Outcome],
     ) -> None:
         super().__init__(name=f"replica-{index}", daemon=True)
-        # A Context cannot be entered by two threads: each has a copy.
+        # Two threads cannot enter the same Context, so each has a copy.
         self._work = index, call, contextvars.copy_context(), torch_threads, done
 
     def run(self) -> None:
@@ -233,7 +237,7 @@ class ReplicaThread(threading.Thread):
         except BaseException as error:
             failure = error
         outcome = Outcome(index, value, failure, nodes_made())
-        # The traceback of an error refers to this frame, which must keep nothing of the forward.
+        # The traceback of an error refers to this frame, which must not keep the forward alive.
         del call, context, value, failure
         done.put(outcome)
         del outcome, done
@@ -241,7 +245,7 @@ class ReplicaThread(threading.Thread):
 
 @atexit.register
 def _await_replicas() -> None:
-    """Lets abandoned replicas end: torch aborts if the interpreter ends while they compute."""
+    """Waits for abandoned replicas: torch aborts if the interpreter ends while they compute."""
     end = time.monotonic() + 1.5
     for thread in threading.enumerate():
         if isinstance(thread, ReplicaThread):
@@ -254,25 +258,19 @@ class ThreadState:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
         self.streams = [current_stream(device) for device in devices]
-        # Replicas on the CPU share the caller's torch threads: with as many in each they would
-        # wait for each other.
-        on_cpu = sum(device.type == "cpu" for device in devices)
+        # Replicas on the CPU share the caller's torch threads. With as many threads each they
+        # would wait for each other.
+        on_cpu = sum([device.type == "cpu" for device in devices])
         self.torch_threads = max(1, torch.get_num_threads() // max(1, on_cpu))
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.default_device = torch.empty(0).device
-        kinds = {"cpu", accelerator() or "cpu", *(device.type for device in devices)}
-        kinds = set(filter(torch.amp.is_autocast_available, kinds))
-        self.autocast = [
-            partial(
-                torch.autocast,
-                kind,
-                enabled=torch.is_autocast_enabled(kind),
-                dtype=torch.get_autocast_dtype(kind),
-                cache_enabled=torch.is_autocast_cache_enabled(),
-            )
+        kinds = {"cpu", accelerator() or "cpu", *[device.type for device in devices]}
+        self.autocast = {
+            kind: _autocast_state(kind)
             for kind in sorted(kinds)
-        ]
+            if torch.amp.is_autocast_available(kind)
+        }
 
     def run(self, index: int, module: nn.Module, args: Sequence[Any], kwargs: Any) -> Any:
         """Calls ``module`` in this state, in the thread of replica ``index``."""
@@ -280,27 +278,41 @@ class ThreadState:
         try:
             with ExitStack() as stack:
                 stack.enter_context(named_range(f"replica {index}"))
-                stack.enter_context(torch.inference_mode(self.inference))
-                stack.enter_context(torch.set_grad_enabled(self.grad))
+                if torch.is_inference_mode_enabled() != self.inference:
+                    stack.enter_context(torch.inference_mode(self.inference))
+                if torch.is_grad_enabled() != self.grad:
+                    stack.enter_context(torch.set_grad_enabled(self.grad))
                 # A default of "cuda" means the replica's own device, not the caller's.
                 is_of_type = self.default_device.type == device.type
                 default = device if is_of_type else self.default_device
                 if torch.empty(0).device != default:
                     stack.enter_context(default)
-                for autocast in self.autocast:
-                    stack.enter_context(autocast())
-                # Messages of other replicas are on their devices, in the caller's streams.
+                for kind, state in self.autocast.items():
+                    if _autocast_state(kind) != state:
+                        enabled, dtype, cached = state
+                        autocast = torch.autocast(kind, dtype, enabled, cached)
+                        stack.enter_context(autocast)
+                # Tensors from other replicas are on their devices, in the caller's streams.
                 streams = dict(zip(self.devices, self.streams, strict=True))
                 streams[device] = streams.pop(device)  # the last one is the current device
                 for other, stream in streams.items():
                     stack.enter_context(use_device(other, stream))
                 call = tracked_call(module)
                 if call is not None and call.rendezvous is not None:
-                    # Here, as the replica itself does not report if it fails before its forward.
+                    # Also covers an error before the replica's own forward.
                     stack.enter_context(ForwardScope(call.rendezvous, call.replica, call.owner))
                 return module(*args, **kwargs)
         except BaseException as error:
             size, is_ours = len(self.devices), issubclass(type(error), ReplicationError)
-            if not is_ours and not has_origin(error, index, size):  # ours say who is where
+            if not is_ours and not has_origin(error, index, size):  # ours name the replicas
                 add_note(error, f"{origin(index, size)} on {device}")
             raise
+
+
+def _autocast_state(kind: str) -> tuple[bool, torch.dtype, bool]:
+    """Returns whether autocast is on in this thread, its dtype, and whether it caches casts."""
+    return (
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_cache_enabled(),
+    )

@@ -31,8 +31,8 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 #: The copies of a replica's parameters, buffers and submodules, by the identity of the original.
 Copied = dict[int, Any]
 
-#: Attributes that every module has; none of them holds a tensor of the user's.
-_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+#: Attributes that every module has. None of them holds a tensor of the user's.
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 #: Leaves of plain attributes that may be another object in a replica.
 _REPLACED = (Tensor, nn.Module, MethodType, PackedSequence)
 
@@ -42,93 +42,93 @@ def replicate(
 ) -> list[ModuleT]:
     """Makes one replica of ``module`` for each device.
 
-    As with `torch.nn.parallel.replicate`, a replica's parameters are plain tensors, attributes
-    under their old names (``parameters()`` of a replica is empty). Gradients flow through them to
-    the parameters of ``module``, where those of all replicas are summed in replica order, so that
+    As in `torch.nn.parallel.replicate`, a replica's parameters are plain tensors, which are
+    attributes under the original names (``parameters()`` of a replica is empty). Gradients flow
+    through them to the parameters of ``module``, and are summed there in replica order, so that
     the sum is the same in every run.
 
-    On the device of the original, replicas share the storage of its parameters. Copy 0 shares the
-    buffers as well, so that what it writes into them in place lasts. The other copies have buffers
-    of their own.
+    On the device of the original, replicas share the storage of its parameters. Copy 0 also shares
+    the buffers, so that its in-place updates of them last. The other copies have their own
+    buffers.
 
-    Plain attributes, directly or in a list, tuple, dict or deque: tensors are moved to the
-    replica's device if they are elsewhere. The module's own parameters, buffers, submodules and
-    bound methods become the replica's. Everything else is shared by all replicas and the original,
-    including closures that refer to the original.
+    Tensors in plain attributes move to the replica's device if they are elsewhere. References in
+    plain attributes to the module's own parameters, buffers, submodules and bound methods become
+    references to the replica's. Both hold directly and in a list, tuple, dict or deque. Everything
+    else is shared by all replicas and the original, including closures that refer to the original.
 
-    Hooks of the original run in all replicas. Hooks that a replica registers in its forward are
-    its own. A module that is compiled, by ``module.compile()`` or ``torch.compile(module)``, runs
+    Hooks of the original run in all replicas. Hooks that a replica registers in its forward stay
+    in that replica. A module compiled by ``module.compile()`` or ``torch.compile(module)`` runs
     uncompiled in replicas.
 
     Args:
-        module: Any module; parameters and submodules may be shared (tied) or ``None``.
-        devices: ints (accelerators), strings or `torch.device`; may repeat, may be the CPU.
-        detach: Whether the replicas are cut off from the graph of the original.
+        module: Any module. Parameters and submodules may be shared (tied) or ``None``.
+        devices: Indices of accelerators, strings or `torch.device`. Devices may repeat and may be
+            the CPU.
+        detach: Whether the replicas are detached from the graph of the original.
 
     Returns:
-        The replicas, in the order of ``devices``; no replicas for no devices.
+        The replicas, in the order of ``devices``.
 
     Raises:
-        TypeError: ``module`` is no module, it is or contains a ScriptModule, or it contains the
-            result of ``torch.compile(module)`` with hooks of its own.
+        TypeError: ``module`` is not a module, is or contains a ScriptModule, or contains the
+            result of ``torch.compile(module)`` with its own hooks.
         ValueError: This machine has no such device.
     """
     check_module(module)
-    targets = usable_devices(devices)
-    originals = Originals(module)
-    originals.check()
-    return [cast(ModuleT, replica) for replica in originals.build(targets, detach)]
+    return make_replicas(module, usable_devices(devices), detach)
 
 
-class Originals:
-    """The modules, parameters and buffers of which replicas are made."""
-
-    def __init__(self, module: nn.Module) -> None:
-        #: The modules, of which the first is the one to be replicated.
-        self.modules: list[nn.Module] = []
-        #: What ``torch.compile(module)`` returns. A replica has its copy of the module instead.
-        self.wrappers: list[nn.Module] = []
-        for found in module.modules():
-            (self.wrappers if is_compiled_wrapper(found) else self.modules).append(found)
-        self.parameters = list(module.parameters())
-        self.buffers = list(module.buffers())
-
-    def check(self) -> None:
-        """Raises TypeError for what cannot be replicated."""
-        for wrapper in self.wrappers:
-            if any(vars(wrapper).get(name) for name in HOOKS):
-                raise TypeError(
-                    "what torch.compile(module) returns has hooks of its own, which replicas "
-                    "would not run, as they run the module itself; register them on the module"
-                )
-        if any(isinstance(module, torch.jit.ScriptModule) for module in self.modules):
+def make_replicas(module: ModuleT, devices: Sequence[torch.device], detach: bool) -> list[ModuleT]:
+    """Does what `replicate` does, for devices that are checked already."""
+    modules: list[nn.Module] = []
+    # By identity. Wrappers of `torch.compile`: a replica has its copy of the module instead.
+    wrapped: dict[int, int] = {}
+    parameters: dict[int, Tensor] = {}
+    buffers: dict[int, Tensor] = {}
+    for layer in module.modules():
+        if is_compiled_wrapper(layer):
+            _check_wrapper(layer)
+            wrapped[id(layer)] = id(compiled_module(layer))
+            continue
+        if isinstance(layer, torch.jit.ScriptModule):
             raise TypeError("a ScriptModule cannot be replicated; wrap the module it was made of")
+        modules.append(layer)
+        parameters |= {id(p): p for p in layer._parameters.values() if p is not None}
+        buffers |= {id(b): b for b in layer._buffers.values() if b is not None}
+    if not devices:
+        return []
+    copies_of_parameters = broadcast(list(parameters.values()), devices, detach)
+    copies_of_buffers = copied_buffers(list(buffers.values()), devices, detach)
+    templates = [Template(layer) for layer in modules]
+    ids = [*parameters, *buffers, *map(id, modules)]
+    replicas = []
+    for i, device in enumerate(devices):
+        shells = [make_shell(template.make) for template in templates]
+        originals = (*copies_of_parameters[i], *copies_of_buffers[i], *shells)
+        copied = dict(zip(ids, originals, strict=True))
+        copied |= {wrapper: copied[inner] for wrapper, inner in wrapped.items()}
+        for template, shell in zip(templates, shells, strict=True):
+            template.fill(shell, copied, device)
+        replicas.append(cast(ModuleT, shells[0]))
+    return replicas
 
-    def build(self, devices: list[torch.device], detach: bool) -> list[nn.Module]:
-        """Makes one replica for each device."""
-        if not devices:
-            return []
-        methods = [getattr(module, MAKE_SHELL) for module in self.modules]
-        shells = [[make_shell(method) for method in methods] for _ in devices]
-        parameters = broadcast(self.parameters, devices, detach)
-        buffers = copied_buffers(self.buffers, devices, detach)
-        parts = [Parts(module) for module in self.modules]
-        ids = [id(original) for original in (*self.parameters, *self.buffers, *self.modules)]
-        wrapped = [(id(wrapper), id(compiled_module(wrapper))) for wrapper in self.wrappers]
-        for i, device in enumerate(devices):
-            copied = dict(zip(ids, (*parameters[i], *buffers[i], *shells[i]), strict=True))
-            copied |= {wrapper: copied[inner] for wrapper, inner in wrapped}
-            for of_module, shell in zip(parts, shells[i], strict=True):
-                of_module.fill(shell, copied, device)
-        return [copies[0] for copies in shells]
+
+def _check_wrapper(wrapper: nn.Module) -> None:
+    if any(vars(wrapper).get(name) for name in HOOKS):
+        raise TypeError(
+            "the result of torch.compile(module) must not have its own hooks, because replicas "
+            "run the module itself; register the hooks on the module"
+        )
 
 
-class Parts:
-    """The parts of one module, looked up once for all of its copies."""
+class Template:
+    """The attributes of one module, looked up once for all of its copies."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        # By the identity of the original; None stays None.
+        #: Makes an empty copy of the module.
+        self.make = getattr(module, MAKE_SHELL)
+        # By the identity of the original. None stays None.
         self._children = [(name, id(m)) for name, m in module._modules.items() if m is not None]
         self._buffers = [(name, id(b)) for name, b in module._buffers.items() if b is not None]
         parameters = module._parameters.items()
@@ -137,17 +137,17 @@ class Parts:
         self._plain = {
             name: value
             for name, value in vars(module).items()
-            if name not in _OWN_ATTRIBUTES and _needs_replacing(value)
+            if name not in _MODULE_ATTRIBUTES and _needs_replacing(value)
         }
-        #: Whether the class has its own way to set attributes (RNNs).
+        #: Whether the class overrides how attributes are set (RNNs do).
         self._sets_attributes = type(module).__setattr__ is not nn.Module.__setattr__
-        self._is_watched = is_tracked(module)
+        self._is_tracked = is_tracked(module)
         self._is_compiled = vars(module).get(COMPILED_CALL_IMPL) is not None
 
     def fill(self, shell: nn.Module, copied: Copied, device: torch.device) -> None:
         """Gives a shell the copies of its children, parameters and buffers, and its own hooks."""
         state = vars(shell)
-        if shell is not self._module:  # as it is where a class returns itself as its shell
+        if shell is not self._module:  # some classes return the module itself as its shell
             own_hooks(state)
         for name, child in self._children:
             state["_modules"][name] = copied[child]
@@ -165,16 +165,17 @@ class Parts:
                 setattr(shell, name, value)
         else:
             state.update(attributes)
-        if self._is_watched:  # a replica that is replicated again
+        if self._is_tracked:  # a replica that is replicated again
             untrack(shell)
-        if self._is_compiled:  # it would run the original; a replica runs eagerly
+        if self._is_compiled:  # the compiled call would run the original
             state[COMPILED_CALL_IMPL] = None
 
 
 def own_hooks(state: dict[str, Any]) -> None:
     """Gives one module of a replica, by its attributes, its own dictionaries of hooks.
 
-    torch shares them: a hook that one replica registers in its forward would run in all others.
+    torch shares the dictionaries: a hook that one replica registers in its forward would run in
+    all others.
     """
     for name in HOOKS:
         hooks = state.get(name)
@@ -182,7 +183,7 @@ def own_hooks(state: dict[str, Any]) -> None:
 
 
 def _needs_replacing(value: Any) -> bool:
-    """Whether anything in a plain attribute may be another object in a replica."""
+    """Returns whether anything in a plain attribute may be another object in a replica."""
     if type(value) in PLAIN:
         return False
     return any(isinstance(leaf, _REPLACED) for leaf in leaves_of(value, open_builtin))
@@ -191,7 +192,7 @@ def _needs_replacing(value: Any) -> bool:
 def replaced_attributes(
     attributes: dict[str, Any], copied: Copied, device: torch.device
 ) -> dict[str, Any]:
-    """The plain attributes of one module that are other objects in its replica on ``device``."""
+    """Returns the plain attributes of a module that are other objects in its replica."""
 
     def replaced(leaf: Any) -> Any:
         if isinstance(leaf, nn.Module):
@@ -204,8 +205,8 @@ def replaced_attributes(
         return leaf
 
     made: Made = {}
-    found = {
+    new = {
         name: replace_leaves(replaced, value, made, open_builtin)
         for name, value in attributes.items()
     }
-    return {name: value for name, value in found.items() if value is not attributes[name]}
+    return {name: value for name, value in new.items() if value is not attributes[name]}

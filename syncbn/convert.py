@@ -23,8 +23,6 @@ from syncbn.report import (
     SYNCHRONIZED,
     counterpart,
     is_older,
-    kind_of,
-    out_of_sight,
     summary,
     why_older_stays,
 )
@@ -33,7 +31,7 @@ __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-#: Marks the DataParallel objects that `revert_model` has to change back.
+#: Marks DataParallel objects that `revert_model` must change back.
 _CONVERTED = "_converted_by_convert_model"
 
 
@@ -44,24 +42,24 @@ def convert_model(
     *,
     report: bool = False,
 ) -> ModuleT:
-    """Makes every `torch.nn.BatchNorm1d/2d/3d` in ``module`` a synchronized one, in place.
+    """Converts every `torch.nn.BatchNorm1d/2d/3d` in ``module`` to a synchronized layer, in place.
 
-    `torch.nn.SyncBatchNorm` layers are converted as well and keep their process group. So are the
-    layers of older toolkits (`SynchronizedBatchNorm2d` of a vendored ``sync_batchnorm``, say),
-    which lose their own pipes: ``eps``, momentum, parameters and running statistics stay.
+    `torch.nn.SyncBatchNorm` layers are converted as well and keep their process group. Layers of
+    older toolkits (such as `SynchronizedBatchNorm2d` of a vendored ``sync_batchnorm``) are
+    converted and lose their pipes. They keep ``eps``, momentum, parameters and running statistics.
 
-    The layers stay the objects they are and only change their class: parameters, buffers, hooks,
+    Each layer remains the same object and only changes its class: parameters, buffers, hooks,
     flags, names and existing references to them all stay valid. A `torch.nn.DataParallel` becomes
-    a `replication.DataParallel` with the same devices, output device and dimension. One of a
-    derived class gets the replication callback. Converting twice changes nothing.
+    a `replication.DataParallel` with the same devices, output device and dimension. A
+    derived class of it gets the replication callback. Converting twice changes nothing.
 
-    Each connected layer, other `replication.ReplicaAware` layers included, notes its path in
-    ``module`` for errors between processes.
+    Each synchronized or other `replication.ReplicaAware` layer records its path in ``module`` for
+    errors between processes.
 
-    A `replication.UnsynchronizedWarning` names what stays unsynchronized: layers of a class
-    *derived* from batch norm, lazy ones included, which may behave in any way, and layers in
-    plain lists or dicts, which replication does not find either. It also says if there is nothing
-    to convert.
+    A `replication.UnsynchronizedWarning` names the layers that stay unsynchronized: layers of a
+    class *derived* from batch norm, which may compute anything, lazy layers, and layers in plain
+    lists or dicts, which replication does not find either. A model without any layer to
+    synchronize is warned about as well.
 
     >>> net = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
     >>> type(net[1]).__name__
@@ -71,30 +69,30 @@ def convert_model(
         module: A layer, a network, or a DataParallel around one.
         group_size: If given, set on every synchronized layer, including layers that were
             synchronized before (see `SynchronizedBatchNorm1d`).
-        process_group: The same.
-        report: Whether to print the `syncbn.summary` of the result, which has a line for each
-            layer, instead of warning of layers that stay unsynchronized.
+        process_group: As ``group_size``.
+        report: Whether to print the `syncbn.summary` of the result, with a line per layer,
+            instead of warning about layers that stay unsynchronized.
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError: ``module`` is not a module, ``group_size`` not an int, or ``process_group`` not
-            a ProcessGroup.
+        TypeError: ``module`` is not a module, ``group_size`` is not an int, or
+            ``process_group`` is not a ProcessGroup.
         ValueError: ``group_size`` is less than 1.
     """
     check_module(module)
     check_group_size(group_size)
     if process_group is not None:
         check_process_group(process_group)
-    left_alone, corrected = [], []
-    finds_something = False
+    corrected = []
+    has_copies = False  # whether anything in the module knows its copies
     for path, submodule in module.named_modules():
         if type(submodule) in SYNCHRONIZED:
-            own = submodule.__dict__.pop("process_group", None)  # of a SyncBatchNorm
+            former_group = submodule.__dict__.pop("process_group", None)  # of a SyncBatchNorm
             submodule.__class__ = SYNCHRONIZED[type(submodule)]
-            if own is not None:
-                submodule.process_group = own
+            if former_group is not None:
+                submodule.process_group = former_group
         elif is_older(submodule) and not why_older_stays(submodule):
             if _convert_older(submodule):
                 corrected.append(f"`{path_or_root(path)}`")
@@ -104,13 +102,10 @@ def convert_model(
             else:
                 patch_replication_callback(submodule)
             submodule.__dict__[_CONVERTED] = True
-            finds_something = True
-        elif (kind := kind_of(submodule)) is not None and kind.name == "left alone":
-            name = type(submodule).__name__
-            left_alone.append(f"`{path_or_root(path)}` ({name}, {kind.note})")
+            has_copies = True
         if isinstance(submodule, ReplicaAware):
             submodule._layer_name = path or submodule._layer_name
-            finds_something = True
+            has_copies = True
         if isinstance(submodule, SynchronizedBatchNorm):
             if group_size is not None:
                 submodule.group_size = group_size
@@ -122,24 +117,22 @@ def convert_model(
             "toolkit did: in the first steps they stay near their initial values if the momentum "
             f"is small; set layer.momentum = 0.1 for short trainings: {', '.join(corrected)}"
         )
+    result = summary(module)
     if report:
-        print(summary(module))
+        print(result)
         return module
-    hidden = [f"`{path}` ({type(layer).__name__})" for path, layer in out_of_sight(module)]
+    left_alone = [
+        f"`{path_or_root(path)}` ({layer}, {kind.note})"
+        for path, layer, kind in result.layers
+        if kind.name == "left alone"
+    ]
     if left_alone:
         warn(
-            "convert_model converts torch.nn.BatchNorm1d, 2d and 3d and no class derived from "
-            f"batch norm; these layers stay unsynchronized: {', '.join(left_alone)}",
+            "convert_model converts registered layers of the classes torch.nn.BatchNorm1d, 2d and "
+            f"3d only; these layers stay unsynchronized: {', '.join(left_alone)}",
             UnsynchronizedWarning,
         )
-    if hidden:
-        warn(
-            "convert_model and replication do not find layers in plain lists, tuples and dicts; "
-            "put them into an nn.ModuleList or nn.ModuleDict, or they stay unsynchronized: "
-            f"{', '.join(hidden)}",
-            UnsynchronizedWarning,
-        )
-    if not (left_alone or hidden or finds_something):
+    elif not has_copies:
         warn(
             f"convert_model found no batch norm in {type(module).__name__}, so nothing is "
             "synchronized; convert the model after its layers were made (summary(model) lists "
@@ -150,26 +143,26 @@ def convert_model(
 
 
 def _convert_older(layer: nn.Module) -> bool:
-    """Converts a layer of an older toolkit; returns whether it has corrected biases."""
-    kind = counterpart(layer)
-    assert kind is not None  # or there is a reason to leave it alone
+    """Converts a layer of an older toolkit. Returns whether it corrected biases."""
+    synchronized = counterpart(layer)
+    assert synchronized is not None  # otherwise `why_older_stays` has a reason
     for name in OLDER_ATTRIBUTES:
         layer.__dict__.pop(name, None)
     correction = [layer._buffers.pop(name, None) for name in CORRECTION]
-    layer.__class__ = kind
+    layer.__class__ = synchronized
     return any(buffer is not None for buffer in correction)
 
 
 def revert_model(module: ModuleT) -> ModuleT:
-    """Undoes `convert_model`: makes every synchronized layer in ``module`` a plain one, in place.
+    """Undoes `convert_model`: converts synchronized layers in ``module`` to plain ones, in place.
 
-    A DataParallel that `convert_model` has changed gets its class back; others stay as they are.
+    A DataParallel that `convert_model` has changed gets its class back. Others stay as they are.
     A former `torch.nn.SyncBatchNorm` becomes one again. A former layer of an older toolkit becomes
-    a `torch.nn.BatchNorm1d`, ``2d`` or ``3d``, as its pipes are gone. Synchronized layers of
+    a `torch.nn.BatchNorm1d`, ``2d`` or ``3d``, because its pipes are gone. Synchronized layers of
     derived classes, parametrized ones included, stay synchronized, with a warning that names them.
 
     Args:
-        module: A layer or a network; it is changed itself, so give a copy to keep it.
+        module: A layer or a network, changed in place. Pass a copy to keep it.
 
     Returns:
         ``module``.
@@ -178,12 +171,12 @@ def revert_model(module: ModuleT) -> ModuleT:
     left_alone = []
     for path, submodule in module.named_modules():
         if type(submodule) in PLAIN:
-            own = submodule.process_group
+            process_group = submodule.process_group
             submodule.__class__ = PLAIN[type(submodule)]
             for name in ("group_size", "_process_group", "_layer_name"):
                 submodule.__dict__.pop(name, None)
             if isinstance(submodule, nn.SyncBatchNorm):
-                submodule.process_group = own
+                submodule.process_group = process_group
         elif isinstance(submodule, nn.DataParallel) and submodule.__dict__.pop(_CONVERTED, False):
             if type(submodule) is DataParallel:
                 submodule.__class__ = nn.DataParallel  # type: ignore[assignment]
@@ -201,15 +194,14 @@ def revert_model(module: ModuleT) -> ModuleT:
 
 _NAMES = {plain.__name__: plain for plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)}
 
-#: For each block of `patch_sync_batchnorm` that is open, in any thread, the classes that
-#: ``torch.nn`` had before it.
+#: The classes that ``torch.nn`` had before each open block of `patch_sync_batchnorm`.
 _blocks: list[dict[str, Any]] = []
-#: Reentrant, for signal handlers. No foreign code runs under it.
+#: Reentrant for the sake of signal handlers.
 _changing_names = threading.RLock()
 
 
 def _renew_lock() -> None:
-    """In a forked child no thread is left to release it."""
+    """Replaces the lock in a forked child, where the thread that held it does not exist."""
     global _changing_names
     _changing_names = threading.RLock()
 
@@ -220,16 +212,16 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def patch_sync_batchnorm() -> Iterator[None]:
-    """Makes ``torch.nn.BatchNorm1d/2d/3d`` name the synchronized classes inside the block.
+    """Replaces ``torch.nn.BatchNorm1d/2d/3d`` by the synchronized classes inside the block.
 
-    For model code that cannot be edited::
+    Use it for model code that you cannot edit::
 
         with patch_sync_batchnorm():
             net = build()
 
-    The patch holds for the whole process. Blocks may be nested, and blocks of several threads may
-    overlap: the names are plain again when the last block has ended, also with an error. A class
-    that other code has put in place inside the block stays.
+    The patch applies to the whole process. Blocks may be nested, and blocks of several threads may
+    overlap: the plain classes are back when the last block ends, also after an error. A class that
+    other code assigns inside the block stays.
 
     Only code that looks the names up in ``torch.nn`` sees the patch. A ``from torch.nn import
     BatchNorm2d`` that ran before keeps the plain class; use `convert_model` on the network.
@@ -248,10 +240,10 @@ def patch_sync_batchnorm() -> Iterator[None]:
 
 
 def _close(block: dict[str, Any]) -> None:
-    """Hands the names that the block has found to the next block, or back to ``torch.nn``."""
+    """Passes the classes that a block replaced to the next open block, or back to ``torch.nn``."""
     index = next((i for i, other in enumerate(_blocks) if other is block), len(_blocks))
-    del _blocks[index : index + 1]  # there is none if an interrupt came before it was opened
+    del _blocks[index : index + 1]  # not there if an interrupt came first
     following: dict[str, Any] = _blocks[index] if index < len(_blocks) else vars(nn)
-    for name, found in block.items():
-        if following[name] is SYNCHRONIZED[_NAMES[name]]:  # else other code has set it
-            following[name] = found
+    for name, replaced in block.items():
+        if following[name] is SYNCHRONIZED[_NAMES[name]]:  # otherwise other code has assigned it
+            following[name] = replaced

@@ -1,8 +1,8 @@
 """The joined autograd graph of synchronized batch normalization.
 
     replica i:  x_i ──▶ (1) Moments ──▶ z_i (alias of x_i), moments_i
-                                         │                     └─── message to the master
-    master:                              │  (2) Merge: all moments ──▶ merged_i, one per replica
+                                         │                     └─── message to the merging replica
+    merging replica:                     │  (2) Merge: all moments ──▶ merged_i, one per replica
                                          ▼                                └─── reply
     replica i:                       (3) Normalize(z_i, merged_i, weight, bias) ──▶ y_i
 
@@ -49,31 +49,31 @@ __all__: list[str] = []
 
 
 class Denominator(NamedTuple):
-    """What a deviation is divided by the root of: ``var + eps``, or ``max(var, eps)``."""
+    """The square of the divisor: ``var + eps``, or ``max(var, eps)`` in clamp mode."""
 
     eps: float
     clamps: bool = False
 
     def of(self, var: Tensor) -> Tensor:
-        """The denominator."""
+        """Returns the denominator for a variance."""
         return self.clamped(var) + self.added
 
     def clamped(self, var: Tensor) -> Tensor:
-        """The variance, to which `added` is to be added."""
+        """Returns the variance, clamped if the mode says so, without `added`."""
         return var.clamp(min=self.eps) if self.clamps else var
 
     @property
     def added(self) -> float:
-        """What is added to `clamped`."""
+        """The constant that is added to the result of `clamped`."""
         return 0.0 if self.clamps else self.eps
 
     def slope(self, var: Tensor) -> Tensor:
-        """Its derivative by ``var``, which is constant but for a step."""
+        """Returns the derivative of the denominator by ``var``: 0 or 1."""
         return (var >= self.eps).to(var.dtype) if self.clamps else torch.ones_like(var)
 
 
 class BatchContext:
-    """What the nodes of one call share, over all replicas."""
+    """State that the nodes of one call share across all replicas."""
 
     def __init__(self, total: int | Tensor) -> None:
         #: Values per channel in the whole batch; a tensor where the host should not wait for it.
@@ -81,98 +81,100 @@ class BatchContext:
 
 
 class ReplicaContext:
-    """Forward results of (3) that the backward of (1) needs, detached to avoid a cycle."""
+    """State that one replica's nodes share: (3) sets it, and the backward of (1) reads it."""
 
-    joint: BatchContext
+    batch: BatchContext
     center: kernels.Center
 
 
 class LocalMoments(NamedTuple):
-    """A replica's message: values per channel, and their ``(2, C)`` moments."""
+    """The message of a replica: its values per channel, and their ``(2, C)`` moments."""
 
     values: int
     moments: Tensor
-    #: Where the totals of a fast backward return to; without values.
+    #: Its edge carries the totals of a fast backward. Its values are not used.
     totals: Tensor
 
 
 class GlobalMoments(NamedTuple):
-    """The reply: the ``(2, C)`` moments of the batch, None if it has under 2 values."""
+    """The reply: the ``(2, C)`` moments of the whole batch; None below 2 values per channel."""
 
-    joint: BatchContext
+    batch: BatchContext
     moments: Tensor | None
     #: See `syncbn.moments.has_large_mean`.
     has_large_mean: bool = True
 
 
-def merge_shards(shards: Sequence[LocalMoments]) -> list[GlobalMoments]:
-    """Merges the moments of all replicas, in their order."""
-    joint = BatchContext(sum(shard.values for shard in shards))
-    if joint.total < 2:
-        return [GlobalMoments(joint, None)] * len(shards)
-    counts = [shard.values for shard in shards]
-    tensors = [ordinary(shard.moments) for shard in shards]
-    tensors += [ordinary(shard.totals) for shard in shards]
+def merge_shards(messages: Sequence[LocalMoments]) -> list[GlobalMoments]:
+    """Merges the moments of all replicas, in replica order, into a reply to each."""
+    batch = BatchContext(sum(message.values for message in messages))
+    if batch.total < 2:
+        return [GlobalMoments(batch, None)] * len(messages)
+    counts = [message.values for message in messages]
+    tensors = [ordinary(message.moments) for message in messages]
+    tensors += [ordinary(message.totals) for message in messages]
     merged = Merge.apply(counts, *tensors)  # type: ignore[no-untyped-call]
     is_large = statistics.has_large_mean(merged[0].detach())
-    return [GlobalMoments(joint, moments, is_large) for moments in merged]
+    return [GlobalMoments(batch, moments, is_large) for moments in merged]
 
 
-class Begun(NamedTuple):
-    """What a replica has before the exchange."""
+class PendingCall(NamedTuple):
+    """A replica's call between (1) and (3), waiting for the moments of the whole batch."""
 
-    link: ReplicaContext
-    #: The outputs of (1) for the fast edges from (3).
+    replica: ReplicaContext
+    #: The outputs z, carrier and scale of (1), whose edges lead from (3) back to (1).
     fast: tuple[Tensor, Tensor, Tensor]
-    shard: LocalMoments
+    message: LocalMoments
 
 
-def begin(x: Tensor) -> Begun:
-    """(1), and the message."""
-    link = ReplicaContext()
-    *fast, moments, totals = Moments.apply(link, x)  # type: ignore[no-untyped-call]
-    return Begun(link, tuple(fast), LocalMoments(channels.values_per_channel(x), moments, totals))
+def begin(x: Tensor) -> PendingCall:
+    """Runs (1) on a shard, which gives the message to send."""
+    replica = ReplicaContext()
+    *fast, moments, totals = Moments.apply(replica, x)  # type: ignore[no-untyped-call]
+    return PendingCall(
+        replica, tuple(fast), LocalMoments(channels.values_per_channel(x), moments, totals)
+    )
 
 
 def finish(
-    begun: Begun,
-    whole: GlobalMoments,
+    pending: PendingCall,
+    reply: GlobalMoments,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     denominator: Denominator,
 ) -> Tensor:
-    """(3): the output.
+    """Runs (3), which gives the output of a shard.
 
     Raises:
         ValueError: The whole batch has one value per channel.
     """
-    link = begun.link
-    link.joint = whole.joint
-    if whole.moments is None:
-        return output_without_moments(whole, x, weight, bias)
-    mean = whole.moments[0].detach()
-    link.center = kernels.center_of(mean, x, whole.has_large_mean)
+    replica = pending.replica
+    replica.batch = reply.batch
+    if reply.moments is None:
+        return output_without_moments(reply, x, weight, bias)
+    mean = reply.moments[0].detach()
+    replica.center = kernels.center_of(mean, x, reply.has_large_mean)
     return Normalize.apply(  # type: ignore[no-any-return, no-untyped-call]
-        link, denominator, x, *begun.fast, whole.moments, weight, bias
+        replica, denominator, x, *pending.fast, reply.moments, weight, bias
     )
 
 
 def output_without_moments(
-    whole: GlobalMoments, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    reply: GlobalMoments, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """The output where the whole batch has under 2 values per channel.
+    """Returns the output for a batch with fewer than 2 values per channel: empty, if it has none.
 
     Raises:
-        ValueError: It has one.
+        ValueError: The whole batch has one value per channel.
     """
-    if whole.joint.total:
+    if reply.batch.total:
         raise ValueError(  # torch's own words, which programs may look for
             f"Expected more than 1 value per channel when training, got input size {x.size()} on "
-            f"this replica and {whole.joint.total} value per channel in all of its group; take a "
+            f"this replica and {reply.batch.total} value per channel in all of its group; take a "
             "larger batch, or call the layer in eval()"
         )
-    # Nobody has any data: torch says what that gives.
+    # No replica has data. torch defines the result.
     return torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
 
 
@@ -193,24 +195,24 @@ def synchronized_batch_norm(
         exchange: Sends this replica's `LocalMoments` and returns the `GlobalMoments`.
 
     Returns:
-        The output, like ``x``, and what was exchanged.
+        The output, in the layout of ``x``, and the reply.
 
     Raises:
         ValueError: The whole batch has one value per channel.
     """
-    begun = begin(x)
-    whole = exchange(begun.shard)
-    return finish(begun, whole, x, weight, bias, denominator), whole
+    pending = begin(x)
+    reply = exchange(pending.message)
+    return finish(pending, reply, x, weight, bias, denominator), reply
 
 
 class Moments(Function):
-    """(1) Moments of a shard; in backward the input gradient, but for what (3) adds to it."""
+    """(1) Computes the moments of a shard; its backward computes the input gradient."""
 
     @staticmethod
-    def forward(ctx: Any, link: ReplicaContext, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, replica: ReplicaContext, x: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
-        ctx.link = link
+        ctx.replica = replica
         moments = statistics.moments(x)
         return (
             x.view_as(x),
@@ -231,30 +233,30 @@ class Moments(Function):
     ) -> tuple[None, Tensor | None]:
         dx: Tensor | None = None
         if dy is None and dmoments is None and totals is None:
-            return None, None  # the engine asks, though no gradient has come
+            return None, None  # called by the engine without any gradient
         if x is None:  # this replica's output is unused, so (3) has not run
             (x,) = ctx.saved_tensors
         if dy is not None or totals is not None:
-            link: ReplicaContext = ctx.link
+            replica: ReplicaContext = ctx.replica
             if totals is None:
-                totals = torch.zeros_like(link.center.head).expand(2, -1)
-            dmean, dvar = totals / link.joint.total
-            dx = kernels.input_gradient(dy, x, link.center, scale, 2 * dvar, dmean)
+                totals = torch.zeros_like(replica.center.head).expand(2, -1)
+            dmean, dvar = totals / replica.batch.total
+            dx = kernels.input_gradient(dy, x, replica.center, scale, 2 * dvar, dmean)
         if dmoments is not None:
-            own = _moments_derivative(x, dmoments)
-            dx = own if dx is None else dx + own
+            exact = _moments_derivative(x, dmoments)
+            dx = exact if dx is None else dx + exact
         return None, dx
 
 
 def _moments_derivative(x: Tensor, dmoments: Tensor) -> Tensor:
-    """The derivative by x of the moments of x."""
+    """Returns the derivative of the moments of x by x."""
     # Without any values the result is empty, but still depends on dmoments: between processes the
     # second derivative is a collective, in which this rank must take part.
     n = max(channels.values_per_channel(x), 1)
     dmean, dvar = (channels.per_channel(d, x) for d in dmoments / n)
     dims = channels.reduced_dims(x)
     centered = x.to(channels.accumulation_dtype(x.dtype))
-    # Twice: what the rounding of a large mean has left is taken off the second time.
+    # Twice: the second pass removes the rounding error of a large mean.
     centered = centered - centered.detach().mean(dims, keepdim=True)
     centered = centered - centered.mean(dims, keepdim=True)
     return (dmean + 2 * dvar * centered).to(x.dtype)
@@ -263,8 +265,7 @@ def _moments_derivative(x: Tensor, dmoments: Tensor) -> Tensor:
 class Merge(Function):
     """(2) Merges the moments of all replicas; in backward adds derivatives, in replica order.
 
-    Its inputs are the moments of all replicas, and then the tensors that the totals of a fast
-    backward return to.
+    Its inputs are the moments of all replicas, then their `LocalMoments.totals`.
     """
 
     @staticmethod
@@ -297,15 +298,15 @@ class Merge(Function):
 
 
 def needs_true_derivatives(grad: Tensor) -> bool:
-    """Whether the running backward makes a graph, or several gradients at once.
+    """Returns whether this backward builds a graph or computes batched gradients.
 
-    The latter (``is_grads_batched``) take no operations in place.
+    Batched gradients (``is_grads_batched``) do not support in-place operations.
     """
     return torch.is_grad_enabled() or is_batched(grad)
 
 
 def stacked(counts: list[int], moments: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Shares and moments of all replicas, as `statistics.merge` takes them, on one device."""
+    """Returns the arguments of `syncbn.moments.merge` for some replicas, on one device."""
     home, total = moments[0].device, sum(counts)
     stats = torch.stack([m.to(home) for m in moments])
     share = torch.tensor([[[count / total]] for count in counts], dtype=stats.dtype)
@@ -319,20 +320,20 @@ def _merge_derivative(
     share, means = share[:, 0], stats[:, 0]
     mean = (share * means).sum(0)
     dmean, dvar = grad
-    # The variance's way through the merged mean adds up to nothing.
+    # The terms through the merged mean cancel.
     return torch.stack((share * (dmean + 2 * dvar * (means - mean)), share * dvar), 1).unbind(0)
 
 
 class Normalize(Function):
-    """(3) Normalizes a shard; in backward the gradients of the parameters and of the moments.
+    """(3) Normalizes a shard; its backward computes the gradients of parameters and moments.
 
-    Of its inputs z, carrier and scale it uses the edges only.
+    It uses only the edges of its inputs z, carrier and scale, not their values.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        link: ReplicaContext,
+        replica: ReplicaContext,
         denominator: Denominator,
         x: Tensor,
         z: Tensor,
@@ -343,14 +344,14 @@ class Normalize(Function):
         bias: Tensor | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.link, ctx.denominator = link, denominator
+        ctx.replica, ctx.denominator = replica, denominator
         ctx.options = [None if p is None else (p.device, p.dtype) for p in (weight, bias)]
-        # (1) has saved x, unless x needs no gradient. It is not saved twice, as hooks on saved
-        # tensors (which may copy them to the CPU, say) would run twice.
+        # (1) has saved x, unless x needs no gradient, and the backward reads it from there: saving
+        # it twice would run hooks on saved tensors (which may copy them to the CPU) twice.
         ctx.moments = z.grad_fn
         ctx.save_for_backward(merged, weight, None if z.requires_grad else x)
         return kernels.normalize(
-            x, link.center, denominator.clamped(merged[1]), denominator.added, weight, bias
+            x, replica.center, denominator.clamped(merged[1]), denominator.added, weight, bias
         )
 
     @staticmethod
@@ -366,7 +367,7 @@ class Normalize(Function):
             dx, dmerged, dweight, dbias = derivative
         else:
             var, eps = ctx.denominator.clamped(merged[1]), ctx.denominator.added
-            dweight, dbias = kernels.reduce(dy, x, ctx.link.center, var, eps)
+            dweight, dbias = kernels.reduce(dy, x, ctx.replica.center, var, eps)
             inverse = (var + eps).rsqrt()
             scale = _times(inverse, weight)
             dmerged = torch.stack((dbias, dweight)).to(merged).mul_(scale)
@@ -389,24 +390,24 @@ class Normalize(Function):
 def moment_gradients(
     sums: Tensor, inverse: Tensor, var: Tensor, denominator: Denominator
 ) -> Tensor:
-    """The derivatives by mean and variance, made in place of the sums of ``scale * dy`` and of
-    ``scale * dy * x_hat``."""
+    """Converts the sums of ``scale * dy`` and ``scale * dy * x_hat``, in place, to the derivatives
+    by mean and variance."""
     sums.neg_()
     sums[1].mul_(inverse).mul_(0.5)
-    if denominator.clamps:  # no way through the variance where it is clamped
+    if denominator.clamps:  # a clamped variance has no derivative
         sums[1].mul_(denominator.slope(var))
     return sums
 
 
 def _times(statistics: Tensor, weight: Tensor | None) -> Tensor:
-    """The product, where the statistics are."""
+    """Returns the product, on the device of the statistics."""
     return statistics if weight is None else statistics * weight.to(statistics.device)
 
 
 def _normalize_derivative(
     dy: Tensor, x: Tensor, merged: Tensor, weight: Tensor | None, denominator: Denominator
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The derivatives by x, by the merged moments, by weight and by bias."""
+    """Returns the derivatives by x, by the merged moments, by weight and by bias."""
     dims = channels.reduced_dims(x)
     mean, var = merged
     inverse = denominator.of(var).rsqrt()

@@ -1,13 +1,12 @@
-"""Small shards on the CPU: one node of the graph, made by the first replica, normalizes them all.
+"""Small shards on the CPU: one node of the graph, on the merging replica, normalizes them all.
 
-    replica i        ShardInput: x_i, weight_i, bias_i ──▶ first replica
-    first replica    Joined, of the inputs of all replicas
+    replica i        ShardInput: x_i, weight_i, bias_i ──▶ merging replica
+    merging replica  Joined, of the inputs of all replicas
     replica i        ShardOutput: y_i                  ◀──
 
-For small tensors the time of a layer is that of its many operations, for which the replicas'
-threads stand in line. Here one thread makes them, some of them for all replicas at once, and the
-graph has one node instead of 2 n + 1. What it computes, and what it saves, is what the nodes of
-`syncbn.graph` do.
+For small tensors per-operation overhead dominates, and the threads of the replicas compete for the
+GIL. Here one thread runs all operations, some of them for all replicas at once, and the graph has
+one node instead of 2 n + 1. It computes and saves the same values as the nodes of `syncbn.graph`.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from syncbn import channels, kernels
 from syncbn import moments as statistics
 from syncbn.graph import (
     BatchContext,
-    Begun,
     Denominator,
     GlobalMoments,
     LocalMoments,
+    PendingCall,
     begin,
     finish,
     merge_shards,
@@ -37,13 +36,12 @@ from syncbn.graph import (
 
 __all__: list[str] = []
 
-#: Values of a shard, up to which it pays: to normalize them takes a core as long as the operations
-#: take that each replica makes otherwise, one replica after the other in Python's eyes.
+#: The largest shard, in values, for which this is faster than a node per replica.
 SMALL = 2**17
 
 
 class ShardInput(NamedTuple):
-    """A replica's message."""
+    """The message of a replica: the arguments of its call."""
 
     x: Tensor
     weight: Tensor | None
@@ -52,16 +50,16 @@ class ShardInput(NamedTuple):
 
 
 class ShardOutput(NamedTuple):
-    """The reply: the output, and the moments that it was made with; None if there are none."""
+    """The reply: the output and the moments of the batch. Both are None below 2 values."""
 
     y: Tensor | None
-    whole: GlobalMoments
+    global_moments: GlobalMoments
 
 
 def is_small(x: Tensor) -> bool:
-    """Whether a shard may be sent as it is.
+    """Returns whether a shard may be sent to the merging replica as it is.
 
-    Not where a replica looks at what is saved for backward, or computed: there each has its own.
+    Hooks on saved tensors and torch modes of a replica must see its own operations.
     """
     return (
         x.numel() <= SMALL
@@ -72,54 +70,56 @@ def is_small(x: Tensor) -> bool:
     )
 
 
-def replies_to(messages: Sequence[LocalMoments | ShardInput]) -> list[GlobalMoments | ShardOutput]:
-    """What the first replica replies to the messages of all."""
-    parts = [message for message in messages if isinstance(message, ShardInput)]
-    total = sum(channels.values_per_channel(part.x) for part in parts)
+def merge_messages(
+    messages: Sequence[LocalMoments | ShardInput],
+) -> list[GlobalMoments | ShardOutput]:
+    """Returns the reply to each message."""
+    shards = [message for message in messages if isinstance(message, ShardInput)]
+    total = sum(channels.values_per_channel(shard.x) for shard in shards)
     if (
-        len(parts) == len(messages)
+        len(shards) == len(messages)
         and total > 1
-        and len(set(map(_what_is_alike, parts))) == 1
-        # Else the graphs of the replicas have nothing in common, and are used one by one.
-        and any(part.x.requires_grad for part in parts)
+        and len(set(map(_must_match, shards))) == 1
+        # Otherwise the replicas' graphs share no node and may be used separately.
+        and any(shard.x.requires_grad for shard in shards)
     ):
-        return list(_joined(parts, total))
+        return list(_joined(shards, total))
     return _one_by_one(messages)
 
 
-def _what_is_alike(part: ShardInput) -> tuple[object, ...]:
-    _, weight, bias, denominator = part
+def _must_match(shard: ShardInput) -> tuple[object, ...]:
+    _, weight, bias, denominator = shard
     return denominator, *(None if p is None else p.dtype for p in (weight, bias))
 
 
-def _joined(parts: Sequence[ShardInput], total: int) -> list[ShardOutput]:
-    xs, weights, biases, (denominator, *_) = zip(*parts, strict=True)
+def _joined(shards: Sequence[ShardInput], total: int) -> list[ShardOutput]:
+    xs, weights, biases, (denominator, *_) = zip(*shards, strict=True)
     *ys, merged = Joined.apply(denominator, *xs, *weights, *biases)  # type: ignore[no-untyped-call]
-    whole = GlobalMoments(BatchContext(total), merged)
-    return [ShardOutput(y, whole) for y in ys]
+    global_moments = GlobalMoments(BatchContext(total), merged)
+    return [ShardOutput(y, global_moments) for y in ys]
 
 
 def _one_by_one(
     messages: Sequence[LocalMoments | ShardInput],
 ) -> list[GlobalMoments | ShardOutput]:
-    """With the nodes of `syncbn.graph`, for those who have sent parts."""
-    begun = [begin(m.x) if isinstance(m, ShardInput) else m for m in messages]
-    wholes = merge_shards([b.shard if isinstance(b, Begun) else b for b in begun])
+    """Replies with the nodes of `syncbn.graph`, run here for the replicas that sent shards."""
+    calls = [begin(m.x) if isinstance(m, ShardInput) else m for m in messages]
+    moments = merge_shards([c.message if isinstance(c, PendingCall) else c for c in calls])
     replies: list[GlobalMoments | ShardOutput] = []
-    for message, one, whole in zip(messages, begun, wholes, strict=True):
-        if isinstance(message, ShardInput) and isinstance(one, Begun):
-            y = None if whole.moments is None else finish(one, whole, *message)
-            replies.append(ShardOutput(y, whole))
+    for message, call, reply in zip(messages, calls, moments, strict=True):
+        if isinstance(message, ShardInput) and isinstance(call, PendingCall):
+            y = None if reply.moments is None else finish(call, reply, *message)
+            replies.append(ShardOutput(y, reply))
         else:
-            replies.append(whole)
+            replies.append(reply)
     return replies
 
 
 class Joined(Function):
     """Normalizes all shards; see `syncbn.graph` for the formulas.
 
-    Its inputs are the shards, the weights and the biases of all replicas; its outputs their
-    outputs, and the merged moments, which have no derivative.
+    Its inputs are the shards, the weights and the biases of all replicas. Its outputs are their
+    outputs and the merged moments, which are not differentiable.
     """
 
     @staticmethod
@@ -133,7 +133,7 @@ class Joined(Function):
         ctx.center = center = kernels.center_of(merged[0], xs[0], is_large)
         ctx.denominator, ctx.total = denominator, total
         ctx.save_for_backward(*xs, *weights, merged)
-        ctx.biases = biases  # of which the values do not matter
+        ctx.biases = biases  # only their dtypes matter
         ctx.mark_non_differentiable(merged)
         return (
             *(
@@ -147,7 +147,7 @@ class Joined(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         *tensors, merged = ctx.saved_tensors
         dys, biases = grads[:-1], ctx.biases
-        if all(dy is None for dy in dys):  # the engine asks, though no gradient has come
+        if all(dy is None for dy in dys):  # called by the engine without any gradient
             return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled() or any(dy is not None and is_batched(dy) for dy in dys):
             tensors += biases
@@ -184,7 +184,7 @@ class Joined(Function):
 
 
 def _moments(xs: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """The moments of the whole batch, and its values per channel."""
+    """Returns the moments of the whole batch, and its values per channel."""
     if len({(x.shape[1:], x.is_contiguous()) for x in xs}) == 1:
         x = torch.cat(tuple(xs))
         return statistics.moments(x), channels.values_per_channel(x)
@@ -199,15 +199,15 @@ def _derivative(
     needed: Sequence[bool],
     dys: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """The gradients, by the nodes that know their own derivatives."""
+    """Returns the gradients, computed by the differentiable nodes of `syncbn.graph`."""
     n, creates_graph = len(dys), torch.is_grad_enabled()
     with torch.enable_grad():
-        # Of tensors of their own: a derivative by those of the user would run their hooks, which
-        # run again behind this node, and would count what is there twice for each.
+        # Differentiate by views. The hooks of the user's tensors run behind this node, and must
+        # not run here as well.
         tensors = [tensor if tensor is None else tensor.view_as(tensor) for tensor in tensors]
         columns = zip(tensors[:n], tensors[n : 2 * n], tensors[2 * n :], strict=True)
-        parts = [ShardInput(x, weight, bias, denominator) for x, weight, bias in columns]  # type: ignore[arg-type]
-        replies: list[Any] = _one_by_one(parts)
+        shards = [ShardInput(x, weight, bias, denominator) for x, weight, bias in columns]  # type: ignore[arg-type]
+        replies: list[Any] = _one_by_one(shards)
     used = [(reply.y, dy) for reply, dy in zip(replies, dys, strict=True) if dy is not None]
     inputs: list[Any] = [t for t, is_needed in zip(tensors, needed, strict=True) if is_needed]
     grads = iter(
@@ -215,7 +215,7 @@ def _derivative(
             [y for y, _ in used],
             inputs,
             [dy for _, dy in used],
-            retain_graph=True,  # as a node looks into what another one has saved
+            retain_graph=True,  # as (3) reads the tensors that (1) has saved
             create_graph=creates_graph,
             allow_unused=True,
         )

@@ -1,11 +1,11 @@
 """The merge of the moments between processes: one collective forward, one backward.
 
-Where a gather is faster (few ranks, see `ProcessGroup.prefers_gather`), and for inputs in
-float64, each rank gets the others' counts, means and variances, and merges them as replicas do.
-Else float64 sums travel, of a few values per channel whatever the number of ranks:
+If a gather is faster (few ranks, see `ProcessGroup.prefers_gather`), or for float64 inputs, each
+rank gathers all counts, means and variances, and merges them as replicas do. Otherwise the ranks
+add float64 sums, a few values per channel for any number of ranks:
 
     forward    n, sum(x) = n * mean, sum(x^2) = n * (var + mean^2)
-    backward   the two sums that `syncbn.graph` describes
+    backward   the two totals that `syncbn.graph` describes
 
     var = sum(x^2) / n - mean^2 has lost log10(mean^2 / var) of the 16 digits of float64: 8 are
     left for a mean of 1e4 deviations, as many as the inputs have in float32.
@@ -27,39 +27,41 @@ from syncbn.graph import BatchContext, GlobalMoments, LocalMoments, needs_true_d
 __all__: list[str] = []
 
 
-#: Dtypes of inputs from which one expects more digits than sums have left.
+#: Input dtypes that need more digits than the sums keep.
 _PRECISE = {torch.float64}
 
 
-def merge_ranks(group: Any, shard: LocalMoments, layouts: Layouts) -> GlobalMoments:
-    """Sends this rank's moments, and returns those of all ranks."""
-    joint = BatchContext(0)
-    exchange = Exchange(group, shard, layouts)
-    merged = MergeRanks.apply(joint, exchange, shard.moments, shard.totals)  # type: ignore[no-untyped-call]
-    has_data = not isinstance(joint.total, int) or joint.total > 1
+def merge_ranks(group: Any, local: LocalMoments, layouts: Layouts) -> GlobalMoments:
+    """Merges the moments of all ranks."""
+    batch = BatchContext(0)
+    exchange = Exchange(group, local, layouts)
+    merged = MergeRanks.apply(batch, exchange, local.moments, local.totals)  # type: ignore[no-untyped-call]
+    has_data = not isinstance(batch.total, int) or batch.total > 1
     if not has_data:
-        return GlobalMoments(joint, None)
-    return GlobalMoments(joint, merged, statistics.has_large_mean(merged.detach()))
+        return GlobalMoments(batch, None)
+    return GlobalMoments(batch, merged, statistics.has_large_mean(merged.detach()))
 
 
 class Exchange:
-    """The two collectives of a call."""
+    """The two collectives of a call, one forward and one backward."""
 
-    def __init__(self, group: ProcessGroup, shard: LocalMoments, layouts: Layouts) -> None:
+    def __init__(self, group: ProcessGroup, local: LocalMoments, layouts: Layouts) -> None:
         self._group = group
-        self._values = shard.values
+        self._values = local.values
         self._layouts = layouts
         self._gathers = any(dtype in _PRECISE for dtype, _ in layouts)
-        self._requires_grad = torch.is_grad_enabled() and shard.moments.requires_grad
+        self._requires_grad = torch.is_grad_enabled() and local.moments.requires_grad
 
     def merged(self, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The number of values of this rank, that of all, and their ``(2, C)`` moments."""
-        count = moments.new_full((1,), self._values)  # a kernel: a copy would stop a GPU's host
+        """Returns this rank's values per channel, all ranks' values, and the merged moments."""
+        count = moments.new_full(
+            (1,), self._values
+        )  # a kernel: a copy would block the host on a GPU
         mean, var = moments
-        part = torch.cat((count, mean, var))
-        if self._gathers or self._group.prefers_gather(part):
-            parts = self._exchange("batch_norm", part, stack=True)
-            counts, stats = parts[:, :1], parts[:, 1:].unflatten(1, (2, -1))
+        packed = torch.cat((count, mean, var))
+        if self._gathers or self._group.prefers_gather(packed):
+            gathered = self._exchange("batch_norm", packed, stack=True)
+            counts, stats = gathered[:, :1], gathered[:, 1:].unflatten(1, (2, -1))
             total = counts.sum()
             share = (counts / total.clamp(min=1)).unsqueeze(2)
             return count, total, statistics.merge(share, stats)
@@ -71,7 +73,7 @@ class Exchange:
         return count, total[0], torch.stack((mean, (square - mean.square()).clamp(min=0)))
 
     def summed(self, sums: Tensor) -> Tensor:
-        """The sum over the ranks, in backward; differentiable."""
+        """Adds the totals of all ranks in backward. Differentiable."""
         return self._exchange("batch_norm_backward", sums, stack=False)
 
     def _exchange(self, name: str, tensor: Tensor, stack: bool) -> Tensor:
@@ -85,19 +87,19 @@ class Exchange:
 
 
 def known_to_host(total: Tensor) -> int | Tensor:
-    """A count as a number, where the host does not have to wait for a GPU to tell."""
+    """Returns a count as an int, unless that would make the host wait for an accelerator."""
     return int(total.item()) if total.device.type == "cpu" else total
 
 
 class MergeRanks(Function):
-    """(2) of `syncbn.graph`, as each rank has a part of it."""
+    """(2) of `syncbn.graph`, on each rank."""
 
     @staticmethod
     def forward(
-        ctx: Any, joint: BatchContext, exchange: Exchange, moments: Tensor, totals: Tensor
+        ctx: Any, batch: BatchContext, exchange: Exchange, moments: Tensor, totals: Tensor
     ) -> Tensor:
         count, total, merged = exchange.merged(moments)
-        joint.total = known_to_host(total)
+        batch.total = known_to_host(total)
         ctx.exchange = exchange
         ctx.save_for_backward(moments, merged, count / total.clamp(min=1))
         return merged

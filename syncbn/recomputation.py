@@ -1,8 +1,8 @@
-"""What a replica keeps of its calls for activation checkpoints, which call its layers once more.
+"""Recorded calls of a layer, from which activation checkpoints recompute it without waiting.
 
-The recomputation runs in backward, in whatever order and thread, often for one replica alone:
-nobody may wait there. All that a layer needs of the others are the moments of the whole batch, so
-a replica keeps those of each of its calls, vectors of length C, and answers with them.
+A recomputation runs in backward, in any order and thread, often for one replica only, so it must
+not wait for other replicas. A layer needs only the moments of the whole batch from them. Each
+replica therefore records the moments of each of its calls, vectors of length C.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ __all__: list[str] = []
 
 
 class RecordedCall(NamedTuple):
-    """What was sent and what came back, cut off from the graph."""
+    """The message and the reply of a call, detached from the graph."""
 
     sent: LocalMoments
     reply: GlobalMoments
-    #: Whether the reply required gradients, and whether it could have.
+    #: Whether the reply required gradients.
     requires_grad: bool
+    #: Whether the call ran with grad enabled.
     grad_enabled: bool
 
 
@@ -33,44 +34,44 @@ class RecordedCalls:
     """The calls of one copy of a layer in one forward.
 
     Args:
-        where: The layer and the replica, for messages.
+        where: The layer and the replica, for error messages.
     """
 
     def __init__(self, where: str) -> None:
         self._where = where
         self._calls: list[RecordedCall] = []
 
-    def keep(self, sent: LocalMoments, reply: GlobalMoments) -> None:
-        """Notes a call."""
-        merged = reply.moments
+    def record(self, sent: LocalMoments, reply: GlobalMoments) -> None:
+        """Records a call."""
+        moments = reply.moments
         self._calls.append(
             RecordedCall(
                 sent._replace(moments=sent.moments.detach()),
-                reply if merged is None else reply._replace(moments=merged.detach()),
-                merged is not None and merged.requires_grad,
+                reply if moments is None else reply._replace(moments=moments.detach()),
+                moments is not None and moments.requires_grad,
                 torch.is_grad_enabled(),
             )
         )
 
     def recall(self, sent: LocalMoments, dtype: torch.dtype) -> GlobalMoments:
-        """The reply to the call that is recomputed.
+        """Returns the recorded reply to the call that is being recomputed.
 
-        Which one that is nobody tells: it is the one whose moments are nearest. They need not be
-        equal, as some devices do not compute the same twice; least of all in half precision.
+        torch does not say which call that is. It is the one whose moments are nearest. They need
+        not be equal: some devices are not deterministic, and half precision rounds coarsely.
 
         Raises:
-            ReplicationError: No call, or more than one, can be meant; or the forward ran without
-                a graph, or with other values.
+            ReplicationError: No call matches, several calls match, the forward ran without a
+                graph, or its input was different.
         """
-        alike = [call for call in self._calls if call.sent.values == sent.values]
-        # Calls without a graph are made again as such, if at all.
+        same_size = [call for call in self._calls if call.sent.values == sent.values]
+        # A call that ran without a graph is recomputed without one.
         grad_enabled = torch.is_grad_enabled()
-        calls = [call for call in alike if call.grad_enabled == grad_enabled] or alike
+        calls = [call for call in same_size if call.grad_enabled == grad_enabled] or same_size
         if not calls:
             raise ReplicationError(
-                f"{self._where} is called in backward with {sent.values} values per channel, as "
-                "in no call of its forward that a checkpoint has made. An activation checkpoint "
-                "must call its layers as the forward has; other calls belong into the forward."
+                f"{self._where} is called in backward with {sent.values} values per channel, "
+                "which matches no call of its forward inside a checkpoint. An activation "
+                "checkpoint must repeat the calls of the forward; make other calls in the forward."
             )
         if grad_enabled and not calls[0].grad_enabled:
             raise ReplicationError(
@@ -79,55 +80,58 @@ class RecordedCalls:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         rounding = _ROUNDING.get(dtype, math.inf)
-        call = self._nearest(calls, sent.moments.detach(), rounding, is_sole=len(alike) == 1)
+        call = self._nearest(
+            calls, sent.moments.detach(), rounding, is_only_call=len(same_size) == 1
+        )
         if call.reply.moments is None:
             return call.reply
-        # A leaf: the recomputed graph serves its saved tensors only, of which as many must be.
-        merged = call.reply.moments.detach().requires_grad_(call.requires_grad)
-        return call.reply._replace(moments=merged)
+        # A leaf suffices: only the saved tensors of the recomputed graph are used.
+        moments = call.reply.moments.detach().requires_grad_(call.requires_grad)
+        return call.reply._replace(moments=moments)
 
     def _nearest(
-        self, calls: list[RecordedCall], moments: Tensor, rounding: float, is_sole: bool
+        self, calls: list[RecordedCall], moments: Tensor, rounding: float, is_only_call: bool
     ) -> RecordedCall:
+        """Returns the call whose message had the nearest moments."""
         on_cpu = moments.device.type == "cpu"
-        if not calls[0].sent.values or (is_sole and not on_cpu):
-            return calls[0]  # without any values, or without making the host wait for a GPU
+        if not calls[0].sent.values or (is_only_call and not on_cpu):
+            return calls[0]  # a comparison would be empty, or make the host wait for a GPU
         distances = torch.stack([_distance(c.sent.moments, moments) for c in calls]).tolist()
         least = min(distances)
         if least > rounding:
             raise ReplicationError(
                 f"{self._where} is recomputed by an activation checkpoint with another input than "
-                "in any call of its forward. Random numbers, as of dropout, cannot be drawn again "
-                "where replicas on one device share its generator; nor may parameters change "
+                "in any call of its forward. Random numbers (dropout) cannot be reproduced if "
+                "replicas on one device share its generator, and parameters must not change "
                 "between forward and backward."
             )
         nearest = [c for c, d in zip(calls, distances, strict=True) if d == least]
         if any(_replies_differ(nearest[0].reply, call.reply) for call in nearest[1:]):
             raise ReplicationError(
-                f"{self._where} is recomputed by an activation checkpoint, and which of "
-                f"{len(nearest)} calls that is cannot be told: the input of this replica was the "
-                "same in them, that of others was not. Use another layer for each of the calls, "
-                "or leave this one out of the checkpoint."
+                f"{self._where} is recomputed by an activation checkpoint, and the recomputed "
+                f"call may be any of {len(nearest)}: this replica's input was the same in each, "
+                "the other replicas' inputs were not. Use a separate layer for each call, or keep "
+                "this layer out of the checkpoint."
             )
         return nearest[0]
 
 
-#: Differences, in standard deviations, that may come of rounding in another order.
+#: The largest difference, in standard deviations, that is taken for rounding.
 _ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}
 
 
 def _distance(one: Tensor, other: Tensor) -> Tensor:
-    """The largest difference of two pairs of moments, in standard deviations."""
+    """Returns the largest difference between two pairs of moments, in standard deviations."""
     if not one.numel():
         return one.new_zeros(())
     deviation = one[1].sqrt() + torch.finfo(torch.float32).eps * one[0].abs()
     scale = torch.stack((deviation, deviation.square()))
-    alike = (one == other) | (one.isnan() & other.isnan())
-    return torch.where(alike, 0.0, (one - other).abs() / scale).nan_to_num(nan=math.inf).amax()
+    equal = (one == other) | (one.isnan() & other.isnan())
+    return torch.where(equal, 0.0, (one - other).abs() / scale).nan_to_num(nan=math.inf).amax()
 
 
 def _replies_differ(one: GlobalMoments, other: GlobalMoments) -> bool:
-    """By more than rounding."""
+    """Returns whether two replies differ by more than rounding."""
     if one.moments is None or other.moments is None:
         return one.moments is not other.moments
     return bool(_distance(one.moments, other.moments) > 1e-6)

@@ -1,4 +1,4 @@
-"""A table of the layers of a network: which are synchronized, which are not, and why."""
+"""A table of the layers of a network that shows which ones are synchronized, and why."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ __all__ = ["Summary", "summary"]
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
-#: The synchronized class of each class of torch.
+#: The synchronized counterpart of each torch class.
 SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: SynchronizedBatchNorm1d,
     nn.BatchNorm2d: SynchronizedBatchNorm2d,
     nn.BatchNorm3d: SynchronizedBatchNorm3d,
     nn.SyncBatchNorm: SynchronizedBatchNormNd,
 }
-#: And back.
+#: The torch class of each synchronized class.
 PLAIN = {synchronized: plain for plain, synchronized in SYNCHRONIZED.items()}
 
 _NAMES = {plain.__name__ for plain in SYNCHRONIZED}
 
-#: The attributes by which a layer of an older toolkit is recognized.
+#: Attributes that identify a layer of an older toolkit.
 _OLDER_STATE = frozenset(("_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe"))
-#: What a synchronized layer has no use for.
+#: Attributes of such a layer that a synchronized layer does not need.
 OLDER_ATTRIBUTES = _OLDER_STATE | {"_moving_average_fraction"}
 
 #: Layers that normalize each sample separately.
@@ -60,7 +60,7 @@ _BY_SAMPLE = (
 KindName = Literal["synchronized", "plain", "left alone", "by sample", "wrapper"]
 
 
-_CONVERTIBLE = "convert_model makes it a synchronized one"
+_CONVERTIBLE = "convert_model synchronizes it"
 
 
 class Kind(NamedTuple):
@@ -72,20 +72,17 @@ class Kind(NamedTuple):
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """The kind of a layer; None if it neither normalizes nor runs replicas."""
+    """Returns the kind of a layer, or None if it neither normalizes nor runs replicas."""
     if isinstance(module, SynchronizedBatchNorm):
         return Kind("synchronized", _note_on(module))
     if type(module) in SYNCHRONIZED:
         return Kind("plain", _CONVERTIBLE)
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, _BatchNorm):
-        return Kind("left alone", "lazy: call the network once, and convert it then")
+        return Kind("left alone", "lazy: call the network once before you convert it")
     if is_older(module):
-        reason = why_older_stays(module)
-        return (
-            Kind("left alone", reason)
-            if reason
-            else Kind("plain", f"of an older toolkit; {_CONVERTIBLE}")
-        )
+        if reason := why_older_stays(module):
+            return Kind("left alone", reason)
+        return Kind("plain", f"of an older toolkit; {_CONVERTIBLE}")
     if isinstance(module, _BatchNorm):
         kind = type_before_parametrizations(module)
         if kind in SYNCHRONIZED:
@@ -97,7 +94,7 @@ def kind_of(module: nn.Module) -> Kind | None:
         note = f"a script of {name}: convert before torch.jit"
         return Kind("left alone", note) if name in _NAMES else None
     if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
-        return Kind("left alone", "by sample; but its running statistics are the first replica's")
+        return Kind("left alone", "by sample, but its running statistics are the first replica's")
     if isinstance(module, _BY_SAMPLE):
         return Kind("by sample")
     if isinstance(module, nn.DataParallel):
@@ -111,49 +108,53 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def is_older(module: nn.Module) -> bool:
-    """Whether a layer brings its own pipes, as batch norm of the older toolkits does."""
+    """Returns whether a layer has pipes of its own, like batch norm of the older toolkits."""
     return isinstance(module, _BatchNorm) and vars(module).keys() >= _OLDER_STATE
 
 
 def why_older_stays(layer: nn.Module) -> str:
-    """Why a layer of an older toolkit cannot be converted without loss; empty if it can."""
+    """Returns why a layer of an older toolkit can't be converted without loss, or ""."""
     kind = type(layer)
-    above = kind.__mro__[: kind.__mro__.index(_BatchNorm)]
-    toolkits = next((c for c in above if CALLBACK in vars(c)), None)
-    changes = _changes(layer, above, toolkits)
-    if not changes:
+    classes = kind.__mro__[: kind.__mro__.index(_BatchNorm)]
+    toolkit = next((c for c in classes if CALLBACK in vars(c)), None)
+    difference = _difference_from_older(layer, classes, toolkit)
+    if not difference:
         return ""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "an unknown file"
-    package = (toolkits or kind).__module__.removesuffix(".batchnorm")
+    package = (toolkit or kind).__module__.removesuffix(".batchnorm")
     return (
-        f"a layer of an older toolkit {changes}: class {kind.__qualname__} of {file}; "
+        f"a layer of an older toolkit {difference}: class {kind.__qualname__} of {file}; "
         f"syncbn.stand_in_for({package!r}), called before the first import of {package}, makes "
         "its base class a synchronized one"
     )
 
 
-def _changes(layer: nn.Module, above: tuple[type, ...], toolkits: type | None) -> str:
-    """What distinguishes a layer from the older toolkit's own, if anything.
+def _difference_from_older(
+    layer: nn.Module, classes: tuple[type, ...], toolkit: type | None
+) -> str:
+    """Returns how a layer differs from the layers of the older toolkit, or "".
 
     Args:
         layer: The layer.
-        above: Its classes above batch norm.
-        toolkits: The class among them that has the replication callback.
+        classes: Its class and the base classes before torch's batch norm.
+        toolkit: The one of them that has the replication callback.
     """
-    forward = None if toolkits is None else vars(toolkits).get("forward")
-    if toolkits is None or forward is None:
+    forward = vars(toolkit).get("forward") if toolkit else None
+    if toolkit is None or forward is None:
         return "without a forward and a callback in one class"
-    derived = above[: above.index(toolkits)]
+    position = classes.index(toolkit)
+    derived, bases = classes[:position], classes[position + 1 :]
     added = {n for c in derived for n, v in vars(c).items() if callable(v) or n[:2] != "__"}
-    added |= {n for n, v in vars(toolkits).items() if callable(v) and n[:1] != "_"} - {"forward"}
+    added |= {n for n, v in vars(toolkit).items() if callable(v) and n[:1] != "_"} - {"forward"}
     if added := added - {"__init__", "_check_input_dim", "extra_repr"}:
         return f"that adds {', '.join(sorted(added))}"
-    if not all(c.__module__.startswith("torch.") for c in above[above.index(toolkits) + 1 :]):
+    if not all(base.__module__.startswith("torch.") for base in bases):
         return "with a base class of its own"
     if counterpart(layer) is None:
         return "whose class name does not say 1d, 2d or 3d"
-    used = getattr(getattr(forward, "__code__", None), "co_names", ())
-    state = {*layer._parameters, *layer._buffers, *layer._modules, *(vars(layer).keys() & used)}
+    # Plain attributes matter only if the forward reads them.
+    read = getattr(getattr(forward, "__code__", None), "co_names", ())
+    state = {*layer._parameters, *layer._buffers, *layer._modules, *(vars(layer).keys() & read)}
     state -= {*vars(_plain), *_plain._parameters, *_plain._buffers, *OLDER_ATTRIBUTES, *CORRECTION}
     if state:
         return f"with state of its own, {', '.join(sorted(state))}"
@@ -164,7 +165,7 @@ _plain = nn.BatchNorm2d(1, device="meta")
 
 
 def counterpart(layer: nn.Module) -> type[nn.Module] | None:
-    """The synchronized class for a layer of an older toolkit, by the dimensions in its name."""
+    """Returns the synchronized class whose "1d", "2d" or "3d" is in a layer's class names."""
     kinds = {plain.__name__[-2:]: kind for plain, kind in SYNCHRONIZED.items()}
     for base in type(layer).__mro__:
         for dimensions in ("1d", "2d", "3d"):
@@ -174,7 +175,7 @@ def counterpart(layer: nn.Module) -> type[nn.Module] | None:
 
 
 def out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers in plain lists, tuples and dicts, which torch does not register.
+    """Finds batch norm in plain lists, tuples and dicts, which torch does not register.
 
     Yields:
         The path of the attribute, and a batch norm in it.
@@ -193,7 +194,7 @@ def out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of a module's class; of a script, the name of the class that was scripted."""
+    """Returns the name of a module's class, or of the class from which a script was made."""
     is_script = isinstance(module, torch.jit.ScriptModule)
     return str(module.original_name) if is_script else type(module).__name__
 
@@ -205,29 +206,28 @@ def _note_on(layer: SynchronizedBatchNorm) -> str:
     if layer.group_size is not None:
         notes.append(f"in groups of {layer.group_size}")
     if layer.process_group is not None:
-        notes.append("with a process group of its own")
+        notes.append("in a process group")
     return "; ".join(notes)
 
 
 class LayerSummary(NamedTuple):
-    """One layer."""
+    """A row of a `Summary`."""
 
-    #: In the network; empty for the network itself.
+    #: The path in the network. The network itself has an empty path.
     path: str
-    #: The name of its class.
+    #: The name of the layer's class.
     layer: str
     kind: Kind
 
 
 class Summary:
-    """The result of `summary`; ``print`` it.
+    """The result of `summary`, to be printed.
 
     Attributes:
-        layers: All layers that normalize, and all that run replicas, in the order of
-            ``named_modules()``: ``path``, ``layer`` (the name of its class), and ``kind``, of
-            which ``kind.name`` is ``"synchronized"``, ``"plain"`` (not converted),
-            ``"left alone"``, ``"by sample"`` (nothing to synchronize), or ``"wrapper"``, and
-            ``kind.note`` says why.
+        layers: All layers that normalize or run replicas, in the order of ``named_modules()``.
+            Each has a ``path``, ``layer`` (the name of its class), and ``kind``. ``kind.name`` is
+            ``"synchronized"``, ``"plain"`` (not converted), ``"left alone"``, ``"by sample"``
+            (nothing to synchronize), or ``"wrapper"``, and ``kind.note`` gives the reason.
     """
 
     def __init__(self, layers: tuple[LayerSummary, ...]) -> None:
@@ -237,7 +237,7 @@ class Summary:
         return f"<{type(self).__name__} of {len(self.layers)} layers>"
 
     def paths(self, kind: KindName) -> list[str]:
-        """The paths of all layers of one kind.
+        """Returns the paths of all layers of one kind.
 
         Raises:
             ValueError: ``kind`` is not one of the kinds.
@@ -271,7 +271,7 @@ class Summary:
 
 
 def summary(module: nn.Module) -> Summary:
-    """Lists the layers of a network that normalize, and says which of them are synchronized.
+    """Lists the layers of a network that normalize, and shows which of them are synchronized.
 
     Layers in plain lists, tuples and dicts are listed under the path of the attribute: neither
     `convert_model` nor replication finds them.
@@ -288,7 +288,7 @@ def summary(module: nn.Module) -> Summary:
         module: A layer or a network, converted or not, wrapped or not.
 
     Returns:
-        The list, to be printed.
+        The list of layers, to be printed.
 
     Raises:
         TypeError: ``module`` is not a module.

@@ -193,14 +193,14 @@ def test_layers_in_plain_containers_are_named(container, kind):
     with pytest.warns(UnsynchronizedWarning) as caught:
         convert_model(net)
     (text,) = [str(warning.message) for warning in caught]
-    assert "nn.ModuleList" in text and text.count(f"`1.hidden` ({kind.__name__})") == 2
+    assert "nn.ModuleList" in text and text.count(f"`1.hidden` ({kind.__name__}, ") == 2
     rows = [layer for layer in summary(net).layers if layer.kind.name == "left alone"]
     assert [layer[:2] for layer in rows] == [("1.hidden", kind.__name__)] * 2
     assert all("nn.ModuleList" in layer.kind.note for layer in rows)
 
 
 def test_layers_in_plain_containers_alone_are_one_warning():
-    with pytest.warns(UnsynchronizedWarning, match=r"`hidden` \(BatchNorm1d\)") as caught:
+    with pytest.warns(UnsynchronizedWarning, match=r"`hidden` \(BatchNorm1d, ") as caught:
         convert_model(Listed("list"))
     assert len(caught) == 1
 

@@ -55,13 +55,13 @@ def test_layers_in_evaluation_do_not_talk_and_the_others_do(wrap, frozen, monkey
         p.requires_grad for p in twin.parameters()
     ]
     talked = []
-    exchange = SynchronizedBatchNorm1d._sent
+    exchange = SynchronizedBatchNorm1d._exchange
 
     def noting(layer: Any, *args: Any, **kwargs: Any) -> Any:
         talked.append(layer._layer_name)
         return exchange(layer, *args, **kwargs)
 
-    monkeypatch.setattr(SynchronizedBatchNorm1d, "_sent", noting)
+    monkeypatch.setattr(SynchronizedBatchNorm1d, "_exchange", noting)
     run = wrap(net)
     for samples in (7, 4):
         x, dy = torch.randn(2, samples, 3, dtype=torch.float64)

@@ -111,12 +111,12 @@ def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(
     """Those of one device, which has updated the first few layers, and no other, by then."""
 
     def slow_replies(messages: Any) -> Any:
-        replies = replies_to(messages)
+        replies = merge_messages(messages)
         time.sleep(chance.random() / 500)
         return replies
 
-    replies_to = batchnorm.replies_to
-    monkeypatch.setattr(batchnorm, "replies_to", slow_replies)
+    merge_messages = batchnorm.merge_messages
+    monkeypatch.setattr(batchnorm, "merge_messages", slow_replies)
     net = convert_model(network())
     model = ours(net)
     model(torch.randn(7, 3, dtype=torch.float64))
@@ -154,16 +154,16 @@ class Merging:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
         self.goes_on, self.is_active = threading.Event(), True
-        replies_to = batchnorm.replies_to
+        merge_messages = batchnorm.merge_messages
 
         def late_replies(messages: Any) -> Any:
-            replies = replies_to(messages)
+            replies = merge_messages(messages)
             if self.is_active:
                 act()
                 assert self.goes_on.wait(DEADLINE)
             return replies
 
-        monkeypatch.setattr(batchnorm, "replies_to", late_replies)
+        monkeypatch.setattr(batchnorm, "merge_messages", late_replies)
 
     def end(self) -> None:
         self.is_active = False

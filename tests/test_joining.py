@@ -31,9 +31,9 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     joined = joining._joined
 
-    def noting(parts: Any, total: int) -> Any:
-        seen.append(len(parts))
-        return joined(parts, total)
+    def noting(shards: Any, total: int) -> Any:
+        seen.append(len(shards))
+        return joined(shards, total)
 
     monkeypatch.setattr(joining, "_joined", noting)
     return seen

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import unittest
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -79,10 +80,8 @@ def test_name_is_ours(package, module, name):
 
 
 @pytest.mark.parametrize(("module", "name"), SUPERSEDED)
-def test_superseded_name_answers_with_advice(package, module, name):
-    with pytest.warns(DeprecationWarning, match=name) as caught:
-        assert getattr(importlib.import_module(package + module), name) is not None
-    assert caught[0].filename == __file__
+def test_superseded_name_is_still_there(package, module, name):
+    assert isinstance(getattr(importlib.import_module(package + module), name), Callable)
 
 
 @pytest.mark.parametrize("module", ["", *{m for m, _ in SUPERSEDED}, *NAMES])
@@ -175,8 +174,7 @@ def test_program_for_the_older_toolkit_runs_unchanged(tmp_path):
 
 
 def test_test_case_of_the_older_toolkit_compares_tensors(package):
-    with pytest.warns(DeprecationWarning):
-        case = importlib.import_module(f"{package}.unittest").TorchTestCase()
+    case = importlib.import_module(f"{package}.unittest").TorchTestCase()
     assert isinstance(case, unittest.TestCase)
     x = torch.ones(3)
     case.assertTensorClose(x, x + 5e-4)

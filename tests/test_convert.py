@@ -21,7 +21,13 @@ from older_toolkit.batchnorm import (
 )
 from torch import nn
 
-from replication import DataParallel, ReplicaAware, UnsynchronizedWarning
+from replication import (
+    DataParallel,
+    ReplicaAware,
+    UnsynchronizedWarning,
+    patch_replication_callback,
+)
+from replication.groups.membership import ProcessGroupHandle
 from replication.patch import has_replication_callback
 from syncbn import (
     DataParallelWithCallback,
@@ -233,6 +239,21 @@ def test_a_stock_data_parallel_still_runs_after_conversion():
     assert copy.deepcopy(wrapper)(torch.randn(4, 3)).shape == (4, 3)
 
 
+@pytest.mark.parametrize("kind", [nn.DataParallel, CustomDataParallel])
+def test_a_round_trip_leaves_nothing_on_a_wrapper_or_its_layers(kind):
+    wrapper = kind(nn.BatchNorm1d(3), *([2] if kind is CustomDataParallel else []))
+    before = dict(vars(wrapper)), dict(vars(wrapper.module))
+    convert_model(wrapper)
+    wrapper.module._process_group = ProcessGroupHandle(object())
+    revert_model(wrapper)
+    assert (vars(wrapper), vars(wrapper.module)) == before
+    # The user's own choice from here on, which is not the conversion's to undo.
+    patch_replication_callback(wrapper)
+    patched = dict(vars(wrapper))
+    revert_model(wrapper)
+    assert vars(wrapper) == patched
+
+
 def test_our_data_parallel_stays_what_it_is():
     model = DataParallel(nn.BatchNorm1d(3), ["cpu"] * 2)
     before = dict(vars(model))
@@ -346,6 +367,16 @@ def test_patch_of_a_user_between_overlapping_blocks_comes_back(restored):
     assert names_of_torch() == SYNCHRONIZED
     second.__exit__(None, None, None)
     assert names_of_torch() == [PLAIN[0], Mine, PLAIN[2]]
+
+
+def test_block_in_a_signal_handler_may_interrupt_the_opening_of_another():
+    def interrupted():
+        with convert._changing_names, patch_sync_batchnorm():
+            return names_of_torch()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(interrupted).result(10) == SYNCHRONIZED
+    assert names_of_torch() == PLAIN
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
@@ -519,6 +550,26 @@ class WithScale2d(Base):
         self.register_buffer("scale", torch.ones(1))
 
 
+class WithChild2d(Base):
+    """The toolkit's class has a submodule."""
+
+    def __init__(self, num_features):
+        super().__init__(num_features)
+        self.activation = nn.ReLU()
+
+
+class Switched2d(nn.modules.batchnorm._BatchNorm):
+    """The toolkit's class has a method that callers may use."""
+
+    __init__ = Base.__init__
+    forward = Base.forward
+    __data_parallel_replicate__ = Base.__data_parallel_replicate__
+    corrects = False
+
+    def switch(self):
+        self._is_parallel = False
+
+
 class Activated2d(nn.modules.batchnorm._BatchNorm):
     """The toolkit's class does more, depending on an attribute."""
 
@@ -546,6 +597,8 @@ def replaced(layer):
         (OfUnknownDimensions, "whose class name does not say"),
         (Derived, "with a base class of its own"),
         (WithScale2d, "with state of its own, scale"),
+        (WithChild2d, "with state of its own, activation"),
+        (Switched2d, "that adds switch"),
         (Activated2d, "with state of its own, activation"),
         (lambda n: replaced(BatchNorm2dOlder(n)), "whose forward was replaced"),
     ],
@@ -560,7 +613,7 @@ def test_layer_of_an_older_toolkit_that_does_more_is_left_alone_by_name(make, re
     file = sys.modules[kind.__module__].__file__
     assert f"`0` ({kind.__name__}, a layer of an older toolkit {reason}" in text
     assert f"class {kind.__qualname__} of {file}" in text
-    package = __name__ if kind in (Derived, Activated2d) else "older_toolkit"
+    package = __name__ if kind in (Derived, Switched2d, Activated2d) else "older_toolkit"
     assert f"syncbn.stand_in_for({package!r})" in text
     assert type(layer) is kind and vars(layer) == state
     assert summary(layer).layers[0].kind.name == "left alone"

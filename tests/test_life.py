@@ -353,6 +353,8 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 TOLERANCES = {"float": 1e-4, "bfloat16": 0.1, "half": 0.02}
 
 
+# A layer without batch norm is converted as well.
+@pytest.mark.filterwarnings("ignore:convert_model found no batch norm")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_may_be_changed_between_forwards(change):
     """It is changed, trained, brought back to float64 and to training, and trained again."""

@@ -94,6 +94,7 @@ def test_no_devices_are_refused_whatever_holds_them(devices):
 
 
 @pytest.mark.skipif(accelerator() is not None, reason="of a machine without accelerators")
+@pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
 def test_a_range_of_indices_is_a_list_of_indices():
     """torch.nn.DataParallel(net, range(2)) calls the module directly there."""
     model = DataParallel(nn.Linear(3, 2), range(2))

@@ -11,6 +11,7 @@ from torch import nn
 
 from replication import DataParallel, patch_replication_callback
 from replication.devices import accelerator
+from replication.groups.membership import ProcessGroupHandle
 from syncbn import SynchronizedBatchNorm1d, convert_model, summary
 
 
@@ -163,6 +164,63 @@ def test_a_module_that_answers_in_its_own_way_is_let_alone(answer):
 def test_running_statistics_of_what_normalizes_by_sample_are_told():
     (layer,) = summary(nn.InstanceNorm1d(3, track_running_stats=True)).layers
     assert layer.kind.name == "left alone" and "first replica" in layer.kind.note
+
+
+def test_a_report_and_its_layers_by_kind():
+    found = summary(network())
+    assert repr(found) == "<Summary of 10 layers>"
+    assert found.paths("plain") == ["1", "7", "8"]
+    assert found.paths("by sample") == ["4", "5.0", "5.1"]
+    assert found.paths("wrapper") == []
+
+
+class Bare(nn.modules.batchnorm._BatchNorm):
+    """Derived from torch's private base."""
+
+
+def test_base_class_is_named_without_its_underscore():
+    (layer,) = summary(Bare(3)).layers
+    assert layer.kind.note == "derived from BatchNorm, may compute anything"
+
+
+def test_script_of_another_layer_is_not_listed():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit
+        scripted = torch.jit.trace(nn.ReLU(), torch.ones(2))
+    assert summary(scripted).layers == ()
+
+
+def test_layers_that_normalize_by_sample_are_counted_in_the_order_of_their_names():
+    text = str(summary(nn.Sequential(nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.LayerNorm(3))))
+    assert [line.split()[:4] for line in text.splitlines()[1:3]] == [
+        ["1", "of", "them", "GroupNorm"],
+        ["2", "of", "them", "LayerNorm"],
+    ]
+
+
+def test_notes_on_one_layer_are_separated():
+    layer = SynchronizedBatchNorm1d(3, group_size=2).eval()
+    layer._process_group = ProcessGroupHandle(object())
+    (found,) = summary(layer).layers
+    assert found.kind.note.split("; ") == [
+        "in eval(): does not synchronize",
+        "in groups of 2",
+        "with a process group of its own",
+    ]
+
+
+def test_a_report_lists_layers_in_plain_containers_instead_of_a_warning(capsys):
+    net = nn.Sequential(nn.BatchNorm1d(3))
+    net.others = [nn.BatchNorm1d(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_model(net, report=True)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[:4] for row in rows[1:3]] == [
+        ["`0`", "SynchronizedBatchNorm1d", "synchronized"],
+        ["`others`", "BatchNorm1d", "left", "alone"],
+    ]
+    assert "nn.ModuleList" in rows[2]
 
 
 def test_nothing_to_list():

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import unittest
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 
 import pytest
 import torch
@@ -236,9 +237,21 @@ def test_innermost_package_answers(first):
 
 
 def test_package_whose_name_merely_begins_alike_is_not_stood_in_for(package):
-    assert importlib.util.find_spec("email.sync_batchnormal") is None
+    assert importlib.util.find_spec("email.sync_batchnorms") is None
     with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("older_sync_batchnormal")
+        importlib.import_module("older_sync_batchnorms")
+
+
+def test_everything_is_imported_but_names_with_an_underscore(package):
+    module = importlib.import_module(f"{package}.batchnorm")
+    assert module._SynchronizedBatchNorm is syncbn.batchnorm.SynchronizedBatchNorm
+    assert sorted(module.__all__) == sorted(NAMES[".batchnorm"])
+
+
+def test_import_system_asks_once_however_many_packages_there_are(package):
+    syncbn.stand_in_for(package)
+    assert sys.meta_path.count(stand_in._finder) == 1
+    assert sys.meta_path.index(stand_in._finder) < sys.meta_path.index(PathFinder)
 
 
 # -- defaults ----------------------------------------------------------------------------------

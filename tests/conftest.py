@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from deadlines import TEST_STALLED, Deadline, soon
 from hypothesis import HealthCheck, settings
 
 from syncbn import joining
+from tests.deadlines import TEST_STALLED, Deadline, soon
 
 # The time of an example varies. The examples are the same in every run, so that a failure can be
 # run again.

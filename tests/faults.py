@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from layers import AsTorchDoes, ByPlainThreads, Centering, Numbered
 from torch import Tensor, nn
 
 from replication import DataParallel, data_parallel, patch_replication_callback, replicate
 from syncbn import SynchronizedBatchNorm1d
+from tests.layers import AsTorchDoes, ByPlainThreads, Centering, Numbered
 
 #: How many replicas there are.
 N = 3

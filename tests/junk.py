@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from layers import Outcome, outcome_of
 from torch import Tensor, nn
 
 from replication import Group
+from tests.layers import Outcome, outcome_of
 
 #: What a caller can be told. A NotImplementedError is a RuntimeError.
 REFUSALS = (TypeError, ValueError, IndexError, RuntimeError)

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from deadlines import DEADLINE as DEADLINE
-from deadlines import ends, soon
 from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 
 from replication import SyncMaster, gather, parallel_apply, replicate, scatter_kwargs
 from replication.sync.current import current_replica
+from tests.deadlines import DEADLINE as DEADLINE
+from tests.deadlines import ends, soon
 
 
 class Outcome(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deadlines import Deadline
+from tests.deadlines import Deadline
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -15,8 +15,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from deadlines import DEADLINE, ends
 from torch import Tensor, distributed
+
+from tests.deadlines import DEADLINE, ends
 
 #: A server, which has imported torch and runs no threads, forks the ranks. To import torch takes
 #: seconds in each.

@@ -1,6 +1,6 @@
 """Trains models on replicas for long, among faults and delays, and counts what is left over.
 
-    python tests/soak.py --steps 10000
+    python -m tests.soak --steps 10000
 
 Each step takes 1 to 8 replicas and a batch of any size. In some an error strikes somewhere,
 replicas go different ways, threads share a model, or the caller drops what it has got. A step that
@@ -21,14 +21,14 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from deadlines import soon
-from faults import Fault, assert_next_step_is_exact, faulty, twin_of
-from layers import AsTorchDoes, Repeat, outcome_of, together, values
 from torch import Tensor, nn
 
 from replication import DataParallel, ReplicasDiverged, patch_replication_callback
 from replication.sync.rendezvous import Rendezvous
 from syncbn import SynchronizedBatchNorm1d
+from tests.deadlines import soon
+from tests.faults import Fault, assert_next_step_is_exact, faulty, twin_of
+from tests.layers import AsTorchDoes, Repeat, outcome_of, together, values
 
 #: At most so many replicas.
 MOST = 8

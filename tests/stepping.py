@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from layers import AsTorchDoes
-from sharded import randomized
 from torch import Tensor, nn
 
 from replication import (
     DataParallel,
     patch_replication_callback,
 )
+from tests.layers import AsTorchDoes
+from tests.sharded import randomized
 
 
 def network() -> nn.Module:

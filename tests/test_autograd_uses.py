@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from layers import DEADLINE, freed, outcome_of, together, values
-from sharded import randomized, run_sharded
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from replication import DataParallel
 from replication.sync.current import current_replica
 from syncbn import convert_model
+from tests.layers import DEADLINE, freed, outcome_of, together, values
+from tests.sharded import randomized, run_sharded
 
 pytestmark = pytest.mark.usefixtures("each_way")
 

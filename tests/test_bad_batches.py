@@ -8,7 +8,15 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from junk import (
+from torch import Tensor, nn
+
+from replication import ProcessGroup
+from syncbn import (
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+)
+from tests.junk import (
     COLLECTIVES,
     FLOATS,
     KINDS,
@@ -20,17 +28,9 @@ from junk import (
     refused,
     shapes,
 )
-from layers import outcome_of
-from ranks import run_ranks
-from sharded import run_sharded
-from torch import Tensor, nn
-
-from replication import ProcessGroup
-from syncbn import (
-    SynchronizedBatchNorm1d,
-    SynchronizedBatchNorm2d,
-    SynchronizedBatchNorm3d,
-)
+from tests.layers import outcome_of
+from tests.ranks import run_ranks
+from tests.sharded import run_sharded
 
 LAYERS = {
     1: (nn.BatchNorm1d, SynchronizedBatchNorm1d),

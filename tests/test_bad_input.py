@@ -10,10 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from collective_cases import in_replicas
 from hypothesis import assume, given, settings
-from junk import COLLECTIVES, CPUS, X, anything, fingerprint, quietly, refused, scalars
-from layers import outcome_of
 from torch import Tensor, nn
 
 import replication
@@ -30,6 +27,9 @@ from replication import (
     SyncMaster,
 )
 from syncbn import SynchronizedBatchNorm1d, convert_model, revert_model, set_sbn_eps_mode
+from tests.collective_cases import in_replicas
+from tests.junk import COLLECTIVES, CPUS, X, anything, fingerprint, quietly, refused, scalars
+from tests.layers import outcome_of
 
 # -- every function ----------------------------------------------------------------------------
 

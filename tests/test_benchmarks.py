@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_python
 from torch import distributed, nn
 
 from benchmarks import __main__ as suite
@@ -21,6 +20,7 @@ from benchmarks import failures, layer, overhead, processes, step, yardsticks
 from benchmarks.measuring import Row, Table, alternating, cells, columns, lines
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
 from replication import DataParallel
+from tests.processes import run_python
 
 needs_gloo = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()),

@@ -10,9 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from deadlines import DEADLINE, ends
-from processes import run_python
-from sharded import run_sharded
 from torch import nn
 
 from replication import (
@@ -27,6 +24,9 @@ from replication import (
     replicate,
 )
 from syncbn import SynchronizedBatchNorm1d, convert_model, revert_model
+from tests.deadlines import DEADLINE, ends
+from tests.processes import run_python
+from tests.sharded import run_sharded
 
 X = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from replication import DataParallel, register_replication_callback, replicate
 from syncbn import convert_model, verify
+from tests.ranks import run_ranks
 
 needs_gloo = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()),

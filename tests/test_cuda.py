@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from collective_cases import CASES, derivatives, in_replicas, leaves
-from sharded import randomized
 from torch import nn
 
 from replication import DataParallel, Scattered, replicate
 from syncbn import SynchronizedBatchNorm2d, convert_model, kernels
 from syncbn import moments as statistics
+from tests.collective_cases import CASES, derivatives, in_replicas, leaves
+from tests.sharded import randomized
 
 pytestmark = [
     pytest.mark.gpu,

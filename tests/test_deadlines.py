@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import deadlines
-import processes
 import pytest
-from deadlines import Deadline, ends, soon
-from processes import ROOT, completed, run_python
+
+from tests import deadlines, processes
+from tests.deadlines import Deadline, ends, soon
+from tests.processes import ROOT, completed, run_python
 
 COMPUTES = "sum(i * i for i in range(10**7))"
 

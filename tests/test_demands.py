@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from layers import DEADLINE, AsTorchDoes, Centering, Numbered, together, values
-from stepping import batch, network, ours, step, wraps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,6 +25,8 @@ from replication import (
     patch_replication_callback,
 )
 from syncbn import SynchronizedBatchNorm1d, convert_model
+from tests.layers import DEADLINE, AsTorchDoes, Centering, Numbered, together, values
+from tests.stepping import batch, network, ours, step, wraps
 
 # -- batches of any size -----------------------------------------------------------------------
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from faults import WRAPS, N
-from layers import Centering, Numbered, freed
 from torch import Tensor, nn
 
 from replication import CallbackContext, DataParallel, execute_replication_callbacks, replicate
 from syncbn import SynchronizedBatchNorm1d, convert_model
+from tests.faults import WRAPS, N
+from tests.layers import Centering, Numbered, freed
 
 
 class Notes(Numbered):

@@ -11,8 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import run_python
-from stepping import batch, network, step, wraps
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
@@ -24,6 +22,8 @@ from replication import (
 )
 from replication.devices import device_in_use, device_of, use_device
 from syncbn import SynchronizedBatchNorm1d, convert_model
+from tests.processes import run_python
+from tests.stepping import batch, network, step, wraps
 
 # -- replicas on their devices -----------------------------------------------------------------
 

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from faults import WRAPS
-from layers import outcome_of
-from sharded import randomized, run_sharded
 from torch import Tensor, nn
 
 from replication import DataParallel, execute_replication_callbacks, replicate
@@ -20,6 +17,9 @@ from syncbn import (
     SynchronizedBatchNorm3d,
     convert_model,
 )
+from tests.faults import WRAPS
+from tests.layers import outcome_of
+from tests.sharded import randomized, run_sharded
 
 LAYERS = {
     1: (nn.BatchNorm1d, SynchronizedBatchNorm1d),

@@ -11,12 +11,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from faults import WRAPS
-from layers import Numbered, outcome_of
-from sharded import randomized, run_sharded
 from torch import Tensor, nn
 
 from replication import DataParallel
@@ -27,6 +23,10 @@ from syncbn import (
     convert_model,
     set_sbn_eps_mode,
 )
+from tests import oracle
+from tests.faults import WRAPS
+from tests.layers import Numbered, outcome_of
+from tests.sharded import randomized, run_sharded
 
 pytestmark = pytest.mark.usefixtures("each_way")
 

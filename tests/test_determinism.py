@@ -10,11 +10,11 @@ from contextlib import suppress
 
 import pytest
 import torch
-from layers import together, values
 from torch import Tensor, nn
 
 from replication import DataParallel, ReplicaAware
 from syncbn import SynchronizedBatchNorm1d, convert_model
+from tests.layers import together, values
 
 pytestmark = pytest.mark.usefixtures("each_way")
 

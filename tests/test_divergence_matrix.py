@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from deadlines import Deadline
-from faults import N, as_torch_does, assert_next_step_is_exact, batch, numbers, ours
-from layers import Numbered, outcome_of
-from sharded import run_sharded
 from torch import Tensor, nn
 
 from replication import Group, ReplicaAware, ReplicasDiverged
 from syncbn import SynchronizedBatchNorm1d
+from tests.deadlines import Deadline
+from tests.faults import N, as_torch_does, assert_next_step_is_exact, batch, numbers, ours
+from tests.layers import Numbered, outcome_of
+from tests.sharded import run_sharded
 
 #: Seconds; a wait that were given up late would take `replication.sync.rendezvous.GRACE`.
 AT_ONCE = 5.0

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from deadlines import DEADLINE
-from example_files import EXAMPLES, assert_refused, load_with_progress
-from processes import completed, environment, run_python
 from torch import distributed
+
+from tests.deadlines import DEADLINE
+from tests.example_files import EXAMPLES, assert_refused, load_with_progress
+from tests.processes import completed, environment, run_python
 
 for package in ("sklearn", "matplotlib", "tqdm"):
     pytest.importorskip(package, reason=f"the example needs {package}: pip install '.[examples]'")

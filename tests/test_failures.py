@@ -13,7 +13,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layers import (
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from replication import (
+    DataParallel,
+    ReplicaAware,
+    ReplicaFailed,
+    ReplicasDiverged,
+    ReplicationError,
+    SyncMaster,
+    patch_replication_callback,
+)
+from replication.sync.rendezvous import Abort
+from syncbn import SynchronizedBatchNorm1d
+from tests.layers import (
     DEADLINE,
     AsTorchDoes,
     Centering,
@@ -29,21 +43,7 @@ from layers import (
     until_others_wait,
     values,
 )
-from processes import ROOT, run_python
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from replication import (
-    DataParallel,
-    ReplicaAware,
-    ReplicaFailed,
-    ReplicasDiverged,
-    ReplicationError,
-    SyncMaster,
-    patch_replication_callback,
-)
-from replication.sync.rendezvous import Abort
-from syncbn import SynchronizedBatchNorm1d
+from tests.processes import ROOT, run_python
 
 
 class LayerError(Exception):

@@ -11,8 +11,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from deadlines import Deadline, soon
-from faults import (
+from torch import Tensor, nn
+
+from replication.sync.current import current_replica
+from replication.sync.rendezvous import Rendezvous
+from tests.deadlines import Deadline, soon
+from tests.faults import (
     WRAPS,
     Fault,
     N,
@@ -23,10 +27,6 @@ from faults import (
     ours,
     twin_of,
 )
-from torch import Tensor, nn
-
-from replication.sync.current import current_replica
-from replication.sync.rendezvous import Rendezvous
 
 #: Seconds; a replica that were left waiting would take `replication.sync.rendezvous.GRACE`.
 AT_ONCE = 5.0

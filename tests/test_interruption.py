@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from layers import DEADLINE, AsTorchDoes, soon
 from torch import Tensor, nn
 
 from replication import DataParallel, ReplicasTimedOut, patch_replication_callback
 from syncbn import SynchronizedBatchNorm1d, batchnorm, convert_model
+from tests.layers import DEADLINE, AsTorchDoes, soon
 
 pytestmark = [
     pytest.mark.usefixtures("each_way"),

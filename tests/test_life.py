@@ -16,8 +16,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from deadlines import Deadline
-from layers import (
+from torch import Tensor, nn
+
+from replication import DataParallel, ReplicaAware, ReplicasDiverged
+from syncbn import SynchronizedBatchNorm1d, convert_model
+from tests.deadlines import Deadline
+from tests.layers import (
     FailsAt,
     Numbered,
     Repeat,
@@ -28,12 +32,8 @@ from layers import (
     until_others_wait,
     values,
 )
-from processes import run_python
-from sharded import randomized
-from torch import Tensor, nn
-
-from replication import DataParallel, ReplicaAware, ReplicasDiverged
-from syncbn import SynchronizedBatchNorm1d, convert_model
+from tests.processes import run_python
+from tests.sharded import randomized
 
 REPLICAS = 3
 

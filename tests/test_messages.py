@@ -18,16 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from layers import (
-    DEADLINE,
-    AsTorchDoes,
-    ByPlainThreads,
-    Centering,
-    FailsAt,
-    Numbered,
-    Repeat,
-    outcome_of,
-)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -51,6 +41,16 @@ from replication.errors import described
 from replication.sync.lifecycle import add_note, add_others, has_origin
 from replication.sync.rendezvous import Failure
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, convert_model
+from tests.layers import (
+    DEADLINE,
+    AsTorchDoes,
+    ByPlainThreads,
+    Centering,
+    FailsAt,
+    Numbered,
+    Repeat,
+    outcome_of,
+)
 
 CPUS = ["cpu", "cpu"]
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))

@@ -6,9 +6,6 @@ from collections import deque
 
 import pytest
 import torch
-from junk import CPUS, X, refused
-from layers import outcome_of
-from sharded import run_sharded
 from torch import nn
 
 from replication import (
@@ -23,6 +20,9 @@ from replication import (
 )
 from replication.devices import accelerator
 from syncbn import SynchronizedBatchNorm1d
+from tests.junk import CPUS, X, refused
+from tests.layers import outcome_of
+from tests.sharded import run_sharded
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 import torch
-from example_files import EXAMPLES, assert_refused, load_with_progress
-from processes import run_python
+
+from tests.example_files import EXAMPLES, assert_refused, load_with_progress
+from tests.processes import run_python
 
 for package in ("sklearn", "matplotlib", "tqdm"):
     pytest.importorskip(package, reason=f"the example needs {package}: pip install '.[examples]'")

@@ -1,6 +1,6 @@
 """Whatever happens in whatever order: no hang, exact steps, nothing left (T1.9, T10.2).
 
-The long version is ``python tests/soak.py --steps 10000``.
+The long version is ``python -m tests.soak --steps 10000``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
-from soak import MOST, PLACES, Soak
+
+from tests.soak import MOST, PLACES, Soak
 
 nets = st.integers(0, 1)
 replicas = st.integers(1, MOST)

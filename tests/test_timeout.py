@@ -8,16 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from layers import (
-    DEADLINE,
-    AsTorchDoes,
-    Centering,
-    FailsAt,
-    Numbered,
-    together,
-    until_others_wait,
-    values,
-)
 from torch import Tensor, nn
 
 from replication import (
@@ -28,6 +18,16 @@ from replication import (
 )
 from replication.sync.current import current_replica
 from replication.sync.lifecycle import limit_time
+from tests.layers import (
+    DEADLINE,
+    AsTorchDoes,
+    Centering,
+    FailsAt,
+    Numbered,
+    together,
+    until_others_wait,
+    values,
+)
 
 LIMIT = 0.3
 

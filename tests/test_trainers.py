@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from processes import run_python
+
+from tests.processes import run_python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

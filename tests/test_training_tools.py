@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from layers import Numbered
-from sharded import randomized
-from stepping import batch, network, ours, wraps
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
@@ -25,6 +22,9 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 
 from replication import DataParallel
 from syncbn import convert_model
+from tests.layers import Numbered
+from tests.sharded import randomized
+from tests.stepping import batch, network, ours, wraps
 
 #: None divides by 3; the second keeps two of three replicas busy.
 SIZES = (7, 4, 5, 8)

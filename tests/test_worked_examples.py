@@ -6,9 +6,9 @@ import runpy
 
 import pytest
 import torch
-from example_files import EXAMPLES, load
 
 from replication import DataParallel, Scattered
+from tests.example_files import EXAMPLES, load
 
 
 @pytest.mark.parametrize(

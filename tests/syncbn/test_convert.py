@@ -11,14 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from layers import CustomDataParallel
-from older_toolkit.batchnorm import (
-    Base,
-    BatchNorm1dOlder,
-    BatchNorm2dCorrected,
-    BatchNorm2dOlder,
-    BatchNorm3dOlder,
-)
 from torch import nn
 
 from replication import (
@@ -39,6 +31,14 @@ from syncbn import (
     patch_sync_batchnorm,
     revert_model,
     summary,
+)
+from tests.layers import CustomDataParallel
+from tests.older_toolkit.batchnorm import (
+    Base,
+    BatchNorm1dOlder,
+    BatchNorm2dCorrected,
+    BatchNorm2dOlder,
+    BatchNorm3dOlder,
 )
 
 
@@ -613,7 +613,7 @@ def test_layer_of_an_older_toolkit_that_does_more_is_left_alone_by_name(make, re
     file = sys.modules[kind.__module__].__file__
     assert f"`0` ({kind.__name__}, a layer of an older toolkit {reason}" in text
     assert f"class {kind.__qualname__} of {file}" in text
-    package = __name__ if kind in (Derived, Switched2d, Activated2d) else "older_toolkit"
+    package = __name__ if kind in (Derived, Switched2d, Activated2d) else "tests.older_toolkit"
     assert f"syncbn.stand_in_for({package!r})" in text
     assert type(layer) is kind and vars(layer) == state
     assert summary(layer).layers[0].kind.name == "left alone"

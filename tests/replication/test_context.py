@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from layers import AsTorchDoes, ByForward, ByPlainThreads, CustomDataParallel, together, values
 from torch import Tensor, nn
 
 from replication import (
@@ -23,6 +22,14 @@ from replication import (
     execute_replication_callbacks,
     patch_replication_callback,
     replicate,
+)
+from tests.layers import (
+    AsTorchDoes,
+    ByForward,
+    ByPlainThreads,
+    CustomDataParallel,
+    together,
+    values,
 )
 
 

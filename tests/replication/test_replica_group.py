@@ -14,17 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from collective_cases import (
-    CASES,
-    OPS,
-    Member,
-    Tensors,
-    in_replicas,
-    leaves,
-    reduced,
-    upstream,
-)
-from layers import DEADLINE, freed, outcome_of, together, until_others_wait, values
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -40,6 +29,17 @@ from replication import (
     parallel_apply,
     replicate,
 )
+from tests.collective_cases import (
+    CASES,
+    OPS,
+    Member,
+    Tensors,
+    in_replicas,
+    leaves,
+    reduced,
+    upstream,
+)
+from tests.layers import DEADLINE, freed, outcome_of, together, until_others_wait, values
 
 cases = pytest.mark.parametrize("name", CASES)
 sizes = pytest.mark.parametrize("size", [1, 2, 3])

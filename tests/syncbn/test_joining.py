@@ -6,15 +6,15 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from sharded import randomized, run_sharded
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from replication import DataParallel, Scattered
 from syncbn import SynchronizedBatchNorm1d, convert_model, joining
+from tests import oracle
+from tests.sharded import randomized, run_sharded
 
 N = 3
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from layers import DEADLINE, AsTorchDoes
 from torch import Tensor, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
@@ -22,6 +21,7 @@ from replication import (
 )
 from replication._torch import HOOKS
 from replication.steps.broadcast import broadcast
+from tests.layers import DEADLINE, AsTorchDoes
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from layers import Centering, Numbered
-from processes import run_python
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import syncbn.__main__
 from replication import DataParallel
 from syncbn import SynchronizedBatchNorm2d, convert_model, verify
+from tests.layers import Centering, Numbered
+from tests.processes import run_python
 
 CPUS = ["cpu"] * 3
 

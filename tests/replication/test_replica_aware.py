@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from layers import CustomDataParallel
 from torch import Tensor, nn
 
 from replication import (
@@ -31,6 +30,7 @@ from replication import (
 from replication.groups import layer as replica_aware
 from replication.warning import WarnOnce, once_for
 from syncbn import SynchronizedBatchNorm1d
+from tests.layers import CustomDataParallel
 
 
 class Total(ReplicaAware, nn.Module):

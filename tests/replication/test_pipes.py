@@ -14,18 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from layers import (
-    DEADLINE,
-    Centering,
-    Numbered,
-    WithMaster,
-    freed,
-    join_all,
-    outcome_of,
-    soon,
-    together,
-    values,
-)
 from torch import nn
 
 from replication import (
@@ -37,6 +25,18 @@ from replication import (
     SyncMaster,
 )
 from replication.sync.rendezvous import Abort, Rendezvous
+from tests.layers import (
+    DEADLINE,
+    Centering,
+    Numbered,
+    WithMaster,
+    freed,
+    join_all,
+    outcome_of,
+    soon,
+    together,
+    values,
+)
 
 
 def echo(messages: Any) -> Any:

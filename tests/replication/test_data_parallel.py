@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from layers import (
+from torch import Tensor, nn
+
+import replication
+from replication import DataParallel, data_parallel, patch_replication_callback
+from tests.layers import (
     DEADLINE,
     AsTorchDoes,
     Centering,
@@ -22,10 +26,6 @@ from layers import (
     together,
     values,
 )
-from torch import Tensor, nn
-
-import replication
-from replication import DataParallel, data_parallel, patch_replication_callback
 
 no_accelerator = pytest.mark.skipif(
     torch.cuda.is_available(), reason="needs a machine without an accelerator"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from layers import AsTorchDoes, Centering, CustomDataParallel
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -23,6 +22,7 @@ from replication import (
     replicate,
 )
 from replication._torch import HOOKS
+from tests.layers import AsTorchDoes, Centering, CustomDataParallel
 
 
 class Recorder(nn.Module):

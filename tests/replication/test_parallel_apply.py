@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from layers import DEADLINE, Centering, Numbered, WithMaster, freed, together
-from processes import run_python
 from torch import Tensor, nn
 
 from replication import (
@@ -31,6 +29,8 @@ from replication import (
     parallel_apply,
     replicate,
 )
+from tests.layers import DEADLINE, Centering, Numbered, WithMaster, freed, together
+from tests.processes import run_python
 
 threads: Any = sys.modules["replication.steps.parallel_apply"]  # the package names the function so
 

@@ -16,10 +16,6 @@ from unittest import mock
 
 import pytest
 import torch
-from collective_cases import CASES, OPS, derivatives, leaves, upstream
-from layers import outcome_of
-from processes import run_python
-from ranks import TIMEOUT, recorded_collectives, run_ranks
 from torch import Tensor, distributed, nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,6 +32,10 @@ from replication._torch import timeout_of
 from replication.groups.base import Call, check_same_call
 from replication.groups.call_header import CallHeader
 from syncbn import SynchronizedBatchNorm1d, convert_model
+from tests.collective_cases import CASES, OPS, derivatives, leaves, upstream
+from tests.layers import outcome_of
+from tests.processes import run_python
+from tests.ranks import TIMEOUT, recorded_collectives, run_ranks
 
 pytestmark = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()),

@@ -8,12 +8,8 @@ import pickle
 import warnings
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from layers import outcome_of
-from ranks import recorded_collectives, run_ranks
-from sharded import randomized
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +19,10 @@ from replication import ProcessGroup, ReplicaAware
 from replication.groups import processes as process_group
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from syncbn import processes as merge_ranks
+from tests import oracle
+from tests.layers import outcome_of
+from tests.ranks import recorded_collectives, run_ranks
+from tests.sharded import randomized
 
 try:
     from torch.distributed.fsdp import fully_shard

@@ -8,13 +8,13 @@ import time
 import weakref
 
 import pytest
-from layers import DEADLINE, outcome_of, soon, together, values
 
 import replication.sync.rendezvous
 from replication import ReplicaFailed, ReplicasDiverged, ReplicationError
 from replication.errors import listed
 from replication.sync.current import CurrentReplica, current_replica, set_current_replica
 from replication.sync.rendezvous import Rendezvous, Site, Wait
+from tests.layers import DEADLINE, outcome_of, soon, together, values
 
 
 def begin_wait(

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from deadlines import ends
 from torch import Tensor, nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from replication import DataParallel, ReplicaAware, WaitReport, wait_report
 from syncbn import SynchronizedBatchNorm1d
+from tests.deadlines import ends
 
 #: Seconds that the straggler is late.
 LATE = 0.05

@@ -6,13 +6,13 @@ import warnings
 
 import pytest
 import torch
-from layers import CustomDataParallel
 from torch import nn
 
 from replication import DataParallel, patch_replication_callback
 from replication.devices import accelerator
 from replication.groups.membership import ProcessGroupHandle
 from syncbn import SynchronizedBatchNorm1d, convert_model, summary
+from tests.layers import CustomDataParallel
 
 
 class Activated(nn.BatchNorm2d):

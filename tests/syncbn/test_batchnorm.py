@@ -7,12 +7,10 @@ import pickle
 import threading
 import warnings
 
-import oracle
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sharded import randomized, run_sharded
 from torch import Tensor, nn
 
 from replication import (
@@ -29,6 +27,8 @@ from syncbn import (
     convert_model,
     set_sbn_eps_mode,
 )
+from tests import oracle
+from tests.sharded import randomized, run_sharded
 
 pytestmark = pytest.mark.usefixtures("each_way")
 

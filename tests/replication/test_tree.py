@@ -13,12 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
-from layers import freed, no_garbage_collection
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree
 
 from replication import DataParallel, Scattered, gather, replicate, scatter, scatter_kwargs
+from tests.layers import freed, no_garbage_collection
 
 CPUS = ["cpu", "cpu"]
 X = torch.arange(6.0).view(3, 2)

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from layers import freed
-from sharded import Sharded, randomized, run_sharded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -24,6 +22,8 @@ from replication import CallbackContext, DataParallel, ReplicaAware, Replication
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from syncbn.graph import BatchContext, GlobalMoments, LocalMoments
 from syncbn.recomputation import RecordedCalls
+from tests.layers import freed
+from tests.sharded import Sharded, randomized, run_sharded
 
 try:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts

@@ -14,7 +14,23 @@ from typing import Any
 
 import pytest
 import torch
-from layers import (
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import replication.sync.rendezvous
+from replication import (
+    DataParallel,
+    ReplicaFailed,
+    ReplicasDiverged,
+    ReplicationError,
+    execute_replication_callbacks,
+    parallel_apply,
+    patch_replication_callback,
+    replicate,
+)
+from replication.devices import device_of
+from replication.sync.lifecycle import add_note, failing_path, rendezvous_of, watch
+from tests.layers import (
     DEADLINE,
     AsTorchDoes,
     ByForward,
@@ -32,22 +48,6 @@ from layers import (
     until_others_wait,
     values,
 )
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-import replication.sync.rendezvous
-from replication import (
-    DataParallel,
-    ReplicaFailed,
-    ReplicasDiverged,
-    ReplicationError,
-    execute_replication_callbacks,
-    parallel_apply,
-    patch_replication_callback,
-    replicate,
-)
-from replication.devices import device_of
-from replication.sync.lifecycle import add_note, failing_path, rendezvous_of, watch
 
 
 def ours(module: nn.Module, n: int) -> nn.Module:

@@ -6,18 +6,18 @@ import gc
 import threading
 import weakref
 
-import oracle
 import pytest
 import torch
-from deadlines import ends, soon
-from layers import freed
-from sharded import Sharded, randomized, run_sharded
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, set_sbn_eps_mode
 from syncbn.graph import Denominator, merge_shards, synchronized_batch_norm
+from tests import oracle
+from tests.deadlines import ends, soon
+from tests.layers import freed
+from tests.sharded import Sharded, randomized, run_sharded
 
 pytestmark = pytest.mark.usefixtures("each_way")
 

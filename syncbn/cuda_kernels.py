@@ -1,8 +1,8 @@
-"""The kernels of `syncbn.kernels` on CUDA: those of torch's own synchronized batch norm, fused.
+"""The kernels of `syncbn.kernels` on CUDA: the fused kernels of torch's synchronized batch norm.
 
-They read and write each tensor once and in its own dtype, compute in the accumulation dtype, form
-``x - mean`` before they scale it, and know contiguous and channels_last inputs. ``x`` is never
-empty here. The moments have what float32 leaves of a mean: their kernel adds by Welford's rule.
+They read and write each tensor once in its own dtype, compute in the accumulation dtype, subtract
+the mean before they scale, and support contiguous and channels_last inputs. ``x`` is never empty
+here. The moments have float32 precision (Welford's algorithm).
 
 No kernel here makes the host wait.
 """
@@ -17,12 +17,12 @@ from syncbn.channels import memory_format
 __all__: list[str] = []
 
 
-#: Lost beside any variance that float32 has, and not zero, for which the kernel has another rule.
+#: Too small to change any float32 variance, but not zero, which the kernel treats differently.
 _TINY = 1e-30
 
 
 def moments(x: Tensor) -> Tensor:
-    """As `syncbn.moments.moments`."""
+    """Computes `syncbn.moments.moments`."""
     mean, inverse = torch.batch_norm_stats(x, _TINY)
     var = inverse.double().square_().reciprocal_().sub_(_TINY)
     return torch.stack((mean.double(), var.clamp_(min=0)))
@@ -31,15 +31,15 @@ def moments(x: Tensor) -> Tensor:
 def normalize(
     x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """``(x - mean) * inverse * weight + bias``; the vectors are in the accumulation dtype."""
-    # The last argument is what was added to the variance, for kernels that want to know.
+    """Computes ``(x - mean) * inverse * weight + bias``, with vectors in accumulation dtype."""
+    # The last argument is eps, which only some kernels use.
     return torch.batch_norm_elemt(x, weight, bias, mean, inverse, 0.0)
 
 
 def reduce(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """As `syncbn.kernels.reduce`."""
+    """Computes `syncbn.kernels.reduce`."""
     plain, along_x, _, _ = torch.batch_norm_backward_reduce(
-        *(_alike(dy, x), x, mean, inverse, None, True, False, False)
+        *(_like(dy, x), x, mean, inverse, None, True, False, False)
     )
     return along_x * inverse, plain
 
@@ -47,18 +47,18 @@ def reduce(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor
 def input_gradient(
     dy: Tensor, x: Tensor, mean: Tensor, scale: Tensor, slope: Tensor, offset: Tensor
 ) -> Tensor:
-    """As `syncbn.kernels.input_gradient`."""
+    """Computes `syncbn.kernels.input_gradient`."""
     # The kernel has (dy - sum_dy / count - (x - mean) * inverse^2 * sum_dy_xmu / count) * inverse
-    # * weight. With a count and an inverse of one that is ours, but where the scale is zero: it is
-    # so in all replicas then, and their sums, to which slope and offset belong, are zero, too.
+    # * weight. With a count and an inverse of one this is the formula above. Where the scale is
+    # zero it is zero in all replicas, and so are slope and offset.
     one = torch.ones_like(mean)
     count = torch.ones(1, dtype=torch.int32, device=x.device)
     over = torch.where(scale == 0, torch.zeros_like(scale), scale.reciprocal())
     return torch.batch_norm_backward_elemt(
-        *(_alike(dy, x), x, mean, one, scale, -offset * over, -slope * over, count)
+        *(_like(dy, x), x, mean, one, scale, -offset * over, -slope * over, count)
     )
 
 
-def _alike(dy: Tensor, x: Tensor) -> Tensor:
-    """``dy`` in the memory format of ``x``: the kernels walk both in one way."""
+def _like(dy: Tensor, x: Tensor) -> Tensor:
+    """Returns ``dy`` in the memory format of ``x``, which the kernels assume."""
     return dy.contiguous(memory_format=memory_format(x)).to(x.dtype)

@@ -1,20 +1,19 @@
-"""Per-device tensor kernels of batch normalization. Torch only; they know no replicas.
+"""Per-device tensor kernels of batch normalization, which know nothing of replicas.
 
-Notation. ``x`` is ``(N, C, ...)``; a channel has ``n = x.numel() / C`` values. What has the size
-of ``x`` is computed in the *accumulation dtype*: float64 for float64, float32 for everything else;
-so are vectors of length C next to it. Mean and variance are those of `syncbn.moments`, in
-float64.
+Notation. ``x`` is ``(N, C, ...)``; a channel has ``n = x.numel() / C`` values. Tensors of the
+size of ``x``, and vectors of length C next to them, are computed in the *accumulation dtype*:
+float64 for float64, float32 for everything else. Mean and variance are
+the float64 results of `syncbn.moments`.
 
 Numerical promises
-    * Nothing suffers from a large mean: where it is large, ``x - mean`` is formed before it is
-      scaled, and the mean enters in two parts, its rounding to the accumulation dtype and what is
-      left.
-    * What is made of float16 and bfloat16 inputs is rounded once.
+    * A large mean costs no precision: it is subtracted before scaling, in two parts, the mean
+      rounded to the accumulation dtype and the rest.
+    * Results for float16 and bfloat16 inputs are rounded once.
     * An empty ``x`` is fine everywhere (torch's native kernels crash on it).
 
-Speed. On the CPU the kernels of torch's batch norm in evaluation mode are fused and vectorized:
-forward is an affine map of each channel, backward two sums over two tensors. Its training kernel
-is neither, unless the channels are last. On CUDA see `syncbn.cuda_kernels`.
+Speed. On the CPU, torch's batch norm kernels for evaluation mode are fused and vectorized:
+forward is an affine map of each channel, backward two sums over two tensors. The training kernel
+is neither, except for channels_last. On CUDA see `syncbn.cuda_kernels`.
 """
 
 from __future__ import annotations
@@ -31,17 +30,16 @@ __all__: list[str] = []
 
 
 class Center(NamedTuple):
-    """The mean of each channel, as the kernels take it."""
+    """The mean of each channel, split in two parts."""
 
     #: Rounded to the accumulation dtype, on the device of ``x``.
     head: Tensor
-    #: What is left, in float64; None where it does not matter, as the mean is not large.
+    #: The rounding error of `head`, in float64. None if the mean is not large.
     rest: Tensor | None
 
 
 def center_of(mean: Tensor, x: Tensor, is_large: bool) -> Center:
-    """What the kernels take of a mean in float64; for ``is_large`` see
-    `syncbn.moments.has_large_mean`."""
+    """Splits a float64 mean; ``is_large`` is the result of `syncbn.moments.has_large_mean`."""
     head = mean.to(x.device, accumulation_dtype(x.dtype))
     return Center(head, mean - head.to(mean) if is_large else None)
 
@@ -54,7 +52,7 @@ def normalize(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """``(x - mean) / sqrt(var + eps) * weight + bias``, in the dtype and layout of ``x``."""
+    """Computes ``(x - mean) / sqrt(var + eps) * weight + bias``, in dtype and layout of ``x``."""
     head, rest = center
     var = var.to(head)
     weight, bias = (p if p is None else p.to(head) for p in (weight, bias))
@@ -72,9 +70,9 @@ def normalize(
 def _fused(
     x: Tensor, mean: Tensor, var: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """What torch's batch norm does in evaluation mode: an affine map of each channel, in one go.
+    """Runs torch's batch norm in evaluation mode: one fused affine map of each channel.
 
-    It is ``x * scale + (bias - mean * scale)``, which wants a mean that is not large.
+    It computes ``x * scale + (bias - mean * scale)``, which is precise unless the mean is large.
     """
     args = (x, weight, bias, mean, var, False, 0.0, eps)
     return torch.ops.aten.native_batch_norm(*args)[0]  # type: ignore[no-any-return]
@@ -88,16 +86,16 @@ def _affine(
     dy: Tensor | None = None,
     along: Tensor | None = None,
 ) -> Tensor:
-    """``(x - mean) * scale + shift``, plus ``dy * along``, in the dtype and layout of ``x``."""
-    x = with_usual_strides(x)  # which the result has then, for torch's kernels elsewhere
+    """Computes ``(x - mean) * scale + shift + dy * along``, in dtype and layout of ``x``."""
+    x = with_usual_strides(x)  # the result inherits them
     if x.dtype == center.head.dtype or x.numel() <= sums.BLOCK:
         return _in_one_piece(x, center, scale, shift, dy, along).to(x.dtype)
-    # By samples: as a whole it would be twice as large as x, and out of the cache.
+    # In blocks of samples: the upcast of all of x would be twice its size and leave the cache.
     y, length = torch.empty_like(x), max(1, sums.BLOCK // x[0].numel())
     samples = range(0, len(x), length)
-    for own in (slice(first, first + length) for first in samples):
-        part = None if dy is None else dy[own]
-        y[own] = _in_one_piece(x[own], center, scale, shift, part, along)
+    for block in (slice(first, first + length) for first in samples):
+        dy_block = None if dy is None else dy[block]
+        y[block] = _in_one_piece(x[block], center, scale, shift, dy_block, along)
     return y
 
 
@@ -109,7 +107,7 @@ def _in_one_piece(
     dy: Tensor | None,
     along: Tensor | None,
 ) -> Tensor:
-    """As `_affine`, in the accumulation dtype."""
+    """Computes `_affine` for a whole tensor, in the accumulation dtype."""
     head, rest = center
     if rest is not None:
         shift = shift - rest.to(scale) * scale
@@ -125,8 +123,10 @@ def _in_one_piece(
 def reduce(
     dy: Tensor, x: Tensor, center: Center, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The two sums of the backward pass, in the accumulation dtype: of ``dy * x_hat``, with
-    ``x_hat = (x - mean) / sqrt(var + eps)``, and of ``dy``."""
+    """Computes the sums of ``dy * x_hat`` and of ``dy``, in the accumulation dtype.
+
+    ``x_hat`` is ``(x - mean) / sqrt(var + eps)``.
+    """
     head, rest = center
     var = var.to(head)
     if x.numel() == 0:
@@ -147,9 +147,9 @@ def input_gradient(
     slope: Tensor,
     offset: Tensor,
 ) -> Tensor:
-    """``scale * dy + slope * (x - mean) + offset``, in the dtype and layout of ``x``.
+    """Computes ``scale * dy + slope * (x - mean) + offset``, in the dtype and layout of ``x``.
 
-    ``dy`` is None where an output is unused; then ``scale`` is not needed.
+    ``dy`` is None if the output is unused. ``scale`` may then be None.
     """
     head = center.head
     slope, offset = slope.to(head), offset.to(head)

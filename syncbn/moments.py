@@ -1,14 +1,14 @@
 """Mean and variance of each channel of a tensor, and of several tensors together.
 
-Statistics are ``(2, C)`` in float64, means and variances, which costs nothing at their size. They
-are on the device of ``x``, or on the CPU if that device has no float64.
+Statistics are ``(2, C)`` in float64: means and variances. They are on the device of ``x``, or on
+the CPU if that device does not support float64.
 
-They are centered sums (two-pass, corrected; Chan, Golub & LeVeque, «Algorithms for Computing the
-Sample Variance», The American Statistician 37, 1983, eq. 1.7), never ``E[x^2] - E[x]^2``: the
-variance is not negative and does not suffer from a large mean. Where the mean turns out not to be
-large one factor is centered, by a guess of the mean, which needs no centered copy of ``x``.
+They are centered sums (two-pass, corrected; Chan, Golub & LeVeque, "Algorithms for Computing the
+Sample Variance", The American Statistician 37, 1983, eq. 1.7), never ``E[x^2] - E[x]^2``: the
+variance is never negative and a large mean costs no precision. If the mean is not large, only one
+factor is centered, by an estimate of the mean, which needs no centered copy of ``x``.
 
-How values are added says `syncbn.sums`.
+See `syncbn.sums` for how values are added.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__: list[str] = []
 
 
 def moments(x: Tensor) -> Tensor:
-    """Mean and biased variance of each channel.
+    """Computes the mean and the biased variance of each channel.
 
     Returns:
         ``(2, C)`` in float64: means, variances; zeros if ``x`` is empty.
@@ -46,32 +46,32 @@ def moments(x: Tensor) -> Tensor:
         if stats is not None:
             return stats
     dtype = accumulation_dtype(x.dtype)
-    # Not by `mean`, which may add millions of values, or samples of few, one by one.
+    # Not `x.mean()`, which may add millions of values one by one.
     head = sums.cascaded(x).div_(n).to(x.device, dtype)
     stats = _sum_and_squares(x - per_channel(head, x)).div_(n)
-    # What the rounding of the mean has left in the centered values.
+    # The centered values still contain the rounding error of the mean.
     rest, variance = stats
     variance.addcmul_(rest, rest, value=-1).clamp_(min=0)
-    # Of infinite values the mean is infinite, and nothing else is a number.
+    # For infinite values the mean is infinite and the variance is NaN.
     rest.nan_to_num_(0.0, math.inf, -math.inf).add_(head.to(home))
     return stats
 
 
-#: Values of a tensor for which the number of operations is the time.
+#: The size, in values, up to which per-operation overhead dominates.
 _TINY = 2**15
 
-#: In deviations: the largest mean for which the moments need no centered copy of ``x``.
+#: The largest mean, in standard deviations, that needs no centered copy of ``x``.
 _UNCENTERED = 4
 
-#: So many values per channel tell the mean well enough, if they come in any order.
+#: The number of values per channel that estimate the mean well enough, in random order.
 _TYPICAL = 64
 
-#: In deviations: how far such a guess of the mean may be off.
+#: The largest error of such an estimate, in standard deviations.
 _APART = 2
 
 
 def _uncentered_moments(x: Tensor, n: int) -> Tensor | None:
-    """As `moments`, on the CPU, for a mean that is not large; None if that would cost digits."""
+    """Computes `moments` on the CPU for a mean that is not large; None if that loses precision."""
     dtype, c = accumulation_dtype(x.dtype), x.size(1)
     has_rows = sums.has_rows(x)
     runs = [] if has_rows and x.numel() > _TINY else sums.runs(x, n)
@@ -80,7 +80,7 @@ def _uncentered_moments(x: Tensor, n: int) -> Tensor | None:
         return None if has_large_mean(stats, _UNCENTERED) else stats
     if not has_rows and not runs:
         return None
-    # Of the first values: a guess that costs no look at all of them.
+    # Estimate the mean from the first values.
     first = runs[0][:, :c] if len(runs) > 1 else x[: 1 + _TYPICAL // (n // len(x))]
     head = first.mean(reduced_dims(first), dtype=dtype)
     if not runs:
@@ -97,8 +97,8 @@ def _uncentered_moments(x: Tensor, n: int) -> Tensor | None:
 
 
 def _moments_of_runs(runs: list[Tensor], n: int, c: int) -> Tensor:
-    """The moments of ``c`` channels of ``n`` values, which `sums.runs` has cut."""
-    # A single operation; where the channels are last it is vectorized, too.
+    """Computes the moments of ``c`` channels of ``n`` values, given their `sums.runs`."""
+    # A single operation, vectorized also for channels_last.
     stats = [torch.stack(torch.batch_norm_update_stats(r, None, None, 0.0)) for r in runs]
     if len(runs) == 1 and runs[0].size(1) == c:
         return stats[0].double()
@@ -108,9 +108,9 @@ def _moments_of_runs(runs: list[Tensor], n: int, c: int) -> Tensor:
 
 
 def _sum_and_squares(centered: Tensor) -> Tensor:
-    """The sums of each channel's values and of their squares, ``(2, C)`` in float64.
+    """Computes the sums of each channel's values and of their squares, ``(2, C)`` in float64.
 
-    ``centered`` is used up.
+    It overwrites ``centered``.
     """
     if centered.device.type == "cpu" and sums.has_rows(centered):
         squares, plain = sums.of_rows(centered, centered.new_zeros(centered.size(1)))
@@ -119,31 +119,32 @@ def _sum_and_squares(centered: Tensor) -> Tensor:
     return torch.stack((plain, squares))
 
 
-#: In deviations. A larger mean would cost more than three of the bits that ``x`` has.
+#: In standard deviations. A larger mean would cost more than three bits of precision.
 LARGE = 8
 
 
 def has_large_mean(moments: Tensor, deviations: float = LARGE) -> bool:
-    """Whether the mean of some channel is more than so many deviations, for all that the host
-    knows: it does not wait for an accelerator to tell."""
+    """Returns whether the mean of a channel may exceed so many standard deviations.
+
+    Always true on accelerators, as the host does not wait for them.
+    """
     return moments.device.type != "cpu" or _are_beyond(moments[0], moments[1], deviations)
 
 
 def _are_beyond(values: Tensor, var: Tensor, deviations: float) -> bool:
-    """Whether any of the values, of which the last dimension is C, is above so many deviations."""
-    # A NaN is, too.
+    """Returns whether any of the values ``(..., C)`` exceeds so many deviations, or is NaN."""
     return not torch.addcmul(deviations**2 * var, values, values, value=-1).amin().item() >= 0
 
 
 def merge(share: Tensor, stats: Tensor) -> Tensor:
-    """Mean and biased variance of the union of several sets, from those of the sets.
+    """Computes mean and biased variance of the union of several sets from those of each set.
 
-    Chan, Golub & LeVeque, «Updating Formulae and a Pairwise Algorithm for Computing Sample
-    Variances», 1979. Sets may be empty; if all are, mean and variance are 0.
+    See Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances", 1979. Sets may be empty. If all are, mean and variance are 0.
 
     Args:
-        share: ``(n, 1, 1)``, of each set in the number of values.
-        stats: ``(n, 2, C)``, their means and variances.
+        share: The fraction of all values that each set has, ``(n, 1, 1)``.
+        stats: The means and variances of the sets, ``(n, 2, C)``.
 
     Returns:
         ``(2, C)``.

@@ -1,9 +1,9 @@
 """Sums over the values of each channel, which may be millions.
 
-torch's kernels add the values of a sample, or where the channels are last of all samples, one by
-one. For moments they are given runs of values, or rows, as if these were channels of their own, of
-which the sums are added in float64. In backward only what comes from above is added with care: it
-alone may be the same value all over. float16 and bfloat16 values are summed in float32.
+torch's kernels add the values of a sample (with channels_last, of all samples) one by one, which
+loses digits. For moments, the values are cut into runs or rows that torch sees as separate
+channels, and the sums of the runs are added in float64. In backward only ``dy`` is added with such
+care, because all its values may be equal. float16 and bfloat16 values are summed in float32.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from syncbn.channels import (
 __all__: list[str] = []
 
 
-#: So many values stay in the cache from one pass of a kernel to the next.
+#: The number of values that stay in the cache between two passes of a kernel.
 BLOCK = 2**19
 
-#: So many values per channel may be added one by one, where that saves operations.
+#: The number of values per channel that may be added one by one if that saves operations.
 _FEW = 2**13
 
-#: Of more than `_FEW`, so many are, as far as torch itself adds one by one; else a quarter of it.
+#: The length of a run of a channel that has more values than `_FEW`. A quarter of it for 3D.
 _RUN = 2**9
 
-#: So many values of a gradient may be added one by one: they may be equal.
-_FEW_ALIKE = 2**8
+#: The number of values of a gradient, possibly equal, that may be added one by one.
+_FEW_EQUAL = 2**8
 
-#: So many channels side by side are added at full speed.
+#: The number of adjacent channels that torch adds at full speed.
 _WIDE = 2**8
 
 
 def _two_sums(
     dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The sums of ``dy * (x - mean) / sqrt(var + eps)`` and of ``dy``."""
+    """Computes the sums of ``dy * (x - mean) / sqrt(var + eps)`` and of ``dy``."""
     if x.device.type == "cpu":
-        # In one format, with its usual strides: where a dimension of length 1 has another stride,
-        # which `contiguous` keeps, torch's kernel takes one format for the other.
+        # In one memory format, with canonical strides: `contiguous` keeps an unusual stride of a
+        # dimension of length 1, and torch's kernel would infer a wrong memory format.
         layout = memory_format(x)
         dy, x = (with_usual_strides(t.contiguous(memory_format=layout)) for t in (dy, x))
-        # As its parameters' gradients, torch's batch norm in evaluation mode returns them, fused.
+        # They are the parameter gradients of torch's batch norm in evaluation mode, fused.
         args = (dy, x, None, mean, var, None, None, False, eps, [False, True, True])
         return torch.ops.aten.native_batch_norm_backward(*args)[1:]  # type: ignore[no-any-return]
     along_x = (x - per_channel(mean, x)).mul_(dy).sum(reduced_dims(x))
@@ -59,10 +59,10 @@ def _two_sums(
 
 
 def runs(x: Tensor, n: int) -> list[Tensor]:
-    """``x``, of ``n`` values per channel, in parts whose sums lose no digits; none if that takes
-    copies.
+    """Cuts ``x``, with ``n`` values per channel, into views whose sums lose no digits.
 
-    Several runs of a channel are as many channels of a part, the first run of all channels first.
+    A view holds several runs of each channel as separate channels, ordered by run. Returns an
+    empty list if ``x`` would have to be copied.
     """
     if n <= _FEW:
         return [x]
@@ -77,31 +77,31 @@ def runs(x: Tensor, n: int) -> list[Tensor]:
 
 
 def _image(rows: Tensor, times: int) -> Tensor:
-    """Rows ``(n, C)`` as an image of one column, channels last, with so many rows side by side."""
+    """Views rows ``(n, C)`` as a channels_last image ``(1, times * C, n / times, 1)``."""
     return rows.reshape(1, len(rows) // times, 1, -1).permute(0, 3, 1, 2)
 
 
 def of_runs(runs: list[Tensor], mean: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums of ``x * (x - mean)`` and of ``x``, in float64, of what `runs` has cut."""
-    found = []
+    """Computes the sums of ``x * (x - mean)`` and of ``x``, in float64, given its `runs`."""
+    results = []
     for run in runs:
         center = mean.repeat(run.size(1) // len(mean))
         pair = torch.stack(_two_sums(run, run, center, torch.ones_like(center), 0.0))
-        found.append(pair.double().view(2, -1, len(mean)).sum(1))
-    products, plain = torch.stack(found).sum(0)
+        results.append(pair.double().view(2, -1, len(mean)).sum(1))
+    products, plain = torch.stack(results).sum(0)
     return products, plain
 
 
 def in_backward(
     dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """As `_two_sums`, of any number of values.
+    """Computes `_two_sums` for any number of values.
 
-    ``dy`` may be the same value all over (of a mean behind): added one by one it is rounded alike
-    each time. Where it costs little it is added in pairs, as `torch.sum` adds.
+    All values of ``dy`` may be equal (if the loss is a mean). Added one by one, their rounding
+    errors add up, so they are added pairwise, as in `torch.sum`, where that is cheap.
     """
     n = values_per_channel(x)
-    if x.device.type != "cpu" or n <= _FEW_ALIKE:
+    if x.device.type != "cpu" or n <= _FEW_EQUAL:
         return _two_sums(dy, x, mean, var, eps)
     channels_are_last = x.dim() == 2 or x.stride(1) == 1
     if channels_are_last and n > _FEW:
@@ -114,34 +114,33 @@ def in_backward(
 
 
 def _along_rows(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    """The first of `_two_sums`, of tensors ``(n, C)``: a `_FEW` products are added one by one."""
+    """Computes the first of `_two_sums` for tensors ``(n, C)``, in pieces of `_FEW` products."""
     n, c = x.shape
-    # As many rows side by side as make a good length of loops; what is left over by itself.
+    # Enough rows side by side for full speed, and the remainder separately.
     beside = max(1, _WIDE // c)
     whole = n - n % beside
     pieces = [beside * _FEW] * (whole // (beside * _FEW))
     pieces += [rest for rest in (whole - sum(pieces), n - whole) if rest]
-    found = []
+    results = []
     for dy_part, x_part in zip(dy.split(pieces), x.split(pieces), strict=True):
         times = 1 if len(x_part) % beside else beside
         images = _image(dy_part, times), _image(x_part, times)
         sums = _two_sums(*images, mean.repeat(times), var.repeat(times), eps)
-        found.append(sums[0].view(times, c).sum(0, dtype=torch.float64))
-    return torch.stack(found).sum(0).to(mean)
+        results.append(sums[0].view(times, c).sum(0, dtype=torch.float64))
+    return torch.stack(results).sum(0).to(mean)
 
 
 @lru_cache
 def _row_length(values: int, longest: int) -> int | None:
-    """Into rows of what length so many values can be cut."""
+    """Returns the largest row length, from 16 to ``longest``, that divides ``values``; or None."""
     return next((k for k in range(min(values, longest), 15, -1) if values % k == 0), None)
 
 
 def _row_length_of(x: Tensor) -> int | None:
-    """The values of a row of ``x``; None if those of a channel in one sample are no neighbours, or
-    cannot be cut.
+    """Returns the row length of ``x``; None if it is not contiguous or can't be cut into rows.
 
-    As few as float32 adds without losing digits; in half precision, which has few, and of which
-    short rows are slow, more.
+    Rows are so short that float32 sums lose no digits. In half precision, which has few digits and
+    is slow for short rows, they are longer.
     """
     if not x.is_contiguous():
         return None
@@ -150,13 +149,15 @@ def _row_length_of(x: Tensor) -> int | None:
 
 
 def has_rows(x: Tensor) -> bool:
-    """Whether the values of a channel in one sample can be cut into rows."""
+    """Returns whether the values of a channel in one sample can be cut into rows."""
     return _row_length_of(x) is not None
 
 
 def of_rows(x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums of ``x * (x - mean)`` and of ``x``: of rows in the accumulation dtype, and of these
-    in float64."""
+    """Computes the sums of ``x * (x - mean)`` and of ``x``, given that `has_rows` is true.
+
+    Rows are summed in the accumulation dtype, and their sums in float64.
+    """
     length = _row_length_of(x) or 1
     shape = (len(x), x.size(1), x.shape[2:].numel() // length)
     center = mean.view(1, -1, 1).expand(shape).reshape(-1)
@@ -167,8 +168,7 @@ def of_rows(x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cascaded(x: Tensor) -> Tensor:
-    """The sum of each channel: in pairs, as `torch.sum` adds, of up to 64 samples, and of these in
-    float64."""
+    """Computes the sum of each channel: pairwise for up to 64 samples, then in float64."""
     dims, dtype = list(range(2, x.dim())), accumulation_dtype(x.dtype)
     sums = x.sum(dims, dtype=dtype) if dims else x
     whole = len(x) - len(x) % 64

@@ -469,8 +469,8 @@ def test_moments_of_a_constant_channel_may_differ_by_rounding():
     """As where a device adds in no fixed order: the deviation gives no scale for the mean."""
     moments = torch.tensor([[5.0, 2.0], [0.0, 1.0]], dtype=torch.float64)
     calls = RecordedCalls("`norm`, replica 0")
-    calls.record(LocalMoments(4, moments), GlobalMoments(BatchContext(8), moments))
-    reply = calls.recall(LocalMoments(4, moments * (1 + 1e-12)), torch.float32)
+    calls.record(LocalMoments(4, moments, moments), GlobalMoments(BatchContext(8), moments))
+    reply = calls.recall(LocalMoments(4, moments * (1 + 1e-12), moments), torch.float32)
     assert reply.moments is not None
     assert torch.equal(reply.moments, moments)
 

@@ -23,8 +23,10 @@ from replication import (
     ReplicasDiverged,
     ReplicationError,
     SyncMaster,
+    execute_replication_callbacks,
+    replicate,
 )
-from replication.sync.rendezvous import Abort, Rendezvous
+from replication.sync.rendezvous import Abort, Rendezvous, Wait
 from tests.layers import (
     DEADLINE,
     Centering,
@@ -143,9 +145,7 @@ def test_a_slave_that_is_interrupted_takes_its_message_back():
     first.start()
     assert soon(lambda: bool(rendezvous._waits))
     (wait,) = rendezvous._waits
-    with rendezvous.lock:  # as if a signal had come
-        wait.error = Abort(ReplicationError, "interrupted", None)
-        rendezvous.end_wait(wait)
+    interrupt(wait)
     first.join(DEADLINE)
     outcomes = together(
         lambda: master.run_master("m"),
@@ -179,9 +179,7 @@ def test_a_slave_that_was_interrupted_after_its_message_was_collected_gets_no_ol
     threads = [call("m1", master.run_master), call("first", pipe.run_slave)]
     assert collected.wait(DEADLINE)
     (wait,) = rendezvous._waits
-    with rendezvous.lock:  # as if a signal had come
-        wait.error = Abort(ReplicationError, "interrupted", None)
-        rendezvous.end_wait(wait)
+    interrupt(wait)
     threads[1].join(DEADLINE)
     threads.append(call("second", pipe.run_slave))
     assert soon(lambda: bool(rendezvous._waits))
@@ -194,6 +192,132 @@ def test_a_slave_that_was_interrupted_after_its_message_was_collected_gets_no_ol
         assert not thread.is_alive()
     assert replies["m2"] == (0, "m2")
     assert replies["second"] == (1, "second")
+
+
+def interrupt(wait: Wait) -> None:
+    """Ends a wait as if a signal had come."""
+    with wait.rendezvous.lock:
+        wait.error = Abort(ReplicationError, "interrupted", None)
+        wait.rendezvous.end_wait(wait)
+
+
+def started(call: Any, into: list[Any]) -> threading.Thread:
+    thread = threading.Thread(target=lambda: into.append(outcome_of(call)), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_master_that_waits_already_waits_again_for_a_slave_that_is_interrupted():
+    master = SyncMaster(echo)
+    pipes = [master.register_slave(i) for i in (1, 2)]
+    waits, answers, interrupted = master._by_hand._waits, [], []
+    running = [started(lambda: master.run_master("m"), answers)]
+    assert soon(lambda: len(waits) == 1)
+    first = started(lambda: pipes[0].run_slave("withdrawn"), interrupted)
+    assert soon(lambda: len(waits) == 2)
+    interrupt(next(wait for wait in waits if wait.replica == 1))
+    first.join(DEADLINE)
+    assert str(interrupted[0].error) == "interrupted"
+    running.append(started(lambda: pipes[1].run_slave("b"), answers))
+    assert soon(lambda: len(waits) == 2)
+    running.append(started(lambda: pipes[0].run_slave("a"), answers))
+    for thread in running:
+        thread.join(DEADLINE)
+    assert values(answers) == [[(0, "m"), (1, "a"), (2, "b")]] * 3
+
+
+def test_a_message_of_a_call_that_has_failed_is_not_collected(monkeypatch):
+    """The slave has been woken, but has not yet taken its message back."""
+    master, goes_on, outcomes = SyncMaster(echo), threading.Event(), []
+    pipe = master.register_slave(1)
+    block = Wait.block
+
+    def slowly(wait: Wait) -> None:
+        try:
+            block(wait)
+        finally:
+            assert goes_on.wait(DEADLINE)
+
+    monkeypatch.setattr(Wait, "block", slowly)
+    slave = started(lambda: pipe.run_slave("late"), outcomes)
+    assert soon(lambda: bool(master._by_hand._waits))
+    master._by_hand.fail(1, KeyError("elsewhere"))
+    with pytest.raises(ReplicaFailed, match="KeyError"):
+        master.run_master("m")
+    goes_on.set()
+    slave.join(DEADLINE)
+    assert isinstance(outcomes[0].error, ReplicaFailed)
+
+
+def test_a_failure_right_after_the_last_message_reaches_the_master(monkeypatch):
+    """It has been woken by the message, which is taken back before it looks."""
+    master, outcomes = SyncMaster(echo), []
+    pipe = master.register_slave(1)
+    rendezvous, block = master._by_hand, Wait.block
+
+    def fails_then(wait: Wait) -> None:
+        block(wait)
+        if wait.replica == 0:
+            rendezvous.fail(1, KeyError("elsewhere"))
+            assert soon(lambda: 1 in pipe._channel._round.missing)
+
+    monkeypatch.setattr(Wait, "block", fails_then)
+    first = started(lambda: master.run_master("m"), outcomes)
+    assert soon(lambda: bool(rendezvous._waits))
+    for thread in (started(lambda: pipe.run_slave("s"), outcomes), first):
+        thread.join(DEADLINE)
+    assert [type(outcome.error) for outcome in outcomes] == [ReplicaFailed] * 2
+
+
+def test_a_pipe_does_not_keep_the_reply():
+    master = SyncMaster(lambda messages: [(identifier, Numbered()) for identifier, _ in messages])
+    pipe = master.register_slave(1)
+    reply = weakref.ref(exchange(master, None, (pipe, None))[1])
+    assert freed(reply)
+
+
+def test_slaves_that_register_in_another_order_are_sorted_by_replica():
+    got: list[Any] = []
+
+    class RegistersInForward(Numbered):
+        """Copy 2 first, then copy 1."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = {2: threading.Event(), 1: threading.Event(), 0: threading.Event()}
+            self.master = SyncMaster(echo)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.copy_id != 2:
+                assert self.turn[self.copy_id].wait(DEADLINE)
+            if self.copy_id == 0:
+                got.extend(self.master.run_master("0"))
+            else:
+                pipe = self.master.register_slave(self.copy_id)
+                self.turn[self.copy_id - 1].set()
+                pipe.run_slave(str(self.copy_id))
+            return x
+
+    DataParallel(RegistersInForward(), ["cpu"] * 3)(torch.zeros(3))
+    assert got == [(0, "0"), (1, "1"), (2, "2")]
+
+
+def test_copy_0_cannot_register_a_slave_of_its_own_master():
+    class Registers(Numbered):
+        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+            SyncMaster(echo).register_slave("mine")
+
+    with pytest.raises(ReplicationError, match="replica 0 cannot register another slave"):
+        DataParallel(Registers(), ["cpu"] * 2)(torch.zeros(2))
+
+
+def test_slaves_registered_by_hand_after_a_forward_are_the_current_ones():
+    layer = Centering()
+    replicas = replicate(layer, ["cpu"] * 3)  # they keep the forward alive
+    execute_replication_callbacks(replicas)
+    assert layer._sync_master.nr_slaves == 2
+    layer._sync_master.register_slave("by hand")
+    assert layer._sync_master.nr_slaves == 1
 
 
 def test_slaves_may_be_registered_by_several_threads():
@@ -301,6 +425,28 @@ def test_identifier_must_be_free(identifier):
     master.register_slave(1)
     with pytest.raises(ReplicationError, match=rf"must be new .*\(got {identifier} in"):
         master.register_slave(identifier)
+
+
+def test_identifier_that_cannot_be_hashed_is_refused():
+    with pytest.raises(TypeError, match=r"must be hashable \(got list\)"):
+        SyncMaster(echo).register_slave([1])
+
+
+def test_master_whose_forward_has_ended_says_so():
+    layer = Centering()
+    DataParallel(layer, ["cpu"] * 2)(torch.zeros(2, 1))
+    with pytest.raises(ReplicationError, match="run_master is called outside the forward"):
+        layer._sync_master.run_master(0)
+
+
+def test_error_names_the_number_of_the_call():
+    master = SyncMaster(echo)
+    pipe = master.register_slave(1)
+    exchange(master, "a", (pipe, "b"))
+    master._by_hand.fail(1, KeyError("elsewhere"))
+    for replica, run in enumerate((master.run_master, pipe.run_slave)):
+        with pytest.raises(ReplicaFailed, match=rf"{replica} came to `SyncMaster`, call 2 after"):
+            run("c")
 
 
 # -- one instance, many sets of slaves ---------------------------------------------------------
@@ -571,12 +717,14 @@ def getting(future: FutureResult, into: list[Any]) -> threading.Thread:
 def test_second_getter_is_refused_at_once_and_the_first_is_served():
     future, got = FutureResult(), []
     first = getting(future, got)
+    rendezvous = weakref.ref(future._wait.rendezvous)
     with pytest.raises(ReplicationError, match=r"^a FutureResult serves one getter at a time"):
         future.get()
     future.put("value")
     first.join(DEADLINE)
     assert got == ["value"]
-    future.put("again")  # neither getter has left anything behind
+    assert freed(rendezvous)  # neither getter has left anything behind
+    future.put("again")
     assert future.get() == "again"
 
 
@@ -637,10 +785,7 @@ def test_get_that_was_interrupted_leaves_the_result_for_the_next():
     thread = threading.Thread(target=lambda: outcomes.append(outcome_of(future.get)), daemon=True)
     thread.start()
     assert soon(lambda: future._wait is not None)
-    wait = future._wait
-    with wait.rendezvous.lock:  # as if a signal had come
-        wait.error = Abort(ReplicationError, "interrupted", None)
-        wait.rendezvous.end_wait(wait)
+    interrupt(future._wait)
     thread.join(DEADLINE)
     assert str(outcomes[0].error) == "interrupted"
     future.put("kept")

@@ -1,4 +1,4 @@
-"""Replicas of a module side by side, whose layers can talk to their copies."""
+"""Runs replicas of a module side by side, and lets the copies of each layer communicate."""
 
 from replication.callbacks import (
     exec_data_parallel_replication_callback,

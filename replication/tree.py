@@ -11,7 +11,6 @@ import dataclasses
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
@@ -99,10 +98,17 @@ class Container:
         self.original = original
         self.kind = kind
         self.values = list(values)
+        self._keys: list[Any] | None = None
 
-    @cached_property
+    @property
     def keys(self) -> list[Any]:
         """One key for each value: an index, a key of a mapping or the name of a field."""
+        # Not a `functools.cached_property`: on Python 3.11 it holds a lock while it computes.
+        if self._keys is None:
+            self._keys = self._made_keys()
+        return self._keys
+
+    def _made_keys(self) -> list[Any]:
         raise NotImplementedError
 
     def values_of(self, keys: list[Any]) -> list[Any]:
@@ -133,8 +139,7 @@ class Builtin(Container):
             values = (dict.__getitem__(original, name) for name in self._names)
         super().__init__(original, dict if kind in _DICTS else kind, values)
 
-    @cached_property
-    def keys(self) -> list[Any]:
+    def _made_keys(self) -> list[Any]:
         if issubclass(self._base, dict):
             return [MappingKey(name) for name in self._names]
         names = _field_names(type(self.original)) if self._base is tuple else ()
@@ -172,8 +177,7 @@ class Registered(Container):
         values, self._context = self._node.flatten_fn(original)
         super().__init__(original, (type(original), self._context), values)
 
-    @cached_property
-    def keys(self) -> list[Any]:
+    def _made_keys(self) -> list[Any]:
         old, count = self.original, len(self.values)
         if self._node.flatten_with_keys_fn is not None:
             return [key for key, _ in self._node.flatten_with_keys_fn(old)[0]]
@@ -202,8 +206,7 @@ class Record(Container):
         values = (getattr(original, name) for name in self._names)
         super().__init__(original, type(original), values)
 
-    @cached_property
-    def keys(self) -> list[Any]:
+    def _made_keys(self) -> list[Any]:
         return _attribute_keys(self._names, len(self.values))
 
     def rebuilt(self, values: Iterable[Any], made: Made) -> Any:

@@ -494,7 +494,7 @@ def test_patched_class_looks_like_the_one_that_it_was_made_of():
     assert repr(model) == before
     assert isinstance(model, CustomDataParallel)
     kind = type(model)
-    assert (kind.__module__, kind.__qualname__) == ("layers", "CustomDataParallel")
+    assert (kind.__module__, kind.__qualname__) == ("tests.layers", "CustomDataParallel")
     assert kind.__doc__ == CustomDataParallel.__doc__
 
 

@@ -402,6 +402,7 @@ def test_replicas_end_after_a_system_exit_that_another_error_follows():
         assert freed(*seen)
 
 
+@pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
 @runners
 def test_original_is_not_touched(wrap):
     net = nn.Sequential(nn.Linear(2, 2), Centering(), nn.BatchNorm1d(2))

@@ -650,7 +650,7 @@ def test_collective_after_the_forward_is_refused_at_once():
     for outcome in together(*(group.barrier for group in groups)):
         assert isinstance(outcome.error, ReplicationError)
         assert_found("barrier outside the forward that the group is of", str(outcome.error))
-        assert str(outcome.error).endswith("; take the group anew in each forward")
+        assert str(outcome.error).endswith("; get the group afresh in each forward")
 
 
 def test_a_member_knows_whether_it_recomputes():

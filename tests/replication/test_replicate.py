@@ -412,7 +412,7 @@ def test_replicas_have_the_module_in_place_of_its_compiled_wrapper():
 def test_hooks_of_a_compiled_wrapper_are_refused():
     net = nn.Sequential(compiled(nn.Linear(2, 2)))
     net[0].register_forward_hook(lambda module, args, output: None)
-    with pytest.raises(TypeError, match="hooks of its own"):
+    with pytest.raises(TypeError, match="its own hooks"):
         replicate(net, ["cpu"] * 2)
 
 

@@ -282,7 +282,7 @@ def test_self_check_fails_where_a_law_does(monkeypatch, capsys):
     monkeypatch.setattr(syncbn.__main__, "SynchronizedBatchNorm2d", nn.BatchNorm2d)
     assert syncbn.__main__.main(["--replicas", "2"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "2 replicas: the first that differs is output of the model" in "\n".join(lines)
+    assert "2 replicas: the first difference is output of the model" in "\n".join(lines)
     assert lines[-1].startswith("FAIL: replicas differ from one device")
 
 

@@ -205,7 +205,7 @@ def test_notes_on_one_layer_are_separated():
     assert found.kind.note.split("; ") == [
         "in eval(): does not synchronize",
         "in groups of 2",
-        "with a process group of its own",
+        "in a process group",
     ]
 
 

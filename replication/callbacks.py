@@ -3,7 +3,7 @@
 A layer opts in with a method ``__data_parallel_replicate__(self, ctx, copy_id)``. It is called on
 every copy of the layer after replication and before any forward:
 
-    copy 0:  root, first child, ...      all of the master copy first
+    copy 0:  root, first child, ...      all of copy 0 first
     copy 1:  root, first child, ...      then the others, in order
 
 The n copies of one layer share one `CallbackContext`, which gives them a `Group`. Use
@@ -115,7 +115,7 @@ def execute_replication_callbacks(
           others do not wait for it, however they are run (see `replication.sync.rendezvous`).
 
     Args:
-        modules: The copies of one module, the master copy first.
+        modules: The copies of one module, copy 0 first.
         devices: The device of each copy, for `CallbackContext`. The default is the device of the
             copy's first tensor.
 
@@ -216,17 +216,17 @@ def paired(modules: Sequence[nn.Module]) -> list[Position]:
     pending = [Position("", roots)]
     while pending:
         position = pending.pop()
-        path, (master, *others) = position
-        known = positions.setdefault(id(master), position)
+        path, (first, *others) = position
+        known = positions.setdefault(id(first), position)
         if known is not position:
             if any(a is not b for a, b in zip(known.copies, position.copies, strict=True)):
                 raise ValueError(f"the copies must match: they tie {position} differently")
             continue
-        names = list(master._modules)
+        names = list(first._modules)
         for copy_id, module in enumerate(others, 1):
-            if type(module) is not type(master) or list(module._modules) != names:
+            if type(module) is not type(first) or list(module._modules) != names:
                 raise ValueError(
-                    f"the copies must match: {position} is {outlined(master)} in copy 0 "
+                    f"the copies must match: {position} is {outlined(first)} in copy 0 "
                     f"but {outlined(module)} in copy {copy_id}"
                 )
         for name in reversed(names):

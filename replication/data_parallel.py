@@ -27,7 +27,7 @@ from replication.devices import (
 )
 from replication.patch import RUNS_CALLBACKS
 from replication.steps.gather import gather, join_leaves
-from replication.steps.parallel_apply import parallel_apply
+from replication.steps.parallel_apply import parallel_apply, refuse_functorch
 from replication.steps.replicate import make_replicas
 from replication.steps.scatter import scatter_kwargs
 from replication.sync.lifecycle import first_failure_wins, limit_time
@@ -208,6 +208,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     @uncompiled  # the compiler cannot follow threads
     def _on_replicas(self, inputs: Any, kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function(_RANGE):
+            refuse_functorch()  # before copies of the parameters meet the transform
             inputs, kwargs_tup = self._scattered(inputs, kwargs)
             if len(inputs) > 1:
                 warn_of_plain_batch_norm(self, self.module)

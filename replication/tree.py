@@ -269,8 +269,14 @@ def open_any(value: Any) -> Container | None:
     if issubclass(kind, _BASES):
         return Builtin(value)
     if issubclass(kind, (UserDict, UserList)) or dataclasses.is_dataclass(kind):
-        return Record(value)
+        return Record(value) if _is_made_by_object(kind) else None
     return None
+
+
+def _is_made_by_object(kind: type) -> bool:
+    """Whether ``object.__new__`` makes objects of a class. It refuses exceptions and str, say."""
+    is_heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code has defined
+    return next(base for base in kind.__mro__ if not base.__flags__ & is_heap_type) is object
 
 
 # -- walks -------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
 from replication._torch import beside_selective_checkpoints, uncompiled
 from replication.devices import is_int
-from replication.errors import path_or_root
+from replication.errors import ReplicationError, path_or_root
+from replication.sync.current import current_replica
 from syncbn.graph import (
     Denominator,
     GlobalMoments,
@@ -136,7 +137,16 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         if not self.training:
             return self._evaluated(input)
         group = self.group
-        return super().forward(input) if group.size == 1 else self._synchronized(input, group)
+        if group.size > 1:
+            return self._synchronized(input, group)
+        current = current_replica()
+        if current is None:
+            return super().forward(input)
+        # The buffers of copy 0 are those of the original module.
+        output = current.rendezvous.commit(partial(super().forward, input))
+        if output is None:
+            raise ReplicationError("the forward of this replica has been ended by its caller")
+        return output
 
     def _evaluated(self, input: Tensor) -> Tensor:
         is_shared = self._recorded_calls is not None and self._has_original_buffers

@@ -36,6 +36,9 @@ SMALL = {
 }
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
+#: The benchmarks compare with plain BatchNorm on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
+
 
 def randomized(name):
     """A small network in float64 whose BatchNorms differ from each other, and its input."""

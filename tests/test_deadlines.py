@@ -86,14 +86,17 @@ def test_that_hangs():
 def test_a_test_that_hangs_ends_the_run_with_its_stack(tmp_path):
     """Long before ``faulthandler_timeout``."""
     conftest = (ROOT / "tests" / "conftest.py").read_text()
-    (tmp_path / "deadlines.py").write_text(
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "deadlines.py").write_text(
         (ROOT / "tests" / "deadlines.py")
         .read_text()
         .replace("TEST_STALLED = 60.0", "TEST_STALLED = 0.5")
     )
-    (tmp_path / "conftest.py").write_text(conftest)
-    (tmp_path / "test_hang.py").write_text(HANGING_TEST)
-    done = run_python("-m", "pytest", "-p", "no:cacheprovider", "test_hang.py", cwd=tmp_path)
+    (folder / "conftest.py").write_text(conftest)
+    (folder / "test_hang.py").write_text(HANGING_TEST)
+    done = run_python("-m", "pytest", "-p", "no:cacheprovider", "tests", cwd=tmp_path)
     assert done.returncode == 1
     assert "test_hang.py::test_that_hangs hangs" in done.stderr
     assert "in test_that_hangs" in done.stderr

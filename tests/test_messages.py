@@ -492,7 +492,7 @@ def test_replicas_that_failed_alike_are_listed_in_their_order():
     error, ours = KeyError("first"), ReplicationError("because of it")
     failures = [(2, ValueError("v")), (1, error), (3, ours), (0, ValueError("v"))]
     add_others(error, [Failure(*failure) for failure in failures])
-    assert error.__notes__ == ["replicas 0, 2 failed, too: ValueError: v"]
+    assert error.__notes__ == ["replicas 0, 2 also failed: ValueError: v"]
 
 
 def test_long_texts_are_cut_in_messages_about_them():

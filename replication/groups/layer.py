@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from replication._torch import IS_REPLICA, make_shell
+from replication.devices import is_int
 from replication.errors import ReplicationError
 from replication.groups.base import Group, SoloGroup
 from replication.groups.membership import (
@@ -158,7 +159,14 @@ class ReplicaAware(_Base):
                 "(DistributedDataParallel), or limit the layer to this one's replicas by a "
                 "process_group of this process alone"
             )
-        return group if self.group_size is None else group.split(self.group_size)
+        if self.group_size is None:
+            return group
+        if is_int(self.group_size) and self.group_size < 1:
+            raise ValueError(
+                f"group_size of {type(self).__name__} must be at least 1, or None for all copies "
+                f"(got {self.group_size})"
+            )
+        return group.split(self.group_size)
 
     @group.setter
     def group(self, value: object) -> None:

@@ -98,11 +98,8 @@ def parallel_apply(
         check_list(name, items)
         if len(items) != n:
             raise ValueError(f"expected one of {name} for each of {n} replicas (got {len(items)})")
-    if n > 1 and in_functorch_transform():
-        raise RuntimeError(
-            "torch.func transforms do not reach the threads of replicas, so their derivatives "
-            "would be lost; transform a function that calls the module itself"
-        )
+    if n > 1:
+        refuse_functorch()
     state = ThreadState(targets)
     calls = []
     for index, replica in enumerate(replicas):
@@ -112,6 +109,15 @@ def parallel_apply(
     return first_failure_wins(_run_all, replicas, calls, state.torch_threads)
 
 
+def refuse_functorch() -> None:
+    """Raises RuntimeError inside a transform of `torch.func`."""
+    if in_functorch_transform():
+        raise RuntimeError(
+            "torch.func transforms do not reach the threads of replicas, so their derivatives "
+            "would be lost; transform a function that calls the module itself"
+        )
+
+
 def _run_all(
     replicas: Sequence[nn.Module], calls: Sequence[Callable[[], Any]], torch_threads: int
 ) -> list[Any]:
@@ -119,7 +125,8 @@ def _run_all(
         return [calls[0]()]
     if sys.is_finalizing():  # other threads do not run any more
         raise RuntimeError(
-            "replicas cannot be called while the interpreter ends (by a finalizer?)"
+            "replicas cannot be called during interpreter shutdown "
+            "(does a finalizer call the model?)"
         )
     callers_torch_threads = torch.get_num_threads()
     # Autograd orders the nodes of a graph by numbers that each thread counts for itself. The
@@ -225,10 +232,21 @@ class ReplicaThread(threading.Thread):
         # Two threads cannot enter the same Context, so each has a copy.
         self._work = index, call, contextvars.copy_context(), torch_threads, done
 
+    def start(self) -> None:
+        """Starts the thread. A thread that a Ctrl-C keeps from beginning keeps nothing alive."""
+        try:
+            super().start()
+        except BaseException:
+            vars(self).pop("_work", None)
+            raise
+
     def run(self) -> None:
         """Called in the new thread."""
-        index, call, context, torch_threads, done = self._work
-        del self._work
+        work = vars(self).pop("_work", None)
+        if work is None:  # `start` was interrupted
+            return
+        index, call, context, torch_threads, done = work
+        del work
         value = failure = None
         try:
             if torch.get_num_threads() != torch_threads:
@@ -248,7 +266,8 @@ def _await_replicas() -> None:
     """Waits for abandoned replicas: torch aborts if the interpreter ends while they compute."""
     end = time.monotonic() + 1.5
     for thread in threading.enumerate():
-        if isinstance(thread, ReplicaThread):
+        # A Ctrl-C in `start` leaves a thread that never began in threading's list.
+        if isinstance(thread, ReplicaThread) and thread.ident is not None:
             thread.join(max(0.0, end - time.monotonic()))
 
 

@@ -90,7 +90,7 @@ class Exchange:
             current.missing.remove(replica)
             is_complete = not current.missing
             merges = is_complete if self.master is None else replica == self.master
-            needs = current.missing
+            needs = current.missing  # the same set: it shrinks as messages arrive
             if self.master is not None and not merges:
                 needs = {self.master}
                 if is_complete:  # the master waits for this message only
@@ -125,7 +125,7 @@ class Exchange:
         self, rendezvous: Rendezvous, replica: int, current: Round, merge: Merge, site: Site
     ) -> None:
         replicas = sorted(current.messages)
-        messages = [current.messages.pop(replica) for replica in replicas]
+        messages = [current.messages.pop(sender) for sender in replicas]
         try:
             replies = list(merge(site, messages))
         except BaseException as error:

@@ -266,6 +266,8 @@ def watch(replicas: Sequence[nn.Module]) -> Rendezvous:
     rendezvous.locate = Locator(replicas)
     rendezvous.observe = observer(len(replicas))
     rendezvous.in_backward = is_recomputation()
+    current = current_replica()
+    rendezvous.outer = None if current is None else current.rendezvous
     for index, replica in enumerate(replicas):
         for name in _ENTRY_POINTS:
             TrackedCall(replica, name, rendezvous, index).install()
@@ -288,12 +290,13 @@ class Locator:
         except Exception:  # the replica changes while it runs
             paths = {}
         path = ""
+        line = f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
         frame: FrameType | None = innermost
+        del innermost  # it may be this very frame, which must not refer to itself
         while frame is not None and not path:
             path = path_of_call(frame, paths) or ""
             frame = frame.f_back
-        module = f"in `{path}`, " if path else ""
-        return f"{module}at {innermost.f_code.co_filename}:{innermost.f_lineno}"
+        return f"in `{path}`, at {line}" if path else f"at {line}"
 
 
 def is_tracked(module: nn.Module) -> bool:

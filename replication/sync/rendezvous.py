@@ -23,7 +23,8 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 from replication.errors import (
@@ -34,6 +35,8 @@ from replication.errors import (
     described,
     listed,
 )
+
+T = TypeVar("T")
 
 __all__: list[str] = []
 
@@ -110,7 +113,7 @@ class Abort(NamedTuple):
 
         Args:
             wait: The wait that fails.
-            later: What to add about a replica that arrives later.
+            later: Text to add if the replica called after the abort.
         """
         if self.kind is ReplicasDiverged:  # the message tells where every replica is
             later = ""
@@ -178,6 +181,8 @@ class Rendezvous:
         #: The channel of each `SyncMaster` in this forward.
         self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._commits = threading.RLock()
+        #: The rendezvous of the forward that this forward is inside of, in one of its replicas.
+        self.outer: Rendezvous | None = None
         self._progress = [Progress() for _ in range(size or 0)]
         # Whether any replica has ended a run, or is absent.
         self._some_are_over = False
@@ -246,15 +251,20 @@ class Rendezvous:
             pass
         return self.forget_failures()
 
-    def commit(self, write: Callable[[], object]) -> None:
-        """Calls ``write``, which changes the original module, unless the forward is closed.
+    def commit(self, write: Callable[[], T]) -> T | None:
+        """Returns ``write()``, which changes the original module, or None in a closed forward.
 
         A replica may still run after the forward has raised in the caller. It must not change the
-        module that the caller then saves or trains further.
+        module that the caller then saves or trains further. The same holds for a forward inside
+        such a replica.
         """
+        if self.outer is not None:
+            return self.outer.commit(partial(self._commit, write))
+        return self._commit(write)
+
+    def _commit(self, write: Callable[[], T]) -> T | None:
         with self._commits:
-            if not self._is_closed:
-                write()
+            return None if self._is_closed else write()
 
     def forget_failures(self) -> list[Failure]:
         """Returns the failures of the replicas, and drops them.

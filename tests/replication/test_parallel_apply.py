@@ -650,3 +650,22 @@ def test_fork_after_use_works():
     process = run_script(FORKS)
     assert process.stdout == SUMS * 2
     assert process.stderr == ""
+
+
+def test_an_interrupt_that_keeps_a_thread_from_beginning_keeps_nothing_alive(monkeypatch):
+    """Python leaves such a thread in its list of threads for good."""
+    start = threading._start_new_thread
+
+    def interrupted(*args: Any) -> None:
+        monkeypatch.setattr(threading, "_start_new_thread", start)
+        raise KeyboardInterrupt
+
+    net, x = nn.Linear(2, 2), torch.ones(4, 2)
+    kept = [weakref.ref(net), weakref.ref(x)]
+    monkeypatch.setattr(threading, "_start_new_thread", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        DataParallel(net, ["cpu"] * 2)(x)
+    del net, x
+    assert freed(*kept)
+    for thread in [t for t in threading._limbo if t.name == "replica-0"]:  # for later tests
+        del threading._limbo[thread]

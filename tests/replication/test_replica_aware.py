@@ -85,7 +85,7 @@ def test_group_size_makes_it_the_layers_part(where):
 def test_bad_group_size_is_refused_in_every_replica(size):
     layer = Total()
     layer.group_size = size
-    with pytest.raises(ValueError, match=r"at least 1 \(got "):
+    with pytest.raises(ValueError, match=r"at least 1, or None for all copies \(got "):
         DataParallel(layer, ["cpu"] * 2)(torch.ones(2, 1))
 
 

@@ -200,7 +200,7 @@ def test_nothing_is_written_after_a_timeout(monkeypatch):
     net = convert_model(network())
     model = ours(net, timeout=0.3)
     before = state_of(net)
-    with pytest.raises(ReplicasTimedOut, match="replica 1: waits at `2`, call 1"):
+    with pytest.raises(ReplicasTimedOut, match="waits at `2`, call 1"):
         model(torch.randn(7, 3, dtype=torch.float64))
     merging.end()
     assert_unchanged(net, before)

@@ -158,7 +158,7 @@ def _run_all(
         if running and rendezvous is not None and not failures:
             rendezvous.time_out().raise_at()
         if failures:
-            if running:
+            if running and not issubclass(type(_first(failures)), ReplicasTimedOut):
                 _note_left_running(failures, replicas, running)
             raise _first(failures)
         return outputs

@@ -660,7 +660,7 @@ def test_an_interrupt_that_keeps_a_thread_from_beginning_keeps_nothing_alive(mon
         monkeypatch.setattr(threading, "_start_new_thread", start)
         raise KeyboardInterrupt
 
-    net, x = nn.Linear(2, 2), torch.ones(4, 2)
+    net, x = nn.Linear(2, 2), torch.ones(4, 2, requires_grad=True)
     kept = [weakref.ref(net), weakref.ref(x)]
     monkeypatch.setattr(threading, "_start_new_thread", interrupted)
     with pytest.raises(KeyboardInterrupt):

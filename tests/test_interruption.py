@@ -222,7 +222,6 @@ class Unhurried(SynchronizedBatchNorm1d):
         super()._update_running_statistics(whole)
 
 
-@pytest.mark.usefixtures("one_interrupt")
 class Late(nn.Module):
     """Ends in replica 0 when it may."""
 
@@ -251,6 +250,7 @@ def test_layers_without_copies_in_the_abandoned_forward_write_nothing(inside):
     assert_unchanged(net, before)
 
 
+@pytest.mark.usefixtures("one_interrupt")
 def test_a_layer_that_is_about_to_write_does_so_before_the_interrupt_arrives():
     net = nn.Sequential(Unhurried(3)).double()
     twin = copy.deepcopy(nn.Sequential(nn.BatchNorm1d(3)).double())

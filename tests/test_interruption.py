@@ -58,7 +58,8 @@ def state_of(net: nn.Module) -> dict[str, Tensor]:
 
 def all_replicas_have_ended() -> bool:
     # Those that torch's way runs have names of another kind, and wait for the first.
-    return not any(t.name.startswith("replica-") for t in threading.enumerate())
+    # Python never removes a thread from its list whose start was interrupted.
+    return not any(t.name.startswith("replica-") and t.is_alive() for t in threading.enumerate())
 
 
 def assert_unchanged(net: nn.Module, state: dict[str, Tensor]) -> None:

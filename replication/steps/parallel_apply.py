@@ -236,8 +236,11 @@ class ReplicaThread(threading.Thread):
         """Starts the thread. A thread that a Ctrl-C keeps from beginning keeps nothing alive."""
         try:
             super().start()
-        except BaseException:
+        except BaseException as error:
             vars(self).pop("_work", None)
+            interrupt = error.__context__
+            if isinstance(interrupt, KeyboardInterrupt):  # `threading` may fail on its way out
+                raise interrupt from None
             raise
 
     def run(self) -> None:
@@ -267,7 +270,7 @@ def _await_replicas() -> None:
     end = time.monotonic() + 1.5
     for thread in threading.enumerate():
         # A Ctrl-C in `start` leaves a thread that never began in threading's list.
-        if isinstance(thread, ReplicaThread) and thread.ident is not None:
+        if isinstance(thread, ReplicaThread) and thread.is_alive():
             thread.join(max(0.0, end - time.monotonic()))
 
 

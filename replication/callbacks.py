@@ -25,7 +25,7 @@ from replication._torch import IS_REPLICA, compiled_module, current_backward
 from replication.devices import DeviceLike, check_module, device_of, parse_devices
 from replication.errors import path_or_root
 from replication.groups.replicas import CallbackContext
-from replication.sync.current import CurrentReplica, set_current_replica
+from replication.sync.current import CurrentReplica, current_replica, set_current_replica
 from replication.sync.lifecycle import add_note, watch
 
 __all__ = [
@@ -148,16 +148,19 @@ def run_callbacks(
     devices = [device_of(module) for module in modules] if devices is None else devices
     contexts = [CallbackContext(size, list(devices), p.path, rendezvous) for p in positions]
     backward = current_backward()
-    for copy_id in range(size):
-        for position, context in zip(positions, contexts, strict=True):
-            current = CurrentReplica(rendezvous, copy_id, backward, path_or_root(position.path))
-            for name, callback in callbacks_of(position.copies[copy_id]):
-                try:
-                    with set_current_replica(current):
-                        callback(context, copy_id)
-                except BaseException as error:
-                    add_note(error, f"in {name} of {position}, copy {copy_id} of {size}")
-                    raise
+    # The outer block restores the thread's state if a Ctrl-C arrives while an inner one begins.
+    with set_current_replica(current_replica()):
+        for copy_id in range(size):
+            for position, context in zip(positions, contexts, strict=True):
+                path = path_or_root(position.path)
+                current = CurrentReplica(rendezvous, copy_id, backward, path)
+                for name, callback in callbacks_of(position.copies[copy_id]):
+                    try:
+                        with set_current_replica(current):
+                            callback(context, copy_id)
+                    except BaseException as error:
+                        add_note(error, f"in {name} of {position}, copy {copy_id} of {size}")
+                        raise
 
 
 def has_callbacks(position: Position) -> bool:

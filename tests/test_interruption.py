@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from replication import DataParallel, ReplicasTimedOut, patch_replication_callback
+from replication.sync.current import current_replica, set_current_replica
 from syncbn import SynchronizedBatchNorm1d, batchnorm, convert_model
 from tests.layers import DEADLINE, AsTorchDoes, soon
 
@@ -262,3 +263,23 @@ def test_a_layer_that_is_about_to_write_does_so_before_the_interrupt_arrives():
     assert_unchanged(net, state)  # and no more interrupts come
     twin(x)
     torch.testing.assert_close(state, dict(twin.state_dict()))
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_an_interrupt_while_a_callback_or_a_replica_begins_leaves_no_current_replica(
+    monkeypatch, samples
+):
+    """Once the thread counted as a replica's for good: later forwards failed, or trained alone."""
+    enter = set_current_replica.__enter__
+
+    def interrupted(scope: set_current_replica) -> None:
+        enter(scope)
+        if current_replica() is not None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(set_current_replica, "__enter__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ours(SynchronizedBatchNorm1d(3) if samples > 1 else nn.Linear(3, 3))(
+            torch.randn(samples, 3)
+        )
+    assert current_replica() is None

@@ -42,7 +42,7 @@ class set_current_replica:
     through, which not every error class allows.
     """
 
-    def __init__(self, current: CurrentReplica) -> None:
+    def __init__(self, current: CurrentReplica | None) -> None:
         self._current = current
 
     def __enter__(self) -> None:

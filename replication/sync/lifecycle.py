@@ -349,7 +349,9 @@ def first_failure_wins(
         return parallel_apply(replicas, *args, **kwargs)
     rendezvous.expect_only([call.replica for call in map(tracked_call, replicas) if call])
     try:
-        outputs = parallel_apply(replicas, *args, **kwargs)
+        # A single replica runs in this thread, whose state is restored after a Ctrl-C anywhere.
+        with set_current_replica(current_replica()):
+            outputs = parallel_apply(replicas, *args, **kwargs)
         rendezvous.forget_failures()  # it may have swallowed them
         return outputs
     except BaseException as error:

@@ -208,9 +208,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
     @uncompiled  # the compiler cannot follow threads
     def _on_replicas(self, inputs: Any, kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function(_RANGE):
-            refuse_functorch()  # before copies of the parameters meet the transform
             inputs, kwargs_tup = self._scattered(inputs, kwargs)
             if len(inputs) > 1:
+                refuse_functorch()  # before copies of the parameters meet the transform
                 warn_of_plain_batch_norm(self, self.module)
             replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
             limit_time(replicas, self.timeout)

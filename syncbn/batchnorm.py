@@ -13,15 +13,10 @@ from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
 from replication._torch import beside_selective_checkpoints, uncompiled
 from replication.devices import is_int
 from replication.errors import ReplicationError, path_or_root
+from replication.groups.base import Layouts
 from replication.sync.current import current_replica
-from syncbn.graph import (
-    Denominator,
-    GlobalMoments,
-    LocalMoments,
-    output_without_moments,
-    synchronized_batch_norm,
-)
-from syncbn.joining import ShardInput, ShardOutput, is_small, merge_messages
+from syncbn.graph import Message, Reply, merge_shards, synchronized_batch_norm
+from syncbn.merge import Denominator, RunningStatistics
 from syncbn.processes import merge_ranks
 from syncbn.recomputation import RecordedCalls
 
@@ -167,61 +162,64 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         weight, bias = self.weight, self.bias  # once: a parametrization recomputes them each time
         self._check_synchronized_input(input, weight, bias)
         denominator = Denominator(self.eps, _eps_mode == "clamp")
-        if isinstance(group, ReplicaGroup) and is_small(input) and not group.recomputes:
-            shard = ShardInput(input, weight, bias, denominator)
-            output: ShardOutput = self._exchange(group, shard, input.dtype, requires_grad=True)
-            if output.y is None:
-                return output_without_moments(output.global_moments, input, weight, bias)
-            return output.y
+        exchange = (
+            partial(self._reply_of_replicas, group, input.dtype)
+            if isinstance(group, ReplicaGroup)
+            else partial(self._reply_of_ranks, group, input.dtype)
+        )
         with beside_selective_checkpoints():
-            merge = partial(self._merged, group, input.dtype)
-            y, moments = synchronized_batch_norm(input, weight, bias, denominator, merge)
-            # Between replicas `_merge` has already updated them.
-            if not isinstance(group, ReplicaGroup) and not group.recomputes:
-                self._update_running_statistics(moments)
-        return y
+            return synchronized_batch_norm(input, weight, bias, denominator, exchange)
 
-    def _merged(self, group: Group, dtype: torch.dtype, local: LocalMoments) -> GlobalMoments:
-        """Returns the moments of the whole batch, given those of this member."""
-        if not isinstance(group, ReplicaGroup):
-            return merge_ranks(group, local, ((dtype, (self.num_features,)),))
+    def _reply_of_ranks(self, group: Group, dtype: torch.dtype, message: Message) -> Reply:
+        """Returns the moments of all processes."""
+        running = None if group.recomputes else self._running_statistics
+        return merge_ranks(group, message, self._layouts(dtype), running)
+
+    def _reply_of_replicas(
+        self, group: ReplicaGroup, dtype: torch.dtype, message: Message
+    ) -> Reply:
+        """Returns the moments of all replicas, or the recorded ones in a recomputation."""
         assert self._recorded_calls is not None  # set together with the group
         if group.in_later_backward:
-            return self._recorded_calls.recall(local, dtype)
-        reply: GlobalMoments = self._exchange(group, local, dtype, local.moments.requires_grad)
-        self._recorded_calls.record(local, reply)
-        return reply
-
-    def _exchange(
-        self,
-        group: ReplicaGroup,
-        message: LocalMoments | ShardInput,
-        dtype: torch.dtype,
-        requires_grad: bool,
-    ) -> Any:
-        """Sends a message to the merging replica, and returns its reply.
-
-        The reply to `LocalMoments` is a `GlobalMoments`, the reply to a `ShardInput` is a
-        `ShardOutput`.
-        """
-        return group.exchange(
+            return self._recorded_calls.recall(message, dtype)
+        reply = group.exchange(
             "batch_norm",
             message,
             partial(self._merge, group),
-            layouts=((dtype, (self.num_features,)),),  # must match on every replica
-            requires_grad=requires_grad,
+            layouts=self._layouts(dtype),
+            requires_grad=message.local.requires_grad,
         )
+        self._recorded_calls.record(message, reply)
+        return reply
 
-    def _merge(
-        self, group: ReplicaGroup, messages: list[LocalMoments | ShardInput]
-    ) -> list[GlobalMoments | ShardOutput]:
+    def _layouts(self, dtype: torch.dtype) -> Layouts:
+        """Returns the dtype and the shape of the statistics, which must match everywhere."""
+        return ((dtype, (self.num_features,)),)
+
+    def _merge(self, group: ReplicaGroup, messages: list[Message]) -> list[Reply]:
         """Returns the replies to all replicas. Runs once per call, while the others wait."""
-        replies = merge_messages(messages)
-        if self._has_original_buffers and not group.recomputes:
-            reply = replies[0]
-            moments = reply if isinstance(reply, GlobalMoments) else reply.global_moments
-            group.commit(partial(self._update_running_statistics, moments))
+        if group.recomputes or not self._has_original_buffers:
+            return merge_shards(messages)
+        replies = group.commit(partial(merge_shards, messages, self._running_statistics))
+        if replies is None:
+            raise ReplicationError("the forward of this replica has been ended by its caller")
         return replies
+
+    @torch.no_grad()
+    def _running_statistics(self) -> RunningStatistics | None:
+        """Counts a batch, and returns the buffers to update with its moments."""
+        if not self.track_running_stats:
+            return None
+        momentum: Any = self.momentum
+        batches = self.num_batches_tracked
+        if batches is not None:
+            batches.add_(1)
+            if momentum is None:
+                # A cumulative average. As a tensor, it does not make the host wait for a GPU.
+                momentum = batches.double().reciprocal()
+        return RunningStatistics(
+            self.running_mean, self.running_var, 0.0 if momentum is None else momentum
+        )
 
     def _check_synchronized_input(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -268,32 +266,6 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             raise ValueError(
                 f"batch_norm eps must be positive during training, but got {self.eps}"
             )
-
-    @torch.no_grad()
-    def _update_running_statistics(self, batch: GlobalMoments) -> None:
-        """Updates the buffers in place, as torch does, with the unbiased variance of the batch."""
-        moments, total = batch.moments, batch.batch.total
-        if not self.track_running_stats or (moments is None and total):
-            return  # with one value per channel the forward raises
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        if moments is None:
-            return
-        mean, var = moments
-        factor: float | Tensor = 0.0 if self.momentum is None else self.momentum
-        if self.momentum is None and self.num_batches_tracked is not None:
-            # A cumulative average. As a tensor, it does not make the host wait for a GPU.
-            factor = self.num_batches_tracked.to(mean).reciprocal()
-        if isinstance(total, Tensor):  # the host does not know whether it is above 1
-            factor = factor * (total > 0).to(mean)
-            total = total.clamp(min=2)
-        var = var * (total / (total - 1))
-        factor = factor.to(mean) if isinstance(factor, Tensor) else factor
-        for running, new in ((self.running_mean, mean), (self.running_var, var)):
-            if running is not None:
-                # Hidden from autograd, as torch's kernels do it: the graph of a forward on one
-                # device may have saved the buffer without needing its value.
-                running.data.copy_(torch.lerp(running.to(new), new, factor))
 
 
 class SynchronizedBatchNormNd(SynchronizedBatchNorm, _BatchNorm):

@@ -60,3 +60,8 @@ def with_usual_strides(x: Tensor) -> Tensor:
         return x
     usual = torch.empty_like(x, device="meta", memory_format=layout).stride()
     return x if x.stride() == usual else x.as_strided(x.shape, usual)
+
+
+def in_format_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """Returns a tensor in the memory format of another."""
+    return tensor.contiguous(memory_format=memory_format(like))

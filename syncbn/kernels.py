@@ -1,160 +1,365 @@
-"""Per-device tensor kernels of batch normalization, which know nothing of replicas.
+"""The tensor kernels of batch normalization: three strategies, one for each kind of device.
 
-Notation. ``x`` is ``(N, C, ...)``; a channel has ``n = x.numel() / C`` values. Tensors of the
-size of ``x``, and vectors of length C next to them, are computed in the *accumulation dtype*:
-float64 for float64, float32 for everything else. Mean and variance are
-the float64 results of `syncbn.moments`.
+=========  =================================================  ==========================
+Strategy   Kernels                                            Devices
+=========  =================================================  ==========================
+`Native`   torch's fused kernels for evaluation mode          CPU
+`Fused`    torch's kernels for `torch.nn.SyncBatchNorm`       CUDA
+`Plain`    plain tensor operations                            every other device
+=========  =================================================  ==========================
 
-Numerical promises
-    * A large mean costs no precision: it is subtracted before scaling, in two parts, the mean
-      rounded to the accumulation dtype and the rest.
-    * Results for float16 and bfloat16 inputs are rounded once.
-    * An empty ``x`` is fine everywhere (torch's native kernels crash on it).
+All of them know nothing of replicas and have the same four functions. They compute in the
+*accumulation dtype*: float64 for float64, float32 for everything else. Results for float16 and
+bfloat16 inputs are rounded once.
 
-Speed. On the CPU, torch's batch norm kernels for evaluation mode are fused and vectorized:
-forward is an affine map of each channel, backward two sums over two tensors. The training kernel
-is neither, except for channels_last. On CUDA see `syncbn.cuda_kernels`.
+Notation: ``x`` and its gradient ``dy`` are ``(N, C, ...)``, with n values per channel in the whole
+batch. ``x_hat`` is ``(x - mean) / sqrt(denominator)``.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from syncbn import cuda_kernels, sums
-from syncbn.channels import accumulation_dtype, per_channel, with_usual_strides
+from syncbn import moments as statistics
+from syncbn.channels import (
+    accumulation_dtype,
+    in_format_of,
+    per_channel,
+    reduced_dims,
+    statistics_device,
+    values_per_channel,
+    with_usual_strides,
+)
 
 __all__: list[str] = []
 
+#: The number of values, possibly equal, that may be added one by one.
+_FEW_EQUAL = 2**8
 
-class Center(NamedTuple):
-    """The mean of each channel, split in two parts."""
-
-    #: Rounded to the accumulation dtype, on the device of ``x``.
-    head: Tensor
-    #: The rounding error of `head`, in float64. None if the mean is not large.
-    rest: Tensor | None
+#: The number of values in half precision that are converted at a time.
+BLOCK = 2**19
 
 
-def center_of(mean: Tensor, x: Tensor, is_large: bool) -> Center:
-    """Splits a float64 mean; ``is_large`` is the result of `syncbn.moments.has_large_mean`."""
-    head = mean.to(x.device, accumulation_dtype(x.dtype))
-    return Center(head, mean - head.to(mean) if is_large else None)
+class Statistics(NamedTuple):
+    """Vectors ``(C,)`` of the whole batch, in the accumulation dtype, on the device of ``x``."""
+
+    mean: Tensor
+    #: 1 / sqrt(denominator)
+    inverse: Tensor
+    #: ``var + eps``, or ``max(var, eps)``. Unused by `Fused`.
+    denominator: Tensor
+    #: The rounding error of the mean, where the mean is large; otherwise None.
+    rest: Tensor | None = None
+
+    def to(self, device: torch.device) -> Statistics:
+        """Copies the vectors to a device."""
+        if self.mean.device == device:
+            return self
+        moved = (None if v is None else v.to(device, non_blocking=True) for v in self)
+        return Statistics(*moved)  # type: ignore[arg-type]
 
 
-def normalize(
-    x: Tensor,
-    center: Center,
-    var: Tensor,
-    eps: float,
-    weight: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
-    """Computes ``(x - mean) / sqrt(var + eps) * weight + bias``, in dtype and layout of ``x``."""
-    head, rest = center
-    var = var.to(head)
-    weight, bias = (p if p is None else p.to(head) for p in (weight, bias))
-    if x.numel() == 0:
-        return torch.empty_like(x)
-    if x.is_cuda:
-        return cuda_kernels.normalize(x, head, (var + eps).rsqrt(), weight, bias)
-    if rest is None and x.device.type == "cpu":
-        return _fused(x, head, var, eps, weight, bias)
-    scale = (var + eps).rsqrt()
-    scale = scale if weight is None else scale * weight
-    return _affine(x, center, scale, torch.zeros_like(scale) if bias is None else bias)
+class Kernels:
+    """The functions of a strategy."""
+
+    #: Whether `moments` returns mean and ``1 / sqrt(var + eps)`` instead of mean and variance.
+    returns_inverse = False
+
+    @staticmethod
+    def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Computes mean and biased variance of each channel; zeros if ``x`` is empty."""
+        raise NotImplementedError
+
+    @staticmethod
+    def normalize(
+        x: Tensor, stats: Statistics, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """Computes ``x_hat * weight + bias``, in dtype and layout of ``x``, which is not empty.
+
+        Args:
+            x: The shard.
+            stats: The statistics of the batch.
+            weight: ``(C,)``, in the accumulation dtype, or None.
+            bias: As ``weight``.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def reduce(dy: Tensor, x: Tensor, stats: Statistics) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes the sums over a shard that the backward needs.
+
+        Returns:
+            The message to the merge, ``(2, C)``, and the sums of ``dy * x_hat`` and of ``dy``. The
+            message holds sums that only `input_gradient` of the same strategy interprets.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def derivative_factors(inverse: Tensor) -> Tensor:
+        """Returns factors ``(2, C)`` that turn weighted messages of `reduce` into derivatives.
+
+        They are the derivatives by mean and variance of the whole batch,
+            dmean = -sum(weight * dy) / sqrt(denominator)
+            dvar = -sum(weight * dy * x_hat) / (2 * denominator)
+        """
+        return torch.stack((-inverse, -inverse.square() / 2))
+
+    @staticmethod
+    def input_gradient(
+        dy: Tensor | None,
+        x: Tensor,
+        stats: Statistics,
+        weight: Tensor | None,
+        totals: Tensor,
+        n: int | Tensor,
+        weights_differ: bool,
+    ) -> Tensor:
+        """Computes the gradient of a shard.
+
+        With the totals T1 of dy and T2 of dy * x_hat, over the whole batch:
+            dx = (weight * dy - (weight * T1 + x_hat * weight * T2) / n) / sqrt(denominator)
+        (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx.)
+
+        Args:
+            dy: The gradient of the output; None if the output is unused.
+            x: The shard.
+            stats: The statistics of the batch.
+            weight: ``(C,)``, in the accumulation dtype, or None.
+            totals: The messages of `reduce`, added over the whole batch.
+            n: Values per channel in the whole batch.
+            weights_differ: Whether each replica has multiplied its message by its weight.
+        """
+        raise NotImplementedError
 
 
-def _fused(
-    x: Tensor, mean: Tensor, var: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """Runs torch's batch norm in evaluation mode: one fused affine map of each channel.
+class Native(Kernels):
+    """torch's fused CPU kernels for evaluation mode.
 
-    It computes ``x * scale + (bias - mean * scale)``, which is precise unless the mean is large.
+    Forward is an affine map of each channel, backward two sums. torch's kernels for training mode
+    leave no room for statistics from elsewhere.
     """
-    args = (x, weight, bias, mean, var, False, 0.0, eps)
-    return torch.ops.aten.native_batch_norm(*args)[0]  # type: ignore[no-any-return]
+
+    @staticmethod
+    def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return statistics.moments(x)
+
+    @staticmethod
+    def normalize(
+        x: Tensor, stats: Statistics, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        mean, _, denominator, rest = stats
+        if rest is not None:  # x * scale + (bias - mean * scale), as below, loses digits
+            return in_accumulation_dtype(
+                lambda _, x: Plain.normalize(x, stats, weight, bias), None, x
+            )
+        return torch.native_batch_norm(x, weight, bias, mean, denominator, False, 0.0, 0.0)[0]
+
+    @staticmethod
+    def reduce(dy: Tensor, x: Tensor, stats: Statistics) -> tuple[Tensor, Tensor, Tensor]:
+        adds_in_pairs = values_per_channel(x) > _FEW_EQUAL and (
+            x.dim() == 2 or x.stride(1) == 1 or not dy.is_contiguous()
+        )
+        x = with_usual_strides(x if x.is_contiguous() else in_format_of(x, x))
+        dy = with_usual_strides(in_format_of(dy, x))
+        # They are the parameter gradients in evaluation mode.
+        _, dweight, dbias = torch.ops.aten.native_batch_norm_backward.default(
+            *(dy, x, None, stats.mean, stats.denominator, None, None, False, 0.0),
+            [False, True, True],
+        )
+        if adds_in_pairs:
+            # All values may be equal (if the loss is a mean). This kernel adds them one by one
+            # where channels are last, so that the rounding errors add up. torch's layer does not.
+            dbias = dy.sum(reduced_dims(dy), dtype=dbias.dtype)
+        if stats.rest is not None:
+            dweight -= stats.rest * stats.inverse * dbias
+        return torch.stack((dbias, dweight)), dweight, dbias
+
+    @staticmethod
+    def input_gradient(
+        dy: Tensor | None,
+        x: Tensor,
+        stats: Statistics,
+        weight: Tensor | None,
+        totals: Tensor,
+        n: int | Tensor,
+        weights_differ: bool,
+    ) -> Tensor:
+        mean, inverse, denominator, rest = stats
+        scale = inverse if weight is None else inverse * weight
+        shift, slope = (totals * ((inverse if weights_differ else scale) / -n)).unbind()
+
+        def gradient(dy: Tensor | None, x: Tensor) -> Tensor:
+            if rest is not None:
+                return Plain.input_gradient(dy, x, stats, weight, totals, n, weights_differ)
+            x = with_usual_strides(x)  # the result inherits them
+            args = (x, slope, shift, mean, denominator, False, 0.0, 0.0)
+            dx = torch.native_batch_norm(*args)[0]
+            return dx if dy is None else dx.addcmul_(dy, per_channel(scale, dx))
+
+        return in_accumulation_dtype(gradient, dy, x)
 
 
-def _affine(
-    x: Tensor,
-    center: Center,
-    scale: Tensor,
-    shift: Tensor,
-    dy: Tensor | None = None,
-    along: Tensor | None = None,
+class Fused(Kernels):
+    """The kernels of `torch.nn.SyncBatchNorm`.
+
+    They read and write each tensor once in its own dtype, subtract the mean before they scale, and
+    support contiguous and channels_last inputs. They do not make the host wait.
+    """
+
+    returns_inverse = True
+
+    @staticmethod
+    def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if values_per_channel(x) == 0:
+            # The inverse of zero would be infinite.
+            zeros = x.new_zeros(x.size(1), dtype=accumulation_dtype(x.dtype))
+            return zeros, torch.ones_like(zeros)
+        return torch.batch_norm_stats(x, eps)
+
+    @staticmethod
+    def normalize(
+        x: Tensor, stats: Statistics, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        # The last argument is eps, which only some kernels use.
+        return torch.batch_norm_elemt(x, weight, bias, stats.mean, stats.inverse, 0.0)
+
+    @staticmethod
+    def reduce(dy: Tensor, x: Tensor, stats: Statistics) -> tuple[Tensor, Tensor, Tensor]:
+        dy = in_format_of(dy, x)
+        # Only with a weight does the kernel compute the gradients of parameters.
+        plain, along_x, _, _ = torch.batch_norm_backward_reduce(
+            dy, x, stats.mean, stats.inverse, None, True, False, False
+        )
+        return torch.stack((plain, along_x)), along_x * stats.inverse, plain
+
+    @staticmethod
+    def derivative_factors(inverse: Tensor) -> Tensor:
+        return torch.stack((-inverse, -inverse.pow(3) / 2))  # without x_hat's factor
+
+    @staticmethod
+    def input_gradient(
+        dy: Tensor | None,
+        x: Tensor,
+        stats: Statistics,
+        weight: Tensor | None,
+        totals: Tensor,
+        n: int | Tensor,
+        weights_differ: bool,
+    ) -> Tensor:
+        if weights_differ and weight is not None:
+            # The kernel multiplies by the weight. Where it is 0 in all replicas, so is the result.
+            totals = (totals / weight).nan_to_num(0.0, 0.0, 0.0)
+        plain, along_x = totals.unbind()
+        count = n.to(torch.int32).view(1) if isinstance(n, Tensor) else _count(n, x.device)
+        dy = torch.zeros_like(x) if dy is None else in_format_of(dy, x).to(x.dtype)
+        return torch.batch_norm_backward_elemt(
+            dy, x, stats.mean, stats.inverse, weight, plain, along_x, count
+        )
+
+
+class Plain(Kernels):
+    """Tensor operations that every device has."""
+
+    @staticmethod
+    def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        home, dims = statistics_device(x.device), reduced_dims(x)
+        if values_per_channel(x) == 0:
+            zeros = torch.zeros(x.size(1), dtype=torch.float64, device=home)
+            return zeros, zeros
+        dtype = accumulation_dtype(x.dtype)
+        head = x.mean(dims, dtype=dtype)
+        centered = x - per_channel(head, x)
+        # The centered values still contain the rounding error of the mean.
+        rest, squares = (
+            sums.to(home).double() for sums in (centered.mean(dims), centered.square().mean(dims))
+        )
+        return head.to(home) + rest, squares.addcmul_(rest, rest, value=-1).clamp_(min=0)
+
+    @staticmethod
+    def normalize(
+        x: Tensor, stats: Statistics, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        scale = stats.inverse if weight is None else stats.inverse * weight
+        y = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(scale, x))
+        if stats.rest is not None:
+            shift = stats.rest * -scale
+            bias = shift if bias is None else bias + shift
+        return (y if bias is None else y.add_(per_channel(bias, x))).to(x.dtype)
+
+    @staticmethod
+    def reduce(dy: Tensor, x: Tensor, stats: Statistics) -> tuple[Tensor, Tensor, Tensor]:
+        dims = reduced_dims(x)
+        dbias = dy.sum(dims, dtype=stats.mean.dtype)
+        dweight = (x - per_channel(stats.mean, x)).mul_(dy).sum(dims)
+        if stats.rest is not None:
+            dweight -= stats.rest * dbias
+        dweight *= stats.inverse
+        return torch.stack((dbias, dweight)), dweight, dbias
+
+    @staticmethod
+    def input_gradient(
+        dy: Tensor | None,
+        x: Tensor,
+        stats: Statistics,
+        weight: Tensor | None,
+        totals: Tensor,
+        n: int | Tensor,
+        weights_differ: bool,
+    ) -> Tensor:
+        mean, inverse, _, rest = stats
+        scale = inverse if weight is None else inverse * weight
+        shift, slope = (totals * ((inverse if weights_differ else scale) / -n)).unbind()
+        slope = slope * inverse
+        if rest is not None:
+            shift = shift - rest * slope
+        dx = (with_usual_strides(x) - per_channel(mean, x)).mul_(per_channel(slope, x))
+        dx.add_(per_channel(shift, x))
+        if dy is not None:
+            dx.addcmul_(dy.to(dx.dtype), per_channel(scale, x))
+        return dx.to(x.dtype)
+
+
+_KERNELS: dict[str, type[Kernels]] = {"cpu": Native, "cuda": Fused}
+
+
+def kernels_for(x: Tensor) -> type[Kernels]:
+    """Returns the strategy for a tensor's device."""
+    return _KERNELS.get(x.device.type, Plain)
+
+
+def in_accumulation_dtype(
+    function: Callable[[Tensor | None, Tensor], Tensor], dy: Tensor | None, x: Tensor
 ) -> Tensor:
-    """Computes ``(x - mean) * scale + shift + dy * along``, in dtype and layout of ``x``."""
-    x = with_usual_strides(x)  # the result inherits them
-    if x.dtype == center.head.dtype or x.numel() <= sums.BLOCK:
-        return _in_one_piece(x, center, scale, shift, dy, along).to(x.dtype)
+    """Returns ``function(dy, x)``, computed in the accumulation dtype, in the dtype of ``x``."""
+    dtype = accumulation_dtype(x.dtype)
+    if x.dtype == dtype:
+        return function(dy, x)
     # In blocks of samples: the upcast of all of x would be twice its size and leave the cache.
-    y, length = torch.empty_like(x), max(1, sums.BLOCK // x[0].numel())
-    samples = range(0, len(x), length)
-    for block in (slice(first, first + length) for first in samples):
-        dy_block = None if dy is None else dy[block]
-        y[block] = _in_one_piece(x[block], center, scale, shift, dy_block, along)
+    y, length = torch.empty_like(with_usual_strides(x)), max(1, BLOCK // x[0].numel())
+    for block in (slice(first, first + length) for first in range(0, len(x), length)):
+        y[block] = function(None if dy is None else dy[block].to(dtype), x[block].to(dtype))
     return y
 
 
-def _in_one_piece(
-    x: Tensor,
-    center: Center,
-    scale: Tensor,
-    shift: Tensor,
-    dy: Tensor | None,
-    along: Tensor | None,
-) -> Tensor:
-    """Computes `_affine` for a whole tensor, in the accumulation dtype."""
-    head, rest = center
-    if rest is not None:
-        shift = shift - rest.to(scale) * scale
-        y = (x - per_channel(head, x)).mul_(per_channel(scale, x)).add_(per_channel(shift, x))
-    elif x.device.type == "cpu":
-        y = _fused(x.to(head.dtype), head, torch.ones_like(head), 0.0, scale, shift)
-    else:
-        y = x.to(head.dtype, copy=True).mul_(per_channel(scale, x))
-        y.add_(per_channel(shift - head * scale, x))
-    return y if dy is None or along is None else y.addcmul_(dy.to(y.dtype), per_channel(along, y))
+_counts: dict[Any, Tensor] = {}
 
 
-def reduce(
-    dy: Tensor, x: Tensor, center: Center, var: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Computes the sums of ``dy * x_hat`` and of ``dy``, in the accumulation dtype.
-
-    ``x_hat`` is ``(x - mean) / sqrt(var + eps)``.
-    """
-    head, rest = center
-    var = var.to(head)
-    if x.numel() == 0:
-        return torch.zeros_like(head), torch.zeros_like(head)
-    if x.is_cuda:
-        return cuda_kernels.reduce(dy, x, head, (var + eps).rsqrt())
-    along_x, plain = sums.in_backward(dy, x, head, var, eps)
-    if rest is not None:
-        along_x -= rest.to(head) * (var + eps).rsqrt() * plain
-    return along_x, plain
+def _count(n: int, device: torch.device) -> Tensor:
+    """Returns a number of values as a tensor. A copy from the host would take longer."""
+    return counts_tensor((n,), device, torch.int32)
 
 
-def input_gradient(
-    dy: Tensor | None,
-    x: Tensor,
-    center: Center,
-    scale: Tensor | None,
-    slope: Tensor,
-    offset: Tensor,
-) -> Tensor:
-    """Computes ``scale * dy + slope * (x - mean) + offset``, in the dtype and layout of ``x``.
-
-    ``dy`` is None if the output is unused. ``scale`` may then be None.
-    """
-    head = center.head
-    slope, offset = slope.to(head), offset.to(head)
-    if x.numel() == 0:
-        return torch.empty_like(x)
-    if x.is_cuda and dy is not None and scale is not None:
-        return cuda_kernels.input_gradient(dy, x, head, scale.to(head), slope, offset)
-    return _affine(x, center, slope, offset, dy, scale)
+def counts_tensor(counts: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns numbers of values as a tensor, which is kept for the next call."""
+    key = counts, device, dtype
+    tensor = _counts.get(key)
+    if tensor is None:
+        with torch.inference_mode(False):
+            tensor = torch.tensor(counts, dtype=dtype, device=device)
+        if type(tensor) is Tensor and len(_counts) < 1000:  # not a fake tensor
+            _counts[key] = tensor
+    return tensor

@@ -1,155 +1,175 @@
-"""Mean and variance of each channel of a tensor, and of several tensors together.
+"""Mean and biased variance of each channel: of a tensor on the CPU, and of several sets together.
 
-Statistics are ``(2, C)`` in float64: means and variances. They are on the device of ``x``, or on
-the CPU if that device does not support float64.
-
-They are centered sums (two-pass, corrected; Chan, Golub & LeVeque, "Algorithms for Computing the
-Sample Variance", The American Statistician 37, 1983, eq. 1.7), never ``E[x^2] - E[x]^2``: the
-variance is never negative and a large mean costs no precision. If the mean is not large, only one
-factor is centered, by an estimate of the mean, which needs no centered copy of ``x``.
-
-See `syncbn.sums` for how values are added.
+Both are ``(C,)`` in float64. Variances are centered sums, never ``E[x^2] - E[x]^2``, so they are
+never negative and a large mean costs no precision.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from syncbn import cuda_kernels, sums
-from syncbn.channels import (
-    accumulation_dtype,
-    per_channel,
-    reduced_dims,
-    statistics_device,
-    values_per_channel,
-)
+from syncbn.channels import accumulation_dtype, reduced_dims, values_per_channel
 
 __all__: list[str] = []
 
+#: The size, in values, up to which the time for calling an operation dominates.
+_SMALL = 2**16
 
-def moments(x: Tensor) -> Tensor:
-    """Computes the mean and the biased variance of each channel.
+#: The number of values that are converted at a time, so that they stay in the cache.
+_BLOCK = 2**18
 
-    Returns:
-        ``(2, C)`` in float64: means, variances; zeros if ``x`` is empty.
-    """
-    home, n = statistics_device(x.device), values_per_channel(x)
-    if n == 0:
-        return torch.zeros(2, x.size(1), dtype=torch.float64, device=home)
-    if x.is_cuda:
-        return cuda_kernels.moments(x)
-    if x.device.type == "cpu":
-        stats = _uncentered_moments(x, n)
-        if stats is not None:
-            return stats
-    dtype = accumulation_dtype(x.dtype)
-    # Not `x.mean()`, which may add millions of values one by one.
-    head = sums.cascaded(x).div_(n).to(x.device, dtype)
-    stats = _sum_and_squares(x - per_channel(head, x)).div_(n)
-    # The centered values still contain the rounding error of the mean.
-    rest, variance = stats
-    variance.addcmul_(rest, rest, value=-1).clamp_(min=0)
-    # For infinite values the mean is infinite and the variance is NaN.
-    rest.nan_to_num_(0.0, math.inf, -math.inf).add_(head.to(home))
-    return stats
+#: The largest mean, in standard deviations, for which sums in float32 keep their precision.
+_LARGE_MEAN = 4
+
+#: The largest error of an estimated mean, in standard deviations.
+_POOR_ESTIMATE = 2
+
+#: The number of values that estimate a mean, in random order.
+_ENOUGH = 64
+
+#: The number of values that may be added one by one in float32, by the number of dimensions.
+#: torch adds the values of ``(N, L, C)``, seen as ``(N, C, L)``, in pairs.
+_LONGEST_RUN = {2: 512, 3: 128, 4: 512, 5: 512}
+
+#: With shorter runs, converting to float64 is faster.
+_SHORTEST_RUN = 16
 
 
-#: The size, in values, up to which per-operation overhead dominates.
-_TINY = 2**15
-
-#: The largest mean, in standard deviations, that needs no centered copy of ``x``.
-_UNCENTERED = 4
-
-#: The number of values per channel that estimate the mean well enough, in random order.
-_TYPICAL = 64
-
-#: The largest error of such an estimate, in standard deviations.
-_APART = 2
-
-
-def _uncentered_moments(x: Tensor, n: int) -> Tensor | None:
-    """Computes `moments` on the CPU for a mean that is not large; None if that loses precision."""
-    dtype, c = accumulation_dtype(x.dtype), x.size(1)
-    has_rows = sums.has_rows(x)
-    runs = [] if has_rows and x.numel() > _TINY else sums.runs(x, n)
-    if runs and x.dtype == dtype:
-        stats = _moments_of_runs(runs, n, c)
-        return None if has_large_mean(stats, _UNCENTERED) else stats
-    if not has_rows and not runs:
-        return None
-    # Estimate the mean from the first values.
-    first = runs[0][:, :c] if len(runs) > 1 else x[: 1 + _TYPICAL // (n // len(x))]
-    head = first.mean(reduced_dims(first), dtype=dtype)
-    if not runs:
-        products, plain = sums.of_rows(x, head)
-    else:
-        products, plain = sums.of_runs(runs, head)
-    mean = plain.div_(n)
-    apart = mean - head
-    # E[x (x - head)] = var + mean (mean - head)
-    var = products.div_(n).addcmul_(mean, apart, value=-1)
-    if _are_beyond(torch.stack((mean, apart * (_UNCENTERED / _APART))), var, _UNCENTERED):
-        return None
-    return torch.stack((mean, var))
-
-
-def _moments_of_runs(runs: list[Tensor], n: int, c: int) -> Tensor:
-    """Computes the moments of ``c`` channels of ``n`` values, given their `sums.runs`."""
-    # A single operation, vectorized also for channels_last.
-    stats = [torch.stack(torch.batch_norm_update_stats(r, None, None, 0.0)) for r in runs]
-    if len(runs) == 1 and runs[0].size(1) == c:
-        return stats[0].double()
-    share = [[[values_per_channel(run) / n]] for run in runs for _ in range(run.size(1) // c)]
-    parts = torch.cat([s.double().view(2, -1, c).transpose(0, 1) for s in stats])
-    return merge(parts.new_tensor(share), parts)
-
-
-def _sum_and_squares(centered: Tensor) -> Tensor:
-    """Computes the sums of each channel's values and of their squares, ``(2, C)`` in float64.
-
-    It overwrites ``centered``.
-    """
-    if centered.device.type == "cpu" and sums.has_rows(centered):
-        squares, plain = sums.of_rows(centered, centered.new_zeros(centered.size(1)))
-    else:
-        plain, squares = sums.cascaded(centered), sums.cascaded(centered.square_())
-    return torch.stack((plain, squares))
-
-
-#: In standard deviations. A larger mean would cost more than three bits of precision.
-LARGE = 8
-
-
-def has_large_mean(moments: Tensor, deviations: float = LARGE) -> bool:
-    """Returns whether the mean of a channel may exceed so many standard deviations.
-
-    Always true on accelerators, as the host does not wait for them.
-    """
-    return moments.device.type != "cpu" or _are_beyond(moments[0], moments[1], deviations)
-
-
-def _are_beyond(values: Tensor, var: Tensor, deviations: float) -> bool:
-    """Returns whether any of the values ``(..., C)`` exceeds so many deviations, or is NaN."""
-    return not torch.addcmul(deviations**2 * var, values, values, value=-1).amin().item() >= 0
-
-
-def merge(share: Tensor, stats: Tensor) -> Tensor:
-    """Computes mean and biased variance of the union of several sets from those of each set.
-
-    See Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-    Variances", 1979. Sets may be empty. If all are, mean and variance are 0.
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes mean and biased variance of each channel of a tensor on the CPU.
 
     Args:
-        share: The fraction of all values that each set has, ``(n, 1, 1)``.
-        stats: The means and variances of the sets, ``(n, 2, C)``.
-
-    Returns:
-        ``(2, C)``.
+        x: ``(N, C, ...)`` of any size; both results are 0 if it is empty.
     """
-    merged = (share * stats).sum(0)
-    apart = stats[:, 0] - merged[0]
-    merged[1] += apart.square_().mul_(share[:, 0]).sum(0)
-    return merged
+    n = values_per_channel(x)
+    if n == 0:
+        zeros = x.new_zeros(x.size(1), dtype=torch.float64)
+        return zeros, zeros
+    if x.numel() > _SMALL:
+        fast = _moments_in_accumulation_dtype(x, n)
+        if fast is not None:
+            return fast
+    return _moments_in_float64(x)
+
+
+def merge(
+    counts: Sequence[int], means: Sequence[Tensor], variances: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Computes mean and biased variance of the union of several sets of values.
+
+    See Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances", 1979.
+
+    Args:
+        counts: The number of values per channel of each set. Some may be 0.
+        means: ``(C,)`` each, on one device.
+        variances: ``(C,)`` each.
+    """
+    total = sum(counts)
+    share = torch.tensor([count / total for count in counts], dtype=torch.float64)
+    return merge_shares(
+        share.to(means[0].device), torch.stack(list(means)), torch.stack(list(variances))
+    )
+
+
+def merge_shares(share: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes `merge` of n sets, given the fraction of all values that each has, ``(n,)``."""
+    mean = share @ means
+    apart = means - mean
+    return mean, share @ torch.addcmul(variances, apart, apart)
+
+
+def _moments_in_float64(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes `moments` exactly: an operation and a copy in float64, block by block."""
+    if x.numel() <= _BLOCK:
+        return _moments_of_block(x)
+    blocks = x.split(max(1, _BLOCK // x[0].numel()))
+    stats = zip(*[_moments_of_block(block) for block in blocks], strict=True)
+    return merge([values_per_channel(block) for block in blocks], *stats)
+
+
+def _moments_of_block(x: Tensor) -> tuple[Tensor, Tensor]:
+    # Always a copy: torch's kernel infers a wrong format where a dimension of length 1 has an
+    # unusual stride.
+    if x.dtype == torch.float64:  # no more digits than x has: begin at one of its values
+        start = x[(slice(1), slice(None), *[slice(1)] * (x.dim() - 2))]
+        x = torch.sub(x, start, out=torch.empty(x.shape, dtype=x.dtype))
+        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+        return mean + start.flatten(), var
+    x = x.to(torch.float64, memory_format=torch.contiguous_format)
+    return torch.batch_norm_update_stats(x, None, None, 0.0)
+
+
+def _moments_in_accumulation_dtype(x: Tensor, n: int) -> tuple[Tensor, Tensor] | None:
+    """Computes `moments` without a copy of ``x``; None if that loses precision, or is slower."""
+    if (length := _row_length(x)) is not None:
+        mean, var, error = _moments_of_rows(x, n, length)
+    elif (
+        x.dtype == accumulation_dtype(x.dtype)
+        and (rows := x.movedim(1, -1)).is_contiguous()
+        and (run := _divisor(n, _LONGEST_RUN[x.dim()])) >= _SHORTEST_RUN
+    ):
+        mean, var = _moments_of_last_dim(rows, n // run)
+        error = torch.zeros_like(mean)
+    else:
+        return None
+    farthest = torch.maximum(mean.abs() / _LARGE_MEAN, error.abs() / _POOR_ESTIMATE)
+    is_precise = bool((farthest.square() <= var).all())  # False for NaN
+    return (mean, var) if is_precise else None
+
+
+def _moments_of_last_dim(rows: Tensor, runs: int) -> tuple[Tensor, Tensor]:
+    """Computes `moments` for ``(..., C)``, with the channels last.
+
+    torch adds the values of a channel one by one. So each channel is cut into runs, which torch
+    sees as separate channels.
+    """
+    c = rows.size(-1)
+    image = rows.reshape(1, -1, 1, runs * c).permute(0, 3, 1, 2)
+    stats = torch.batch_norm_update_stats(image, None, None, 0.0)
+    means, variances = (of_runs.double().view(runs, c) for of_runs in stats)
+    return merge_shares(means.new_full((runs,), 1 / runs), means, variances)
+
+
+def _moments_of_rows(x: Tensor, n: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `moments` for a contiguous tensor, and the error of the mean that it starts from.
+
+    Sums over rows of a channel are in the accumulation dtype, sums over these in float64. torch's
+    fused kernel for parameter gradients computes the sums of ``x * (x - estimate)`` and of ``x``.
+    """
+    size = x.shape[2:].numel()
+    first = x[: 1 + _ENOUGH // size]
+    estimate = first.mean(reduced_dims(x), dtype=accumulation_dtype(x.dtype))
+    shape = (len(x), x.size(1), size // length)
+    centers = estimate.view(1, -1, 1).expand(shape).reshape(-1)
+    rows = x.view(1, -1, length)
+    args = (rows, rows, None, centers, torch.ones_like(centers), None, None, False, 0.0)
+    _, *sums = torch.ops.aten.native_batch_norm_backward(*args, [False, True, True])
+    products, plain = (of_rows.view(shape).sum((0, 2), dtype=torch.float64) for of_rows in sums)
+    mean = plain.div_(n)
+    error = mean - estimate
+    # E[x (x - estimate)] = var + mean * (mean - estimate)
+    return mean, products.div_(n).addcmul_(mean, error, value=-1), error
+
+
+def _row_length(x: Tensor) -> int | None:
+    """Returns the length of rows in which to add the values of a contiguous tensor.
+
+    Rows are so short that float32 sums lose no digits. In half precision, which has few digits and
+    is slow for short rows, they are longer. None if there are no such rows.
+    """
+    if not x.is_contiguous() or x.dim() == 2:
+        return None
+    longest = 64 if x.dtype == accumulation_dtype(x.dtype) else 4096
+    length = _divisor(x.shape[2:].numel(), longest)
+    return length if length >= _SHORTEST_RUN else None
+
+
+@lru_cache
+def _divisor(number: int, largest: int) -> int:
+    """Returns the largest divisor of ``number`` that is not above ``largest``."""
+    return next(k for k in range(min(number, largest), 0, -1) if number % k == 0)

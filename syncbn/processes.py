@@ -5,7 +5,8 @@ rank gathers all counts, means and variances, and merges them as replicas do. Ot
 add float64 sums, a few values per channel for any number of ranks:
 
     forward    n, sum(x) = n * mean, sum(x^2) = n * (var + mean^2)
-    backward   the two totals that `syncbn.graph` describes
+    backward   the derivatives by mean and variance of the batch, so that it does not matter
+               whether each rank builds a graph of its backward
 
     var = sum(x^2) / n - mean^2 has lost log10(mean^2 / var) of the 16 digits of float64: 8 are
     left for a mean of 1e4 deviations, as many as the inputs have in float32.
@@ -22,7 +23,8 @@ from torch.autograd import Function
 from replication import ProcessGroup
 from replication.groups.base import Layouts
 from syncbn import moments as statistics
-from syncbn.graph import BatchContext, GlobalMoments, LocalMoments, needs_true_derivatives
+from syncbn.graph import Message, Reply, attached
+from syncbn.merge import CountBatch, GlobalMoments, kernel_statistics
 
 __all__: list[str] = []
 
@@ -31,49 +33,77 @@ __all__: list[str] = []
 _PRECISE = {torch.float64}
 
 
-def merge_ranks(group: Any, local: LocalMoments, layouts: Layouts) -> GlobalMoments:
-    """Merges the moments of all ranks."""
-    batch = BatchContext(0)
-    exchange = Exchange(group, local, layouts)
-    merged = MergeRanks.apply(batch, exchange, local.moments, local.totals)  # type: ignore[no-untyped-call]
-    has_data = not isinstance(batch.total, int) or batch.total > 1
-    if not has_data:
-        return GlobalMoments(batch, None)
-    return GlobalMoments(batch, merged, statistics.has_large_mean(merged.detach()))
+def merge_ranks(
+    group: Any, message: Message, layouts: Layouts, count_batch: CountBatch | None
+) -> Reply:
+    """Merges the moments of all ranks, and updates the running statistics.
+
+    Args:
+        group: The `ProcessGroup`.
+        message: The message of this rank.
+        layouts: Dtypes and shapes that must match on all ranks.
+        count_batch: Returns the running statistics to update. None in a recomputation.
+    """
+    exchange = Exchange(group, message, layouts)
+    edges = MergeRanks.apply(exchange, message.local, message.totals)  # type: ignore[no-untyped-call]
+    total, mean, var = exchange.total, exchange.mean, exchange.var
+    known_single = isinstance(total, int) and total == 1
+    running = None if count_batch is None or known_single else count_batch()
+    if isinstance(total, int) and total < 2:
+        return Reply(total)
+    stats = kernel_statistics(mean, var, message.shard.denominator, message.local)
+    exchange.derivative_factors = message.shard.kernels.derivative_factors(stats.inverse).to(mean)
+    if running is not None:
+        running.update(stats.mean, var, total)
+    return Reply(total, GlobalMoments(total, stats, (mean, var)), edges)
 
 
 class Exchange:
     """The two collectives of a call, one forward and one backward."""
 
-    def __init__(self, group: ProcessGroup, local: LocalMoments, layouts: Layouts) -> None:
+    #: Values per channel on all ranks; a tensor where the host should not wait for it.
+    total: int | Tensor
+    #: Mean and biased variance of all ranks, in float64.
+    mean: Tensor
+    var: Tensor
+    #: The fraction of all values that this rank has.
+    share: Tensor
+    #: They turn the fast messages of backward into derivatives by mean and variance.
+    derivative_factors: Tensor
+
+    def __init__(self, group: ProcessGroup, message: Message, layouts: Layouts) -> None:
         self._group = group
-        self._values = local.values
+        self._values = message.shard.values
+        self.local = message.shard.mean_and_var()
         self._layouts = layouts
         self._gathers = any(dtype in _PRECISE for dtype, _ in layouts)
-        self._requires_grad = torch.is_grad_enabled() and local.moments.requires_grad
+        self._requires_grad = torch.is_grad_enabled() and message.local.requires_grad
 
-    def merged(self, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns this rank's values per channel, all ranks' values, and the merged moments."""
-        count = moments.new_full(
-            (1,), self._values
-        )  # a kernel: a copy would block the host on a GPU
-        mean, var = moments
+    def merge(self) -> None:
+        """Computes the moments of all ranks."""
+        mean, var = self.local
+        # A kernel: a copy would block the host on a GPU.
+        count = mean.new_full((1,), self._values)
         packed = torch.cat((count, mean, var))
         if self._gathers or self._group.prefers_gather(packed):
             gathered = self._exchange("batch_norm", packed, stack=True)
-            counts, stats = gathered[:, :1], gathered[:, 1:].unflatten(1, (2, -1))
+            counts, means, variances = gathered.split([1, len(mean), len(mean)], 1)
             total = counts.sum()
-            share = (counts / total.clamp(min=1)).unsqueeze(2)
-            return count, total, statistics.merge(share, stats)
-        sums = torch.cat((count, self._values * mean, self._values * (var + mean.square())))
-        total, *rest = self._exchange("batch_norm", sums, stack=False).split(
-            [1, len(mean), len(mean)]
-        )
-        mean, square = (one / total.clamp(min=1) for one in rest)
-        return count, total[0], torch.stack((mean, (square - mean.square()).clamp(min=0)))
+            share = counts[:, 0] / total.clamp(min=1)
+            self.mean, self.var = statistics.merge_shares(share, means, variances)
+        else:
+            sums = torch.cat((count, count * mean, count * (var + mean.square())))
+            count_of_all, *rest = self._exchange("batch_norm", sums, stack=False).split(
+                [1, len(mean), len(mean)]
+            )
+            total = count_of_all[0]
+            self.mean, square = (one / total.clamp(min=1) for one in rest)
+            self.var = (square - self.mean.square()).clamp(min=0)
+        self.share = count / total.clamp(min=1)
+        self.total = known_to_host(total)
 
     def summed(self, sums: Tensor) -> Tensor:
-        """Adds the totals of all ranks in backward. Differentiable."""
+        """Adds what all ranks send in backward. Differentiable."""
         return self._exchange("batch_norm_backward", sums, stack=False)
 
     def _exchange(self, name: str, tensor: Tensor, stack: bool) -> Tensor:
@@ -95,22 +125,32 @@ class MergeRanks(Function):
     """(2) of `syncbn.graph`, on each rank."""
 
     @staticmethod
-    def forward(
-        ctx: Any, batch: BatchContext, exchange: Exchange, moments: Tensor, totals: Tensor
-    ) -> Tensor:
-        count, total, merged = exchange.merged(moments)
-        batch.total = known_to_host(total)
+    def forward(ctx: Any, exchange: Exchange, *edges: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         ctx.exchange = exchange
-        ctx.save_for_backward(moments, merged, count / total.clamp(min=1))
-        return merged
+        local, totals = edges
+        exchange.merge()
+        merged = torch.empty_like(local)
+        ctx.save_for_backward(local, merged)
+        return merged, torch.empty_like(totals)
 
     @staticmethod
-    def backward(ctx: Any, sums: Tensor) -> tuple[Any, ...]:
-        total = ctx.exchange.summed(sums)
-        if not needs_true_derivatives(total):
-            return None, None, None, total
-        moments, merged, share = ctx.saved_tensors
-        dmean, dvar = total
+    def backward(ctx: Any, exact: Tensor | None, fast: Tensor | None) -> tuple[Any, ...]:
+        exchange: Exchange = ctx.exchange
+        edge, merged = ctx.saved_tensors
+        factors = exchange.derivative_factors
+        if exact is None:
+            # Without any gradient as well, because the other ranks wait for this one.
+            fast = torch.zeros_like(factors) if fast is None else fast.to(factors) * factors
+            return None, None, (exchange.summed(fast) / factors).to(edge)
+        exact = exact.to(factors)
+        if fast is not None:
+            exact = exact + fast * factors
+        dmean, dvar = exchange.summed(exact)
+        apart = (
+            attached(exchange.local, edge)[0] - attached((exchange.mean, exchange.var), merged)[0]
+        )
+        share = exchange.share
         # The terms through the merged mean cancel.
-        dmoments = (share * (dmean + 2 * dvar * (moments[0] - merged[0])), share * dvar)
-        return None, None, torch.stack(dmoments), None
+        dlocal = torch.stack((share * (dmean + 2 * dvar * apart), share * dvar))
+        return None, dlocal.to(edge), None

@@ -14,17 +14,20 @@ import torch
 from torch import Tensor
 
 from replication import ReplicationError
-from syncbn.graph import GlobalMoments, LocalMoments
+from syncbn.graph import Message, Reply
+from syncbn.merge import Shard
 
 __all__: list[str] = []
 
 
 class RecordedCall(NamedTuple):
-    """The message and the reply of a call, detached from the graph."""
+    """The numbers of a call, without its graph."""
 
-    sent: LocalMoments
-    reply: GlobalMoments
-    #: Whether the reply required gradients.
+    #: The shard's values per channel, and its mean and variance.
+    shard: Shard
+    #: The reply, with its edges detached.
+    reply: Reply
+    #: Whether the edges required gradients.
     requires_grad: bool
     #: Whether the call ran with grad enabled.
     grad_enabled: bool
@@ -41,19 +44,16 @@ class RecordedCalls:
         self._where = where
         self._calls: list[RecordedCall] = []
 
-    def record(self, sent: LocalMoments, reply: GlobalMoments) -> None:
+    def record(self, message: Message, reply: Reply) -> None:
         """Records a call."""
-        moments = reply.moments
+        total, batch, edges = reply
+        requires_grad = edges is not None and edges[0].requires_grad
+        detached = Reply(total, batch, edges and (edges[0].detach(), edges[1].detach()))
         self._calls.append(
-            RecordedCall(
-                sent._replace(moments=sent.moments.detach()),
-                reply if moments is None else reply._replace(moments=moments.detach()),
-                moments is not None and moments.requires_grad,
-                torch.is_grad_enabled(),
-            )
+            RecordedCall(message.shard, detached, requires_grad, torch.is_grad_enabled())
         )
 
-    def recall(self, sent: LocalMoments, dtype: torch.dtype) -> GlobalMoments:
+    def recall(self, message: Message, dtype: torch.dtype) -> Reply:
         """Returns the recorded reply to the call that is being recomputed.
 
         torch does not say which call that is. It is the one whose moments are nearest. They need
@@ -63,13 +63,14 @@ class RecordedCalls:
             ReplicationError: No call matches, several calls match, the forward ran without a
                 graph, or its input was different.
         """
-        same_size = [call for call in self._calls if call.sent.values == sent.values]
+        values = message.shard.values
+        same_size = [call for call in self._calls if call.shard.values == values]
         # A call that ran without a graph is recomputed without one.
         grad_enabled = torch.is_grad_enabled()
         calls = [call for call in same_size if call.grad_enabled == grad_enabled] or same_size
         if not calls:
             raise ReplicationError(
-                f"{self._where} is called in backward with {sent.values} values per channel, "
+                f"{self._where} is called in backward with {values} values per channel, "
                 "which matches no call of its forward inside a checkpoint. An activation "
                 "checkpoint must repeat the calls of the forward; make other calls in the forward."
             )
@@ -80,23 +81,24 @@ class RecordedCalls:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         rounding = _ROUNDING.get(dtype, math.inf)
-        call = self._nearest(
-            calls, sent.moments.detach(), rounding, is_only_call=len(same_size) == 1
-        )
-        if call.reply.moments is None:
-            return call.reply
-        # A leaf suffices: only the saved tensors of the recomputed graph are used.
-        moments = call.reply.moments.detach().requires_grad_(call.requires_grad)
-        return call.reply._replace(moments=moments)
+        call = self._nearest(calls, message.shard, rounding, is_only_call=len(same_size) == 1)
+        # Leaves suffice: only the saved tensors of the recomputed graph are used.
+        total, batch, edges = call.reply
+        if edges is not None:
+            one, other = (edge.detach().requires_grad_(call.requires_grad) for edge in edges)
+            edges = one, other
+        return Reply(total, batch, edges)
 
     def _nearest(
-        self, calls: list[RecordedCall], moments: Tensor, rounding: float, is_only_call: bool
+        self, calls: list[RecordedCall], shard: Shard, rounding: float, is_only_call: bool
     ) -> RecordedCall:
-        """Returns the call whose message had the nearest moments."""
-        on_cpu = moments.device.type == "cpu"
-        if not calls[0].sent.values or (is_only_call and not on_cpu):
+        """Returns the call whose shard had the nearest moments."""
+        on_cpu = shard.moments[0].device.type == "cpu"
+        if not shard.values or (is_only_call and not on_cpu):
             return calls[0]  # a comparison would be empty, or make the host wait for a GPU
-        distances = torch.stack([_distance(c.sent.moments, moments) for c in calls]).tolist()
+        moments = shard.mean_and_var()
+        distances = [_distance(call.shard.mean_and_var(), moments) for call in calls]
+        distances = torch.stack(distances).tolist()
         least = min(distances)
         if least > rounding:
             raise ReplicationError(
@@ -106,7 +108,7 @@ class RecordedCalls:
                 "between forward and backward."
             )
         nearest = [c for c, d in zip(calls, distances, strict=True) if d == least]
-        if any(_replies_differ(nearest[0].reply, call.reply) for call in nearest[1:]):
+        if any(_batches_differ(nearest[0], call) for call in nearest[1:]):
             raise ReplicationError(
                 f"{self._where} is recomputed by an activation checkpoint, and the recomputed "
                 f"call may be any of {len(nearest)}: this replica's input was the same in each, "
@@ -120,18 +122,22 @@ class RecordedCalls:
 _ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}
 
 
-def _distance(one: Tensor, other: Tensor) -> Tensor:
+def _distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
     """Returns the largest difference between two pairs of moments, in standard deviations."""
-    if not one.numel():
-        return one.new_zeros(())
-    deviation = one[1].sqrt() + torch.finfo(torch.float32).eps * one[0].abs()
+    mean, var = one
+    if not mean.numel():
+        return mean.new_zeros(())
+    deviation = var.sqrt() + torch.finfo(torch.float32).eps * mean.abs()
     scale = torch.stack((deviation, deviation.square()))
-    equal = (one == other) | (one.isnan() & other.isnan())
-    return torch.where(equal, 0.0, (one - other).abs() / scale).nan_to_num(nan=math.inf).amax()
+    first, second = torch.stack(one), torch.stack(other)
+    equal = (first == second) | (first.isnan() & second.isnan())
+    return torch.where(equal, 0.0, (first - second).abs() / scale).nan_to_num(nan=math.inf).amax()
 
 
-def _replies_differ(one: GlobalMoments, other: GlobalMoments) -> bool:
-    """Returns whether two replies differ by more than rounding."""
-    if one.moments is None or other.moments is None:
-        return one.moments is not other.moments
-    return bool(_distance(one.moments, other.moments) > 1e-6)
+def _batches_differ(one: RecordedCall, other: RecordedCall) -> bool:
+    """Returns whether the batches of two calls differ by more than rounding."""
+    batch, of_other = one.reply.batch, other.reply.batch
+    if batch is None or of_other is None:
+        return batch is not of_other
+    denominator = one.shard.denominator
+    return bool(_distance(batch.moments(denominator), of_other.moments(denominator)) > 1e-6)

@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from syncbn import joining
 from tests.deadlines import TEST_STALLED, Deadline, soon
 
 # The time of an example varies. The examples are the same in every run, so that a failure can be
@@ -87,21 +86,6 @@ def no_thread_left() -> Iterator[None]:
     yield
     for thread in set(threading.enumerate()) - before:
         assert soon(partial(_is_at_rest, thread)), f"the test has left {thread} running"
-
-
-@pytest.fixture(params=["joined", "apart"], scope="module")
-def each_way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Small shards as they are normalized, and as if they were large; see `syncbn.joining`."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "apart":
-            patch.setattr(joining, "SMALL", -1)
-        yield
-
-
-@pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small shards as if they were large."""
-    monkeypatch.setattr(joining, "SMALL", -1)
 
 
 @pytest.fixture

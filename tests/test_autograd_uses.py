@@ -27,8 +27,6 @@ from syncbn import convert_model
 from tests.layers import DEADLINE, freed, outcome_of, together, values
 from tests.sharded import randomized, run_sharded
 
-pytestmark = pytest.mark.usefixtures("each_way")
-
 #: Three replicas have 3, 3 and 1 of them.
 SAMPLES = 7
 
@@ -673,7 +671,6 @@ DROPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("drop", DROPS.values(), ids=DROPS)
-@pytest.mark.usefixtures("apart")  # which keep what goes in and out
 def test_a_graph_is_freed_with_its_outputs(drop):
     watching = Watching()
     net = convert_model(network(watching, nn.BatchNorm1d(4)))

@@ -28,8 +28,6 @@ from tests.faults import WRAPS
 from tests.layers import Numbered, outcome_of
 from tests.sharded import randomized, run_sharded
 
-pytestmark = pytest.mark.usefixtures("each_way")
-
 LAYERS = {
     1: (nn.BatchNorm1d, SynchronizedBatchNorm1d),
     2: (nn.BatchNorm2d, SynchronizedBatchNorm2d),

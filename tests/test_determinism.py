@@ -16,8 +16,6 @@ from replication import DataParallel, ReplicaAware
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.layers import together, values
 
-pytestmark = pytest.mark.usefixtures("each_way")
-
 #: By the number of replicas.
 RUNS = {2: 40, 3: 100, 5: 40}
 

@@ -21,7 +21,6 @@ from syncbn import SynchronizedBatchNorm1d, batchnorm, convert_model
 from tests.layers import DEADLINE, AsTorchDoes, soon
 
 pytestmark = [
-    pytest.mark.usefixtures("each_way"),
     pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signal"),
 ]
 

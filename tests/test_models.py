@@ -257,7 +257,6 @@ ROUNDING = 1e-8
 
 
 @trainings
-@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize(("replicas", "sizes"), [(2, [8, 5, 6]), (3, [7, 9, 5])])
 def test_training_on_replicas_equals_training_on_one_device(training, replicas, sizes):
     networks = training.networks()

@@ -22,8 +22,6 @@ from replication import (
 )
 from syncbn import convert_model
 
-pytestmark = pytest.mark.usefixtures("each_way")
-
 
 class Residual(nn.Module):
     def __init__(self, channels: int, out: int, stride: int) -> None:

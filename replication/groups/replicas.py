@@ -264,12 +264,12 @@ class ReplicaGroup(Group):
             began_in = current.backward
         return current_backward() != began_in
 
-    def commit(self, write: Callable[[], object]) -> None:
-        """Calls ``write``, which changes the original layer, unless the forward is closed.
+    def commit(self, write: Callable[[], T]) -> T | None:
+        """Returns ``write()``, which changes the original layer, or None in a closed forward.
 
         See `Rendezvous.commit`.
         """
-        self._connected()[1].commit(write)
+        return self._connected()[1].commit(write)
 
     def exchange(
         self,

@@ -30,8 +30,6 @@ from syncbn import (
 from tests import oracle
 from tests.sharded import randomized, run_sharded
 
-pytestmark = pytest.mark.usefixtures("each_way")
-
 PAIRS = [
     (nn.BatchNorm1d, SynchronizedBatchNorm1d, (6, 3)),
     (nn.BatchNorm1d, SynchronizedBatchNorm1d, (6, 3, 4)),

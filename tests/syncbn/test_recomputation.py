@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from replication import CallbackContext, DataParallel, ReplicaAware, ReplicationError
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from syncbn.graph import BatchContext, GlobalMoments, LocalMoments
+from syncbn.graph import Message, Reply
+from syncbn.merge import Denominator, Shard
 from syncbn.recomputation import RecordedCalls
 from tests.layers import freed
 from tests.sharded import Sharded, randomized, run_sharded
@@ -467,12 +468,16 @@ def test_a_recomputation_with_other_values_is_noticed(size, factor):
 
 def test_moments_of_a_constant_channel_may_differ_by_rounding():
     """As where a device adds in no fixed order: the deviation gives no scale for the mean."""
-    moments = torch.tensor([[5.0, 2.0], [0.0, 1.0]], dtype=torch.float64)
+    mean, var = torch.tensor([[5.0, 2.0], [0.0, 1.0]], dtype=torch.float64)
+
+    def message(mean: Tensor) -> Message:
+        shard = Shard(torch.empty(4, 2), None, Denominator(1e-5))
+        shard.moments = mean, var
+        return Message(shard, mean, mean)
+
     calls = RecordedCalls("`norm`, replica 0")
-    calls.record(LocalMoments(4, moments, moments), GlobalMoments(BatchContext(8), moments))
-    reply = calls.recall(LocalMoments(4, moments * (1 + 1e-12), moments), torch.float32)
-    assert reply.moments is not None
-    assert torch.equal(reply.moments, moments)
+    calls.record(message(mean), Reply(8))
+    assert calls.recall(message(mean * (1 + 1e-12)), torch.float32) == Reply(8)
 
 
 def test_another_call_in_backward_is_an_error():

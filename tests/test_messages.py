@@ -122,7 +122,7 @@ def test_replicas_are_called_one_after_the_other():
     replicas = replicate(network(), CPUS)
     execute_replication_callbacks(replicas)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replication.sync.rendezvous, "GRACE", 0.01)
+        patch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.01)
         for replica, shard in zip(replicas, X.chunk(2), strict=True):
             replica(shard)
 

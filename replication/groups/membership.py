@@ -15,6 +15,9 @@ from replication.warning import warn
 
 __all__: list[str] = []
 
+#: Its ``WORLD`` is None unless `torch.distributed` is initialized. None in builds without it.
+GroupMember: Any = getattr(distributed, "GroupMember", None)
+
 
 class History:
     """The number of calls made with a process group, and the groups split from it."""

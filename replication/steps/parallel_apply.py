@@ -43,7 +43,7 @@ from replication.waits import named_range
 __all__ = ["parallel_apply"]
 
 #: Seconds that the caller waits for the other replicas after one has failed.
-GRACE = 5.0
+SHUTDOWN_GRACE = 5.0
 
 #: Seconds between checks for events that no replica reports: a Ctrl-C or the death of a thread.
 _POLL = 1.0
@@ -154,7 +154,7 @@ def _run_all(
                 if not issubclass(kind, Exception):
                     raise outcome.failure
                 is_over = issubclass(kind, ReplicasTimedOut)
-                end = min(end, time.monotonic() + (0.0 if is_over else GRACE))
+                end = min(end, time.monotonic() + (0.0 if is_over else SHUTDOWN_GRACE))
         if running and rendezvous is not None and not failures:
             rendezvous.time_out().raise_at()
         if failures:
@@ -205,7 +205,7 @@ def _note_left_running(
         for index, thread in running.items()
     )
     for failure in failures:  # any of them may be raised in the end
-        add_note(failure, f"left running {GRACE:g} s later: {rows}")
+        add_note(failure, f"left running {SHUTDOWN_GRACE:g} s later: {rows}")
 
 
 class Outcome(NamedTuple):

@@ -352,7 +352,7 @@ def first_failure_wins(
         # A single replica runs in this thread, whose state is restored after a Ctrl-C anywhere.
         with set_current_replica(current_replica()):
             outputs = parallel_apply(replicas, *args, **kwargs)
-        rendezvous.forget_failures()  # it may have swallowed them
+        rendezvous.take_failures()  # it may have swallowed them
         return outputs
     except BaseException as error:
         failures = rendezvous.close("the forward was ended by its caller.")

@@ -207,7 +207,7 @@ def test_kth_micro_batches_of_the_replicas_meet():
 
 
 def test_replica_with_fewer_micro_batches_keeps_nobody_waiting(monkeypatch):
-    monkeypatch.setattr(replication.sync.rendezvous, "GRACE", 0.05)
+    monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.05)
     # 3 samples for two replicas: 2 and 1, so that the second replica has one micro-batch only.
     model = patched(ByMicroBatches)(Centering(), 2)
     with pytest.raises(ReplicasDiverged, match="replica 0 waits, and replica 1 did not begin"):
@@ -253,7 +253,7 @@ class OneAfterTheOther(CustomDataParallel):
 
 
 def test_replicas_that_run_one_after_the_other_are_told_why_they_cannot_talk(monkeypatch):
-    monkeypatch.setattr(replication.sync.rendezvous, "GRACE", 0.05)
+    monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.05)
     model = patched(OneAfterTheOther)(Centering(), 2)
     with pytest.raises(ReplicasDiverged, match="must run at the same time, each in a thread"):
         model(torch.randn(4, 2))

@@ -198,7 +198,7 @@ def interrupt(wait: Wait) -> None:
     """Ends a wait as if a signal had come."""
     with wait.rendezvous.lock:
         wait.error = Abort(ReplicationError, "interrupted", None)
-        wait.rendezvous.end_wait(wait)
+        wait.rendezvous.end_waits([wait])
 
 
 def started(call: Any, into: list[Any]) -> threading.Thread:

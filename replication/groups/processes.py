@@ -37,7 +37,7 @@ from replication.groups.membership import (
     is_group_of_others,
     is_known,
 )
-from replication.sync.lifecycle import add_note
+from replication.sync.notes import add_note
 from replication.waits import named_range
 
 __all__ = ["ProcessGroup"]

@@ -32,7 +32,8 @@ from replication.errors import (
     ReplicasDiverged,
     ReplicasTimedOut,
     ReplicationError,
-    described,
+    describe_error,
+    has_type,
     listed,
 )
 
@@ -236,12 +237,12 @@ class Rendezvous:
 
     def fail(self, replica: int, error: BaseException) -> None:
         """Reports that a replica failed. All waits fail, and name the first failure."""
-        reason = f"{self._name(replica)} failed with {described(error)}."
+        reason = f"{self._name(replica)} failed with {describe_error(error)}."
         with self.lock:
             if self._is_closed:  # the caller has collected the failures
                 return
-            follow_up = issubclass(type(error), ReplicaFailed)
-            if not follow_up and not any(error is failure.error for failure in self._failures):
+            is_known = any(error is failure.error for failure in self._failures)
+            if not is_known and not has_type(error, ReplicaFailed):
                 self._failures.append(Failure(replica, error))
             if self.abort is None:
                 self._abort_waits(ReplicaFailed, reason, error)

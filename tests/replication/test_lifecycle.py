@@ -29,7 +29,8 @@ from replication import (
     replicate,
 )
 from replication.devices import device_of
-from replication.sync.lifecycle import add_note, failing_path, rendezvous_of, watch
+from replication.sync.lifecycle import rendezvous_of, track
+from replication.sync.notes import add_note, failing_path
 from tests.layers import (
     DEADLINE,
     AsTorchDoes,
@@ -547,7 +548,7 @@ def test_failing_path_is_that_of_the_innermost_submodule():
 
 
 def test_watch_counts_the_replicas():
-    assert watch([nn.ReLU(), nn.ReLU()]).size == 2
+    assert track([nn.ReLU(), nn.ReLU()]).size == 2
 
 
 def test_every_error_of_the_package_is_a_replication_error():

@@ -156,7 +156,7 @@ class ReplicaAware(_Base):
             and (GroupMember is None or GroupMember.WORLD is None)
         ):
             return group  # the usual case, which each forward of a layer takes
-        if group is None and self._cannot_know_its_copies():
+        if group is None and self._warn_if_isolated():
             return SoloGroup()
         if group is None or group.size == 1:
             group = self._processes()
@@ -203,7 +203,8 @@ class ReplicaAware(_Base):
             warn_of_unconnected_processes(name)
         return Unreplicated(name)
 
-    def _cannot_know_its_copies(self) -> bool:
+    def _warn_if_isolated(self) -> bool:
+        """Warns if this layer is in a replica and not connected. Returns whether it is so."""
         current = current_replica()
         if getattr(self, IS_REPLICA, False):
             self._warn_once(

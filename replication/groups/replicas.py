@@ -34,7 +34,7 @@ from replication.groups.base import (
     check_same_call,
     in_a_callback,
     layouts_of,
-    reduced,
+    reduce_tensors,
 )
 from replication.steps.broadcast import broadcast
 from replication.sync.current import is_recomputation, this_thread
@@ -302,7 +302,7 @@ class ReplicaGroup(Group):
             current is None
             or current.rendezvous is not rendezvous
             or current.replica != replica
-            or current.path
+            or current.path  # in a callback
         ):
             self._check_use(name)
         # Autograd orders nodes by how many nodes each thread has made before. All members count up
@@ -319,7 +319,7 @@ class ReplicaGroup(Group):
         rendezvous, replica = self._rendezvous or self._refuse_copy(), self._replica
         current = this_thread.current
         if current is not None and current.rendezvous is rendezvous:
-            if current.path:
+            if current.in_callback:
                 raise ReplicationError(f"{self._where()}: {in_a_callback(name)}")
             if current.replica != replica:
                 raise ReplicationError(
@@ -375,7 +375,7 @@ class ReplicaGroup(Group):
         def merge(shards: list[Tensors]) -> Iterable[Tensors]:
             tensors = [shard for (shard,) in shards]
             home = tensors[0].device
-            total = reduced([to_device(t, home) for t in tensors], op)
+            total = reduce_tensors([to_device(t, home) for t in tensors], op)
             return copies([total], [t.device for t in tensors])
 
         return self._join("all_reduce", (tensor,), merge, f"op={op!r}")[0]
@@ -390,7 +390,7 @@ class ReplicaGroup(Group):
     def _reduce_scatter(self, tensors: Tensors, op: ReduceOp) -> Tensor:
         def merge(lists: list[Tensors]) -> Iterable[Tensors]:
             for parts, own in zip(zip(*lists, strict=True), lists, strict=True):
-                yield (reduced([to_device(part, own[0].device) for part in parts], op),)
+                yield (reduce_tensors([to_device(part, own[0].device) for part in parts], op),)
 
         return self._join("reduce_scatter", tensors, merge, f"op={op!r}")[0]
 

@@ -22,6 +22,11 @@ class CurrentReplica(NamedTuple):
     #: The path of the module whose callback runs. It is empty in a forward.
     path: str = ""
 
+    @property
+    def in_callback(self) -> bool:
+        """Whether a replication callback runs, and not the forward."""
+        return bool(self.path)
+
 
 class _Local(threading.local):
     current: CurrentReplica | None = None

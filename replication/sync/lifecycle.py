@@ -33,21 +33,12 @@ class TrackedCall(MethodOverride):
     It is not a hook, because torch shares the hook dictionaries of the replicas and the original.
     """
 
-    def __init__(
-        self,
-        owner: nn.Module,
-        name: str,
-        rendezvous: Rendezvous | None = None,
-        replica: int = 0,
-    ) -> None:
-        super().__init__(owner, name)
-        if isinstance(self.previous, TrackedCall):  # replicated again: the latest forward counts
-            self.previous = self.previous.previous
-        self.rendezvous = rendezvous
-        self.replica = replica
+    #: The rendezvous of the forward. A copy of a replica belongs to no forward.
+    rendezvous: Rendezvous | None = None
+    replica = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.rendezvous is None:  # a copy of a replica belongs to no forward
+        if self.rendezvous is None:
             return self.original(*args, **kwargs)
         if this_thread.current == (self.rendezvous, self.replica, current_backward(), ""):
             return self.original(*args, **kwargs)  # reported already
@@ -104,14 +95,19 @@ def track(replicas: Sequence[nn.Module]) -> Rendezvous:
     rendezvous.outer = None if current is None else current.rendezvous
     for index, replica in enumerate(replicas):
         for name in _ENTRY_POINTS:
-            TrackedCall(replica, name, rendezvous, index).install()
+            call = TrackedCall(replica, name)
+            call.rendezvous, call.replica = rendezvous, index
+            call.install()
     return rendezvous
 
 
 def is_tracked(module: nn.Module) -> bool:
     """Whether the module is a replica that `track` tracks."""
     state = vars(module)
-    return any(isinstance(state.get(name), TrackedCall) for name in _ENTRY_POINTS)
+    for name in _ENTRY_POINTS:  # no generator, because each submodule comes here
+        if isinstance(state.get(name), TrackedCall):
+            return True
+    return False
 
 
 def untrack(replica: nn.Module) -> None:

@@ -47,8 +47,11 @@ class MethodOverride:
         #: Returns the object, or None when it is gone.
         self.owner: Callable[[], Any] = weakref.ref(owner)
         self.name = name
-        # A method that was set on the object before.
-        self.previous: Callable[..., Any] | None = owner.__dict__.get(name)
+        previous = owner.__dict__.get(name)
+        #: A method that was set on the object before. The latest override replaces older ones.
+        self.previous: Callable[..., Any] | None = (
+            previous.previous if isinstance(previous, MethodOverride) else previous
+        )
 
     def install(self) -> None:
         """Overrides the method."""

@@ -220,14 +220,16 @@ class Rendezvous:
             for replica, progress in enumerate(self._progress):
                 progress.is_absent = replica not in replicas
                 self._some_are_over |= progress.is_absent
-            self._fail_hopeless_waits()
+            if self._waits:
+                self._fail_hopeless_waits()
 
     def leave(self, replica: int) -> None:
         """Reports that a forward ends, by returning or by raising (see `fail`)."""
         with self.lock:
             self._progress[replica].depth -= 1
             self._some_are_over = True
-            self._fail_hopeless_waits()
+            if self._waits:
+                self._fail_hopeless_waits()
 
     def has_left(self, replica: int) -> bool:
         """Whether a replica has finished its forward."""
@@ -321,7 +323,7 @@ class Rendezvous:
 
         It is called on every event that can cause this: a wait begins, or a replica ends.
         """
-        if self.size is None or not self._waits or self.abort is not None:
+        if self.size is None or self.abort is not None:
             return
         is_hopeless = any(
             self._progress[needed].is_over(self._run_of(wait))

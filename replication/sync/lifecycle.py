@@ -103,11 +103,8 @@ def track(replicas: Sequence[nn.Module]) -> Rendezvous:
 
 def is_tracked(module: nn.Module) -> bool:
     """Whether the module is a replica that `track` tracks."""
-    state = vars(module)
-    for name in _ENTRY_POINTS:  # no generator, because each submodule comes here
-        if isinstance(state.get(name), TrackedCall):
-            return True
-    return False
+    call, forward = map(vars(module).get, _ENTRY_POINTS)
+    return isinstance(call, TrackedCall) or isinstance(forward, TrackedCall)
 
 
 def untrack(replica: nn.Module) -> None:

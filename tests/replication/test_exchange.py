@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable
 from types import FrameType
 
@@ -69,3 +70,22 @@ def test_group_follows_a_group_size_that_is_set_in_the_forward():
             return x.new_tensor([[before, alone, self.group.size]])
 
     assert DataParallel(Grouped(), DEVICES)(torch.ones(2, 1)).tolist() == [[2, 1, 2]] * 2
+
+
+#: The calls of a replica's thread around the forward of its module, including Python's own.
+AROUND = 45
+
+
+def test_a_replicas_thread_takes_few_calls_around_the_forward():
+    model, calls = DataParallel(nn.Identity(), DEVICES), []
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+
+    threading.setprofile(count)
+    try:
+        model(torch.ones(2, 1))
+    finally:
+        threading.setprofile(None)
+    assert 0 < len(calls) <= len(DEVICES) * AROUND

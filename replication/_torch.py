@@ -120,17 +120,15 @@ def in_functorch_transform() -> bool:
 NO_BACKWARD = -1
 
 
-def current_backward() -> int:
-    """Returns the number of the backward that this thread is in.
+#: Returns the number of the backward that this thread is in. A thread calls a layer in a backward
+#: when it recomputes an activation checkpoint.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
-    A thread calls a layer in a backward when it recomputes an activation checkpoint.
-    """
-    return torch._C._current_graph_task_id()
+#: Returns the number of autograd nodes that this thread has made, by which autograd orders them.
+nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
-
-def nodes_made() -> int:
-    """Returns the number of autograd nodes that this thread has made, by which autograd orders."""
-    return torch._C._autograd._get_sequence_nr()
+#: `torch.atleast_1d` itself, without the Python function around it.
+_atleast_1d = torch._VF.atleast_1d  # type: ignore[attr-defined]
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -142,10 +140,21 @@ def is_batched(tensor: Tensor) -> bool:
 def count_nodes_up_to(number: int) -> None:
     """Makes autograd nodes until this thread has made ``number``. Each takes a microsecond."""
     missing = number - nodes_made()
-    if missing > 0:
+    if missing <= 0:
+        return
+    if not torch.is_grad_enabled():
         with torch.enable_grad():
-            # It makes one node for each tensor, in a single call.
-            torch.atleast_1d([torch.zeros((), requires_grad=True)] * missing)
+            return count_nodes_up_to(number)
+    # It makes one node for each tensor, in a single call.
+    _atleast_1d([torch.zeros((), requires_grad=True)] * missing)
+
+
+def set_grad_modes(stack: ExitStack, *, grad: bool, inference: bool) -> None:
+    """Sets grad mode and inference mode until ``stack`` is closed, where they differ."""
+    if torch.is_inference_mode_enabled() != inference:  # first, because it sets the grad mode
+        stack.enter_context(torch.inference_mode(inference))
+    if torch.is_grad_enabled() != grad:
+        stack.enter_context(torch.set_grad_enabled(grad))
 
 
 def is_profiling() -> bool:

@@ -26,7 +26,8 @@ from replication.devices import DeviceLike, check_module, device_of, parse_devic
 from replication.errors import path_or_root
 from replication.groups.replicas import CallbackContext
 from replication.sync.current import CurrentReplica, current_replica, set_current_replica
-from replication.sync.lifecycle import add_note, watch
+from replication.sync.lifecycle import track
+from replication.sync.notes import add_note
 
 __all__ = [
     "exec_data_parallel_replication_callback",
@@ -141,7 +142,7 @@ def run_callbacks(
 ) -> None:
     """Does what `execute_replication_callbacks` does, for devices that are parsed already."""
     positions = [position for position in paired(modules) if has_callbacks(position)]
-    rendezvous = watch(modules)
+    rendezvous = track(modules)
     if not positions:
         return
     size = len(modules)

@@ -16,7 +16,7 @@ def path_or_root(path: str) -> str:
 _LONGEST = 1_000
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Returns ``ValueError: its text``, with a very long text cut off.
 
     It returns the name alone if a method of the error raises.
@@ -29,6 +29,14 @@ def described(error: BaseException) -> str:
         return f"{name}: {text}" if text else name
     except BaseException:  # must not hide the error
         return name
+
+
+def has_type(error: BaseException, kind: type[BaseException]) -> bool:
+    """Whether an error is a ``kind``. Unlike `isinstance`, it runs no code of the error.
+
+    A class may define ``__class__`` as a property.
+    """
+    return issubclass(type(error), kind)
 
 
 def listed(numbers: Iterable[int], kind: str = "replica") -> str:

@@ -19,7 +19,7 @@ from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, check_module, usable_devices
 from replication.groups.membership import process_count
 from replication.sync.current import current_replica, is_recomputation
-from replication.sync.lifecycle import add_note
+from replication.sync.notes import add_note
 from replication.tree import Path, flatten, unflatten
 from replication.warning import once_for
 

@@ -20,7 +20,7 @@ from tests.faults import N, as_torch_does, assert_next_step_is_exact, batch, num
 from tests.layers import Numbered, outcome_of
 from tests.sharded import run_sharded
 
-#: Seconds; a wait that were given up late would take `replication.sync.rendezvous.GRACE`.
+#: Seconds; a wait that were given up late would take `replication.sync.rendezvous.STALL_TIMEOUT`.
 AT_ONCE = 5.0
 
 wraps = pytest.mark.parametrize("wrap", [ours, as_torch_does])

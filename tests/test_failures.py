@@ -481,7 +481,7 @@ def test_a_master_waits_for_a_slave_that_was_interrupted_meanwhile():
         wait = rendezvous._waits[1]
         with rendezvous.lock:  # as if a signal had come
             wait.error = Abort(ReplicationError, "interrupted", None)
-            rendezvous.end_wait(wait)
+            rendezvous.end_waits([wait])
         thread.join(DEADLINE)
 
     master, outcomes = SyncMaster(reply), []

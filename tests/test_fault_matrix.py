@@ -28,7 +28,7 @@ from tests.faults import (
     twin_of,
 )
 
-#: Seconds; a replica that were left waiting would take `replication.sync.rendezvous.GRACE`.
+#: Seconds. A replica that is left waiting takes `replication.sync.rendezvous.STALL_TIMEOUT`.
 AT_ONCE = 5.0
 
 #: Where an error strikes, and the synchronized layers that all copies have finished by then.

@@ -37,8 +37,8 @@ from replication import (
     wait_report,
 )
 from replication.devices import accelerator
-from replication.errors import described
-from replication.sync.lifecycle import add_note, add_others, has_origin
+from replication.errors import describe_error
+from replication.sync.notes import add_note, add_others, has_origin
 from replication.sync.rendezvous import Failure
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, convert_model
 from tests.layers import (
@@ -122,7 +122,7 @@ def test_replicas_are_called_one_after_the_other():
     replicas = replicate(network(), CPUS)
     execute_replication_callbacks(replicas)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replication.sync.rendezvous, "GRACE", 0.01)
+        patch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.01)
         for replica, shard in zip(replicas, X.chunk(2), strict=True):
             replica(shard)
 
@@ -496,6 +496,6 @@ def test_replicas_that_failed_alike_are_listed_in_their_order():
 
 
 def test_long_texts_are_cut_in_messages_about_them():
-    assert described(ValueError("x" * 1_000)) == "ValueError: " + "x" * 1_000
-    assert described(ValueError("x" * 1_001)) == "ValueError: " + "x" * 1_000 + "..."
-    assert described(ValueError()) == "ValueError"
+    assert describe_error(ValueError("x" * 1_000)) == "ValueError: " + "x" * 1_000
+    assert describe_error(ValueError("x" * 1_001)) == "ValueError: " + "x" * 1_000 + "..."
+    assert describe_error(ValueError()) == "ValueError"

@@ -187,7 +187,8 @@ class Group(ABC):
             self._refuse(
                 TypeError,
                 f"reduce_scatter takes a list of {self.size} tensors, one for each member "
-                f"(got {described(tensors)}); of one tensor, list(tensor.chunk({self.size}))",
+                f"(got {describe_argument(tensors)}); split one tensor by "
+                f"list(tensor.chunk({self.size}))",
             )
         if len(tensors) != self.size:
             self._refuse(
@@ -237,7 +238,7 @@ class Group(ABC):
         last part is smaller.
         """
         if not is_int(size):
-            self._refuse(TypeError, f"split takes an int (got {described(size)})")
+            self._refuse(TypeError, f"split takes an int (got {describe_argument(size)})")
         if size < 1:
             self._refuse(ValueError, f"split takes a size of at least 1 (got {size})")
         return self if size >= self.size else self._split(size)
@@ -270,7 +271,7 @@ class Group(ABC):
         self._check_use(name)
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
-                self._refuse(TypeError, f"{name} takes tensors (got {described(tensor)})")
+                self._refuse(TypeError, f"{name} takes tensors (got {describe_argument(tensor)})")
             if tensor.layout is not torch.strided:
                 self._refuse(TypeError, f"{name} takes dense tensors (got {tensor.layout})")
             if tensor.dtype not in _DTYPES:
@@ -299,8 +300,8 @@ def in_a_callback(name: str) -> str:
     )
 
 
-def described(value: Any) -> str:
-    """Describes an argument, for messages."""
+def describe_argument(value: Any) -> str:
+    """Returns the shape of a tensor or the type of another argument, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return type(value).__name__
@@ -318,7 +319,7 @@ _PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def reduced(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
+def reduce_tensors(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
     """Applies ``op`` to tensors of one shape and device, from left to right, in their dtype.
 
     It adds pairs, because `torch.sum` and `torch.prod` return float32 under a CUDA autocast.
@@ -348,7 +349,7 @@ class SoloGroup(Group):
 
     def _check_use(self, name: str) -> None:
         current = current_replica()
-        if current is not None and current.path:  # as in a larger group
+        if current is not None and current.in_callback:  # as in a larger group
             raise ReplicationError(f"{self!r}: {in_a_callback(name)}")
 
     def barrier(self) -> None:

@@ -12,6 +12,7 @@ from replication.devices import is_int
 from replication.errors import ReplicationError
 from replication.groups.base import Group, SoloGroup
 from replication.groups.membership import (
+    GroupMember,
     ProcessGroupHandle,
     check_process_group,
     process_count,
@@ -147,7 +148,15 @@ class ReplicaAware(_Base):
             ValueError: This process is not in ``process_group``, or ``group_size`` is less than 1.
         """
         group = self._replica_group
-        if group is None and self._cannot_know_its_copies():
+        if (
+            group is not None
+            and group.size > 1
+            and self.group_size is None
+            and self._process_group is None
+            and (GroupMember is None or GroupMember.WORLD is None)
+        ):
+            return group  # the usual case, which each forward of a layer takes
+        if group is None and self._warn_if_isolated():
             return SoloGroup()
         if group is None or group.size == 1:
             group = self._processes()
@@ -194,7 +203,8 @@ class ReplicaAware(_Base):
             warn_of_unconnected_processes(name)
         return Unreplicated(name)
 
-    def _cannot_know_its_copies(self) -> bool:
+    def _warn_if_isolated(self) -> bool:
+        """Warns if this layer is in a replica and not connected. Returns whether it is so."""
         current = current_replica()
         if getattr(self, IS_REPLICA, False):
             self._warn_once(

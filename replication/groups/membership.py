@@ -15,8 +15,11 @@ from replication.warning import warn
 
 __all__: list[str] = []
 
+#: Its ``WORLD`` is None unless `torch.distributed` is initialized. None in builds without it.
+GroupMember: Any = getattr(distributed, "GroupMember", None)
 
-class History:
+
+class ProcessGroupState:
     """The number of calls made with a process group, and the groups split from it."""
 
     def __init__(self) -> None:
@@ -28,12 +31,12 @@ class History:
         self.parts: dict[int, Any] = {}
 
 
-_histories: WeakKeyDictionary[Any, History] = WeakKeyDictionary()
+_states: WeakKeyDictionary[Any, ProcessGroupState] = WeakKeyDictionary()
 
 
-def history_of(process_group: Any) -> History:
-    """Returns the history of a process group, which lives as long as the group."""
-    return _histories.setdefault(process_group, History())
+def state_of(process_group: Any) -> ProcessGroupState:
+    """Returns the state of a process group, which lives as long as the group."""
+    return _states.setdefault(process_group, ProcessGroupState())
 
 
 def process_count(process_group: Any = None) -> int:

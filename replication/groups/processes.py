@@ -26,18 +26,18 @@ from replication.groups.base import (
     SoloGroup,
     check_same_call,
     layouts_of,
-    reduced,
+    reduce_tensors,
 )
 from replication.groups.call_header import CallHeader, check_lengths
 from replication.groups.collectives import differentiable
 from replication.groups.membership import (
     check_process_group,
     debugging,
-    history_of,
     is_group_of_others,
     is_known,
+    state_of,
 )
-from replication.sync.lifecycle import add_note
+from replication.sync.notes import add_note
 from replication.waits import named_range
 
 __all__ = ["ProcessGroup"]
@@ -134,10 +134,10 @@ class ProcessGroup(Group):
         Yields:
             The headers of all ranks, if the calls are compared.
         """
-        history, kind = history_of(self.process_group), (self._name, call.in_backward)
-        with history.lock:
-            history.calls[kind] += 1
-            call = call._replace(where=f"`{self._name}`, call {history.calls[kind]}")
+        state, kind = state_of(self.process_group), (self._name, call.in_backward)
+        with state.lock:
+            state.calls[kind] += 1
+            call = call._replace(where=f"`{self._name}`, call {state.calls[kind]}")
         try:
             with named_range(f"exchange {self._name}, rank {self.rank}"):
                 yield self._compared(call) if compares or debugging() else []
@@ -261,7 +261,7 @@ class ProcessGroup(Group):
             if op in ("sum", "mean"):
                 total = self._sum(call, tensor)
                 return total / self.size if op == "mean" else total
-            return reduced(self._stack(call, tensor).unbind(), op)
+            return reduce_tensors(self._stack(call, tensor).unbind(), op)
 
     @uncompiled
     def _all_gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -287,7 +287,7 @@ class ProcessGroup(Group):
         with self._calling(call):
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             received = self._all_to_all(sent, [mine.numel()] * self.size, call, flat)
-            return reduced(received.view(self.size, *mine.shape).unbind(), op)
+            return reduce_tensors(received.view(self.size, *mine.shape).unbind(), op)
 
     @uncompiled
     def _broadcast(self, tensor: Tensor, src: int) -> Tensor:
@@ -308,25 +308,27 @@ class ProcessGroup(Group):
     def _sum(self, call: Call, tensor: Tensor) -> Tensor:
         """Returns the sum over the ranks, whose derivative is the sum of the gradients."""
 
-        def summed(tensor: Tensor) -> Tensor:
+        def sum_of_ranks(tensor: Tensor) -> Tensor:
             if self.prefers_gather(tensor):
-                return reduced(collectives.all_gather(tensor, self.process_group).unbind(), "sum")
+                return reduce_tensors(
+                    collectives.all_gather(tensor, self.process_group).unbind(), "sum"
+                )
             return collectives.all_reduce(tensor, self.process_group)
 
-        return self._differentiable(call, summed, self._sum, tensor)
+        return self._differentiable(call, sum_of_ranks, self._sum, tensor)
 
     def _stack(self, call: Call, tensor: Tensor) -> Tensor:
         """Stacks the tensors of all ranks, which have the same shape, to ``(size, ...)``."""
 
-        def stacked(tensor: Tensor) -> Tensor:
+        def stack_of_ranks(tensor: Tensor) -> Tensor:
             return collectives.all_gather(tensor, self.process_group)
 
         def to_owners(call: Call, grad: Tensor) -> Tensor:
             counts = [grad[0].numel()] * self.size
             received = self._all_to_all(counts, counts, call, grad.reshape(-1))
-            return reduced(received.view(grad.shape).unbind(), "sum")
+            return reduce_tensors(received.view(grad.shape).unbind(), "sum")
 
-        return self._differentiable(call, stacked, to_owners, tensor)
+        return self._differentiable(call, stack_of_ranks, to_owners, tensor)
 
     def _all_to_all(
         self, sent: list[int], received: list[int], call: Call, tensor: Tensor
@@ -348,13 +350,13 @@ class ProcessGroup(Group):
         starts = range(0, self.size, size)
         parts = [range(start, min(start + size, self.size)) for start in starts]
         own = parts[self.rank // size]
-        history = history_of(self.process_group)
-        with history.lock:
-            if size not in history.parts:
-                history.parts[size] = self._new_part(parts, own)
+        state = state_of(self.process_group)
+        with state.lock:
+            if size not in state.parts:
+                state.parts[size] = self._new_part(parts, own)
         if len(own) == 1:
             return SoloGroup()
-        return ProcessGroup(history.parts[size], f"{self._name}, ranks {own[0]}-{own[-1]}")
+        return ProcessGroup(state.parts[size], f"{self._name}, ranks {own[0]}-{own[-1]}")
 
     def _new_part(self, parts: list[range], own: range) -> Any:
         """Makes groups of `torch.distributed` for the parts, and returns the group of ``own``."""

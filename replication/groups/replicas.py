@@ -8,8 +8,8 @@ backward through a single graph: no thread waits in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from replication._torch import (
     current_backward,
     nodes_made,
     sees_saved_tensors,
+    set_grad_modes,
 )
 from replication.devices import is_int, to_device
 from replication.errors import ReplicationError, path_or_root
@@ -33,12 +34,12 @@ from replication.groups.base import (
     check_same_call,
     in_a_callback,
     layouts_of,
-    reduced,
+    reduce_tensors,
 )
 from replication.steps.broadcast import broadcast
-from replication.sync.current import current_replica, is_recomputation
+from replication.sync.current import is_recomputation, this_thread
 from replication.sync.exchange import Exchange
-from replication.sync.rendezvous import Rendezvous, Site
+from replication.sync.rendezvous import Rendezvous, site
 
 __all__ = ["CallbackContext", "ReplicaGroup"]
 
@@ -100,17 +101,13 @@ class CallbackContext:
         return group
 
 
-class Request(NamedTuple):
-    """The message of one member, and the state of the member's thread."""
-
-    call: Call
-    message: Any
-    #: Returns the replies by rank. The function of rank 0 is called, in the thread that merges.
-    merge: Callable[[list[Any]], Iterable[Any]]
-    wants_graph: bool
-    inference_mode: bool
-    #: The number of autograd nodes that the member's thread has made.
-    nodes: int
+#: The message of one member and the state of its thread: the arguments of its `Call`, the message,
+#: the function that merges, whether the message requires gradients, whether the thread is in
+#: inference mode, and the number of autograd nodes that it has made. It is a plain tuple, which is
+#: faster to make than a named one.
+Request = tuple[
+    tuple[str, str, Layouts, bool], Any, Callable[[list[Any]], Iterable[Any]], bool, bool, int
+]
 
 
 class Communicator:
@@ -167,35 +164,34 @@ class Communicator:
             )
         return parts[rank // size].group(rank % size)
 
-    def merge(self, site: Site, requests: list[Request]) -> list[tuple[Any, int]]:
-        """Returns the reply to each member, and the number of nodes to catch up with."""
-        calls = [request.call for request in requests]
+    def merge(self, requests: list[Request]) -> Iterable[tuple[Any, int]]:
+        """Returns the reply to each member, and the number of nodes to catch up with.
+
+        No reply depends on which thread merges. The thread may run without grad, in inference
+        mode, or behind hooks on saved tensors.
+        """
+        calls, messages, merges, require_grad, in_inference_mode, nodes = zip(
+            *requests, strict=True
+        )
         if calls.count(calls[0]) < len(calls):
-            check_same_call(calls, str(site), self.replicas, "replica")
-        most = max([request.nodes for request in requests])
+            where = site(self.path, self.exchange.calls[self.replicas[0]])
+            check_same_call([Call(*call) for call in calls], where, self.replicas, "replica")
+        most, grad, inference = max(nodes), any(require_grad), all(in_inference_mode)
         count_nodes_up_to(most)
-        with _neutral_state(
-            inference_mode=all(request.inference_mode for request in requests),
-            wants_graph=any(request.wants_graph for request in requests),
+        if (
+            torch.is_grad_enabled() is grad
+            and torch.is_inference_mode_enabled() is inference
+            and not sees_saved_tensors()
         ):
-            replies = list(requests[0].merge([request.message for request in requests]))
-        nodes = nodes_made() if most else 0
-        return [(reply, nodes) for reply in replies]
-
-
-def _neutral_state(inference_mode: bool, wants_graph: bool) -> AbstractContextManager[object]:
-    """Sets the state of the thread that merges, so that no reply depends on which thread merges.
-
-    The thread may run without grad, in inference mode, or behind hooks on saved tensors.
-    """
-    stack = ExitStack()
-    if torch.is_inference_mode_enabled() != inference_mode:
-        stack.enter_context(torch.inference_mode(inference_mode))
-    if torch.is_grad_enabled() != wants_graph:
-        stack.enter_context(torch.set_grad_enabled(wants_graph))
-    if sees_saved_tensors():
-        stack.enter_context(saved_tensors_hooks(_packed, _unpacked))
-    return stack
+            replies = list(merges[0](list(messages)))
+        else:
+            with ExitStack() as stack:
+                set_grad_modes(stack, grad=grad, inference=inference)
+                if sees_saved_tensors():
+                    stack.enter_context(saved_tensors_hooks(_packed, _unpacked))
+                replies = list(merges[0](list(messages)))
+        reached = nodes_made() if most else 0
+        return zip(replies, [reached] * len(replies), strict=True)
 
 
 def _packed(tensor: Tensor) -> tuple[Tensor, int]:
@@ -226,24 +222,23 @@ class ReplicaGroup(Group):
     def __init__(self, rank: int, size: int, communicator: Communicator | None = None) -> None:
         super().__init__(rank, size)
         self._communicator = communicator
+        # A copy belongs to no forward.
+        self._rendezvous = communicator.rendezvous if communicator else None
+        self._replica = communicator.replicas[rank] if communicator else rank
 
     def __reduce__(self) -> tuple[type[ReplicaGroup], tuple[int, int]]:
-        return type(self), (self.rank, self.size)  # a copy belongs to no forward
+        return type(self), (self.rank, self.size)
 
     def _where(self) -> str:
         if self._communicator is None:
             return super()._where()
-        return f"`{self._communicator.path}`, replica {self._communicator.replicas[self.rank]}"
+        return f"`{self._communicator.path}`, replica {self._replica}"
 
-    def _connected(self) -> tuple[Communicator, Rendezvous]:
-        """Returns the communicator and its rendezvous, unless this group is a copy."""
-        communicator = self._communicator
-        if communicator is None or communicator.rendezvous is None:
-            raise ReplicationError(
-                f"{self._where()} is a copy and belongs to no forward; only the replicas' own "
-                "groups are connected"
-            )
-        return communicator, communicator.rendezvous
+    def _refuse_copy(self) -> NoReturn:
+        raise ReplicationError(
+            f"{self._where()} is a copy and belongs to no forward; only the replicas' own groups "
+            "are connected"
+        )
 
     @property
     def recomputes(self) -> bool:
@@ -251,7 +246,7 @@ class ReplicaGroup(Group):
 
         It is also true in a thread that a replica has started.
         """
-        return is_recomputation() or self._connected()[1].in_backward
+        return is_recomputation() or (self._rendezvous or self._refuse_copy()).in_backward
 
     @property
     def in_later_backward(self) -> bool:
@@ -259,8 +254,8 @@ class ReplicaGroup(Group):
 
         No other replica would answer a call.
         """
-        current, began_in = current_replica(), NO_BACKWARD
-        if current is not None and current.rendezvous is self._connected()[1]:
+        current, began_in = this_thread.current, NO_BACKWARD
+        if current is not None and current.rendezvous is (self._rendezvous or self._refuse_copy()):
             began_in = current.backward
         return current_backward() != began_in
 
@@ -269,7 +264,7 @@ class ReplicaGroup(Group):
 
         See `Rendezvous.commit`.
         """
-        return self._connected()[1].commit(write)
+        return (self._rendezvous or self._refuse_copy()).commit(write)
 
     def exchange(
         self,
@@ -279,6 +274,8 @@ class ReplicaGroup(Group):
         *,
         layouts: Layouts = (),
         requires_grad: bool = False,
+        option: str = "",
+        any_length: bool = False,
     ) -> ReplyT:
         """Sends a message and returns the reply. One member computes the replies to all members.
 
@@ -292,37 +289,37 @@ class ReplicaGroup(Group):
             layouts: Dtypes and shapes that must match on every member.
             requires_grad: Whether the message holds a tensor that requires gradients. If it is
                 true on any member, ``merge`` runs with grad enabled.
+            option: An argument of the call that must match on every member.
+            any_length: Whether the first dimension in ``layouts`` may differ.
 
         Raises:
             ReplicationError: As `Group`. Also if no other member could answer the call.
         """
-        return self._exchange(Call(name, layouts=layouts), message, merge, requires_grad)
-
-    def _exchange(
-        self,
-        call: Call,
-        message: MessageT,
-        merge: Callable[[list[MessageT]], Iterable[ReplyT]],
-        wants_graph: bool = False,
-    ) -> ReplyT:
+        communicator = self._communicator or self._refuse_copy()
+        rendezvous, replica = self._rendezvous or self._refuse_copy(), self._replica
+        current = this_thread.current
+        if (
+            current is None
+            or current.rendezvous is not rendezvous
+            or current.replica != replica
+            or current.path  # in a callback
+        ):
+            self._check_use(name)
         # Autograd orders nodes by how many nodes each thread has made before. All members count up
         # to the same number after a merge, so that the order does not depend on who merged.
-        nodes = nodes_made() if wants_graph and not torch.is_anomaly_enabled() else 0
-        inference_mode = torch.is_inference_mode_enabled()
-        self._check_use(call.name)
-        communicator, rendezvous = self._connected()
-        request = Request(call, message, merge, wants_graph, inference_mode, nodes)
-        replica = communicator.replicas[self.rank]
+        nodes = nodes_made() if requires_grad and not torch.is_anomaly_enabled() else 0
+        call = name, option, layouts, any_length
+        in_inference_mode = torch.is_inference_mode_enabled()
+        request: Request = (call, message, merge, requires_grad, in_inference_mode, nodes)
         reply, nodes = communicator.exchange(rendezvous, replica, request, communicator.merge)
         count_nodes_up_to(nodes)
         return reply  # type: ignore[no-any-return]
 
     def _check_use(self, name: str) -> None:
-        communicator, rendezvous = self._connected()
-        replica = communicator.replicas[self.rank]
-        current = current_replica()
+        rendezvous, replica = self._rendezvous or self._refuse_copy(), self._replica
+        current = this_thread.current
         if current is not None and current.rendezvous is rendezvous:
-            if current.path:
+            if current.in_callback:
                 raise ReplicationError(f"{self._where()}: {in_a_callback(name)}")
             if current.replica != replica:
                 raise ReplicationError(
@@ -342,65 +339,69 @@ class ReplicaGroup(Group):
             )
 
     def _join(
-        self, call: Call, tensors: Tensors, merge: Callable[[list[Tensors]], Iterable[Tensors]]
+        self,
+        name: str,
+        tensors: Tensors,
+        merge: Callable[[list[Tensors]], Iterable[Tensors]],
+        option: str = "",
+        any_length: bool = False,
     ) -> Tensors:
-        """Exchanges tensors; under `torch.no_grad` the results are constants."""
+        """Exchanges tensors. Under `torch.no_grad` the results are constants."""
         grad_enabled = torch.is_grad_enabled()
         if not grad_enabled:
             tensors = tuple(tensor.detach() for tensor in tensors)
-        wants_graph = any(tensor.requires_grad for tensor in tensors)
-        results = self._exchange(
-            call,
+        results = self.exchange(
+            name,
             tensors,
             lambda messages: merge([tuple(map(ordinary, m)) for m in messages]),
-            wants_graph,
+            layouts=layouts_of(tensors),
+            requires_grad=any(tensor.requires_grad for tensor in tensors),
+            option=option,
+            any_length=any_length,
         )
         return results if grad_enabled else tuple(result.detach() for result in results)
 
     def barrier(self) -> None:
         """Returns when all members have called it."""
-        self._exchange(Call("barrier"), None, lambda messages: messages)
+        self.exchange("barrier", None, lambda messages: messages)
 
     def all_gather_object(self, obj: T) -> tuple[T, ...]:
         """Returns the objects of all members themselves, in the order of their ranks."""
-        call = Call("all_gather_object")
-        return self._exchange(call, obj, lambda objects: [tuple(objects)] * len(objects))
+        return self.exchange(
+            "all_gather_object", obj, lambda objects: [tuple(objects)] * len(objects)
+        )
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         def merge(shards: list[Tensors]) -> Iterable[Tensors]:
             tensors = [shard for (shard,) in shards]
             home = tensors[0].device
-            total = reduced([to_device(t, home) for t in tensors], op)
+            total = reduce_tensors([to_device(t, home) for t in tensors], op)
             return copies([total], [t.device for t in tensors])
 
-        call = Call("all_reduce", f"op={op!r}", layouts_of([tensor]))
-        return self._join(call, (tensor,), merge)[0]
+        return self._join("all_reduce", (tensor,), merge, f"op={op!r}")[0]
 
     def _all_gather(self, tensor: Tensor) -> Tensors:
         def merge(shards: list[Tensors]) -> Iterable[Tensors]:
             tensors = [shard for (shard,) in shards]
             return copies(tensors, [t.device for t in tensors])
 
-        call = Call("all_gather", "", layouts_of([tensor]), any_length=True)
-        return self._join(call, (tensor,), merge)
+        return self._join("all_gather", (tensor,), merge, any_length=True)
 
     def _reduce_scatter(self, tensors: Tensors, op: ReduceOp) -> Tensor:
         def merge(lists: list[Tensors]) -> Iterable[Tensors]:
             for parts, own in zip(zip(*lists, strict=True), lists, strict=True):
-                yield (reduced([to_device(part, own[0].device) for part in parts], op),)
+                yield (reduce_tensors([to_device(part, own[0].device) for part in parts], op),)
 
-        call = Call("reduce_scatter", f"op={op!r}", layouts_of(tensors))
-        return self._join(call, tensors, merge)[0]
+        return self._join("reduce_scatter", tensors, merge, f"op={op!r}")[0]
 
     def _broadcast(self, tensor: Tensor, src: int) -> Tensor:
         def merge(shards: list[Tensors]) -> Iterable[Tensors]:
             return copies(shards[src], [shard.device for (shard,) in shards])
 
-        call = Call("broadcast", f"src={src}", layouts_of([tensor]))
-        return self._join(call, (tensor,), merge)[0]
+        return self._join("broadcast", (tensor,), merge, f"src={src}")[0]
 
     def _split(self, size: int) -> Group:
-        return self._connected()[0].part(self.rank, size)
+        return (self._communicator or self._refuse_copy()).part(self.rank, size)
 
 
 def ordinary(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from replication._torch import count_nodes_up_to, in_functorch_transform, nodes_made
+from replication._torch import (
+    count_nodes_up_to,
+    in_functorch_transform,
+    nodes_made,
+    set_grad_modes,
+)
 from replication.devices import (
     DeviceLike,
     accelerator,
@@ -27,23 +32,25 @@ from replication.devices import (
     parse_devices,
     use_device,
 )
-from replication.errors import ReplicaFailed, ReplicasTimedOut, ReplicationError, listed
-from replication.sync.lifecycle import (
-    ForwardScope,
-    Locator,
-    add_note,
-    first_failure_wins,
-    has_origin,
-    origin,
-    rendezvous_of,
-    tracked_call,
+from replication.errors import (
+    ReplicaFailed,
+    ReplicasTimedOut,
+    ReplicationError,
+    has_type,
+    listed,
 )
+from replication.sync.lifecycle import (
+    first_failure_wins,
+    rendezvous_of,
+    tracked_calls,
+)
+from replication.sync.notes import Locator, add_note, has_origin, origin
 from replication.waits import named_range
 
 __all__ = ["parallel_apply"]
 
 #: Seconds that the caller waits for the other replicas after one has failed.
-GRACE = 5.0
+SHUTDOWN_GRACE = 5.0
 
 #: Seconds between checks for events that no replica reports: a Ctrl-C or the death of a thread.
 _POLL = 1.0
@@ -150,15 +157,14 @@ def _run_all(
             nodes = nodes and max(nodes, outcome.nodes)
             if outcome.failure is not None:
                 failures.append(outcome.failure)
-                kind = type(outcome.failure)  # `__class__` may be overridden
-                if not issubclass(kind, Exception):
+                if not has_type(outcome.failure, Exception):
                     raise outcome.failure
-                is_over = issubclass(kind, ReplicasTimedOut)
-                end = min(end, time.monotonic() + (0.0 if is_over else GRACE))
+                is_over = has_type(outcome.failure, ReplicasTimedOut)
+                end = min(end, time.monotonic() + (0.0 if is_over else SHUTDOWN_GRACE))
         if running and rendezvous is not None and not failures:
             rendezvous.time_out().raise_at()
         if failures:
-            if running and not issubclass(type(_first(failures)), ReplicasTimedOut):
+            if running and not has_type(_first(failures), ReplicasTimedOut):
                 _note_left_running(failures, replicas, running)
             raise _first(failures)
         return outputs
@@ -178,11 +184,12 @@ def _next(
     """Returns the outcome of the next replica to end, or None if none ends by ``end``."""
     while True:
         time_left = max(0.0, end - time.monotonic())
-        with suppress(Empty):
+        try:
             # A Ctrl-C that arrives just before a blocking get is only noticed when that returns.
             return done.get(timeout=min(_POLL, time_left))
-        if not time_left:
-            return None
+        except Empty:
+            if not time_left:
+                return None
         dead = [index for index, thread in running.items() if not thread.is_alive()]
         if dead and done.empty():
             raise RuntimeError(f"the thread of {listed(dead)} ended without a result")
@@ -190,7 +197,7 @@ def _next(
 
 def _first(failures: Sequence[BaseException]) -> BaseException:
     """Returns the first error that is not a follow-up, which may arrive before its cause."""
-    return next((f for f in failures if not issubclass(type(f), ReplicaFailed)), failures[0])
+    return next((f for f in failures if not has_type(f, ReplicaFailed)), failures[0])
 
 
 def _note_left_running(
@@ -205,7 +212,7 @@ def _note_left_running(
         for index, thread in running.items()
     )
     for failure in failures:  # any of them may be raised in the end
-        add_note(failure, f"left running {GRACE:g} s later: {rows}")
+        add_note(failure, f"left running {SHUTDOWN_GRACE:g} s later: {rows}")
 
 
 class Outcome(NamedTuple):
@@ -279,7 +286,7 @@ class ThreadState:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
-        self.streams = [current_stream(device) for device in devices]
+        self.streams = {device: current_stream(device) for device in dict.fromkeys(devices)}
         # Replicas on the CPU share the caller's torch threads. With as many threads each they
         # would wait for each other.
         on_cpu = sum([device.type == "cpu" for device in devices])
@@ -298,37 +305,36 @@ class ThreadState:
         """Calls ``module`` in this state, in the thread of replica ``index``."""
         device = self.devices[index]
         try:
-            with ExitStack() as stack:
-                stack.enter_context(named_range(f"replica {index}"))
-                if torch.is_inference_mode_enabled() != self.inference:
-                    stack.enter_context(torch.inference_mode(self.inference))
-                if torch.is_grad_enabled() != self.grad:
-                    stack.enter_context(torch.set_grad_enabled(self.grad))
-                # A default of "cuda" means the replica's own device, not the caller's.
-                is_of_type = self.default_device.type == device.type
-                default = device if is_of_type else self.default_device
-                if torch.empty(0).device != default:
-                    stack.enter_context(default)
-                for kind, state in self.autocast.items():
-                    if _autocast_state(kind) != state:
-                        enabled, dtype, cached = state
-                        autocast = torch.autocast(kind, dtype, enabled, cached)
-                        stack.enter_context(autocast)
-                # Tensors from other replicas are on their devices, in the caller's streams.
-                streams = dict(zip(self.devices, self.streams, strict=True))
-                streams[device] = streams.pop(device)  # the last one is the current device
-                for other, stream in streams.items():
-                    stack.enter_context(use_device(other, stream))
-                call = tracked_call(module)
-                if call is not None and call.rendezvous is not None:
-                    # Also covers an error before the replica's own forward.
-                    stack.enter_context(ForwardScope(call.rendezvous, call.replica, call.owner))
-                return module(*args, **kwargs)
+            with named_range(f"replica {index}"), ExitStack() as stack:
+                self._enter(stack, device)
+                calls = tracked_calls([module])
+                # The scope also covers an error before the replica's own forward.
+                scope = calls[0].scope() if calls else nullcontext()
+                with use_device(device, self.streams[device]), scope:
+                    return module(*args, **kwargs)
         except BaseException as error:
-            size, is_ours = len(self.devices), issubclass(type(error), ReplicationError)
-            if not is_ours and not has_origin(error, index, size):  # ours name the replicas
+            size = len(self.devices)
+            is_ours = has_type(error, ReplicationError)  # then it names the replicas
+            if not is_ours and not has_origin(error, index, size):
                 add_note(error, f"{origin(index, size)} on {device}")
             raise
+
+    def _enter(self, stack: ExitStack, device: torch.device) -> None:
+        """Sets this thread's state, where it differs, until ``stack`` is closed."""
+        set_grad_modes(stack, grad=self.grad, inference=self.inference)
+        # A default of "cuda" means the replica's own device, not the caller's.
+        is_of_type = self.default_device.type == device.type
+        default = device if is_of_type else self.default_device
+        if torch.empty(0).device != default:
+            stack.enter_context(default)
+        for kind, state in self.autocast.items():
+            if _autocast_state(kind) != state:
+                enabled, dtype, cached = state
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
+        # Tensors from other replicas are on their devices, in the caller's streams.
+        for other, stream in self.streams.items():
+            if other != device and stream is not None:
+                stack.enter_context(use_device(other, stream))
 
 
 def _autocast_state(kind: str) -> tuple[bool, torch.dtype, bool]:

@@ -22,17 +22,23 @@ class CurrentReplica(NamedTuple):
     #: The path of the module whose callback runs. It is empty in a forward.
     path: str = ""
 
+    @property
+    def in_callback(self) -> bool:
+        """Whether a replication callback runs, and not the forward."""
+        return bool(self.path)
+
 
 class _Local(threading.local):
     current: CurrentReplica | None = None
 
 
-_local = _Local()
+#: Its attribute ``current`` is the innermost forward or callback that this thread runs, or None.
+this_thread = _Local()
 
 
 def current_replica() -> CurrentReplica | None:
     """Returns the innermost forward or callback that this thread runs, if any."""
-    return _local.current
+    return this_thread.current
 
 
 class set_current_replica:
@@ -46,15 +52,15 @@ class set_current_replica:
         self._current = current
 
     def __enter__(self) -> None:
-        self._outer, _local.current = _local.current, self._current
+        self._outer, this_thread.current = this_thread.current, self._current
 
     def __exit__(self, *exc_info: object) -> None:
-        _local.current = self._outer
+        this_thread.current = self._outer
 
 
 def is_recomputation() -> bool:
     """Whether this thread, or the caller of the replica that it runs, is in a backward."""
-    current = _local.current
+    current = this_thread.current
     return current_backward() != NO_BACKWARD or (
         current is not None and current.rendezvous.in_backward
     )

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from replication.errors import ReplicationError
-from replication.sync.rendezvous import Rendezvous, Site, Wait, two_at_once
+from replication.sync.rendezvous import Rendezvous, Wait, site, two_at_once
 
 __all__: list[str] = []
 
 #: Returns one reply for each message, in order. Messages are in the order of the replicas.
-Merge = Callable[[Site, list[Any]], Iterable[Any]]
+Merge = Callable[[list[Any]], Iterable[Any]]
 
 
 class Round:
@@ -79,55 +79,55 @@ class Exchange:
             return self._run(rendezvous, replica, message, merge)
 
     def _run(self, rendezvous: Rendezvous, replica: int, message: Any, merge: Merge | None) -> Any:
+        wait = None
         with rendezvous.lock:
             current = self._round
             if replica in current.messages:
                 raise two_at_once(self.path, replica)
             self.calls[replica] += 1
-            site = Site(self.path, self.calls[replica])
-            rendezvous.refuse_if_over(replica, site)
+            if rendezvous.abort is not None:
+                rendezvous.abort.raise_late(replica, site(self.path, self.calls[replica]))
             current.messages[replica] = message
             current.missing.remove(replica)
             is_complete = not current.missing
             merges = is_complete if self.master is None else replica == self.master
-            needs = current.missing  # the same set: it shrinks as messages arrive
-            if self.master is not None and not merges:
-                needs = {self.master}
-                if is_complete:  # the master waits for this message only
-                    rendezvous.end_wait(current.waits[self.master])
             if is_complete and merges:
-                wait = None
                 self._round = Round(self.calls)
             else:
-                wait = rendezvous.begin_wait(replica, needs, site, self.calls)
+                needs = current.missing  # the same set: it shrinks as messages arrive
+                if not merges and self.master is not None:
+                    needs = {self.master}
+                    if is_complete:  # the master waits for this message only
+                        rendezvous.end_waits([current.waits[self.master]])
+                wait = rendezvous.begin_wait(replica, needs, self.path, self.calls)
                 current.waits[replica] = wait
         if wait is not None:
             try:
                 wait.block()
                 if merges:
-                    self._end_round(rendezvous, replica, site)
+                    self._end_round(rendezvous, replica)
             except BaseException:
                 self._take_back(rendezvous, replica, current)
                 raise
         if merges and merge is not None:
-            self._reply(rendezvous, replica, current, merge, site)
+            self._reply(rendezvous, replica, current, merge)
         return current.replies[replica]
 
-    def _end_round(self, rendezvous: Rendezvous, replica: int, site: Site) -> None:
+    def _end_round(self, rendezvous: Rendezvous, replica: int) -> None:
         """Begins a new round after the master has waited for the messages of this one."""
         with rendezvous.lock:
             if self._round.missing:
-                rendezvous.refuse_if_over(replica, site)
-                raise ReplicationError(f"{site}: another replica was interrupted during the call")
+                where = site(self.path, self.calls[replica])
+                if rendezvous.abort is not None:
+                    rendezvous.abort.raise_late(replica, where)
+                raise ReplicationError(f"{where}: another replica was interrupted during the call")
             self._round = Round(self.calls)
 
-    def _reply(
-        self, rendezvous: Rendezvous, replica: int, current: Round, merge: Merge, site: Site
-    ) -> None:
+    def _reply(self, rendezvous: Rendezvous, replica: int, current: Round, merge: Merge) -> None:
         replicas = sorted(current.messages)
-        messages = [current.messages.pop(sender) for sender in replicas]
+        messages = list(map(current.messages.pop, replicas))
         try:
-            replies = list(merge(site, messages))
+            replies = list(merge(messages))
         except BaseException as error:
             rendezvous.fail(replica, error)
             raise
@@ -135,8 +135,7 @@ class Exchange:
             del messages  # graphs in them may hold the replicas
         with rendezvous.lock:
             current.replies = dict(zip(replicas, replies, strict=True))
-            for wait in current.waits.values():
-                rendezvous.end_wait(wait)
+            rendezvous.end_waits(current.waits.values())
 
     def _take_back(self, rendezvous: Rendezvous, replica: int, current: Round) -> None:
         """Removes a message that was not merged, so that the replica can call again."""

@@ -20,7 +20,7 @@ from typing import Any
 from replication.errors import ReplicationError
 from replication.sync.current import current_replica
 from replication.sync.exchange import Exchange
-from replication.sync.rendezvous import Rendezvous, Site, Wait
+from replication.sync.rendezvous import Rendezvous, Wait
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
 
@@ -64,7 +64,7 @@ class FutureResult:
         wait = self._wait
         if wait is not None:
             with wait.rendezvous.lock:
-                wait.rendezvous.end_wait(wait)
+                wait.rendezvous.end_waits([wait])
 
     def get(self) -> Any:
         """Waits for the result, removes it from the mailbox and returns it.
@@ -98,11 +98,11 @@ class FutureResult:
             if self._result is not _EMPTY:
                 return
             replica = current.replica if current else 0
-            wait = rendezvous.begin_wait(replica, (), Site("FutureResult", 1), {})
+            wait = rendezvous.begin_wait(replica, (), "FutureResult", {replica: 1})
             self._wait = wait
             # A put between the two checks has not seen the wait.
             if self._result is not _EMPTY:
-                rendezvous.end_wait(wait)
+                rendezvous.end_waits([wait])
         wait.block()
 
 
@@ -316,12 +316,14 @@ class SyncMaster:
         if rendezvous is None or channel is None or not channel.slaves:
             return replies_to([message], self._master_callback, "SyncMaster")[0]
 
-        def merge(site: Site, messages: list[tuple[Any, Any]]) -> list[Any]:
-            return replies_to(messages, self._master_callback, site.path)
+        def merge(messages: list[tuple[Any, Any]]) -> list[Any]:
+            return replies_to(messages, self._master_callback, path)
+
+        path = channel.path
 
         try:
             return channel(rendezvous, _MASTER, message, merge)
         except BaseException:
             if rendezvous.size is None:  # no parallel_apply collects the failures
-                rendezvous.forget_failures()
+                rendezvous.take_failures()
             raise

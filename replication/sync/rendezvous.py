@@ -13,7 +13,8 @@ Guarantees
 Each replica reports the beginning and the end of its forward (`enter`, `leave`). So waits need no
 time limit except in two cases, where it is unknown whether the value will arrive: a replica that
 has not begun may be about to run later in the same thread, and a replica whose main thread runs
-while another of its threads waits may be computing, or waiting for that thread. Both get `GRACE`.
+while another of its threads waits may be computing, or waiting for that thread. In both cases the
+wait fails after `STALL_TIMEOUT`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -32,7 +32,8 @@ from replication.errors import (
     ReplicasDiverged,
     ReplicasTimedOut,
     ReplicationError,
-    described,
+    describe_error,
+    has_type,
     listed,
 )
 
@@ -41,64 +42,68 @@ T = TypeVar("T")
 __all__: list[str] = []
 
 
-#: Seconds.
-GRACE = 20.0
+#: The seconds after which a wait fails if it is unknown whether its value will arrive.
+STALL_TIMEOUT = 20.0
 
 
-class Site(NamedTuple):
-    """The name of an exchange and the number of the call, for messages."""
-
-    path: str
-    call: int
-
-    def __str__(self) -> str:
-        return f"`{self.path}`, call {self.call}"
+def site(path: str, call: int) -> str:
+    """Returns the name of an exchange and the number of the call, for messages."""
+    return f"`{path}`, call {call}"
 
 
 class Wait:
     """The wait of one replica, begun and ended under the rendezvous' lock, blocking outside it."""
 
-    __slots__ = ("_gate", "calls", "error", "needs", "rendezvous", "replica", "site", "thread")
+    __slots__ = ("calls", "error", "gate", "needs", "path", "rendezvous", "replica", "thread")
 
     def __init__(
         self,
         rendezvous: Rendezvous,
         replica: int,
         needs: Collection[int],
-        site: Site,
+        path: str,
         calls: dict[int, int],
     ) -> None:
         self.rendezvous = rendezvous
         self.replica = replica
         #: Replicas whose message is missing. The exchange removes each as its message arrives.
         self.needs = needs
-        self.site = site
-        #: The number of calls of each replica, for messages.
+        #: The name of the exchange and the number of calls of each replica, for messages.
+        self.path = path
         self.calls = calls
         self.error: Abort | None = None
         self.thread = threading.get_ident()
-        # A bare lock is the cheapest thing to block on.
-        self._gate = threading.Lock()
-        self._gate.acquire()
+        #: Released when the wait ends. A bare lock is the cheapest thing to block on.
+        self.gate = threading.Lock()
+        self.gate.acquire()
 
-    def wake(self) -> None:
-        """Lets `block` return. The rendezvous' lock is held."""
-        self._gate.release()
+    @property
+    def site(self) -> str:
+        """The exchange and the number of the call, for messages."""
+        return site(self.path, self.calls[self.replica])
 
     def block(self) -> None:
         """Blocks until the wait ends, and raises if it ends without a value."""
         rendezvous = self.rendezvous
-        observe = rendezvous.observe
         try:
-            with observe("wait", self.replica, self.site.path) if observe else nullcontext():
-                while not self._gate.acquire(timeout=rendezvous.patience()):
-                    rendezvous.expect_progress(self)
+            if rendezvous.observe is None:
+                self._await_gate()
+            else:
+                with rendezvous.observe("wait", self.replica, self.path):
+                    self._await_gate()
         except BaseException:  # KeyboardInterrupt, where a replica runs in the main thread
             rendezvous.forget(self)
             raise
         error, self.error = self.error, None
         if error is not None:
             error.raise_at(self)
+
+    def _await_gate(self) -> None:
+        rendezvous = self.rendezvous
+        while not self.gate.acquire(
+            timeout=max(0.0, min(STALL_TIMEOUT, rendezvous.deadline - time.monotonic()))
+        ):
+            rendezvous.expect_progress(self)
 
 
 class Abort(NamedTuple):
@@ -108,17 +113,21 @@ class Abort(NamedTuple):
     reason: str
     cause: BaseException | None
 
-    def raise_at(self, wait: Wait | None = None, later: str = "") -> NoReturn:
+    def raise_at(self, wait: Wait | None = None) -> NoReturn:
         """Raises a new error, because the traceback of a shared one would grow with each replica.
 
         Args:
             wait: The wait that fails.
-            later: Text to add if the replica called after the abort.
         """
+        where = f" Replica {wait.replica} waited at {wait.site}." if wait and self.cause else ""
+        raise self.kind(self.reason + where) from self.cause
+
+    def raise_late(self, replica: int, where: str) -> NoReturn:
+        """Raises a new error in a replica that calls after the abort."""
+        later = f" Replica {replica} came to {where} after that."
         if self.kind is ReplicasDiverged:  # the message tells where every replica is
             later = ""
-        where = f" Replica {wait.replica} waited at {wait.site}." if wait and self.cause else ""
-        raise self.kind(self.reason + where + later) from self.cause
+        raise self.kind(self.reason + later) from self.cause
 
 
 class Failure(NamedTuple):
@@ -151,7 +160,7 @@ class Progress:
         """Whether the replica has ended its run of this number, or does not begin it."""
         return not self.depth and (self.is_absent or self.runs >= run)
 
-    def is_late(self, run: int) -> bool:
+    def may_begin(self, run: int) -> bool:
         """Whether the replica may still begin its run of this number."""
         return not self.depth and not self.is_absent and self.runs < run
 
@@ -188,7 +197,7 @@ class Rendezvous:
         self._some_are_over = False
         self._waits: list[Wait] = []
         self._failures: list[Failure] = []
-        self._abort: Abort | None = None
+        self.abort: Abort | None = None
         self._is_closed = False
 
     # -- the life of a replica -----------------------------------------------------------------
@@ -211,14 +220,16 @@ class Rendezvous:
             for replica, progress in enumerate(self._progress):
                 progress.is_absent = replica not in replicas
                 self._some_are_over |= progress.is_absent
-            self._check()
+            if self._waits:
+                self._fail_hopeless_waits()
 
     def leave(self, replica: int) -> None:
         """Reports that a forward ends, by returning or by raising (see `fail`)."""
         with self.lock:
             self._progress[replica].depth -= 1
             self._some_are_over = True
-            self._check()
+            if self._waits:
+                self._fail_hopeless_waits()
 
     def has_left(self, replica: int) -> bool:
         """Whether a replica has finished its forward."""
@@ -228,14 +239,14 @@ class Rendezvous:
 
     def fail(self, replica: int, error: BaseException) -> None:
         """Reports that a replica failed. All waits fail, and name the first failure."""
-        reason = f"{self._name(replica)} failed with {described(error)}."
+        reason = f"{self._name(replica)} failed with {describe_error(error)}."
         with self.lock:
             if self._is_closed:  # the caller has collected the failures
                 return
-            follow_up = issubclass(type(error), ReplicaFailed)
-            if not follow_up and not any(error is failure.error for failure in self._failures):
+            is_known = any(error is failure.error for failure in self._failures)
+            if not is_known and not has_type(error, ReplicaFailed):
                 self._failures.append(Failure(replica, error))
-            if self._abort is None:
+            if self.abort is None:
                 self._abort_waits(ReplicaFailed, reason, error)
 
     def close(self, reason: str) -> list[Failure]:
@@ -245,11 +256,11 @@ class Rendezvous:
         """
         self._is_closed = True
         with self.lock:
-            if self._abort is None:
+            if self.abort is None:
                 self._abort_waits(ReplicationError, reason, None)
         with self._commits:
             pass
-        return self.forget_failures()
+        return self.take_failures()
 
     def commit(self, write: Callable[[], T]) -> T | None:
         """Returns ``write()``, which changes the original module, or None in a closed forward.
@@ -258,15 +269,12 @@ class Rendezvous:
         module that the caller then saves or trains further. The same holds for a forward inside
         such a replica.
         """
-        if self.outer is not None:
-            return self.outer.commit(partial(self._commit, write))
-        return self._commit(write)
-
-    def _commit(self, write: Callable[[], T]) -> T | None:
         with self._commits:
-            return None if self._is_closed else write()
+            if self._is_closed:
+                return None
+            return write() if self.outer is None else self.outer.commit(write)
 
-    def forget_failures(self) -> list[Failure]:
+    def take_failures(self) -> list[Failure]:
         """Returns the failures of the replicas, and drops them.
 
         An error refers to the frames that it passed, and they refer to the replicas, so keeping it
@@ -274,37 +282,35 @@ class Rendezvous:
         """
         with self.lock:
             # `abort` lives until the lock is released, because to free its cause may run any code.
-            abort, failures = self._abort, self._failures
+            abort, failures = self.abort, self._failures
             self._failures = []
             if abort is not None:
-                self._abort = abort._replace(cause=None)
+                self.abort = abort._replace(cause=None)
         return failures
 
     # -- waiting -------------------------------------------------------------------------------
 
     def begin_wait(
-        self, replica: int, needs: Collection[int], site: Site, calls: dict[int, int]
+        self, replica: int, needs: Collection[int], path: str, calls: dict[int, int]
     ) -> Wait:
         """Begins a wait of ``replica`` for all replicas in ``needs``, or for any if it is empty.
 
         The lock is held. The caller releases it and then calls `Wait.block`.
         """
-        self.refuse_if_over(replica, site)
-        wait = Wait(self, replica, needs, site, calls)
+        if self.abort is not None:
+            self.abort.raise_late(replica, site(path, calls[replica]))
+        wait = Wait(self, replica, needs, path, calls)
         self._waits.append(wait)
-        self._check()
+        if self._some_are_over or len(self._waits) >= len(self._progress):  # else a replica runs
+            self._fail_hopeless_waits()
         return wait
 
-    def refuse_if_over(self, replica: int, site: Site) -> None:
-        """Raises if the waits of this forward have failed. The lock is held."""
-        if self._abort is not None:
-            self._abort.raise_at(later=f" Replica {replica} came to {site} after that.")
-
-    def end_wait(self, wait: Wait) -> None:
-        """Ends a wait whose value has arrived. The lock is held."""
-        if wait in self._waits:  # else it has failed already
-            self._waits.remove(wait)
-            wait.wake()
+    def end_waits(self, waits: Iterable[Wait]) -> None:
+        """Ends waits whose value has arrived. The lock is held."""
+        for wait in waits:
+            if wait in self._waits:  # else it has failed already
+                self._waits.remove(wait)
+                wait.gate.release()
 
     def forget(self, wait: Wait) -> None:
         """Removes the wait of a thread that was interrupted."""
@@ -312,15 +318,13 @@ class Rendezvous:
             if wait in self._waits:
                 self._waits.remove(wait)
 
-    def _check(self) -> None:
+    def _fail_hopeless_waits(self) -> None:
         """Fails all waits if one of them can no longer end. The lock is held.
 
         It is called on every event that can cause this: a wait begins, or a replica ends.
         """
-        if self.size is None or not self._waits or self._abort is not None:
+        if self.size is None or self.abort is not None:
             return
-        if not self._some_are_over and len(self._waits) < self.size:
-            return  # a replica runs
         is_hopeless = any(
             self._progress[needed].is_over(self._run_of(wait))
             for wait in self._waits
@@ -351,14 +355,14 @@ class Rendezvous:
     def _abort_waits(
         self, kind: type[ReplicationError], reason: str, cause: BaseException | None
     ) -> None:
-        self._abort = Abort(kind, reason, cause)
+        self.abort = Abort(kind, reason, cause)
         waits, self._waits = self._waits, []
         for wait in waits:
-            wait.error = self._abort
-            wait.wake()
+            wait.error = self.abort
+            wait.gate.release()
 
     def expect_progress(self, wait: Wait) -> None:
-        """Fails all waits at the deadline, or when a doubtful wait has taken `GRACE`.
+        """Fails all waits at the deadline, or when a doubtful wait has taken `STALL_TIMEOUT`.
 
         Here a replica counts as blocked if any of its threads waits.
         """
@@ -368,25 +372,21 @@ class Rendezvous:
             if self.size is None or wait not in self._waits:
                 return
             run = self._run_of(wait)
-            late = [r for r in sorted(wait.needs) if self._progress[r].is_late(run)]
+            late = [r for r in sorted(wait.needs) if self._progress[r].may_begin(run)]
             if not self._can_progress({wait.replica for wait in self._waits}):
                 self._abort_waits(ReplicasDiverged, self._divergence(), None)
             elif late:
                 self._abort_waits(
                     ReplicasDiverged,
                     f"{wait.site}: replica {wait.replica} waits, and {listed(late)} did not begin "
-                    f"within {GRACE:g} s. Replicas that communicate must run at the same time, "
-                    "each in a thread of its own.",
+                    f"within {STALL_TIMEOUT:g} s. Replicas that communicate must run at the same "
+                    "time, each in a thread of its own.",
                     None,
                 )
 
     def limit_time(self, seconds: float) -> None:
         """Sets the deadline of the forward to this many seconds from now."""
         self._timeout, self.deadline = seconds, time.monotonic() + seconds
-
-    def patience(self) -> float:
-        """Returns the seconds after which a wait calls `expect_progress`."""
-        return max(0.0, min(GRACE, self.deadline - time.monotonic()))
 
     def time_out(self) -> Abort:
         """Fails all waits of a forward that has not ended by its deadline."""
@@ -402,15 +402,15 @@ class Rendezvous:
                 elif progress.depth:
                     state = f"{state} {spots[replica]}".rstrip()
                 table += f"\n  replica {replica}: {state}"
-            if self._abort is None:
+            if self.abort is None:
                 self._abort_waits(
                     ReplicasTimedOut,
                     f"the replicas must end within {self._timeout:g} s, the timeout, which has "
                     f"passed:{table}",
                     None,
                 )
-            assert self._abort is not None
-            return self._abort
+            assert self.abort is not None
+            return self.abort
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -418,14 +418,14 @@ class Rendezvous:
         return f"replica {replica} of {self.size}" if self.size else f"replica {replica}"
 
     def _divergence(self) -> str:
-        sites: dict[Site, list[Wait]] = {}
+        sites: dict[str, list[Wait]] = {}
         for wait in self._waits:
             sites.setdefault(wait.site, []).append(wait)
         parts = []
-        for site, waits in sites.items():
+        for where, waits in sites.items():
             replicas = sorted(wait.replica for wait in waits)
             verb = "waits" if len(replicas) == 1 else "wait"
-            parts.append(f"{site}: {listed(replicas)} {verb}")
+            parts.append(f"{where}: {listed(replicas)} {verb}")
         waiting = {wait.replica for wait in self._waits}
         calls = self._waits[0].calls if len(sites) == 1 else None
         earliest = min(map(self._run_of, self._waits))

@@ -29,7 +29,8 @@ from replication import (
     replicate,
 )
 from replication.devices import device_of
-from replication.sync.lifecycle import add_note, failing_path, rendezvous_of, watch
+from replication.sync.lifecycle import rendezvous_of, track
+from replication.sync.notes import add_note, failing_path
 from tests.layers import (
     DEADLINE,
     AsTorchDoes,
@@ -207,7 +208,7 @@ def test_kth_micro_batches_of_the_replicas_meet():
 
 
 def test_replica_with_fewer_micro_batches_keeps_nobody_waiting(monkeypatch):
-    monkeypatch.setattr(replication.sync.rendezvous, "GRACE", 0.05)
+    monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.05)
     # 3 samples for two replicas: 2 and 1, so that the second replica has one micro-batch only.
     model = patched(ByMicroBatches)(Centering(), 2)
     with pytest.raises(ReplicasDiverged, match="replica 0 waits, and replica 1 did not begin"):
@@ -253,7 +254,7 @@ class OneAfterTheOther(CustomDataParallel):
 
 
 def test_replicas_that_run_one_after_the_other_are_told_why_they_cannot_talk(monkeypatch):
-    monkeypatch.setattr(replication.sync.rendezvous, "GRACE", 0.05)
+    monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.05)
     model = patched(OneAfterTheOther)(Centering(), 2)
     with pytest.raises(ReplicasDiverged, match="must run at the same time, each in a thread"):
         model(torch.randn(4, 2))
@@ -547,7 +548,7 @@ def test_failing_path_is_that_of_the_innermost_submodule():
 
 
 def test_watch_counts_the_replicas():
-    assert watch([nn.ReLU(), nn.ReLU()]).size == 2
+    assert track([nn.ReLU(), nn.ReLU()]).size == 2
 
 
 def test_every_error_of_the_package_is_a_replication_error():

@@ -357,7 +357,7 @@ class HangsInForeignCode(Numbered):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_replica_that_hangs_in_foreign_code_does_not_hold_back_the_error(failing, monkeypatch):
-    monkeypatch.setattr(threads, "GRACE", 0.05)
+    monkeypatch.setattr(threads, "SHUTDOWN_GRACE", 0.05)
     hangs = HangsInForeignCode(failing)
     model = DataParallel(nn.Sequential(nn.Linear(2, 2), hangs), ["cpu"] * 2)
     try:
@@ -511,7 +511,7 @@ except KeyboardInterrupt:
 EXITS_RIGHT_BEFORE_A_REPLICA_ENDS = """
 import sys, time
 threads = sys.modules["replication.steps.parallel_apply"]
-threads.GRACE = 0.0
+threads.SHUTDOWN_GRACE = 0.0
 
 class Late(nn.Module):
     def forward(self, index):

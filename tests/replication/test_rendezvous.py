@@ -13,7 +13,7 @@ import replication.sync.rendezvous
 from replication import ReplicaFailed, ReplicasDiverged, ReplicationError
 from replication.errors import listed
 from replication.sync.current import CurrentReplica, current_replica, set_current_replica
-from replication.sync.rendezvous import Rendezvous, Site, Wait
+from replication.sync.rendezvous import Rendezvous, Wait
 from tests.layers import DEADLINE, outcome_of, soon, together, values
 
 
@@ -21,12 +21,12 @@ def begin_wait(
     rendezvous: Rendezvous, replica: int, *needs: int, path: str = "layer", call: int = 1
 ) -> Wait:
     with rendezvous.lock:
-        return rendezvous.begin_wait(replica, needs, Site(path, call), {})
+        return rendezvous.begin_wait(replica, needs, path, {replica: call})
 
 
 def end_wait(rendezvous: Rendezvous, wait: Wait) -> None:
     with rendezvous.lock:
-        rendezvous.end_wait(wait)
+        rendezvous.end_waits([wait])
 
 
 def entered(size: int) -> Rendezvous:
@@ -259,8 +259,8 @@ def test_message_says_who_is_where():
         rendezvous.enter(replica)
     calls = {0: 2, 1: 2, 2: 1}
     with rendezvous.lock:
-        wait = rendezvous.begin_wait(0, {2, 3, 4}, Site("layer3.bn2", 2), calls)
-        rendezvous.begin_wait(1, (0,), Site("layer3.bn2", 2), calls)
+        wait = rendezvous.begin_wait(0, {2, 3, 4}, "layer3.bn2", calls)
+        rendezvous.begin_wait(1, (0,), "layer3.bn2", calls)
     rendezvous.leave(2)
     assert diverged(wait).startswith(
         "the replicas have diverged: `layer3.bn2`, call 2: replicas 0, 1 wait; "
@@ -416,7 +416,7 @@ def test_close_waits_for_a_write_in_progress():
 
 
 def test_wait_gives_up_on_replicas_that_do_not_begin(monkeypatch):
-    monkeypatch.setattr(replication.sync.rendezvous, "GRACE", 0.01)
+    monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.01)
     rendezvous = Rendezvous(3)
     rendezvous.enter(0)
     with pytest.raises(
@@ -446,7 +446,7 @@ def test_wait_goes_on_when_the_other_replica_is_busy_with_an_earlier_micro_batch
 
 
 def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):
-    monkeypatch.setattr(replication.sync.rendezvous, "GRACE", 0.01)
+    monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.01)
     rendezvous = entered(2)
     wait = begin_wait(rendezvous, 0, 1)
     asked = threading.Event()
@@ -469,7 +469,7 @@ def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):
 
 
 def test_wait_of_a_pipe_used_by_hand_goes_on(monkeypatch):
-    monkeypatch.setattr(replication.sync.rendezvous, "GRACE", 0.01)
+    monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.01)
     rendezvous = Rendezvous(None)
     wait = begin_wait(rendezvous, 0, 1)
     rendezvous.expect_progress(wait)
@@ -483,7 +483,7 @@ def test_interrupted_wait_is_forgotten(monkeypatch):
 
     rendezvous = entered(2)
     wait = begin_wait(rendezvous, 0, 1)
-    monkeypatch.setattr(wait, "_gate", Interrupted())
+    monkeypatch.setattr(wait, "gate", Interrupted())
     with pytest.raises(KeyboardInterrupt):
         wait.block()
     # Replica 0 does not wait any more, so that not all replicas do.

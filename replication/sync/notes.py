@@ -1,0 +1,126 @@
+"""Notes on errors: the replica, device and submodule that an error came from."""
+
+from __future__ import annotations
+
+import re
+import sys
+import weakref
+from collections.abc import Sequence
+from types import FrameType
+
+from torch import nn
+
+from replication._torch import CALL_IMPL
+from replication.devices import device_in_use, device_of
+from replication.errors import ReplicationError, describe_error, has_type, listed
+from replication.sync.rendezvous import Failure
+
+__all__: list[str] = []
+
+
+#: Read the attributes of any exception, even if its class redefines them.
+_ATTRIBUTES = vars(BaseException)["__dict__"]
+_TRACEBACK = vars(BaseException)["__traceback__"]
+
+
+def add_others(error: BaseException, failures: Sequence[Failure]) -> None:
+    """Adds a note for each other failure, except for follow-ups of another error."""
+    also: dict[str, list[int]] = {}
+    for replica, other in failures:
+        if other is not error and not has_type(other, ReplicationError):
+            also.setdefault(describe_error(other), []).append(replica)
+    for text, replicas in also.items():
+        add_note(error, f"{listed(sorted(replicas))} also failed: {text}")
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a note as `BaseException.add_note` does, but runs no method of the error.
+
+    An error whose ``__notes__`` is not a list is left unchanged. Tracebacks show notes from Python
+    3.11 on.
+    """
+    notes = _ATTRIBUTES.__get__(error).setdefault("__notes__", [])
+    if type(notes) is list:
+        notes.append(note)
+
+
+def has_origin(error: BaseException, index: int, size: int | None) -> bool:
+    """Whether a note names this replica as the origin of an error."""
+    notes = _ATTRIBUTES.__get__(error).get("__notes__")
+    begin = re.compile(re.escape(origin(index, size)) + r"\b")
+    return type(notes) is list and any(
+        type(note) is str and begin.match(note) is not None for note in notes
+    )
+
+
+def add_failure_note(
+    error: BaseException, replica: nn.Module, index: int, size: int | None
+) -> None:
+    """Adds a note with the replica, the device and the submodule that an error came from."""
+    try:
+        device = device_in_use() or device_of(replica)
+        path = failing_path(error, replica)
+    except Exception:  # raised by a method of the replica; it must not hide the error
+        device, path = None, ""
+    add_note(
+        error,
+        origin(index, size)
+        + (f" on {device}" if device is not None else "")
+        + (f", module `{path}`" if path else ""),
+    )
+
+
+def origin(index: int, size: int | None) -> str:
+    """Returns the beginning of a note on where an error came from."""
+    return f"in replica {index} of {size}"
+
+
+def failing_path(error: BaseException, root: nn.Module) -> str:
+    """Returns the path of the innermost submodule in the traceback; the root has no path."""
+    paths = paths_of(root)
+    innermost = ""
+    traceback = _TRACEBACK.__get__(error)
+    while traceback is not None:
+        path = path_of_call(traceback.tb_frame, paths)
+        innermost = innermost if path is None else path
+        traceback = traceback.tb_next
+    return innermost
+
+
+def paths_of(root: nn.Module) -> dict[int, str]:
+    """Returns the path of each submodule, by the `id` of the submodule."""
+    return {id(module): path for path, module in root.named_modules()}
+
+
+def path_of_call(frame: FrameType, paths: dict[int, str]) -> str | None:
+    """Returns the path of the submodule that a frame calls, if it calls one."""
+    # Look at torch's own frames only: reading the locals of a frame that has the error in a
+    # variable makes a reference cycle of both.
+    if frame.f_code.co_name != CALL_IMPL:
+        return None
+    return paths.get(id(frame.f_locals.get("self")))
+
+
+class Locator:
+    """Finds the submodule and the line that the thread of a replica is in."""
+
+    def __init__(self, replicas: Sequence[nn.Module]) -> None:
+        self._replicas = [weakref.ref(replica) for replica in replicas]
+
+    def __call__(self, index: int, thread: int) -> str:
+        innermost = sys._current_frames().get(thread)
+        replica = self._replicas[index]()
+        if innermost is None or replica is None:
+            return ""
+        try:
+            paths = paths_of(replica)
+        except Exception:  # the replica changes while it runs
+            paths = {}
+        path = ""
+        line = f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
+        frame: FrameType | None = innermost
+        del innermost  # it may be this very frame, which must not refer to itself
+        while frame is not None and not path:
+            path = path_of_call(frame, paths) or ""
+            frame = frame.f_back
+        return f"in `{path}`, at {line}" if path else f"at {line}"

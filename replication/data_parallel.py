@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterable, Sequence
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -25,10 +25,11 @@ from replication.devices import (
     parse_devices,
     usable_devices,
 )
+from replication.modules import layers_of
 from replication.patch import RUNS_CALLBACKS
 from replication.steps.gather import gather, join_leaves
 from replication.steps.parallel_apply import parallel_apply, refuse_functorch
-from replication.steps.replicate import make_replicas
+from replication.steps.replicate import copies_of_layers
 from replication.steps.scatter import scatter_kwargs
 from replication.sync.lifecycle import first_failure_wins, limit_time
 from replication.tree import Scattered
@@ -270,9 +271,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Makes the replicas and runs their callbacks."""
         devices = parse_devices(device_ids)
-        replicas = make_replicas(module, devices, detach=not torch.is_grad_enabled())
-        run_callbacks(replicas, devices)
-        return replicas
+        positions = copies_of_layers(module, devices, detach=not torch.is_grad_enabled())
+        run_callbacks(positions, devices)
+        return cast(list[ModuleT], list(positions[0][1]))
 
     # This method calls the callbacks, so `patch_replication_callback` need not add them.
     setattr(replicate, RUNS_CALLBACKS, True)
@@ -339,7 +340,7 @@ def data_parallel(
 
 def _check_placement(module: nn.Module, home: torch.device) -> None:
     """Raises RuntimeError if a parameter or buffer is not on ``home``."""
-    for path, layer in module.named_modules():
+    for path, layer in layers_of(module):
         for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
             if tensor is not None and tensor.device != home:
                 raise RuntimeError(  # begins as torch's error, which programs may look for

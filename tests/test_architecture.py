@@ -29,7 +29,7 @@ MODULES = [name for name in FILES if not name.endswith(".__init__")]
 #: The packages and modules of `replication`, lowest first. One may import those above it in this
 #: list, and its own.
 ORDER = [
-    ["_torch", "devices", "errors", "warning"],
+    ["_torch", "devices", "errors", "modules", "warning"],
     ["tree", "waits"],
     ["sync"],
     ["steps"],

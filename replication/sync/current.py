@@ -35,6 +35,11 @@ def current_replica() -> CurrentReplica | None:
     return _local.current
 
 
+def enter_callback(current: CurrentReplica) -> None:
+    """Makes `current_replica` return ``current``, inside the block of a `set_current_replica`."""
+    _local.current = current
+
+
 class set_current_replica:
     """Makes `current_replica` return ``current`` inside the ``with`` block.
 

@@ -299,12 +299,6 @@ class Locator:
         return f"in `{path}`, at {line}" if path else f"at {line}"
 
 
-def is_tracked(module: nn.Module) -> bool:
-    """Whether the module is a replica that `watch` tracks."""
-    state = vars(module)
-    return any(isinstance(state.get(name), TrackedCall) for name in _ENTRY_POINTS)
-
-
 def untrack(replica: nn.Module) -> None:
     """Removes the overrides from a copy of a replica, where they would run the replica itself."""
     for name in _ENTRY_POINTS:

@@ -49,6 +49,7 @@ Callback = Callable[[nn.Module, CallbackContext, int], object]
 #: The callbacks of one copy: names for messages, and what to call with the context and copy index.
 Callbacks = list[tuple[str, Callable[[CallbackContext, int], object]]]
 
+
 def register_replication_callback(module: nn.Module, callback: Callback) -> RemovableHandle:
     """Gives a module a replication callback without changing its class.
 
@@ -140,9 +141,12 @@ def run_callbacks(
     """Does what `execute_replication_callbacks` does, for copies whose structures match."""
     roots = positions[0][1]
     size = len(roots)
+    kinds = {type(copies[0]) for _, copies in positions}
+    kinds = {kind for kind in kinds if may_have_method(kind)}
     found: list[tuple[Position, list[Callbacks]]] = []
     for position in positions:
-        if may_have_callbacks(position[1]):
+        copies = position[1]
+        if type(copies[0]) in kinds or have_own_callbacks(copies):
             callbacks = [callbacks_of(position, copy_id) for copy_id in range(size)]
             if any(callbacks):
                 found.append((position, callbacks))
@@ -162,16 +166,20 @@ def run_callbacks(
                     try:
                         callback(context, copy_id)
                     except BaseException as error:
-                        add_note(error, f"in {name} of {label(position)}, copy {copy_id} of {size}")
+                        add_note(
+                            error, f"in {name} of {label(position)}, copy {copy_id} of {size}"
+                        )
                         raise
 
 
-def may_have_callbacks(copies: Sequence[nn.Module]) -> bool:
-    """Returns False if it is clear at a glance that no copy has callbacks."""
-    kind = type(copies[0])
-    # `getattr` would be slow: nn.Module raises an error for each missing attribute.
-    if hasattr(kind, CALLBACK) or kind.__getattr__ is not nn.Module.__getattr__:
-        return True
+def may_have_method(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class have the method, as far as the class knows."""
+    # On a module, `getattr` would be slow: nn.Module raises an error for each missing attribute.
+    return hasattr(kind, CALLBACK) or kind.__getattr__ is not nn.Module.__getattr__
+
+
+def have_own_callbacks(copies: Sequence[nn.Module]) -> bool:
+    """Whether callbacks were set on, or registered with, any of these modules."""
     for module in copies:
         state = vars(module)
         if CALLBACK in state or _REGISTERED in state:

@@ -53,9 +53,7 @@ def paired(modules: Sequence[nn.Module]) -> list[Position]:
         known = positions.setdefault(id(first), position)
         if known is not position:
             if any(a is not b for a, b in zip(known[1], copies, strict=True)):
-                raise ValueError(
-                    f"the copies must match: they tie {label(position)} differently"
-                )
+                raise ValueError(f"the copies must match: they tie {label(position)} differently")
             continue
         names = list(first._modules)
         for copy_id, module in enumerate(copies):

@@ -37,7 +37,6 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 #: The dictionaries of a module. torch's replicas share those of hooks: a hook that one replica
 #: registers in its forward would run in all others.
 _DICTIONARIES = ("_parameters", "_buffers", "_modules", *HOOKS)
-_ScriptModule = torch.jit.ScriptModule
 #: Leaves of plain attributes that may be another object in a replica.
 _REPLACED = (Tensor, nn.Module, MethodType, PackedSequence)
 
@@ -164,27 +163,31 @@ class Template:
     """One module, looked up once for all of its copies."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
-        if isinstance(module, _ScriptModule):
-            raise TypeError("a ScriptModule cannot be replicated; wrap the module it was made of")
         self.path = path
         self.module = module
         self.kind: Any = type(module)
         #: The attributes of all copies, or None if the class makes each copy in its own way.
         self.state = shell_state(module)
+        if self.state is None and isinstance(module, torch.jit.ScriptModule):
+            raise TypeError("a ScriptModule cannot be replicated; wrap the module it was made of")
         #: Whether the class overrides how attributes are set (RNNs do).
         self.sets_attributes = self.kind.__setattr__ is not nn.Module.__setattr__
         state = module.__dict__
         self._is_tracked = CALL_IMPL in state
         self._is_compiled = state.get(COMPILED_CALL_IMPL) is not None
-        self._plain = {}
-        for name in state.keys() - _MODULE_ATTRIBUTES:
+        names = state.keys() - _MODULE_ATTRIBUTES
+        values: list[Any] = []
+        for name in names:
             value = state[name]
-            kind = type(value)
-            if kind is tuple or kind is list:  # nearly all of them hold constants
-                if not PLAIN.issuperset(map(type, value)) and _needs_replacing(value):
+            if type(value) is tuple or type(value) is list:
+                values += value
+            else:
+                values.append(value)
+        self._plain: dict[str, Any] = {}
+        if not PLAIN.issuperset(map(type, values)):  # rarely
+            for name, value in state.items():
+                if name in names and _needs_replacing(value):
                     self._plain[name] = value
-            elif kind not in PLAIN and _needs_replacing(value):
-                self._plain[name] = value
 
     def fill(self, shell: nn.Module, copied: Copied, device: torch.device) -> None:
         """Gives a shell the copies of its children, parameters and buffers, and its own hooks."""

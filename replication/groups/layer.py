@@ -118,7 +118,7 @@ class ReplicaAware(_Base):
     _caller: int | None = None
 
     def _replicate_for_data_parallel(self) -> Any:
-        replica = super()._replicate_for_data_parallel()
+        replica: Any = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         replica.__dict__.update(self._shell_attributes())
         return replica
 

@@ -116,8 +116,8 @@ def copies_of_layers(
         for template, shell in zip(templates, shells, strict=True):
             template.fill(shell, copied, device)
         replicas.append(shells)
-    if any([t.state is None or t.sets_attributes for t in templates]):
-        # The classes may have changed the structure of the copies.
+    usual = [t for t in templates if t.state is not None and not t.sets_attributes]
+    if len(usual) < len(templates):  # a class may have changed the structure of its copies
         return paired([shells[0] for shells in replicas])
     return list(zip([t.path for t in templates], zip(*replicas, strict=True), strict=True))
 

@@ -141,8 +141,6 @@ def run_callbacks(
     """Does what `execute_replication_callbacks` does, for copies whose structures match."""
     roots = positions[0][1]
     size = len(roots)
-    if not size:
-        return
     kinds = {type(copies[0]) for _, copies in positions}
     kinds = {kind for kind in kinds if may_have_method(kind)}
     found: list[tuple[Position, list[Callbacks]]] = []

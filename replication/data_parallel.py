@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterable, Sequence
 from numbers import Real
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,11 +25,11 @@ from replication.devices import (
     parse_devices,
     usable_devices,
 )
-from replication.modules import layers_of
+from replication.modules import layers_of, paired
 from replication.patch import RUNS_CALLBACKS
 from replication.steps.gather import gather, join_leaves
 from replication.steps.parallel_apply import parallel_apply, refuse_functorch
-from replication.steps.replicate import copies_of_layers
+from replication.steps.replicate import make_replicas
 from replication.steps.scatter import scatter_kwargs
 from replication.sync.lifecycle import first_failure_wins, limit_time
 from replication.tree import Scattered
@@ -271,9 +271,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Makes the replicas and runs their callbacks."""
         devices = parse_devices(device_ids)
-        positions = copies_of_layers(module, devices, detach=not torch.is_grad_enabled())
-        run_callbacks(positions, devices)
-        return cast(list[ModuleT], list(positions[0][1]))
+        replicas, positions = make_replicas(module, devices, not torch.is_grad_enabled())
+        run_callbacks(paired(replicas) if positions is None else positions, devices)
+        return replicas
 
     # This method calls the callbacks, so `patch_replication_callback` need not add them.
     setattr(replicate, RUNS_CALLBACKS, True)

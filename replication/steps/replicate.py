@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import MethodType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from replication._torch import (
     shell_state,
 )
 from replication.devices import DeviceLike, check_module, to_device, usable_devices
-from replication.modules import Position, paired
+from replication.modules import Position
 from replication.steps.broadcast import broadcast, copied_buffers
 from replication.sync.lifecycle import untrack
 from replication.tree import PLAIN, Made, leaves_of, open_builtin, replace_leaves
@@ -79,18 +79,22 @@ def replicate(
         ValueError: This machine has no such device.
     """
     check_module(module)
-    parsed = usable_devices(devices)
-    positions = copies_of_layers(module, parsed, detach)
-    return cast(list[ModuleT], list(positions[0][1]))
+    replicas, _ = make_replicas(module, usable_devices(devices), detach)
+    return replicas
 
 
-def copies_of_layers(
-    module: nn.Module, devices: Sequence[torch.device], detach: bool
-) -> list[Position]:
-    """Makes the replicas, and returns each submodule's path and copies, the root's first."""
+def make_replicas(
+    module: ModuleT, devices: Sequence[torch.device], detach: bool
+) -> tuple[list[ModuleT], list[Position] | None]:
+    """Does what `replicate` does, for devices that are checked already.
+
+    Returns:
+        The replicas, and each submodule with its copies, as `paired` would find them. The latter
+        is None if it is unknown, because a class has a part in making its copies.
+    """
     templates, wrappers = _templates_of(module)
     if not devices:
-        return [("", ())]
+        return [], None
     parameters: dict[int, Tensor] = {}
     buffers: dict[int, Tensor] = {}
     for template in templates:
@@ -103,7 +107,7 @@ def copies_of_layers(
     copies_of_parameters = broadcast(list(parameters.values()), devices, detach)
     copies_of_buffers = copied_buffers(list(buffers.values()), devices, detach)
     ids = [*parameters, *buffers, *[id(template.module) for template in templates]]
-    replicas: list[list[nn.Module]] = []
+    replicas: list[list[Any]] = []
     for i, device in enumerate(devices):
         shells = [
             t.kind.__new__(t.kind) if t.state is not None else getattr(t.module, MAKE_SHELL)()
@@ -116,10 +120,11 @@ def copies_of_layers(
         for template, shell in zip(templates, shells, strict=True):
             template.fill(shell, copied, device)
         replicas.append(shells)
-    usual = [t for t in templates if t.state is not None and not t.sets_attributes]
-    if len(usual) < len(templates):  # a class may have changed the structure of its copies
-        return paired([shells[0] for shells in replicas])
-    return list(zip([t.path for t in templates], zip(*replicas, strict=True), strict=True))
+    roots = [shells[0] for shells in replicas]
+    paths = [t.path for t in templates if t.state is not None and not t.sets_attributes]
+    if len(paths) < len(templates):
+        return roots, None
+    return roots, list(zip(paths, zip(*replicas, strict=True), strict=True))
 
 
 def _templates_of(root: nn.Module) -> tuple[list[Template], dict[int, int]]:

@@ -543,6 +543,20 @@ def test_what_a_replica_registers_stays_in_that_replica(name):
     assert ["new" in found for found in dictionaries] == [False, True, False]
 
 
+def test_class_may_make_copies_that_differ():
+    class Alternates(nn.Sequential):
+        made = 0
+
+        def _replicate_for_data_parallel(self) -> Any:
+            replica = super()._replicate_for_data_parallel()
+            Alternates.made += 1
+            if Alternates.made == 2:
+                replica._modules["second"] = nn.ReLU()
+            return replica
+
+    assert [len(r) for r in replicate(Alternates(nn.ReLU()), ["cpu"] * 2)] == [1, 2]
+
+
 def test_a_class_that_is_its_own_replica_keeps_its_hooks():
     class Same(nn.Module):
         def _replicate_for_data_parallel(self) -> nn.Module:

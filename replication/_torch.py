@@ -44,26 +44,36 @@ CALL_IMPL = "_call_impl"
 #: original module.
 COMPILED_CALL_IMPL = "_compiled_call_impl"
 
-
 _TORCHS_SHELL = nn.Module._replicate_for_data_parallel
 
+#: The method of a class of our own that returns all attributes by which its `MAKE_SHELL` differs
+#: from the one that it overrides.
+SHELL_ATTRIBUTES = "_shell_attributes"
 
-def make_shell(method: Callable[[], Any]) -> Any:
-    """Calls a module's `MAKE_SHELL`, which copies its attributes but not its parameters."""
-    if getattr(method, "__func__", None) is not _TORCHS_SHELL:
-        return method()
-    module = method.__self__  # type: ignore[attr-defined]
-    kind: Any = type(module)
-    shell = kind.__new__(kind)
-    state = vars(module).copy()
+
+def shell_state(module: nn.Module) -> dict[str, Any] | None:
+    """Returns the attributes of the shell that `MAKE_SHELL` would make of a module.
+
+    It is None if the class makes its shells in a way of its own. Dictionaries other than
+    ``_parameters`` are shared with the module.
+    """
+    kind = type(module)
+    is_usual = kind._replicate_for_data_parallel is _TORCHS_SHELL
+    if not is_usual:
+        for base in kind.__mro__:
+            own = base.__dict__
+            if MAKE_SHELL in own and SHELL_ATTRIBUTES not in own:
+                if own[MAKE_SHELL] is not _TORCHS_SHELL:
+                    return None
+                break
+    state = module.__dict__.copy()
+    if MAKE_SHELL in state:
+        return None
     state["_parameters"] = type(state["_parameters"])()
-    state["_buffers"] = state["_buffers"].copy()
-    state["_modules"] = state["_modules"].copy()
     state[IS_REPLICA] = True
-    object.__setattr__(
-        shell, "__dict__", state
-    )  # a module's own `__setattr__` looks for parameters
-    return shell
+    if not is_usual:
+        state.update(getattr(module, SHELL_ATTRIBUTES)())
+    return state
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
@@ -108,7 +118,9 @@ def is_compiled_wrapper(module: object) -> bool:
 
 def compiled_module(module: Any) -> nn.Module:
     """Returns the module that ``torch.compile(module)`` wrapped, or else ``module`` itself."""
-    return module._orig_mod if is_compiled_wrapper(module) else module  # type: ignore[no-any-return]
+    while is_compiled_wrapper(module):
+        module = module._orig_mod
+    return module  # type: ignore[no-any-return]
 
 
 def in_functorch_transform() -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,7 +24,13 @@ from replication._torch import IS_REPLICA, compiled_module, current_backward
 from replication.devices import DeviceLike, check_module, device_of, parse_devices
 from replication.errors import path_or_root
 from replication.groups.replicas import CallbackContext
-from replication.sync.current import CurrentReplica, current_replica, set_current_replica
+from replication.modules import Position, label, paired
+from replication.sync.current import (
+    CurrentReplica,
+    current_replica,
+    enter_callback,
+    set_current_replica,
+)
 from replication.sync.lifecycle import track
 from replication.sync.notes import add_note
 
@@ -42,15 +47,8 @@ _REGISTERED = "_replication_callbacks"
 
 Callback = Callable[[nn.Module, CallbackContext, int], object]
 
-
-class Position(NamedTuple):
-    """One submodule and its copies, one per replica."""
-
-    path: str
-    copies: tuple[nn.Module, ...]
-
-    def __str__(self) -> str:
-        return f"`{self.path}`" if self.path else f"the root ({type(self.copies[0]).__name__})"
+#: The callbacks of one copy: names for messages, and what to call with the context and copy index.
+Callbacks = list[tuple[str, Callable[[CallbackContext, int], object]]]
 
 
 def register_replication_callback(module: nn.Module, callback: Callback) -> RemovableHandle:
@@ -131,119 +129,81 @@ def execute_replication_callbacks(
         raise ValueError(
             f"expected one device for each of {len(modules)} copies (got {len(devices)})"
         )
-    run_callbacks(modules, None if devices is None else parse_devices(devices))
+    parsed = None if devices is None else parse_devices(devices)
+    run_callbacks(paired(modules), parsed)
 
 
 exec_data_parallel_replication_callback = execute_replication_callbacks
 
 
 def run_callbacks(
-    modules: Sequence[nn.Module], devices: Sequence[torch.device | None] | None
+    positions: Sequence[Position], devices: Sequence[torch.device | None] | None
 ) -> None:
-    """Does what `execute_replication_callbacks` does, for devices that are parsed already."""
-    positions = [position for position in paired(modules) if has_callbacks(position)]
-    rendezvous = track(modules)
-    if not positions:
+    """Does what `execute_replication_callbacks` does, for copies whose structures match."""
+    roots = positions[0][1]
+    size = len(roots)
+    kinds = {type(copies[0]) for _, copies in positions}
+    kinds = {kind for kind in kinds if may_have_method(kind)}
+    found: list[tuple[Position, list[Callbacks]]] = []
+    for position in positions:
+        copies = position[1]
+        if type(copies[0]) in kinds or have_own_callbacks(copies):
+            callbacks = [callbacks_of(position, copy_id) for copy_id in range(size)]
+            if any(callbacks):
+                found.append((position, callbacks))
+    rendezvous = track(roots)
+    if not found:
         return
-    size = len(modules)
-    devices = [device_of(module) for module in modules] if devices is None else devices
-    contexts = [CallbackContext(size, list(devices), p.path, rendezvous) for p in positions]
+    devices = tuple(map(device_of, roots) if devices is None else devices)
+    contexts = [CallbackContext(size, devices, path, rendezvous) for (path, _), _ in found]
     backward = current_backward()
-    # The outer block restores the thread's state if a Ctrl-C arrives while an inner one begins.
+    # Restores the thread's state, whatever a callback or a Ctrl-C raises.
     with set_current_replica(current_replica()):
         for copy_id in range(size):
-            for position, context in zip(positions, contexts, strict=True):
-                path = path_or_root(position.path)
-                current = CurrentReplica(rendezvous, copy_id, backward, path)
-                for name, callback in callbacks_of(position.copies[copy_id]):
+            for (position, callbacks), context in zip(found, contexts, strict=True):
+                path = path_or_root(position[0])
+                enter_callback(CurrentReplica(rendezvous, copy_id, backward, path))
+                for name, callback in callbacks[copy_id]:
                     try:
-                        with set_current_replica(current):
-                            callback(context, copy_id)
+                        callback(context, copy_id)
                     except BaseException as error:
-                        add_note(error, f"in {name} of {position}, copy {copy_id} of {size}")
+                        add_note(
+                            error, f"in {name} of {label(position)}, copy {copy_id} of {size}"
+                        )
                         raise
 
 
-def has_callbacks(position: Position) -> bool:
-    """Returns whether any copy has callbacks.
+def may_have_method(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class have the method, as far as the class knows."""
+    # On a module, `getattr` would be slow: nn.Module raises an error for each missing attribute.
+    return hasattr(kind, CALLBACK) or kind.__getattr__ is not nn.Module.__getattr__
+
+
+def have_own_callbacks(copies: Sequence[nn.Module]) -> bool:
+    """Whether callbacks were set on, or registered with, any of these modules."""
+    for module in copies:
+        state = vars(module)
+        if CALLBACK in state or _REGISTERED in state:
+            return True
+    return False
+
+
+def callbacks_of(position: Position, copy_id: int) -> Callbacks:
+    """Returns the names and functions to be called with the context and the copy's index.
 
     Raises:
-        TypeError: An attribute ``__data_parallel_replicate__`` is not callable.
+        TypeError: The attribute ``__data_parallel_replicate__`` is not callable.
     """
-    has_any = False
-    for copy_id, module in enumerate(position.copies):
-        method = method_of(module)
-        if method is not None and not callable(method):
+    module = position[1][copy_id]
+    callbacks: Callbacks = []
+    method = getattr(module, CALLBACK, None)
+    if method is not None:
+        if not callable(method):
             raise TypeError(
-                f"{CALLBACK} of {position}, copy {copy_id}, must be callable "
+                f"{CALLBACK} of {label(position)}, copy {copy_id}, must be callable "
                 f"(got {type(method).__name__})"
             )
-        has_any = has_any or method is not None or bool(vars(module).get(_REGISTERED))
-    return has_any
-
-
-def method_of(module: nn.Module) -> Any:
-    """Returns the attribute ``__data_parallel_replicate__`` of a module, or None."""
-    # `getattr` alone would be slow: nn.Module raises an error for each missing attribute.
-    if (
-        hasattr(type(module), CALLBACK)
-        or CALLBACK in vars(module)
-        or type(module).__getattr__ is not nn.Module.__getattr__
-    ):
-        return getattr(module, CALLBACK, None)
-    return None
-
-
-def callbacks_of(module: nn.Module) -> list[tuple[str, Callable[[Any, int], object]]]:
-    """Returns the names and functions to be called with the context and the copy's index."""
-    method, registered = method_of(module), vars(module).get(_REGISTERED, {})
-    callbacks = [] if method is None else [(CALLBACK, method)]
-    functions = (partial(function, module) for function in registered.values())
-    return [*callbacks, *(("a registered callback", function) for function in functions)]
-
-
-def paired(modules: Sequence[nn.Module]) -> list[Position]:
-    """Returns each submodule with its copies, in the order of ``modules()``.
-
-    Raises:
-        ValueError: There are no copies, or the copies differ in structure.
-        TypeError: An item is not a module.
-    """
-    roots = tuple(modules)
-    if not roots:
-        raise ValueError("expected at least one copy of a module (got none)")
-    for index, root in enumerate(roots):
-        if not isinstance(root, nn.Module):
-            raise TypeError(f"copy {index} must be a module (got {type(root).__name__})")
-    # By the identity of copy 0's submodule. A submodule that it ties must be tied in all copies.
-    positions: dict[int, Position] = {}
-    pending = [Position("", roots)]
-    while pending:
-        position = pending.pop()
-        path, (first, *others) = position
-        known = positions.setdefault(id(first), position)
-        if known is not position:
-            if any(a is not b for a, b in zip(known.copies, position.copies, strict=True)):
-                raise ValueError(f"the copies must match: they tie {position} differently")
-            continue
-        names = list(first._modules)
-        for copy_id, module in enumerate(others, 1):
-            if type(module) is not type(first) or list(module._modules) != names:
-                raise ValueError(
-                    f"the copies must match: {position} is {outlined(first)} in copy 0 "
-                    f"but {outlined(module)} in copy {copy_id}"
-                )
-        for name in reversed(names):
-            copies = [module._modules[name] for module in position.copies]
-            present = tuple(child for child in copies if child is not None)
-            child_path = f"{path}.{name}" if path else name
-            if len(present) == len(copies):
-                pending.append(Position(child_path, present))
-            elif present:
-                raise ValueError(f"the copies must match: only some of them have `{child_path}`")
-    return list(positions.values())
-
-
-def outlined(module: nn.Module) -> str:
-    """Returns a module's type and children, for messages."""
-    return f"{type(module).__name__}({', '.join(module._modules)})"
+        callbacks.append((CALLBACK, method))
+    for function in vars(module).get(_REGISTERED, {}).values():
+        callbacks.append(("a registered callback", partial(function, module)))
+    return callbacks

@@ -25,6 +25,7 @@ from replication.devices import (
     parse_devices,
     usable_devices,
 )
+from replication.modules import layers_of, paired
 from replication.patch import RUNS_CALLBACKS
 from replication.steps.gather import gather, join_leaves
 from replication.steps.parallel_apply import parallel_apply, refuse_functorch
@@ -270,8 +271,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Makes the replicas and runs their callbacks."""
         devices = parse_devices(device_ids)
-        replicas = make_replicas(module, devices, detach=not torch.is_grad_enabled())
-        run_callbacks(replicas, devices)
+        replicas, positions = make_replicas(module, devices, not torch.is_grad_enabled())
+        run_callbacks(paired(replicas) if positions is None else positions, devices)
         return replicas
 
     # This method calls the callbacks, so `patch_replication_callback` need not add them.
@@ -339,7 +340,7 @@ def data_parallel(
 
 def _check_placement(module: nn.Module, home: torch.device) -> None:
     """Raises RuntimeError if a parameter or buffer is not on ``home``."""
-    for path, layer in module.named_modules():
+    for path, layer in layers_of(module):
         for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
             if tensor is not None and tensor.device != home:
                 raise RuntimeError(  # begins as torch's error, which programs may look for

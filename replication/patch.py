@@ -9,8 +9,9 @@ from weakref import ref
 
 from torch import nn
 
+from replication._torch import HOOKS
 from replication.callbacks import execute_replication_callbacks
-from replication.steps.replicate import own_hooks
+from replication.modules import layers_of
 from replication.sync.lifecycle import first_failure_wins, rendezvous_of
 
 __all__ = ["PatchHandle", "patch_replication_callback"]
@@ -36,11 +37,12 @@ class Patched:
         """Makes the replicas, gives them their own hooks, and runs their callbacks."""
         replicas = self._unpatched("replicate")(*args, **kwargs)
         roots = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, nn.Module)]
-        originals = {id(module) for root in roots for module in root.modules()}
+        originals = {id(module) for root in roots for _, module in layers_of(root)}
         for replica in replicas:
-            for module in replica.modules():
+            for _, module in layers_of(replica):
                 if id(module) not in originals:  # else its class returns itself as its replica
-                    own_hooks(vars(module))
+                    state = vars(module)
+                    state.update({name: state[name].copy() for name in HOOKS})
         if rendezvous_of(replicas) is None:  # else the method called them itself
             execute_replication_callbacks(replicas)
         return replicas

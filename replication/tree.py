@@ -11,6 +11,7 @@ import dataclasses
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
@@ -132,11 +133,12 @@ class Builtin(Container):
 
     def __init__(self, original: Any) -> None:
         kind = type(original)
-        self._base: Any = next(base for base in kind.__mro__ if base in _BASES)
+        is_base = kind in _BASES  # nearly always
+        self._base: Any = kind if is_base else next(b for b in kind.__mro__ if b in _BASES)
         values = self._base.__iter__(original)
         if issubclass(self._base, dict):
             self._names = list(values)
-            values = (dict.__getitem__(original, name) for name in self._names)
+            values = map(partial(dict.__getitem__, original), self._names)
         super().__init__(original, dict if kind in _DICTS else kind, values)
 
     def _made_keys(self) -> list[Any]:
@@ -228,7 +230,7 @@ def _attribute_keys(names: Sequence[str], count: int) -> list[Any]:
     """Returns a key for each of ``count`` values: its name, or its index if names are missing."""
     if len(names) == count:
         return [GetAttrKey(name) for name in names]
-    return [SequenceKey(index) for index in range(count)]
+    return list(map(SequenceKey, range(count)))
 
 
 def _copy_attributes(old: Any, new: Any) -> None:

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from replication.errors import path_or_root
+from replication.modules import layers_of
 
 __all__ = ["UnsynchronizedWarning"]
 
@@ -26,13 +27,13 @@ def warn_of_plain_batch_norm(model: nn.Module, module: nn.Module) -> None:
 
     It is called in each forward, before replication.
     """
-    if not _trains_plain_batch_norm(module) or not once_for(model)():
-        return
     paths = [
         f"`{path_or_root(path)}` ({type(layer).__name__})"
-        for path, layer in module.named_modules()
-        if layer.training and type(layer) in _PLAIN
+        for path, layer in layers_of(module)
+        if type(layer) in _PLAIN and layer.training
     ]
+    if not paths or not once_for(model)():
+        return
     others = len(paths) - _NAMED
     warn(
         "each replica normalizes over its own part of the batch in "
@@ -41,19 +42,6 @@ def warn_of_plain_batch_norm(model: nn.Module, module: nn.Module) -> None:
         "replication.UnsynchronizedWarning",
         UnsynchronizedWarning,
     )
-
-
-def _trains_plain_batch_norm(module: nn.Module) -> bool:
-    pending, seen = [module], {id(module)}
-    while pending:  # several times faster than `modules()`
-        layer = pending.pop()
-        if type(layer) in _PLAIN and layer.training:
-            return True
-        for child in layer._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                pending.append(child)
-    return False
 
 
 #: The packages whose frames lie between a warning and the user's line.
@@ -96,7 +84,7 @@ _flags: WeakKeyDictionary[object, WarnOnce] = WeakKeyDictionary()
 
 def once_for(owner: object) -> WarnOnce:
     """Returns the flag of an object. It is not an attribute, so it is not copied or pickled."""
-    return _flags.setdefault(owner, WarnOnce())
+    return _flags.get(owner) or _flags.setdefault(owner, WarnOnce())
 
 
 def warn(message: str, category: type[Warning] = UserWarning, caller: int | None = None) -> None:

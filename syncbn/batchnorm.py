@@ -120,8 +120,10 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         """Connects this copy with the others."""
         super().__data_parallel_replicate__(ctx, copy_id)
         if self._replica_group is not None:
-            self._has_original_buffers = copy_id == 0
-            self._recorded_calls = RecordedCalls(f"`{path_or_root(ctx.path)}`, replica {copy_id}")
+            where = f"`{path_or_root(ctx.path)}`, replica {copy_id}"
+            # `self._recorded_calls = ...` would be slow on a module.
+            vars(self)["_has_original_buffers"] = copy_id == 0
+            vars(self)["_recorded_calls"] = RecordedCalls(where)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name in CORRECTION:  # redundant with the running statistics

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import nn
 
+from replication import ReplicaAware
 from replication import _torch as torch_internals
+from syncbn import SynchronizedBatchNorm1d
 
 #: Of the packages that are tested, wherever they are installed.
 ROOT = Path(torch_internals.__file__).resolve().parent.parent
@@ -29,7 +31,7 @@ MODULES = [name for name in FILES if not name.endswith(".__init__")]
 #: The packages and modules of `replication`, lowest first. One may import those above it in this
 #: list, and its own.
 ORDER = [
-    ["_torch", "devices", "errors", "warning"],
+    ["_torch", "devices", "errors", "modules", "warning"],
     ["tree", "waits"],
     ["sync"],
     ["steps"],
@@ -236,15 +238,30 @@ def test_private_function_exists_and_is_callable(name):
     assert callable(getattr(torch_internals, name))
 
 
-def test_shells_are_those_that_torch_makes():
-    module = nn.BatchNorm1d(3)
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, SynchronizedBatchNorm1d])
+def test_shells_are_those_that_torch_makes(kind):
+    module = kind(3)
     module.extra = [torch.ones(2)]
-    method = getattr(module, torch_internals.MAKE_SHELL)
-    own, theirs = vars(torch_internals.make_shell(method)), vars(method())
+    own = torch_internals.shell_state(module)
+    theirs = vars(getattr(module, torch_internals.MAKE_SHELL)())
     assert list(own) == list(theirs)
     for name, value in theirs.items():
         assert type(own[name]) is type(value)
-        assert own[name] is value or (own[name] == value and isinstance(value, dict))
+        assert own[name] is value or (own[name] == value and isinstance(value, (dict, int)))
+
+
+def test_class_that_makes_its_shells_in_its_own_way_is_asked_for_each():
+    class Own(ReplicaAware, nn.Identity):
+        def _replicate_for_data_parallel(self):
+            return super()._replicate_for_data_parallel()
+
+    class Aware(ReplicaAware, nn.LSTM):
+        pass
+
+    patched = nn.ReLU()
+    patched._replicate_for_data_parallel = lambda: nn.ReLU()
+    for module in (Own(), Aware(2, 2), nn.LSTM(2, 2), patched):
+        assert torch_internals.shell_state(module) is None
 
 
 def test_torch_says_that_a_profile_is_being_made():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from replication._torch import IS_REPLICA, make_shell
+from replication._torch import IS_REPLICA
 from replication.devices import is_int
 from replication.errors import ReplicationError
 from replication.groups.base import Group, SoloGroup
@@ -119,22 +119,26 @@ class ReplicaAware(_Base):
     _caller: int | None = None
 
     def _replicate_for_data_parallel(self) -> Any:
-        replica = make_shell(super()._replicate_for_data_parallel)
-        replica.__dict__.update(
-            # A replica of a replica (a DataParallel inside another) has copies of its own.
-            _replica_group=None,
-            _first_warning=self._first_warning or once_for(self),
-            _caller=threading.get_ident(),
-        )
+        replica: Any = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica.__dict__.update(self._shell_attributes())
         return replica
+
+    def _shell_attributes(self) -> dict[str, Any]:
+        return {
+            # A replica of a replica (a DataParallel inside another) has copies of its own.
+            "_replica_group": None,
+            "_first_warning": self._first_warning or once_for(self),
+            "_caller": threading.get_ident(),
+        }
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Connects this copy with the others. Overrides must call it."""
         # The context of another toolkit has no group. After it, a patched DataParallel also passes
         # a context of this one.
         if isinstance(ctx, CallbackContext):
-            # Not `ctx.group`, which a copy may have overwritten.
-            self._replica_group = CallbackContext.group(ctx, copy_id)
+            # Not `ctx.group`, which a copy may have overwritten. Not `self._replica_group = ...`,
+            # which is slow on a module.
+            vars(self)["_replica_group"] = CallbackContext.group(ctx, copy_id)
 
     @property
     def group(self) -> Group:

@@ -137,7 +137,7 @@ class Communicator:
     def group(self, rank: int) -> Group:
         """Returns the group of a member; see `CallbackContext.group`."""
         size = len(self.replicas)
-        if not is_int(rank):
+        if type(rank) is not int and not is_int(rank):
             raise TypeError(f"a copy_id is an int (got {rank!r})")
         if not 0 <= rank < size:
             raise IndexError(f"`{self.layer}` has copies 0 to {size - 1} (got copy_id {rank})")

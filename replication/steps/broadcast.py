@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -56,8 +57,8 @@ def broadcast(
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> Copies:
     """Copies tensors to each device, detached from the graph."""
-    tensors = [tensor.detach() for tensor in tensors]
     if are_distinct_cuda(devices) and tensors and all(t.device == devices[0] for t in tensors):
+        tensors = [tensor.detach() for tensor in tensors]
         # Copies many small tensors at once. It returns complex tensors as their real views.
         _, *others = comm.broadcast_coalesced(tensors, devices)
         return [
@@ -94,7 +95,7 @@ class Broadcast(torch.autograd.Function):
         ctx.sources = [tensor.device for tensor in tensors]
         ctx.copies = len(devices)
         copies = _copies(tensors, devices)
-        return tuple(copy for of_tensor in zip(*copies, strict=True) for copy in of_tensor)
+        return tuple(chain.from_iterable(zip(*copies, strict=True)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -110,7 +111,8 @@ def _summed(grads: Sequence[Tensor | None], device: torch.device) -> Tensor | No
     total: Tensor | None = None
     for grad in grads:
         if grad is not None:
-            grad = to_device(grad, device)
+            if grad.device != device:
+                grad = to_device(grad, device)
             if total is not None and total.is_sparse:  # torch does not add dense to sparse
                 total, grad = grad, total
             total = grad if total is None else total + grad

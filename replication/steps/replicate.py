@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from types import MethodType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from replication._torch import (
+    CALL_IMPL,
     COMPILED_CALL_IMPL,
     HOOKS,
     MAKE_SHELL,
     compiled_module,
     is_compiled_wrapper,
-    make_shell,
+    shell_state,
 )
 from replication.devices import DeviceLike, check_module, to_device, usable_devices
+from replication.modules import Position
 from replication.steps.broadcast import broadcast, copied_buffers
-from replication.sync.lifecycle import is_tracked, untrack
+from replication.sync.lifecycle import untrack
 from replication.tree import PLAIN, Made, leaves_of, open_builtin, replace_leaves
 
 __all__ = ["replicate"]
@@ -33,6 +34,9 @@ Copied = dict[int, Any]
 
 #: Attributes that every module has. None of them holds a tensor of the user's.
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+#: The dictionaries of a module. torch's replicas share those of hooks: a hook that one replica
+#: registers in its forward would run in all others.
+_DICTIONARIES = ("_parameters", "_buffers", "_modules", *HOOKS)
 #: Leaves of plain attributes that may be another object in a replica.
 _REPLACED = (Tensor, nn.Module, MethodType, PackedSequence)
 
@@ -75,42 +79,81 @@ def replicate(
         ValueError: This machine has no such device.
     """
     check_module(module)
-    return make_replicas(module, usable_devices(devices), detach)
+    replicas, _ = make_replicas(module, usable_devices(devices), detach)
+    return replicas
 
 
-def make_replicas(module: ModuleT, devices: Sequence[torch.device], detach: bool) -> list[ModuleT]:
-    """Does what `replicate` does, for devices that are checked already."""
-    modules: list[nn.Module] = []
-    # By identity. Wrappers of `torch.compile`: a replica has its copy of the module instead.
-    wrapped: dict[int, int] = {}
+def make_replicas(
+    module: ModuleT, devices: Sequence[torch.device], detach: bool
+) -> tuple[list[ModuleT], list[Position] | None]:
+    """Does what `replicate` does, for devices that are checked already.
+
+    Returns:
+        The replicas, and each submodule with its copies, as `paired` would find them. The latter
+        is None if it is unknown, because a class has a part in making its copies.
+    """
+    templates, wrappers = _templates_of(module)
+    if not devices:
+        return [], None
     parameters: dict[int, Tensor] = {}
     buffers: dict[int, Tensor] = {}
-    for layer in module.modules():
-        if is_compiled_wrapper(layer):
-            _check_wrapper(layer)
-            wrapped[id(layer)] = id(compiled_module(layer))
-            continue
-        if isinstance(layer, torch.jit.ScriptModule):
-            raise TypeError("a ScriptModule cannot be replicated; wrap the module it was made of")
-        modules.append(layer)
-        parameters |= {id(p): p for p in layer._parameters.values() if p is not None}
-        buffers |= {id(b): b for b in layer._buffers.values() if b is not None}
-    if not devices:
-        return []
+    for template in templates:
+        for parameter in template.module._parameters.values():
+            if parameter is not None:
+                parameters[id(parameter)] = parameter
+        for buffer in template.module._buffers.values():
+            if buffer is not None:
+                buffers[id(buffer)] = buffer
     copies_of_parameters = broadcast(list(parameters.values()), devices, detach)
     copies_of_buffers = copied_buffers(list(buffers.values()), devices, detach)
-    templates = [Template(layer) for layer in modules]
-    ids = [*parameters, *buffers, *map(id, modules)]
-    replicas = []
+    ids = [*parameters, *buffers, *[id(template.module) for template in templates]]
+    replicas: list[list[Any]] = []
     for i, device in enumerate(devices):
-        shells = [make_shell(template.make) for template in templates]
+        shells = [
+            t.kind.__new__(t.kind) if t.state is not None else getattr(t.module, MAKE_SHELL)()
+            for t in templates
+        ]
         originals = (*copies_of_parameters[i], *copies_of_buffers[i], *shells)
         copied = dict(zip(ids, originals, strict=True))
-        copied |= {wrapper: copied[inner] for wrapper, inner in wrapped.items()}
+        for wrapper, inner in wrappers.items():
+            copied[wrapper] = copied[inner]
         for template, shell in zip(templates, shells, strict=True):
             template.fill(shell, copied, device)
-        replicas.append(cast(ModuleT, shells[0]))
-    return replicas
+        replicas.append(shells)
+    roots = [shells[0] for shells in replicas]
+    paths = [t.path for t in templates if t.state is not None and not t.sets_attributes]
+    if len(paths) < len(templates):
+        return roots, None
+    return roots, list(zip(paths, zip(*replicas, strict=True), strict=True))
+
+
+def _templates_of(root: nn.Module) -> tuple[list[Template], dict[int, int]]:
+    """Returns a template for each module, in the order of ``modules()``.
+
+    A wrapper of `torch.compile` is not copied: a replica has its copy of the module instead.
+
+    Returns:
+        The templates, and the identity of each wrapper with the identity of its module.
+    """
+    templates: list[Template] = []
+    wrappers: dict[int, int] = {}
+    seen: set[int] = set()
+    pending: list[tuple[str, Any]] = [("", root)]
+    while pending:
+        path, module = pending.pop()
+        children = module._modules
+        if "_orig_mod" in children and is_compiled_wrapper(module):
+            _check_wrapper(module)
+            wrappers[id(module)] = id(compiled_module(module))
+            pending.append((path, children["_orig_mod"]))
+        elif id(module) not in seen:
+            seen.add(id(module))
+            templates.append(Template(path, module))
+            prefix = path and path + "."
+            for name, child in reversed(children.items()):
+                if child is not None:
+                    pending.append((prefix + name, child))
+    return templates, wrappers
 
 
 def _check_wrapper(wrapper: nn.Module) -> None:
@@ -122,45 +165,70 @@ def _check_wrapper(wrapper: nn.Module) -> None:
 
 
 class Template:
-    """The attributes of one module, looked up once for all of its copies."""
+    """One module, looked up once for all of its copies."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        #: Makes an empty copy of the module.
-        self.make = getattr(module, MAKE_SHELL)
-        # By the identity of the original. None stays None.
-        self._children = [(name, id(m)) for name, m in module._modules.items() if m is not None]
-        self._buffers = [(name, id(b)) for name, b in module._buffers.items() if b is not None]
-        parameters = module._parameters.items()
-        self._parameters = [(name, id(p)) for name, p in parameters if p is not None]
-        self._missing = [name for name, p in parameters if p is None]
-        self._plain = {
-            name: value
-            for name, value in vars(module).items()
-            if name not in _MODULE_ATTRIBUTES and _needs_replacing(value)
-        }
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path = path
+        self.module = module
+        self.kind: Any = type(module)
+        #: The attributes of all copies, or None if the class makes each copy in its own way.
+        self.state = shell_state(module)
+        if self.state is None and isinstance(module, torch.jit.ScriptModule):
+            raise TypeError("a ScriptModule cannot be replicated; wrap the module it was made of")
         #: Whether the class overrides how attributes are set (RNNs do).
-        self._sets_attributes = type(module).__setattr__ is not nn.Module.__setattr__
-        self._is_tracked = is_tracked(module)
-        self._is_compiled = vars(module).get(COMPILED_CALL_IMPL) is not None
+        self.sets_attributes = self.kind.__setattr__ is not nn.Module.__setattr__
+        state = module.__dict__
+        self._is_tracked = CALL_IMPL in state
+        self._is_compiled = state.get(COMPILED_CALL_IMPL) is not None
+        names = state.keys() - _MODULE_ATTRIBUTES
+        values: list[Any] = []
+        for name in names:
+            value = state[name]
+            if type(value) is tuple or type(value) is list:
+                values += value
+            else:
+                values.append(value)
+        self._plain: dict[str, Any] = {}
+        if not PLAIN.issuperset(map(type, values)):  # rarely
+            for name, value in state.items():
+                if name in names and _needs_replacing(value):
+                    self._plain[name] = value
 
     def fill(self, shell: nn.Module, copied: Copied, device: torch.device) -> None:
         """Gives a shell the copies of its children, parameters and buffers, and its own hooks."""
-        state = vars(shell)
-        if shell is not self._module:  # some classes return the module itself as its shell
-            own_hooks(state)
-        for name, child in self._children:
-            state["_modules"][name] = copied[child]
-        for name, buffer in self._buffers:
-            state["_buffers"][name] = copied[buffer]
-        for name in self._missing:
-            state["_parameters"][name] = None
-        attributes = {name: copied[parameter] for name, parameter in self._parameters}
+        module = self.module
+        if self.state is None:
+            state = shell.__dict__
+        else:
+            state = self.state.copy()
+            # A class's own `__setattr__` would look for parameters.
+            object.__setattr__(shell, "__dict__", state)
+        if shell is not module:  # some classes return the module itself as its shell
+            for name in _DICTIONARIES:
+                state[name] = state[name].copy()
+        if module._modules:
+            children = state["_modules"]
+            for name, child in module._modules.items():
+                if child is not None:
+                    children[name] = copied[id(child)]
+        if module._buffers:
+            buffers = state["_buffers"]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    buffers[name] = copied[id(buffer)]
+        parameters = {}
+        if module._parameters:
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    state["_parameters"][name] = None
+                else:
+                    parameters[name] = copied[id(parameter)]
         # torch exposes the copies of the parameters here as well.
-        state["_former_parameters"] = attributes
+        state["_former_parameters"] = parameters
+        attributes = parameters
         if self._plain:
-            attributes = attributes | replaced_attributes(self._plain, copied, device)
-        if self._sets_attributes:
+            attributes = parameters | replaced_attributes(self._plain, copied, device)
+        if self.sets_attributes:
             for name, value in attributes.items():
                 setattr(shell, name, value)
         else:
@@ -169,17 +237,6 @@ class Template:
             untrack(shell)
         if self._is_compiled:  # the compiled call would run the original
             state[COMPILED_CALL_IMPL] = None
-
-
-def own_hooks(state: dict[str, Any]) -> None:
-    """Gives one module of a replica, by its attributes, its own dictionaries of hooks.
-
-    torch shares the dictionaries: a hook that one replica registers in its forward would run in
-    all others.
-    """
-    for name in HOOKS:
-        hooks = state.get(name)
-        state[name] = hooks.copy() if hooks else OrderedDict()
 
 
 def _needs_replacing(value: Any) -> bool:

@@ -101,12 +101,6 @@ def track(replicas: Sequence[nn.Module]) -> Rendezvous:
     return rendezvous
 
 
-def is_tracked(module: nn.Module) -> bool:
-    """Whether the module is a replica that `track` tracks."""
-    call, forward = map(vars(module).get, _ENTRY_POINTS)
-    return isinstance(call, TrackedCall) or isinstance(forward, TrackedCall)
-
-
 def untrack(replica: nn.Module) -> None:
     """Removes the overrides from a copy of a replica, where they would run the replica itself."""
     for name in _ENTRY_POINTS:

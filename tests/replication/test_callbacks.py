@@ -22,6 +22,7 @@ from replication import (
     replicate,
 )
 from replication._torch import HOOKS
+from replication.modules import layers_of
 from tests.layers import AsTorchDoes, Centering, CustomDataParallel
 
 
@@ -142,6 +143,41 @@ def test_none_children_are_passed_over():
     module.register_module("absent", None)
     execute_replication_callbacks(copies(module, 2))
     assert [name for name, _, _ in out] == ["root", "a"] * 2
+
+
+def test_submodule_that_a_class_gives_its_copies_is_called():
+    class Grows(nn.Identity):
+        def _replicate_for_data_parallel(self) -> Any:
+            replica = super()._replicate_for_data_parallel()
+            replica._modules["own"] = Recorder(out, "own")
+            return replica
+
+    out: list[Any] = []
+    net = nn.Sequential(Recorder(out, "a"), Grows(), Recorder(out, "b"))
+    DataParallel(net, ["cpu"] * 2)(torch.zeros(2, 1))
+    assert [(name, copy_id) for name, copy_id, _ in out] == [
+        (name, copy_id) for copy_id in range(2) for name in ("a", "own", "b")
+    ]
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.LSTM])
+def test_paths_of_contexts_are_those_of_named_modules(kind):
+    net = nn.Sequential(tree([]), tree([]), nn.LSTM(1, 1) if kind is nn.LSTM else nn.ReLU())
+    net.append(net[1])
+    paths = []
+    for module in net.modules():
+        register_replication_callback(module, lambda m, ctx, copy_id: paths.append(ctx.path))
+    model = DataParallel(net, ["cpu"] * 2)
+    model.replicate(net, model.device_ids)
+    assert paths == [path for path, _ in net.named_modules()] * 2
+
+
+def test_layers_of_a_network_are_its_named_modules():
+    net = nn.Sequential(tree([]), nn.ReLU(), nn.ModuleList())
+    net.register_module("absent", None)
+    net.register_module("tied", net[0])
+    net[1].register_module("parent", net)
+    assert layers_of(net) == list(net.named_modules())
 
 
 def test_both_names_are_the_same_function():

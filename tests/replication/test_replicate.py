@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import sys
 import threading
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from replication import (
 )
 from replication._torch import HOOKS
 from replication.steps.broadcast import broadcast
+from syncbn import SynchronizedBatchNorm2d
 from tests.layers import DEADLINE, AsTorchDoes
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -409,6 +411,13 @@ def test_replicas_have_the_module_in_place_of_its_compiled_wrapper():
         assert type(replica) is nn.Linear
 
 
+def test_compiled_wrapper_of_a_compiled_wrapper_is_replaced_by_the_module():
+    outer = compiled(compiled(nn.Linear(2, 2)))
+    for replica in replicate(nn.Sequential(outer, outer._orig_mod), ["cpu"] * 2):
+        assert type(replica[0]) is nn.Linear
+        assert replica[0] is replica[1]
+
+
 def test_hooks_of_a_compiled_wrapper_are_refused():
     net = nn.Sequential(compiled(nn.Linear(2, 2)))
     net[0].register_forward_hook(lambda module, args, output: None)
@@ -524,6 +533,28 @@ def test_no_dictionary_of_hooks_is_shared(name, filled):
     hooks = [vars(module)[name] for module in (net, *replicate(net, ["cpu"] * 2))]
     assert [dict(found) for found in hooks] == [{0: "a hook"} if filled else {}] * 3
     assert len({id(found) for found in hooks}) == 3
+
+
+@pytest.mark.parametrize("name", ["_parameters", "_buffers", "_modules"])
+def test_what_a_replica_registers_stays_in_that_replica(name):
+    net = nn.BatchNorm1d(2)
+    dictionaries = [vars(module)[name] for module in (net, *replicate(net, ["cpu"] * 2))]
+    dictionaries[1]["new"] = None
+    assert ["new" in found for found in dictionaries] == [False, True, False]
+
+
+def test_class_may_make_copies_that_differ():
+    class Alternates(nn.Sequential):
+        made = 0
+
+        def _replicate_for_data_parallel(self) -> Any:
+            replica = super()._replicate_for_data_parallel()
+            Alternates.made += 1
+            if Alternates.made == 2:
+                replica._modules["second"] = nn.ReLU()
+            return replica
+
+    assert [len(r) for r in replicate(Alternates(nn.ReLU()), ["cpu"] * 2)] == [1, 2]
 
 
 def test_a_class_that_is_its_own_replica_keeps_its_hooks():
@@ -791,6 +822,35 @@ def test_property_with_a_setter_is_respected():
         ["Tensor", "cpu"],
         ["Tensor", "meta"],
     ]
+
+
+# -- its cost ----------------------------------------------------------------------------------
+
+
+def calls_to_replicate(layers: int) -> int:
+    """The number of calls of Python functions, after a first forward."""
+    net = nn.Sequential(
+        *(
+            nn.Sequential(nn.Conv2d(2, 2, 1), SynchronizedBatchNorm2d(2), nn.ReLU())
+            for _ in range(layers)
+        )
+    )
+    model = DataParallel(net, ["cpu"] * 2)
+    model.replicate(net, model.device_ids)
+    events = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, arg: events.append(event))
+    try:
+        model.replicate(net, model.device_ids)
+    finally:
+        sys.setprofile(before)
+    return events.count("call")
+
+
+def test_replicate_with_callbacks_makes_at_most_8_calls_per_module_and_replica():
+    layers, modules, replicas = 20, 4, 2
+    calls = calls_to_replicate(5 + layers) - calls_to_replicate(5)
+    assert calls <= 8 * layers * modules * replicas
 
 
 # -- other devices -----------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from tests.faults import (
     ours,
     twin_of,
 )
+from tests.pairwise import pairwise
 
 #: Seconds; a replica that were left waiting would take `replication.sync.rendezvous.GRACE`.
 AT_ONCE = 5.0
@@ -66,14 +67,6 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "SystemExit": lambda: SystemExit(3),
     "KeyboardInterrupt": KeyboardInterrupt,
 }
-
-# The function is the class once more, so two errors will do.
-RUNS = [
-    (wrap, error)
-    for wrap in WRAPS
-    for error in ERRORS
-    if wrap is not as_a_function or error in ("NeedsTwo", "SystemExit")
-]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -131,9 +124,9 @@ def fail(run: Callable[[Tensor], Tensor], fault: Fault, x: Tensor, dy: Tensor) -
 
 
 # T1.2, T1.3, T13.2, T14.2
-@pytest.mark.parametrize(("wrap", "error"), RUNS)
-@pytest.mark.parametrize(("place", "replica"), WHERE)
-def test_error_arrives_as_it_is_and_leaves_an_exact_model_behind(wrap, error, place, replica):
+@pairwise(where=WHERE, error=ERRORS, wrap=WRAPS)
+def test_error_arrives_unchanged_and_leaves_an_exact_model_behind(where, error, wrap):
+    place, replica = where
     fault = Fault(place, replica, ERRORS[error]())
     net = faulty(fault)
     twin, run = twin_of(net), wrap(net)
@@ -180,9 +173,7 @@ class Interruption(Fault):
 
 
 # T1.11
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("place", ["before", "in", "between", "after"])
-@pytest.mark.parametrize("replica", range(N))
+@pairwise(wrap=WRAPS, place=["before", "in", "between", "after"], replica=range(N))
 @pytest.mark.usefixtures("one_interrupt")
 def test_interrupt_of_the_caller_arrives_at_once_and_leaves_an_exact_model(wrap, place, replica):
     fault = Interruption(place, replica)

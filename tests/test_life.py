@@ -446,7 +446,7 @@ def test_many_forwards_leave_nothing_behind(life):
     live(model)
     with no_garbage_collection():
         before = census()
-        for _ in range(100):
+        for _ in range(20):
             live(model)
         # Threads end right after the caller goes on.
         assert soon(lambda: census() <= before), census() - before

@@ -28,6 +28,7 @@ from syncbn import (
     set_sbn_eps_mode,
 )
 from tests import oracle
+from tests.pairwise import pairwise
 from tests.sharded import randomized, run_sharded
 
 pytestmark = pytest.mark.usefixtures("each_way")
@@ -73,10 +74,9 @@ def assert_same_buffers(a: nn.Module, b: nn.Module, **tolerance) -> None:
 # -- alone -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("plain", "synchronized", "shape"), PAIRS)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("replicated", [False, True], ids=["alone", "one replica of four"])
-def test_alone_it_is_torchs_layer_bit_for_bit(plain, synchronized, shape, options, replicated):
+@pairwise(pair=PAIRS, options=OPTIONS, replicated=[False, True])
+def test_alone_it_is_torchs_layer_bit_for_bit(pair, options, replicated):
+    plain, synchronized, shape = pair
     reference = randomized(plain_with(plain, **options))
     layer = synchronized(3, **options)
     layer.load_state_dict(reference.state_dict(), strict=True)
@@ -99,13 +99,13 @@ def test_alone_it_is_torchs_layer_bit_for_bit(plain, synchronized, shape, option
         assert_same_buffers(reference, layer, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("plain", "synchronized", "shape"), PAIRS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_state_dicts_are_torchs_in_both_directions(plain, synchronized, shape, options):
-    reference, layer = plain_with(plain, **options), synchronized(3, **options)
-    reference.load_state_dict(layer.state_dict(), strict=True)
-    layer.load_state_dict(reference.state_dict(), strict=True)
-    assert layer.state_dict()._metadata == reference.state_dict()._metadata
+def test_state_dicts_are_torchs_in_both_directions(options):
+    for plain, synchronized, _ in PAIRS:
+        reference, layer = plain_with(plain, **options), synchronized(3, **options)
+        reference.load_state_dict(layer.state_dict(), strict=True)
+        layer.load_state_dict(reference.state_dict(), strict=True)
+        assert layer.state_dict()._metadata == reference.state_dict()._metadata
 
 
 def test_a_checkpoint_from_before_num_batches_tracked_loads():
@@ -226,9 +226,9 @@ def test_the_host_waits_for_no_device(second):
         dx.sum().item()
 
 
-@pytest.mark.parametrize("order", ["first", "first, exact edges", "second"])
-@pytest.mark.parametrize("mean", [0.0, 1e2, 1e3, 1e4])
-@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pairwise(
+    mean=[0.0, 1e2, 1e3, 1e4], replicas=[2, 3, 4], order=["first", "first, exact edges", "second"]
+)
 def test_at_large_means_it_is_as_accurate_as_torchs_layer(mean, replicas, order):
     """Against float64, its error is at most twice that of `nn.BatchNorm2d`, plus one ulp."""
     torch.manual_seed(replicas)

@@ -113,7 +113,7 @@ def test_older_layer_synchronizes_in_our_replicas():
 @pytest.mark.parametrize(
     ("name", "layers"), [("dense", 100), ("narrow", 53), ("resnet", 53), ("unet", 14), ("head", 8)]
 )
-def test_networks_are_those_of_the_page(name, layers):
+def test_networks_match_the_page(name, layers):
     net = NETWORKS[name].build()
     assert sum(isinstance(module, BATCH_NORM) for module in net.modules()) == layers
     _, *shape = NETWORKS[name].shape

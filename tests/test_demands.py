@@ -26,7 +26,8 @@ from replication import (
 )
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.layers import DEADLINE, AsTorchDoes, Centering, Numbered, together, values
-from tests.stepping import batch, network, ours, step, wraps
+from tests.pairwise import pairwise
+from tests.stepping import batch, network, ours, patched, step, wraps
 
 # -- batches of any size -----------------------------------------------------------------------
 
@@ -86,9 +87,7 @@ class Notes(Numbered):
         return self.norm(x[:, :, None].expand(-1, -1, 2) * torch.arange(1.0, 3).double())
 
 
-@wraps
-@pytest.mark.parametrize("kind", ["tensors", "keywords", "flags", "none"])
-@pytest.mark.parametrize("n", range(1, 5))
+@pairwise(wrap=[ours, patched], kind=["tensors", "keywords", "flags", "none"], n=range(1, 5))
 def test_exactly_the_replicas_that_have_a_part_exist(wrap, kind, n):
     """T6.5; pytorch#15161, #52260, nnUNet#677."""
     for samples in range(1, 3 * n + 1):
@@ -126,7 +125,7 @@ STEPS = ("convert", "wrap", "to", "patch")
 
 @pytest.mark.parametrize("wrapper", [ours, AsTorchDoes], ids=["ours", "the user's"])
 @pytest.mark.parametrize("order", [*itertools.permutations(STEPS)], ids=" ".join)
-def test_every_order_of_setting_up_trains_alike_or_says_what_is_missing(wrapper, order):
+def test_every_order_of_setup_trains_like_one_device_or_names_the_missing_step(wrapper, order):
     """T1.7; vacancy#40, #45."""
     net = network().float()
     twin = copy.deepcopy(net).double()

@@ -11,21 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from replication import DataParallel, execute_replication_callbacks, replicate
-from syncbn import (
-    SynchronizedBatchNorm1d,
-    SynchronizedBatchNorm2d,
-    SynchronizedBatchNorm3d,
-    convert_model,
-)
+from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.faults import WRAPS
-from tests.layers import outcome_of
+from tests.layers import LAYERS, outcome_of
 from tests.sharded import randomized, run_sharded
-
-LAYERS = {
-    1: (nn.BatchNorm1d, SynchronizedBatchNorm1d),
-    2: (nn.BatchNorm2d, SynchronizedBatchNorm2d),
-    3: (nn.BatchNorm3d, SynchronizedBatchNorm3d),
-}
 
 
 @pytest.mark.parametrize("track", [True, False])
@@ -42,7 +31,7 @@ def test_a_single_replica_evaluates_alone(track, replica):
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("frozen", [[1], [3], [1, 5], [1, 3, 5]], ids=str)
-def test_layers_in_evaluation_do_not_talk_and_the_others_do(wrap, frozen, monkeypatch):
+def test_only_layers_in_training_communicate(wrap, frozen, monkeypatch):
     """T5.2; mmengine#1624, pytorch-deeplab-xception#140. Frozen before the conversion."""
     layers = [layer for i in range(3) for layer in (nn.Linear(3, 3), nn.BatchNorm1d(3))]
     net = randomized(nn.Sequential(*layers)).double()

@@ -108,7 +108,7 @@ WAYS: dict[str, tuple[Callable[[TwoLayers, Tensor], Tensor], str, str]] = {
 @wraps
 @replicas
 @pytest.mark.parametrize("way", WAYS)
-def test_a_replica_that_goes_another_way_is_named(wrap, replica, way):
+def test_replica_that_skips_a_layer_is_named(wrap, replica, way):
     net, twin = nets()
     net.odd_one, (net.other, of_odd, of_others) = replica, WAYS[way]
     error = failure(net, wrap, batch()[0])
@@ -141,7 +141,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception], str]] = 
 @wraps
 @replicas
 @pytest.mark.parametrize("what", BAD_INPUT)
-def test_bad_input_in_one_replica_is_that_ones_error(wrap, replica, what):
+def test_bad_input_in_one_replica_is_the_error_of_that_replica(wrap, replica, what):
     net, twin = nets()
     change, kind, text = BAD_INPUT[what]
     net.odd_one, net.other = replica, lambda net, x: net.b(change(net.a(x)))
@@ -242,7 +242,7 @@ CONSTANTS = {
 @wraps
 @replicas
 @pytest.mark.parametrize("what", CONSTANTS)
-def test_what_a_replica_without_grad_sends_are_constants_to_the_others(wrap, replica, what):
+def test_messages_of_a_replica_without_grad_are_constants(wrap, replica, what):
     way, places = CONSTANTS[what]
     net, twin = nets()
     net.whole, net.odd_one = way, replica

@@ -101,7 +101,7 @@ def test_unknown_name_is_no_attribute(package, module):
         ("DataParallelWithCallback", {"device_ids": None, "output_device": None, "dim": 0}),
     ],
 )
-def test_defaults_are_those_of_the_older_toolkit(package, name, defaults):
+def test_defaults_match_the_older_toolkit(package, name, defaults):
     own = inspect.signature(getattr(importlib.import_module(package), name)).parameters
     assert {key: own[key].default for key in defaults} == defaults
 
@@ -236,7 +236,7 @@ def test_innermost_package_answers(first):
     forget(packages[1])
 
 
-def test_package_whose_name_merely_begins_alike_is_not_stood_in_for(package):
+def test_package_with_a_longer_name_is_not_replaced(package):
     assert importlib.util.find_spec("email.sync_batchnorms") is None
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("older_sync_batchnorms")

@@ -430,7 +430,7 @@ def test_torchs_synchronized_layers_are_converted_for_any_dimensions_and_back():
     assert [dict(vars(layer)) for layer in net] == before
 
 
-def test_layers_that_talk_note_their_paths():
+def test_communicating_layers_record_their_paths():
     class Talks(ReplicaAware, nn.Module):
         pass
 

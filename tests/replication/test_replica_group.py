@@ -42,7 +42,7 @@ from tests.collective_cases import (
 from tests.layers import DEADLINE, freed, outcome_of, together, until_others_wait, values
 
 cases = pytest.mark.parametrize("name", CASES)
-sizes = pytest.mark.parametrize("size", [1, 2, 3])
+sizes = pytest.mark.parametrize("size", [1, 3])
 
 
 # -- values and derivatives --------------------------------------------------------------------

@@ -149,7 +149,7 @@ def test_layer_takes_the_arguments_of_torchs_layer(argument, value):
 
 
 def refusals(rank: int) -> list[str]:
-    """What rank 1 is told of bad input while rank 0 waits for nobody, and a sum after that."""
+    """Returns the errors of bad input in rank 1, while rank 0 does not wait, and a later sum."""
     texts = []
     if rank == 1:
         bad = [None, "x", -1, [X], NoLength(), X.to_sparse()]

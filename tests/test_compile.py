@@ -1,4 +1,4 @@
-"""`torch.compile` around, inside and beside replicas: the numbers stay those of one device."""
+"""`torch.compile` around, inside and beside replicas: the numbers of one device."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_a_replica_that_is_kept_after_its_forward_is_given_up(
     wrap(net, 2)(torch.randn(7, 3))
     replica = net.kept[index]
     net.kept.clear()
-    if part == "replica":  # of which nobody can be certain that it runs alone
+    if part == "replica":  # which may not run alone
         monkeypatch.setattr(replication.sync.rendezvous, "GRACE", 0.05)
         with pytest.raises(ReplicasDiverged, match=f"replica {index} waits.*did not begin"):
             replica(torch.randn(4, 3))

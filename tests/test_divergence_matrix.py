@@ -62,7 +62,7 @@ def failure(net: nn.Module, wrap: Any, x: Tensor) -> BaseException:
     at_once = Deadline(AT_ONCE)
     outcome = outcome_of(lambda: wrap(net)(x))
     assert not at_once.has_passed()
-    assert outcome.error is not None, "nobody has noticed"
+    assert outcome.error is not None, "no error"
     return outcome.error
 
 

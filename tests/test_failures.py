@@ -47,7 +47,7 @@ from tests.processes import ROOT, run_python
 
 
 class LayerError(Exception):
-    """An error that nobody else raises."""
+    """An error that only the tests raise."""
 
 
 def ours(module: nn.Module, n: int) -> nn.Module:
@@ -353,8 +353,8 @@ def test_failing_replica_wins_where_the_others_would_have_gone_on(programs, repl
 def test_every_forward_ends_in_a_value_or_a_named_error(programs):
     n = len(programs)
     outcome = outcome_of(lambda: ours(Program(programs), n)(torch.ones(n, 1)))
-    alike = len(set(programs)) == 1 and "!" not in programs[0]
-    assert (outcome.error is None) is alike
+    match = len(set(programs)) == 1 and "!" not in programs[0]
+    assert (outcome.error is None) is match
     assert isinstance(outcome.error, (type(None), LayerError, ReplicasDiverged))
 
 

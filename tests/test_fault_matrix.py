@@ -1,4 +1,4 @@
-"""Any error, anywhere, in any copy, whoever runs it: it arrives as it is, and leaves nothing."""
+"""Any error, in any place, copy and runner, arrives unchanged and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def three_idle_workers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def garbage_of_the_test_alone() -> Iterator[None]:
-    """What is freed in a test is freed by its last reference, and so was in no cycle; and who
-    looks for objects sees those of the test."""
+    """Objects that are freed in a test are freed by their last reference, so they are in no cycle.
+    Freezing hides the objects of earlier tests."""
     gc.freeze()
     gc.disable()
     yield
@@ -144,7 +144,7 @@ def test_error_arrives_unchanged_and_leaves_an_exact_model_behind(where, error, 
     torch.ones((), requires_grad=True).backward()
     assert soon(lambda: live_tensors() == tensors)
 
-    # Running statistics of layers that all copies have finished are those of the batch, and all
+    # Layers that all copies have finished have the running statistics of the batch, and all
     # others what they were.
     for name, value in net.state_dict().items():
         is_new = name.split(".")[0] in PLACES[place]
@@ -185,7 +185,7 @@ def test_interrupt_of_the_caller_arrives_at_once_and_leaves_an_exact_model(wrap,
         with pytest.raises(KeyboardInterrupt):
             run(x)
         assert not at_once.has_passed()
-        assert soon(lambda: not fault.rendezvous._waits)  # nobody waits for the busy replica
+        assert soon(lambda: not fault.rendezvous._waits)  # no wait for the busy replica
     finally:
         fault.is_over.set()
         fault.rendezvous = None

@@ -39,7 +39,7 @@ REPLICAS = 3
 
 
 class LayerError(Exception):
-    """An error that nobody else raises."""
+    """An error that only the tests raise."""
 
 
 class Interlude(Numbered):

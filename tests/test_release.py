@@ -1,4 +1,4 @@
-"""What is said of a release is said alike everywhere."""
+"""All files state the same version, date and license of a release."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def test_stochastic_weight_averaging_as_a_whole(n, wrap):
 
 @wraps
 def test_an_average_of_the_model_is_loaded_as_one_of_a_plain_network(wrap):
-    """Whose names lack that of the wrapper, as the names of its ``module.state_dict()`` do."""
+    """Its names lack the prefix of the wrapper, like the names of ``module.state_dict()``."""
     model = wrap(convert_model(network()), 3)
     mean = AveragedModel(model, use_buffers=True)
     optimizer = sgd(model)
@@ -445,13 +445,13 @@ def train_and_evaluate(model: nn.Module, batches: Batches) -> list[Any]:
 @setups
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_parametrized_network_trains_like_one_device(way, n, wrap):
-    """Its buffers, too: those of a power iteration are written once per forward."""
+    """So do its buffers: a power iteration writes them once per forward."""
     assert_alike(train_and_evaluate, wrap, n, lambda: square(way))
 
 
 @pytest.mark.parametrize("way", ["weight_norm", "old weight_norm", "old spectral_norm", "pruned"])
 def test_a_recurrent_weight_may_be_parametrized(way):
-    """It is among the flat weights of the layer, too."""
+    """It is also one of the flat weights of the layer."""
 
     class Recurrent(nn.Module):
         def __init__(self) -> None:

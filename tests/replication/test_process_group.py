@@ -1,4 +1,4 @@
-"""Groups of processes: as those of replicas, on gloo over loopback."""
+"""Groups of processes, on gloo over loopback, give the results of groups of replicas."""
 
 from __future__ import annotations
 

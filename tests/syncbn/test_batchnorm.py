@@ -224,7 +224,7 @@ def test_the_host_waits_for_no_device(second):
     mean=[0.0, 1e2, 1e3, 1e4], replicas=[2, 3, 4], order=["first", "first, exact edges", "second"]
 )
 def test_large_means_are_as_accurate_as_in_torchs_layer(mean, replicas, order):
-    """Against float64, its error is at most twice that of `nn.BatchNorm2d`, plus one ulp."""
+    """The error against float64 is at most twice the error of `nn.BatchNorm2d`, plus one ulp."""
     torch.manual_seed(replicas)
     whole = torch.randn(12, 16, 9, 9) + mean
     reference, layer = nn.BatchNorm2d(16), SynchronizedBatchNorm2d(16)
@@ -249,7 +249,7 @@ def test_large_means_are_as_accurate_as_in_torchs_layer(mean, replicas, order):
     theirs = step(reference, torch.float32)
     ours = step(DataParallel(layer, ["cpu"] * replicas), torch.float32)
     for name, true in truth.items():
-        # Of a mean near zero, the ulp is that of the values it is the mean of.
+        # For a mean near zero, the ulp of the values that it is the mean of counts.
         scale = whole if name == "running_mean" else true
         ulp = scale.abs().max() * torch.finfo(torch.float32).eps
         allowed = 2 * (theirs[name] - true).abs().max() + ulp
@@ -463,7 +463,7 @@ def test_one_value_per_channel_in_all_is_torchs_error_on_every_replica(shapes):
     ids=lambda value: str(value)[:30],
 )
 def test_bad_input_is_refused_before_waiting(layer, shape, error, text):
-    # The other replica never comes: whoever waited for it would hang.
+    # The other replica never comes: waiting for it would hang.
     replicas = replicate(layer, ["cpu"] * 2)
     execute_replication_callbacks(replicas)
     for replica in replicas:

@@ -109,7 +109,7 @@ def numbers(rank: int, size: int, **options: Any) -> dict[str, Tensor]:
     (second,) = torch.autograd.grad(exact.square().sum(), x)
     y = layer(x)
     fast, dw, db = torch.autograd.grad(y, (x, layer.weight, layer.bias), dy)
-    evaluated = layer.eval()(x) if rank == 0 else x  # evaluation waits for nobody
+    evaluated = layer.eval()(x) if rank == 0 else x  # evaluation does not wait
     return {
         "y": y.detach(),
         "exact": exact.detach(),
@@ -225,7 +225,7 @@ def test_ranks_compute_what_one_process_computes(found, way, momentum):
     torch.testing.assert_close(joined["exact"], torch.cat(expected.input_grads))
     torch.testing.assert_close(joined["fast"], torch.cat(expected.input_grads))
     torch.testing.assert_close(torch.cat([rank["second"] for rank in ranks]), second)
-    # A rank's gradients of the parameters are those of its own loss; DDP averages them.
+    # A rank has the gradients of its own loss. DDP averages them.
     torch.testing.assert_close(sum(rank["dw"] for rank in ranks), expected.weight_grad)
     torch.testing.assert_close(sum(rank["db"] for rank in ranks), expected.bias_grad)
     for rank in ranks:
@@ -371,7 +371,7 @@ def at_large_means() -> list[dict[Any, list[Tensor]]]:
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
 def test_large_means_are_as_accurate_as_in_torchs_layer(at_large_means, way, mean, second):
-    """Against float64, its error is at most twice that of `nn.BatchNorm1d`, plus one ulp."""
+    """The error against float64 is at most twice the error of `nn.BatchNorm1d`, plus one ulp."""
     x, dy, direction = whole_batch(mean)
     plain = randomized_with(nn.BatchNorm1d(16))
     exact = copy.deepcopy(plain).double()
@@ -381,7 +381,7 @@ def test_large_means_are_as_accurate_as_in_torchs_layer(at_large_means, way, mea
     joined = [torch.cat([a, b]) for a, b in zip(first[:2], other[:2], strict=True)]
     ours = [*joined, *(a + b for a, b in zip(first[2:-2], other[2:-2], strict=True)), *first[-2:]]
     for index, (got, them, want) in enumerate(zip(ours, theirs, true, strict=True)):
-        # Of a mean near zero, the ulp is that of the values it is the mean of.
+        # For a mean near zero, the ulp of the values that it is the mean of counts.
         scale = x if index == len(true) - 2 else want
         ulp = scale.abs().max() * torch.finfo(torch.float32).eps
         assert (got - want).abs().max() <= 2 * (them - want).abs().max() + ulp, index
@@ -610,7 +610,7 @@ def train(
         if last:
             optimizer.step()
             optimizer.zero_grad()
-        if step == 2 and rank in (0, None):  # one rank alone evaluates, and nobody waits
+        if step == 2 and rank in (0, None):  # one rank alone evaluates without waiting
             getattr(model, "module", model).eval()(x)
             model.train()
     return getattr(model, "module", model).state_dict()
@@ -645,7 +645,7 @@ def checkpointed(rank: int, reentrant: bool) -> dict[str, Tensor]:
 
 
 def sharded(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
-    warnings.simplefilter("ignore")  # those of FSDP itself
+    warnings.simplefilter("ignore")  # of FSDP itself
     net = convert_model(network())
     for module in (net[4], net):
         fully_shard(module)

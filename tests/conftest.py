@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,8 +65,6 @@ def _end_hangs(config: pytest.Config) -> None:
             print(f"\n{item.nodeid} hangs", file=sys.__stderr__, flush=True)
             faulthandler.dump_traceback(sys.__stderr__)
             os._exit(1)
-    # For the tests of the benchmarks, which are not installed. Installed packages come first.
-    sys.path.append(str(Path(__file__).parent.parent))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

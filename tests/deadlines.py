@@ -36,13 +36,17 @@ class Deadline:
     """Passes after some seconds without progress of this process and its descendants."""
 
     def __init__(self, seconds: float = STALLED) -> None:
-        self._computed = _computed()
+        self._ignored = _computed()
         self._first = self._end = time.monotonic() + seconds
 
     def has_passed(self) -> bool:
         if time.monotonic() > self._end:
-            self._end = self._first + PATIENCE * (_computed() - self._computed)
+            self._end = self._first + PATIENCE * (_computed() - self._ignored)
         return time.monotonic() > self._end
+
+    def ignore(self, seconds: float) -> None:
+        """Does not count so many seconds of processor time as progress."""
+        self._ignored += seconds
 
 
 class Joinable(Protocol):
@@ -55,10 +59,13 @@ class Joinable(Protocol):
 
 def soon(condition: Callable[[], bool]) -> bool:
     """Whether the condition comes true while there is progress."""
-    deadline, pause = Deadline(), _FIRST_PAUSE
+    deadline, pause, begun = Deadline(), _FIRST_PAUSE, time.thread_time()
     while not condition():
+        # A condition that computes must not extend the deadline for ever.
+        deadline.ignore(time.thread_time() - begun)
         if deadline.has_passed():
             return False
+        begun = time.thread_time()
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
     return True

@@ -14,8 +14,16 @@ from torch._utils import ExceptionWrapper
 
 from replication import SyncMaster, gather, parallel_apply, replicate, scatter_kwargs
 from replication.sync.current import current_replica
+from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
 from tests.deadlines import DEADLINE as DEADLINE
 from tests.deadlines import ends, soon
+
+#: torch's layer and the synchronized one, by the number of spatial dimensions.
+LAYERS = {
+    1: (nn.BatchNorm1d, SynchronizedBatchNorm1d),
+    2: (nn.BatchNorm2d, SynchronizedBatchNorm2d),
+    3: (nn.BatchNorm3d, SynchronizedBatchNorm3d),
+}
 
 
 class Outcome(NamedTuple):

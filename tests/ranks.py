@@ -19,10 +19,20 @@ from torch import Tensor, distributed
 
 from tests.deadlines import DEADLINE, ends
 
-#: A server, which has imported torch and runs no threads, forks the ranks. To import torch takes
-#: seconds in each.
+#: A server forks the ranks. It runs no threads, and has imported what a rank would otherwise spend
+#: seconds on: torch, what the test files import, and the compiler, which DDP imports when it runs.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "pytest", "replication", "syncbn"])
+_context.set_forkserver_preload(
+    [
+        "hypothesis",
+        "pytest",
+        "replication",
+        "syncbn",
+        "torch._dynamo",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+    ]
+)
 
 #: Seconds after which a rank that waits for another gives up.
 TIMEOUT = DEADLINE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -34,3 +35,18 @@ def randomized(layer: nn.Module) -> nn.Module:
     for parameter in layer.parameters():
         nn.init.normal_(parameter, mean=0.5)
     return layer
+
+
+def assert_reads_no_value(model: nn.Module, weight: Tensor, x: Tensor, second: bool) -> None:
+    """Asserts that forward and backward run on the meta device, where reading a value raises.
+
+    So on a GPU the host never waits for a value. ``second`` adds the second derivatives.
+    """
+    y = model(x)
+    (dx,) = torch.autograd.grad(y, x, torch.randn_like(y), create_graph=second)
+    if second:
+        dx.backward(torch.randn_like(x))
+        assert weight.grad is not None
+        assert weight.grad.shape == weight.shape
+    with pytest.raises(RuntimeError, match="meta"):
+        dx.sum().item()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from types import ModuleType
@@ -42,9 +43,8 @@ ORDER = [
     ["verify"],
 ]
 
-modules = pytest.mark.parametrize("name", MODULES)
 
-
+@cache
 def syntax(name: str) -> ast.Module:
     return ast.parse(FILES[name].read_text(encoding="utf-8"))
 
@@ -66,62 +66,70 @@ def foreign(name: str) -> set[str]:
     return {i for i in imports(syntax(name)) if i.split(".")[0] not in sys.stdlib_module_names}
 
 
+def of_replication(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith("replication.")]
+
+
+def assert_none(found: Callable[[str], Collection[str]], names: Iterable[str]) -> None:
+    """Asserts that nothing is found in these modules; otherwise says what is found where."""
+    assert {name: found(name) for name in names if found(name)} == {}
+
+
 # -- imports -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("replication.")])
-def test_packages_of_replication_import_those_below_them(name):
+def test_packages_of_replication_import_only_packages_below_them():
     level = {part: index for index, parts in enumerate(ORDER) for part in parts}
-    own = name.split(".")[1]
-    imported = {i.split(".")[1] for i in imports(syntax(name)) if i.startswith("replication.")}
-    assert [part for part in imported - {own} if level[part] > level[own]] == []
+
+    def too_high(name: str) -> list[str]:
+        own = name.split(".")[1]
+        imported = {i.split(".")[1] for i in of_replication(imports(syntax(name)))}
+        return [part for part in imported - {own} if level[part] > level[own]]
+
+    assert_none(too_high, of_replication(MODULES))
 
 
 def test_every_package_has_a_place_in_the_order():
-    found = {name.split(".")[1] for name in MODULES if name.startswith("replication.")}
+    found = {name.split(".")[1] for name in of_replication(MODULES)}
     assert found == {part for parts in ORDER for part in parts}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("replication.")])
-def test_replication_does_not_know_syncbn(name):
-    assert not [i for i in imports(syntax(name)) if i.split(".")[0] == "syncbn"]
+def test_replication_does_not_import_syncbn():
+    assert_none(
+        lambda name: [i for i in imports(syntax(name)) if i.split(".")[0] == "syncbn"],
+        of_replication(FILES),
+    )
 
 
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [
-        ("channels", []),
-        ("sums", ["channels"]),
-        ("cuda_kernels", ["channels"]),
-        ("kernels", ["channels", "sums", "cuda_kernels"]),
-        ("moments", ["channels", "sums", "cuda_kernels"]),
-    ],
-)
-def test_what_computes_knows_torch_and_no_replicas(name, known):
-    rooms = {i for i in foreign(f"syncbn.{name}") if i.split(".")[0] != "torch"}
-    assert rooms == {f"syncbn.{room}" for room in known}
+def test_numeric_modules_import_no_replicas():
+    numeric = [f"syncbn.{name}" for name in ("channels", "moments", "kernels", "merge")]
+    assert_none(
+        lambda name: [i for i in foreign(name) if i not in numeric and i.split(".")[0] != "torch"],
+        numeric,
+    )
 
 
-@modules
-def test_nothing_but_torch_is_needed(name):
-    assert {i.split(".")[0] for i in foreign(name)} <= {"torch", *PACKAGES}
+def test_nothing_but_torch_is_needed():
+    assert_none(
+        lambda name: {i.split(".")[0] for i in foreign(name)} - {"torch", *PACKAGES}, MODULES
+    )
 
 
-@modules
-def test_module_does_not_import_the_init_of_its_own_package(name):
-    assert name.split(".")[0] not in set(imports(syntax(name)))
+def test_modules_do_not_import_the_init_of_their_package():
+    assert_none(lambda name: {name.split(".")[0]} & set(imports(syntax(name))), MODULES)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_nothing_is_imported_inside_a_function(name):
+def test_nothing_is_imported_inside_a_function():
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [
-        imported
-        for node in ast.walk(syntax(name))
-        if isinstance(node, functions)
-        for imported in imports(node)
-    ]
-    assert found == []
+    assert_none(
+        lambda name: [
+            imported
+            for node in ast.walk(syntax(name))
+            if isinstance(node, functions)
+            for imported in imports(node)
+        ],
+        FILES,
+    )
 
 
 def test_modules_depend_on_each_other_in_one_direction():
@@ -130,28 +138,27 @@ def test_modules_depend_on_each_other_in_one_direction():
     assert sorted(order) == sorted(MODULES)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in MODULES if n.startswith("replication.") and n != "replication._torch"]
-)
-def test_private_modules_and_names_of_torch_are_imported_in_one_place(name):
-    private = [
-        f"{node.module}.{alias.name}"
-        for node in ast.walk(syntax(name))
-        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "torch"
-        for alias in node.names
-        if any(part.startswith("_") for part in f"{node.module}.{alias.name}".split("."))
-    ]
-    assert private == []
+def test_private_names_of_torch_are_imported_in_one_place():
+    assert_none(
+        lambda name: [
+            f"{node.module}.{alias.name}"
+            for node in ast.walk(syntax(name))
+            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "torch"
+            for alias in node.names
+            if any(part.startswith("_") for part in f"{node.module}.{alias.name}".split("."))
+        ],
+        set(of_replication(MODULES)) - {"replication._torch"},
+    )
 
 
 # -- public names ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*MODULES, *PACKAGES])
-def test_all_is_sorted_and_exists(name):
-    module = importlib.import_module(name)
-    assert module.__all__ == sorted(set(module.__all__))
-    assert [n for n in module.__all__ if not hasattr(module, n)] == []
+def test_all_is_sorted_and_exists():
+    for name in (*MODULES, *PACKAGES):
+        module = importlib.import_module(name)
+        assert module.__all__ == sorted(set(module.__all__)), name
+        assert [n for n in module.__all__ if not hasattr(module, n)] == [], name
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -182,11 +189,9 @@ def test_public_name_is_public_where_it_comes_from(package):
             assert {alias.name for alias in node.names} <= set(source.__all__)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_module_begins_with_a_sentence(name):
-    docstring = ast.get_docstring(syntax(name))
-    assert docstring
-    assert docstring.splitlines()[0].endswith(".")
+def test_modules_begin_with_a_sentence():
+    first = {name: (ast.get_docstring(syntax(name)) or "-").splitlines()[0] for name in FILES}
+    assert [name for name, line in first.items() if not line.endswith(".")] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -231,11 +236,6 @@ def test_compiled_module_is_called_through_the_attribute_that_replicate_clears()
 @pytest.mark.parametrize("name", ["native_batch_norm", "native_batch_norm_backward"])
 def test_native_kernel_exists(name):
     assert hasattr(torch.ops.aten, name)
-
-
-@pytest.mark.parametrize("name", torch_internals.__all__)
-def test_private_function_exists_and_is_callable(name):
-    assert callable(getattr(torch_internals, name))
 
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, SynchronizedBatchNorm1d])

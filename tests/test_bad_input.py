@@ -151,7 +151,7 @@ CHANGING = ("execute_replication", "patch_", "register_", "convert_", "revert_")
 @pytest.mark.parametrize(
     ("name", "argument"), [(name, key) for name, fn in FUNCTIONS.items() for key in fn.good()]
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(value=anything)
 def test_a_function_takes_an_argument_or_refuses_it_and_changes_nothing(name, argument, value):
     function = FUNCTIONS[name]
@@ -178,7 +178,7 @@ def test_the_arguments_that_are_said_to_be_good_are_accepted(name):
         "inputs_are_scattered", "sort_and_gather", "cpu_keywords",
     ],
 )  # fmt: skip
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(value=anything)
 def test_an_option_of_data_parallel_is_refused_or_leaves_the_numbers_alone(option, value):
     assume(not isinstance(value, nn.Module) or option == "module")  # becomes a submodule
@@ -195,9 +195,9 @@ def test_an_option_of_data_parallel_is_refused_or_leaves_the_numbers_alone(optio
     torch.testing.assert_close(DataParallel(module, CPUS)(X), module(X))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(value=anything)
-def test_whatever_enters_a_network_comes_out_whole_or_is_refused(value):
+def test_any_value_passes_through_a_network_or_is_refused(value):
     """What has no batch goes whole to each replica, and comes back as a list."""
 
     class Passes(nn.Module):
@@ -212,6 +212,7 @@ def test_whatever_enters_a_network_comes_out_whole_or_is_refused(value):
         assert fingerprint(outcome.value)[-1] == fingerprint(value)[-1]
 
 
+@settings(max_examples=30)
 @given(value=anything)
 def test_a_future_passes_anything(value):
     future = FutureResult()
@@ -219,8 +220,9 @@ def test_a_future_passes_anything(value):
     assert future.get() is value
 
 
+@settings(max_examples=30)
 @given(value=anything)
-def test_a_pipe_without_a_forward_says_so_whatever_is_sent(value):
+def test_pipe_outside_a_forward_refuses_every_message(value):
     with pytest.raises(ReplicationError, match="is a copy and belongs to no forward"):
         SlavePipe(1).run_slave(value)
 
@@ -233,9 +235,9 @@ SIZED = ("reduce_scatter", "src")
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(value=anything)
-def test_a_collective_refuses_alike_alone_and_in_replicas_before_anyone_waits(name, value):
+def test_collective_refuses_the_same_values_alone_and_in_replicas_before_waiting(name, value):
     call = COLLECTIVES[name]
     before = fingerprint(value)
     alone = outcome_of(lambda: call(SoloGroup(), value))
@@ -249,7 +251,7 @@ def test_a_collective_refuses_alike_alone_and_in_replicas_before_anyone_waits(na
 
 @pytest.mark.parametrize("name", [name for name in COLLECTIVES if name != "split"])
 @pytest.mark.parametrize("replica", [0, 1])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(value=anything)
 def test_a_replica_whose_call_is_refused_is_named_to_the_caller(name, replica, value):
     call = COLLECTIVES[name]
@@ -262,7 +264,7 @@ def test_a_replica_whose_call_is_refused_is_named_to_the_caller(name, replica, v
     assert error.__notes__ == [f"in replica {replica} of 2 on cpu"]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(value=scalars)
 def test_a_group_size_that_is_no_size_is_refused_in_the_layer_that_has_it(value):
     class Sum(ReplicaAware, nn.Module):

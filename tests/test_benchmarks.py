@@ -113,7 +113,7 @@ def test_older_layer_synchronizes_in_our_replicas():
 @pytest.mark.parametrize(
     ("name", "layers"), [("dense", 100), ("narrow", 53), ("resnet", 53), ("unet", 14), ("head", 8)]
 )
-def test_networks_are_those_of_the_page(name, layers):
+def test_networks_match_the_page(name, layers):
     net = NETWORKS[name].build()
     assert sum(isinstance(module, BATCH_NORM) for module in net.modules()) == layers
     _, *shape = NETWORKS[name].shape
@@ -258,7 +258,7 @@ def test_cells_are_multiples_of_the_first_way():
 
 
 def assert_agrees(figures):
-    """Each span in the paragraph is that of the column of the first table."""
+    """Asserts that each span in the paragraph equals the span of a column of the first table."""
     text, _, rest = figures.strip().partition("\n\n")
     table = [line for line in rest.split("\n\n### ")[1].splitlines() if line.startswith("|")]
     heading, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)

@@ -1,4 +1,4 @@
-"""`torch.compile` around, inside and beside replicas: the numbers stay those of one device."""
+"""`torch.compile` around, inside and beside replicas: the numbers of one device."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_what_is_compiled_can_be_verified(way):
     assert "BatchNorm" in difference.where
 
 
-def test_a_callback_of_a_wrapper_is_that_of_what_it_wraps():
+def test_callback_of_a_compiled_wrapper_is_called_for_the_wrapped_module():
     wrapper = torch.compile(nn.Linear(3, 2), backend="eager")
     calls = []
     register_replication_callback(wrapper, lambda copy, ctx, copy_id: calls.append(copy_id))

@@ -76,7 +76,7 @@ def test_training_on_replicas_equals_training_on_one_device(devices):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("mean", [0, 1e2])
-def test_the_error_is_no_larger_than_twice_that_of_torch(devices, dtype, last, mean):
+def test_error_is_at_most_twice_the_error_of_torchs_layer(devices, dtype, last, mean):
     layout = torch.channels_last if last else torch.contiguous_format
     plain = randomized(nn.BatchNorm2d(5)).to("cuda:0")
     layer = convert_model(copy.deepcopy(plain))
@@ -173,7 +173,7 @@ def test_a_parameter_that_no_replica_uses_gets_no_gradient(devices):
 
 @pytest.mark.parametrize("devices", DEVICES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_collectives_and_their_derivatives_are_those_of_the_oracle(name, devices):
+def test_collectives_and_their_derivatives_equal_the_oracle(name, devices):
     case = CASES[name]
     inputs = leaves(case, len(devices))
     there = [tuple(x.to(d) for x in own) for own, d in zip(inputs, devices, strict=True)]

@@ -68,6 +68,12 @@ def test_a_condition_that_stays_false_is_not_waited_for_without_progress(monkeyp
     assert soon(lambda: True)
 
 
+def test_computing_a_condition_is_not_progress(monkeypatch):
+    monkeypatch.setattr(deadlines, "Deadline", lambda: Deadline(0.05))
+    looks = iter(range(100))
+    assert not soon(lambda: next(looks) < 0 or sum(range(10**6)) < 0)
+
+
 def test_a_command_that_hangs_is_named(monkeypatch):
     monkeypatch.setattr(processes, "Deadline", lambda: Deadline(0.05))
     with pytest.raises(AssertionError, match=r"hangs: .*never"):

@@ -26,7 +26,8 @@ from replication import (
 )
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.layers import DEADLINE, AsTorchDoes, Centering, Numbered, together, values
-from tests.stepping import batch, network, ours, step, wraps
+from tests.pairwise import pairwise
+from tests.stepping import batch, network, ours, patched, step, wraps
 
 # -- batches of any size -----------------------------------------------------------------------
 
@@ -86,13 +87,14 @@ class Notes(Numbered):
         return self.norm(x[:, :, None].expand(-1, -1, 2) * torch.arange(1.0, 3).double())
 
 
-@wraps
-@pytest.mark.parametrize("kind", ["tensors", "keywords", "flags", "none"])
-@pytest.mark.parametrize(
-    ("n", "samples"), [(n, m) for n in range(1, 5) for m in range(1, 3 * n + 1)]
-)
-def test_exactly_the_replicas_that_have_a_part_exist(wrap, kind, n, samples):
+@pairwise(wrap=[ours, patched], kind=["tensors", "keywords", "flags", "none"], n=range(1, 5))
+def test_exactly_the_replicas_that_have_a_part_exist(wrap, kind, n):
     """T6.5; pytorch#15161, #52260, nnUNet#677."""
+    for samples in range(1, 3 * n + 1):
+        assert_the_replicas_that_have_a_part_exist(wrap, kind, n, samples)
+
+
+def assert_the_replicas_that_have_a_part_exist(wrap, kind, n, samples):
     net = Notes(kind)
     x = torch.randn(samples, 2, dtype=torch.float64)
     args, kwargs = {
@@ -123,7 +125,7 @@ STEPS = ("convert", "wrap", "to", "patch")
 
 @pytest.mark.parametrize("wrapper", [ours, AsTorchDoes], ids=["ours", "the user's"])
 @pytest.mark.parametrize("order", [*itertools.permutations(STEPS)], ids=" ".join)
-def test_every_order_of_setting_up_trains_alike_or_says_what_is_missing(wrapper, order):
+def test_every_order_of_setup_trains_like_one_device_or_names_the_missing_step(wrapper, order):
     """T1.7; vacancy#40, #45."""
     net = network().float()
     twin = copy.deepcopy(net).double()
@@ -176,7 +178,7 @@ def test_a_replica_that_is_kept_after_its_forward_is_given_up(
     wrap(net, 2)(torch.randn(7, 3))
     replica = net.kept[index]
     net.kept.clear()
-    if part == "replica":  # of which nobody can be certain that it runs alone
+    if part == "replica":  # which may not run alone
         monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.05)
         with pytest.raises(ReplicasDiverged, match=f"replica {index} waits.*did not begin"):
             replica(torch.randn(4, 3))

@@ -79,7 +79,7 @@ def test_a_callback_that_raises_ends_the_forward_before_any_replica_runs(wrap, c
 
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_hooks_of_a_synchronized_layer_run_once_per_replica_and_step(wrap):
-    """T13.2. Forward and backward hooks, before and after; whoever runs the replicas."""
+    """T13.2. Forward and backward hooks, before and after, in every runner."""
     ran: list[str] = []
     layer = SynchronizedBatchNorm1d(3)
     layer.register_forward_pre_hook(lambda module, args: ran.append("before forward"))

@@ -71,7 +71,7 @@ def test_callbacks_and_forwards_find_all_tensors_on_the_replicas_device():
         assert replica.weight.requires_grad
 
 
-def test_the_device_of_a_replica_may_be_that_of_a_plain_attribute():
+def test_device_of_a_replica_may_come_from_a_plain_attribute():
     """As torch's own replicas leave it where it is."""
     module = nn.Module()
     assert device_of(module) is None
@@ -79,7 +79,7 @@ def test_the_device_of_a_replica_may_be_that_of_a_plain_attribute():
     assert device_of(module) == torch.device("meta")
 
 
-def test_the_device_in_use_is_that_of_the_innermost_block():
+def test_device_in_use_is_set_by_the_innermost_block():
     cpu, meta = torch.device("cpu"), torch.device("meta")
     with use_device(cpu, None):
         with use_device(meta, None):

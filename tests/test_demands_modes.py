@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from replication import DataParallel, execute_replication_callbacks, replicate
-from syncbn import (
-    SynchronizedBatchNorm1d,
-    SynchronizedBatchNorm2d,
-    SynchronizedBatchNorm3d,
-    convert_model,
-)
+from replication import DataParallel, execute_replication_callbacks, replicate, wait_report
+from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.faults import WRAPS
-from tests.layers import outcome_of
+from tests.layers import LAYERS, outcome_of
 from tests.sharded import randomized, run_sharded
-
-LAYERS = {
-    1: (nn.BatchNorm1d, SynchronizedBatchNorm1d),
-    2: (nn.BatchNorm2d, SynchronizedBatchNorm2d),
-    3: (nn.BatchNorm3d, SynchronizedBatchNorm3d),
-}
 
 
 @pytest.mark.parametrize("track", [True, False])
@@ -42,7 +30,7 @@ def test_a_single_replica_evaluates_alone(track, replica):
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("frozen", [[1], [3], [1, 5], [1, 3, 5]], ids=str)
-def test_layers_in_evaluation_do_not_talk_and_the_others_do(wrap, frozen, monkeypatch):
+def test_only_layers_in_training_communicate(wrap, frozen):
     """T5.2; mmengine#1624, pytorch-deeplab-xception#140. Frozen before the conversion."""
     layers = [layer for i in range(3) for layer in (nn.Linear(3, 3), nn.BatchNorm1d(3))]
     net = randomized(nn.Sequential(*layers)).double()
@@ -54,25 +42,20 @@ def test_layers_in_evaluation_do_not_talk_and_the_others_do(wrap, frozen, monkey
     assert [p.requires_grad for p in net.parameters()] == [
         p.requires_grad for p in twin.parameters()
     ]
-    talked = []
-    exchange = SynchronizedBatchNorm1d._exchange
-
-    def noting(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        talked.append(layer._layer_name)
-        return exchange(layer, *args, **kwargs)
-
-    monkeypatch.setattr(SynchronizedBatchNorm1d, "_exchange", noting)
     run = wrap(net)
-    for samples in (7, 4):
-        x, dy = torch.randn(2, samples, 3, dtype=torch.float64)
-        seen = []
-        for forward, module in ((run, net), (twin, twin)):
-            leaf = x.clone().requires_grad_()
-            y = forward(leaf)
-            y.backward(dy)
-            seen.append([y, leaf.grad, [p.grad for p in module.parameters()], *module.buffers()])
-        torch.testing.assert_close(*seen)
-    assert set(talked) == {str(index) for index in (1, 3, 5)} - {str(i) for i in frozen}
+    with wait_report() as report:
+        for samples in (7, 4):
+            x, dy = torch.randn(2, samples, 3, dtype=torch.float64)
+            seen = []
+            for forward, module in ((run, net), (twin, twin)):
+                leaf = x.clone().requires_grad_()
+                y = forward(leaf)
+                y.backward(dy)
+                grads = [p.grad for p in module.parameters()]
+                seen.append([y, leaf.grad, grads, *module.buffers()])
+            torch.testing.assert_close(*seen)
+    # In each exchange all replicas but the last wait.
+    assert {waits.path for waits in report.layers} == {str(i) for i in {1, 3, 5} - set(frozen)}
     net.train()
     twin.train()
     x = torch.randn(7, 3, dtype=torch.float64)

@@ -19,20 +19,14 @@ from replication import DataParallel
 from syncbn import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
-    SynchronizedBatchNorm3d,
     convert_model,
     set_sbn_eps_mode,
 )
 from tests import oracle
 from tests.faults import WRAPS
-from tests.layers import Numbered, outcome_of
+from tests.layers import LAYERS, Numbered, outcome_of
+from tests.pairwise import pairwise
 from tests.sharded import randomized, run_sharded
-
-LAYERS = {
-    1: (nn.BatchNorm1d, SynchronizedBatchNorm1d),
-    2: (nn.BatchNorm2d, SynchronizedBatchNorm2d),
-    3: (nn.BatchNorm3d, SynchronizedBatchNorm3d),
-}
 
 
 def in_float64(layer: nn.Module) -> nn.Module:
@@ -52,10 +46,12 @@ def in_float64(layer: nn.Module) -> nn.Module:
 # -- statistics --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("value", [0.0, 0.1, -3.7, 1e4, 3e4])
-@pytest.mark.parametrize("samples", [[4, 4], [3, 1, 2], [1, 0, 1]], ids=str)
-def test_a_constant_channel_gives_the_bias(dtype, value, samples):
+@pairwise(
+    dtype=[torch.float16, torch.float32, torch.float64],
+    value=[0.0, 0.1, -3.7, 1e4, 3e4],
+    samples=[[4, 4], [3, 1, 2], [1, 0, 1]],
+)
+def test_constant_channel_gives_the_bias(dtype, value, samples):
     """T2.3. The other channels are not constant."""
     layer = randomized(SynchronizedBatchNorm2d(3, dtype=dtype))
     shards = [torch.randn(n, 3, 3, 5, dtype=dtype) for n in samples]
@@ -129,11 +125,11 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("channels", [1, 3, 65])
-@pytest.mark.parametrize("dims", [2, 3])
-@pytest.mark.parametrize(("of_input", "of_upstream"), [*itertools.product(LAYOUTS, LAYOUTS)])
-def test_every_pair_of_layouts(channels, dims, of_input, of_upstream):
-    """T2.10; pytorch#62967, apex#1768. The upstream's may be another than the input's."""
+@pairwise(channels=[1, 3, 65], dims=[2, 3], of_input=LAYOUTS, of_upstream=LAYOUTS)
+def test_input_and_upstream_gradient_may_have_any_two_layouts(
+    channels, dims, of_input, of_upstream
+):
+    """T2.10; pytorch#62967, apex#1768."""
     layer = randomized(LAYERS[dims][1](channels))
     twin = in_float64(layer)
     shards, upstream = (
@@ -170,7 +166,7 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("track", [True, False])
 @pytest.mark.parametrize(("of_input", "of_layer"), [*itertools.product(FLOATS, FLOATS)])
-def test_every_pair_of_dtypes_is_taken_or_refused_as_by_torchs_layer(
+def test_every_pair_of_dtypes_is_accepted_or_refused_like_in_torchs_layer(
     of_input, of_layer, affine, track
 ):
     """T4.1; apex#254, pytorch#61924, #96203."""

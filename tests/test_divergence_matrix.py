@@ -18,12 +18,13 @@ from syncbn import SynchronizedBatchNorm1d
 from tests.deadlines import Deadline
 from tests.faults import N, as_torch_does, assert_next_step_is_exact, batch, numbers, ours
 from tests.layers import Numbered, outcome_of
+from tests.pairwise import pairwise
 from tests.sharded import run_sharded
 
 #: Seconds; a wait that were given up late would take `replication.sync.rendezvous.STALL_TIMEOUT`.
 AT_ONCE = 5.0
 
-wraps = pytest.mark.parametrize("wrap", [ours, as_torch_does])
+RUNNERS = [ours, as_torch_does]
 replicas = pytest.mark.parametrize("replica", range(N))
 
 
@@ -61,7 +62,7 @@ def failure(net: nn.Module, wrap: Any, x: Tensor) -> BaseException:
     at_once = Deadline(AT_ONCE)
     outcome = outcome_of(lambda: wrap(net)(x))
     assert not at_once.has_passed()
-    assert outcome.error is not None, "nobody has noticed"
+    assert outcome.error is not None, "no error"
     return outcome.error
 
 
@@ -105,10 +106,8 @@ WAYS: dict[str, tuple[Callable[[TwoLayers, Tensor], Tensor], str, str]] = {
 }  # fmt: skip
 
 
-@wraps
-@replicas
-@pytest.mark.parametrize("way", WAYS)
-def test_a_replica_that_goes_another_way_is_named(wrap, replica, way):
+@pairwise(wrap=RUNNERS, replica=range(N), way=WAYS)
+def test_replica_that_skips_a_layer_is_named(wrap, replica, way):
     net, twin = nets()
     net.odd_one, (net.other, of_odd, of_others) = replica, WAYS[way]
     error = failure(net, wrap, batch()[0])
@@ -138,10 +137,8 @@ BAD_INPUT: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception], str]] = 
 }
 
 
-@wraps
-@replicas
-@pytest.mark.parametrize("what", BAD_INPUT)
-def test_bad_input_in_one_replica_is_that_ones_error(wrap, replica, what):
+@pairwise(wrap=RUNNERS, replica=range(N), what=BAD_INPUT)
+def test_bad_input_in_one_replica_is_the_error_of_that_replica(wrap, replica, what):
     net, twin = nets()
     change, kind, text = BAD_INPUT[what]
     net.odd_one, net.other = replica, lambda net, x: net.b(change(net.a(x)))
@@ -196,9 +193,7 @@ def around(norm: Callable[..., nn.Module], talks: nn.Module) -> nn.Sequential:
     return nn.Sequential(linear, norm(3, dtype=torch.float64), nn.Sequential(talks))
 
 
-@wraps
-@replicas
-@pytest.mark.parametrize("what", CALLS)
+@pairwise(wrap=RUNNERS, replica=range(N), what=CALLS)
 def test_a_replica_that_calls_something_else_is_named(wrap, replica, what):
     usual, other, of_others, of_odd = CALLS[what]
     talks = Talks(replica, usual, other)
@@ -239,10 +234,8 @@ CONSTANTS = {
 }
 
 
-@wraps
-@replicas
-@pytest.mark.parametrize("what", CONSTANTS)
-def test_what_a_replica_without_grad_sends_are_constants_to_the_others(wrap, replica, what):
+@pairwise(wrap=RUNNERS, replica=range(N), what=CONSTANTS)
+def test_messages_of_a_replica_without_grad_are_constants(wrap, replica, what):
     way, places = CONSTANTS[what]
     net, twin = nets()
     net.whole, net.odd_one = way, replica

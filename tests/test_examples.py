@@ -45,7 +45,7 @@ def test_it_prints_a_table_and_draws_the_curves(example, dtype, tmp_path, capsys
 
 # Batches of 10 on 4 replicas are 3, 3, 3 and 1.
 @pytest.mark.parametrize(("replicas", "batch_size"), [(2, 8), (4, 16), (4, 10)])
-def test_the_synchronized_run_alone_is_that_of_one_device(example, replicas, batch_size):
+def test_only_the_synchronized_run_equals_one_device(example, replicas, batch_size):
     options = example.Options([torch.device("cpu")] * replicas, batch_size, steps=12)
     one_device, plain, synchronized = example.compare(options)
     assert [run.name for run in (one_device, plain, synchronized)] == RUNS

@@ -47,7 +47,7 @@ from tests.processes import ROOT, run_python
 
 
 class LayerError(Exception):
-    """An error that nobody else raises."""
+    """An error that only the tests raise."""
 
 
 def ours(module: nn.Module, n: int) -> nn.Module:
@@ -100,7 +100,7 @@ def test_failure_that_is_no_exception_reaches_the_caller(replica, error):
         model(torch.randn(4, 2))
 
 
-def test_what_nobody_has_collected_is_freed():
+def test_uncollected_results_are_freed():
     """The message of a replica that waited, whose graph refers to the replica by a hook."""
 
     class Hooked(Numbered):
@@ -300,7 +300,7 @@ def test_module_path_is_that_within_the_network():
         ours(net, 2)(torch.randn(4, 2))
 
 
-def test_layer_that_is_the_root_has_a_name_too():
+def test_layer_that_is_the_root_has_a_name():
     class Skips(Centering):
         def forward(self, x: Tensor) -> Tensor:
             return x if self._parallel_id == 1 else super().forward(x)
@@ -329,7 +329,7 @@ programs = st.lists(st.text("ab", max_size=3), min_size=2, max_size=4)
 
 
 @given(programs=programs)
-def test_replicas_get_values_if_and_only_if_they_call_alike(programs):
+def test_replicas_get_values_if_and_only_if_their_calls_match(programs):
     x = torch.randn(len(programs), 2)
     outcome = outcome_of(lambda: ours(Program(programs), len(programs))(x))
     if len(set(programs)) > 1:
@@ -353,8 +353,8 @@ def test_failing_replica_wins_where_the_others_would_have_gone_on(programs, repl
 def test_every_forward_ends_in_a_value_or_a_named_error(programs):
     n = len(programs)
     outcome = outcome_of(lambda: ours(Program(programs), n)(torch.ones(n, 1)))
-    alike = len(set(programs)) == 1 and "!" not in programs[0]
-    assert (outcome.error is None) is alike
+    match = len(set(programs)) == 1 and "!" not in programs[0]
+    assert (outcome.error is None) is match
     assert isinstance(outcome.error, (type(None), LayerError, ReplicasDiverged))
 
 

@@ -1,4 +1,4 @@
-"""Any error, anywhere, in any copy, whoever runs it: it arrives as it is, and leaves nothing."""
+"""Any error, in any place, copy and runner, arrives unchanged and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from tests.faults import (
     ours,
     twin_of,
 )
+from tests.pairwise import pairwise
 
 #: Seconds. A replica that is left waiting takes `replication.sync.rendezvous.STALL_TIMEOUT`.
 AT_ONCE = 5.0
@@ -67,14 +68,6 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "KeyboardInterrupt": KeyboardInterrupt,
 }
 
-# The function is the class once more, so two errors will do.
-RUNS = [
-    (wrap, error)
-    for wrap in WRAPS
-    for error in ERRORS
-    if wrap is not as_a_function or error in ("NeedsTwo", "SystemExit")
-]
-
 
 @pytest.fixture(scope="module", autouse=True)
 def three_idle_workers() -> Iterator[None]:
@@ -85,8 +78,8 @@ def three_idle_workers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def garbage_of_the_test_alone() -> Iterator[None]:
-    """What is freed in a test is freed by its last reference, and so was in no cycle; and who
-    looks for objects sees those of the test."""
+    """Objects that are freed in a test are freed by their last reference, so they are in no cycle.
+    Freezing hides the objects of earlier tests."""
     gc.freeze()
     gc.disable()
     yield
@@ -131,9 +124,9 @@ def fail(run: Callable[[Tensor], Tensor], fault: Fault, x: Tensor, dy: Tensor) -
 
 
 # T1.2, T1.3, T13.2, T14.2
-@pytest.mark.parametrize(("wrap", "error"), RUNS)
-@pytest.mark.parametrize(("place", "replica"), WHERE)
-def test_error_arrives_as_it_is_and_leaves_an_exact_model_behind(wrap, error, place, replica):
+@pairwise(where=WHERE, error=ERRORS, wrap=WRAPS)
+def test_error_arrives_unchanged_and_leaves_an_exact_model_behind(where, error, wrap):
+    place, replica = where
     fault = Fault(place, replica, ERRORS[error]())
     net = faulty(fault)
     twin, run = twin_of(net), wrap(net)
@@ -151,7 +144,7 @@ def test_error_arrives_as_it_is_and_leaves_an_exact_model_behind(wrap, error, pl
     torch.ones((), requires_grad=True).backward()
     assert soon(lambda: live_tensors() == tensors)
 
-    # Running statistics of layers that all copies have finished are those of the batch, and all
+    # Layers that all copies have finished have the running statistics of the batch, and all
     # others what they were.
     for name, value in net.state_dict().items():
         is_new = name.split(".")[0] in PLACES[place]
@@ -180,9 +173,7 @@ class Interruption(Fault):
 
 
 # T1.11
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("place", ["before", "in", "between", "after"])
-@pytest.mark.parametrize("replica", range(N))
+@pairwise(wrap=WRAPS, place=["before", "in", "between", "after"], replica=range(N))
 @pytest.mark.usefixtures("one_interrupt")
 def test_interrupt_of_the_caller_arrives_at_once_and_leaves_an_exact_model(wrap, place, replica):
     fault = Interruption(place, replica)
@@ -194,7 +185,7 @@ def test_interrupt_of_the_caller_arrives_at_once_and_leaves_an_exact_model(wrap,
         with pytest.raises(KeyboardInterrupt):
             run(x)
         assert not at_once.has_passed()
-        assert soon(lambda: not fault.rendezvous._waits)  # nobody waits for the busy replica
+        assert soon(lambda: not fault.rendezvous._waits)  # no wait for the busy replica
     finally:
         fault.is_over.set()
         fault.rendezvous = None

@@ -39,7 +39,7 @@ REPLICAS = 3
 
 
 class LayerError(Exception):
-    """An error that nobody else raises."""
+    """An error that only the tests raise."""
 
 
 class Interlude(Numbered):
@@ -118,7 +118,7 @@ def assert_independent(model: DataParallel, twin: nn.Module, net: nn.Module, ste
 @duplicates
 @wrapped
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_copy_trains_exactly_and_by_itself(duplicate, whole, steps):
+def test_copy_trains_exactly_and_independently(duplicate, whole, steps):
     """T12.1: before and after a forward."""
     net = network()
     model = replicated(net)
@@ -256,7 +256,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
-def test_the_interpreter_ends_by_itself_after_any_failure(tmp_path, failure):
+def test_interpreter_exits_after_any_failure(tmp_path, failure):
     """T1.12: within 2 s where nothing else runs; here, in time at all."""
     in_time = Deadline(20)
     run_script(
@@ -446,7 +446,7 @@ def test_many_forwards_leave_nothing_behind(life):
     live(model)
     with no_garbage_collection():
         before = census()
-        for _ in range(100):
+        for _ in range(20):
             live(model)
         # Threads end right after the caller goes on.
         assert soon(lambda: census() <= before), census() - before

@@ -292,7 +292,7 @@ def test_a_parameter_is_on_another_device():
     TypeError: the result of torch.compile(module) must not have its own hooks, because replicas
     run the module itself; register the hooks on the module
 """)
-def test_a_compiled_network_has_hooks_of_its_own():
+def test_compiled_network_has_its_own_hooks():
     """T9.3"""
     compiled = torch.compile(network(), backend="eager")
     compiled.register_forward_hook(print)
@@ -488,7 +488,7 @@ def test_replica_that_cannot_list_its_modules_does_not_hide_its_error():
     assert caught.value.__notes__[0].startswith("in replica 1 of 2")
 
 
-def test_replicas_that_failed_alike_are_listed_in_their_order():
+def test_replicas_with_the_same_failure_are_listed_in_order():
     error, ours = KeyError("first"), ReplicationError("because of it")
     failures = [(2, ValueError("v")), (1, error), (3, ours), (0, ValueError("v"))]
     add_others(error, [Failure(*failure) for failure in failures])

@@ -98,7 +98,7 @@ def unet() -> nn.Module:
 
 
 def segresnet() -> nn.Module:
-    """Segments volumes, too; normalizes before it convolves."""
+    """Segments volumes, and normalizes before it convolves."""
     nets = package("monai.networks.nets")
     blocks = {"blocks_down": (1, 1, 1), "blocks_up": (1, 1)}
     return nets.SegResNet(3, 4, in_channels=2, out_channels=3, norm="batch", **blocks)
@@ -138,7 +138,7 @@ class Images:
     def losses(self, model: nn.Module, x: Tensor, target: Tensor) -> Losses:
         output = model(x, output_hidden_states=True)
         # Of the joined output. With ``labels`` each replica would return its own mean loss, and
-        # the mean of these is not that of the batch if shares are uneven.
+        # the mean of these is not the mean of the batch if shares are uneven.
         loss = F.cross_entropy(output.logits, target)
         # The sine has a gradient which normalization does not take away, as it does with a square.
         yield 0, loss + sum(hidden.sin().mean() for hidden in output.hidden_states)
@@ -200,7 +200,7 @@ def train(
     """What each step gives: the losses, all gradients, and then all parameters and buffers."""
     networks = [copy.deepcopy(network).double().train() for network in networks]
     models = [wrap(network) for network in networks]
-    # Not Adam: of a gradient that is 0 but for rounding (that of a bias in front of a BatchNorm)
+    # Not Adam: of a gradient that is 0 but for rounding (of a bias in front of a BatchNorm)
     # it makes a step of full size.
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9) for net in networks]
     seen: dict[str, Tensor] = {}

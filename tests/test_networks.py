@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +20,7 @@ from replication import (
     scatter_kwargs,
 )
 from syncbn import convert_model
+from tests.pairwise import pairwise
 
 
 class Residual(nn.Module):
@@ -98,9 +98,7 @@ def assert_trains_alike(net: nn.Module, model: nn.Module, sizes: list[int]) -> N
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("network", [Classifier, Volumes])
-@pytest.mark.parametrize("replicas", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("sizes", [[8, 8, 8], [9, 3, 8, 2]], ids=str)
+@pairwise(network=[Classifier, Volumes], replicas=[1, 2, 3, 5, 8], sizes=[[8, 8, 8], [9, 3, 8, 2]])
 def test_training_on_replicas_equals_training_on_one_device(network, replicas, sizes):
     net = network().double()
     model = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * replicas)
@@ -136,20 +134,20 @@ class Customized(nn.DataParallel):
         return gather(outputs, output_device, self.dim)
 
 
-def test_a_patched_data_parallel_of_the_users_own_trains_alike():
+def test_patched_custom_data_parallel_trains_like_one_device():
     net = Classifier().double()
     model = Customized(convert_model(copy.deepcopy(net)), 3)
     patch_replication_callback(model)
     assert_trains_alike(net, model, [8, 5, 1 + 3])
 
 
-def test_wrapping_first_and_converting_then_trains_alike():
+def test_model_converted_after_wrapping_trains_like_one_device():
     net = Classifier().double()
     model = convert_model(DataParallel(copy.deepcopy(net), ["cpu"] * 3))
     assert_trains_alike(net, model, [8, 5])
 
 
-def test_the_functional_form_trains_alike():
+def test_functional_form_trains_like_one_device():
     class Functional(nn.Module):
         def __init__(self, net: nn.Module) -> None:
             super().__init__()
@@ -172,7 +170,7 @@ def test_a_data_parallel_inside_a_data_parallel_synchronizes_its_own_replicas():
     torch.testing.assert_close(inner(x), net(x))
 
 
-def test_several_networks_that_share_a_layer_train_alike():
+def test_networks_that_share_a_layer_give_the_numbers_of_one_device():
     shared = nn.BatchNorm1d(3).double()
     first, second = (
         nn.Sequential(shared, nn.ReLU()),

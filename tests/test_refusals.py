@@ -50,7 +50,7 @@ def test_each_step_refuses_a_device_that_is_not_there(call):
 
 
 @pytest.mark.parametrize("names", [[1], {1}, b"x", [None], "features"], ids=repr)
-def test_names_of_outputs_are_checked_by_gather_too(names):
+def test_gather_checks_names_of_outputs(names):
     with pytest.raises(TypeError, match="must be a list of names"):
         gather([{"features": X}] * 2, "cpu", except_keywords=names)
 
@@ -88,7 +88,7 @@ def test_a_dimension_that_is_no_int_is_refused_when_the_model_is_made(dim):
 
 
 @pytest.mark.parametrize("devices", [{}, set(), iter(()), range(0)], ids=repr)
-def test_no_devices_are_refused_whatever_holds_them(devices):
+def test_empty_devices_are_refused_in_any_container(devices):
     with pytest.raises(ValueError, match="at least one device"):
         DataParallel(nn.Linear(3, 2), devices)
 

@@ -1,4 +1,4 @@
-"""What is said of a release is said alike everywhere."""
+"""All files state the same version, date and license of a release."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def test_version_is_that_of_the_changelog_and_of_the_citation():
+def test_version_matches_the_changelog_and_the_citation():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", "utf-8")
     version = config["metadata"]["version"]

@@ -101,7 +101,7 @@ def test_with_one_replica_there_is_nothing_to_synchronize(example):
 
 @pytest.mark.parametrize("head", ["pool", "flatten"])
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_the_synchronized_run_alone_is_that_of_one_device(example, replicas, head):
+def test_only_the_synchronized_run_equals_one_device(example, replicas, head):
     one_device = example.compare(tiny(example, 1, head=head))
     runs = example.compare(tiny(example, replicas, head=head))
     for share in (1, 2, 4, 8):

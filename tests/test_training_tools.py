@@ -24,12 +24,12 @@ from replication import DataParallel
 from syncbn import convert_model
 from tests.layers import Numbered
 from tests.sharded import randomized
-from tests.stepping import batch, network, ours, wraps
+from tests.stepping import batch, network, ours, patched, wraps
 
 #: None divides by 3; the second keeps two of three replicas busy.
 SIZES = (7, 4, 5, 8)
 
-replicas = pytest.mark.parametrize("n", [2, 3])
+setups = pytest.mark.parametrize(("wrap", "n"), [(ours, 3), (patched, 2)])
 
 Batches = list[tuple[Tensor, Tensor]]
 Use = Callable[[nn.Module, Batches], Sequence[Any]]
@@ -107,10 +107,9 @@ FREEZES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@wraps
-@replicas
+@setups
 @pytest.mark.parametrize("freeze", FREEZES.values(), ids=FREEZES)
-def test_what_is_frozen_stays_and_trains_on_when_it_is_thawed(freeze, n, wrap):
+def test_frozen_parts_stay_and_train_again_after_unfreezing(freeze, n, wrap):
     def use(model: nn.Module, batches: Batches) -> list[Tensor]:
         freeze(inner(model))
         optimizer = sgd(model)
@@ -151,8 +150,7 @@ class WithoutGraph(KeepsStatistics):
         return self.head(self.norm(features))
 
 
-@wraps
-@replicas
+@setups
 @pytest.mark.parametrize("make", [KeepsStatistics, WithoutGraph])
 def test_a_network_that_freezes_a_part_of_itself(make, n, wrap):
     def use(model: nn.Module, batches: Batches) -> list[Any]:
@@ -174,11 +172,10 @@ AVERAGES: dict[str, Callable[[nn.Module], AveragedModel]] = {
 }
 
 
-@wraps
-@replicas
+@setups
 @pytest.mark.parametrize("average", AVERAGES.values(), ids=AVERAGES)
 @pytest.mark.parametrize("of", ["the model", "the module"])
-def test_an_average_follows_the_training_and_has_no_part_in_it(average, of, n, wrap):
+def test_weight_average_follows_the_training_without_changing_it(average, of, n, wrap):
     """It evaluates, and trains, on replicas of its own where the model does."""
 
     def use(model: nn.Module, batches: Batches) -> list[Any]:
@@ -221,11 +218,10 @@ ARRANGED: dict[str, Callable[[Any, Any], nn.Module]] = {
 }
 
 
-@wraps
-@replicas
+@setups
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("arrange", ARRANGED.values(), ids=ARRANGED)
-def test_statistics_are_estimated_anew_over_all_batches(arrange, momentum, n, wrap):
+def test_update_bn_estimates_the_statistics_over_all_batches(arrange, momentum, n, wrap):
     def use(model: nn.Module, batches: Batches) -> list[Any]:
         replicated = isinstance(model, nn.DataParallel)
         arranged = arrange(model, lambda net: wrap(net, n) if replicated else net)
@@ -244,8 +240,7 @@ def test_statistics_are_estimated_anew_over_all_batches(arrange, momentum, n, wr
     assert_alike(use, wrap, n, make)
 
 
-@wraps
-@replicas
+@setups
 def test_stochastic_weight_averaging_as_a_whole(n, wrap):
     """As in torch's own manual: schedulers, an average, and its statistics in the end."""
 
@@ -271,7 +266,7 @@ def test_stochastic_weight_averaging_as_a_whole(n, wrap):
 
 @wraps
 def test_an_average_of_the_model_is_loaded_as_one_of_a_plain_network(wrap):
-    """Whose names lack that of the wrapper, as the names of its ``module.state_dict()`` do."""
+    """Its names lack the prefix of the wrapper, like the names of ``module.state_dict()``."""
     model = wrap(convert_model(network()), 3)
     mean = AveragedModel(model, use_buffers=True)
     optimizer = sgd(model)
@@ -307,8 +302,7 @@ def test_torch_refuses_functional_calls_of_the_wrapper_itself():
         functional_call(model, dict(model.named_parameters()), (batch(4)[0],))
 
 
-@wraps
-@replicas
+@setups
 @pytest.mark.parametrize("which", ["parameters", "buffers too"])
 def test_a_functional_call_uses_what_it_is_given(which, n, wrap):
     """Gradients arrive there, and what is trainable; the model's own keep out of it."""
@@ -333,8 +327,7 @@ def test_a_functional_call_uses_what_it_is_given(which, n, wrap):
     assert_alike(use, wrap, n)
 
 
-@wraps
-@replicas
+@setups
 def test_gradients_flow_through_parameters_that_have_made_a_step(n, wrap):
     """As in MAML: the second call is given what the first one's gradients have made of them."""
 
@@ -376,8 +369,7 @@ class Modulated(nn.Module):
         return functional_call(self.net, given, (x,)) + self.net(x.cos())
 
 
-@wraps
-@replicas
+@setups
 def test_a_functional_call_inside_a_replica(n, wrap):
     def use(model: nn.Module, batches: Batches) -> list[Any]:
         seen = train(model, sgd(model), batches)
@@ -450,18 +442,16 @@ def train_and_evaluate(model: nn.Module, batches: Batches) -> list[Any]:
     return [*seen, model.eval()(batches[0][0])]
 
 
-@wraps
-@replicas
+@setups
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_parametrized_network_trains_alike(way, n, wrap):
-    """Its buffers, too: those of a power iteration are written once per forward."""
+def test_parametrized_network_trains_like_one_device(way, n, wrap):
+    """So do its buffers: a power iteration writes them once per forward."""
     assert_alike(train_and_evaluate, wrap, n, lambda: square(way))
 
 
-@replicas
 @pytest.mark.parametrize("way", ["weight_norm", "old weight_norm", "old spectral_norm", "pruned"])
-def test_a_recurrent_weight_may_be_parametrized(way, n):
-    """It is among the flat weights of the layer, too."""
+def test_a_recurrent_weight_may_be_parametrized(way):
+    """It is also one of the flat weights of the layer."""
 
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -480,11 +470,10 @@ def test_a_recurrent_weight_may_be_parametrized(way, n):
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.norm(self.rnn(x)[0]).flatten(1))
 
-    assert_alike(train_and_evaluate, ours, n, Recurrent)
+    assert_alike(train_and_evaluate, ours, 3, Recurrent)
 
 
-@wraps
-@replicas
+@setups
 def test_a_parametrization_by_the_weight_of_another_layer(n, wrap):
     def make() -> nn.Module:
         net = square()
@@ -494,8 +483,7 @@ def test_a_parametrization_by_the_weight_of_another_layer(n, wrap):
     assert_alike(train_and_evaluate, wrap, n, make)
 
 
-@wraps
-@replicas
+@setups
 def test_the_normalization_itself_may_be_parametrized_once_it_is_converted(n, wrap):
     def use(model: nn.Module, batches: Batches) -> list[Any]:
         register_parametrization(inner(model)[0], "weight", Scaled().double())
@@ -507,8 +495,7 @@ def test_the_normalization_itself_may_be_parametrized_once_it_is_converted(n, wr
     assert_alike(use, wrap, n)
 
 
-@wraps
-@replicas
+@setups
 def test_training_goes_on_when_a_parametrization_is_removed(n, wrap):
     def use(model: nn.Module, batches: Batches) -> list[Any]:
         seen = train(model, sgd(model), batches[:2])
@@ -531,9 +518,8 @@ class Adversaries(nn.Module):
         self.double()
 
 
-@wraps
-@replicas
-def test_adversaries_train_alike(n, wrap):
+@setups
+def test_adversarial_networks_train_like_one_device(n, wrap):
     """Two forwards of the critic before their backward, and one through it while it is frozen."""
 
     def use(both: Any, batches: Batches) -> list[Any]:
@@ -600,9 +586,8 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-@replicas
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_every_kind_of_optimizer_makes_the_same_steps(make, n):
+def test_every_kind_of_optimizer_makes_the_same_steps(make):
     def use(model: nn.Module, batches: Batches) -> list[Any]:
         optimizer = make(groups(model))
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -612,11 +597,10 @@ def test_every_kind_of_optimizer_makes_the_same_steps(make, n):
             schedule.step()
         return [*seen, *schedule.get_last_lr()]
 
-    assert_alike(use, ours, n)
+    assert_alike(use, ours, 3)
 
 
-@wraps
-@replicas
+@setups
 def test_an_optimizer_that_calls_the_model_several_times_a_step(n, wrap):
     """L-BFGS, whose line search calls it as often as it needs to."""
 
@@ -640,8 +624,7 @@ def test_an_optimizer_that_calls_the_model_several_times_a_step(n, wrap):
     assert_alike(use, wrap, n)
 
 
-@wraps
-@replicas
+@setups
 def test_a_step_to_where_the_loss_is_sharpest_and_back(n, wrap):
     """As in SAM. Weights are set through one vector, of which they are views from then on."""
 
@@ -664,8 +647,7 @@ def test_a_step_to_where_the_loss_is_sharpest_and_back(n, wrap):
     assert_alike(use, wrap, n)
 
 
-@wraps
-@replicas
+@setups
 def test_gradients_may_keep_their_memory(n, wrap):
     """In one flat tensor, which is zeroed instead of dropped."""
 
@@ -708,9 +690,8 @@ class Overflows(Numbered):
         return x
 
 
-@replicas
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_step_whose_gradient_overflows_in_one_replica_is_skipped(dtype, n):
+def test_a_step_whose_gradient_overflows_in_one_replica_is_skipped(dtype):
     """Under autocast. The scale has the same history; numbers agree as far as the dtype goes."""
 
     def use(model: nn.Module, batches: Batches) -> list[Any]:
@@ -737,5 +718,5 @@ def test_a_step_whose_gradient_overflows_in_one_replica_is_skipped(dtype, n):
 
     eps = torch.finfo(dtype).eps
     assert_alike(
-        use, ours, n, lambda: network().append(Overflows()).float(), rtol=8 * eps, atol=4 * eps
+        use, ours, 3, lambda: network().append(Overflows()).float(), rtol=8 * eps, atol=4 * eps
     )

@@ -82,7 +82,7 @@ def test_first_forward_that_trains_is_the_one_that_warns():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copy_of_a_model_warns_anew(copied):
+def test_copy_of_a_model_warns_again(copied):
     model = DataParallel(network(), CPUS)
     before = dict(vars(model))
     assert len(warnings_of(model, X)) == 1

@@ -45,7 +45,7 @@ def test_the_flag_may_be_given_as_well(monkeypatch):
 
 
 @pytest.mark.parametrize(("replicas", "samples"), [(4, 10), (3, 7), (5, 2), (1, 4)])
-def test_the_loss_where_outputs_are_is_that_of_one_device(replicas, samples, monkeypatch):
+def test_loss_where_outputs_are_equals_one_device(replicas, samples, monkeypatch):
     example = load("loss_where_outputs_are", monkeypatch)
     loss, grads = example.compare(["cpu"] * replicas, samples)
     assert loss < 1e-14
@@ -63,7 +63,7 @@ TALKING = ["contrastive", "whiten", "hardest", "older_style"]
 
 @pytest.mark.parametrize("name", TALKING)
 @pytest.mark.parametrize(("replicas", "samples"), [(2, 8), (4, 10), (3, 7), (1, 6)])
-def test_layers_that_talk_give_the_numbers_of_one_device(name, replicas, samples, monkeypatch):
+def test_communicating_layers_give_the_numbers_of_one_device(name, replicas, samples, monkeypatch):
     found = load(name, monkeypatch).compare(replicas, samples)
     distances = [d for d in (found if isinstance(found, tuple) else (found,)) if type(d) is float]
     assert distances
@@ -71,7 +71,7 @@ def test_layers_that_talk_give_the_numbers_of_one_device(name, replicas, samples
 
 
 @pytest.mark.parametrize("name", TALKING)
-def test_layers_that_talk_are_short_and_run_as_scripts(name, capsys):
+def test_communicating_layers_are_short_and_run_as_scripts(name, capsys):
     path = EXAMPLES / f"{name}.py"
     assert len(path.read_text(encoding="utf-8").splitlines()) < 60
     try:
@@ -81,7 +81,7 @@ def test_layers_that_talk_are_short_and_run_as_scripts(name, capsys):
     assert "off by" in capsys.readouterr().out
 
 
-def test_the_loss_of_the_hardest_is_that_of_the_whole_batch_not_of_each_replica(monkeypatch):
+def test_hard_example_loss_is_over_the_whole_batch(monkeypatch):
     example = load("hardest", monkeypatch)
     scores = torch.tensor([[0.0, 9.0]] * 4 + [[9.0, 0.0]] * 4)
     classes = torch.zeros(8, dtype=torch.long)

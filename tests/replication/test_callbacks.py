@@ -244,7 +244,7 @@ def test_callback_that_is_not_callable_is_refused():
 
 
 @pytest.mark.parametrize("culprit", ["type", "callable"])
-def test_nobody_is_called_unless_everybody_can_be(culprit):
+def test_no_callback_runs_unless_all_can_run(culprit):
     out: list[Any] = []
     modules = [tree(out) for _ in range(2)]
     if culprit == "type":
@@ -336,7 +336,7 @@ def test_patched_data_parallel_calls_the_callbacks():
     assert recorded(model) == BOTH
 
 
-def test_patched_layers_talk():
+def test_patched_layers_communicate():
     model = AsTorchDoes(Centering(), 3)
     patch_replication_callback(model)
     x = torch.randn(7, 2)
@@ -435,7 +435,7 @@ copied_each_way = pytest.mark.parametrize(
 
 @copied_each_way
 @pytest.mark.parametrize("is_first", [False, True])
-def test_copy_of_a_patched_data_parallel_is_patched_by_itself(copied, is_first):
+def test_copy_of_a_patched_data_parallel_is_patched_independently(copied, is_first):
     model = unpatched()
     handle = patch_replication_callback(model)
     twin = copied(model)
@@ -584,7 +584,7 @@ class AsTorchReplicates(CustomDataParallel):
 
 
 @pytest.mark.parametrize("kind", [CustomDataParallel, AsTorchReplicates])
-def test_hooks_that_a_replica_adds_to_those_of_a_layer_are_its_own(kind):
+def test_hooks_that_a_replica_adds_do_not_reach_the_layer(kind):
     net = HooksItself()
     model = kind(net, 2)
     patch_replication_callback(model)

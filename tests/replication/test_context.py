@@ -119,12 +119,12 @@ def test_unknown_attribute_is_an_attribute_error():
     ],
     ids=lambda model: type(model).__name__,
 )
-def test_copies_talk_whoever_runs_them(model):
+def test_copies_communicate_in_every_runner(model):
     patch_replication_callback(model)
     assert model(torch.ones(7, 1)).tolist() == [[7.0]] * 3
 
 
-def test_copies_talk_under_the_function():
+def test_copies_communicate_in_the_functional_form():
     assert data_parallel(Keeps(), torch.ones(4, 1), ["cpu"] * 2).tolist() == [[4.0]] * 2
 
 

@@ -84,7 +84,7 @@ def test_batch_dimension_may_be_another():
     assert torch.equal(DataParallel(Transposed(), ["cpu"] * 3, dim=1)(x), 2 * x)
 
 
-def test_keyword_arguments_are_split_too():
+def test_keyword_arguments_are_split():
     class Adds(nn.Module):
         def forward(self, x: Tensor, *, y: Tensor, scale: int) -> dict[str, Tensor]:
             return {"sum": x + scale * y}
@@ -113,7 +113,7 @@ def test_without_grad_the_replicas_are_cut_off():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_layers_talk_without_grad(mode):
+def test_layers_communicate_without_grad(mode):
     x = torch.randn(6, 2)
     with mode():
         y = DataParallel(Centering(), ["cpu"] * 3)(x)
@@ -218,7 +218,7 @@ def test_devices_without_an_index_are_kept_as_they_are():
     assert model.device_ids == [torch.device("meta")] * 2
 
 
-def test_repr_and_state_dict_are_those_of_torchs_class():
+def test_repr_and_state_dict_match_torchs_class():
     model = DataParallel(nn.Linear(2, 2), ["cpu"] * 2)
     assert list(model.state_dict()) == ["module.weight", "module.bias"]
     assert repr(model).startswith("DataParallel(\n  (module): Linear(")
@@ -293,7 +293,7 @@ def test_several_threads_may_use_one_model():
     torch.testing.assert_close(actual, expected)
 
 
-def test_data_parallel_inside_a_replica_has_copies_of_its_own():
+def test_data_parallel_inside_a_replica_makes_separate_copies():
     inner = DataParallel(Centering(), ["cpu"] * 2)
     x = torch.randn(8, 2)
     halves = [half - half.mean(0) for half in x.split(4)]

@@ -79,13 +79,13 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 @pytest.mark.parametrize("devices", range(2, 6))
-@pytest.mark.parametrize("samples", [1, 2, 3, 4, 5, 9, 12])
-def test_exactly_the_replicas_that_have_data_run(arguments, devices, samples):
-    model = echo(devices)
-    args, kwargs = ARGUMENTS[arguments](torch.arange(samples))
-    model(*args, **kwargs)
-    expected = len(torch.arange(samples).chunk(devices))
-    assert len(model.module.seen) == expected
+def test_exactly_the_replicas_that_have_data_run(arguments, devices):
+    for samples in (1, 2, 3, 4, 5, 9, 12):
+        model = echo(devices)
+        x = torch.arange(samples)
+        args, kwargs = ARGUMENTS[arguments](x)
+        model(*args, **kwargs)
+        assert len(model.module.seen) == len(x.chunk(devices))
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
@@ -221,7 +221,7 @@ class Row(tuple):
     """A tuple of a class of its own."""
 
 
-def test_what_is_derived_from_containers_is_split_too():
+def test_subclasses_of_containers_are_split():
     x = torch.arange(6)
     model = echo(2)
     output = model(Attributes(a=x), Items([x]), Row((x, 1)), deque([x]), torch.Size([6]))
@@ -255,7 +255,7 @@ register_pytree_node(
 )
 
 
-def test_containers_registered_without_names_have_those_of_their_keys():
+def test_containers_registered_without_names_are_named_by_their_keys():
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Output:
             return Output(logits=x, hidden=x)
@@ -357,7 +357,7 @@ def test_outputs_stay_where_they_are_in_the_structure_they_are_in():
 
 
 @pytest.mark.parametrize("devices", [0, 1])
-def test_on_one_device_it_is_scattered_too(devices):
+def test_single_device_scatters(devices):
     devices = ["cpu"] * devices or None
     output = DataParallel(Echo(), devices, gather_to_one_device=False)(torch.zeros(5))
     assert isinstance(output, Scattered)
@@ -619,7 +619,7 @@ def test_replicas_are_ordered_by_device_index_and_equal_ones_keep_their_order(de
 
 
 @pytest.mark.parametrize("sorts", [False, True])
-def test_all_leaves_are_ordered_alike(sorts, monkeypatch):
+def test_all_leaves_have_the_same_order(sorts, monkeypatch):
     model = echo(3, sort_and_gather=sorts, except_keywords=["kept"])
     # The gather of three replicas on devices that do not ascend, without such devices.
     model.device_ids = ["cuda:2", "cuda:0", "cuda:1"]

@@ -93,14 +93,14 @@ class LayerError(Exception):
 
 
 @runners
-def test_replicas_talk_whoever_runs_them(wrap):
+def test_replicas_communicate_in_every_runner(wrap):
     x = torch.randn(7, 2)
     torch.testing.assert_close(wrap(Centering(), 3)(x), x - x.mean(0))
 
 
 @runners
 @pytest.mark.parametrize("replica", [0, 1, 2])
-def test_failure_is_seen_whoever_runs_the_replica(wrap, replica):
+def test_failure_is_seen_in_every_runner(wrap, replica):
     model = wrap(nn.Sequential(FailsAt(replica, LayerError), Centering()), 3)
     with pytest.raises(LayerError):
         model(torch.randn(6, 2))
@@ -108,14 +108,14 @@ def test_failure_is_seen_whoever_runs_the_replica(wrap, replica):
 
 @runners
 @pytest.mark.parametrize("counts", [(2, 1, 1), (1, 2, 2), (1, 1, 2), (0, 1, 1)], ids=str)
-def test_end_is_seen_whoever_runs_the_replica(wrap, counts):
+def test_end_is_seen_in_every_runner(wrap, counts):
     model = wrap(Repeat(Centering(), counts), 3)
     with pytest.raises(ReplicasDiverged, match="`layer`, call"):
         model(torch.randn(6, 2))
 
 
 @runners
-def test_error_keeps_its_identity_whoever_runs_the_replica(wrap):
+def test_error_keeps_its_identity_in_every_runner(wrap):
     raised = LayerError("own")
     model = wrap(nn.Sequential(Centering(), FailsAt(1, lambda: raised), Centering()), 3)
     with pytest.raises(LayerError) as caught:
@@ -188,7 +188,7 @@ def test_hooks_of_the_root_run_once_per_replica(wrap):
     assert calls == ([] if wrap is RUNNERS["forward"] else [2] * 3)
 
 
-def test_replica_that_is_left_out_keeps_nobody_waiting():
+def test_omitted_replica_does_not_block_the_others():
     replicas = watched(Centering(), 3)
     with pytest.raises(ReplicasDiverged, match="replica 2 does not run"):
         parallel_apply(replicas[:2], [torch.ones(1, 1)] * 2)
@@ -207,7 +207,7 @@ def test_kth_micro_batches_of_the_replicas_meet():
     torch.testing.assert_close(output, expected)
 
 
-def test_replica_with_fewer_micro_batches_keeps_nobody_waiting(monkeypatch):
+def test_replica_with_fewer_micro_batches_does_not_block_the_others(monkeypatch):
     monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.05)
     # 3 samples for two replicas: 2 and 1, so that the second replica has one micro-batch only.
     model = patched(ByMicroBatches)(Centering(), 2)
@@ -216,7 +216,7 @@ def test_replica_with_fewer_micro_batches_keeps_nobody_waiting(monkeypatch):
 
 
 @pytest.mark.parametrize("counts", [(1, 0), (0, 1)], ids=str)
-def test_replica_that_ends_a_micro_batch_early_keeps_nobody_waiting(counts):
+def test_replica_that_ends_a_micro_batch_early_does_not_block_the_others(counts):
     model = patched(ByMicroBatches)(Repeat(Centering(), counts), 2)
     with pytest.raises(ReplicasDiverged, match="`layer`, call 1"):
         model(torch.randn(4, 2))
@@ -253,14 +253,14 @@ class OneAfterTheOther(CustomDataParallel):
         ]
 
 
-def test_replicas_that_run_one_after_the_other_are_told_why_they_cannot_talk(monkeypatch):
+def test_communicating_replicas_called_in_sequence_get_an_explanation(monkeypatch):
     monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.05)
     model = patched(OneAfterTheOther)(Centering(), 2)
     with pytest.raises(ReplicasDiverged, match="must run at the same time, each in a thread"):
         model(torch.randn(4, 2))
 
 
-def test_replicas_that_do_not_talk_may_run_one_after_the_other():
+def test_replicas_that_do_not_communicate_may_be_called_in_sequence():
     x = torch.randn(4, 2)
     assert torch.equal(patched(OneAfterTheOther)(nn.ReLU(), 2)(x), x.relu())
 
@@ -529,16 +529,16 @@ def with_constant(module: nn.Module) -> nn.Module:
     ],
     ids=["parameter", "buffer", "constant", "constant before", "constant alone", "none"],
 )
-def test_device_of_a_module_is_that_of_its_first_tensor(module, device):
+def test_device_of_a_module_comes_from_its_first_tensor(module, device):
     assert device_of(module) == (device and torch.device(device))
 
 
-def test_device_of_a_replica_is_that_of_its_first_tensor():
+def test_device_of_a_replica_comes_from_its_first_tensor():
     (replica,) = replicate(nn.Sequential(nn.Linear(1, 1)), ["meta"])
     assert device_of(replica) == torch.device("meta")
 
 
-def test_failing_path_is_that_of_the_innermost_submodule():
+def test_failing_path_names_the_innermost_submodule():
     net = nn.Sequential(nn.ReLU(), nn.Sequential(FailsAt(0, LayerError)))
     net[1][0].copy_id = 0
     with pytest.raises(LayerError) as caught:

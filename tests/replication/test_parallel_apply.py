@@ -134,7 +134,7 @@ def test_threads_are_daemons():
     assert seen(lambda: threading.current_thread().daemon) == [True, True]
 
 
-def test_replica_may_run_replicas_of_its_own():
+def test_replica_may_run_nested_replicas():
     def inner() -> list[str]:
         return apply(*[lambda: threading.current_thread().name] * 2)
 
@@ -312,7 +312,7 @@ def test_error_is_noted_with_its_replica_and_device(replica):
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_error_that_is_no_exception_is_raised_too(error):
+def test_error_that_is_not_an_exception_is_raised(error):
     def raise_it() -> None:
         raise error("own")
 
@@ -399,7 +399,7 @@ def talking_replicas(n: int = 2) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-def test_replica_that_cannot_even_be_called_keeps_nobody_waiting(replica):
+def test_replica_that_cannot_be_called_wakes_the_others(replica):
     kwargs: list[Any] = [{}, {}]
     kwargs[replica] = None
     x = torch.ones(1, 1)

@@ -71,7 +71,7 @@ def test_messages_reach_the_callback_with_the_masters_first():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_messages_are_in_the_order_of_registration_whoever_comes_first(seed):
+def test_messages_are_in_the_order_of_registration_for_any_arrival(seed):
     master = SyncMaster(echo)
     identifiers = list(range(1, 7))
     calls = [partial(master.register_slave(i).run_slave, str(i)) for i in identifiers]
@@ -302,7 +302,7 @@ def test_slaves_that_register_in_another_order_are_sorted_by_replica():
     assert got == [(0, "0"), (1, "1"), (2, "2")]
 
 
-def test_copy_0_cannot_register_a_slave_of_its_own_master():
+def test_copy_0_cannot_register_a_slave_of_the_same_master():
     class Registers(Numbered):
         def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
             SyncMaster(echo).register_slave("mine")
@@ -681,7 +681,7 @@ def test_future_serves_two_replicas():
     assert DataParallel(Hands(puts=True), ["cpu"] * 2)(torch.zeros(2)).tolist() == [0, 1]
 
 
-def test_get_in_a_replica_is_given_up_when_nobody_can_put_any_more():
+def test_get_in_a_replica_fails_when_no_replica_can_put():
     with pytest.raises(ReplicasDiverged, match=r"`FutureResult`, call 1: replica 1 waits"):
         DataParallel(Hands(puts=False), ["cpu"] * 2)(torch.zeros(2))
 
@@ -691,7 +691,7 @@ def test_get_in_a_replica_is_given_up_when_the_other_fails():
         DataParallel(Hands(puts=True, error=KeyError), ["cpu"] * 2)(torch.zeros(2))
 
 
-def test_get_outside_a_replica_gives_up_for_nobody():
+def test_get_outside_a_replica_waits_for_other_threads():
     future = FutureResult()
     begun = threading.Event()
 

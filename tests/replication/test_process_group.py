@@ -1,4 +1,4 @@
-"""Groups of processes: as those of replicas, on gloo over loopback."""
+"""Groups of processes, on gloo over loopback, give the results of groups of replicas."""
 
 from __future__ import annotations
 
@@ -850,7 +850,7 @@ def test_derivatives_in_forward_mode_are_refused():
         assert all("NotImplementedError" in message for message in messages)  # torch's
 
 
-def test_a_backward_after_the_end_says_so_though_somebody_keeps_the_group():
+def test_backward_after_destroy_is_an_error_while_the_group_is_referenced():
     for messages in run_ranks(2, kept_by_others):
         assert all("the process group has been destroyed" in message for message in messages)
 

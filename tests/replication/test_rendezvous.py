@@ -81,7 +81,7 @@ def test_failure_wakes_every_wait():
     assert [type(outcome.error) for outcome in outcomes] == [ReplicaFailed] * 2
 
 
-def test_each_waiting_replica_gets_an_error_of_its_own_with_the_failure_as_its_cause():
+def test_each_waiting_replica_gets_a_new_error_with_the_failure_as_its_cause():
     rendezvous = entered(3)
     waits = [begin_wait(rendezvous, replica, 0) for replica in (1, 2)]
     failure = KeyError("k")
@@ -174,7 +174,7 @@ def test_waits_are_given_up_when_all_replicas_wait():
     assert diverged(first) == diverged(second)
 
 
-def test_wait_for_anyone_is_given_up_when_nobody_else_runs():
+def test_wait_for_any_replica_ends_when_no_other_replica_runs():
     rendezvous = entered(3)
     wait = begin_wait(rendezvous, 0)
     rendezvous.leave(1)
@@ -325,7 +325,7 @@ def test_listed(replicas, expected):
 # -- pipes used by hand ------------------------------------------------------------------------
 
 
-def test_without_a_size_nobody_counts_as_ended():
+def test_without_a_size_no_participant_counts_as_ended():
     rendezvous = Rendezvous(None)
     first, second = begin_wait(rendezvous, 0, 1), begin_wait(rendezvous, 1, 0)
     assert first.error is None

@@ -89,7 +89,7 @@ def test_bad_group_size_is_refused_in_every_replica(size):
         DataParallel(layer, ["cpu"] * 2)(torch.ones(2, 1))
 
 
-def test_override_of_the_callback_that_calls_it_too():
+def test_overridden_callback_that_calls_super_works():
     class Numbered(Total):
         def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
             super().__data_parallel_replicate__(ctx, copy_id)
@@ -101,13 +101,13 @@ def test_override_of_the_callback_that_calls_it_too():
     assert DataParallel(Numbered(), ["cpu"] * 2)(torch.ones(2, 1)).tolist() == [[2], [3]]
 
 
-def test_copies_in_a_customized_data_parallel_talk():
+def test_copies_in_a_customized_data_parallel_communicate():
     model = CustomDataParallel(Total(), 2)
     patch_replication_callback(model)
     assert model(torch.ones(4, 1)).tolist() == [[4]] * 4
 
 
-def test_data_parallel_inside_a_replica_has_groups_of_its_own():
+def test_data_parallel_inside_a_replica_has_separate_groups():
     inner = DataParallel(Total(), ["cpu"] * 2)
     outer = DataParallel(nn.Sequential(Total(), inner), ["cpu"] * 2)
     assert outer(torch.ones(8, 1)).tolist() == [[32]] * 8  # the sum of 8, then of 4 times 8
@@ -143,7 +143,7 @@ def test_context_may_have_a_group_of_its_users():
 # -- never silently alone ----------------------------------------------------------------------
 
 
-def test_replica_that_was_not_told_warns_once_and_names_the_remedy():
+def test_replica_without_a_group_warns_once_and_names_the_remedy():
     model = CustomDataParallel(nn.Sequential(Total()), 3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -225,7 +225,7 @@ def test_flag_dies_with_its_owner():
     assert len(warning._flags) < before
 
 
-def test_replica_of_a_replica_that_was_not_told_does_not_take_the_outer_ones_group():
+def test_replica_of_a_replica_without_a_group_does_not_take_the_outer_group():
     inner = CustomDataParallel(Total(), 2)
     with pytest.warns(UserWarning, match="has not been told about its copies"):
         y = DataParallel(nn.Sequential(inner), ["cpu"] * 2)(torch.ones(8, 1))
@@ -347,7 +347,7 @@ class Sealed(nn.Module):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copy_of_a_replica_that_has_a_state_of_its_own_is_what_its_class_makes_it(copied):
+def test_copy_of_a_replica_with_getstate_is_made_by_its_class(copied):
     replicas = replicate(Sealed(3), ["cpu"] * 2)
     execute_replication_callbacks(replicas)
     assert copied(replicas[1])(torch.ones(1)).tolist() == [3]

@@ -138,7 +138,7 @@ def test_gradients_are_summed_in_replica_order(order):
     assert module.weight.grad.item() == 1.0
 
 
-def test_each_replica_has_a_copy_of_its_own_of_each_parameter():
+def test_each_replica_has_its_own_copy_of_each_parameter():
     replicas = replicate(nn.Linear(2, 2), ["cpu"] * 3)
     assert len({id(replica.weight) for replica in replicas}) == 3
 
@@ -918,7 +918,7 @@ def test_on_distinct_cuda_devices_all_tensors_are_broadcast_at_once(monkeypatch)
     assert net.bias.grad is None
 
 
-def test_children_without_anything_in_them_are_copied_too():
+def test_empty_children_are_copied():
     net = nn.Sequential(nn.ModuleList(), nn.Sequential(), nn.ModuleDict(), nn.Linear(2, 2))
     for replica in replicate(net, ["cpu"] * 2):
         for child, original in zip(replica.children(), net.children(), strict=True):

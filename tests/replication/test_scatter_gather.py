@@ -24,7 +24,7 @@ def lengths(parts: list[Tensor], dim: int = 0) -> list[int]:
 
 
 @given(samples=st.integers(0, 20), replicas=st.integers(1, 6), dim=st.sampled_from([0, 1, -1]))
-def test_parts_are_those_of_chunk(samples, replicas, dim):
+def test_parts_equal_chunk(samples, replicas, dim):
     shape = [2, 2]
     shape[dim] = samples
     x = torch.arange(2.0 * samples).view(shape)
@@ -165,7 +165,7 @@ def test_parts_of_a_tensor_with_a_graph_may_be_changed_in_place():
 # -- scatter_kwargs ----------------------------------------------------------------------------
 
 
-def test_positional_and_keyword_arguments_are_split_alike():
+def test_positional_and_keyword_arguments_are_split_the_same_way():
     x, y = torch.arange(5), torch.arange(5, 10)
     inputs, kwargs = scatter_kwargs((x,), {"y": y}, ["cpu"] * 2)
     assert [part.tolist() for (part,) in inputs] == [[0, 1, 2], [3, 4]]
@@ -214,7 +214,7 @@ def test_cpu_keywords_that_fit_different_splits_are_refused():
         scatter_kwargs(splits, {"boxes": torch.zeros(4)}, ["cpu"] * 2, cpu_keywords=["boxes"])
 
 
-def test_each_replica_has_keyword_arguments_of_its_own():
+def test_each_replica_has_its_own_keyword_arguments():
     _, kwargs = scatter_kwargs((torch.zeros(2),), {"flag": True}, ["cpu"] * 2)
     kwargs[0]["flag"] = False
     assert kwargs[1]["flag"]

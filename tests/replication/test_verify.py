@@ -145,7 +145,7 @@ class Odd(Numbered):
         ("returns odd things", "", ""),
     ],
 )
-def test_other_calls_and_shapes_are_told(does, where, reason):
+def test_different_calls_and_shapes_are_reported(does, where, reason):
     found = verify(Odd(does), torch.randn(6, 3), ["cpu"] * 2)
     first = found.first_difference
     assert ("" if first is None else first.where) == where
@@ -184,7 +184,7 @@ def test_one_replica_is_nothing_to_compare_with():
         verify(nn.BatchNorm2d(2), X[:1], CPUS)
 
 
-def test_the_batch_dimension_is_that_of_the_data_parallel():
+def test_verify_uses_the_batch_dimension_of_the_data_parallel():
     net = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
     x = torch.randn(4, 7, 3)
     assert verify(DataParallel(net, CPUS, dim=1), x, CPUS)
@@ -357,7 +357,7 @@ def test_in_inference_mode_there_is_nothing_to_compare():
         verify(nn.ReLU(), torch.randn(4, 3), ["cpu"] * 2)
 
 
-def test_a_model_that_draws_random_numbers_is_told_from_one_that_is_not_synchronized():
+def test_random_model_is_distinguished_from_an_unsynchronized_one():
     x = torch.randn(9, 4)
     found = verify(convert_model(Dropping()), x, ["cpu"] * 2)
     assert not found and found.is_random

@@ -67,7 +67,7 @@ def test_a_report_names_the_straggler_and_the_layer_that_is_waited_in(straggler,
     assert figures[3] == pytest.approx(1e3 * first.total / 2, abs=2e-3)
 
 
-def test_a_replica_that_nobody_has_seen_wait_is_the_straggler():
+def test_replica_that_never_waits_is_the_straggler():
     class Slow(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -104,7 +104,7 @@ def test_a_report_may_be_read_while_replicas_wait():
     assert not errors
 
 
-def test_of_replicas_that_are_alike_none_is_blamed():
+def test_equal_replicas_have_no_straggler():
     report = WaitReport()
     report.add_forward(2)
     report.add("a", 0, 0.6)
@@ -115,7 +115,7 @@ def test_of_replicas_that_are_alike_none_is_blamed():
     assert report.straggler == 0
 
 
-def test_nobody_is_blamed_for_less_than_a_millisecond():
+def test_less_than_a_millisecond_makes_no_straggler():
     report = WaitReport()
     for _ in range(2):
         report.add_forward(2)
@@ -172,7 +172,7 @@ def test_reports_may_be_nested_end_in_errors_and_be_silent(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_failing_wait_is_noted_too():
+def test_failing_wait_is_recorded():
     class Fails(Late):
         def forward(self, x: Tensor) -> Tensor:
             if self.group.rank == self.straggler:
@@ -235,7 +235,7 @@ def test_replicas_exchanges_and_waits_are_ranges_of_a_profile(all_threads):
     assert expected <= ranges if all_threads else not expected & ranges
 
 
-def test_nothing_is_noted_where_nobody_looks(monkeypatch):
+def test_nothing_is_recorded_without_a_report(monkeypatch):
     def fails(*args: Any) -> None:
         raise AssertionError("noted")
 

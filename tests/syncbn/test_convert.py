@@ -415,7 +415,7 @@ def test_torchs_synchronized_layers_are_converted_for_any_dimensions_and_back():
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     before = [dict(vars(layer)) for layer in net]
     convert_model(net)
-    # DistributedDataParallel refuses those of torch's class without a GPU.
+    # DistributedDataParallel refuses layers of torch's class without a GPU.
     assert not any(isinstance(layer, nn.SyncBatchNorm) for layer in net)
     with pytest.raises(ValueError, match="expected at least 2D input"):
         net(torch.zeros(3, dtype=torch.float64))
@@ -430,7 +430,7 @@ def test_torchs_synchronized_layers_are_converted_for_any_dimensions_and_back():
     assert [dict(vars(layer)) for layer in net] == before
 
 
-def test_layers_that_talk_note_their_paths():
+def test_communicating_layers_record_their_paths():
     class Talks(ReplicaAware, nn.Module):
         pass
 

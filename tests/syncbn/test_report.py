@@ -161,7 +161,7 @@ def test_a_module_that_answers_in_its_own_way_is_let_alone(answer):
     assert kinds(convert_model(net)) == {"0": "synchronized", "2": "synchronized"}
 
 
-def test_running_statistics_of_what_normalizes_by_sample_are_told():
+def test_running_statistics_of_instance_norm_are_reported():
     (layer,) = summary(nn.InstanceNorm1d(3, track_running_stats=True)).layers
     assert layer.kind.name == "left alone" and "first replica" in layer.kind.note
 

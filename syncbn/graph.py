@@ -32,13 +32,14 @@ Saved for backward: x_i, once, by (1), and vectors of length C.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication._torch import is_batched
+from replication._torch import direct_apply, in_functorch_transform, is_batched
 from replication.groups.replicas import ordinary
 from syncbn.channels import (
     accumulation_dtype,
@@ -51,23 +52,13 @@ from syncbn.merge import CountBatch, Denominator, GlobalMoments, Shard, merge_mo
 __all__: list[str] = []
 
 
-class Message(NamedTuple):
-    """What a replica sends."""
+#: What a replica sends: its numbers, and the outputs local and totals of (1), which lead through
+#: (2). Plain tuples, which cost no call.
+Message = tuple[Shard, Tensor, Tensor]
 
-    shard: Shard
-    #: The outputs of (1) that lead through (2).
-    local: Tensor
-    totals: Tensor
-
-
-class Reply(NamedTuple):
-    """What a replica receives."""
-
-    #: Values per channel in the whole batch. Below 2 there are no moments.
-    total: int | Tensor
-    batch: GlobalMoments | None = None
-    #: The outputs of (2) for this replica, global and sums.
-    edges: tuple[Tensor, Tensor] | None = None
+#: What a replica receives: values per channel in the whole batch; its moments; and the outputs
+#: global and sums of (2) for this replica. The last two are None below 2 values.
+Reply = tuple[int | Tensor, GlobalMoments | None, tuple[Tensor, Tensor] | None]
 
 
 def synchronized_batch_norm(
@@ -92,20 +83,22 @@ def synchronized_batch_norm(
     Raises:
         ValueError: The whole batch has one value per channel.
     """
-    dtype = accumulation_dtype(x.dtype)
-    if weight is not None and weight.dtype is not dtype:
-        weight = weight.to(dtype)
-    if bias is not None and bias.dtype is not dtype:
-        bias = bias.to(dtype)
+    if in_functorch_transform():
+        raise RuntimeError(
+            "torch.func transforms do not reach the other copies of a synchronized layer, so "
+            "their derivatives would be lost; transform a function that calls the whole model"
+        )
     shard = Shard(x, weight, denominator)
-    z, carrier, local, totals = Moments.apply(shard, x)  # type: ignore[no-untyped-call]
-    total, batch, edges = exchange(Message(shard, local, totals))
+    if weight is not None and weight.dtype != shard.dtype:
+        shard.weight = weight = weight.to(shard.dtype)
+    if bias is not None and bias.dtype != shard.dtype:
+        bias = bias.to(shard.dtype)
+    z, carrier, local, totals = _moments(shard, x)
+    total, batch, edges = exchange((shard, local, totals))
     if batch is None or edges is None:
         return _output_below_two_values(total, x, weight, bias)
     shard.batch = batch
-    return Normalize.apply(  # type: ignore[no-any-return, no-untyped-call]
-        shard, x, z, carrier, *edges, weight, bias
-    )
+    return _normalize(shard, x, z, carrier, *edges, weight, bias)  # type: ignore[no-any-return]
 
 
 def _output_below_two_values(
@@ -135,17 +128,19 @@ def merge_shards(
         messages: The message of each replica.
         count_batch: Returns the running statistics to update. None in a recomputation.
     """
-    shards = [message.shard for message in messages]
-    total = sum([shard.values for shard in shards])
+    shards, local, totals = zip(*messages, strict=True)
+    total = sum(map(attrgetter("values"), shards))
     running = None if count_batch is None or total == 1 else count_batch()
     if total < 2:  # of 1 value the forward raises
-        return [Reply(total)] * len(shards)
-    local = [ordinary(message.local) for message in messages]
-    batches = merge_moments(shards, local, running)
-    totals = [ordinary(message.totals) for message in messages]
-    edges = Merge.apply(shards, *local, *totals)  # type: ignore[no-untyped-call]
-    pairs = zip(edges[: len(shards)], edges[len(shards) :], strict=True)
-    return [Reply(total, *reply) for reply in zip(batches, pairs, strict=True)]
+        return [(total, None, None)] * len(shards)
+    batches = merge_moments(shards, total, running)
+    edges = local + totals
+    if any(map(Tensor.is_inference, edges)):
+        edges = tuple(map(ordinary, edges))
+    outputs = _merge(shards, *edges)
+    n = len(shards)
+    pairs = zip(outputs[:n], outputs[n:], strict=True)
+    return list(zip([total] * n, batches, pairs, strict=True))
 
 
 class Moments(Function):
@@ -157,7 +152,7 @@ class Moments(Function):
         ctx.save_for_backward(x)
         ctx.shard = shard
         shard.moments = shard.kernels.moments(x, shard.denominator.eps)
-        local = x.new_empty(2, x.size(1), dtype=accumulation_dtype(x.dtype))
+        local = x.new_empty(2, x.size(1), dtype=shard.dtype)
         return x, x, local, torch.empty_like(local)  # torch makes an alias of x for each
 
     @staticmethod
@@ -200,7 +195,7 @@ class Merge(Function):
         ctx.set_materialize_grads(False)
         ctx.shards = shards
         ctx.save_for_backward(*edges[: len(shards)])
-        return tuple([torch.empty_like(edge) for edge in edges])
+        return tuple(map(torch.empty_like, edges))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -282,6 +277,10 @@ class Normalize(Function):
             dweight if needs_dweight else None,
             dbias if needs_dbias else None,
         )
+
+
+# Functions of the graph, without the calls in Python that `Function.apply` makes.
+_moments, _merge, _normalize = map(direct_apply, (Moments, Merge, Normalize))
 
 
 def needs_true_derivatives(grad: Tensor) -> bool:

@@ -145,6 +145,8 @@ class Native(Kernels):
 
     @staticmethod
     def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if x.numel() <= statistics.SMALL and x.numel():
+            return statistics.exact_moments(x)
         return statistics.moments(x)
 
     @staticmethod
@@ -323,12 +325,8 @@ class Plain(Kernels):
         return dx.to(x.dtype)
 
 
-_KERNELS: dict[str, type[Kernels]] = {"cpu": Native, "cuda": Fused}
-
-
-def kernels_for(x: Tensor) -> type[Kernels]:
-    """Returns the strategy for a tensor's device."""
-    return _KERNELS.get(x.device.type, Plain)
+#: By type of device. `Plain` on all others.
+KERNELS: dict[str, type[Kernels]] = {"cpu": Native, "cuda": Fused}
 
 
 def in_accumulation_dtype(

@@ -45,17 +45,18 @@ def merge_ranks(
         count_batch: Returns the running statistics to update. None in a recomputation.
     """
     exchange = Exchange(group, message, layouts)
-    edges = MergeRanks.apply(exchange, message.local, message.totals)  # type: ignore[no-untyped-call]
+    shard, *edges = message
+    edges = MergeRanks.apply(exchange, *edges)  # type: ignore[no-untyped-call]
     total, mean, var = exchange.total, exchange.mean, exchange.var
     known_single = isinstance(total, int) and total == 1
     running = None if count_batch is None or known_single else count_batch()
     if isinstance(total, int) and total < 2:
-        return Reply(total)
-    stats = kernel_statistics(mean, var, message.shard.denominator, message.local)
-    exchange.derivative_factors = message.shard.kernels.derivative_factors(stats.inverse).to(mean)
+        return total, None, None
+    stats = kernel_statistics(mean, var, shard)
+    exchange.derivative_factors = shard.kernels.derivative_factors(stats.inverse).to(mean)
     if running is not None:
         running.update(stats.mean, var, total)
-    return Reply(total, GlobalMoments(total, stats, (mean, var)), edges)
+    return total, GlobalMoments(total, stats, (mean, var)), edges
 
 
 class Exchange:
@@ -73,11 +74,12 @@ class Exchange:
 
     def __init__(self, group: ProcessGroup, message: Message, layouts: Layouts) -> None:
         self._group = group
-        self._values = message.shard.values
-        self.local = message.shard.mean_and_var()
+        shard, local, _ = message
+        self._values = shard.values
+        self.local = shard.mean_and_var()
         self._layouts = layouts
         self._gathers = any(dtype in _PRECISE for dtype, _ in layouts)
-        self._requires_grad = torch.is_grad_enabled() and message.local.requires_grad
+        self._requires_grad = torch.is_grad_enabled() and local.requires_grad
 
     def merge(self) -> None:
         """Computes the moments of all ranks."""

@@ -111,7 +111,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     for stand_in in STAND_INS:
         assert hasattr(torch, stand_in.__name__)
         monkeypatch.setattr(torch, stand_in.__name__, stand_in)
-    monkeypatch.setitem(kernels._KERNELS, "cpu", Fused)
+    monkeypatch.setitem(kernels.KERNELS, "cpu", Fused)
 
 
 SHAPES = [(6, 3), (4, 3, 5), (4, 3, 5, 6), (2, 3, 4, 5, 6)]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncbn import channels
 from syncbn.kernels import BLOCK, Fused, Kernels, Native, Plain, Statistics
-from syncbn.merge import Denominator, kernel_statistics
+from syncbn.merge import Denominator, Shard, kernel_statistics
 from tests.layouts import LAYOUTS, channels_last, channels_of, with_odd_strides
 
 # `Fused` needs a GPU, or stand-ins: see `test_fused_kernels.py`.
@@ -27,9 +27,8 @@ def statistics_of(
     mean: Tensor, var: Tensor, x: Tensor, eps: float = 0.0, is_large: bool = False
 ) -> Statistics:
     """What kernels take, given mean and variance in float64."""
-    like = torch.empty(0, dtype=channels.accumulation_dtype(x.dtype), device=x.device)
-    stats = kernel_statistics(mean, var, Denominator(eps), like)
-    rest = (mean - stats.mean.to(mean)).to(like)
+    stats = kernel_statistics(mean, var, Shard(x, None, Denominator(eps)))
+    rest = (mean - stats.mean.to(mean)).to(stats.mean)
     return stats._replace(rest=rest if is_large else None)
 
 
@@ -204,7 +203,7 @@ def test_a_large_mean_costs_no_precision(kernels, mean):
     x, dy = torch.randn(512, 3, 4) + mean, torch.randn(512, 3, 4)
     moments = kernels.moments(x, 1e-5)
     torch.testing.assert_close(moments, moments_of(x), rtol=1e-6, atol=1e-6)
-    stats = kernel_statistics(*moments, Denominator(1e-5), torch.empty(0))
+    stats = kernel_statistics(*moments, Shard(x, None, Denominator(1e-5)))
     assert stats.rest is not None
     y = kernels.normalize(x, stats, None, None)
     torch.testing.assert_close(channels_of(y), hat_of(x, 1e-5), rtol=1e-6, atol=1e-6)
@@ -289,7 +288,7 @@ def test_a_device_without_float64_leaves_the_statistics_to_the_cpu(shape):
     with FakeTensorMode(), torch.no_grad(), WithoutFloat64():
         x, bias = torch.empty(shape, device="mps"), torch.empty(4, device="mps")
         moments = Plain.moments(x, 1e-5)
-        stats = kernel_statistics(*moments, Denominator(1e-5), bias)
+        stats = kernel_statistics(*moments, Shard(x, None, Denominator(1e-5)))
         y = Plain.normalize(x, stats, None, bias)
         sums, *_ = Plain.reduce(y, x, stats)
         dx = Plain.input_gradient(y, x, stats, None, sums, 10, True)

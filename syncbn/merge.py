@@ -14,6 +14,10 @@ from syncbn.kernels import KERNELS, Plain, Statistics, counts_tensor
 __all__: list[str] = []
 
 
+#: The largest shard, in values, that is measured together with the others. For small shards the
+#: time for calling an operation dominates.
+SMALL = 2**15
+
 #: In standard deviations. A larger mean would cost more than three bits of precision.
 _LARGE_MEAN = 8
 
@@ -100,6 +104,7 @@ class Shard:
         "dtype",
         "kernels",
         "moments",
+        "unmeasured",
         "values",
         "weight",
     )
@@ -113,17 +118,29 @@ class Shard:
         self.kernels = KERNELS.get(self.device.type, Plain)
         self.weight = weight
         self.denominator = denominator
-        #: The result of `Kernels.moments`. Set by (1).
-        self.moments: tuple[Tensor, Tensor]
+        #: The values of a small shard, which the merge measures. None after that, and if (1) does.
+        self.unmeasured: Tensor | None = None
+        #: The result of `Kernels.moments`.
+        self.moments: tuple[Tensor, Tensor] | None = None
         #: Set before (3).
         self.batch: GlobalMoments
 
     def mean_and_var(self) -> tuple[Tensor, Tensor]:
         """Returns mean and biased variance of each channel, in float64 where it is supported."""
+        if self.moments is None:
+            assert self.unmeasured is not None
+            with torch.no_grad():
+                self.moments = self.kernels.moments(self.unmeasured, self.denominator.eps)
         if not self.kernels.returns_inverse or not self.values:
             return self.moments
         mean, inverse = self.moments
         return mean.double(), variance(inverse, self.denominator)
+
+    def rows(self, totals: Tensor) -> Tensor:
+        """Returns what the input gradients need, given the totals of a fast backward."""
+        total, stats, _, weights_differ = self.batch
+        totals = totals.to(self.device)
+        return self.kernels.rows(totals, stats, self.weight, total, weights_differ)
 
 
 def variance(inverse: Tensor, denominator: Denominator) -> Tensor:
@@ -146,6 +163,11 @@ def merge_moments(
     """
     weights_differ = not _share_weight(shards)
     first = shards[0]
+    if _are_unmeasured(shards):
+        whole = _measure(shards, running)
+        if whole is not None:
+            return [GlobalMoments(total, *whole, weights_differ)] * len(shards)
+        running = None  # they are updated
     if first.kernels.returns_inverse and _has_fused_merge(shards, running):
         merged = _fused_merge(shards, running)
         return [
@@ -155,8 +177,7 @@ def merge_moments(
     means: list[Tensor] = []
     variances: list[Tensor] = []
     for shard in shards:
-        is_raw = shard.kernels.returns_inverse
-        mean, var = shard.mean_and_var() if is_raw else shard.moments
+        mean, var = shard.mean_and_var()
         counts.append(shard.values)
         means.append(mean.to(means[0].device) if means else mean)
         variances.append(var.to(means[0].device))
@@ -175,17 +196,56 @@ def merge_moments(
     return batches
 
 
+def _are_unmeasured(shards: Sequence[Shard]) -> bool:
+    """Whether all shards are to be measured together, and may be."""
+    first = shards[0]
+    for shard in shards:
+        if shard.unmeasured is None or shard.denominator != first.denominator:
+            return False
+        if shard.unmeasured.shape[1:] != first.unmeasured.shape[1:]:  # type: ignore[union-attr]
+            return False
+    return True
+
+
+def _measure(
+    shards: Sequence[Shard], running: RunningStatistics | None
+) -> tuple[Statistics, tuple[Tensor, Tensor]] | None:
+    """Measures all shards at once, and updates the running statistics, as torch's layer does.
+
+    Returns:
+        What the kernels take, and mean and variance; None if the mean is large.
+    """
+    x = torch.cat([shard.unmeasured for shard in shards])  # type: ignore[misc]
+    running_mean, running_var, momentum = running or (None, None, 0.0)
+    if running_mean is None or running_var is None or isinstance(momentum, Tensor):
+        moments = torch.batch_norm_update_stats(x, None, None, 0.0)
+        if running is not None:
+            running.update(*moments, sum(shard.values for shard in shards))
+    else:
+        buffers = running_mean.data, running_var.data  # see `RunningStatistics.update`
+        moments = torch.batch_norm_update_stats(x, *buffers, momentum)
+    mean, var = moments
+    divisor = shards[0].denominator.of(var)
+    if _is_large(mean, divisor):
+        return None
+    return Statistics(mean, divisor.rsqrt(), divisor), moments
+
+
 def kernel_statistics(mean: Tensor, var: Tensor, shard: Shard) -> Statistics:
     """Returns the vectors that a shard's kernels take, given mean and variance of the batch."""
     divisor = shard.denominator.of(var)
     vectors = torch.stack((mean, divisor.rsqrt(), divisor)).to(shard.device, shard.dtype)
     head, inverse, divisor = vectors.unbind()
-    if shard.device.type == "cpu":
-        difference = torch.addcmul(divisor, head, head, value=-1 / _LARGE_MEAN**2)
-        if difference.amin().item() >= 0:  # not NaN either
-            return Statistics(head, inverse, divisor)
+    if shard.device.type == "cpu" and not _is_large(head, divisor):
+        return Statistics(head, inverse, divisor)
     # Always on accelerators, for which the host does not wait.
     return Statistics(head, inverse, divisor, (mean - head.to(mean)).to(head))
+
+
+def _is_large(mean: Tensor, divisor: Tensor) -> bool:
+    """Whether the mean of any channel is large, or NaN."""
+    difference = torch.addcmul(divisor, mean, mean, value=-1 / _LARGE_MEAN**2)
+    return not difference.amin().item() >= 0
 
 
 def _share_weight(shards: Sequence[Shard]) -> bool:
@@ -213,6 +273,7 @@ def _has_fused_merge(shards: Sequence[Shard], running: RunningStatistics | None)
         for shard in shards
     ):
         return False
+    assert first.moments is not None  # no small shards on accelerators
     return not first.denominator.clamps and (
         running is None
         or (

@@ -46,7 +46,9 @@ class RecordedCalls:
         self._calls: list[tuple[Any, ...]] = []
 
     def record(self, message: Message, reply: Reply) -> None:
-        """Records a call."""
+        """Records a call, unless its shard was not measured, as outside checkpoints."""
+        if message[0].moments is None:
+            return
         total, batch, edges = reply
         requires_grad = edges is not None and edges[0].requires_grad
         self._calls.append((message[0], total, batch, requires_grad, torch.is_grad_enabled()))
@@ -85,14 +87,16 @@ class RecordedCalls:
         if call.batch is None:
             return call.total, None, None
         # Leaves suffice: only the saved tensors of the recomputed graph are used.
-        merged, sums = (torch.empty_like(e).requires_grad_(call.requires_grad) for e in edges)
+        merged, sums = (
+            edge.new_empty(2, edge.size(1)).requires_grad_(call.requires_grad) for edge in edges
+        )
         return call.total, call.batch, (merged, sums)
 
     def _nearest(
         self, calls: list[RecordedCall], shard: Shard, rounding: float, is_only_call: bool
     ) -> RecordedCall:
         """Returns the call whose shard had the nearest moments."""
-        on_cpu = shard.moments[0].device.type == "cpu"
+        on_cpu = shard.device.type == "cpu"
         if not shard.values or (is_only_call and not on_cpu):
             return calls[0]  # a comparison would be empty, or make the host wait for a GPU
         moments = shard.mean_and_var()

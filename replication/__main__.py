@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def check_machine(
     package: str,
-    description: str,
+    description: str | None,
     make_layer: Callable[[], nn.Module],
     dtypes: Callable[[torch.device], Sequence[torch.dtype]],
     arguments: Sequence[str] | None,
@@ -52,7 +52,7 @@ def check_machine(
 
     Args:
         package: The package whose command line this is.
-        description: The text of ``--help``. Its first line is the title.
+        description: The text of ``--help``, whose first paragraph is the title. None under ``-OO``.
         make_layer: Makes the layer, for images of 16 channels.
         dtypes: Returns the dtypes to compare in on a device.
         arguments: The command line. None means ``sys.argv``.
@@ -60,7 +60,7 @@ def check_machine(
     Returns:
         The exit status: 0 if all comparisons are equal up to rounding, otherwise 1.
     """
-    title, _, rest = description.partition("\n\n")
+    title, _, rest = (description or "").partition("\n\n")
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=title, epilog=rest)
     parser.add_argument("--replicas", type=int, default=4, help="replicas per device (default 4)")
     replicas = parser.parse_args(arguments).replicas

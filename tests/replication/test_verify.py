@@ -291,6 +291,14 @@ def test_self_check_explains_itself(package):
     assert "The exit status is 0" in " ".join(done.stdout.split())
 
 
+def test_self_check_compares_on_one_accelerator_and_on_all(monkeypatch, capsys):
+    monkeypatch.setattr(replication.__main__, "default_devices", lambda: [torch.device("cpu")] * 3)
+    assert replication.__main__.main(["--replicas", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("\n2 replicas on cpu, cpu, in torch.float32.") == 2
+    assert printed.count("\n3 replicas on cpu, cpu, cpu, in torch.float32.") == 1
+
+
 def assert_self_check_fails(check, capsys):
     assert check.main(["--replicas", "2"]) == 1
     *lines, verdict = capsys.readouterr().out.splitlines()

@@ -52,7 +52,7 @@ def check_machine(
 
     Args:
         package: The package whose command line this is.
-        description: The text of ``--help``, whose first paragraph is the title. None under ``-OO``.
+        description: The text of ``--help``, title first. None under ``-OO``.
         make_layer: Makes the layer, for images of 16 channels.
         dtypes: Returns the dtypes to compare in on a device.
         arguments: The command line. None means ``sys.argv``.

@@ -195,7 +195,8 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             layouts=((dtype, (self.num_features,)),),  # must match on every replica
             requires_grad=message[1].requires_grad,
         )
-        self._recorded_calls.record(message, reply)
+        if message[0].moments is not None:  # measured for a checkpoint, or because it is large
+            self._recorded_calls.record(message, reply)
         return reply
 
     def _merge(self, group: ReplicaGroup, messages: list[Message]) -> list[Reply]:

@@ -46,9 +46,7 @@ class RecordedCalls:
         self._calls: list[tuple[Any, ...]] = []
 
     def record(self, message: Message, reply: Reply) -> None:
-        """Records a call, unless its shard was not measured, as outside checkpoints."""
-        if message[0].moments is None:
-            return
+        """Records a call, whose shard has been measured."""
         total, batch, edges = reply
         requires_grad = edges is not None and edges[0].requires_grad
         self._calls.append((message[0], total, batch, requires_grad, torch.is_grad_enabled()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -17,18 +18,19 @@ from syncbn import convert_model
 
 def calls_beside(function: Callable[[], Any]) -> int:
     """Counts the calls of Python functions in all threads but this one."""
-    calls, main = 0, threading.get_ident()
+    calls: Counter[int] = Counter()
 
     def count(frame: FrameType, event: str, arg: Any) -> None:
-        nonlocal calls
-        calls += event == "call" and threading.get_ident() != main
+        if event == "call":
+            calls[threading.get_ident()] += 1
 
     threading.setprofile(count)
     try:
         function()
     finally:
         threading.setprofile(None)  # type: ignore[arg-type]
-    return calls
+    calls.pop(threading.get_ident(), None)
+    return calls.total()
 
 
 def network(layers: int) -> nn.Sequential:

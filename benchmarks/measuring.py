@@ -140,12 +140,12 @@ def lines(table: Table) -> Iterator[str]:
     for number, row in enumerate(table.rows):
         if number == 0:
             headings = columns(table, row.figures)
-            yield _line(headings)
-            yield _line(["---"] * len(headings))
-        yield _line(cells(row))
+            yield line(headings)
+            yield line(["---"] * len(headings))
+        yield line(cells(row))
 
 
-def _line(texts: Iterable[str]) -> str:
+def line(texts: Iterable[str]) -> str:
     return f"| {' | '.join(texts)} |"
 
 

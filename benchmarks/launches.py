@@ -43,8 +43,8 @@ KINDS = {
 
 ABOUT = (
     "One layer with weight, bias and running statistics, in float32, after a first call. A launch "
-    "is an operation that torch dispatches, except views and allocations; those that read or write "
-    "a tensor of the input's size are also listed apart. Replica 0, which merges, is on one "
+    "is an operation that torch dispatches, except views and allocations. Launches that read or "
+    "write a tensor of the input's size are also listed apart. Replica 0, which merges, is on one "
     "accelerator, and the others are on a second one. Cells are forward + backward."
 )
 

@@ -21,6 +21,7 @@ from benchmarks.measuring import Row, Table, alternating, cells, columns, lines
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
 from replication import DataParallel
 from tests.processes import run_python
+from tests.ranks import run_ranks
 
 needs_gloo = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()),
@@ -86,10 +87,35 @@ def test_torchs_scheme_equals_a_batchnorm_per_shard(name, replicas):
     torch.testing.assert_close(net.state_dict(), copies[0].state_dict())
 
 
+def of_rank(rank, name):
+    """What a process gets of a batch, and what one device gets."""
+    torch.manual_seed(0)
+    net, x = randomized(name)
+    whole = copy.deepcopy(net)
+    upstream = torch.randn_like(whole(x))
+    whole.load_state_dict(net.state_dict())
+    expected = trained(whole, x, upstream)
+    yardsticks.convert(net, yardsticks.ProcessBatchNorm)
+    shard = x.detach().tensor_split(2)[rank].requires_grad_()
+    y, dx, *grads = trained(net, shard, upstream.tensor_split(2)[rank])
+    for grad in grads:
+        distributed.all_reduce(grad)
+    expected_here = (part.tensor_split(2)[rank] for part in expected[:2])
+    torch.testing.assert_close((y, dx, *grads), (*expected_here, *expected[2:]))
+    torch.testing.assert_close(net.state_dict(), whole.state_dict())
+
+
+@needs_gloo
+@pytest.mark.parametrize("name", SMALL)
+def test_scheme_of_syncbatchnorm_equals_one_device(name):
+    run_ranks(2, of_rank, name)
+
+
 def test_schemes_evaluate_like_one_device():
     net, x = randomized("unet")
     expected = net.eval()(x)
-    for module in (net, yardsticks.convert(copy.deepcopy(net))):
+    kinds = (yardsticks.SynchronizedBatchNorm, yardsticks.ProcessBatchNorm)
+    for module in (net, *(yardsticks.convert(copy.deepcopy(net), kind) for kind in kinds)):
         with torch.no_grad():
             y = yardsticks.DataParallel(module, 2)(x)
         assert not y.requires_grad
@@ -121,24 +147,37 @@ def test_networks_match_the_page(name, layers):
         assert net(torch.randn(2, *shape)).size(0) == 2
 
 
-def test_ways_take_turns_and_figures_are_medians():
-    calls = []
-    figures = {"one": iter([9, 9, 1, 5, 3, 4, 2]), "two": iter([9, 9, 2, 4, 1, 5, 3])}
+class Clock:
+    """Lets each call of a way take a second."""
 
-    def way(name):
-        calls.append(name)
-        value = next(figures[name])
+    def __init__(self, monkeypatch):
+        self.time = 0.0
+        self.calls = []
+        monkeypatch.setattr("time.perf_counter", lambda: self.time)
+
+    def way(self, name, figures):
+        self.time += 1
+        self.calls.append(name)
+        value = next(figures)
         return value, 10 * value
 
-    # Without time left it still goes on for all rounds.
-    medians = alternating({name: partial(way, name) for name in figures}, 1e-9)
-    assert medians == {"one": (3, 30), "two": (3, 30)}
-    assert calls == ["one", "two"] * 7
 
-
-def test_no_time_means_a_single_round():
-    figures = iter([(1.0,)])
-    assert alternating({"one": figures.__next__}, 0) == {"one": (1.0,)}
+@pytest.mark.parametrize(
+    ("seconds", "rounds", "median"),
+    [(0, 1, 9), (1, 2, 8), (2, 3, 1), (5, 7, 3), (16, 8, 3.5), (17, 9, 4)],
+    ids=lambda value: str(value),
+)
+def test_ways_take_turns_and_figures_are_medians(monkeypatch, seconds, rounds, median):
+    clock = Clock(monkeypatch)
+    ways = {
+        name: partial(clock.way, name, map(scale.__mul__, [9, 8, 1, 5, 3, 4, 2, 6, 7]))
+        for name, scale in (("one", 1), ("two", 2))
+    }
+    assert alternating(ways, seconds) == {
+        "one": (median, 10 * median),
+        "two": (2 * median, 20 * median),
+    }
+    assert clock.calls == ["one", "two"] * rounds
 
 
 def is_complete(rows, ways, cases, counts, phases):

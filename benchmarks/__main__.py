@@ -73,7 +73,7 @@ def replaced(page: str, figures: str) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__, seconds=6)
+    options = parser(__doc__, seconds=5)
     options.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     options.add_argument("--write", action="store_true", help="write all tables into the page")
     given = options.parse_args()

@@ -16,7 +16,7 @@ import torch
 from torch import distributed, nn
 
 from benchmarks import __main__ as suite
-from benchmarks import failures, layer, overhead, processes, step, yardsticks
+from benchmarks import layer, overhead, processes, step, yardsticks
 from benchmarks.measuring import Row, Table, alternating, cells, columns, lines
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
 from replication import DataParallel
@@ -202,7 +202,7 @@ def here(monkeypatch):
         assert count == 1
         return function(0, *arguments)
 
-    for part in (step, layer, overhead, failures):
+    for part in (step, layer, overhead):
         monkeypatch.setattr(part, "in_processes", call)
     yield
     torch.set_num_threads(threads_before)
@@ -249,10 +249,6 @@ def test_overhead_is_measured(here, monkeypatch):
 def test_layer_keeps_its_input_and_nothing_else_of_that_size(here):
     plain, ours, _ = ([row.figures[way][0] for row in overhead.memory(0)] for way in layer.WAYS)
     assert ours == pytest.approx(plain, rel=1e-3)
-
-
-def test_failures_are_measured(here):
-    is_complete(failures.table(0).rows, ("error", "divergence"), ["a failure"], (2, 4, 8), 1)
 
 
 @needs_gloo

@@ -18,7 +18,7 @@ WARM_UP = 2
 
 #: Rounds that count, at least, unless they take `PATIENCE` times as long as they should.
 ROUNDS = 5
-PATIENCE = 3
+PATIENCE = 5
 
 #: Numbers of torch threads; 0 is torch's default.
 THREADS = (1, 0)

@@ -164,7 +164,16 @@ class Clock:
 
 @pytest.mark.parametrize(
     ("seconds", "rounds", "median"),
-    [(0, 1, 9), (1, 2, 8), (2, 3, 1), (5, 7, 3), (16, 8, 3.5), (17, 9, 4)],
+    [
+        (0, 1, 9),
+        (0.3, 1, 9),
+        (0.5, 2, 8),
+        (1, 3, 1),
+        (2, 5, 3),
+        (5, 7, 3),
+        (16, 8, 3.5),
+        (17, 9, 4),
+    ],
     ids=lambda value: str(value),
 )
 def test_ways_take_turns_and_figures_are_medians(monkeypatch, seconds, rounds, median):

@@ -72,7 +72,7 @@ def replaced(page: str, figures: str) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__, seconds=5)
+    options = parser(__doc__, seconds=4)
     options.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     options.add_argument("--write", action="store_true", help="write all tables into the page")
     given = options.parse_args()

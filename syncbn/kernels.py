@@ -56,11 +56,11 @@ class Statistics(NamedTuple):
     rest: Tensor | None = None
 
     def to(self, device: torch.device) -> Statistics:
-        """Copies the vectors to a device."""
+        """Copies the vectors of `Fused` to a device."""
         if self.mean.device == device:
             return self
-        moved = (None if v is None else v.to(device, non_blocking=True) for v in self)
-        return Statistics(*moved)  # type: ignore[arg-type]
+        mean, inverse = (vector.to(device, non_blocking=True) for vector in self[:2])
+        return Statistics(mean, inverse, inverse)
 
 
 class Kernels:

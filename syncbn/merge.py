@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,17 @@ class RunningStatistics(NamedTuple):
     var: Tensor | None
     #: The weight of the new values: a number, or a tensor of one value.
     momentum: float | Tensor
+
+    def for_kernel(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, float] | None:
+        """Returns the arguments of torch's kernels, which update the buffers.
+
+        None if they cannot, given moments of this dtype.
+        """
+        mean, var, momentum = self
+        if mean is None or var is None or isinstance(momentum, Tensor):
+            return None
+        # `data`: see `update`.
+        return (mean.data, var.data, momentum) if mean.dtype == var.dtype == dtype else None
 
     def update(self, mean: Tensor, var: Tensor, total: int | Tensor) -> None:
         """Updates the buffers in place, as torch does, with the unbiased variance of a batch.
@@ -129,8 +140,7 @@ class Shard:
         """Returns mean and biased variance of each channel, in float64 where it is supported."""
         if self.moments is None:
             assert self.unmeasured is not None
-            with torch.no_grad():
-                self.moments = self.kernels.moments(self.unmeasured, self.denominator.eps)
+            self.moments = self.kernels.moments(self.unmeasured, self.denominator.eps)
         if not self.kernels.returns_inverse or not self.values:
             return self.moments
         mean, inverse = self.moments
@@ -168,7 +178,7 @@ def merge_moments(
         if whole is not None:
             return [GlobalMoments(total, *whole, weights_differ)] * len(shards)
         running = None  # they are updated
-    if first.kernels.returns_inverse and _has_fused_merge(shards, running):
+    if first.kernels.returns_inverse and _have_fused_merge(shards):
         merged = _fused_merge(shards, running)
         return [
             GlobalMoments(total, merged.to(shard.device), None, weights_differ) for shard in shards
@@ -216,15 +226,10 @@ def _measure(
         What the kernels take, and mean and variance; None if the mean is large.
     """
     x = torch.cat([shard.unmeasured for shard in shards])  # type: ignore[misc]
-    running_mean, running_var, momentum = running or (None, None, 0.0)
-    if running_mean is None or running_var is None or isinstance(momentum, Tensor):
-        moments = torch.batch_norm_update_stats(x, None, None, 0.0)
-        if running is not None:
-            running.update(*moments, sum(shard.values for shard in shards))
-    else:
-        buffers = running_mean.data, running_var.data  # see `RunningStatistics.update`
-        moments = torch.batch_norm_update_stats(x, *buffers, momentum)
-    mean, var = moments
+    updated = running and running.for_kernel(x.dtype)
+    mean, var = moments = torch.batch_norm_update_stats(x, *(updated or (None, None, 0.0)))
+    if running is not None and updated is None:
+        running.update(mean, var, sum(shard.values for shard in shards))
     divisor = shards[0].denominator.of(var)
     if _is_large(mean, divisor):
         return None
@@ -265,38 +270,32 @@ def _share_weight(shards: Sequence[Shard]) -> bool:
     return True
 
 
-def _has_fused_merge(shards: Sequence[Shard], running: RunningStatistics | None) -> bool:
-    """Whether one kernel can merge the moments and update the running statistics."""
-    first = shards[0]
-    if not all(
-        shard.kernels.returns_inverse and shard.denominator == first.denominator
-        for shard in shards
-    ):
-        return False
-    assert first.moments is not None  # no small shards on accelerators
-    return not first.denominator.clamps and (
-        running is None
-        or (
-            isinstance(running.momentum, float)
-            and {first.moments[0].dtype}.issuperset(
-                buffer.dtype for buffer in (running.mean, running.var) if buffer is not None
-            )
-        )
+def _have_fused_merge(shards: Sequence[Shard]) -> bool:
+    """Whether one kernel can merge the moments of all shards."""
+    first = shards[0].denominator
+    return not first.clamps and all(
+        shard.kernels.returns_inverse and shard.denominator == first for shard in shards
     )
 
 
 def _fused_merge(shards: Sequence[Shard], running: RunningStatistics | None) -> Statistics:
-    """Merges moments in the kernel that `torch.nn.SyncBatchNorm` uses."""
-    home = shards[0].device
+    """Merges moments in the kernel that `torch.nn.SyncBatchNorm` uses.
+
+    It also updates the running statistics, if momentum is a number and their dtype is right.
+    """
+    home, denominator = shards[0].device, shards[0].denominator
     shards = [shard for shard in shards if shard.values]
     mean, inverse = (
         torch.stack([moment.to(home) for moment in moments])
         for moments in zip(*[shard.moments for shard in shards], strict=True)
     )
-    counts = counts_tensor(tuple([s.values for s in shards]), home, mean.dtype)
-    running_mean, running_var, momentum = running or (None, None, 0.0)
+    values = tuple([shard.values for shard in shards])
+    counts = counts_tensor(values, home, mean.dtype)
+    updated = running and running.for_kernel(mean.dtype)
+    buffers: tuple[Any, Any, float] = updated or (None, None, 0.0)
     mean, inverse = torch.batch_norm_gather_stats_with_counts(
-        *(mean, mean, inverse, running_mean, running_var, momentum),  # type: ignore[arg-type]
-        *(shards[0].denominator.eps, counts),
+        mean, mean, inverse, *buffers, denominator.eps, counts
     )
+    if running is not None and updated is None:
+        running.update(mean, variance(inverse, denominator), sum(values))
     return Statistics(mean, inverse, inverse)

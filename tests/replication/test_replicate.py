@@ -827,14 +827,21 @@ def test_property_with_a_setter_is_respected():
 # -- its cost ----------------------------------------------------------------------------------
 
 
-def calls_to_replicate(layers: int) -> int:
-    """The number of calls of Python functions, after a first forward."""
-    net = nn.Sequential(
+def nested(layers: int) -> nn.Module:
+    return nn.Sequential(
         *(
             nn.Sequential(nn.Conv2d(2, 2, 1), SynchronizedBatchNorm2d(2), nn.ReLU())
             for _ in range(layers)
         )
     )
+
+
+def flat(layers: int) -> nn.Module:
+    return nn.Sequential(*(layer for block in nested(layers) for layer in block))
+
+
+def calls_to_replicate(net: nn.Module) -> int:
+    """The number of calls of Python functions, after a first forward."""
     model = DataParallel(net, ["cpu"] * 2)
     model.replicate(net, model.device_ids)
     events = []
@@ -847,9 +854,10 @@ def calls_to_replicate(layers: int) -> int:
     return events.count("call")
 
 
-def test_replicate_with_callbacks_makes_at_most_8_calls_per_module_and_replica():
-    layers, modules, replicas = 20, 4, 2
-    calls = calls_to_replicate(5 + layers) - calls_to_replicate(5)
+@pytest.mark.parametrize(("build", "modules"), [(nested, 4), (flat, 3)])
+def test_replicate_with_callbacks_makes_at_most_8_calls_per_module_and_replica(build, modules):
+    layers, replicas = 20, 2
+    calls = calls_to_replicate(build(5 + layers)) - calls_to_replicate(build(5))
     assert calls <= 8 * layers * modules * replicas
 
 

@@ -122,8 +122,8 @@ def make_replicas(
             for module, template in zip(modules, templates, strict=True)
         ]
         replicas.append(shells)
-        values = [*parameters_of_copy, *buffers_of_copy, *shells, None]
-        copies = dict(zip(keys, values, strict=True))
+        made = *parameters_of_copy, *buffers_of_copy, *shells, None
+        copies = dict(zip(keys, made, strict=True))
         copies.update({wrapper: copies[inner] for wrapper, inner in wrappers.items()})
         copied.append(copies)
     positions = list(zip(paths, zip(*replicas, strict=True), strict=True))
@@ -156,11 +156,10 @@ def _modules_of(root: nn.Module) -> tuple[list[str], list[nn.Module], dict[int, 
         elif id(module) not in modules:
             modules[id(module)] = module
             paths.append(path)
-            if children:
-                prefix = path and path + "."
-                for name, child in reversed(children.items()):
-                    if child is not None:
-                        pending.append((prefix + name, child))
+            prefix = path and path + "."
+            for name, child in reversed(children.items()):
+                if child is not None:
+                    pending.append((prefix + name, child))
     return paths, list(modules.values()), wrappers
 
 
@@ -186,12 +185,7 @@ def _fill(
 ) -> None:
     """Gives the shells of a module their children, parameters and buffers, and their own hooks.
 
-    Args:
-        module: The original.
-        template: The attributes of all shells, or None if its class has made the shells.
-        shells: The shells, one per replica.
-        copied: The copies of each replica.
-        devices: The device of each replica.
+    ``template`` holds the attributes of all shells, or is None if the class has made the shells.
     """
     original = module.__dict__
     children, buffers, parameters = module._modules, module._buffers, module._parameters

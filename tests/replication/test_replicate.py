@@ -605,6 +605,25 @@ def test_tensor_attribute_is_moved():
     assert arrived(torch.ones(2)).device == META
 
 
+@pytest.mark.parametrize("before", [1, [1], (1, 2), None], ids=repr)
+def test_attribute_that_becomes_a_tensor_is_moved_from_then_on(before):
+    net = Holder(before)
+    assert replicate(net, ["cpu", "meta"])[1].value == before
+    net.value = torch.ones(2)
+    assert replicate(net, ["cpu", "meta"])[1].value.device == META
+    net.value = (1, torch.ones(2))
+    assert replicate(net, ["cpu", "meta"])[1].value[1].device == META
+
+
+def test_attributes_that_a_replica_sets_are_its_own():
+    net = nn.Sequential(nn.ReLU())
+    replicas = replicate(net, ["cpu"] * 3)
+    for index, replica in enumerate(replicas):
+        replica[0].index = index
+    assert [replica[0].index for replica in replicas] == [0, 1, 2]
+    assert not hasattr(net[0], "index")
+
+
 def test_tensor_attribute_on_the_device_already_is_shared():
     tensor = torch.ones(2)
     assert all(r.value is tensor for r in replicate(Holder(tensor), ["cpu"] * 2))

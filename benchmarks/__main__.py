@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks import failures, layer, overhead, processes, step
+from benchmarks import layer, overhead, processes, step
 from benchmarks.measuring import Row, Table, lines, parser, ratio, show
 
 figure = import_module("benchmarks.figure") if find_spec("matplotlib") else None
@@ -24,7 +24,6 @@ PARTS: dict[str, Callable[[float], Iterable[Table]]] = {
     "processes": lambda seconds: [processes.table(seconds)],
     "layer": lambda seconds: [layer.table(seconds)],
     "overhead": overhead.tables,
-    "failures": lambda seconds: [failures.table(seconds)],
 }
 
 PAGE = Path(__file__).with_name("README.md")
@@ -73,7 +72,7 @@ def replaced(page: str, figures: str) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__, seconds=6)
+    options = parser(__doc__, seconds=4)
     options.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     options.add_argument("--write", action="store_true", help="write all tables into the page")
     given = options.parse_args()

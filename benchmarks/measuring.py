@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+#: Rounds that are left out of the medians.
 WARM_UP = 2
 
-#: At least so many, however long they take.
+#: Rounds that count, at least, unless they take `PATIENCE` times as long as they should.
 ROUNDS = 5
+PATIENCE = 5
 
 #: Numbers of torch threads; 0 is torch's default.
 THREADS = (1, 0)
@@ -76,21 +78,27 @@ def alternating(
     """Return the medians of each way.
 
     The ways take turns, so that all see the same machine. Rounds go on for ``seconds``, and for
-    `ROUNDS` at least. With 0 seconds there is a single round, which shows that everything runs.
-    Processes that measure together pass ``agree``, which makes them stop in the same round.
+    `ROUNDS` at least. A busy machine, on which a step may take many times as long, ends them at
+    `PATIENCE` times ``seconds``. With 0 seconds there is a single round, which shows that
+    everything runs. Processes that measure together pass ``agree``, which makes them stop in the
+    same round.
     """
     taken: dict[str, list[Figures]] = {name: [] for name in ways}
-    warm_up, rounds = (WARM_UP, ROUNDS) if seconds else (0, 1)
-    for _ in range(warm_up):
-        for way in ways.values():
-            way()
-    end, done = time.perf_counter() + seconds, 0
-    while agree(done < rounds or time.perf_counter() < end):
+    begin, rounds = time.perf_counter(), 0
+
+    def goes_on() -> bool:
+        passed = time.perf_counter() - begin
+        is_short = rounds < WARM_UP + ROUNDS and passed < PATIENCE * seconds
+        return rounds == 0 or passed < seconds or is_short
+
+    while agree(goes_on()):
         for name, way in ways.items():
             taken[name].append(way())
-        done += 1
+        rounds += 1
+    first = min(WARM_UP, rounds - 1)
     return {
-        name: tuple(map(statistics.median, zip(*own, strict=True))) for name, own in taken.items()
+        name: tuple(map(statistics.median, zip(*own[first:], strict=True)))
+        for name, own in taken.items()
     }
 
 
@@ -140,12 +148,12 @@ def lines(table: Table) -> Iterator[str]:
     for number, row in enumerate(table.rows):
         if number == 0:
             headings = columns(table, row.figures)
-            yield _line(headings)
-            yield _line(["---"] * len(headings))
-        yield _line(cells(row))
+            yield line(headings)
+            yield line(["---"] * len(headings))
+        yield line(cells(row))
 
 
-def _line(texts: Iterable[str]) -> str:
+def line(texts: Iterable[str]) -> str:
     return f"| {' | '.join(texts)} |"
 
 
@@ -156,7 +164,7 @@ def parser(description: str | None, seconds: float = 3) -> argparse.ArgumentPars
         "--seconds",
         type=float,
         default=seconds,
-        help="per row, after warm-up (default %(default)s)",
+        help="per row, warm-up included (default %(default)s)",
     )
     return made
 

@@ -1,6 +1,6 @@
 """What synchronization costs in a training step of processes under DistributedDataParallel.
 
-`torch.nn.SyncBatchNorm` refuses the CPU, so it takes part only where the processes use a GPU.
+`torch.nn.SyncBatchNorm` refuses the CPU, so its scheme takes part there, and itself on a GPU.
 
     python -m benchmarks.processes
 """
@@ -11,11 +11,13 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import yardsticks
 from benchmarks.measuring import Figures, Row, Table, alternating, in_processes, parser, show
 from benchmarks.networks import NETWORKS
 from benchmarks.step import training
@@ -29,16 +31,20 @@ PROCESSES = (2, 4)
 ABOUT = (
     "Training steps of processes under `DistributedDataParallel` on gloo, one torch thread each: "
     "forward, backward and SGD. The unit is plain BatchNorm, which synchronizes nothing. Cells "
-    "are the step, and in brackets forward and backward. `nn.SyncBatchNorm` refuses the CPU and "
-    "takes part on a GPU only."
+    "are the step, and in brackets forward and backward."
 )
 
 #: Each makes a network from one with plain BatchNorm.
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain BatchNorm": lambda net: net,
     "ours": convert_model,
+    "`nn.SyncBatchNorm`'s scheme": partial(yardsticks.convert, kind=yardsticks.ProcessBatchNorm),
 }
-ON_GPUS = {**WAYS, "`nn.SyncBatchNorm`": nn.SyncBatchNorm.convert_sync_batchnorm}
+ON_GPUS = {
+    "plain BatchNorm": WAYS["plain BatchNorm"],
+    "ours": convert_model,
+    "`nn.SyncBatchNorm`": nn.SyncBatchNorm.convert_sync_batchnorm,
+}
 
 
 def together(way: Callable[[], Figures]) -> Callable[[], Figures]:

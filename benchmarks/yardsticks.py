@@ -1,6 +1,6 @@
-"""What the packages are compared with, written anew for CPU replicas. Nothing here uses them.
+"""What the packages are compared with, written anew for the CPU. Nothing here uses them.
 
-Two schemes, from their published descriptions:
+Three schemes, from their published descriptions:
 
 *   `DataParallel` is torch's: shells whose parameters are plain tensors from one broadcast node,
     a new thread per replica, and a concatenation of the outputs.
@@ -8,8 +8,10 @@ Two schemes, from their published descriptions:
     through a queue, the first replica's callback adds them up and replies, and each of the other
     replicas acknowledges its reply. The statistics are plain tensor expressions, and autograd
     derives their gradients.
+*   `ProcessBatchNorm` is the one in `torch.nn.SyncBatchNorm`, which refuses the CPU: each process
+    gathers mean and variance of all others in forward, and adds up two sums in backward.
 
-Both are correct, and both hang if a replica fails.
+All are correct, and all hang if a replica fails.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 
 class Broadcast(torch.autograd.Function):
@@ -190,12 +192,71 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):
         return y.reshape(input.shape)
 
 
-def convert(module: nn.Module) -> nn.Module:
+class Gathered(torch.autograd.Function):
+    """Normalize with the moments of all processes, by the kernels that torch has for the CPU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        buffers: Mapping[str, Any],
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        own = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).flatten()
+        own = torch.cat((own, own.new_full((1,), x.numel() // x.size(1))))
+        gathered = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(gathered, own)
+        means, variances, counts = torch.stack(gathered).split(x.size(1), dim=1)
+        total = counts.sum()
+        mean = (counts * means).sum(0) / total
+        var = (counts * (variances + (means - mean) ** 2)).sum(0) / total
+        buffers["num_batches_tracked"].add_(1)
+        buffers["running_mean"].lerp_(mean, momentum)
+        buffers["running_var"].lerp_(var * total / (total - 1), momentum)
+        ctx.eps = eps
+        ctx.save_for_backward(x, weight, mean, var, total)
+        return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight, mean, var, total = ctx.saved_tensors
+        args = (dy, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True])
+        # The gradients in evaluation mode: the kernel takes mean and variance as constants.
+        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(*args)
+        sums = torch.stack((dweight, dbias))
+        distributed.all_reduce(sums)
+        inverse = (var + ctx.eps).rsqrt()
+        slope, shift = sums * (weight * inverse / -total)
+        slope *= inverse
+        shift -= slope * mean
+        shape = (-1, *[1] * (x.dim() - 2))
+        dx.addcmul_(x, slope.view(shape)).add_(shift.view(shape))
+        return dx, dweight, dbias, None, None, None
+
+
+class ProcessBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm over all processes, by means and variances."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        return Gathered.apply(  # type: ignore[no-any-return, no-untyped-call]
+            input, self.weight, self.bias, self._buffers, self.momentum, self.eps
+        )
+
+
+def convert(module: nn.Module, kind: type[Any] = SynchronizedBatchNorm) -> nn.Module:
     """Replace each BatchNorm in ``module``, in place, and keep its parameters and buffers."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.modules.batchnorm._BatchNorm):
-                layer = SynchronizedBatchNorm(child.num_features, child.eps, child.momentum)
+                layer = kind(child.num_features, child.eps, child.momentum)
                 layer._parameters, layer._buffers = child._parameters, child._buffers
                 layer.train(child.training)
                 setattr(parent, name, layer)

@@ -123,9 +123,16 @@ def compiled_module(module: Any) -> nn.Module:
     return module  # type: ignore[no-any-return]
 
 
-def in_functorch_transform() -> bool:
-    """Whether a `torch.func` transform (``grad``, ``vmap``, ...) is active in this thread."""
-    return bool(torch._C._are_functorch_transforms_active())
+#: Returns whether a `torch.func` transform (``grad``, ``vmap``, ...) is active in this thread.
+in_functorch_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def direct_apply(function: Any) -> Callable[..., Any]:
+    """Returns ``function.apply`` of an autograd Function, without its calls in Python.
+
+    It must not be called inside a `torch.func` transform.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[no-any-return]
 
 
 #: The result of `current_backward` outside a backward.
@@ -181,13 +188,17 @@ def sees_saved_tensors() -> bool:
     return bool(hooks or torch._C._len_torch_dispatch_stack())
 
 
+#: Returns the number of dispatch modes that are active in this thread.
+dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
 def beside_selective_checkpoints() -> AbstractContextManager[object]:
     """Hides the operations of a ``with`` block from a selective activation checkpoint around it.
 
     The checkpoint expects the same operations in the recomputation as in the forward. Other
     dispatch modes, such as counters of operations, do not see the operations either.
     """
-    if not torch._C._len_torch_dispatch_stack():
+    if not dispatch_modes():
         return nullcontext()
     modes = _get_current_dispatch_mode_stack()
     stack = ExitStack()

@@ -1,6 +1,6 @@
 """Batch normalization over the batch of all replicas, with the numbers of one device."""
 
-from replication import DataParallelWithCallback, patch_replication_callback
+from replication import DataParallel, DataParallelWithCallback, patch_replication_callback
 from replication.verify import Difference, Verification, verify
 from syncbn.batchnorm import (
     SynchronizedBatchNorm1d,
@@ -13,6 +13,7 @@ from syncbn.convert import convert_model, patch_sync_batchnorm, revert_model
 from syncbn.report import Summary, summary
 
 __all__ = [
+    "DataParallel",
     "DataParallelWithCallback",
     "Difference",
     "Summary",

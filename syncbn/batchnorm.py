@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
-from replication._torch import beside_selective_checkpoints, uncompiled
+from replication._torch import beside_selective_checkpoints, dispatch_modes, uncompiled
 from replication.devices import is_int
 from replication.errors import ReplicationError, path_or_root
-from replication.groups.base import Layouts
 from replication.sync.current import current_replica
 from syncbn.graph import Message, Reply, merge_shards, synchronized_batch_norm
 from syncbn.merge import Denominator, RunningStatistics
@@ -41,6 +40,9 @@ _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = (*_HALF, torch.float32, torch.float64)
 
 _eps_mode = "plus"
+
+#: A call in Python less per forward.
+_denominator = lru_cache(Denominator)
 
 
 def set_sbn_eps_mode(mode: str) -> None:
@@ -163,19 +165,21 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         weight, bias = self.weight, self.bias  # once: a parametrization recomputes them each time
         self._check_synchronized_input(input, weight, bias)
-        denominator = Denominator(self.eps, _eps_mode == "clamp")
+        denominator = _denominator(self.eps, _eps_mode == "clamp")
         exchange = (
             partial(self._reply_of_replicas, group, input.dtype)
             if isinstance(group, ReplicaGroup)
             else partial(self._reply_of_ranks, group, input.dtype)
         )
+        if not dispatch_modes():
+            return synchronized_batch_norm(input, weight, bias, denominator, exchange)
         with beside_selective_checkpoints():
             return synchronized_batch_norm(input, weight, bias, denominator, exchange)
 
     def _reply_of_ranks(self, group: Group, dtype: torch.dtype, message: Message) -> Reply:
         """Returns the moments of all processes."""
         running = None if group.recomputes else self._running_statistics
-        return merge_ranks(group, message, self._layouts(dtype), running)
+        return merge_ranks(group, message, ((dtype, (self.num_features,)),), running)
 
     def _reply_of_replicas(
         self, group: ReplicaGroup, dtype: torch.dtype, message: Message
@@ -188,15 +192,12 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             "batch_norm",
             message,
             partial(self._merge, group),
-            layouts=self._layouts(dtype),
-            requires_grad=message.local.requires_grad,
+            layouts=((dtype, (self.num_features,)),),  # must match on every replica
+            requires_grad=message[1].requires_grad,
         )
-        self._recorded_calls.record(message, reply)
+        if message[0].moments is not None:  # measured for a checkpoint, or because it is large
+            self._recorded_calls.record(message, reply)
         return reply
-
-    def _layouts(self, dtype: torch.dtype) -> Layouts:
-        """Returns the dtype and the shape of the statistics, which must match everywhere."""
-        return ((dtype, (self.num_features,)),)
 
     def _merge(self, group: ReplicaGroup, messages: list[Message]) -> list[Reply]:
         """Returns the replies to all replicas. Runs once per call, while the others wait."""
@@ -207,7 +208,6 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             raise ReplicationError("the forward of this replica has been ended by its caller")
         return replies
 
-    @torch.no_grad()
     def _running_statistics(self) -> RunningStatistics | None:
         """Counts a batch, and returns the buffers to update with its moments."""
         if not self.track_running_stats:

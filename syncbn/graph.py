@@ -32,42 +32,38 @@ Saved for backward: x_i, once, by (1), and vectors of length C.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication._torch import is_batched
+from replication._torch import (
+    direct_apply,
+    in_functorch_transform,
+    is_batched,
+    sees_saved_tensors,
+)
 from replication.groups.replicas import ordinary
 from syncbn.channels import (
     accumulation_dtype,
     per_channel,
     reduced_dims,
-    values_per_channel,
 )
-from syncbn.merge import CountBatch, Denominator, GlobalMoments, Shard, merge_moments
+from syncbn.kernels import Native
+from syncbn.merge import SMALL, CountBatch, Denominator, GlobalMoments, Shard, merge_moments
 
 __all__: list[str] = []
 
 
-class Message(NamedTuple):
-    """What a replica sends."""
+#: What a replica sends: its numbers, and the outputs local and totals of (1), which lead through
+#: (2). Plain tuples, which cost no call.
+Message = tuple[Shard, Tensor, Tensor]
 
-    shard: Shard
-    #: The outputs of (1) that lead through (2).
-    local: Tensor
-    totals: Tensor
-
-
-class Reply(NamedTuple):
-    """What a replica receives."""
-
-    #: Values per channel in the whole batch. Below 2 there are no moments.
-    total: int | Tensor
-    batch: GlobalMoments | None = None
-    #: The outputs of (2) for this replica, global and sums.
-    edges: tuple[Tensor, Tensor] | None = None
+#: What a replica receives: values per channel in the whole batch; its moments; and the outputs
+#: global and sums of (2) for this replica. The last two are None below 2 values.
+Reply = tuple[int | Tensor, GlobalMoments | None, tuple[Tensor, Tensor] | None]
 
 
 def synchronized_batch_norm(
@@ -92,20 +88,31 @@ def synchronized_batch_norm(
     Raises:
         ValueError: The whole batch has one value per channel.
     """
-    dtype = accumulation_dtype(x.dtype)
-    if weight is not None and weight.dtype is not dtype:
-        weight = weight.to(dtype)
-    if bias is not None and bias.dtype is not dtype:
-        bias = bias.to(dtype)
+    if in_functorch_transform():
+        raise RuntimeError(
+            "torch.func transforms do not reach the other copies of a synchronized layer, so "
+            "their derivatives would be lost; transform a function that calls the whole model"
+        )
     shard = Shard(x, weight, denominator)
-    z, carrier, local, totals = Moments.apply(shard, x)  # type: ignore[no-untyped-call]
-    total, batch, edges = exchange(Message(shard, local, totals))
+    if weight is not None and weight.dtype != shard.dtype:
+        shard.weight = weight = weight.to(shard.dtype)
+    if bias is not None and bias.dtype != shard.dtype:
+        bias = bias.to(shard.dtype)
+    if (
+        shard.kernels is Native
+        and 0 < x.numel() <= SMALL
+        and x.dtype == torch.float32
+        and x.is_contiguous()
+        and torch.is_grad_enabled()
+        and not sees_saved_tensors()  # an activation checkpoint needs the moments of the shard
+    ):
+        shard.unmeasured = x
+    z, carrier, local, totals = _moments(shard, x)
+    total, batch, edges = exchange((shard, local, totals))
     if batch is None or edges is None:
         return _output_below_two_values(total, x, weight, bias)
     shard.batch = batch
-    return Normalize.apply(  # type: ignore[no-any-return, no-untyped-call]
-        shard, x, z, carrier, *edges, weight, bias
-    )
+    return _normalize(shard, x, z, carrier, *edges, weight, bias)  # type: ignore[no-any-return]
 
 
 def _output_below_two_values(
@@ -135,17 +142,21 @@ def merge_shards(
         messages: The message of each replica.
         count_batch: Returns the running statistics to update. None in a recomputation.
     """
-    shards = [message.shard for message in messages]
-    total = sum([shard.values for shard in shards])
+    shards, local, totals = zip(*messages, strict=True)
+    total = sum(map(attrgetter("values"), shards))
     running = None if count_batch is None or total == 1 else count_batch()
     if total < 2:  # of 1 value the forward raises
-        return [Reply(total)] * len(shards)
-    local = [ordinary(message.local) for message in messages]
-    batches = merge_moments(shards, local, running)
-    totals = [ordinary(message.totals) for message in messages]
-    edges = Merge.apply(shards, *local, *totals)  # type: ignore[no-untyped-call]
-    pairs = zip(edges[: len(shards)], edges[len(shards) :], strict=True)
-    return [Reply(total, *reply) for reply in zip(batches, pairs, strict=True)]
+        return [(total, None, None)] * len(shards)
+    batches = merge_moments(shards, total, running)
+    for shard, batch in zip(shards, batches, strict=True):
+        shard.batch, shard.unmeasured = batch, None
+    edges = local + totals
+    if any(map(Tensor.is_inference, edges)):
+        edges = tuple(map(ordinary, edges))
+    outputs = _merge(shards, *edges)
+    n = len(shards)
+    pairs = zip(outputs[:n], outputs[n:], strict=True)
+    return list(zip([total] * n, batches, pairs, strict=True))
 
 
 class Moments(Function):
@@ -156,36 +167,39 @@ class Moments(Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         ctx.shard = shard
-        shard.moments = shard.kernels.moments(x, shard.denominator.eps)
-        local = x.new_empty(2, x.size(1), dtype=accumulation_dtype(x.dtype))
-        return x, x, local, torch.empty_like(local)  # torch makes an alias of x for each
+        if shard.unmeasured is None:
+            shard.moments = shard.kernels.moments(x, shard.denominator.eps)
+        local = x.new_empty(3, x.size(1), dtype=shard.dtype)
+        totals = local.new_empty(shard.kernels.number_of_rows, x.size(1))
+        return x, x, local, totals  # torch makes an alias of x for each
 
     @staticmethod
     def backward(
         ctx: Any,
         dy: Tensor | None,
         x: Tensor | None,
-        dlocal: Tensor | None,
-        totals: Tensor | None,
+        exact: Tensor | None,
+        rows: Tensor | None,
     ) -> tuple[None, Tensor | None]:
-        if dy is None and dlocal is None and totals is None:
+        if dy is None and exact is None and rows is None:
             return None, None  # called by the engine without any gradient
         if x is None:  # this replica's output is unused, so (3) has not run
             (x,) = ctx.saved_tensors
         shard: Shard = ctx.shard
         dx = None
-        if not shard.values:
-            dx = torch.empty_like(x)
-        elif dy is not None or totals is not None:
-            if totals is None:
-                totals = torch.zeros_like(shard.batch.statistics.mean).expand(2, -1)
-            batch = shard.batch
-            dx = shard.kernels.input_gradient(
-                dy, x, batch.statistics, shard.weight, totals, batch.total, batch.weights_differ
+        if dy is not None or rows is not None:
+            total, stats, _, differ = shard.batch
+            if rows is None:
+                rows = shard.rows(stats.mean.new_zeros(2, x.size(1)))
+            dx = (
+                shard.kernels.input_gradient(dy, x, stats, shard.weight, rows, total, differ)
+                if shard.values
+                else torch.empty_like(x)
             )
-        if dlocal is not None:
-            exact = _moments_derivative(x, dlocal)
-            dx = exact if dx is None else dx + exact
+        if exact is not None:
+            shift, slope, center = (per_channel(row, x) for row in exact)
+            along = shift + slope * (x - center)
+            dx = along.to(x.dtype) if dx is None else dx + along.to(x.dtype)
         return None, dx
 
 
@@ -199,19 +213,28 @@ class Merge(Function):
     def forward(ctx: Any, shards: Sequence[Shard], *edges: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.shards = shards
-        ctx.save_for_backward(*edges[: len(shards)])
-        return tuple([torch.empty_like(edge) for edge in edges])
+        outputs = [edge.new_empty(2, edge.size(1)) for edge in edges]
+        ctx.save_for_backward(outputs[0])
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        edges = ctx.saved_tensors
-        n = len(edges)
+        shards: Sequence[Shard] = ctx.shards
+        n = len(shards)
         exact, fast = added(grads[:n]), added(grads[n:])
-        return (
-            None,
-            *([None] * n if exact is None else _merge_derivative(ctx.shards, edges, exact)),
-            *[None if fast is None else fast.to(edge.device) for edge in edges],
-        )
+        derivatives: list[Tensor | None] = [None] * n
+        rows: list[Tensor | None] = [None] * n
+        if exact is not None:
+            derivative = merge_derivative(exact, shards[0], *ctx.saved_tensors)
+            derivatives = [derivative.to(shard.device) for shard in shards]
+        if fast is not None:
+            made: dict[int, Tensor] = {}  # usually all replicas share what they know of the batch
+            for i, shard in enumerate(shards):
+                key = id(shard.batch)
+                if key not in made:
+                    made[key] = shard.rows(fast)
+                rows[i] = made[key]
+        return None, *derivatives, *rows
 
 
 def added(grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -284,6 +307,10 @@ class Normalize(Function):
         )
 
 
+# Functions of the graph, without the calls in Python that `Function.apply` makes.
+_moments, _merge, _normalize = map(direct_apply, (Moments, Merge, Normalize))
+
+
 def needs_true_derivatives(grad: Tensor) -> bool:
     """Returns whether this backward builds a graph or computes batched gradients.
 
@@ -310,35 +337,24 @@ def attached(mean_and_var: tuple[Tensor, Tensor], edge: Tensor) -> Tensor:
     return Attach.apply(torch.stack(mean_and_var), edge)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _moments_derivative(x: Tensor, dmoments: Tensor) -> Tensor:
-    """Returns the derivative by x, given the derivative by mean and variance of x."""
-    # Without any values the result is empty, but still depends on dmoments: between processes the
-    # second derivative is a collective, in which this rank must take part.
-    n = max(values_per_channel(x), 1)
-    dmean, dvar = (per_channel(d, x) for d in dmoments / n)
-    dims = reduced_dims(x)
-    centered = x.to(accumulation_dtype(x.dtype))
-    # Twice: the second pass removes the rounding error of a large mean.
-    centered = centered - centered.detach().mean(dims, keepdim=True)
-    centered = centered - centered.mean(dims, keepdim=True)
-    return (dmean + 2 * dvar * centered).to(x.dtype)
+def merge_derivative(grad: Tensor, shard: Shard, edge: Tensor) -> Tensor:
+    """Returns the derivative by x, as a function of x: shift + slope * (x - center).
 
+    Args:
+        grad: The derivative by mean and variance of the batch, ``(2, C)``.
+        shard: Any replica's.
+        edge: The output global of (2), along which mean and variance have derivatives.
 
-def _merge_derivative(
-    shards: Sequence[Shard], edges: Sequence[Tensor], grad: Tensor
-) -> list[Tensor]:
-    """Returns the derivatives by mean and variance of each shard, given those by the batch's."""
-    total = sum([shard.values for shard in shards])
-    moments = [attached(s.mean_and_var(), e) for s, e in zip(shards, edges, strict=True)]
-    home = moments[0].device
-    stats = torch.stack([m.to(home) for m in moments])
-    share = stats.new_tensor([[shard.values / total] for shard in shards])
-    means = stats[:, 0]
-    dmean, dvar = grad.to(stats)
-    mean = (share * means).sum(0)
-    # The terms through the merged mean cancel.
-    derivatives = torch.stack((share * (dmean + 2 * dvar * (means - mean)), share * dvar), 1)
-    return [d.to(edge) for d, edge in zip(derivatives.unbind(), edges, strict=True)]
+    Returns:
+        ``(3, C)``: shift, slope, center.
+    """
+    moments = attached(shard.batch.moments(shard.denominator), edge)
+    mean = moments[0]
+    dmean, dvar = grad.to(mean) / shard.batch.total
+    slope = 2 * dvar
+    # In two parts, so that a large mean costs no precision.
+    center = mean.detach().to(shard.dtype).to(mean)
+    return torch.stack((dmean - slope * (mean - center), slope, center)).to(grad.dtype)
 
 
 def _normalize_derivative(

@@ -66,6 +66,9 @@ class Statistics(NamedTuple):
 class Kernels:
     """The functions of a strategy."""
 
+    #: The number of vectors that `rows` returns.
+    number_of_rows = 3
+
     #: Whether `moments` returns mean and ``1 / sqrt(var + eps)`` instead of mean and variance.
     returns_inverse = False
 
@@ -109,12 +112,35 @@ class Kernels:
         return torch.stack((-inverse, -inverse.square() / 2))
 
     @staticmethod
+    def rows(
+        totals: Tensor,
+        stats: Statistics,
+        weight: Tensor | None,
+        n: int | Tensor,
+        weights_differ: bool,
+    ) -> Tensor:
+        """Prepares what `input_gradient` needs, once for all replicas on a device.
+
+        Args:
+            totals: The messages of `reduce`, added over the whole batch.
+            stats: The statistics of the batch.
+            weight: ``(C,)``, in the accumulation dtype, or None.
+            n: Values per channel in the whole batch.
+            weights_differ: Whether each replica has multiplied its message by its weight.
+
+        Returns:
+            ``(number_of_rows, C)``.
+        """
+        scale = stats.inverse if weight is None or weights_differ else stats.inverse * weight
+        return torch.cat((totals * (scale / -n), scale.unsqueeze(0)))
+
+    @staticmethod
     def input_gradient(
         dy: Tensor | None,
         x: Tensor,
         stats: Statistics,
         weight: Tensor | None,
-        totals: Tensor,
+        rows: Tensor,
         n: int | Tensor,
         weights_differ: bool,
     ) -> Tensor:
@@ -129,9 +155,9 @@ class Kernels:
             x: The shard.
             stats: The statistics of the batch.
             weight: ``(C,)``, in the accumulation dtype, or None.
-            totals: The messages of `reduce`, added over the whole batch.
-            n: Values per channel in the whole batch.
-            weights_differ: Whether each replica has multiplied its message by its weight.
+            rows: The result of `rows`.
+            n: As in `rows`.
+            weights_differ: As in `rows`.
         """
         raise NotImplementedError
 
@@ -145,6 +171,8 @@ class Native(Kernels):
 
     @staticmethod
     def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if x.numel() <= statistics.SMALL and x.numel():
+            return statistics.exact_moments(x)
         return statistics.moments(x)
 
     @staticmethod
@@ -184,23 +212,25 @@ class Native(Kernels):
         x: Tensor,
         stats: Statistics,
         weight: Tensor | None,
-        totals: Tensor,
+        rows: Tensor,
         n: int | Tensor,
         weights_differ: bool,
     ) -> Tensor:
-        mean, inverse, denominator, rest = stats
-        scale = inverse if weight is None else inverse * weight
-        shift, slope = (totals * ((inverse if weights_differ else scale) / -n)).unbind()
-
-        def gradient(dy: Tensor | None, x: Tensor) -> Tensor:
-            if rest is not None:
-                return Plain.input_gradient(dy, x, stats, weight, totals, n, weights_differ)
-            x = with_usual_strides(x)  # the result inherits them
-            args = (x, slope, shift, mean, denominator, False, 0.0, 0.0)
-            dx = torch.native_batch_norm(*args)[0]
-            return dx if dy is None else dx.addcmul_(dy, per_channel(scale, dx))
-
-        return in_accumulation_dtype(gradient, dy, x)
+        if stats.rest is not None or x.dtype != rows.dtype:
+            return in_accumulation_dtype(
+                lambda dy, x: Plain.input_gradient(dy, x, stats, weight, rows, n, weights_differ),
+                dy,
+                x,
+            )
+        shift, slope, scale = rows.unbind()
+        mean, _, denominator, _ = stats
+        args = (with_usual_strides(x), slope, shift, mean, denominator, False, 0.0, 0.0)
+        dx = torch.native_batch_norm(*args)[0]  # it inherits the strides of its input
+        if dy is None:
+            return dx
+        if weights_differ and weight is not None:
+            scale = scale * weight
+        return dx.addcmul_(dy, scale.view(-1, *[1] * (x.dim() - 2)))
 
 
 class Fused(Kernels):
@@ -211,6 +241,7 @@ class Fused(Kernels):
     """
 
     returns_inverse = True
+    number_of_rows = 2
 
     @staticmethod
     def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -241,19 +272,29 @@ class Fused(Kernels):
         return torch.stack((-inverse, -inverse.pow(3) / 2))  # without x_hat's factor
 
     @staticmethod
+    def rows(
+        totals: Tensor,
+        stats: Statistics,
+        weight: Tensor | None,
+        n: int | Tensor,
+        weights_differ: bool,
+    ) -> Tensor:
+        return totals
+
+    @staticmethod
     def input_gradient(
         dy: Tensor | None,
         x: Tensor,
         stats: Statistics,
         weight: Tensor | None,
-        totals: Tensor,
+        rows: Tensor,
         n: int | Tensor,
         weights_differ: bool,
     ) -> Tensor:
         if weights_differ and weight is not None:
             # The kernel multiplies by the weight. Where it is 0 in all replicas, so is the result.
-            totals = (totals / weight).nan_to_num(0.0, 0.0, 0.0)
-        plain, along_x = totals.unbind()
+            rows = (rows / weight).nan_to_num(0.0, 0.0, 0.0)
+        plain, along_x = rows.unbind()
         count = n.to(torch.int32).view(1) if isinstance(n, Tensor) else _count(n, x.device)
         dy = torch.zeros_like(x) if dy is None else in_format_of(dy, x).to(x.dtype)
         return torch.batch_norm_backward_elemt(
@@ -306,29 +347,25 @@ class Plain(Kernels):
         x: Tensor,
         stats: Statistics,
         weight: Tensor | None,
-        totals: Tensor,
+        rows: Tensor,
         n: int | Tensor,
         weights_differ: bool,
     ) -> Tensor:
-        mean, inverse, _, rest = stats
-        scale = inverse if weight is None else inverse * weight
-        shift, slope = (totals * ((inverse if weights_differ else scale) / -n)).unbind()
-        slope = slope * inverse
-        if rest is not None:
-            shift = shift - rest * slope
-        dx = (with_usual_strides(x) - per_channel(mean, x)).mul_(per_channel(slope, x))
+        shift, slope, scale = rows.unbind()
+        slope = slope * stats.inverse
+        if stats.rest is not None:
+            shift = shift - stats.rest * slope
+        dx = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(slope, x))
         dx.add_(per_channel(shift, x))
         if dy is not None:
+            if weights_differ and weight is not None:
+                scale = scale * weight
             dx.addcmul_(dy.to(dx.dtype), per_channel(scale, x))
         return dx.to(x.dtype)
 
 
-_KERNELS: dict[str, type[Kernels]] = {"cpu": Native, "cuda": Fused}
-
-
-def kernels_for(x: Tensor) -> type[Kernels]:
-    """Returns the strategy for a tensor's device."""
-    return _KERNELS.get(x.device.type, Plain)
+#: By type of device. `Plain` on all others.
+KERNELS: dict[str, type[Kernels]] = {"cpu": Native, "cuda": Fused}
 
 
 def in_accumulation_dtype(

@@ -9,10 +9,17 @@ import torch
 from torch import Tensor
 
 from syncbn import moments as statistics
-from syncbn.channels import statistics_device, values_per_channel
-from syncbn.kernels import Kernels, Statistics, counts_tensor, kernels_for
+from syncbn.kernels import KERNELS, Plain, Statistics, counts_tensor
 
 __all__: list[str] = []
+
+
+#: The largest shard, in values, that is measured together with the others. For small shards the
+#: time for calling an operation dominates.
+SMALL = 2**15
+
+#: In standard deviations. A larger mean would cost more than three bits of precision.
+_LARGE_MEAN = 8
 
 
 class Denominator(NamedTuple):
@@ -50,17 +57,19 @@ class RunningStatistics(NamedTuple):
         if isinstance(total, Tensor):  # the host does not know whether it is above 1
             weight = weight * (total > 0).to(var)
             total = total.clamp(min=2)
-        if isinstance(weight, Tensor):
-            weight = weight.to(mean)
-        for running, new in ((self.mean, mean), (self.var, var * (total / (total - 1)))):
-            if running is not None:
-                # Hidden from autograd, as torch's kernels do it: the graph of a forward on one
-                # device may have saved the buffer without needing its value.
-                running, new = running.data, new.to(mean)
-                if running.dtype == new.dtype:
-                    running.lerp_(new, weight)
-                else:
-                    running.copy_(torch.lerp(running.to(new), new, weight))
+        narrow = mean.dtype if isinstance(weight, Tensor) or 0 <= weight <= 1 else None
+        for buffer, new in ((self.mean, mean), (self.var, var * (total / (total - 1)))):
+            if buffer is None:
+                continue
+            # Hidden from autograd, as torch's kernels do it: the graph of a forward on one device
+            # may have saved the buffer without needing its value.
+            running = buffer.data
+            like = mean if running.dtype == narrow else var  # a weight may not fit into float32
+            factor = weight.to(like) if isinstance(weight, Tensor) else weight
+            if like is mean:
+                running.lerp_(new.to(mean), factor)
+            else:
+                running.copy_(torch.lerp(running.to(var), new.to(var), factor))
 
 
 #: Counts a batch and returns what is to be updated; None if the layer keeps no such statistics.
@@ -88,24 +97,50 @@ class GlobalMoments(NamedTuple):
 class Shard:
     """The numbers of one replica in one call, which its nodes share with (2)."""
 
-    __slots__ = ("batch", "denominator", "kernels", "moments", "values", "weight")
+    __slots__ = (
+        "batch",
+        "denominator",
+        "device",
+        "dtype",
+        "kernels",
+        "moments",
+        "unmeasured",
+        "values",
+        "weight",
+    )
 
     def __init__(self, x: Tensor, weight: Tensor | None, denominator: Denominator) -> None:
-        self.values = values_per_channel(x)
-        self.kernels: type[Kernels] = kernels_for(x)
+        #: Values per channel.
+        self.values = x.numel() // max(1, x.size(1))
+        self.device = x.device
+        #: The accumulation dtype.
+        self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        self.kernels = KERNELS.get(self.device.type, Plain)
         self.weight = weight
         self.denominator = denominator
-        #: The result of `Kernels.moments`. Set by (1).
-        self.moments: tuple[Tensor, Tensor]
+        #: The values of a small shard, which the merge measures. None after that, and if (1) does.
+        self.unmeasured: Tensor | None = None
+        #: The result of `Kernels.moments`.
+        self.moments: tuple[Tensor, Tensor] | None = None
         #: Set before (3).
         self.batch: GlobalMoments
 
     def mean_and_var(self) -> tuple[Tensor, Tensor]:
         """Returns mean and biased variance of each channel, in float64 where it is supported."""
+        if self.moments is None:
+            assert self.unmeasured is not None
+            with torch.no_grad():
+                self.moments = self.kernels.moments(self.unmeasured, self.denominator.eps)
         if not self.kernels.returns_inverse or not self.values:
             return self.moments
         mean, inverse = self.moments
         return mean.double(), variance(inverse, self.denominator)
+
+    def rows(self, totals: Tensor) -> Tensor:
+        """Returns what the input gradients need, given the totals of a fast backward."""
+        total, stats, _, weights_differ = self.batch
+        totals = totals.to(self.device)
+        return self.kernels.rows(totals, stats, self.weight, total, weights_differ)
 
 
 def variance(inverse: Tensor, denominator: Denominator) -> Tensor:
@@ -114,59 +149,97 @@ def variance(inverse: Tensor, denominator: Denominator) -> Tensor:
 
 
 def merge_moments(
-    shards: Sequence[Shard], like: Sequence[Tensor], running: RunningStatistics | None
+    shards: Sequence[Shard], total: int, running: RunningStatistics | None
 ) -> list[GlobalMoments]:
     """Merges the moments of all shards, and updates the running statistics.
 
     Args:
-        shards: The shards, in replica order, with at least 2 values per channel in all.
-        like: A tensor on each replica's device, in the accumulation dtype.
+        shards: The shards, in replica order.
+        total: Values per channel in all of them, at least 2.
         running: The running statistics to update, if any.
 
     Returns:
         The moments of the whole batch for each replica.
     """
-    total = sum([shard.values for shard in shards])
-    weights_differ = not _is_shared([shard.weight for shard in shards])
-    if _has_fused_merge(shards, running):
-        merged = _fused_merge(shards, like[0], running)
+    weights_differ = not _share_weight(shards)
+    first = shards[0]
+    if _are_unmeasured(shards):
+        whole = _measure(shards, running)
+        if whole is not None:
+            return [GlobalMoments(total, *whole, weights_differ)] * len(shards)
+        running = None  # they are updated
+    if first.kernels.returns_inverse and _has_fused_merge(shards, running):
+        merged = _fused_merge(shards, running)
         return [
-            GlobalMoments(total, merged.to(tensor.device), None, weights_differ) for tensor in like
+            GlobalMoments(total, merged.to(shard.device), None, weights_differ) for shard in shards
         ]
-    home = statistics_device(like[0].device)
-    moments = [[m.to(home) for m in shard.mean_and_var()] for shard in shards]
-    mean, var = statistics.merge([shard.values for shard in shards], *zip(*moments, strict=True))
+    counts: list[int] = []
+    means: list[Tensor] = []
+    variances: list[Tensor] = []
+    for shard in shards:
+        mean, var = shard.mean_and_var()
+        counts.append(shard.values)
+        means.append(mean.to(means[0].device) if means else mean)
+        variances.append(var.to(means[0].device))
+    mean, var = moments = statistics.merge(counts, means, variances)
     # Usually all replicas are on one device and have the same eps.
-    made: dict[object, Statistics] = {}
+    made: dict[object, GlobalMoments] = {}
     batches = []
-    for shard, tensor in zip(shards, like, strict=True):
-        key = shard.denominator, tensor.device
+    for shard in shards:
+        key = shard.denominator, shard.device
         if key not in made:
-            made[key] = kernel_statistics(mean, var, shard.denominator, tensor)
-        batches.append(GlobalMoments(total, made[key], (mean, var), weights_differ))
+            stats = kernel_statistics(mean, var, shard)
+            made[key] = GlobalMoments(total, stats, moments, weights_differ)
+        batches.append(made[key])
     if running is not None:
         running.update(batches[0].statistics.mean, var, total)
     return batches
 
 
-def kernel_statistics(
-    mean: Tensor, var: Tensor, denominator: Denominator, like: Tensor
-) -> Statistics:
-    """Returns the vectors that kernels take, given mean and biased variance of the batch.
+def _are_unmeasured(shards: Sequence[Shard]) -> bool:
+    """Whether all shards are to be measured together, and may be."""
+    first = shards[0]
+    for shard in shards:
+        if shard.unmeasured is None or shard.denominator != first.denominator:
+            return False
+        if shard.unmeasured.shape[1:] != first.unmeasured.shape[1:]:  # type: ignore[union-attr]
+            return False
+    return True
 
-    They are on the device and in the dtype of ``like``.
+
+def _measure(
+    shards: Sequence[Shard], running: RunningStatistics | None
+) -> tuple[Statistics, tuple[Tensor, Tensor]] | None:
+    """Measures all shards at once, and updates the running statistics, as torch's layer does.
+
+    Returns:
+        What the kernels take, and mean and variance; None if the mean is large.
     """
-    divisor = denominator.of(var)
-    vectors = torch.stack((mean, divisor.rsqrt(), divisor)).to(like)
+    x = torch.cat([shard.unmeasured for shard in shards])  # type: ignore[misc]
+    running_mean, running_var, momentum = running or (None, None, 0.0)
+    if running_mean is None or running_var is None or isinstance(momentum, Tensor):
+        moments = torch.batch_norm_update_stats(x, None, None, 0.0)
+        if running is not None:
+            running.update(*moments, sum(shard.values for shard in shards))
+    else:
+        buffers = running_mean.data, running_var.data  # see `RunningStatistics.update`
+        moments = torch.batch_norm_update_stats(x, *buffers, momentum)
+    mean, var = moments
+    divisor = shards[0].denominator.of(var)
+    if _is_large(mean, divisor):
+        return None
+    return Statistics(mean, divisor.rsqrt(), divisor), moments
+
+
+def kernel_statistics(mean: Tensor, var: Tensor, shard: Shard) -> Statistics:
+    """Returns the vectors that a shard's kernels take, given mean and variance of the batch."""
+    divisor = shard.denominator.of(var)
+    vectors = torch.stack((mean, divisor.rsqrt(), divisor)).to(shard.device, shard.dtype)
     head, inverse, divisor = vectors.unbind()
-    # The host does not wait for accelerators, whose kernels subtract the mean first.
-    is_large = like.device.type != "cpu" or _is_large(head, divisor)
-    rest = (mean - head.to(mean)).to(like) if is_large else None
-    return Statistics(head, inverse, divisor, rest)
-
-
-#: In standard deviations. A larger mean would cost more than three bits of precision.
-_LARGE_MEAN = 8
+    if shard.device.type == "cpu" and not _is_large(head, divisor):
+        return Statistics(head, inverse, divisor)
+    # Always on accelerators, for which the host does not wait.
+    return Statistics(head, inverse, divisor, (mean - head.to(mean)).to(head))
 
 
 def _is_large(mean: Tensor, divisor: Tensor) -> bool:
@@ -175,18 +248,21 @@ def _is_large(mean: Tensor, divisor: Tensor) -> bool:
     return not difference.amin().item() >= 0
 
 
-def _is_shared(weights: Sequence[Tensor | None]) -> bool:
+def _share_weight(shards: Sequence[Shard]) -> bool:
     """Whether the weights of all replicas are certainly copies of one parameter."""
-    first, *others = weights
-    return all(other is first or _are_copies(first, other) for other in others)
-
-
-def _are_copies(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return False
-    if one.device == other.device:
-        return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
-    return one.grad_fn is not None and one.grad_fn is other.grad_fn  # made by one broadcast
+    first = shards[0].weight
+    for shard in shards:
+        weight = shard.weight
+        if weight is first:
+            continue
+        if weight is None or first is None:
+            return False
+        if weight.device == first.device:
+            if weight.data_ptr() != first.data_ptr() or weight.stride() != first.stride():
+                return False
+        elif first.grad_fn is None or weight.grad_fn is not first.grad_fn:
+            return False  # not made by one broadcast
+    return True
 
 
 def _has_fused_merge(shards: Sequence[Shard], running: RunningStatistics | None) -> bool:
@@ -197,6 +273,7 @@ def _has_fused_merge(shards: Sequence[Shard], running: RunningStatistics | None)
         for shard in shards
     ):
         return False
+    assert first.moments is not None  # no small shards on accelerators
     return not first.denominator.clamps and (
         running is None
         or (
@@ -208,16 +285,15 @@ def _has_fused_merge(shards: Sequence[Shard], running: RunningStatistics | None)
     )
 
 
-def _fused_merge(
-    shards: Sequence[Shard], like: Tensor, running: RunningStatistics | None
-) -> Statistics:
+def _fused_merge(shards: Sequence[Shard], running: RunningStatistics | None) -> Statistics:
     """Merges moments in the kernel that `torch.nn.SyncBatchNorm` uses."""
+    home = shards[0].device
     shards = [shard for shard in shards if shard.values]
     mean, inverse = (
-        torch.stack([moment.to(like.device) for moment in moments])
+        torch.stack([moment.to(home) for moment in moments])
         for moments in zip(*[shard.moments for shard in shards], strict=True)
     )
-    counts = counts_tensor(tuple([s.values for s in shards]), mean.device, mean.dtype)
+    counts = counts_tensor(tuple([s.values for s in shards]), home, mean.dtype)
     running_mean, running_var, momentum = running or (None, None, 0.0)
     mean, inverse = torch.batch_norm_gather_stats_with_counts(
         *(mean, mean, inverse, running_mean, running_var, momentum),  # type: ignore[arg-type]

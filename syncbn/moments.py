@@ -17,7 +17,7 @@ from syncbn.channels import accumulation_dtype, reduced_dims, values_per_channel
 __all__: list[str] = []
 
 #: The size, in values, up to which the time for calling an operation dominates.
-_SMALL = 2**16
+SMALL = 2**16
 
 #: The number of values that are converted at a time, so that they stay in the cache.
 _BLOCK = 2**18
@@ -49,11 +49,10 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     if n == 0:
         zeros = x.new_zeros(x.size(1), dtype=torch.float64)
         return zeros, zeros
-    if x.numel() > _SMALL:
-        fast = _moments_in_accumulation_dtype(x, n)
-        if fast is not None:
-            return fast
-    return _moments_in_float64(x)
+    if x.numel() <= SMALL:
+        return exact_moments(x)
+    fast = _moments_in_accumulation_dtype(x, n)
+    return _moments_in_float64(x) if fast is None else fast
 
 
 def merge(
@@ -70,10 +69,8 @@ def merge(
         variances: ``(C,)`` each.
     """
     total = sum(counts)
-    share = torch.tensor([count / total for count in counts], dtype=torch.float64)
-    return merge_shares(
-        share.to(means[0].device), torch.stack(list(means)), torch.stack(list(variances))
-    )
+    share = torch.tensor(counts, dtype=torch.float64).div_(total).to(means[0].device)
+    return merge_shares(share, torch.stack(list(means)), torch.stack(list(variances)))
 
 
 def merge_shares(share: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,15 +81,14 @@ def merge_shares(share: Tensor, means: Tensor, variances: Tensor) -> tuple[Tenso
 
 
 def _moments_in_float64(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `moments` exactly: an operation and a copy in float64, block by block."""
-    if x.numel() <= _BLOCK:
-        return _moments_of_block(x)
+    """Computes `moments` by copies in float64, block by block."""
     blocks = x.split(max(1, _BLOCK // x[0].numel()))
-    stats = zip(*[_moments_of_block(block) for block in blocks], strict=True)
+    stats = zip(*[exact_moments(block) for block in blocks], strict=True)
     return merge([values_per_channel(block) for block in blocks], *stats)
 
 
-def _moments_of_block(x: Tensor) -> tuple[Tensor, Tensor]:
+def exact_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes `moments` in float64, given a tensor that is not empty and may be copied."""
     # Always a copy: torch's kernel infers a wrong format where a dimension of length 1 has an
     # unusual stride.
     if x.dtype == torch.float64:  # no more digits than x has: begin at one of its values

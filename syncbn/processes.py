@@ -23,7 +23,7 @@ from torch.autograd import Function
 from replication import ProcessGroup
 from replication.groups.base import Layouts
 from syncbn import moments as statistics
-from syncbn.graph import Message, Reply, attached
+from syncbn.graph import Message, Reply, merge_derivative
 from syncbn.merge import CountBatch, GlobalMoments, kernel_statistics
 
 __all__: list[str] = []
@@ -45,17 +45,18 @@ def merge_ranks(
         count_batch: Returns the running statistics to update. None in a recomputation.
     """
     exchange = Exchange(group, message, layouts)
-    edges = MergeRanks.apply(exchange, message.local, message.totals)  # type: ignore[no-untyped-call]
+    shard, *edges = message
+    edges = MergeRanks.apply(exchange, *edges)  # type: ignore[no-untyped-call]
     total, mean, var = exchange.total, exchange.mean, exchange.var
     known_single = isinstance(total, int) and total == 1
     running = None if count_batch is None or known_single else count_batch()
     if isinstance(total, int) and total < 2:
-        return Reply(total)
-    stats = kernel_statistics(mean, var, message.shard.denominator, message.local)
-    exchange.derivative_factors = message.shard.kernels.derivative_factors(stats.inverse).to(mean)
+        return total, None, None
+    stats = kernel_statistics(mean, var, shard)
+    exchange.derivative_factors = shard.kernels.derivative_factors(stats.inverse).to(mean)
     if running is not None:
         running.update(stats.mean, var, total)
-    return Reply(total, GlobalMoments(total, stats, (mean, var)), edges)
+    return total, GlobalMoments(total, stats, (mean, var)), edges
 
 
 class Exchange:
@@ -66,24 +67,21 @@ class Exchange:
     #: Mean and biased variance of all ranks, in float64.
     mean: Tensor
     var: Tensor
-    #: The fraction of all values that this rank has.
-    share: Tensor
     #: They turn the fast messages of backward into derivatives by mean and variance.
     derivative_factors: Tensor
 
     def __init__(self, group: ProcessGroup, message: Message, layouts: Layouts) -> None:
         self._group = group
-        self._values = message.shard.values
-        self.local = message.shard.mean_and_var()
+        self.shard, local, _ = message
         self._layouts = layouts
         self._gathers = any(dtype in _PRECISE for dtype, _ in layouts)
-        self._requires_grad = torch.is_grad_enabled() and message.local.requires_grad
+        self._requires_grad = torch.is_grad_enabled() and local.requires_grad
 
     def merge(self) -> None:
         """Computes the moments of all ranks."""
-        mean, var = self.local
+        mean, var = self.shard.mean_and_var()
         # A kernel: a copy would block the host on a GPU.
-        count = mean.new_full((1,), self._values)
+        count = mean.new_full((1,), self.shard.values)
         packed = torch.cat((count, mean, var))
         if self._gathers or self._group.prefers_gather(packed):
             gathered = self._exchange("batch_norm", packed, stack=True)
@@ -99,7 +97,6 @@ class Exchange:
             total = count_of_all[0]
             self.mean, square = (one / total.clamp(min=1) for one in rest)
             self.var = (square - self.mean.square()).clamp(min=0)
-        self.share = count / total.clamp(min=1)
         self.total = known_to_host(total)
 
     def summed(self, sums: Tensor) -> Tensor:
@@ -128,29 +125,22 @@ class MergeRanks(Function):
     def forward(ctx: Any, exchange: Exchange, *edges: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.exchange = exchange
-        local, totals = edges
         exchange.merge()
-        merged = torch.empty_like(local)
-        ctx.save_for_backward(local, merged)
-        return merged, torch.empty_like(totals)
+        merged, sums = (edge.new_empty(2, edge.size(1)) for edge in edges)
+        ctx.save_for_backward(merged)
+        return merged, sums
 
     @staticmethod
     def backward(ctx: Any, exact: Tensor | None, fast: Tensor | None) -> tuple[Any, ...]:
         exchange: Exchange = ctx.exchange
-        edge, merged = ctx.saved_tensors
-        factors = exchange.derivative_factors
+        factors, shard = exchange.derivative_factors, exchange.shard
         if exact is None:
             # Without any gradient as well, because the other ranks wait for this one.
             fast = torch.zeros_like(factors) if fast is None else fast.to(factors) * factors
-            return None, None, (exchange.summed(fast) / factors).to(edge)
+            totals = exchange.summed(fast) / factors
+            return None, None, shard.rows(totals.to(shard.device, shard.dtype))
         exact = exact.to(factors)
         if fast is not None:
             exact = exact + fast * factors
-        dmean, dvar = exchange.summed(exact)
-        apart = (
-            attached(exchange.local, edge)[0] - attached((exchange.mean, exchange.var), merged)[0]
-        )
-        share = exchange.share
-        # The terms through the merged mean cancel.
-        dlocal = torch.stack((share * (dmean + 2 * dvar * apart), share * dvar))
-        return None, dlocal.to(edge), None
+        derivative = merge_derivative(exchange.summed(exact), shard, *ctx.saved_tensors)
+        return None, derivative.to(shard.device, shard.dtype), None

@@ -8,14 +8,14 @@ replica therefore records the moments of each of its calls, vectors of length C.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from replication import ReplicationError
 from syncbn.graph import Message, Reply
-from syncbn.merge import Shard
+from syncbn.merge import GlobalMoments, Shard
 
 __all__: list[str] = []
 
@@ -23,11 +23,11 @@ __all__: list[str] = []
 class RecordedCall(NamedTuple):
     """The numbers of a call, without its graph."""
 
-    #: The shard's values per channel, and its mean and variance.
     shard: Shard
-    #: The reply, with its edges detached.
-    reply: Reply
-    #: Whether the edges required gradients.
+    #: The total and the moments of the reply.
+    total: int | Tensor
+    batch: GlobalMoments | None
+    #: Whether the edges of the reply required gradients.
     requires_grad: bool
     #: Whether the call ran with grad enabled.
     grad_enabled: bool
@@ -42,16 +42,14 @@ class RecordedCalls:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._calls: list[RecordedCall] = []
+        #: The fields of a `RecordedCall` each, as it is rarely needed.
+        self._calls: list[tuple[Any, ...]] = []
 
     def record(self, message: Message, reply: Reply) -> None:
-        """Records a call."""
+        """Records a call, whose shard has been measured."""
         total, batch, edges = reply
         requires_grad = edges is not None and edges[0].requires_grad
-        detached = Reply(total, batch, edges and (edges[0].detach(), edges[1].detach()))
-        self._calls.append(
-            RecordedCall(message.shard, detached, requires_grad, torch.is_grad_enabled())
-        )
+        self._calls.append((message[0], total, batch, requires_grad, torch.is_grad_enabled()))
 
     def recall(self, message: Message, dtype: torch.dtype) -> Reply:
         """Returns the recorded reply to the call that is being recomputed.
@@ -63,8 +61,10 @@ class RecordedCalls:
             ReplicationError: No call matches, several calls match, the forward ran without a
                 graph, or its input was different.
         """
-        values = message.shard.values
-        same_size = [call for call in self._calls if call.shard.values == values]
+        shard, *edges = message
+        values = shard.values
+        recorded = [RecordedCall(*call) for call in self._calls]
+        same_size = [call for call in recorded if call.shard.values == values]
         # A call that ran without a graph is recomputed without one.
         grad_enabled = torch.is_grad_enabled()
         calls = [call for call in same_size if call.grad_enabled == grad_enabled] or same_size
@@ -81,19 +81,20 @@ class RecordedCalls:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         rounding = _ROUNDING.get(dtype, math.inf)
-        call = self._nearest(calls, message.shard, rounding, is_only_call=len(same_size) == 1)
+        call = self._nearest(calls, shard, rounding, is_only_call=len(same_size) == 1)
+        if call.batch is None:
+            return call.total, None, None
         # Leaves suffice: only the saved tensors of the recomputed graph are used.
-        total, batch, edges = call.reply
-        if edges is not None:
-            one, other = (edge.detach().requires_grad_(call.requires_grad) for edge in edges)
-            edges = one, other
-        return Reply(total, batch, edges)
+        merged, sums = (
+            edge.new_empty(2, edge.size(1)).requires_grad_(call.requires_grad) for edge in edges
+        )
+        return call.total, call.batch, (merged, sums)
 
     def _nearest(
         self, calls: list[RecordedCall], shard: Shard, rounding: float, is_only_call: bool
     ) -> RecordedCall:
         """Returns the call whose shard had the nearest moments."""
-        on_cpu = shard.moments[0].device.type == "cpu"
+        on_cpu = shard.device.type == "cpu"
         if not shard.values or (is_only_call and not on_cpu):
             return calls[0]  # a comparison would be empty, or make the host wait for a GPU
         moments = shard.mean_and_var()
@@ -136,7 +137,7 @@ def _distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tenso
 
 def _batches_differ(one: RecordedCall, other: RecordedCall) -> bool:
     """Returns whether the batches of two calls differ by more than rounding."""
-    batch, of_other = one.reply.batch, other.reply.batch
+    batch, of_other = one.batch, other.batch
     if batch is None or of_other is None:
         return batch is not of_other
     denominator = one.shard.denominator

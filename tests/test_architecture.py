@@ -41,6 +41,7 @@ ORDER = [
     ["patch"],
     ["data_parallel"],
     ["verify"],
+    ["__main__"],
 ]
 
 

@@ -16,11 +16,12 @@ import torch
 from torch import distributed, nn
 
 from benchmarks import __main__ as suite
-from benchmarks import failures, layer, overhead, processes, step, yardsticks
+from benchmarks import layer, overhead, processes, step, yardsticks
 from benchmarks.measuring import Row, Table, alternating, cells, columns, lines
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
 from replication import DataParallel
 from tests.processes import run_python
+from tests.ranks import run_ranks
 
 needs_gloo = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()),
@@ -86,10 +87,35 @@ def test_torchs_scheme_equals_a_batchnorm_per_shard(name, replicas):
     torch.testing.assert_close(net.state_dict(), copies[0].state_dict())
 
 
+def of_rank(rank, name):
+    """What a process gets of a batch, and what one device gets."""
+    torch.manual_seed(0)
+    net, x = randomized(name)
+    whole = copy.deepcopy(net)
+    upstream = torch.randn_like(whole(x))
+    whole.load_state_dict(net.state_dict())
+    expected = trained(whole, x, upstream)
+    yardsticks.convert(net, yardsticks.ProcessBatchNorm)
+    shard = x.detach().tensor_split(2)[rank].requires_grad_()
+    y, dx, *grads = trained(net, shard, upstream.tensor_split(2)[rank])
+    for grad in grads:
+        distributed.all_reduce(grad)
+    expected_here = (part.tensor_split(2)[rank] for part in expected[:2])
+    torch.testing.assert_close((y, dx, *grads), (*expected_here, *expected[2:]))
+    torch.testing.assert_close(net.state_dict(), whole.state_dict())
+
+
+@needs_gloo
+@pytest.mark.parametrize("name", ["unet", "head"])
+def test_scheme_of_syncbatchnorm_equals_one_device(name):
+    run_ranks(2, of_rank, name)
+
+
 def test_schemes_evaluate_like_one_device():
     net, x = randomized("unet")
     expected = net.eval()(x)
-    for module in (net, yardsticks.convert(copy.deepcopy(net))):
+    kinds = (yardsticks.SynchronizedBatchNorm, yardsticks.ProcessBatchNorm)
+    for module in (net, *(yardsticks.convert(copy.deepcopy(net), kind) for kind in kinds)):
         with torch.no_grad():
             y = yardsticks.DataParallel(module, 2)(x)
         assert not y.requires_grad
@@ -121,24 +147,46 @@ def test_networks_match_the_page(name, layers):
         assert net(torch.randn(2, *shape)).size(0) == 2
 
 
-def test_ways_take_turns_and_figures_are_medians():
-    calls = []
-    figures = {"one": iter([9, 9, 1, 5, 3, 4, 2]), "two": iter([9, 9, 2, 4, 1, 5, 3])}
+class Clock:
+    """Lets each call of a way take a second."""
 
-    def way(name):
-        calls.append(name)
-        value = next(figures[name])
+    def __init__(self, monkeypatch):
+        self.time = 0.0
+        self.calls = []
+        monkeypatch.setattr("time.perf_counter", lambda: self.time)
+
+    def way(self, name, figures):
+        self.time += 1
+        self.calls.append(name)
+        value = next(figures)
         return value, 10 * value
 
-    # Without time left it still goes on for all rounds.
-    medians = alternating({name: partial(way, name) for name in figures}, 1e-9)
-    assert medians == {"one": (3, 30), "two": (3, 30)}
-    assert calls == ["one", "two"] * 7
 
-
-def test_no_time_means_a_single_round():
-    figures = iter([(1.0,)])
-    assert alternating({"one": figures.__next__}, 0) == {"one": (1.0,)}
+@pytest.mark.parametrize(
+    ("seconds", "rounds", "median"),
+    [
+        (0, 1, 9),
+        (0.3, 1, 9),
+        (0.5, 2, 8),
+        (1, 3, 1),
+        (2, 5, 3),
+        (5, 7, 3),
+        (16, 8, 3.5),
+        (17, 9, 4),
+    ],
+    ids=lambda value: str(value),
+)
+def test_ways_take_turns_and_figures_are_medians(monkeypatch, seconds, rounds, median):
+    clock = Clock(monkeypatch)
+    ways = {
+        name: partial(clock.way, name, map(scale.__mul__, [9, 8, 1, 5, 3, 4, 2, 6, 7]))
+        for name, scale in (("one", 1), ("two", 2))
+    }
+    assert alternating(ways, seconds) == {
+        "one": (median, 10 * median),
+        "two": (2 * median, 20 * median),
+    }
+    assert clock.calls == ["one", "two"] * rounds
 
 
 def is_complete(rows, ways, cases, counts, phases):
@@ -163,7 +211,7 @@ def here(monkeypatch):
         assert count == 1
         return function(0, *arguments)
 
-    for part in (step, layer, overhead, failures):
+    for part in (step, layer, overhead):
         monkeypatch.setattr(part, "in_processes", call)
     yield
     torch.set_num_threads(threads_before)
@@ -212,10 +260,6 @@ def test_layer_keeps_its_input_and_nothing_else_of_that_size(here):
     assert ours == pytest.approx(plain, rel=1e-3)
 
 
-def test_failures_are_measured(here):
-    is_complete(failures.table(0).rows, ("error", "divergence"), ["a failure"], (2, 4, 8), 1)
-
-
 @needs_gloo
 def test_processes_are_measured():
     (row,) = processes.rows(0, ["unet"], [2])
@@ -257,21 +301,29 @@ def test_cells_are_multiples_of_the_first_way():
     assert columns(Table("", "", []), figures) == expected
 
 
+def rows_of(figures, title):
+    """The rows of a published table, by heading."""
+    table = figures.split(f"### {title}\n")[1].split("\n### ")[0]
+    heading, _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in table.splitlines()
+        if line.startswith("|")
+    )
+    return [dict(zip(heading, row, strict=True)) for row in rows]
+
+
 def assert_agrees(figures):
     """Asserts that each span in the paragraph equals the span of a column of the first table."""
-    text, _, rest = figures.strip().partition("\n\n")
-    table = [line for line in rest.split("\n\n### ")[1].splitlines() if line.startswith("|")]
-    heading, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)
-    for threads in {row[2] for row in rows}:
+    text = figures.strip().partition("\n\n")[0]
+    rows = rows_of(figures, "Training steps")
+    for threads in {row["torch threads"] for row in rows}:
         (sentences,) = re.findall(rf"threads set to {threads},.*?(?=With torch|$)", text)
+        own = [row for row in rows if row["torch threads"] == threads]
         spans = []
         for way, phases in (("ours", 3), ("older toolkits", 1)):
-            column = [
-                re.findall(r"[\d.]+", row[heading.index(way)]) for row in rows if row[2] == threads
-            ]
-            for phase in range(phases):
-                values = sorted((of_row[phase] for of_row in column), key=float)
-                spans.append((values[0], values[-1]))
+            by_phase = zip(*(re.findall(r"[\d.]+", row[way]) for row in own), strict=True)
+            for values in list(by_phase)[:phases]:
+                spans.append((min(values, key=float), max(values, key=float)))
         assert (
             re.findall(r"(\d+\.\d+) to (\d+\.\d+)", sentences.split("`syncbn` costs")[0]) == spans
         )
@@ -281,12 +333,68 @@ def test_paragraph_agrees_with_its_table():
     assert_agrees(suite.block([Table("Training steps", "About.", synthetic())]))
 
 
-def test_paragraph_of_the_page_agrees_with_its_table():
-    page = suite.PAGE.read_text("utf-8")
-    figures = page.split(suite.BEGIN)[1].split(suite.END)[0]
+#: The largest ratios of a training step with one torch thread to another way, on two cores.
+STEPS = {
+    ("dense", 2): {"plain BatchNorm": 1.3, "older toolkits": 0.6},
+    ("dense", 4): {"plain BatchNorm": 1.3, "older toolkits": 0.55},
+    ("narrow", 2): {"plain BatchNorm": 1.25, "older toolkits": 0.65},
+    ("resnet", 2): {"plain BatchNorm in our replicas": 1.05},
+    ("resnet", 4): {"plain BatchNorm in our replicas": 1.05},
+}
+
+#: The largest ratios of a layer alone to plain BatchNorm, with any number of torch threads.
+LAYERS = {"8 x 64 x 56 x 56": 1.05, "8 x 64 x 56 x 56, channels_last": 1.3, "2 x 64 x 8 x 8": 1.6}
+
+
+def missed(figures):
+    """The goals that published figures miss."""
+    found = []
+    cases = {(NETWORKS[name].title, str(count)): goals for (name, count), goals in STEPS.items()}
+    for title, goals_of in (
+        ("Training steps", lambda row: cases.get((row["case"], row["replicas"]), {})),
+        ("A layer alone", lambda row: {"plain BatchNorm": LAYERS.get(row["case"], math.inf)}),
+    ):
+        for row in rows_of(figures, title):
+            if title == "Training steps" and row["torch threads"] != "1":
+                continue
+            whole = {way: float(cell.split()[0]) for way, cell in row.items() if way != "case"}
+            whole["plain BatchNorm"] = 1.0  # the unit
+            found += [
+                f"{row['case']}, {row['replicas']} replicas: {ratio:.2f} of {way}, at most {most}"
+                for way, most in goals_of(row).items()
+                if (ratio := whole["ours"] / whole[way]) > most
+            ]
+    return found
+
+
+@pytest.mark.parametrize(("ours", "count"), [(1.0, 0), (2.0, 14)])
+def test_goals_that_figures_miss_are_found(ours, count):
+    steps = [row._replace(figures=dict.fromkeys(step.WAYS, (1.0,) * 3)) for row in synthetic()]
+    for row in steps:
+        row.figures.update({"ours": (ours,) * 3, "older toolkits": (2.0,) * 3})
+    layers = [
+        Row(case, 2, threads, {"plain BatchNorm": (1.0,), "ours": (ours,)})
+        for case in LAYERS
+        for threads in (1, 2)
+    ]
+    tables = [Table("Training steps", "", steps), Table("A layer alone", "", layers)]
+    assert len(missed(suite.block(tables))) == count
+
+
+@pytest.fixture
+def published():
+    figures = suite.PAGE.read_text("utf-8").split(suite.BEGIN)[1].split(suite.END)[0]
     if "|" not in figures:
         pytest.skip("no run is published")
-    assert_agrees(figures)
+    return figures
+
+
+def test_paragraph_of_the_page_agrees_with_its_table(published):
+    assert_agrees(published)
+
+
+def test_published_figures_meet_the_goals(published):
+    assert missed(published) == []
 
 
 def test_new_figures_take_the_place_of_the_old_ones():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from replication import DataParallel, ReplicasTimedOut, patch_replication_callback
 from replication.sync.current import current_replica, set_current_replica
 from syncbn import SynchronizedBatchNorm1d, batchnorm, convert_model
+from syncbn.batchnorm import SynchronizedBatchNorm
 from tests.layers import DEADLINE, AsTorchDoes, soon
 
 pytestmark = [
@@ -114,13 +115,13 @@ def interrupted(call: Callable[[], Any], after: float) -> bool:
 def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(monkeypatch):
     """Those of one device, which has updated the first few layers, and no other, by then."""
 
-    def slow_replies(messages: Any) -> Any:
-        replies = merge_messages(messages)
+    def slow_replies(*args: Any) -> Any:
+        replies = merge_shards(*args)
         time.sleep(chance.random() / 500)
         return replies
 
-    merge_messages = batchnorm.merge_messages
-    monkeypatch.setattr(batchnorm, "merge_messages", slow_replies)
+    merge_shards = batchnorm.merge_shards
+    monkeypatch.setattr(batchnorm, "merge_shards", slow_replies)
     net = convert_model(network())
     model = ours(net)
     model(torch.randn(7, 3, dtype=torch.float64))
@@ -154,20 +155,19 @@ def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(
 
 
 class Merging:
-    """Holds the first replica up between the merge of the moments and what it writes."""
+    """Holds up the replica that is about to merge the moments and to write."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
         self.goes_on, self.is_active = threading.Event(), True
-        merge_messages = batchnorm.merge_messages
+        merge = SynchronizedBatchNorm._merge
 
-        def late_replies(messages: Any) -> Any:
-            replies = merge_messages(messages)
+        def late_replies(*args: Any) -> Any:
             if self.is_active:
                 act()
                 assert self.goes_on.wait(DEADLINE)
-            return replies
+            return merge(*args)
 
-        monkeypatch.setattr(batchnorm, "merge_messages", late_replies)
+        monkeypatch.setattr(SynchronizedBatchNorm, "_merge", late_replies)
 
     def end(self) -> None:
         self.is_active = False
@@ -215,12 +215,12 @@ class Unhurried(SynchronizedBatchNorm1d):
     main = threading.main_thread()
     writes = False
 
-    def _update_running_statistics(self, whole: Any) -> None:
+    def _running_statistics(self) -> Any:
         Unhurried.writes = True
         for _ in range(20):
             signal.pthread_kill(self.main.ident or 0, signal.SIGINT)
             time.sleep(0.005)
-        super()._update_running_statistics(whole)
+        return super()._running_statistics()
 
 
 class Late(nn.Module):

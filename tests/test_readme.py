@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import replication
 import syncbn
@@ -55,16 +57,29 @@ def test_examples_print_what_they_show(text, where):
     assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
 
 
-def test_the_first_example_is_eight_lines_long():
+def test_the_first_example_is_seven_lines_long():
     first = next(text for language, text in fenced(README) if language == "python")
     assert len(first.split("\n\n")) == 2
-    assert len([line for line in first.splitlines() if line]) == 8
+    assert len([line for line in first.splitlines() if line]) == 7
 
 
 def test_there_are_two_commands_to_set_up_each_of_one_line():
-    commands = [text for _, text in fenced(README) if "pip install" in text]
+    commands = [text for _, text in fenced(README) if "venv" in text]
     assert [command.count("\n") for command in commands] == [1, 1]
     assert all(command.startswith("python3 -m venv .venv && ") for command in commands)
+
+
+def test_the_difference_of_three_lines_synchronizes():
+    (diff,) = [text for language, text in fenced(README) if language == "diff"]
+    lines = diff.splitlines()
+    assert [line[:2] for line in lines] == ["- ", "+ ", "+ "]
+    before, after = ("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
+    before, after = before.replace("[0, 1]", "[0]"), after.replace("[0, 1]", '["cpu"] * 2')
+    for code, kind in ((before, nn.DataParallel), (after, syncbn.DataParallel)):
+        names = {"nn": nn, "net": nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))}
+        exec(code, names)
+        assert type(names["model"]) is kind
+    assert syncbn.verify(names["model"], torch.randn(8, 3))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

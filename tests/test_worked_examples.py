@@ -87,3 +87,14 @@ def test_hard_example_loss_is_over_the_whole_batch(monkeypatch):
     classes = torch.zeros(8, dtype=torch.long)
     shares = DataParallel(example.HardestLoss(4), ["cpu"] * 2)(scores, classes)
     assert (shares > 1).tolist() == [True, False]
+
+
+def test_the_first_program_is_short_and_its_loss_falls(monkeypatch, capsys):
+    source = EXAMPLES / "minimal.py"
+    assert len(source.read_text("utf-8").splitlines()) <= 25
+    on_replicas = runpy.run_path(str(source))["losses"]
+    printed = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(printed) == 4 and printed == sorted(printed, reverse=True)
+    monkeypatch.setattr("syncbn.DataParallel", lambda net, device_ids: net)
+    on_one_device = runpy.run_path(str(source))["losses"]
+    torch.testing.assert_close(on_replicas, on_one_device, rtol=1e-4, atol=0)

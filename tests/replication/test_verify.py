@@ -1,4 +1,4 @@
-"""`verify` and ``python -m syncbn``: they find what is not as on one device, and nothing else."""
+"""`verify` and its command lines find every difference from one device, and no other."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import replication.__main__
 import syncbn.__main__
-from replication import DataParallel
+from replication import DataParallel, SoloGroup
 from syncbn import SynchronizedBatchNorm2d, convert_model, verify
 from tests.layers import Centering, Numbered
 from tests.processes import run_python
@@ -261,29 +262,70 @@ def test_in_float32_what_is_left_is_rounding():
     assert max(d.error for d in found.differences["gradients"]) > 1e-9
 
 
-# -- python -m syncbn --------------------------------------------------------------------------
+# -- python -m replication, python -m syncbn ---------------------------------------------------
 
 
-def test_self_check_passes_here():
-    done = run_python("-m", "syncbn", "--replicas", "3")
+@pytest.mark.parametrize(
+    ("package", "dtypes"), [("replication", ["float32"]), ("syncbn", ["float64", "float32"])]
+)
+def test_self_check_passes_here(package, dtypes):
+    done = run_python("-m", package, "--replicas", "3")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Python ")
     assert f"torch {torch.__version__}" in lines[0]
-    comparisons = [line for line in lines if line.startswith("cpu, cpu, cpu in ")]
-    assert [line.rpartition(".")[2] for line in comparisons] == ["float64", "float32"]
-    assert lines.count("3 replicas: equal (tolerance 1e-06)") >= 1
-    assert lines.count("3 replicas: equal (tolerance 1e-03)") >= 1
-    assert lines[-1] == "PASS: replicas compute what one device computes"
+    assert lines[1].startswith("Devices: CPU (")
+    comparisons = [line for line in lines if line.startswith("3 replicas on cpu, cpu, cpu, in ")]
+    assert [line.partition("torch.")[2].partition(".")[0] for line in comparisons] == dtypes
+    for dtype in dtypes:
+        tolerance = {"float64": "1e-06", "float32": "1e-03"}[dtype]
+        assert lines.count(f"3 replicas: equal (tolerance {tolerance})") >= 1
+    assert lines[-1] == "PASS: replicas run, communicate, and compute what one device computes"
+
+
+@pytest.mark.parametrize("package", ["replication", "syncbn"])
+def test_self_check_explains_itself(package):
+    done = run_python("-m", package, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"usage: python -m {package} " in done.stdout
+    assert "The exit status is 0" in " ".join(done.stdout.split())
+
+
+def test_self_check_compares_on_one_accelerator_and_on_all(monkeypatch, capsys):
+    monkeypatch.setattr(replication.__main__, "default_devices", lambda: [torch.device("cpu")] * 3)
+    assert replication.__main__.main(["--replicas", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("\n2 replicas on cpu, cpu, in torch.float32.") == 2
+    assert printed.count("\n3 replicas on cpu, cpu, cpu, in torch.float32.") == 1
+
+
+def assert_self_check_fails(check, capsys):
+    assert check.main(["--replicas", "2"]) == 1
+    *lines, verdict = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("FAIL: replicas raise, or differ from one device")
+    return "\n".join(lines)
 
 
 @pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
-def test_self_check_fails_where_a_law_does(monkeypatch, capsys):
+def test_self_check_fails_if_batch_norm_is_not_synchronized(monkeypatch, capsys):
     monkeypatch.setattr(syncbn.__main__, "SynchronizedBatchNorm2d", nn.BatchNorm2d)
-    assert syncbn.__main__.main(["--replicas", "2"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert "2 replicas: the first difference is output of the model" in "\n".join(lines)
-    assert lines[-1].startswith("FAIL: replicas differ from one device")
+    printed = assert_self_check_fails(syncbn.__main__, capsys)
+    assert "2 replicas: the first difference is output of the model" in printed
+
+
+def test_self_check_fails_if_replicas_do_not_communicate(monkeypatch, capsys):
+    monkeypatch.setattr(replication.__main__.Centered, "group", SoloGroup())
+    printed = assert_self_check_fails(replication.__main__, capsys)
+    assert "2 replicas: the first difference is output of the model" in printed
+
+
+def test_self_check_fails_if_a_replica_raises(monkeypatch, capsys):
+    class Raises(nn.Identity):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(replication.__main__, "Centered", Raises)
+    assert "RuntimeError: no such kernel" in assert_self_check_fails(replication.__main__, capsys)
 
 
 class NotANumber(SynchronizedBatchNorm2d):
@@ -296,16 +338,16 @@ class NotANumber(SynchronizedBatchNorm2d):
 
 def test_self_check_fails_on_nan(monkeypatch, capsys):
     monkeypatch.setattr(syncbn.__main__, "SynchronizedBatchNorm2d", NotANumber)
-    assert syncbn.__main__.main(["--replicas", "2"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.split() == ["outputs", "inf"] for line in lines)
-    assert lines[-1].startswith("FAIL")
+    printed = assert_self_check_fails(syncbn.__main__, capsys)
+    assert any(line.split() == ["outputs", "inf"] for line in printed.splitlines())
 
 
+@pytest.mark.parametrize("check", [replication.__main__, syncbn.__main__])
 @pytest.mark.parametrize("replicas", ["0", "1", "two"])
-def test_self_check_refuses_bad_numbers(replicas, capsys):
-    with pytest.raises(SystemExit):
-        syncbn.__main__.main(["--replicas", replicas])
+def test_self_check_refuses_bad_numbers(check, replicas, capsys):
+    with pytest.raises(SystemExit) as ended:
+        check.main(["--replicas", replicas])
+    assert ended.value.code == 2
     assert "--replicas" in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncbn import channels
 from syncbn.kernels import BLOCK, Fused, Kernels, Native, Plain, Statistics
-from syncbn.merge import Denominator, kernel_statistics
+from syncbn.merge import Denominator, Shard, kernel_statistics
 from tests.layouts import LAYOUTS, channels_last, channels_of, with_odd_strides
 
 # `Fused` needs a GPU, or stand-ins: see `test_fused_kernels.py`.
@@ -27,9 +27,8 @@ def statistics_of(
     mean: Tensor, var: Tensor, x: Tensor, eps: float = 0.0, is_large: bool = False
 ) -> Statistics:
     """What kernels take, given mean and variance in float64."""
-    like = torch.empty(0, dtype=channels.accumulation_dtype(x.dtype), device=x.device)
-    stats = kernel_statistics(mean, var, Denominator(eps), like)
-    rest = (mean - stats.mean.to(mean)).to(like)
+    stats = kernel_statistics(mean, var, Shard(x, None, Denominator(eps)))
+    rest = (mean - stats.mean.to(mean)).to(stats.mean)
     return stats._replace(rest=rest if is_large else None)
 
 
@@ -42,6 +41,21 @@ def hat_of(x: Tensor, eps: float = 0.0) -> Tensor:
     """The normalized values of each channel, ``(C, n)``."""
     mean, var = (moment[:, None] for moment in moments_of(x))
     return (channels_of(x) - mean) / (var + eps).sqrt()
+
+
+def input_gradient(
+    kernels: type[Kernels],
+    dy: Tensor | None,
+    x: Tensor,
+    stats: Statistics,
+    weight: Tensor | None,
+    totals: Tensor,
+    n: int | Tensor = 10,
+    weights_differ: bool = True,
+) -> Tensor:
+    """Calls the kernel with the rows that it needs."""
+    rows = kernels.rows(totals, stats, weight, n, weights_differ)
+    return kernels.input_gradient(dy, x, stats, weight, rows, n, weights_differ)
 
 
 def gradient_of(
@@ -75,7 +89,7 @@ def test_half_precision_is_rounded_once_and_converted_block_by_block(dtype, layo
     stats = statistics_of(*moments_of(x), x, 1e-5, is_large)
     weight, totals = torch.randn(8), torch.randn(2, 8)
     with LargestFloat32() as largest:
-        dx = Native.input_gradient(dy, x, stats, weight, totals, 10, True)
+        dx = input_gradient(Native, dy, x, stats, weight, totals, 10, True)
     assert largest.values <= x.numel() - x[0].numel()
     assert dx.dtype == dtype and dx.stride() == x.stride()
     exact = gradient_of(x, dy, 1e-5, weight, totals)
@@ -87,7 +101,7 @@ def test_a_sample_in_half_precision_may_be_larger_than_a_block():
     x = torch.randn(2, 1, BLOCK + 16, dtype=torch.bfloat16)
     one, zero = torch.ones(1), torch.zeros(1)
     stats = Statistics(zero, one, one)
-    dx = Native.input_gradient(None, x, stats, None, torch.tensor([[0.0], [-20.0]]), 10, True)
+    dx = input_gradient(Native, None, x, stats, None, torch.tensor([[0.0], [-20.0]]), 10, True)
     assert torch.equal(dx, 2 * x)
 
 
@@ -102,7 +116,7 @@ def test_results_have_the_strides_of_their_format_where_a_dimension_has_length_o
     assert odd.stride() != usual.stride() and odd.is_contiguous(memory_format=torch.channels_last)
     stats = statistics_of(*moments_of(odd), odd, is_large=is_large)
     y = kernels.normalize(odd, stats, None, None)
-    dx = kernels.input_gradient(odd, odd, stats, None, torch.ones(2, 3), 10, True)
+    dx = input_gradient(kernels, odd, odd, stats, None, torch.ones(2, 3), 10, True)
     assert (y.stride(), dx.stride()) == (usual.stride(), usual.stride())
     torch.testing.assert_close(y, kernels.normalize(usual, stats, None, None))
 
@@ -172,11 +186,11 @@ def check_every_kernel(
     along = 1 / stats.inverse if kernels is Fused else torch.ones_like(stats.inverse)
     message = totals * torch.stack((torch.ones_like(along), along))
     for upstream in (dy, None):
-        dx = kernels.input_gradient(upstream, x, stats, weight, message, 10, True)
+        dx = input_gradient(kernels, upstream, x, stats, weight, message, 10, True)
         expected = gradient_of(x, upstream, eps, weight, totals)
         torch.testing.assert_close(channels_of(dx), expected, rtol=1e-5, atol=1e-5)
     n = torch.tensor(10.0)
-    shared = kernels.input_gradient(dy, x, stats, weight, message, n, False)
+    shared = input_gradient(kernels, dy, x, stats, weight, message, n, False)
     expected = gradient_of(x, dy, eps, weight, totals * weight)
     torch.testing.assert_close(channels_of(shared), expected, rtol=1e-5, atol=1e-5)
 
@@ -204,7 +218,7 @@ def test_a_large_mean_costs_no_precision(kernels, mean):
     x, dy = torch.randn(512, 3, 4) + mean, torch.randn(512, 3, 4)
     moments = kernels.moments(x, 1e-5)
     torch.testing.assert_close(moments, moments_of(x), rtol=1e-6, atol=1e-6)
-    stats = kernel_statistics(*moments, Denominator(1e-5), torch.empty(0))
+    stats = kernel_statistics(*moments, Shard(x, None, Denominator(1e-5)))
     assert stats.rest is not None
     y = kernels.normalize(x, stats, None, None)
     torch.testing.assert_close(channels_of(y), hat_of(x, 1e-5), rtol=1e-6, atol=1e-6)
@@ -212,7 +226,7 @@ def test_a_large_mean_costs_no_precision(kernels, mean):
     exact = (channels_of(dy) * hat_of(x, 1e-5)).sum(1)
     torch.testing.assert_close(along_x.double(), exact, rtol=1e-5, atol=1e-5)
     totals, one = torch.randn(2, 3), torch.ones(3)
-    dx = kernels.input_gradient(dy, x, stats, None, totals, 10, True)
+    dx = input_gradient(kernels, dy, x, stats, None, totals, 10, True)
     expected = gradient_of(x, dy, 1e-5, one, totals)
     torch.testing.assert_close(channels_of(dx), expected, rtol=1e-6, atol=1e-6)
 
@@ -255,7 +269,7 @@ def test_results_keep_the_memory_format(kernels, layout, is_large):
     x = LAYOUTS[layout](torch.randn(4, 3, 2, 5))
     stats = statistics_of(*moments_of(x), x, is_large=is_large)
     assert kernels.normalize(x, stats, None, None).stride() == x.stride()
-    dx = kernels.input_gradient(None, x, stats, None, torch.ones(2, 3), 10, True)
+    dx = input_gradient(kernels, None, x, stats, None, torch.ones(2, 3), 10, True)
     assert dx.stride() == x.stride()
 
 
@@ -267,7 +281,7 @@ def test_results_in_half_precision_have_their_own_dtype(kernels, dtype, is_large
     stats = statistics_of(*moments_of(x), x, is_large=is_large)
     ones = torch.ones(3)
     assert kernels.normalize(x, stats, ones, ones).dtype == dtype
-    dx = kernels.input_gradient(x, x, stats, ones, torch.ones(2, 3), 10, True)
+    dx = input_gradient(kernels, x, x, stats, ones, torch.ones(2, 3), 10, True)
     assert dx.dtype == dtype
     assert {sums.dtype for sums in kernels.reduce(x, x, stats)} == {torch.float32}
 
@@ -289,9 +303,9 @@ def test_a_device_without_float64_leaves_the_statistics_to_the_cpu(shape):
     with FakeTensorMode(), torch.no_grad(), WithoutFloat64():
         x, bias = torch.empty(shape, device="mps"), torch.empty(4, device="mps")
         moments = Plain.moments(x, 1e-5)
-        stats = kernel_statistics(*moments, Denominator(1e-5), bias)
+        stats = kernel_statistics(*moments, Shard(x, None, Denominator(1e-5)))
         y = Plain.normalize(x, stats, None, bias)
         sums, *_ = Plain.reduce(y, x, stats)
-        dx = Plain.input_gradient(y, x, stats, None, sums, 10, True)
+        dx = input_gradient(Plain, y, x, stats, None, sums, 10, True)
     assert {(t.device.type, t.dtype) for t in moments} == {("cpu", torch.float64)}
     assert {(t.device.type, t.dtype) for t in (sums, y, dx)} == {("mps", torch.float32)}

@@ -1,0 +1,206 @@
+"""The kernels that one synchronized layer launches in a forward and a backward, counted.
+
+    python -m benchmarks.launches
+
+No accelerator is needed: the CPU and the meta device stand in for two of them, and
+`benchmarks.fused` for the kernels that they lack. A copy to the host from the device that the CPU
+stands in for is the only thing that remains unseen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.modules._functions import SyncBatchNorm
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks import fused
+from benchmarks.measuring import line
+from replication import execute_replication_callbacks, parallel_apply, replicate
+from syncbn import convert_model, kernels
+
+REPLICAS = (2, 3, 4)
+
+#: Per replica.
+SHAPE = torch.Size((4, 8, 6, 5))
+
+#: The kinds of operations that are counted, and their headings.
+KINDS = {
+    "launch": "launches",
+    "large": "of the input's size",
+    "copy": "copies from another device",
+    "collective": "collectives",
+    "wait": "host waits",
+    "from host": "copies from host memory",
+}
+
+ABOUT = (
+    "One layer with weight, bias and running statistics, in float32, after a first call. A launch "
+    "is an operation that torch dispatches, except views and allocations. Launches that read or "
+    "write a tensor of the input's size are also listed apart. Replica 0, which merges, is on one "
+    "accelerator, and the others are on a second one. Cells are forward + backward."
+)
+
+#: Operations for which the host waits.
+WAITING = ("_local_scalar_dense", "equal", "is_nonzero")
+
+
+class Operation(NamedTuple):
+    """An operation on a device, which counts once for each of its kinds."""
+
+    name: str
+    device: torch.device
+    kinds: list[str]
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operations of a thread."""
+
+    def __init__(self, operations: list[Operation]) -> None:
+        super().__init__()
+        self.operations = operations
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        inputs = tensors_in((args, kwargs))
+        if name == "_to_copy" and kwargs.get("device", args[0].device) != args[0].device:
+            # The meta device has no values to copy.
+            result = torch.empty_like(args[0], device=kwargs["device"], dtype=kwargs.get("dtype"))
+        elif name == "_allgather_base_":  # torch's fake backend expects one dimension
+            result = func(args[0].flatten(), *args[1:], **kwargs)
+        else:
+            result = fused.KERNELS.get(name, func)(*args, **kwargs)
+        outputs = tensors_in(result)
+        device = (*outputs, *inputs)[0].device
+        self.operations.append(Operation(name, device, kinds_of(func, name, inputs, outputs)))
+        return result
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def kinds_of(func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> list[str]:
+    """Returns the kinds of an operation, none if it launches nothing."""
+    if func.namespace == "c10d":
+        return ["collective"]
+    if name == "lift_fresh":  # a tensor made of Python numbers
+        return ["from host"]
+    if name in WAITING:
+        return ["wait"]
+    if len({tensor.device for tensor in (*inputs, *outputs)}) > 1:
+        return ["copy"]
+    aliases = [result.alias_info for result in func._schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    is_host_scalar = not inputs and not outputs[0].dim()
+    if is_view or is_host_scalar or "empty" in name:
+        return []
+    if name == "index" and any(t.dtype == torch.bool for t in inputs[1:]):
+        return ["launch", "wait", "launch"]  # the first one counts the values that the mask keeps
+    if name == "batch_norm_gather_stats_with_counts":
+        inputs = inputs[1:]  # of the first, only the dtype matters
+    is_large = max(tensor.numel() for tensor in (*inputs, *outputs)) >= SHAPE.numel()
+    return ["launch", "large"] if is_large else ["launch"]
+
+
+#: Of a forward and of a backward.
+Counts = tuple[Counter[str], Counter[str]]
+
+
+def counts(operations: Iterable[Operation]) -> Counter[str]:
+    return Counter(kind for operation in operations for kind in operation.kinds)
+
+
+class Recorded(nn.Module):
+    """A layer whose operations are recorded."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        #: All replicas share the list.
+        self.operations: list[Operation] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Recorder(self.operations):
+            return self.layer(x)  # type: ignore[no-any-return]
+
+
+def ours(replicas: int) -> tuple[Counts, Counts]:
+    """Counts the operations of replica 0, with the merge, and of each other replica."""
+    devices = ["cpu", *["meta"] * (replicas - 1)]
+    model = Recorded(convert_model(nn.BatchNorm2d(SHAPE[1])))
+    shards = [torch.randn(SHAPE, device=device, requires_grad=True) for device in devices]
+    upstream = [torch.randn_like(shard) for shard in shards]
+    with patch.dict(kernels.KERNELS, cpu=kernels.Fused, meta=kernels.Fused):
+        for _ in range(2):  # the first call fills caches
+            forward, backward = model.operations, list[Operation]()
+            forward.clear()
+            copies = replicate(model, devices)
+            execute_replication_callbacks(copies, devices)
+            outputs = parallel_apply(copies, [(shard,) for shard in shards])
+            parameters = [p for c in copies for p in (c.layer.weight, c.layer.bias)]
+            with Recorder(backward):
+                torch.autograd.grad(outputs, [*shards, *parameters], upstream)
+    first, others = (
+        [counts(o for o in made if o.device.type == kind) for made in (forward, backward)]
+        for kind in ("cpu", "meta")
+    )
+    for counted in others:
+        for kind, number in counted.items():
+            counted[kind], rest = divmod(number, replicas - 1)
+            assert rest == 0
+    return tuple(first), tuple(others)
+
+
+def torchs(processes: int) -> Counts:
+    """Counts the operations of `nn.SyncBatchNorm` in one process, by its autograd function.
+
+    The module itself refuses the CPU, and adds the count of batches.
+    """
+    layer = nn.BatchNorm2d(SHAPE[1])
+    x = torch.randn(SHAPE, requires_grad=True)
+    dy = torch.randn_like(x)
+    forward, backward = list[Operation](), list[Operation]()
+    distributed.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
+    try:
+        with Recorder(forward):
+            layer.num_batches_tracked.add_(1)
+            y = SyncBatchNorm.apply(
+                *(x, layer.weight, layer.bias, layer.running_mean, layer.running_var),
+                *(layer.eps, layer.momentum, distributed.group.WORLD, processes),
+            )
+        with Recorder(backward):
+            torch.autograd.grad(y, [x, *layer.parameters()], dy)
+    finally:
+        distributed.destroy_process_group()
+    return counts(forward), counts(backward)
+
+
+def lines() -> Iterator[str]:
+    """The table in Markdown, line by line."""
+    yield from (ABOUT, "")
+    headings = ["layer", "replicas or processes", *KINDS.values()]
+    yield line(headings)
+    yield line(["---"] * len(headings))
+    for number in REPLICAS:
+        first, other = ours(number)
+        for title, (forward, backward) in {
+            "ours, replica 0": first,
+            "ours, each other replica": other,
+            "`nn.SyncBatchNorm`, each process": torchs(number),
+        }.items():
+            cells = [f"{forward[kind]} + {backward[kind]}" for kind in KINDS]
+            yield line([title, str(number), *cells])
+
+
+if __name__ == "__main__":
+    print(*lines(), sep="\n")

@@ -1,0 +1,163 @@
+"""The ways around the limits that ``docs/limits.md`` suggests work."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from contextvars import ContextVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+from replication import ReplicasTimedOut, parallel_apply
+from replication.sync.current import current_replica
+from syncbn import DataParallel, SynchronizedBatchNorm1d, convert_model, verify
+from tests.deadlines import soon
+
+CPUS = ["cpu"] * 2
+
+
+class Positive(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.exp()
+
+
+class Recomputed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_parametrization_after_conversion():
+    net = convert_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    parametrize.register_parametrization(net[1], "weight", Positive())
+    assert verify(net, torch.randn(8, 3), CPUS)
+
+
+def test_batch_norm_in_a_module_list():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList([nn.BatchNorm1d(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norms[0](x)
+
+    assert verify(convert_model(Net()), torch.randn(8, 3), CPUS)
+
+
+def test_context_variables_of_the_caller_reach_replicas():
+    variable: ContextVar[int] = ContextVar("variable")
+
+    class Adds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + variable.get()
+
+    for value in (3, 4):
+        variable.set(value)
+        assert DataParallel(Adds(), CPUS)(torch.zeros(4, 1)).tolist() == [[value]] * 4
+
+
+def test_saved_tensor_hooks_inside_the_forward():
+    packed: list[Tensor] = []
+
+    class Saves(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda t: t):
+                return super().forward(x)
+
+        @staticmethod
+        def pack(tensor: Tensor) -> Tensor:
+            packed.append(tensor)
+            return tensor
+
+    net = convert_model(Saves(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    DataParallel(net, CPUS)(torch.randn(8, 3)).sum().backward()
+    assert packed
+
+
+def test_dropout_between_checkpoints():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Recomputed(nn.Linear(3, 4), nn.BatchNorm1d(4))
+            self.second = Recomputed(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.full((len(x), 4), 0.5).bernoulli() * 2
+            kept[current_replica().replica] = mask
+            return self.second(self.first(x) * mask)
+
+    class Replayed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * torch.cat([kept[replica] for replica in (0, 1)]))
+
+    kept: dict[int, Tensor] = {}
+    net = convert_model(Net()).double()
+    alone = copy.deepcopy(net)
+    alone.__class__ = Replayed
+    x = torch.randn(8, 3).double()
+    dy = torch.randn(8, 4).double()
+    DataParallel(net, CPUS)(x).backward(dy)
+    alone(x).backward(dy)
+    for parameter, expected in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+def test_momentum_that_makes_up_for_a_second_update():
+    m = 0.1
+    once = nn.BatchNorm1d(3, momentum=m)
+    twice = Recomputed(SynchronizedBatchNorm1d(3, momentum=1 - (1 - m) ** 0.5))
+    x = torch.randn(8, 3, requires_grad=True)
+    once(x)
+    twice(x).sum().backward()
+    assert twice[0].num_batches_tracked == 2
+    torch.testing.assert_close(twice[0].running_mean, once.running_mean)
+    torch.testing.assert_close(twice[0].running_var, once.running_var)
+
+
+def test_timeout_with_a_parallel_apply_that_calls_ours():
+    released = threading.Event()
+
+    class Own(DataParallel):
+        def parallel_apply(self, replicas, inputs, kwargs):
+            return parallel_apply(replicas, inputs, kwargs, self.device_ids)
+
+    class Hangs(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert soon(released.is_set)
+            return x
+
+    try:
+        with pytest.raises(ReplicasTimedOut):
+            Own(Hangs(), CPUS, timeout=0.2)(torch.ones(4, 1))
+    finally:
+        released.set()
+
+
+def test_buffers_that_copy_0_writes_in_place_last():
+    class Counts(nn.Module):
+        seen: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            self.lost = True
+            return x
+
+    net = Counts()
+    DataParallel(net, CPUS)(torch.ones(4, 1))
+    assert net.seen == 1
+    assert not hasattr(net, "lost")
+
+
+def test_functional_call_of_a_module_that_contains_a_data_parallel():
+    net = nn.Sequential(DataParallel(nn.Linear(3, 1), CPUS))
+    zeros = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    y = torch.func.functional_call(net, zeros, (torch.randn(4, 3),))
+    assert not y.any()

@@ -28,8 +28,8 @@ from replication.modules import Position, label, paired
 from replication.sync.current import (
     CurrentReplica,
     current_replica,
-    enter_callback,
     set_current_replica,
+    this_thread,
 )
 from replication.sync.lifecycle import track
 from replication.sync.notes import add_note
@@ -142,27 +142,27 @@ def run_callbacks(
     """Does what `execute_replication_callbacks` does, for copies whose structures match."""
     roots = positions[0][1]
     size = len(roots)
-    kinds = {type(copies[0]) for _, copies in positions}
-    kinds = {kind for kind in kinds if may_have_method(kind)}
+    kinds = set(filter(may_have_method, {type(copies[0]) for _, copies in positions}))
     found: list[tuple[Position, list[Callbacks]]] = []
     for position in positions:
-        copies = position[1]
-        if type(copies[0]) in kinds or have_own_callbacks(copies):
-            callbacks = [callbacks_of(position, copy_id) for copy_id in range(size)]
-            if any(callbacks):
-                found.append((position, callbacks))
+        for copy in position[1]:
+            if type(copy) in kinds or CALLBACK in copy.__dict__ or _REGISTERED in copy.__dict__:
+                callbacks = [callbacks_of(position, copy_id) for copy_id in range(size)]
+                if any(callbacks):
+                    found.append((position, callbacks))
+                break
     rendezvous = track(roots)
     if not found:
         return
     devices = tuple(map(device_of, roots) if devices is None else devices)
     contexts = [CallbackContext(size, devices, path, rendezvous) for (path, _), _ in found]
+    paths = [path_or_root(path) for (path, _), _ in found]
     backward = current_backward()
     # Restores the thread's state, whatever a callback or a Ctrl-C raises.
     with set_current_replica(current_replica()):
         for copy_id in range(size):
-            for (position, callbacks), context in zip(found, contexts, strict=True):
-                path = path_or_root(position[0])
-                enter_callback(CurrentReplica(rendezvous, copy_id, backward, path))
+            for (position, callbacks), context, path in zip(found, contexts, paths, strict=True):
+                this_thread.current = CurrentReplica(rendezvous, copy_id, backward, path)
                 for name, callback in callbacks[copy_id]:
                     try:
                         callback(context, copy_id)
@@ -177,15 +177,6 @@ def may_have_method(kind: type[nn.Module]) -> bool:
     """Whether modules of a class have the method, as far as the class knows."""
     # On a module, `getattr` would be slow: nn.Module raises an error for each missing attribute.
     return hasattr(kind, CALLBACK) or kind.__getattr__ is not nn.Module.__getattr__
-
-
-def have_own_callbacks(copies: Sequence[nn.Module]) -> bool:
-    """Whether callbacks were set on, or registered with, any of these modules."""
-    for module in copies:
-        state = vars(module)
-        if CALLBACK in state or _REGISTERED in state:
-            return True
-    return False
 
 
 def callbacks_of(position: Position, copy_id: int) -> Callbacks:

@@ -220,7 +220,7 @@ class ReplicaGroup(Group):
     """
 
     def __init__(self, rank: int, size: int, communicator: Communicator | None = None) -> None:
-        super().__init__(rank, size)
+        self.rank, self.size = rank, size
         self._communicator = communicator
         # A copy belongs to no forward.
         self._rendezvous = communicator.rendezvous if communicator else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ __all__ = ["replicate"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 #: The copies of a replica's parameters, buffers and submodules, by the identity of the original.
+#: The copy of None is None.
 Copied = dict[int, Any]
 
 #: Attributes that every module has. None of them holds a tensor of the user's.
@@ -92,52 +94,57 @@ def make_replicas(
         The replicas, and each submodule with its copies, as `paired` would find them. The latter
         is None if it is unknown, because a class has a part in making its copies.
     """
-    templates, wrappers = _templates_of(module)
-    if not devices:
-        return [], None
+    paths, modules, wrappers = _modules_of(module)
+    templates = [shell_state(module) for module in modules]
     parameters: dict[int, Tensor] = {}
     buffers: dict[int, Tensor] = {}
-    for template in templates:
-        for parameter in template.module._parameters.values():
+    for original, template in zip(modules, templates, strict=True):
+        if template is None and isinstance(original, torch.jit.ScriptModule):
+            raise TypeError("a ScriptModule cannot be replicated; wrap the module it was made of")
+        for parameter in original._parameters.values():
             if parameter is not None:
                 parameters[id(parameter)] = parameter
-        for buffer in template.module._buffers.values():
+        for buffer in original._buffers.values():
             if buffer is not None:
                 buffers[id(buffer)] = buffer
-    copies_of_parameters = broadcast(list(parameters.values()), devices, detach)
-    copies_of_buffers = copied_buffers(list(buffers.values()), devices, detach)
-    ids = [*parameters, *buffers, *[id(template.module) for template in templates]]
+    if not devices:
+        return [], None
+    keys = [*parameters, *buffers, *map(id, modules), id(None)]
     replicas: list[list[Any]] = []
-    for i, device in enumerate(devices):
+    copied: list[Copied] = []
+    for parameters_of_copy, buffers_of_copy in zip(
+        broadcast(list(parameters.values()), devices, detach),
+        copied_buffers(list(buffers.values()), devices, detach),
+        strict=True,
+    ):
         shells = [
-            t.kind.__new__(t.kind) if t.state is not None else getattr(t.module, MAKE_SHELL)()
-            for t in templates
+            getattr(module, MAKE_SHELL)() if template is None else module.__new__(type(module))
+            for module, template in zip(modules, templates, strict=True)
         ]
-        originals = (*copies_of_parameters[i], *copies_of_buffers[i], *shells)
-        copied = dict(zip(ids, originals, strict=True))
-        for wrapper, inner in wrappers.items():
-            copied[wrapper] = copied[inner]
-        for template, shell in zip(templates, shells, strict=True):
-            template.fill(shell, copied, device)
         replicas.append(shells)
-    roots = [shells[0] for shells in replicas]
-    paths = [t.path for t in templates if t.state is not None and not t.sets_attributes]
-    if len(paths) < len(templates):
-        return roots, None
-    return roots, list(zip(paths, zip(*replicas, strict=True), strict=True))
+        made = *parameters_of_copy, *buffers_of_copy, *shells, None
+        copies = dict(zip(keys, made, strict=True))
+        copies.update({wrapper: copies[inner] for wrapper, inner in wrappers.items()})
+        copied.append(copies)
+    positions = list(zip(paths, zip(*replicas, strict=True), strict=True))
+    for original, template, (_, of_original) in zip(modules, templates, positions, strict=True):
+        _fill(original, template, of_original, copied, devices)
+    is_known = None not in templates and not any(map(_sets_attributes, set(map(type, modules))))
+    return [shells[0] for shells in replicas], positions if is_known else None
 
 
-def _templates_of(root: nn.Module) -> tuple[list[Template], dict[int, int]]:
-    """Returns a template for each module, in the order of ``modules()``.
+def _modules_of(root: nn.Module) -> tuple[list[str], list[nn.Module], dict[int, int]]:
+    """Returns the modules to copy, in the order of ``modules()``.
 
     A wrapper of `torch.compile` is not copied: a replica has its copy of the module instead.
 
     Returns:
-        The templates, and the identity of each wrapper with the identity of its module.
+        The paths of the modules, the modules, and the identity of each wrapper with the identity
+        of its module.
     """
-    templates: list[Template] = []
+    paths: list[str] = []
+    modules: dict[int, nn.Module] = {}
     wrappers: dict[int, int] = {}
-    seen: set[int] = set()
     pending: list[tuple[str, Any]] = [("", root)]
     while pending:
         path, module = pending.pop()
@@ -146,14 +153,14 @@ def _templates_of(root: nn.Module) -> tuple[list[Template], dict[int, int]]:
             _check_wrapper(module)
             wrappers[id(module)] = id(compiled_module(module))
             pending.append((path, children["_orig_mod"]))
-        elif id(module) not in seen:
-            seen.add(id(module))
-            templates.append(Template(path, module))
+        elif id(module) not in modules:
+            modules[id(module)] = module
+            paths.append(path)
             prefix = path and path + "."
             for name, child in reversed(children.items()):
                 if child is not None:
                     pending.append((prefix + name, child))
-    return templates, wrappers
+    return paths, list(modules.values()), wrappers
 
 
 def _check_wrapper(wrapper: nn.Module) -> None:
@@ -164,86 +171,85 @@ def _check_wrapper(wrapper: nn.Module) -> None:
         )
 
 
-class Template:
-    """One module, looked up once for all of its copies."""
+def _sets_attributes(kind: type[nn.Module]) -> bool:
+    """Whether a class overrides how attributes are set (RNNs do)."""
+    return kind.__setattr__ != nn.Module.__setattr__
 
-    def __init__(self, path: str, module: nn.Module) -> None:
-        self.path = path
-        self.module = module
-        self.kind: Any = type(module)
-        #: The attributes of all copies, or None if the class makes each copy in its own way.
-        self.state = shell_state(module)
-        if self.state is None and isinstance(module, torch.jit.ScriptModule):
-            raise TypeError("a ScriptModule cannot be replicated; wrap the module it was made of")
-        #: Whether the class overrides how attributes are set (RNNs do).
-        self.sets_attributes = self.kind.__setattr__ is not nn.Module.__setattr__
-        state = module.__dict__
-        self._is_tracked = CALL_IMPL in state
-        self._is_compiled = state.get(COMPILED_CALL_IMPL) is not None
-        names = state.keys() - _MODULE_ATTRIBUTES
-        values: list[Any] = []
-        for name in names:
-            value = state[name]
-            if type(value) is tuple or type(value) is list:
-                values += value
-            else:
-                values.append(value)
-        self._plain: dict[str, Any] = {}
-        if not PLAIN.issuperset(map(type, values)):  # rarely
-            for name, value in state.items():
-                if name in names and _needs_replacing(value):
-                    self._plain[name] = value
 
-    def fill(self, shell: nn.Module, copied: Copied, device: torch.device) -> None:
-        """Gives a shell the copies of its children, parameters and buffers, and its own hooks."""
-        module = self.module
-        if self.state is None:
+def _fill(
+    module: nn.Module,
+    template: dict[str, Any] | None,
+    shells: Sequence[nn.Module],
+    copied: Sequence[Copied],
+    devices: Sequence[torch.device],
+) -> None:
+    """Gives the shells of a module their children, parameters and buffers, and their own hooks.
+
+    ``template`` holds the attributes of all shells, or is None if the class has made the shells.
+    """
+    original = module.__dict__
+    children, buffers, parameters = module._modules, module._buffers, module._parameters
+    replaced = _attributes_to_replace(original)
+    sets_attributes = _sets_attributes(type(module))
+    is_tracked = CALL_IMPL in original  # a replica that is replicated again
+    is_compiled = original.get(COMPILED_CALL_IMPL) is not None
+    for shell, copies, device in zip(shells, copied, devices, strict=True):
+        if template is None:
             state = shell.__dict__
         else:
-            state = self.state.copy()
+            # The template itself is the last one's, which saves a copy per module.
+            state = template if shell is shells[-1] else template.copy()
             # A class's own `__setattr__` would look for parameters.
             object.__setattr__(shell, "__dict__", state)
         if shell is not module:  # some classes return the module itself as its shell
             for name in _DICTIONARIES:
                 state[name] = state[name].copy()
-        if module._modules:
-            children = state["_modules"]
-            for name, child in module._modules.items():
-                if child is not None:
-                    children[name] = copied[id(child)]
-        if module._buffers:
-            buffers = state["_buffers"]
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    buffers[name] = copied[id(buffer)]
-        parameters = {}
-        if module._parameters:
-            for name, parameter in module._parameters.items():
+        if children:
+            own = state["_modules"]
+            for name, child in children.items():
+                own[name] = copies[id(child)]
+        if buffers:
+            own = state["_buffers"]
+            for name, buffer in buffers.items():
+                own[name] = copies[id(buffer)]
+        # torch exposes the copies of the parameters here as well.
+        state["_former_parameters"] = attributes = {}
+        if parameters:
+            for name, parameter in parameters.items():
                 if parameter is None:
                     state["_parameters"][name] = None
                 else:
-                    parameters[name] = copied[id(parameter)]
-        # torch exposes the copies of the parameters here as well.
-        state["_former_parameters"] = parameters
-        attributes = parameters
-        if self._plain:
-            attributes = parameters | replaced_attributes(self._plain, copied, device)
-        if self.sets_attributes:
+                    attributes[name] = copies[id(parameter)]
+        if replaced:
+            attributes = attributes | replaced_attributes(replaced, copies, device)
+        if sets_attributes:
             for name, value in attributes.items():
                 setattr(shell, name, value)
-        else:
+        elif attributes:
             state.update(attributes)
-        if self._is_tracked:  # a replica that is replicated again
+        if is_tracked:
             untrack(shell)
-        if self._is_compiled:  # the compiled call would run the original
+        if is_compiled:  # the compiled call would run the original
             state[COMPILED_CALL_IMPL] = None
 
 
-def _needs_replacing(value: Any) -> bool:
-    """Returns whether anything in a plain attribute may be another object in a replica."""
-    if type(value) in PLAIN:
-        return False
-    return any(isinstance(leaf, _REPLACED) for leaf in leaves_of(value, open_builtin))
+@lru_cache
+def _own_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the names of the attributes that not every module has."""
+    return tuple(name for name in names if name not in _MODULE_ATTRIBUTES)
+
+
+def _attributes_to_replace(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the plain attributes of a module that may be other objects in a replica."""
+    found = {}
+    for name in _own_names(tuple(state)):
+        value = state[name]
+        kind = type(value)
+        if kind in PLAIN or (kind in (tuple, list) and PLAIN.issuperset(map(type, value))):
+            continue  # nearly all
+        if any(isinstance(leaf, _REPLACED) for leaf in leaves_of(value, open_builtin)):
+            found[name] = value
+    return found
 
 
 def replaced_attributes(

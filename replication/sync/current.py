@@ -41,11 +41,6 @@ def current_replica() -> CurrentReplica | None:
     return this_thread.current
 
 
-def enter_callback(current: CurrentReplica) -> None:
-    """Makes `current_replica` return ``current``, inside the block of a `set_current_replica`."""
-    this_thread.current = current
-
-
 class set_current_replica:
     """Makes `current_replica` return ``current`` inside the ``with`` block.
 

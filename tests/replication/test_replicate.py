@@ -605,6 +605,25 @@ def test_tensor_attribute_is_moved():
     assert arrived(torch.ones(2)).device == META
 
 
+@pytest.mark.parametrize("before", [1, [1], (1, 2), None], ids=repr)
+def test_attribute_that_becomes_a_tensor_is_moved_from_then_on(before):
+    net = Holder(before)
+    assert replicate(net, ["cpu", "meta"])[1].value == before
+    net.value = torch.ones(2)
+    assert replicate(net, ["cpu", "meta"])[1].value.device == META
+    net.value = (1, torch.ones(2))
+    assert replicate(net, ["cpu", "meta"])[1].value[1].device == META
+
+
+def test_attributes_that_a_replica_sets_are_its_own():
+    net = nn.Sequential(nn.ReLU())
+    replicas = replicate(net, ["cpu"] * 3)
+    for index, replica in enumerate(replicas):
+        replica[0].index = index
+    assert [replica[0].index for replica in replicas] == [0, 1, 2]
+    assert not hasattr(net[0], "index")
+
+
 def test_tensor_attribute_on_the_device_already_is_shared():
     tensor = torch.ones(2)
     assert all(r.value is tensor for r in replicate(Holder(tensor), ["cpu"] * 2))
@@ -827,14 +846,21 @@ def test_property_with_a_setter_is_respected():
 # -- its cost ----------------------------------------------------------------------------------
 
 
-def calls_to_replicate(layers: int) -> int:
-    """The number of calls of Python functions, after a first forward."""
-    net = nn.Sequential(
+def nested(layers: int) -> nn.Module:
+    return nn.Sequential(
         *(
             nn.Sequential(nn.Conv2d(2, 2, 1), SynchronizedBatchNorm2d(2), nn.ReLU())
             for _ in range(layers)
         )
     )
+
+
+def flat(layers: int) -> nn.Module:
+    return nn.Sequential(*(layer for block in nested(layers) for layer in block))
+
+
+def calls_to_replicate(net: nn.Module) -> int:
+    """The number of calls of Python functions, after a first forward."""
     model = DataParallel(net, ["cpu"] * 2)
     model.replicate(net, model.device_ids)
     events = []
@@ -847,9 +873,10 @@ def calls_to_replicate(layers: int) -> int:
     return events.count("call")
 
 
-def test_replicate_with_callbacks_makes_at_most_8_calls_per_module_and_replica():
-    layers, modules, replicas = 20, 4, 2
-    calls = calls_to_replicate(5 + layers) - calls_to_replicate(5)
+@pytest.mark.parametrize(("build", "modules"), [(nested, 4), (flat, 3)])
+def test_replicate_with_callbacks_makes_at_most_8_calls_per_module_and_replica(build, modules):
+    layers, replicas = 20, 2
+    calls = calls_to_replicate(build(5 + layers)) - calls_to_replicate(build(5))
     assert calls <= 8 * layers * modules * replicas
 
 

@@ -51,8 +51,8 @@ from syncbn.channels import (
     per_channel,
     reduced_dims,
 )
-from syncbn.kernels import Native
-from syncbn.merge import SMALL, CountBatch, Denominator, GlobalMoments, Shard, merge_moments
+from syncbn.kernels import Native, Statistics
+from syncbn.merge import SMALL, CountBatch, Denominator, Shard, merge_moments
 
 __all__: list[str] = []
 
@@ -61,9 +61,9 @@ __all__: list[str] = []
 #: (2). Plain tuples, which cost no call.
 Message = tuple[Shard, Tensor, Tensor]
 
-#: What a replica receives: values per channel in the whole batch; its moments; and the outputs
+#: What a replica receives: values per channel in the whole batch; its statistics; and the outputs
 #: global and sums of (2) for this replica. The last two are None below 2 values.
-Reply = tuple[int | Tensor, GlobalMoments | None, tuple[Tensor, Tensor] | None]
+Reply = tuple[int | Tensor, Statistics | None, tuple[Tensor, Tensor] | None]
 
 
 def synchronized_batch_norm(
@@ -188,11 +188,10 @@ class Moments(Function):
         shard: Shard = ctx.shard
         dx = None
         if dy is not None or rows is not None:
-            total, stats, _, differ = shard.batch
             if rows is None:
-                rows = shard.rows(stats.mean.new_zeros(2, x.size(1)))
+                rows = shard.rows(shard.batch.mean.new_zeros(2, x.size(1)))
             dx = (
-                shard.kernels.input_gradient(dy, x, stats, shard.weight, rows, total, differ)
+                shard.kernels.input_gradient(dy, x, shard.batch, shard.weight, rows)
                 if shard.values
                 else torch.empty_like(x)
             )
@@ -276,7 +275,7 @@ class Normalize(Function):
         ctx.save_for_backward(edge, weight, None if z.requires_grad else x)
         if not shard.values:
             return torch.empty_like(x)
-        return shard.kernels.normalize(x, shard.batch.statistics, weight, bias)
+        return shard.kernels.normalize(x, shard.batch, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
@@ -292,15 +291,14 @@ class Normalize(Function):
         if needs_true_derivatives(dy):
             dx, dedge, dweight, dbias = _normalize_derivative(dy, x, edge, weight, shard)
             return None, dx, None, x, dedge, None, dweight, dbias if needs_dbias else None
-        stats = shard.batch.statistics
         if shard.values:
-            sums, dweight, dbias = shard.kernels.reduce(dy, x, stats)
+            sums, dweight, dbias = shard.kernels.reduce(dy, x, shard.batch)
         else:
             dbias, dweight = sums = torch.zeros_like(edge)
         if weight is not None and shard.batch.weights_differ:
             sums = sums * weight
         if shard.denominator.clamps:  # a clamped variance has no derivative
-            _, var = shard.batch.moments(shard.denominator)
+            _, var = shard.moments_of(shard.batch)
             sums[1].mul_(shard.denominator.slope(var))
         return (
             *(None, None, dy),
@@ -352,7 +350,7 @@ def merge_derivative(grad: Tensor, shard: Shard, edge: Tensor) -> Tensor:
     Returns:
         ``(3, C)``: shift, slope, center.
     """
-    moments = attached(shard.batch.moments(shard.denominator), edge)
+    moments = attached(shard.moments_of(shard.batch), edge)
     mean = moments[0]
     dmean, dvar = grad.to(mean) / shard.batch.total
     slope = 2 * dvar
@@ -366,7 +364,7 @@ def _normalize_derivative(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Returns the derivatives by x, by mean and variance of the batch, by weight and by bias."""
     dims = reduced_dims(x)
-    mean, var = attached(shard.batch.moments(shard.denominator), edge)
+    mean, var = attached(shard.moments_of(shard.batch), edge)
     inverse = shard.denominator.of(var).rsqrt()
     scale = inverse if weight is None else inverse * weight.to(inverse.device)
     dtype = accumulation_dtype(x.dtype)

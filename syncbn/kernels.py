@@ -12,8 +12,8 @@ All of them know nothing of replicas and have the same four functions. They comp
 *accumulation dtype*: float64 for float64, float32 for everything else. Results for float16 and
 bfloat16 inputs are rounded once.
 
-Notation: ``x`` and its gradient ``dy`` are ``(N, C, ...)``, with n values per channel in the whole
-batch. ``x_hat`` is ``(x - mean) / sqrt(denominator)``.
+Notation: ``x`` and the gradient ``dy`` of the output are ``(N, C, ...)``. ``x_hat`` is
+``(x - mean) / sqrt(denominator)``.
 """
 
 from __future__ import annotations
@@ -45,8 +45,13 @@ BLOCK = 2**19
 
 
 class Statistics(NamedTuple):
-    """Vectors ``(C,)`` of the whole batch, in the accumulation dtype, on the device of ``x``."""
+    """The statistics of the whole batch.
 
+    Vectors are ``(C,)``, in the accumulation dtype, and on the device of ``x``.
+    """
+
+    #: Values per channel; a tensor where the host should not wait for it.
+    total: int | Tensor
     mean: Tensor
     #: 1 / sqrt(denominator)
     inverse: Tensor
@@ -54,13 +59,10 @@ class Statistics(NamedTuple):
     denominator: Tensor
     #: The rounding error of the mean, where the mean is large; otherwise None.
     rest: Tensor | None = None
-
-    def to(self, device: torch.device) -> Statistics:
-        """Copies the vectors of `Fused` to a device."""
-        if self.mean.device == device:
-            return self
-        mean, inverse = (vector.to(device, non_blocking=True) for vector in self[:2])
-        return Statistics(mean, inverse, inverse)
+    #: Mean and biased variance, before they were rounded. None if they were never computed.
+    mean_and_var: tuple[Tensor, Tensor] | None = None
+    #: Whether each replica multiplies its message by its weight before they are added in backward.
+    weights_differ: bool = True
 
 
 class Kernels:
@@ -112,41 +114,29 @@ class Kernels:
         return torch.stack((-inverse, -inverse.square() / 2))
 
     @staticmethod
-    def rows(
-        totals: Tensor,
-        stats: Statistics,
-        weight: Tensor | None,
-        n: int | Tensor,
-        weights_differ: bool,
-    ) -> Tensor:
+    def rows(totals: Tensor, stats: Statistics, weight: Tensor | None) -> Tensor:
         """Prepares what `input_gradient` needs, once for all replicas on a device.
 
         Args:
             totals: The messages of `reduce`, added over the whole batch.
             stats: The statistics of the batch.
             weight: ``(C,)``, in the accumulation dtype, or None.
-            n: Values per channel in the whole batch.
-            weights_differ: Whether each replica has multiplied its message by its weight.
 
         Returns:
             ``(number_of_rows, C)``.
         """
-        scale = stats.inverse if weight is None or weights_differ else stats.inverse * weight
-        return torch.cat((totals * (scale / -n), scale.unsqueeze(0)))
+        scale = stats.inverse
+        if weight is not None and not stats.weights_differ:
+            scale = scale * weight
+        return torch.cat((totals * (scale / -stats.total), scale.unsqueeze(0)))
 
     @staticmethod
     def input_gradient(
-        dy: Tensor | None,
-        x: Tensor,
-        stats: Statistics,
-        weight: Tensor | None,
-        rows: Tensor,
-        n: int | Tensor,
-        weights_differ: bool,
+        dy: Tensor | None, x: Tensor, stats: Statistics, weight: Tensor | None, rows: Tensor
     ) -> Tensor:
         """Computes the gradient of a shard.
 
-        With the totals T1 of dy and T2 of dy * x_hat, over the whole batch:
+        With the totals T1 of dy and T2 of dy * x_hat, over the n values of the whole batch:
             dx = (weight * dy - (weight * T1 + x_hat * weight * T2) / n) / sqrt(denominator)
         (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx.)
 
@@ -156,8 +146,6 @@ class Kernels:
             stats: The statistics of the batch.
             weight: ``(C,)``, in the accumulation dtype, or None.
             rows: The result of `rows`.
-            n: As in `rows`.
-            weights_differ: As in `rows`.
         """
         raise NotImplementedError
 
@@ -179,12 +167,12 @@ class Native(Kernels):
     def normalize(
         x: Tensor, stats: Statistics, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        mean, _, denominator, rest = stats
-        if rest is not None:  # x * scale + (bias - mean * scale), as below, loses digits
+        if stats.rest is not None:  # x * scale + (bias - mean * scale), as below, loses digits
             return in_accumulation_dtype(
                 lambda _, x: Plain.normalize(x, stats, weight, bias), None, x
             )
-        return torch.native_batch_norm(x, weight, bias, mean, denominator, False, 0.0, 0.0)[0]
+        args = (x, weight, bias, stats.mean, stats.denominator, False, 0.0, 0.0)
+        return torch.native_batch_norm(*args)[0]
 
     @staticmethod
     def reduce(dy: Tensor, x: Tensor, stats: Statistics) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,27 +196,19 @@ class Native(Kernels):
 
     @staticmethod
     def input_gradient(
-        dy: Tensor | None,
-        x: Tensor,
-        stats: Statistics,
-        weight: Tensor | None,
-        rows: Tensor,
-        n: int | Tensor,
-        weights_differ: bool,
+        dy: Tensor | None, x: Tensor, stats: Statistics, weight: Tensor | None, rows: Tensor
     ) -> Tensor:
         if stats.rest is not None or x.dtype != rows.dtype:
             return in_accumulation_dtype(
-                lambda dy, x: Plain.input_gradient(dy, x, stats, weight, rows, n, weights_differ),
-                dy,
-                x,
+                lambda dy, x: Plain.input_gradient(dy, x, stats, weight, rows), dy, x
             )
         shift, slope, scale = rows.unbind()
-        mean, _, denominator, _ = stats
-        args = (with_usual_strides(x), slope, shift, mean, denominator, False, 0.0, 0.0)
-        dx = torch.native_batch_norm(*args)[0]  # it inherits the strides of its input
+        x = with_usual_strides(x)  # the result inherits them
+        args = (x, slope, shift, stats.mean, stats.denominator, False, 0.0, 0.0)
+        dx = torch.native_batch_norm(*args)[0]
         if dy is None:
             return dx
-        if weights_differ and weight is not None:
+        if weight is not None and stats.weights_differ:
             scale = scale * weight
         return dx.addcmul_(dy, scale.view(-1, *[1] * (x.dim() - 2)))
 
@@ -272,30 +252,23 @@ class Fused(Kernels):
         return torch.stack((-inverse, -inverse.pow(3) / 2))  # without x_hat's factor
 
     @staticmethod
-    def rows(
-        totals: Tensor,
-        stats: Statistics,
-        weight: Tensor | None,
-        n: int | Tensor,
-        weights_differ: bool,
-    ) -> Tensor:
+    def rows(totals: Tensor, stats: Statistics, weight: Tensor | None) -> Tensor:
         return totals
 
     @staticmethod
     def input_gradient(
-        dy: Tensor | None,
-        x: Tensor,
-        stats: Statistics,
-        weight: Tensor | None,
-        rows: Tensor,
-        n: int | Tensor,
-        weights_differ: bool,
+        dy: Tensor | None, x: Tensor, stats: Statistics, weight: Tensor | None, rows: Tensor
     ) -> Tensor:
-        if weights_differ and weight is not None:
+        if weight is not None and stats.weights_differ:
             # The kernel multiplies by the weight. Where it is 0 in all replicas, so is the result.
             rows = (rows / weight).nan_to_num(0.0, 0.0, 0.0)
         plain, along_x = rows.unbind()
-        count = n.to(torch.int32).view(1) if isinstance(n, Tensor) else _count(n, x.device)
+        n = stats.total
+        count = (
+            n.to(torch.int32).view(1)
+            if isinstance(n, Tensor)
+            else counts_tensor((n,), x.device, torch.int32)
+        )
         dy = torch.zeros_like(x) if dy is None else in_format_of(dy, x).to(x.dtype)
         return torch.batch_norm_backward_elemt(
             dy, x, stats.mean, stats.inverse, weight, plain, along_x, count
@@ -343,13 +316,7 @@ class Plain(Kernels):
 
     @staticmethod
     def input_gradient(
-        dy: Tensor | None,
-        x: Tensor,
-        stats: Statistics,
-        weight: Tensor | None,
-        rows: Tensor,
-        n: int | Tensor,
-        weights_differ: bool,
+        dy: Tensor | None, x: Tensor, stats: Statistics, weight: Tensor | None, rows: Tensor
     ) -> Tensor:
         shift, slope, scale = rows.unbind()
         slope = slope * stats.inverse
@@ -358,7 +325,7 @@ class Plain(Kernels):
         dx = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(slope, x))
         dx.add_(per_channel(shift, x))
         if dy is not None:
-            if weights_differ and weight is not None:
+            if weight is not None and stats.weights_differ:
                 scale = scale * weight
             dx.addcmul_(dy.to(dx.dtype), per_channel(scale, x))
         return dx.to(x.dtype)
@@ -385,13 +352,8 @@ def in_accumulation_dtype(
 _counts: dict[Any, Tensor] = {}
 
 
-def _count(n: int, device: torch.device) -> Tensor:
-    """Returns a number of values as a tensor. A copy from the host would take longer."""
-    return counts_tensor((n,), device, torch.int32)
-
-
 def counts_tensor(counts: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns numbers of values as a tensor, which is kept for the next call."""
+    """Returns numbers of values as a tensor, which is kept: a copy from the host takes longer."""
     key = counts, device, dtype
     tensor = _counts.get(key)
     if tensor is None:

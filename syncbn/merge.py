@@ -87,24 +87,6 @@ class RunningStatistics(NamedTuple):
 CountBatch = Callable[[], RunningStatistics | None]
 
 
-class GlobalMoments(NamedTuple):
-    """The moments of the whole batch, as one replica needs them."""
-
-    #: Values per channel; a tensor where the host should not wait for it.
-    total: int | Tensor
-    statistics: Statistics
-    #: Mean and biased variance. None if only `statistics` are known.
-    mean_and_var: tuple[Tensor, Tensor] | None
-    #: Whether each replica multiplies its sums by its weight before they are added in backward.
-    weights_differ: bool = True
-
-    def moments(self, denominator: Denominator) -> tuple[Tensor, Tensor]:
-        """Returns mean and biased variance, in float64 where it is supported."""
-        if self.mean_and_var is not None:
-            return self.mean_and_var
-        return self.statistics.mean.double(), variance(self.statistics.inverse, denominator)
-
-
 class Shard:
     """The numbers of one replica in one call, which its nodes share with (2)."""
 
@@ -134,7 +116,7 @@ class Shard:
         #: The result of `Kernels.moments`.
         self.moments: tuple[Tensor, Tensor] | None = None
         #: Set before (3).
-        self.batch: GlobalMoments
+        self.batch: Statistics
 
     def mean_and_var(self) -> tuple[Tensor, Tensor]:
         """Returns mean and biased variance of each channel, in float64 where it is supported."""
@@ -148,9 +130,13 @@ class Shard:
 
     def rows(self, totals: Tensor) -> Tensor:
         """Returns what the input gradients need, given the totals of a fast backward."""
-        total, stats, _, weights_differ = self.batch
-        totals = totals.to(self.device)
-        return self.kernels.rows(totals, stats, self.weight, total, weights_differ)
+        return self.kernels.rows(totals.to(self.device), self.batch, self.weight)
+
+    def moments_of(self, batch: Statistics) -> tuple[Tensor, Tensor]:
+        """Returns mean and biased variance of the whole batch, as `mean_and_var`."""
+        if batch.mean_and_var is not None:
+            return batch.mean_and_var
+        return batch.mean.double(), variance(batch.inverse, self.denominator)
 
 
 def variance(inverse: Tensor, denominator: Denominator) -> Tensor:
@@ -160,7 +146,7 @@ def variance(inverse: Tensor, denominator: Denominator) -> Tensor:
 
 def merge_moments(
     shards: Sequence[Shard], total: int, running: RunningStatistics | None
-) -> list[GlobalMoments]:
+) -> list[Statistics]:
     """Merges the moments of all shards, and updates the running statistics.
 
     Args:
@@ -169,20 +155,21 @@ def merge_moments(
         running: The running statistics to update, if any.
 
     Returns:
-        The moments of the whole batch for each replica.
+        The statistics of the whole batch for each replica.
     """
     weights_differ = not _share_weight(shards)
-    first = shards[0]
     if _are_unmeasured(shards):
-        whole = _measure(shards, running)
-        if whole is not None:
-            return [GlobalMoments(total, *whole, weights_differ)] * len(shards)
+        stats = _measure(shards, total, running, weights_differ)
+        if stats is not None:
+            return [stats] * len(shards)
         running = None  # they are updated
-    if first.kernels.returns_inverse and _have_fused_merge(shards):
-        merged = _fused_merge(shards, running)
-        return [
-            GlobalMoments(total, merged.to(shard.device), None, weights_differ) for shard in shards
-        ]
+    if shards[0].kernels.returns_inverse and _have_fused_merge(shards):
+        merged = _fused_merge(shards, total, running)
+        batches = []
+        for shard in shards:
+            mean, inverse = (vector.to(shard.device, non_blocking=True) for vector in merged)
+            batches.append(Statistics(total, mean, inverse, inverse, None, None, weights_differ))
+        return batches
     counts: list[int] = []
     means: list[Tensor] = []
     variances: list[Tensor] = []
@@ -191,18 +178,17 @@ def merge_moments(
         counts.append(shard.values)
         means.append(mean.to(means[0].device) if means else mean)
         variances.append(var.to(means[0].device))
-    mean, var = moments = statistics.merge(counts, means, variances)
+    mean, var = statistics.merge(counts, means, variances)
     # Usually all replicas are on one device and have the same eps.
-    made: dict[object, GlobalMoments] = {}
+    made: dict[object, Statistics] = {}
     batches = []
     for shard in shards:
         key = shard.denominator, shard.device
         if key not in made:
-            stats = kernel_statistics(mean, var, shard)
-            made[key] = GlobalMoments(total, stats, moments, weights_differ)
+            made[key] = kernel_statistics(total, mean, var, shard, weights_differ)
         batches.append(made[key])
     if running is not None:
-        running.update(batches[0].statistics.mean, var, total)
+        running.update(batches[0].mean, var, total)
     return batches
 
 
@@ -218,33 +204,35 @@ def _are_unmeasured(shards: Sequence[Shard]) -> bool:
 
 
 def _measure(
-    shards: Sequence[Shard], running: RunningStatistics | None
-) -> tuple[Statistics, tuple[Tensor, Tensor]] | None:
+    shards: Sequence[Shard], total: int, running: RunningStatistics | None, weights_differ: bool
+) -> Statistics | None:
     """Measures all shards at once, and updates the running statistics, as torch's layer does.
 
-    Returns:
-        What the kernels take, and mean and variance; None if the mean is large.
+    Returns None if the mean is large.
     """
     x = torch.cat([shard.unmeasured for shard in shards])  # type: ignore[misc]
     updated = running and running.for_kernel(x.dtype)
     mean, var = moments = torch.batch_norm_update_stats(x, *(updated or (None, None, 0.0)))
     if running is not None and updated is None:
-        running.update(mean, var, sum(shard.values for shard in shards))
+        running.update(mean, var, total)
     divisor = shards[0].denominator.of(var)
     if _is_large(mean, divisor):
         return None
-    return Statistics(mean, divisor.rsqrt(), divisor), moments
+    return Statistics(total, mean, divisor.rsqrt(), divisor, None, moments, weights_differ)
 
 
-def kernel_statistics(mean: Tensor, var: Tensor, shard: Shard) -> Statistics:
-    """Returns the vectors that a shard's kernels take, given mean and variance of the batch."""
+def kernel_statistics(
+    total: int | Tensor, mean: Tensor, var: Tensor, shard: Shard, weights_differ: bool = True
+) -> Statistics:
+    """Returns what a shard's kernels take, given mean and biased variance of the batch."""
     divisor = shard.denominator.of(var)
     vectors = torch.stack((mean, divisor.rsqrt(), divisor)).to(shard.device, shard.dtype)
     head, inverse, divisor = vectors.unbind()
-    if shard.device.type == "cpu" and not _is_large(head, divisor):
-        return Statistics(head, inverse, divisor)
+    rest = None
     # Always on accelerators, for which the host does not wait.
-    return Statistics(head, inverse, divisor, (mean - head.to(mean)).to(head))
+    if shard.device.type != "cpu" or _is_large(head, divisor):
+        rest = (mean - head.to(mean)).to(head)
+    return Statistics(total, head, inverse, divisor, rest, (mean, var), weights_differ)
 
 
 def _is_large(mean: Tensor, divisor: Tensor) -> bool:
@@ -278,10 +266,12 @@ def _have_fused_merge(shards: Sequence[Shard]) -> bool:
     )
 
 
-def _fused_merge(shards: Sequence[Shard], running: RunningStatistics | None) -> Statistics:
+def _fused_merge(
+    shards: Sequence[Shard], total: int, running: RunningStatistics | None
+) -> tuple[Tensor, Tensor]:
     """Merges moments in the kernel that `torch.nn.SyncBatchNorm` uses.
 
-    It also updates the running statistics, if momentum is a number and their dtype is right.
+    It also updates the running statistics. Returns mean and ``1 / sqrt(var + eps)``.
     """
     home, denominator = shards[0].device, shards[0].denominator
     shards = [shard for shard in shards if shard.values]
@@ -289,13 +279,12 @@ def _fused_merge(shards: Sequence[Shard], running: RunningStatistics | None) -> 
         torch.stack([moment.to(home) for moment in moments])
         for moments in zip(*[shard.moments for shard in shards], strict=True)
     )
-    values = tuple([shard.values for shard in shards])
-    counts = counts_tensor(values, home, mean.dtype)
+    counts = counts_tensor(tuple([shard.values for shard in shards]), home, mean.dtype)
     updated = running and running.for_kernel(mean.dtype)
     buffers: tuple[Any, Any, float] = updated or (None, None, 0.0)
     mean, inverse = torch.batch_norm_gather_stats_with_counts(
         mean, mean, inverse, *buffers, denominator.eps, counts
     )
     if running is not None and updated is None:
-        running.update(mean, variance(inverse, denominator), sum(values))
-    return Statistics(mean, inverse, inverse)
+        running.update(mean, variance(inverse, denominator), total)
+    return mean, inverse

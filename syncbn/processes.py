@@ -24,7 +24,7 @@ from replication import ProcessGroup
 from replication.groups.base import Layouts
 from syncbn import moments as statistics
 from syncbn.graph import Message, Reply, merge_derivative
-from syncbn.merge import CountBatch, GlobalMoments, kernel_statistics
+from syncbn.merge import CountBatch, kernel_statistics
 
 __all__: list[str] = []
 
@@ -52,11 +52,11 @@ def merge_ranks(
     running = None if count_batch is None or known_single else count_batch()
     if isinstance(total, int) and total < 2:
         return total, None, None
-    stats = kernel_statistics(mean, var, shard)
+    stats = kernel_statistics(total, mean, var, shard)
     exchange.derivative_factors = shard.kernels.derivative_factors(stats.inverse).to(mean)
     if running is not None:
         running.update(stats.mean, var, total)
-    return total, GlobalMoments(total, stats, (mean, var)), edges
+    return total, stats, edges
 
 
 class Exchange:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from replication import ReplicationError
 from syncbn.graph import Message, Reply
-from syncbn.merge import GlobalMoments, Shard
+from syncbn.kernels import Statistics
+from syncbn.merge import Shard
 
 __all__: list[str] = []
 
@@ -26,7 +27,7 @@ class RecordedCall(NamedTuple):
     shard: Shard
     #: The total and the moments of the reply.
     total: int | Tensor
-    batch: GlobalMoments | None
+    batch: Statistics | None
     #: Whether the edges of the reply required gradients.
     requires_grad: bool
     #: Whether the call ran with grad enabled.
@@ -140,5 +141,5 @@ def _batches_differ(one: RecordedCall, other: RecordedCall) -> bool:
     batch, of_other = one.batch, other.batch
     if batch is None or of_other is None:
         return batch is not of_other
-    denominator = one.shard.denominator
-    return bool(_distance(batch.moments(denominator), of_other.moments(denominator)) > 1e-6)
+    moments = one.shard.moments_of(batch), other.shard.moments_of(of_other)
+    return bool(_distance(*moments) > 1e-6)

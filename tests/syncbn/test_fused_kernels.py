@@ -36,7 +36,7 @@ def test_kernels_give_the_numbers_of_float64(shape, last, dtype):
         x = x.contiguous(memory_format=layout)
     mean, inverse = Fused.moments(x, 1e-5)
     stats = statistics_of(*moments_of(x), x, 1e-5)
-    torch.testing.assert_close((mean, inverse), stats[:2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close((mean, inverse), stats[1:3], rtol=1e-5, atol=1e-6)
     check_every_kernel(Fused, x, dy, stats, 1e-5)
 
 

@@ -27,7 +27,7 @@ def statistics_of(
     mean: Tensor, var: Tensor, x: Tensor, eps: float = 0.0, is_large: bool = False
 ) -> Statistics:
     """What kernels take, given mean and variance in float64."""
-    stats = kernel_statistics(mean, var, Shard(x, None, Denominator(eps)))
+    stats = kernel_statistics(10, mean, var, Shard(x, None, Denominator(eps)))
     rest = (mean - stats.mean.to(mean)).to(stats.mean)
     return stats._replace(rest=rest if is_large else None)
 
@@ -54,8 +54,9 @@ def input_gradient(
     weights_differ: bool = True,
 ) -> Tensor:
     """Calls the kernel with the rows that it needs."""
-    rows = kernels.rows(totals, stats, weight, n, weights_differ)
-    return kernels.input_gradient(dy, x, stats, weight, rows, n, weights_differ)
+    stats = stats._replace(total=n, weights_differ=weights_differ)
+    rows = kernels.rows(totals, stats, weight)
+    return kernels.input_gradient(dy, x, stats, weight, rows)
 
 
 def gradient_of(
@@ -100,7 +101,7 @@ def test_half_precision_is_rounded_once_and_converted_block_by_block(dtype, layo
 def test_a_sample_in_half_precision_may_be_larger_than_a_block():
     x = torch.randn(2, 1, BLOCK + 16, dtype=torch.bfloat16)
     one, zero = torch.ones(1), torch.zeros(1)
-    stats = Statistics(zero, one, one)
+    stats = Statistics(10, zero, one, one)
     dx = input_gradient(Native, None, x, stats, None, torch.tensor([[0.0], [-20.0]]), 10, True)
     assert torch.equal(dx, 2 * x)
 
@@ -218,7 +219,7 @@ def test_a_large_mean_costs_no_precision(kernels, mean):
     x, dy = torch.randn(512, 3, 4) + mean, torch.randn(512, 3, 4)
     moments = kernels.moments(x, 1e-5)
     torch.testing.assert_close(moments, moments_of(x), rtol=1e-6, atol=1e-6)
-    stats = kernel_statistics(*moments, Shard(x, None, Denominator(1e-5)))
+    stats = kernel_statistics(10, *moments, Shard(x, None, Denominator(1e-5)))
     assert stats.rest is not None
     y = kernels.normalize(x, stats, None, None)
     torch.testing.assert_close(channels_of(y), hat_of(x, 1e-5), rtol=1e-6, atol=1e-6)
@@ -303,7 +304,7 @@ def test_a_device_without_float64_leaves_the_statistics_to_the_cpu(shape):
     with FakeTensorMode(), torch.no_grad(), WithoutFloat64():
         x, bias = torch.empty(shape, device="mps"), torch.empty(4, device="mps")
         moments = Plain.moments(x, 1e-5)
-        stats = kernel_statistics(*moments, Shard(x, None, Denominator(1e-5)))
+        stats = kernel_statistics(10, *moments, Shard(x, None, Denominator(1e-5)))
         y = Plain.normalize(x, stats, None, bias)
         sums, *_ = Plain.reduce(y, x, stats)
         dx = input_gradient(Plain, y, x, stats, None, sums, 10, True)

@@ -46,15 +46,14 @@ class RunningStatistics(NamedTuple):
     momentum: float | Tensor
 
     def for_kernel(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, float] | None:
-        """Returns the arguments of torch's kernels, which update the buffers.
+        """Returns the arguments of torch's kernels, which update the buffers, hidden from autograd.
 
         None if they cannot, given moments of this dtype.
         """
         mean, var, momentum = self
         if mean is None or var is None or isinstance(momentum, Tensor):
             return None
-        # `data`: see `update`.
-        return (mean.data, var.data, momentum) if mean.dtype == var.dtype == dtype else None
+        return (mean, var, momentum) if mean.dtype == var.dtype == dtype else None
 
     def update(self, mean: Tensor, var: Tensor, total: int | Tensor) -> None:
         """Updates the buffers in place, as torch does, with the unbiased variance of a batch.

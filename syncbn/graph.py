@@ -288,7 +288,7 @@ class Normalize(Function):
         edge, weight, x = ctx.saved_tensors
         if x is None:
             (x,) = ctx.moments.saved_tensors
-        if needs_true_derivatives(dy):
+        if needs_true_derivatives(dy) or shard.batch.denominators_differ:
             dx, dedge, dweight, dbias = _normalize_derivative(dy, x, edge, weight, shard)
             return None, dx, None, x, dedge, None, dweight, dbias if needs_dbias else None
         if shard.values:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -293,3 +294,72 @@ def test_a_master_without_grad_does_not_cut_the_graph_of_the_others():
     expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias)
     assert shards[0].grad is None
     torch.testing.assert_close(shards[1].grad, expected.input_grads[1])
+
+
+class Changed(nn.Module):
+    """Changes the layer, or what is around it, in each replica but the first."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case, self.norm = case, randomized(SynchronizedBatchNorm1d(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, rank = self.norm, self.norm.group.rank
+        if rank:
+            self.change(norm, rank)
+        if self.case == "hooks on saved tensors" and rank:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                return norm(x)
+        return norm(x).mul_(2) if self.case == "output in place" else norm(x)
+
+    def change(self, norm: Any, rank: int) -> None:
+        if self.case == "weight":
+            norm.weight = norm.weight * (1 + rank)
+        if self.case == "strided weight":
+            norm.weight = torch.stack((norm.weight, torch.full_like(norm.weight, 7.0)), 1)[:, 0]
+        if self.case == "no bias":
+            norm.bias = None
+        if self.case == "no weight":
+            norm.weight = None
+        if self.case == "eps":
+            norm.eps = 0.5 * rank
+
+    def expected(self, shards: list[Tensor]) -> list[Tensor]:
+        """The outputs, computed as on one device."""
+        norm, outputs = self.norm, []
+        var, mean = torch.var_mean(torch.cat(shards), 0, correction=0)
+        for rank, x in enumerate(shards):
+            eps = 0.5 * rank if rank and self.case == "eps" else norm.eps
+            weight: Any = norm.weight * (1 + rank if self.case == "weight" else 1)
+            weight = 1 if rank and self.case == "no weight" else weight
+            bias = 0 if rank and self.case == "no bias" else norm.bias
+            y = (x - mean) / (var + eps).sqrt() * weight + bias
+            outputs.append(y * 2 if self.case == "output in place" else y)
+        return outputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "nothing",
+        "weight",
+        "strided weight",
+        "no weight",
+        "no bias",
+        "eps",
+        "hooks on saved tensors",
+        "output in place",
+    ],
+)
+def test_replicas_may_change_their_own_layer(case, create_graph, dtype):
+    net = Changed(case).to(dtype)
+    shards = [torch.randn(n, 3, dtype=dtype, requires_grad=True) for n in (4, 3, 5)]
+    upstream = [torch.randn_like(shard) for shard in shards]
+    inputs = [*shards, net.norm.weight, net.norm.bias]
+    outputs = run_sharded(net, shards)
+    grads = torch.autograd.grad(outputs, inputs, upstream, create_graph=create_graph)
+    expected = net.expected(shards)
+    exact = torch.autograd.grad(expected, inputs, upstream)
+    torch.testing.assert_close([*outputs, *grads], [*expected, *exact], rtol=1e-5, atol=1e-5)

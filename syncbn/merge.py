@@ -46,7 +46,7 @@ class RunningStatistics(NamedTuple):
     momentum: float | Tensor
 
     def for_kernel(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, float] | None:
-        """Returns the arguments of torch's kernels, which update the buffers, hidden from autograd.
+        """Returns arguments for kernels of torch that update the buffers, hidden from autograd.
 
         None if they cannot, given moments of this dtype.
         """

@@ -23,8 +23,9 @@ Fast edges (z, carrier, sums, totals)
 
 Exact edges (x, global, local)
     With ``create_graph=True`` the three nodes return true derivatives, in differentiable
-    operations: (3) directly to x, and by mean and variance of the batch to (2), (2) by mean and
-    variance of each shard to (1). The graph of a second derivative ends in the same edges.
+    operations: (3) directly to x, and by mean and variance of the batch to (2). (2) hands each (1)
+    the derivative by x, as a linear function of x. The graph of a second derivative ends in the
+    edges x and global.
 
 Saved for backward: x_i, once, by (1), and vectors of length C.
 """
@@ -288,7 +289,7 @@ class Normalize(Function):
         edge, weight, x = ctx.saved_tensors
         if x is None:
             (x,) = ctx.moments.saved_tensors
-        if needs_true_derivatives(dy) or shard.batch.denominators_differ:
+        if needs_true_derivatives(dy) or shard.batch.messages_differ:
             dx, dedge, dweight, dbias = _normalize_derivative(dy, x, edge, weight, shard)
             return None, dx, None, x, dedge, None, dweight, dbias if needs_dbias else None
         if shard.values:

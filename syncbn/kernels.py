@@ -63,8 +63,8 @@ class Statistics(NamedTuple):
     mean_and_var: tuple[Tensor, Tensor] | None = None
     #: Whether each replica multiplies its message by its weight before they are added in backward.
     weights_differ: bool = True
-    #: Whether replicas have different denominators, so that their messages cannot be added.
-    denominators_differ: bool = False
+    #: Whether replicas have different denominators or kernels: their messages cannot be added.
+    messages_differ: bool = False
 
 
 class Kernels:

@@ -178,7 +178,7 @@ def merge_moments(
         means.append(mean.to(means[0].device) if means else mean)
         variances.append(var.to(means[0].device))
     mean, var = statistics.merge(counts, means, variances)
-    denominators_differ = len({shard.denominator for shard in shards}) > 1
+    messages_differ = len({(shard.denominator, shard.kernels) for shard in shards}) > 1
     # Usually all replicas are on one device and have the same eps.
     made: dict[object, Statistics] = {}
     batches = []
@@ -186,7 +186,7 @@ def merge_moments(
         key = shard.denominator, shard.device
         if key not in made:
             stats = kernel_statistics(total, mean, var, shard, weights_differ)
-            made[key] = stats._replace(denominators_differ=denominators_differ)
+            made[key] = stats._replace(messages_differ=messages_differ)
         batches.append(made[key])
     if running is not None:
         running.update(batches[0].mean, var, total)

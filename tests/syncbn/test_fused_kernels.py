@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from benchmarks import fused
 from replication import DataParallel
-from syncbn import SynchronizedBatchNorm2d, kernels
+from syncbn import SynchronizedBatchNorm2d, kernels, merge
 from syncbn.kernels import Fused
 from tests.sharded import randomized
 from tests.syncbn.test_kernels import check_every_kernel, input_gradient, moments_of, statistics_of
@@ -78,6 +79,29 @@ def test_replicas_train_as_torchs_layer_does(options, sizes):
         grads = [parameter.grad for parameter in module.parameters()]
         results.append([y.detach(), leaf.grad, *grads, *module.buffers()])
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+class ByReplica(dict[str, Any]):
+    """Replica 1 is on another kind of device."""
+
+    def get(self, kind: str, default: Any = None) -> Any:
+        return kernels.Native if threading.current_thread().name == "replica-1" else Fused
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_replicas_of_different_kernels_get_the_gradients_of_torchs_layer(
+    create_graph, monkeypatch
+):
+    monkeypatch.setattr(merge, "KERNELS", ByReplica())
+    layer, plain = SynchronizedBatchNorm2d(3), torch.nn.BatchNorm2d(3)
+    x, dy = torch.randn(2, 5, 3, 2, 2)
+    grads = []
+    for module in (plain, DataParallel(layer, ["cpu"] * 2)):
+        leaf = x.clone().requires_grad_()
+        inputs = [leaf, *module.parameters()]
+        grads.append(torch.autograd.grad(module(leaf), inputs, dy, create_graph=create_graph))
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

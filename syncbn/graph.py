@@ -221,20 +221,37 @@ class Merge(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         shards: Sequence[Shard] = ctx.shards
         n = len(shards)
-        exact, fast = added(grads[:n]), added(grads[n:])
+        exact = added(grads[:n])
         derivatives: list[Tensor | None] = [None] * n
-        rows: list[Tensor | None] = [None] * n
         if exact is not None:
             derivative = merge_derivative(exact, shards[0], *ctx.saved_tensors)
             derivatives = [derivative.to(shard.device) for shard in shards]
-        if fast is not None:
-            made: dict[int, Tensor] = {}  # usually all replicas share what they know of the batch
-            for i, shard in enumerate(shards):
-                key = id(shard.batch)
-                if key not in made:
-                    made[key] = shard.rows(fast)
-                rows[i] = made[key]
-        return None, *derivatives, *rows
+        return None, *derivatives, *merged_rows(shards, grads[n:])
+
+
+def merged_rows(shards: Sequence[Shard], sums: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Returns what the input gradient of each shard needs, given the sums over each shard."""
+    first = shards[0].denominator
+    eps_differ = any(shard.denominator != first for shard in shards)
+    if eps_differ:  # each shard has divided by its own denominator
+        sums = [
+            None if sum_ is None else sum_ * shard.derivative_factors()
+            for shard, sum_ in zip(shards, sums, strict=True)
+        ]
+    totals = added(sums)
+    rows: list[Tensor | None] = [None] * len(shards)
+    if totals is None:
+        return rows
+    made: dict[int, Tensor] = {}  # usually all replicas share what they know of the batch
+    # First the shards that have sent sums, because these know the weight of the forward.
+    for i in sorted(range(len(shards)), key=lambda i: sums[i] is None):
+        shard = shards[i]
+        key = id(shard.batch)
+        if key not in made:
+            totals = totals.to(shard.device)
+            made[key] = shard.rows(totals / shard.derivative_factors() if eps_differ else totals)
+        rows[i] = made[key]
+    return rows
 
 
 def added(grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -293,8 +310,11 @@ class Normalize(Function):
             sums, dweight, dbias = shard.kernels.reduce(dy, x, stats)
         else:
             dbias, dweight = sums = torch.zeros_like(edge)
-        if weight is not None and shard.batch.weights_differ:
-            sums = sums * weight
+        if weight is not None:
+            # An optimizer may step inside this backward, before (1) and (2) need the weight.
+            shard.weight = weight.clone()
+            if shard.batch.weights_differ:
+                sums = sums * weight
         if shard.denominator.clamps:  # a clamped variance has no derivative
             _, var = shard.batch.moments(shard.denominator)
             sums[1].mul_(shard.denominator.slope(var))

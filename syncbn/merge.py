@@ -131,10 +131,15 @@ class Shard:
             assert self.unmeasured is not None
             with torch.no_grad():
                 self.moments = self.kernels.moments(self.unmeasured, self.denominator.eps)
+            self.unmeasured = None  # (1) has saved it, and frees it after the backward
         if not self.kernels.returns_inverse or not self.values:
             return self.moments
         mean, inverse = self.moments
         return mean.double(), variance(inverse, self.denominator)
+
+    def derivative_factors(self) -> Tensor:
+        """Returns factors that turn sums of a fast backward into derivatives."""
+        return self.kernels.derivative_factors(self.batch.statistics.inverse)
 
     def rows(self, totals: Tensor) -> Tensor:
         """Returns what the input gradients need, given the totals of a fast backward."""

@@ -220,7 +220,8 @@ def _measure(
     Returns:
         What the kernels take, and mean and variance; None if the mean is large.
     """
-    x = torch.cat([shard.unmeasured for shard in shards])  # type: ignore[misc]
+    # Without its graph, in which the results would be.
+    x = torch.cat([shard.unmeasured for shard in shards]).detach()  # type: ignore[misc]
     running_mean, running_var, momentum = running or (None, None, 0.0)
     if running_mean is None or running_var is None or isinstance(momentum, Tensor):
         moments = torch.batch_norm_update_stats(x, None, None, 0.0)

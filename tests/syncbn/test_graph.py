@@ -179,6 +179,31 @@ def test_both_kinds_of_edges_are_exact_at_large_means(mean):
             torch.testing.assert_close(grad.double(), exact, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("frozen", [None, 0, 1])
+def test_second_derivatives_of_small_shards_in_float32(frozen):
+    layer = randomized(SynchronizedBatchNorm1d(3))
+    plain = nn.BatchNorm1d(3)
+    plain.load_state_dict(layer.state_dict())
+    plain.double()
+    sizes = [2, 4]
+    shards = [torch.randn(n, 3).requires_grad_(i != frozen) for i, n in enumerate(sizes)]
+    upstream, direction = torch.randn(2, 6, 3)
+
+    def second(layer: nn.Module, shards: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+        x = [shard for shard in shards if shard.requires_grad]
+        dy = upstream.to(x[0]).split(sizes)
+        first = torch.autograd.grad(outputs, x, dy, create_graph=True)
+        along = [direction[: len(grad)].to(grad) for grad in first]
+        return list(torch.autograd.grad(first, [*x, layer.weight], along))
+
+    exact = [shard.detach().double().requires_grad_(shard.requires_grad) for shard in shards]
+    expected = second(plain, exact, list(plain(torch.cat(exact)).split(sizes)))
+    for ours, theirs in zip(
+        second(layer, shards, run_sharded(layer, shards)), expected, strict=True
+    ):
+        torch.testing.assert_close(ours, theirs.float(), rtol=1e-3, atol=1e-4)
+
+
 def test_two_backwards_through_a_retained_graph_give_the_same_numbers():
     function = as_function([2, 3])
     inputs = leaves(5)

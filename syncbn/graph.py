@@ -221,20 +221,28 @@ class Merge(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         shards: Sequence[Shard] = ctx.shards
         n = len(shards)
-        exact, fast = added(grads[:n]), added(grads[n:])
+        exact = added(grads[:n])
         derivatives: list[Tensor | None] = [None] * n
-        rows: list[Tensor | None] = [None] * n
         if exact is not None:
             derivative = merge_derivative(exact, shards[0], *ctx.saved_tensors)
             derivatives = [derivative.to(shard.device) for shard in shards]
-        if fast is not None:
-            made: dict[int, Tensor] = {}  # usually all replicas share what they know of the batch
-            for i, shard in enumerate(shards):
-                key = id(shard.batch)
-                if key not in made:
-                    made[key] = shard.rows(fast)
-                rows[i] = made[key]
-        return None, *derivatives, *rows
+        return None, *derivatives, *merged_rows(shards, grads[n:])
+
+
+def merged_rows(shards: Sequence[Shard], sums: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Returns what the input gradient of each shard needs, given the sums over each shard."""
+    rows: list[Tensor | None] = [None] * len(shards)
+    totals = added(sums)
+    if totals is None:
+        return rows
+    made: dict[int, Tensor] = {}  # usually all replicas share what they know of the batch
+    # First the shards that have sent sums, because these know the weight of the forward.
+    for i in sorted(range(len(shards)), key=lambda i: sums[i] is None):
+        key = id(shards[i].batch)
+        if key not in made:
+            made[key] = shards[i].rows(totals)
+        rows[i] = made[key]
+    return rows
 
 
 def added(grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -293,11 +301,14 @@ class Normalize(Function):
             dx, dedge, dweight, dbias = _normalize_derivative(dy, x, edge, weight, shard)
             return None, dx, None, x, dedge, None, dweight, dbias if needs_dbias else None
         if shard.values:
-            sums, dweight, dbias = shard.kernels.reduce(dy, x, shard.batch)
+            sums, dweight, dbias = shard.kernels.reduce(dy, x, shard.batch, weight)
         else:
             dbias, dweight = sums = torch.zeros_like(edge)
-        if weight is not None and shard.batch.weights_differ:
-            sums = sums * weight
+        if weight is not None:
+            # An optimizer may step inside this backward, before (1) and (2) need the weight.
+            shard.weight = weight.clone()
+            if shard.batch.weights_differ:
+                sums = sums * weight
         if shard.denominator.clamps:  # a clamped variance has no derivative
             _, var = shard.moments_of(shard.batch)
             sums[1].mul_(shard.denominator.slope(var))

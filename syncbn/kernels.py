@@ -96,12 +96,15 @@ class Kernels:
         raise NotImplementedError
 
     @staticmethod
-    def reduce(dy: Tensor, x: Tensor, stats: Statistics) -> tuple[Tensor, Tensor, Tensor]:
+    def reduce(
+        dy: Tensor, x: Tensor, stats: Statistics, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Computes the sums over a shard that the backward needs.
 
         Returns:
             The message to the merge, ``(2, C)``, and the sums of ``dy * x_hat`` and of ``dy``. The
-            message holds sums that only `input_gradient` of the same strategy interprets.
+            message holds sums that only `input_gradient` of the same strategy interprets. The
+            second sum may be None without a weight.
         """
         raise NotImplementedError
 
@@ -177,7 +180,9 @@ class Native(Kernels):
         return torch.native_batch_norm(*args)[0]
 
     @staticmethod
-    def reduce(dy: Tensor, x: Tensor, stats: Statistics) -> tuple[Tensor, Tensor, Tensor]:
+    def reduce(
+        dy: Tensor, x: Tensor, stats: Statistics, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         adds_in_pairs = values_per_channel(x) > _FEW_EQUAL and (
             x.dim() == 2 or x.stride(1) == 1 or not dy.is_contiguous()
         )
@@ -241,13 +246,14 @@ class Fused(Kernels):
         return torch.batch_norm_elemt(x, weight, bias, stats.mean, stats.inverse, 0.0)
 
     @staticmethod
-    def reduce(dy: Tensor, x: Tensor, stats: Statistics) -> tuple[Tensor, Tensor, Tensor]:
-        dy = in_format_of(dy, x)
-        # Only with a weight does the kernel compute the gradients of parameters.
-        plain, along_x, _, _ = torch.batch_norm_backward_reduce(
-            dy, x, stats.mean, stats.inverse, None, True, False, False
+    def reduce(
+        dy: Tensor, x: Tensor, stats: Statistics, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        has_weight = weight is not None
+        plain, along_x, dweight, _ = torch.batch_norm_backward_reduce(
+            *(in_format_of(dy, x), x, stats.mean, stats.inverse, weight, True, has_weight, False)
         )
-        return torch.stack((plain, along_x)), along_x * stats.inverse, plain
+        return torch.stack((plain, along_x)), dweight, plain
 
     @staticmethod
     def derivative_factors(inverse: Tensor) -> Tensor:
@@ -307,7 +313,9 @@ class Plain(Kernels):
         return (y if bias is None else y.add_(per_channel(bias, x))).to(x.dtype)
 
     @staticmethod
-    def reduce(dy: Tensor, x: Tensor, stats: Statistics) -> tuple[Tensor, Tensor, Tensor]:
+    def reduce(
+        dy: Tensor, x: Tensor, stats: Statistics, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         dims = reduced_dims(x)
         dbias = dy.sum(dims, dtype=stats.mean.dtype)
         dweight = (x - per_channel(stats.mean, x)).mul_(dy).sum(dims)

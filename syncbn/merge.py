@@ -122,6 +122,7 @@ class Shard:
         if self.moments is None:
             assert self.unmeasured is not None
             self.moments = self.kernels.moments(self.unmeasured, self.denominator.eps)
+            self.unmeasured = None  # (1) has saved it, and frees it after the backward
         if not self.kernels.returns_inverse or not self.values:
             return self.moments
         mean, inverse = self.moments

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from replication import DataParallel, Scattered, replicate
-from syncbn import SynchronizedBatchNorm2d, convert_model, kernels
-from syncbn import moments as statistics
+from syncbn import SynchronizedBatchNorm2d, convert_model
+from syncbn.kernels import Fused
 from tests.collective_cases import CASES, derivatives, in_replicas, leaves
 from tests.sharded import randomized
+from tests.syncbn.test_kernels import check_every_kernel, moments_of, statistics_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,30 +26,15 @@ DEVICES = [["cuda:0"] * 2, ["cuda:0"] * 3, [f"cuda:{i}" for i in range(torch.cud
 @pytest.mark.parametrize("shape", [(6, 3), (6, 3, 4, 5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_kernels_give_the_numbers_of_the_cpu(shape, dtype, channels_last):
-    x, dy = torch.randn(2, *shape).to(dtype)
+def test_kernels_give_the_numbers_of_float64(shape, dtype, channels_last):
+    x, dy = torch.randn(2, *shape).to("cuda", dtype)
     if channels_last and x.dim() == 4:
         x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
-    moments = statistics.moments(x)
-    mean, var = moments
-    scale, slope, offset = torch.randn(3, 3, dtype=torch.float64)
-    seen = []
-    for device in ("cpu", "cuda"):
-        upstream, shard = dy.to(device), x.to(device)
-        mean, var, scale, slope, offset = (v.to(device) for v in (mean, var, scale, slope, offset))
-        center = kernels.center_of(mean, shard, is_large=False)
-        results = [
-            statistics.moments(shard),
-            kernels.normalize(shard, center, var, 1e-5, scale, offset),
-            kernels.normalize(shard, center, var, 1e-5, None, None),
-            *kernels.reduce(upstream, shard, center, var, 1e-5),
-            kernels.input_gradient(upstream, shard, center, scale, slope, offset),
-            kernels.input_gradient(None, shard, center, None, slope, offset),
-        ]
-        assert all(y.stride() == x.stride() for y in results if y.shape == x.shape)
-        seen.append([result.cpu() for result in results])
-    tolerance = 1e-3 if dtype == torch.float16 else 1e-4
-    torch.testing.assert_close(*seen, rtol=tolerance, atol=tolerance)
+    mean, inverse = Fused.moments(x, 1e-5)
+    stats = statistics_of(*moments_of(x), x, 1e-5)
+    torch.testing.assert_close((mean, inverse), stats[1:3], rtol=1e-4, atol=1e-4)
+    tolerance = 1e-2 if dtype == torch.float16 else 1e-4
+    check_every_kernel(Fused, x, dy, stats, 1e-5, tolerance)
 
 
 @pytest.mark.parametrize("devices", DEVICES, ids=str)

@@ -180,6 +180,31 @@ def test_both_kinds_of_edges_are_exact_at_large_means(mean):
             torch.testing.assert_close(grad.double(), exact, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("frozen", [None, 0, 1])
+def test_second_derivatives_of_small_shards_in_float32(frozen):
+    layer = randomized(SynchronizedBatchNorm1d(3))
+    plain = nn.BatchNorm1d(3)
+    plain.load_state_dict(layer.state_dict())
+    plain.double()
+    sizes = [2, 4]
+    shards = [torch.randn(n, 3).requires_grad_(i != frozen) for i, n in enumerate(sizes)]
+    upstream, direction = torch.randn(2, 6, 3)
+
+    def second(layer: nn.Module, shards: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+        x = [shard for shard in shards if shard.requires_grad]
+        dy = upstream.to(x[0]).split(sizes)
+        first = torch.autograd.grad(outputs, x, dy, create_graph=True)
+        along = [direction[: len(grad)].to(grad) for grad in first]
+        return list(torch.autograd.grad(first, [*x, layer.weight], along))
+
+    exact = [shard.detach().double().requires_grad_(shard.requires_grad) for shard in shards]
+    expected = second(plain, exact, list(plain(torch.cat(exact)).split(sizes)))
+    for ours, theirs in zip(
+        second(layer, shards, run_sharded(layer, shards)), expected, strict=True
+    ):
+        torch.testing.assert_close(ours, theirs.float(), rtol=1e-3, atol=1e-4)
+
+
 def test_two_backwards_through_a_retained_graph_give_the_same_numbers():
     function = as_function([2, 3])
     inputs = leaves(5)
@@ -273,6 +298,71 @@ def test_nothing_is_kept_alive_by_a_cycle():
         assert freed(*watched)
     finally:
         gc.enable()
+
+
+class OwnSettings(nn.Module):
+    """Gives its layer, in each replica, an ``eps`` of its own and a weight from elsewhere."""
+
+    def __init__(self, eps: list[float], weight: Tensor) -> None:
+        super().__init__()
+        self.layer = SynchronizedBatchNorm1d(3, dtype=torch.float64)
+        self.eps = eps
+        self.weights = [weight]
+
+    def __data_parallel_replicate__(self, ctx: object, copy_id: int) -> None:
+        self.layer.eps = self.eps[copy_id]
+        self.layer.weight = self.weights[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def expected_of_own_settings(net: OwnSettings, shards: list[Tensor]) -> list[Tensor]:
+    x = torch.cat(shards)
+    mean, var = x.mean(0), x.var(0, correction=0)
+    return [
+        (shard - mean) * net.weights[0] / (var + eps).sqrt()
+        for shard, eps in zip(shards, net.eps, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("used", [[0], [1, 2], [0, 1, 2]], ids=str)
+def test_replicas_may_differ_in_eps(used, create_graph):
+    weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    net = OwnSettings([0.5, 2.0, 0.5], weight)
+    shards = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 2, 3)]
+    upstream = [torch.randn_like(shards[i]) for i in used]
+
+    def grads(outputs: list[Tensor]) -> tuple[Tensor, ...]:
+        leaves = [*shards, weight]
+        outputs = [outputs[i] for i in used]
+        return torch.autograd.grad(outputs, leaves, upstream, create_graph=create_graph)
+
+    expected = grads(expected_of_own_settings(net, shards))
+    for ours, exact in zip(grads(run_sharded(net, shards)), expected, strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize("used", [[0], [1], [0, 1]], ids=str)
+def test_a_weight_may_change_as_soon_as_its_gradient_is_complete(used):
+    """As where an optimizer steps inside the backward."""
+    weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    net = OwnSettings([1e-5, 1e-5], weight)
+    shards = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 2)]
+    upstream = [torch.randn_like(shards[i]) for i in used]
+    outputs = expected_of_own_settings(net, shards)
+    expected = torch.autograd.grad([outputs[i] for i in used], shards, upstream)
+
+    def step(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.fill_(7)
+
+    weight.register_post_accumulate_grad_hook(step)
+    outputs = run_sharded(net, shards)
+    torch.autograd.backward([outputs[i] for i in used], upstream)
+    for shard, exact in zip(shards, expected, strict=True):
+        torch.testing.assert_close(shard.grad, exact)
 
 
 def test_a_master_without_grad_does_not_cut_the_graph_of_the_others():

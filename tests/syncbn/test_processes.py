@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +21,7 @@ from replication.groups import processes as process_group
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from syncbn import processes as merge_ranks
 from tests import oracle
+from tests.deadlines import soon
 from tests.layers import outcome_of
 from tests.ranks import recorded_collectives, run_ranks
 from tests.sharded import assert_reads_no_value, randomized
@@ -411,6 +413,20 @@ def test_one_collective_forward_and_one_backward_of_a_few_values_per_channel(cha
         ):
             assert forward == [(name, 8 * (2 * channels + 1))]
             assert backward == [(name, 8 * 2 * channels)]
+
+
+def kept(rank: int) -> bool:
+    """Whether a small input lives on with the output after the backward."""
+    x = torch.randn(4, 3, requires_grad=True) * 1
+    storage = StorageWeakRef(x.untyped_storage())
+    y = SynchronizedBatchNorm1d(3)(x)
+    del x
+    y.backward(torch.randn(4, 3))
+    return not soon(storage.expired)
+
+
+def test_the_input_is_freed_in_backward():
+    assert run_ranks(2, kept) == [False, False]
 
 
 class OfMeta:

@@ -46,7 +46,6 @@ from replication._torch import (
     is_batched,
     sees_saved_tensors,
 )
-from replication.groups.replicas import ordinary
 from syncbn.channels import (
     accumulation_dtype,
     per_channel,
@@ -151,10 +150,7 @@ def merge_shards(
     batches = merge_moments(shards, total, running)
     for shard, batch in zip(shards, batches, strict=True):
         shard.batch, shard.unmeasured = batch, None
-    edges = local + totals
-    if any(map(Tensor.is_inference, edges)):
-        edges = tuple(map(ordinary, edges))
-    outputs = _merge(shards, *edges)
+    outputs = _merge(shards, *local, *totals)
     n = len(shards)
     pairs = zip(outputs[:n], outputs[n:], strict=True)
     return list(zip([total] * n, batches, pairs, strict=True))

@@ -453,3 +453,55 @@ def test_replicas_may_change_their_own_layer(case, create_graph, dtype):
     expected = net.expected(shards)
     exact = torch.autograd.grad(expected, inputs, upstream)
     torch.testing.assert_close([*outputs, *grads], [*expected, *exact], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_batched_gradients_equal_one_after_the_other(dtype):
+    layer = randomized(SynchronizedBatchNorm1d(3, dtype=dtype))
+    shards = [torch.randn(n, 3, dtype=dtype, requires_grad=True) for n in (4, 3)]
+    y = torch.cat(run_sharded(layer, shards))
+    inputs, upstream = [*shards, layer.weight, layer.bias], torch.randn(5, 7, 3, dtype=dtype)
+    batched = torch.autograd.grad(y, inputs, upstream, is_grads_batched=True, retain_graph=True)
+    single = [torch.autograd.grad(y, inputs, dy, retain_graph=True) for dy in upstream]
+    expected = [torch.stack(grads) for grads in zip(*single, strict=True)]
+    torch.testing.assert_close(list(batched), expected)
+
+
+@pytest.mark.parametrize("size", [3, 300], ids=["small", "large"])
+def test_the_input_is_freed_in_backward_while_the_output_lives(size):
+    shards = [torch.randn(n, 3, size, size, requires_grad=True) * 1 for n in (2, 1)]
+    storages = [StorageWeakRef(shard.untyped_storage()) for shard in shards]
+    outputs = run_sharded(SynchronizedBatchNorm2d(3), shards)
+    torch.autograd.backward(outputs, [torch.randn_like(y) for y in outputs])
+    del shards
+    assert soon(lambda: all(storage.expired() for storage in storages))
+
+
+def test_a_batch_of_one_value_is_not_counted():
+    layer = SynchronizedBatchNorm1d(3)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        run_sharded(layer, [torch.randn(1, 3), torch.randn(0, 3)])
+    assert layer.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_inference_mode_in_one_replica_leaves_the_others_a_graph(dtype):
+    class InferenceIn0(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = randomized(SynchronizedBatchNorm1d(3, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.inference_mode(self.layer.group.rank == 0):
+                return self.layer(x * 1).clone()
+
+    net = InferenceIn0()
+    shards = [torch.randn(n, 3, dtype=dtype, requires_grad=True) for n in (4, 3)]
+    outputs = run_sharded(net, shards)
+    upstream = torch.randn_like(outputs[1])
+    outputs[1].backward(upstream)
+    silent = [torch.zeros_like(shards[0]), upstream]
+    expected = oracle.batch_norm(shards, silent, net.layer.weight, net.layer.bias)
+    torch.testing.assert_close(shards[1].grad.double(), expected.input_grads[1])
+    assert shards[0].grad is None

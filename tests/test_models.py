@@ -268,6 +268,7 @@ def test_training_on_replicas_equals_training_on_one_device(training, replicas, 
 
 
 @trainings
+@pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
 def test_plain_batch_norm_on_replicas_trains_otherwise(training):
     networks, batches = training.networks(), [training.batch(8)]
     expected = train(training, networks, alone, batches)

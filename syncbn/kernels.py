@@ -8,7 +8,7 @@ Strategy   Kernels                                            Devices
 `Plain`    plain tensor operations                            every other device
 =========  =================================================  ==========================
 
-All of them know nothing of replicas and have the same four functions. They compute in the
+All of them know nothing of replicas and have the same functions. They compute in the
 *accumulation dtype*: float64 for float64, float32 for everything else. Results for float16 and
 bfloat16 inputs are rounded once.
 
@@ -164,8 +164,6 @@ class Native(Kernels):
 
     @staticmethod
     def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if x.numel() <= statistics.SMALL and x.numel():
-            return statistics.exact_moments(x)
         return statistics.moments(x)
 
     @staticmethod

@@ -17,7 +17,7 @@ from syncbn.channels import accumulation_dtype, reduced_dims, values_per_channel
 __all__: list[str] = []
 
 #: The size, in values, up to which the time for calling an operation dominates.
-SMALL = 2**16
+_SMALL = 2**16
 
 #: The number of values that are converted at a time, so that they stay in the cache.
 _BLOCK = 2**18
@@ -49,8 +49,8 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     if n == 0:
         zeros = x.new_zeros(x.size(1), dtype=torch.float64)
         return zeros, zeros
-    if x.numel() <= SMALL:
-        return exact_moments(x)
+    if x.numel() <= _SMALL:
+        return _exact_moments(x)
     fast = _moments_in_accumulation_dtype(x, n)
     return _moments_in_float64(x) if fast is None else fast
 
@@ -83,11 +83,11 @@ def merge_shares(share: Tensor, means: Tensor, variances: Tensor) -> tuple[Tenso
 def _moments_in_float64(x: Tensor) -> tuple[Tensor, Tensor]:
     """Computes `moments` by copies in float64, block by block."""
     blocks = x.split(max(1, _BLOCK // x[0].numel()))
-    stats = zip(*[exact_moments(block) for block in blocks], strict=True)
+    stats = zip(*[_exact_moments(block) for block in blocks], strict=True)
     return merge([values_per_channel(block) for block in blocks], *stats)
 
 
-def exact_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+def _exact_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Computes `moments` in float64, given a tensor that is not empty and may be copied."""
     # Always a copy: torch's kernel infers a wrong format where a dimension of length 1 has an
     # unusual stride.

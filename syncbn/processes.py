@@ -134,13 +134,11 @@ class MergeRanks(Function):
     def backward(ctx: Any, exact: Tensor | None, fast: Tensor | None) -> tuple[Any, ...]:
         exchange: Exchange = ctx.exchange
         factors, shard = exchange.derivative_factors, exchange.shard
+        # Without any gradient as well, because the other ranks wait for this one.
+        derivative = torch.zeros_like(factors) if fast is None else fast.to(factors) * factors
         if exact is None:
-            # Without any gradient as well, because the other ranks wait for this one.
-            fast = torch.zeros_like(factors) if fast is None else fast.to(factors) * factors
-            totals = exchange.summed(fast) / factors
+            totals = exchange.summed(derivative) / factors
             return None, None, shard.rows(totals.to(shard.device, shard.dtype))
-        exact = exact.to(factors)
-        if fast is not None:
-            exact = exact + fast * factors
-        derivative = merge_derivative(exchange.summed(exact), shard, *ctx.saved_tensors)
+        total = exchange.summed(exact.to(factors) + derivative)
+        derivative = merge_derivative(total, shard, *ctx.saved_tensors)
         return None, derivative.to(shard.device, shard.dtype), None

@@ -1,8 +1,8 @@
 """A contrastive loss whose negatives come from all replicas.
 
-Each sample has two views. The other view of the same sample is the positive; those of all other
-samples of the whole batch, on whatever replica, are the negatives (InfoNCE, arXiv:1807.03748).
-Loss and gradients are those of one device: gradients flow into the views on the other replicas.
+Each sample has two views. The other view of the same sample is the positive. The views of all
+other samples in the batch, on any replica, are the negatives (InfoNCE, arXiv:1807.03748). Loss and
+gradients equal the single-device ones: gradients flow into the views on the other replicas.
 
     python examples/contrastive.py
 """

@@ -3,9 +3,9 @@
 Gathering large outputs (a segmentation, say) fills the first device while the others idle. Here
 the outputs stay `Scattered`, a second DataParallel runs the criterion where they are, and labels
 are split as the outputs were. Each replica returns the *sum* over its shard and the shard's size:
-the mean of the replicas' means would weigh uneven shards alike, and be another loss.
+the mean of the replicas' means would give uneven shards the same weight.
 
-The program compares loss and gradients with those of one device.
+The program compares loss and gradients with the single-device ones.
 
     python examples/loss_where_outputs_are.py
     python examples/loss_where_outputs_are.py --devices cuda:0 cuda:1

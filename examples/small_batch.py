@@ -1,8 +1,9 @@
 """Trains one network on ever smaller shares of a batch, with plain and synchronized BatchNorm.
 
-Network and handwritten digits are those of `train_digits.py`; few of the digits, as it goes where
-small batches hurt. Each of n replicas has 1, 2, 4 or 8 samples in a step. Plain BatchNorm
-normalizes each replica's share by itself, synchronized BatchNorm all shares together.
+The network and the handwritten digits are the same as in `train_digits.py`, but with few digits,
+because that is where small batches hurt. Each of n replicas has 1, 2, 4 or 8 samples in a step.
+Plain BatchNorm normalizes each replica's share by itself, synchronized BatchNorm all shares
+together.
 
 For one seed all eight trainings see the same samples in the same order, equally often, and begin
 with the same weights. The learning rate is proportional to the samples in a step (`--lr` is that

@@ -10,12 +10,12 @@ Initial weights, order of the batches and optimizer are the same. So run 3 is ru
 while run 2 is another training.
 
 How to read the table. Distances are measured from run 1: "loss off by" is the largest difference
-of the losses of any step, "weights off by" that of any weight at the end. The figure shows the
-loss of every step, and how far it is from that of run 1.
+between the losses of a step, and "weights off by" the largest difference between weights at the
+end. The figure shows the loss of every step, and its distance from the loss of run 1.
 
 In float64 the program checks itself: it exits with 1 if a loss of run 3 is off by more than 1e-8.
 Float32 rounds half a billion times more coarsely. Sooner or later that moves the input of a ReLU
-across zero; from there on runs 1 and 3, too, go different ways. See the first steps in the figure.
+across zero, and from there on runs 1 and 3 diverge as well. See the first steps in the figure.
 
     python examples/train_digits.py
     python examples/train_digits.py --devices cuda:0 cuda:1 --batch-size 64 --dtype float32
@@ -162,7 +162,8 @@ def train(
     for images, digits in data:
         start = time.perf_counter()
         optimizer.zero_grad()
-        # Of the joined output: a mean of the replicas' losses would weigh uneven shares alike.
+        # From the joined output: a mean of the replicas' losses would give uneven shares the same
+        # weight.
         loss = nn.functional.cross_entropy(model(images), digits)
         loss.backward()
         optimizer.step()
@@ -249,7 +250,7 @@ def draw(runs: Sequence[Run], options: Options, path: Path) -> None:
     below.set_title("Distance from the loss on one device (gaps: exactly 0)", loc="left")
     below.set(ylabel="absolute difference", xlabel="step", ylim=(1e-18, 1e2))
     steps = np.arange(1, options.steps + 1)
-    # The synchronized curve lies on that of one device: a wide line and dashes show both.
+    # The synchronized curve covers the single-device curve: a wide line and dashes show both.
     styles = [("#AAAAAA", "-", 4.5), ("#0072B2", "-", 1.6), ("#D55E00", "--", 1.6)]
     for run, (color, dashes, width) in zip(runs, styles, strict=True):
         curves = [(above, run.losses.numpy())]

@@ -2,7 +2,7 @@
 
     Trainer(strategy="ddp", devices=2, plugins=[SynchronizedBatchNorms()])
 
-Unlike ``sync_batchnorm=True`` it runs on the CPU, too. Here two processes train on their shares of
+Unlike ``sync_batchnorm=True`` it also runs on the CPU. Here two processes train on their shares of
 each batch, and the network becomes the one that a single process trains on the whole batches.
 
     python examples/with_lightning.py

@@ -209,11 +209,12 @@ class DataParallel(nn.DataParallel[ModuleT]):
     @uncompiled  # the compiler cannot follow threads
     def _on_replicas(self, inputs: Any, kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function(_RANGE):
+            module = self.module
             inputs, kwargs_tup = self._scattered(inputs, kwargs)
             if len(inputs) > 1:
                 refuse_functorch()  # before copies of the parameters meet the transform
-                warn_of_plain_batch_norm(self, self.module)
-            replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
+                warn_of_plain_batch_norm(self, module)
+            replicas = self.replicate(module, self.device_ids[: len(inputs)])
             limit_time(replicas, self.timeout)
             outputs = first_failure_wins(self.parallel_apply, replicas, inputs, kwargs_tup)
             return self.gather(outputs, self.output_device)

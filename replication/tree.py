@@ -88,6 +88,8 @@ _BASES = (list, tuple, OrderedDict, defaultdict, dict, deque)
 _DICTS = (dict, OrderedDict, defaultdict)
 #: Types whose objects hold nothing. Most items and attributes are of these.
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
+#: Types that are certainly no containers.
+_LEAVES = PLAIN | {Tensor, nn.Parameter}
 #: Tuples that are never opened.
 _WHOLE = (PackedSequence, Scattered)
 
@@ -350,17 +352,21 @@ def _flatten_into(
             "the object that refers to itself in a class of your own"
         )
     first = containers[0]
-    columns = zip(*[container.values_of(first.keys) for container in containers], strict=True)
+    keys = first.keys
+    others = [container.values_of(keys) for container in containers[1:]]
+    columns = zip(first.values, *others, strict=True)
     parents = (*parents, id(trees[0]))
     children = [
         _flatten_into(rows, Path((*path, key)), values, parents)
-        for key, values in zip(first.keys, columns, strict=True)
+        for key, values in zip(keys, columns, strict=True)
     ]
     return Spec(first, children)
 
 
 def _open_together(path: Path, trees: tuple[Any, ...]) -> list[Container]:
     """Opens the values of several trees at a path. Returns an empty list for leaves."""
+    if _LEAVES.issuperset(map(type, trees)):  # nearly always
+        return []
     opened = [open_any(tree) for tree in trees]
     if not any(container is not None and _is_opened(container) for container in opened):
         return []
@@ -371,7 +377,7 @@ def _open_together(path: Path, trees: tuple[Any, ...]) -> list[Container]:
             first is None
             or container is None
             or container.kind != first.kind
-            or set(container.keys) != set(first.keys)
+            or (container is not first and set(container.keys) != set(first.keys))
         ):
             other = index or next(i for i, c in enumerate(opened) if c is not None)
             raise DifferentStructure(path, other, trees[0], trees[other])

@@ -84,11 +84,12 @@ def join_leaves(
         rows, spec = flatten_together(outputs)
     except DifferentStructure as error:
         raise ValueError(_describe_difference(error)) from None
-    _warn_of_unknown(except_keywords, [path for path, _ in rows])
+    if except_keywords:
+        _warn_of_unknown(except_keywords, [path for path, _ in rows])
     joined: list[Any] = []
     for path, entries in rows:
         stays = not gather_to_one_device or any(_is_under(path, name) for name in except_keywords)
-        if all(entry is None for entry in entries):
+        if entries[0] is None and all(entry is None for entry in entries):
             joined.append(None)
         else:
             joined.append(Scattered(entries) if stays else join(path, entries))
@@ -99,7 +100,7 @@ def _joined(path: Path, entries: tuple[Any, ...], device: torch.device, dim: int
     if not all(isinstance(entry, Tensor) for entry in entries):
         return list(entries)
     tensors = [to_device(entry, device) for entry in entries]
-    if all(tensor.dim() == 0 for tensor in tensors):
+    if tensors[0].dim() == 0 and all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack(tensors)
     try:
         return torch.cat(tensors, dim)

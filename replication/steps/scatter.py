@@ -107,12 +107,14 @@ def scatter_kwargs(
     if len(targets) == 1 and not any(isinstance(x, Scattered) for x in leaves_of((args, named))):
         args, named = moved((args, named), targets[0])
         return (args,), (named,)
-    (positional, args_spec), (keyword, kwargs_spec) = flatten(args), flatten(named)
+    positional, args_spec = flatten(args)
+    keyword, kwargs_spec = flatten(named) if named else ([], None)
     splitter = Splitter([*positional, *keyword], targets, dim, cpu_keywords, "argument ")
     parts = splitter.parts() if splitter.has_batch else splitter.parts()[:1]
+    end = len(positional)
     return (
-        tuple(unflatten(args_spec, part[: len(positional)]) for part in parts),
-        tuple(unflatten(kwargs_spec, part[len(positional) :]) for part in parts),
+        tuple([unflatten(args_spec, part[:end]) for part in parts]),
+        tuple([unflatten(kwargs_spec, part[end:]) if kwargs_spec else {} for part in parts]),
     )
 
 
@@ -190,7 +192,7 @@ class Splitter:
             parts = [leaf.value] * self._count
         if self._stays(leaf.path):
             return parts
-        return [moved(part, self._devices[replica]) for replica, part in enumerate(parts)]
+        return list(map(moved, parts, self._devices))
 
     def _sizes_for(self, leaf: Leaf) -> list[int]:
         """Returns the sizes of the parts of one tensor."""

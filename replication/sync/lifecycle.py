@@ -127,8 +127,7 @@ def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
 
 def limit_time(replicas: Sequence[Any], timeout: float | None) -> None:
     """Limits the forward of these replicas to ``timeout`` seconds from now."""
-    rendezvous = rendezvous_of(replicas)
-    if rendezvous is not None and timeout is not None:
+    if timeout is not None and (rendezvous := rendezvous_of(replicas)) is not None:
         rendezvous.limit_time(timeout)
 
 

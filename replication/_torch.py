@@ -1,6 +1,6 @@
-"""The undocumented names of torch that the packages rely on.
+"""The undocumented names of torch, except for the kernels that `syncbn` calls.
 
-They are all in this file, so that a test can tell which of them a new release of torch moves.
+They are in one file, so that a test can name those that a new release of torch moves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ __all__ = ["GetAttrKey", "MappingKey", "SequenceKey", "check_balance"]
 
 _SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
-#: The method by which torch copies a module for a replica. Some classes override it (RNNs).
+#: The method by which torch makes the *shell* of a replica: a shallow copy of the module, without
+#: parameters. Some classes override it (RNNs).
 MAKE_SHELL = "_replicate_for_data_parallel"
 #: The dictionaries in which a module keeps the hooks of its calls and their options.
 HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name)
@@ -46,15 +47,15 @@ COMPILED_CALL_IMPL = "_compiled_call_impl"
 
 _TORCHS_SHELL = nn.Module._replicate_for_data_parallel
 
-#: The method of a class of our own that returns all attributes by which its `MAKE_SHELL` differs
-#: from the one that it overrides.
+#: A class of ours that overrides `MAKE_SHELL` also has this method. It returns the attributes that
+#: the override sets.
 SHELL_ATTRIBUTES = "_shell_attributes"
 
 
 def shell_state(module: nn.Module) -> dict[str, Any] | None:
     """Returns the attributes of the shell that `MAKE_SHELL` would make of a module.
 
-    It is None if the class makes its shells in a way of its own. Dictionaries other than
+    None if the class overrides how its shells are made. Dictionaries other than
     ``_parameters`` are shared with the module.
     """
     kind = type(module)

@@ -54,10 +54,10 @@ Callbacks = list[tuple[str, Callable[[CallbackContext, int], object]]]
 def register_replication_callback(module: nn.Module, callback: Callback) -> RemovableHandle:
     """Gives a module a replication callback without changing its class.
 
-    ``callback(copy, ctx, copy_id)`` is called for each copy of ``module``, where
-    ``copy.__data_parallel_replicate__(ctx, copy_id)`` would be called, and after that method if
-    the copy has it. It is not called without replication, for example on a single device. A deep
-    copy of ``module`` keeps its callbacks and is otherwise independent.
+    ``callback(copy, ctx, copy_id)`` is called for each copy of ``module``, after the copy's own
+    ``__data_parallel_replicate__`` if there is one. It is not called without replication, for
+    example on a single device. A deep copy of ``module`` keeps its callbacks and is otherwise
+    independent.
 
     >>> import torch
     >>> from replication import DataParallel
@@ -73,7 +73,7 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
     Args:
         module: Any module, alone or part of a module that will be replicated.
         callback: The function to call. Attributes that it sets on the copy are discarded after
-            the forward. To be pickled with the module it must be a function of a Python module.
+            the forward. To pickle the module, use a top-level function.
 
     Returns:
         A handle whose ``remove()`` removes the callback.
@@ -85,9 +85,9 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
     check_module(module)
     module = compiled_module(module)  # the copies are made of the wrapped module
     if isinstance(module, nn.DataParallel):
-        raise TypeError("a DataParallel has no replicas of itself; register with its .module")
+        raise TypeError("a DataParallel has no callbacks of its own; register with its .module")
     if getattr(module, IS_REPLICA, False):
-        raise TypeError("a replica shares its callbacks with the original; register with that one")
+        raise TypeError("a replica has the callbacks of its original; register with the original")
     if not callable(callback):
         raise TypeError(f"expected a callable (got {type(callback).__name__})")
     callbacks = module.__dict__.setdefault(_REGISTERED, OrderedDict())
@@ -110,8 +110,8 @@ def execute_replication_callbacks(
           run in the order of ``modules()``.
         * A submodule that is registered under several names is called once per copy.
         * The copies are checked first: no callback runs if the copies do not match.
-        * The copies' forwards belong together from now on. If one of them fails or ends, the
-          others do not wait for it, however they are run (see `replication.sync.rendezvous`).
+        * From then on, if the forward of one copy fails or ends, the others do not wait for it,
+          however they are run (see `replication.sync.rendezvous`).
 
     Args:
         modules: The copies of one module, copy 0 first.
@@ -119,8 +119,8 @@ def execute_replication_callbacks(
             copy's first tensor.
 
     Raises:
-        ValueError: ``modules`` is empty, the copies differ in structure, or the number of
-            ``devices`` is another one.
+        ValueError: ``modules`` is empty, the copies differ in structure, or ``devices`` has
+            another length.
         TypeError: An item is not a module, or an attribute ``__data_parallel_replicate__`` is not
             callable.
         Exception: A callback raised. A note names the module's path and the copy.
@@ -139,7 +139,7 @@ exec_data_parallel_replication_callback = execute_replication_callbacks
 def run_callbacks(
     positions: Sequence[Position], devices: Sequence[torch.device | None] | None
 ) -> None:
-    """Does what `execute_replication_callbacks` does, for copies whose structures match."""
+    """Runs the callbacks of copies that are already paired with each other."""
     roots = positions[0][1]
     size = len(roots)
     kinds = set(filter(may_have_method, {type(copies[0]) for _, copies in positions}))

@@ -57,8 +57,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
     * After replication it calls ``__data_parallel_replicate__(ctx, copy_id)`` on every layer that
       has this method (see `execute_replication_callbacks`), so that copies of a layer can
       communicate.
-    * A replica that fails or ends early never leaves the others waiting. Its error arrives as it
-      was raised, with notes that name the replica, its device and the module.
+    * A replica that fails or ends early never leaves the others waiting. Its error is raised
+      unchanged, with notes that name the replica, its device and the module.
     * A `Scattered` among the arguments is not split again: entry i goes to replica i. Tensors
       beside it are split by its sizes (see `scatter`).
 
@@ -69,9 +69,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
     Args:
         module: The module. Its parameters and buffers must be on ``device_ids[0]``.
         device_ids: One device per replica: indices of accelerators, strings or `torch.device`.
-            Devices may repeat. The default is all accelerators. If there is no accelerator, and
-            ``device_ids`` is missing or holds indices, the module is called directly, as in
-            torch. Several indices also raise a warning then.
+            Devices may repeat. The default is all accelerators. On a machine without accelerators,
+            the default and a list of indices run no replicas: the module is called directly, as
+            in torch. A list of several indices then raises a warning.
         output_device: The device of the joined outputs, by default ``device_ids[0]``. May be the
             CPU.
         dim: The batch dimension of inputs and outputs.
@@ -88,8 +88,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
             torch.Size([5, 1])
 
         inputs_are_scattered: If True, each argument is a list, tuple or `Scattered` with one entry
-            per replica. Each entry, of any type, moves to its replica's device. Entries may differ
-            in length.
+            per replica. Entries may have any type and length. Their tensors move to the replica's
+            device.
 
             >>> net = DataParallel(nn.Linear(3, 2), ["cpu"] * 2, inputs_are_scattered=True)
             >>> net([torch.ones(4, 3), torch.ones(1, 3)]).shape
@@ -106,11 +106,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
             >>> {name: type(value).__name__ for name, value in net(torch.ones(5, 3)).items()}
             {'features': 'Scattered', 'score': 'Tensor'}
 
-        sort_and_gather: If True, all outputs, also those that stay `Scattered`, are sorted by the
-            indices of their devices before they are gathered. Outputs on the same device keep
-            their order. This is only useful if ``device_ids`` do not ascend and the outputs have
-            to match something in device order. With ``[1, 0]`` the second half of the batch comes
-            first, so that labels must be reordered as well.
+        sort_and_gather: If True, all outputs, including `Scattered` ones, are sorted by device
+            index before they are gathered. Outputs on the same device keep their order. This is
+            only useful if ``device_ids`` do not ascend and the outputs have to match something in
+            device order. With ``[1, 0]`` the second half of the batch comes first, so labels must
+            be reordered as well.
 
             >>> net = DataParallel(nn.Linear(3, 2), ["cpu"] * 2, sort_and_gather=True)
             >>> net(torch.ones(5, 3)).shape
@@ -128,10 +128,10 @@ class DataParallel(nn.DataParallel[ModuleT]):
             >>> net(torch.ones(4, 3), boxes=torch.zeros(7, 4))
             tensor([7., 7., 6., 6.])
 
-        timeout: The most seconds that the replicas may take for a forward, including computation,
-            waits for each other and code that hangs. After that `ReplicasTimedOut` is raised, with
-            a table of where each replica is, and replicas that still run are abandoned. This is a
-            last resort, so allow for the slowest forward. The default is no limit. If you override
+        timeout: The time limit for the replicas' forward in seconds, by default none. It covers
+            computation, waits for other replicas, and hangs. After that `ReplicasTimedOut` is
+            raised, with a table of where each replica is, and replicas that still run are
+            abandoned. It is a last resort, so allow for the slowest forward. If you override
             `parallel_apply`, only the waits of replicas for each other are limited.
 
     Raises:
@@ -150,7 +150,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             are then abandoned (see `parallel_apply`).
     """
 
-    # Defaults for objects whose class changes to this one later.
+    # Defaults for a `torch.nn.DataParallel` whose ``__class__`` is set to this class.
     dim = 0
     gather_to_one_device = True
     inputs_are_scattered = False
@@ -264,7 +264,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             if name in positional:
                 why = "was passed by position, and is moved"
             elif name not in parameters and not takes_any:
-                why = f"is no argument of the module, which has {list(parameters)}"
+                why = f"is not an argument of the module, which has {list(parameters)}"
             else:
                 continue  # an optional argument
             warn(f"cpu_keywords names {name!r}, which {why}")
@@ -346,9 +346,9 @@ def _check_placement(module: nn.Module, home: torch.device) -> None:
             if tensor is not None and tensor.device != home:
                 raise RuntimeError(  # begins as torch's error, which programs may look for
                     f"module must have its parameters and buffers on device {home} "
-                    f"(device_ids[0]) but found one of them on device: {tensor.device}; it is "
-                    f"`{f'{path}.{name}' if path else name}`, and module.to({str(home)!r}) moves "
-                    "them all"
+                    f"(device_ids[0]) but found one of them on device: {tensor.device} "
+                    f"(`{f'{path}.{name}' if path else name}`); move them all with "
+                    f"module.to({str(home)!r})"
                 )
 
 
@@ -363,7 +363,7 @@ def _seconds(timeout: float | None) -> float | None:
 
 
 def _devices_to_use(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
-    """Returns the devices of the replicas. An empty list means no replicas: no accelerator."""
+    """Returns the devices of the replicas, or no device if the module is called directly."""
     if device_ids is None:
         return default_devices()
     if isinstance(device_ids, Iterable) and not isinstance(device_ids, str):
@@ -386,6 +386,6 @@ def _devices_to_use(device_ids: Sequence[DeviceLike] | None) -> list[torch.devic
 
 
 def _as_torch_spells(device: torch.device) -> Any:
-    """Returns the index of an accelerator, as in the attributes of torch's class."""
+    """Returns a device as torch's class stores it: an accelerator by its index."""
     by_index = device.type == accelerator() and device.index is not None
     return device.index if by_index else device

@@ -51,7 +51,7 @@ def checked_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
 
 _ACCELERATORS = ("cuda", "xpu", "mps")
 
-_CPU_HINT = 'the CPU is spelled "cpu", and two replicas on it device_ids=["cpu", "cpu"]'
+_CPU_HINT = 'use "cpu" for the CPU, and device_ids=["cpu", "cpu"] for two replicas on it'
 
 #: The ways to write a device.
 DeviceLike = int | str | torch.device
@@ -74,7 +74,7 @@ def parse_device(device: DeviceLike) -> torch.device:
         try:
             device = torch.device(device)
         except RuntimeError as error:
-            raise ValueError(f"{device!r} names no device of torch's; {_CPU_HINT}") from error
+            raise ValueError(f"{device!r} is not a device of torch; {_CPU_HINT}") from error
     elif not isinstance(device, torch.device):
         return _device_of_index(device)
     if device.type == "cpu":
@@ -125,7 +125,7 @@ def usable_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
 
 
 def device_order(devices: Sequence[DeviceLike]) -> list[int]:
-    """The replicas in the order of their devices' indices; on one device they keep theirs."""
+    """Returns the replicas, sorted by the index of their device. The sort is stable."""
     parsed = parse_devices(devices)
     return sorted(range(len(parsed)), key=lambda i: (parsed[i].type, parsed[i].index or 0))
 
@@ -158,8 +158,8 @@ def module_of(device: torch.device) -> Any:
 def device_of(replica: nn.Module) -> torch.device | None:
     """Returns the device of a replica's first parameter or buffer.
 
-    If it has none, it is the device of a tensor in an attribute, which torch's replicas do not
-    move. (Replicas have no ``parameters()``.)
+    Without any, it is the device of a tensor in a plain attribute, which torch's replicas do not
+    move. ``parameters()`` would not do, because it is empty on replicas.
     """
     for name in ("_former_parameters", "_parameters", "_buffers", None):
         for module in replica.modules():

@@ -19,7 +19,7 @@ _LONGEST = 1_000
 def describe_error(error: BaseException) -> str:
     """Returns ``ValueError: its text``, with a very long text cut off.
 
-    It returns the name alone if a method of the error raises.
+    If the error cannot be converted to a string, only its type is returned.
     """
     name = type(error).__name__
     try:
@@ -32,9 +32,9 @@ def describe_error(error: BaseException) -> str:
 
 
 def has_type(error: BaseException, kind: type[BaseException]) -> bool:
-    """Whether an error is a ``kind``. Unlike `isinstance`, it runs no code of the error.
+    """Whether an error is a ``kind``, without running any code of the error.
 
-    A class may define ``__class__`` as a property.
+    `isinstance` reads ``__class__``, which a class may define as a property.
     """
     return issubclass(type(error), kind)
 
@@ -60,8 +60,8 @@ class ReplicaFailed(ReplicationError):
 class ReplicasDiverged(ReplicationError):
     """The calls of the replicas do not match, so the values that they wait for cannot arrive.
 
-    A replica skips a layer, calls it more often than the others, or calls layers in a different
-    order. Or it calls another collective of a group, or passes a tensor of another shape or dtype.
+    For example, a replica skips a layer, calls layers in a different order, calls another
+    collective, or passes a tensor of another shape or dtype.
     """
 
 

@@ -43,7 +43,7 @@ def paired(modules: Sequence[nn.Module]) -> list[Position]:
     for index, root in enumerate(roots):
         if not isinstance(root, nn.Module):
             raise TypeError(f"copy {index} must be a module (got {type(root).__name__})")
-    # By the identity of copy 0's submodule. A submodule that it ties must be tied in all copies.
+    # By the id of copy 0's submodule. A submodule that it uses twice must be used twice in all.
     positions: dict[int, Position] = {}
     pending: list[Position] = [("", roots)]
     while pending:

@@ -24,10 +24,10 @@ _OWN_METHODS = "_unpatched_methods"
 
 
 class Patched:
-    """The methods of a patched DataParallel, as a base in front of its original class.
+    """A mixin in front of the original class of a patched DataParallel.
 
-    The methods belong to the class and not to the object, so every copy runs them on itself:
-    copies by ``copy``, ``deepcopy`` or ``pickle``, and replicas in another DataParallel.
+    As methods of a class, they act on copies of the object as well: copies by ``copy``,
+    ``deepcopy`` or ``pickle``, and replicas in another DataParallel.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

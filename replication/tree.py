@@ -1,4 +1,4 @@
-"""Nested containers: flattens them to leaves with paths, and rebuilds them around other leaves.
+"""Flattens nested containers to leaves with paths, and rebuilds them with other leaves.
 
 Arguments and outputs may hold all containers that torch's pytree knows, dataclasses, `UserDict`
 and `UserList`. Plain attributes of modules are searched in containers of the standard library
@@ -81,7 +81,7 @@ class DifferentStructure(ValueError):
 
 # -- containers --------------------------------------------------------------------------------
 
-#: New objects by the identity of the old ones, which are kept so that no identity is used again.
+#: The old and the new object, by the id of the old one, which is kept so that its id stays unique.
 Made = dict[int, tuple[Any, Any]]
 
 _BASES = (list, tuple, OrderedDict, defaultdict, dict, deque)
@@ -236,7 +236,7 @@ def _attribute_keys(names: Sequence[str], count: int) -> list[Any]:
 
 
 def _copy_attributes(old: Any, new: Any) -> None:
-    """Gives ``new`` the attributes of ``old``. An attribute that mirrors an item still does."""
+    """Copies the attributes of ``old``. An attribute that is also an item becomes the new item."""
     for kind in type(old).__mro__:
         for slot in vars(kind).values() if kind not in _BASES else ():
             if isinstance(slot, MemberDescriptorType):
@@ -278,7 +278,7 @@ def open_any(value: Any) -> Container | None:
 
 
 def _is_made_by_object(kind: type) -> bool:
-    """Whether ``object.__new__`` makes objects of a class. It refuses exceptions and str, say."""
+    """Whether ``object.__new__`` accepts a class. It refuses subclasses of str, for example."""
     is_heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code has defined
     return next(base for base in kind.__mro__ if not base.__flags__ & is_heap_type) is object
 
@@ -313,8 +313,8 @@ class Spec(NamedTuple):
 def flatten(tree: Any) -> tuple[list[Leaf], Spec]:
     """Returns the leaves of an argument or an output, and the containers around them.
 
-    An object that is no container is one leaf. So is ``None``, and so is a container without
-    tensors, unless it is a container of the standard library or a namedtuple.
+    ``None`` and objects that are not containers are leaves. A container without tensors is also a
+    leaf, unless it is from the standard library or a namedtuple.
     """
     rows, spec = flatten_together([tree])
     return [Leaf(path, values[0]) for path, values in rows], spec
@@ -349,7 +349,7 @@ def _flatten_into(
     if id(trees[0]) in parents:
         raise ValueError(
             f"a container that is split or joined must not contain itself (`{path}` does); wrap "
-            "the object that refers to itself in a class of your own"
+            "it in a class of your own"
         )
     first = containers[0]
     keys = first.keys

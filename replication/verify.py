@@ -56,7 +56,7 @@ class Verification:
         tolerance: The largest error that counts as rounding.
         replicas: The number of replicas that ran.
         is_random: Whether two runs on one device differ as well, because the model draws random
-            numbers. Only known if the replicas differ from one device.
+            numbers. Only checked if the replicas differ from one device.
     """
 
     differences: dict[str, list[Difference]]
@@ -100,9 +100,9 @@ def verify(
     does not change. Layers that are not synchronized are not converted, so that `verify` finds
     them.
 
-    Layers that draw random numbers (dropout) differ. Put them in evaluation mode before. If
-    anything differs, one device runs twice to tell whether random numbers are the reason. Layers
-    that reorder the rows of a batch also differ.
+    Layers that draw random numbers (dropout) differ, so put them in evaluation mode first. If
+    anything differs, the model runs once more on one device, to tell whether random numbers are
+    the reason. Layers that reorder the samples of a batch also differ.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     >>> print(verify(net, torch.randn(8, 3)).first_difference.where)
@@ -123,7 +123,7 @@ def verify(
     Raises:
         TypeError: ``model`` is not a module.
         ValueError: A device does not exist, only one replica has data, or the model returns a
-            loss, of which each replica would have its own.
+            loss, because each replica computes a different one.
         RuntimeError: It is called in `torch.inference_mode`.
         Exception: The model raised. A note says what `verify` was running.
     """
@@ -226,8 +226,8 @@ class Step:
         trainable = [y for y in outputs.values() if y.requires_grad]
         if any(y.dim() == 0 for y in trainable):
             raise ValueError(
-                "the model must not return a 0-dim tensor that needs a gradient (a loss perhaps, "
-                "of which each replica has its own); verify the model without the loss"
+                "the model must not return a 0-dim tensor that requires gradients, such as a "
+                "loss: each replica has its own; verify the model without the loss"
             )
         generator = torch.Generator().manual_seed(0)
         upstream = [

@@ -121,7 +121,7 @@ class WaitReport:
         head = f"{forwards}; milliseconds per forward that a replica waits for others"
         layers = self.layers
         if not layers:
-            return f"{head}: none (it sees the replicas of a DataParallel, not processes)"
+            return f"{head}: none (only replicas of a DataParallel are measured, not processes)"
         listed = [layer._replace(path=f"`{layer.path}`") for layer in layers[:_ROWS]]
         others = layers[_ROWS:]
         if others:
@@ -139,7 +139,7 @@ class WaitReport:
             if straggler is None
             else f"Replica {straggler} waits least: it is the one that the others wait for."
         )
-        return "\n".join([head, *lines, f"Most is waited in {listed[0].path}. {verdict}"])
+        return "\n".join([head, *lines, f"Replicas wait longest in {listed[0].path}. {verdict}"])
 
     def _per_forward(self, seconds: float) -> float:
         """Returns milliseconds per forward."""

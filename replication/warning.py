@@ -93,8 +93,8 @@ def warn(message: str, category: type[Warning] = UserWarning, caller: int | None
     Args:
         message: The text.
         category: The category.
-        caller: The thread to search if the current thread has no such line, like a replica's
-            thread in which a container of torch calls a layer.
+        caller: The thread to search if the current thread has no such line. A replica's thread
+            may have none, because only torch's containers call its layers.
     """
     here = sys._getframe(1)
     frame = _user_frame(here) or _user_frame(sys._current_frames().get(caller or 0)) or here

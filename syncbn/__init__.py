@@ -1,4 +1,4 @@
-"""Batch normalization over the batch of all replicas, with the numbers of one device."""
+"""Batch normalization over the whole batch of all replicas, with the results of one device."""
 
 from replication import DataParallel, DataParallelWithCallback, patch_replication_callback
 from replication.verify import Difference, Verification, verify

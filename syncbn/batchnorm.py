@@ -41,7 +41,7 @@ _DTYPES = (*_HALF, torch.float32, torch.float64)
 
 _eps_mode = "plus"
 
-#: A call in Python less per forward.
+#: Cached, because a named tuple takes a Python call to make.
 _denominator = lru_cache(Denominator)
 
 
@@ -50,13 +50,13 @@ def set_sbn_eps_mode(mode: str) -> None:
 
     Args:
         mode: ``"plus"``, the default, divides by ``sqrt(var + eps)``, as `torch.nn.BatchNorm2d`
-            does. ``"clamp"`` divides by ``sqrt(max(var, eps))``, as the older toolkit did, to
-            continue what was trained with it. The two differ by a factor of up to ``sqrt(2)``
+            does. ``"clamp"`` divides by ``sqrt(max(var, eps))``, as the older toolkit did. Use it
+            to continue training such a model. The two differ by a factor of up to ``sqrt(2)``
             where ``var`` is as small as ``eps``. Evaluation, and training on one device, use
             ``sqrt(var + eps)`` in both modes, also in the older toolkit.
 
     Raises:
-        ValueError: ``mode`` is not a mode.
+        ValueError: ``mode`` is neither ``"plus"`` nor ``"clamp"``.
     """
     global _eps_mode
     if mode not in ("plus", "clamp"):
@@ -77,15 +77,15 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
 
     In training, the statistics span the layer's group (see `replication.ReplicaAware`): all
     replicas of a `replication.DataParallel` or a patched one, or all processes if
-    `torch.distributed` is initialized. In evaluation, and without other members, the layer is the
-    `torch.nn.BatchNorm` that it is derived from, bit for bit.
+    `torch.distributed` is initialized. In evaluation, and in a group of one, the layer matches
+    its torch base class bit for bit.
 
     A forward inside a backward, normally the recomputation of an activation checkpoint, does not
     update running statistics. In a replica it reuses the recorded moments of the batch and waits
     for no other replica.
     """
 
-    #: Whether the buffers are the original module's. Only those of copy 0 are.
+    #: Whether the buffers belong to the original module. On replicas, only copy 0 shares them.
     _has_original_buffers = True
     #: Set on a replica.
     _recorded_calls: RecordedCalls | None = None
@@ -271,7 +271,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
 
 
 class SynchronizedBatchNormNd(SynchronizedBatchNorm, _BatchNorm):
-    """The class that `syncbn.convert_model` gives a `torch.nn.SyncBatchNorm`, for any dimensions.
+    """The counterpart of `torch.nn.SyncBatchNorm`, for inputs of any number of dimensions.
 
     It is not derived from `torch.nn.SyncBatchNorm`, which DistributedDataParallel refuses without
     a GPU.
@@ -290,7 +290,7 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
     torch.Size([8, 4])
 
     Shape:
-        ``(N, C)`` or ``(N, C, L)``, as the output. Replicas may differ in N and L; N may be 0.
+        Input and output: ``(N, C)`` or ``(N, C, L)``. Replicas may differ in N and L. N may be 0.
 
     Args:
         num_features: The number of channels, C.
@@ -303,9 +303,9 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
         dtype: The dtype of parameters and buffers.
         bias: Whether the layer has a ``bias`` if ``affine``.
         process_group: The processes of `torch.distributed` to synchronize; by default all.
-        group_size: If given, replicas, or processes, are synchronized in groups of this size (0 to
-            group_size - 1, and so on; a last group may be smaller). Running statistics then
-            follow the first group of replicas. Each process keeps those of its own group.
+        group_size: If given, replicas (or processes) are synchronized in consecutive groups of
+            this size. The last group may be smaller. Running statistics then come from the first
+            group of replicas, or from each process's own group.
 
     Raises:
         TypeError: ``group_size`` is not an int, or ``process_group`` is not a ProcessGroup.
@@ -329,7 +329,7 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
     Arguments and errors: see `SynchronizedBatchNorm1d`.
 
     Shape:
-        ``(N, C, H, W)``, as the output. Replicas may differ in N, H and W.
+        Input and output: ``(N, C, H, W)``. Replicas may differ in N, H and W.
     """
 
 
@@ -339,5 +339,5 @@ class SynchronizedBatchNorm3d(SynchronizedBatchNorm, nn.BatchNorm3d):
     Arguments and errors: see `SynchronizedBatchNorm1d`.
 
     Shape:
-        ``(N, C, D, H, W)``, as the output. Replicas may differ in N, D, H and W.
+        Input and output: ``(N, C, D, H, W)``. Replicas may differ in N, D, H and W.
     """

@@ -1,4 +1,4 @@
-"""Converts networks between `torch.nn.BatchNorm` layers and synchronized ones, without loss."""
+"""Converts the `torch.nn.BatchNorm` layers of networks to synchronized ones, and back."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def convert_model(
 
     Each layer remains the same object and only changes its class: parameters, buffers, hooks,
     flags, names and existing references to them all stay valid. A `torch.nn.DataParallel` becomes
-    a `replication.DataParallel` with the same devices, output device and dimension. A
-    derived class of it gets the replication callback. Converting twice changes nothing.
+    a `replication.DataParallel` with the same devices, output device and dimension. An object of
+    a derived class gets the replication callback. Converting twice changes nothing.
 
     Each synchronized or other `replication.ReplicaAware` layer records its path in ``module`` for
     errors between processes.
@@ -59,7 +59,7 @@ def convert_model(
     A `replication.UnsynchronizedWarning` names the layers that stay unsynchronized: layers of a
     class *derived* from batch norm, which may compute anything, lazy layers, and layers in plain
     lists or dicts, which replication does not find either. A model without any layer to
-    synchronize is warned about as well.
+    synchronize also raises a warning.
 
     >>> net = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
     >>> type(net[1]).__name__
@@ -114,8 +114,9 @@ def convert_model(
     if corrected:
         warn(
             "syncbn does not correct the bias of running statistics, as these layers of an older "
-            "toolkit did: in the first steps they stay near their initial values if the momentum "
-            f"is small; set layer.momentum = 0.1 for short trainings: {', '.join(corrected)}"
+            "toolkit did: with a small momentum, the statistics stay near their initial values in "
+            "the first steps; set layer.momentum = 0.1 for short training runs: "
+            f"{', '.join(corrected)}"
         )
     result = summary(module)
     if report:
@@ -196,7 +197,7 @@ _NAMES = {plain.__name__: plain for plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn
 
 #: The classes that ``torch.nn`` had before each open block of `patch_sync_batchnorm`.
 _blocks: list[dict[str, Any]] = []
-#: Reentrant for the sake of signal handlers.
+#: Re-entrant: a signal handler may interrupt the thread that holds it.
 _changing_names = threading.RLock()
 
 

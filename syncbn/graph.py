@@ -12,8 +12,8 @@ gradients flow. Backward is the same graph read backwards. No thread waits in it
 (3) for each replica, (2) once, (1) for each replica. A queue or a barrier there would deadlock,
 because the engine runs all nodes of the CPU on one thread.
 
-Two kinds of values run backwards, each along edges of its own, so that any number of backwards
-of one graph may be under way at once, of either kind:
+Gradients travel back in two forms, each along its own edges. So several backwards of one graph, of
+either form, may run at the same time:
 
 Fast edges (z, carrier, sums, totals)
     In the usual backward (3) hands (1) ``dy`` and ``x``, along z and the carrier, and hands (2)
@@ -23,9 +23,10 @@ Fast edges (z, carrier, sums, totals)
 
 Exact edges (x, global, local)
     With ``create_graph=True`` the three nodes return true derivatives, in differentiable
-    operations: (3) directly to x, and by mean and variance of the batch to (2). (2) hands each (1)
-    the derivative by x, as a linear function of x. The graph of a second derivative ends in the
-    edges x and global.
+    operations. (3) returns the direct derivative with respect to x, and to (2) the derivative with
+    respect to mean and variance of the batch. (2) hands each (1) the derivative with respect to x
+    along these, as a linear function of x. The graph of a second derivative ends in the edges x
+    and global.
 
 Saved for backward: x_i, once, by (1), and vectors of length C.
 """
@@ -57,12 +58,12 @@ from syncbn.merge import SMALL, CountBatch, Denominator, Shard, merge_moments
 __all__: list[str] = []
 
 
-#: What a replica sends: its numbers, and the outputs local and totals of (1), which lead through
-#: (2). Plain tuples, which cost no call.
+#: The message of a replica: its `Shard`, and the outputs local and totals of (1).
+#: A plain tuple, because making one takes no Python call.
 Message = tuple[Shard, Tensor, Tensor]
 
-#: What a replica receives: values per channel in the whole batch; its statistics; and the outputs
-#: global and sums of (2) for this replica. The last two are None below 2 values.
+#: The reply to a replica: values per channel and statistics of the whole batch, and the
+#: outputs global and sums of (2). The last two are None for fewer than 2 values.
 Reply = tuple[int | Tensor, Statistics | None, tuple[Tensor, Tensor] | None]
 
 
@@ -226,12 +227,12 @@ class Merge(Function):
 
 
 def merged_rows(shards: Sequence[Shard], sums: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns what the input gradient of each shard needs, given the sums over each shard."""
+    """Returns the result of `Kernels.rows` for each shard, given the sums over each shard."""
     rows: list[Tensor | None] = [None] * len(shards)
     totals = added(sums)
     if totals is None:
         return rows
-    made: dict[int, Tensor] = {}  # usually all replicas share what they know of the batch
+    made: dict[int, Tensor] = {}  # usually all replicas share one `Statistics`
     # First the shards that have sent sums, because these know the weight of the forward.
     for i in sorted(range(len(shards)), key=lambda i: sums[i] is None):
         key = id(shards[i].batch)
@@ -287,8 +288,8 @@ class Normalize(Function):
         if dy is None:
             return (None,) * 8
         shard: Shard = ctx.shard
-        # (1) receives x in any case, and does not unpack it once more: activation checkpoints
-        # forbid that.
+        # (1) always receives x from here, because activation checkpoints forbid that it unpacks x
+        # once more.
         needs_dweight, needs_dbias = ctx.needs_input_grad[6:]
         edge, weight, x = ctx.saved_tensors
         if x is None:
@@ -348,11 +349,11 @@ def attached(mean_and_var: tuple[Tensor, Tensor], edge: Tensor) -> Tensor:
 
 
 def merge_derivative(grad: Tensor, shard: Shard, edge: Tensor) -> Tensor:
-    """Returns the derivative by x, as a function of x: shift + slope * (x - center).
+    """Returns the derivative with respect to x, ``shift + slope * (x - center)``.
 
     Args:
-        grad: The derivative by mean and variance of the batch, ``(2, C)``.
-        shard: Any replica's.
+        grad: The derivative with respect to mean and variance of the batch, ``(2, C)``.
+        shard: The shard of any replica.
         edge: The output global of (2), along which mean and variance have derivatives.
 
     Returns:
@@ -370,7 +371,7 @@ def merge_derivative(grad: Tensor, shard: Shard, edge: Tensor) -> Tensor:
 def _normalize_derivative(
     dy: Tensor, x: Tensor, edge: Tensor, weight: Tensor | None, shard: Shard
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns the derivatives by x, by mean and variance of the batch, by weight and by bias."""
+    """Returns the derivatives with respect to x, moments of the batch, weight and bias."""
     dims = reduced_dims(x)
     mean, var = attached(shard.moments_of(shard.batch), edge)
     inverse = shard.denominator.of(var).rsqrt()

@@ -50,7 +50,7 @@ class Statistics(NamedTuple):
     Vectors are ``(C,)``, in the accumulation dtype, and on the device of ``x``.
     """
 
-    #: Values per channel; a tensor where the host should not wait for it.
+    #: Values per channel. A tensor where reading it would block the host.
     total: int | Tensor
     mean: Tensor
     #: 1 / sqrt(denominator)
@@ -112,7 +112,7 @@ class Kernels:
     def derivative_factors(inverse: Tensor) -> Tensor:
         """Returns factors ``(2, C)`` that turn weighted messages of `reduce` into derivatives.
 
-        They are the derivatives by mean and variance of the whole batch,
+        They are the derivatives with respect to mean and variance of the whole batch,
             dmean = -sum(weight * dy) / sqrt(denominator)
             dvar = -sum(weight * dy * x_hat) / (2 * denominator)
         """
@@ -159,7 +159,7 @@ class Native(Kernels):
     """torch's fused CPU kernels for evaluation mode.
 
     Forward is an affine map of each channel, backward two sums. torch's kernels for training mode
-    leave no room for statistics from elsewhere.
+    cannot take statistics from outside.
     """
 
     @staticmethod
@@ -361,7 +361,7 @@ _counts: dict[Any, Tensor] = {}
 
 
 def counts_tensor(counts: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns numbers of values as a tensor, which is kept: a copy from the host takes longer."""
+    """Returns a cached tensor of counts, because a copy from the host would take longer."""
     key = counts, device, dtype
     tensor = _counts.get(key)
     if tensor is None:

@@ -1,4 +1,4 @@
-"""The numbers of a synchronized layer: from the moments of the shards to those of the batch."""
+"""Merges the moments of the shards into the statistics of the batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from syncbn.kernels import KERNELS, Plain, Statistics, counts_tensor
 __all__: list[str] = []
 
 
-#: The largest shard, in values, that is measured together with the others. For small shards the
-#: time for calling an operation dominates.
+#: The largest shard, in values, that is measured together with the others. For small shards
+#: per-operation overhead dominates.
 SMALL = 2**15
 
 #: In standard deviations. A larger mean would cost more than three bits of precision.
@@ -33,7 +33,7 @@ class Denominator(NamedTuple):
         return var.clamp(min=self.eps) if self.clamps else var + self.eps
 
     def slope(self, var: Tensor) -> Tensor:
-        """Returns the derivative of the denominator by ``var``: 0 or 1."""
+        """Returns the derivative of the denominator with respect to ``var``: 0 or 1."""
         return (var >= self.eps).to(var.dtype) if self.clamps else torch.ones_like(var)
 
 
@@ -82,12 +82,12 @@ class RunningStatistics(NamedTuple):
                 running.copy_(torch.lerp(running.to(var), new.to(var), factor))
 
 
-#: Counts a batch and returns what is to be updated; None if the layer keeps no such statistics.
+#: Counts a batch, and returns the running statistics to update, or None if the layer has none.
 CountBatch = Callable[[], RunningStatistics | None]
 
 
 class Shard:
-    """The numbers of one replica in one call, which its nodes share with (2)."""
+    """The numbers of one replica in one call, for the nodes (1) to (3) of `syncbn.graph`."""
 
     __slots__ = (
         "batch",
@@ -110,7 +110,7 @@ class Shard:
         self.kernels = KERNELS.get(self.device.type, Plain)
         self.weight = weight
         self.denominator = denominator
-        #: The values of a small shard, which the merge measures. None after that, and if (1) does.
+        #: The values of a small shard, until the merge measures it. None if (1) measures it.
         self.unmeasured: Tensor | None = None
         #: The result of `Kernels.moments`.
         self.moments: tuple[Tensor, Tensor] | None = None
@@ -129,7 +129,7 @@ class Shard:
         return mean.double(), variance(inverse, self.denominator)
 
     def rows(self, totals: Tensor) -> Tensor:
-        """Returns what the input gradients need, given the totals of a fast backward."""
+        """Returns `Kernels.rows`, given the totals of a fast backward."""
         return self.kernels.rows(totals.to(self.device), self.batch, self.weight)
 
     def moments_of(self, batch: Statistics) -> tuple[Tensor, Tensor]:
@@ -162,7 +162,7 @@ def merge_moments(
         stats = _measure(shards, total, running, weights_differ)
         if stats is not None:
             return [stats] * len(shards)
-        running = None  # they are updated
+        running = None  # already updated
     if shards[0].kernels.returns_inverse and _have_fused_merge(shards):
         merged = _fused_merge(shards, total, running)
         batches = []
@@ -195,7 +195,7 @@ def merge_moments(
 
 
 def _are_unmeasured(shards: Sequence[Shard]) -> bool:
-    """Whether all shards are to be measured together, and may be."""
+    """Whether all shards can be measured together."""
     first = shards[0]
     for shard in shards:
         if shard.unmeasured is None or shard.denominator != first.denominator:
@@ -226,12 +226,12 @@ def _measure(
 def kernel_statistics(
     total: int | Tensor, mean: Tensor, var: Tensor, shard: Shard, weights_differ: bool = True
 ) -> Statistics:
-    """Returns what a shard's kernels take, given mean and biased variance of the batch."""
+    """Returns the statistics for a shard's kernels, given mean and biased variance."""
     divisor = shard.denominator.of(var)
     vectors = torch.stack((mean, divisor.rsqrt(), divisor)).to(shard.device, shard.dtype)
     head, inverse, divisor = vectors.unbind()
     rest = None
-    # Always on accelerators, for which the host does not wait.
+    # Always on accelerators, where the test would block the host.
     if shard.device.type != "cpu" or _is_large(head, divisor):
         rest = (mean - head.to(mean)).to(head)
     return Statistics(total, head, inverse, divisor, rest, (mean, var), weights_differ)

@@ -16,7 +16,7 @@ from syncbn.channels import accumulation_dtype, reduced_dims, values_per_channel
 
 __all__: list[str] = []
 
-#: The size, in values, up to which the time for calling an operation dominates.
+#: The size, in values, up to which per-operation overhead dominates.
 _SMALL = 2**16
 
 #: The number of values that are converted at a time, so that they stay in the cache.
@@ -28,7 +28,7 @@ _LARGE_MEAN = 4
 #: The largest error of an estimated mean, in standard deviations.
 _POOR_ESTIMATE = 2
 
-#: The number of values that estimate a mean, in random order.
+#: The number of values from which a mean is estimated. Their order is assumed to be random.
 _ENOUGH = 64
 
 #: The number of values that may be added one by one in float32, by the number of dimensions.
@@ -91,7 +91,7 @@ def _exact_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Computes `moments` in float64, given a tensor that is not empty and may be copied."""
     # Always a copy: torch's kernel infers a wrong format where a dimension of length 1 has an
     # unusual stride.
-    if x.dtype == torch.float64:  # no more digits than x has: begin at one of its values
+    if x.dtype == torch.float64:  # no spare digits: subtract one value of each channel
         start = x[(slice(1), slice(None), *[slice(1)] * (x.dim() - 2))]
         x = torch.sub(x, start, out=torch.empty(x.shape, dtype=x.dtype))
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)

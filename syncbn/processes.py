@@ -5,8 +5,8 @@ rank gathers all counts, means and variances, and merges them as replicas do. Ot
 add float64 sums, a few values per channel for any number of ranks:
 
     forward    n, sum(x) = n * mean, sum(x^2) = n * (var + mean^2)
-    backward   the derivatives by mean and variance of the batch, so that it does not matter
-               whether each rank builds a graph of its backward
+    backward   the derivatives with respect to mean and variance of the batch, so that some ranks
+               may build a graph of their backward and others not
 
     var = sum(x^2) / n - mean^2 has lost log10(mean^2 / var) of the 16 digits of float64: 8 are
     left for a mean of 1e4 deviations, as many as the inputs have in float32.
@@ -62,12 +62,12 @@ def merge_ranks(
 class Exchange:
     """The two collectives of a call, one forward and one backward."""
 
-    #: Values per channel on all ranks; a tensor where the host should not wait for it.
+    #: Values per channel on all ranks. A tensor where reading it would block the host.
     total: int | Tensor
     #: Mean and biased variance of all ranks, in float64.
     mean: Tensor
     var: Tensor
-    #: They turn the fast messages of backward into derivatives by mean and variance.
+    #: Turn the fast messages of backward into derivatives with respect to mean and variance.
     derivative_factors: Tensor
 
     def __init__(self, group: ProcessGroup, message: Message, layouts: Layouts) -> None:

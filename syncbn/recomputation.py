@@ -43,7 +43,7 @@ class RecordedCalls:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        #: The fields of a `RecordedCall` each, as it is rarely needed.
+        #: Plain tuples of the fields of `RecordedCall`. Most calls are never recalled.
         self._calls: list[tuple[Any, ...]] = []
 
     def record(self, message: Message, reply: Reply) -> None:
@@ -104,8 +104,8 @@ class RecordedCalls:
         least = min(distances)
         if least > rounding:
             raise ReplicationError(
-                f"{self._where} is recomputed by an activation checkpoint with another input than "
-                "in any call of its forward. Random numbers (dropout) cannot be reproduced if "
+                f"{self._where} is recomputed by an activation checkpoint with an input that "
+                "matches no call of its forward. Random numbers (dropout) cannot be reproduced if "
                 "replicas on one device share its generator, and parameters must not change "
                 "between forward and backward."
             )

@@ -219,7 +219,7 @@ def test_replicas_that_have_failed_say_so_when_they_are_used_again():
     for replica in replicas:
         replica[0].errors = {}
     with pytest.raises(
-        ReplicaFailed, match=r"failed with KeyError.* came to `1`, call \d after that"
+        ReplicaFailed, match=r"failed with KeyError.* reached `1`, call \d after that"
     ):
         parallel_apply(replicas, inputs)
 

@@ -183,7 +183,7 @@ def test_a_replica_that_is_kept_after_its_forward_is_given_up(
         with pytest.raises(ReplicasDiverged, match=f"replica {index} waits.*did not begin"):
             replica(torch.randn(4, 3))
     else:
-        with pytest.raises(ReplicationError, match="outside the forward"):
+        with pytest.raises(ReplicationError, match=r"outside the forward|forward.* has ended"):
             replica.layer(torch.randn(4, 3))
 
 

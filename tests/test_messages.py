@@ -56,7 +56,7 @@ CPUS = ["cpu", "cpu"]
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
 
 without_accelerator = pytest.mark.skipif(
-    accelerator() is not None, reason="where there is none, the text says how the CPU is spelled"
+    accelerator() is not None, reason="where there is none, the text says how to name the CPU"
 )
 
 
@@ -157,11 +157,11 @@ def test_what_is_reduced_depends_on_the_share():
 
 @reads("""
     UnsynchronizedWarning: `1.0`: SynchronizedBatchNorm1d(3, eps=1e-05, momentum=0.1, affine=True,
-    bias=True, track_running_stats=True) is in a replica that has not been told about its
-    copies, so its group is this replica alone; call
+    bias=True, track_running_stats=True) is in a replica that is not connected to the
+    others, so its group is this replica alone; call
     replication.patch_replication_callback(model) on the DataParallel, or use
-    replication.DataParallel; if its class has a __data_parallel_replicate__ of its own, call
-    super's there
+    replication.DataParallel; if its class overrides __data_parallel_replicate__, call super's
+    there
 """)
 def test_a_stock_data_parallel_is_wrapped_around_a_converted_network():
     """T2.14, T1.7; vacancy#40, inplace_abn#96. Without an accelerator torch's would not split."""
@@ -261,8 +261,8 @@ def test_a_layer_is_in_a_reentrant_checkpoint():
 
 @without_accelerator
 @reads("""
-    ValueError: device 0 is the index of an accelerator, and this machine has none; the CPU is
-    spelled "cpu", and two replicas on it device_ids=["cpu", "cpu"]
+    ValueError: device 0 is the index of an accelerator, and this machine has none; use "cpu"
+    for the CPU, and device_ids=["cpu", "cpu"] for two replicas on it
 """)
 def test_an_index_names_a_device_that_is_not_there():
     replicate(network(), [0, 1])
@@ -270,8 +270,8 @@ def test_an_index_names_a_device_that_is_not_there():
 
 @without_accelerator
 @reads("""
-    ValueError: this machine has no device 'cuda:0'; the CPU is spelled "cpu", and two replicas on
-    it device_ids=["cpu", "cpu"]
+    ValueError: this machine has no device 'cuda:0'; use "cpu" for the CPU, and
+    device_ids=["cpu", "cpu"] for two replicas on it
 """)
 def test_a_string_names_a_device_that_is_not_there():
     DataParallel(network(), ["cuda:0", "cuda:1"])
@@ -279,7 +279,7 @@ def test_a_string_names_a_device_that_is_not_there():
 
 @reads("""
     RuntimeError: module must have its parameters and buffers on device cpu (device_ids[0]) but
-    found one of them on device: meta; it is `0.weight`, and module.to('cpu') moves them all
+    found one of them on device: meta (`0.weight`); move them all with module.to('cpu')
 """)
 def test_a_parameter_is_on_another_device():
     """torch's own words."""

@@ -144,7 +144,7 @@ def test_what_is_as_good_as_a_list_is_one():
 
 @pytest.mark.parametrize("name", ["gpu", "gpu0", "cpu:", ""])
 def test_a_device_that_torch_does_not_know_is_refused(name):
-    with pytest.raises(ValueError, match=r"names no device of torch's; the CPU is spelled"):
+    with pytest.raises(ValueError, match=r"is not a device of torch; use .cpu. for the CPU"):
         DataParallel(nn.Linear(3, 2), [name])
 
 

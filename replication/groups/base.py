@@ -1,8 +1,7 @@
 """`Group`: collectives between the copies of a layer, in threads or in processes.
 
-The collectives have the names and the meaning that they have in `torch.distributed`, but return
-their results instead of writing them into the argument. They are differentiable any number of
-times.
+The collectives work like their namesakes in `torch.distributed`, but return their results instead
+of writing them into an argument. They are differentiable any number of times.
 """
 
 from __future__ import annotations

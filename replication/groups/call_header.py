@@ -51,12 +51,12 @@ class CallHeader(NamedTuple):
         return self.text
 
     def pack(self) -> bytes:
-        """Returns the header as bytes. Their number is the same for every call."""
+        """Returns the header as bytes, always of the same length."""
         return _LAYOUT.pack(self.length, self.digest, self.where.encode(), self.text.encode())
 
     @classmethod
     def unpack(cls, packed: bytes) -> CallHeader:
-        """Reads a header from any bytes of the right number."""
+        """Reads a header from any bytes of that length."""
         length, digest, where, text = _LAYOUT.unpack(packed)
         return cls(length, digest, _text(where), _text(text))
 

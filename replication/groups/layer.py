@@ -65,8 +65,8 @@ class Unreplicated(SoloGroup):
         current = current_replica()
         if current is not None and (current.rendezvous.size or 0) > 1:
             raise ReplicationError(
-                f"{self._layer}: replica {current.replica} calls {name} of a group that was taken "
-                "outside the forward, before there were replicas; take self.group in forward"
+                f"{self._layer}: replica {current.replica} calls {name} of a group from outside "
+                "the forward, which does not connect replicas; read self.group in forward"
             )
 
 
@@ -108,7 +108,7 @@ class ReplicaAware(_Base):
         if not isinstance(cls.group, property):
             raise TypeError(
                 f"`group` of {cls.__name__} must be the group of its copies (see ReplicaAware); "
-                "give what is there another name"
+                "rename the attribute that hides it"
             )
 
     #: The group of a replica.
@@ -133,8 +133,8 @@ class ReplicaAware(_Base):
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Connects this copy with the others. Overrides must call it."""
-        # The context of another toolkit has no group. After it, a patched DataParallel also passes
-        # a context of this one.
+        # The context of another toolkit has no group. If its DataParallel is patched, this method
+        # is called again with a context of ours.
         if isinstance(ctx, CallbackContext):
             # Not `ctx.group`, which a copy may have overwritten. Not `self._replica_group = ...`,
             # which is slow on a module.
@@ -168,9 +168,9 @@ class ReplicaAware(_Base):
             count = self._processes().size  # raises if this process cannot use the group
             raise ReplicationError(
                 f"{type(self).__name__} is in one of {group.size} replicas, in one of {count} "
-                "processes; a group is of replicas or of processes: run one replica per process "
-                "(DistributedDataParallel), or limit the layer to this one's replicas by a "
-                "process_group of this process alone"
+                "processes; a group connects either replicas or processes: run one replica per "
+                "process (DistributedDataParallel), or give the layer a process_group of this "
+                "process only, to connect its replicas"
             )
         if self.group_size is None:
             return group
@@ -208,14 +208,14 @@ class ReplicaAware(_Base):
         return Unreplicated(name)
 
     def _warn_if_isolated(self) -> bool:
-        """Warns if this layer is in a replica and not connected. Returns whether it is so."""
+        """Warns and returns True if this layer is in a replica but not connected to its copies."""
         current = current_replica()
         if getattr(self, IS_REPLICA, False):
             self._warn_once(
-                "is in a replica that has not been told about its copies, so its group is this "
+                "is in a replica that is not connected to the others, so its group is this "
                 "replica alone; call replication.patch_replication_callback(model) on the "
-                "DataParallel, or use replication.DataParallel; if its class has a "
-                "__data_parallel_replicate__ of its own, call super's there"
+                "DataParallel, or use replication.DataParallel; if its class overrides "
+                "__data_parallel_replicate__, call super's there"
             )
         elif current is not None and (current.rendezvous.size or 0) > 1:
             self._warn_once(

@@ -86,7 +86,7 @@ def check_process_group(value: Any) -> None:
     if not is_group:
         raise TypeError(
             "process_group must be a torch.distributed.ProcessGroup or None "
-            f"(got {type(value).__name__}); of a DeviceMesh it is mesh.get_group()"
+            f"(got {type(value).__name__}); for a DeviceMesh, pass mesh.get_group()"
         )
 
 

@@ -88,8 +88,8 @@ class ProcessGroup(Group):
             process_group = distributed.group.WORLD
         if is_group_of_others(process_group):
             raise ValueError(
-                f"`{name}`: this process is not in the process_group that it is given; give each "
-                "process a group that it is in"
+                f"`{name}`: this process is not in the process_group; pass each process a group "
+                "that contains it"
             )
         if not is_known(process_group):
             raise _destroyed(f"`{name}`")
@@ -222,7 +222,7 @@ class ProcessGroup(Group):
     ) -> Tensor:
         """Gathers or sums tensors of one shape, in one collective.
 
-        It is meant for layers with autograd nodes of their own.
+        For layers that define their own autograd nodes.
 
         Args:
             name: The name of the call in messages. It ends in ``_backward`` in a backward.
@@ -361,8 +361,9 @@ class ProcessGroup(Group):
     def _new_part(self, parts: list[range], own: range) -> Any:
         """Makes groups of `torch.distributed` for the parts, and returns the group of ``own``."""
         is_world = self.process_group is distributed.group.WORLD
-        # By default all processes must make all groups. Processes outside this group do not take
-        # part, so without them its members must have made the same groups before.
+        # Normally all processes must make all groups. Processes outside this group do not call
+        # this, so its members use local synchronization. For that they must have made the same
+        # groups before.
         made = {
             part: distributed.new_group(
                 [self._global_rank(rank) for rank in part],
@@ -382,7 +383,7 @@ def _destroyed(where: str) -> ReplicationError:
     return ReplicationError(
         f"{where}: the process group has been destroyed; call "
         "torch.distributed.destroy_process_group after the last forward and backward that use it, "
-        "and give layers that go on a new process_group, or None for all processes"
+        "and set the process_group of layers that stay in use: a new one, or None for all"
     )
 
 
@@ -390,12 +391,12 @@ def _remedy() -> str:
     """Returns advice for a rank whose call no other rank answered."""
     if debugging():
         return (
-            "if no other rank has failed before (see their logs), some of them have not come to "
-            "this call: is one in eval(), at the end of its data, or without a backward?"
+            "if no other rank failed first (see their logs), some rank did not reach this call: "
+            "is one in eval(), out of data, or without a backward?"
         )
     return (
-        "if no other rank has failed before (see their logs), the ranks may have called different "
-        "layers: with TORCH_DISTRIBUTED_DEBUG=INFO in the environment the calls are compared"
+        "if no other rank failed first (see their logs), the ranks may have called different "
+        "layers: set TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls"
     )
 
 

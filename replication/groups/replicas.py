@@ -165,10 +165,10 @@ class Communicator:
         return parts[rank // size].group(rank % size)
 
     def merge(self, requests: list[Request]) -> Iterable[tuple[Any, int]]:
-        """Returns the reply to each member, and the number of nodes to catch up with.
+        """Returns the reply to each member, and the number of autograd nodes that all count up to.
 
-        No reply depends on which thread merges. The thread may run without grad, in inference
-        mode, or behind hooks on saved tensors.
+        The replies do not depend on the thread that merges. It may run without grad, in inference
+        mode, or with hooks on saved tensors.
         """
         calls, messages, merges, require_grad, in_inference_mode, nodes = zip(
             *requests, strict=True
@@ -328,8 +328,7 @@ class ReplicaGroup(Group):
                 )
         elif rendezvous.has_left(replica):
             raise ReplicationError(
-                f"{self._where()}: {name} outside the forward that the group is of, which has "
-                "ended; "
+                f"{self._where()}: {name} of a group whose forward has ended; "
                 + (
                     "no replica answers in backward, so leave the layer out of activation "
                     "checkpoints"

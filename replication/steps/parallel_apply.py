@@ -55,7 +55,7 @@ SHUTDOWN_GRACE = 5.0
 #: Seconds between checks for events that no replica reports: a Ctrl-C or the death of a thread.
 _POLL = 1.0
 
-#: The least number of autograd nodes that the caller's thread is ahead of its replicas.
+#: The caller's thread has made at least this many autograd nodes when the replicas start from 0.
 _AHEAD = 2_000
 
 
@@ -68,10 +68,10 @@ def parallel_apply(
     """Calls ``replicas[i](*inputs[i], **kwargs_tup[i])`` for all i in parallel, one thread each.
 
     The threads are new in each call, are named ``replica-0``, ``replica-1``, ..., and never keep
-    the interpreter alive. They have the caller's grad mode, inference mode, autocast state and
+    the interpreter alive. They inherit the caller's grad mode, inference mode, autocast state and
     dtype for each type of device, default device, streams, and context variables. A default device
-    of the replica's type becomes the replica's own device. Replicas on the CPU share the caller's
-    torch threads. A single replica runs in the calling thread.
+    of the replica's type becomes the replica's own device. Replicas on the CPU divide the caller's
+    number of intra-op threads among themselves. A single replica runs in the calling thread.
 
     Args:
         replicas: The modules to call.
@@ -121,7 +121,7 @@ def refuse_functorch() -> None:
     if in_functorch_transform():
         raise RuntimeError(
             "torch.func transforms do not reach the threads of replicas, so their derivatives "
-            "would be lost; transform a function that calls the module itself"
+            "would be lost; transform a function that calls the module without replicas"
         )
 
 
@@ -138,7 +138,8 @@ def _run_all(
     callers_torch_threads = torch.get_num_threads()
     # Autograd orders the nodes of a graph by numbers that each thread counts for itself. The
     # replicas' threads are new, so they count from 0 in every forward. The caller must be ahead of
-    # all of them for the same order of sums in every step. Anomaly mode makes nodes expensive.
+    # all of them, or the order of sums changes from step to step. Not in anomaly mode, where nodes
+    # are expensive.
     nodes = _AHEAD if torch.is_grad_enabled() and not torch.is_anomaly_enabled() else 0
     count_nodes_up_to(nodes)
     outputs: list[Any] = [None] * len(calls)
@@ -240,7 +241,7 @@ class ReplicaThread(threading.Thread):
         self._work = index, call, contextvars.copy_context(), torch_threads, done
 
     def start(self) -> None:
-        """Starts the thread. A thread that a Ctrl-C keeps from beginning keeps nothing alive."""
+        """Starts the thread. If a Ctrl-C prevents that, the thread keeps nothing alive."""
         try:
             super().start()
         except BaseException as error:
@@ -282,13 +283,13 @@ def _await_replicas() -> None:
 
 
 class ThreadState:
-    """The calling thread's state of torch, for the threads of its replicas."""
+    """The caller's thread-local torch state, which the replicas' threads take over."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
         self.streams = {device: current_stream(device) for device in dict.fromkeys(devices)}
-        # Replicas on the CPU share the caller's torch threads. With as many threads each they
-        # would wait for each other.
+        # With the caller's number of intra-op threads each, replicas on the CPU would compete for
+        # its cores.
         on_cpu = sum([device.type == "cpu" for device in devices])
         self.torch_threads = max(1, torch.get_num_threads() // max(1, on_cpu))
         self.grad = torch.is_grad_enabled()

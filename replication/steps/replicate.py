@@ -30,14 +30,13 @@ __all__ = ["replicate"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-#: The copies of a replica's parameters, buffers and submodules, by the identity of the original.
-#: The copy of None is None.
+#: A replica's parameters, buffers and submodules, by the id of the original. None maps to None.
 Copied = dict[int, Any]
 
 #: Attributes that every module has. None of them holds a tensor of the user's.
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-#: The dictionaries of a module. torch's replicas share those of hooks: a hook that one replica
-#: registers in its forward would run in all others.
+#: The dictionaries of a module that each replica copies. torch's replicas share the hooks: a hook
+#: that one replica registers in its forward would run in all others.
 _DICTIONARIES = ("_parameters", "_buffers", "_modules", *HOOKS)
 #: Leaves of plain attributes that may be another object in a replica.
 _REPLACED = (Tensor, nn.Module, MethodType, PackedSequence)
@@ -54,12 +53,11 @@ def replicate(
     the sum is the same in every run.
 
     On the device of the original, replicas share the storage of its parameters. Copy 0 also shares
-    the buffers, so that its in-place updates of them last. The other copies have their own
-    buffers.
+    the buffers, so its in-place updates persist. The other copies have their own buffers.
 
     Tensors in plain attributes move to the replica's device if they are elsewhere. References in
     plain attributes to the module's own parameters, buffers, submodules and bound methods become
-    references to the replica's. Both hold directly and in a list, tuple, dict or deque. Everything
+    references to the replica's. Both also apply inside a list, tuple, dict or deque. Everything
     else is shared by all replicas and the original, including closures that refer to the original.
 
     Hooks of the original run in all replicas. Hooks that a replica registers in its forward stay
@@ -92,7 +90,7 @@ def make_replicas(
 
     Returns:
         The replicas, and each submodule with its copies, as `paired` would find them. The latter
-        is None if it is unknown, because a class has a part in making its copies.
+        is None if a class takes part in making its copies, because these may then differ.
     """
     paths, modules, wrappers = _modules_of(module)
     templates = [shell_state(module) for module in modules]
@@ -197,7 +195,7 @@ def _fill(
         if template is None:
             state = shell.__dict__
         else:
-            # The template itself is the last one's, which saves a copy per module.
+            # The last shell takes the template itself, which saves a copy per module.
             state = template if shell is shells[-1] else template.copy()
             # A class's own `__setattr__` would look for parameters.
             object.__setattr__(shell, "__dict__", state)

@@ -34,10 +34,9 @@ def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[An
     3, so that three replicas run. An empty batch goes to one replica. Containers keep their types
     and are new objects. 0-dim tensors and other objects go to every replica that has data.
 
-    Entry i of a `Scattered` goes to device i. Tensors beside it are split into the same sizes.
-    These are the lengths of entries that are tensors, or that have tensors under keys or in
-    fields. Tensors in lists and tuples do not count, because a list may hold one tensor for each
-    sample.
+    Entry i of a `Scattered` goes to device i. Tensors beside it are split to match: the size of
+    part i is the length of entry i, if that is a tensor or has tensors under keys or in fields.
+    Tensors in lists and tuples do not count, because a list may hold one tensor for each sample.
 
     >>> scatter({"x": torch.arange(3), "train": True}, ["cpu"] * 2)
     [{'x': tensor([0, 1]), 'train': True}, {'x': tensor([2]), 'train': True}]
@@ -83,8 +82,7 @@ def scatter_kwargs(
 
     Returns:
         The positional arguments and the keyword arguments, one item for each replica that has
-        data. Arguments without anything to split give one part, because no batch says how to
-        share the work.
+        data. If there is nothing to split, there is one part.
 
     Raises:
         ValueError: As `scatter`, or an argument does not have one entry per replica.
@@ -100,7 +98,7 @@ def scatter_kwargs(
     args, named = tuple(inputs), dict(kwargs or {})
     if inputs_are_scattered:
         arguments = (*args, *named.values())
-        # A Scattered comes from replicas, which may be fewer.
+        # A Scattered from a smaller batch may have fewer entries.
         count = min([len(targets), *(len(x) for x in arguments if isinstance(x, Scattered))])
         args = tuple(_as_scattered(f"argument {i}", x, count) for i, x in enumerate(args))
         named = {name: _as_scattered(name, x, count) for name, x in named.items()}

@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 
 class CurrentReplica(NamedTuple):
-    """The forward of a replica, or one of its callbacks, as a thread runs it."""
+    """The replica whose forward or callback a thread runs."""
 
     rendezvous: Rendezvous
     replica: int

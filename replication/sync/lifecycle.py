@@ -68,7 +68,7 @@ class ForwardScope:
         self._current.__exit__()
         try:
             if error is not None:
-                # First of all, so that no other replica waits for this one if anything else fails.
+                # Before the note, so that the other replicas wake up even if making it fails.
                 self._rendezvous.fail(self._index, error)
                 self._add_note(error)
         finally:
@@ -86,7 +86,7 @@ _ENTRY_POINTS = (CALL_IMPL, "forward")
 
 
 def track(replicas: Sequence[nn.Module]) -> Rendezvous:
-    """Makes the rendezvous of some replicas, which report their beginning and end to it."""
+    """Makes a rendezvous, and makes the replicas report their beginning and end to it."""
     rendezvous = Rendezvous(len(replicas))
     rendezvous.locate = Locator(replicas)
     rendezvous.observe = observer(len(replicas))
@@ -136,9 +136,9 @@ def first_failure_wins(
 ) -> T:
     """Runs ``parallel_apply(replicas, ...)`` and raises the first error, unchanged.
 
-    ``parallel_apply`` may be torch's or a user's. It raises the error of the first replica *by
-    index*, or an error made of it, which may be a follow-up of the first error in time. If it
-    raises, the forward is closed: all waits fail, and no replica writes into the original module.
+    ``parallel_apply`` may be torch's or a user's. Torch's raises the error of the replica with the
+    lowest *index*, which may only follow from the first error. When ``parallel_apply`` raises, the
+    forward is closed: all waits fail, and no replica writes into the original module.
     """
     calls = tracked_calls(replicas)
     rendezvous = calls[0].rendezvous if calls else None
@@ -150,7 +150,7 @@ def first_failure_wins(
         # A single replica runs in this thread, whose state is restored after a Ctrl-C anywhere.
         with set_current_replica(current_replica()):
             outputs = parallel_apply(replicas, *args, **kwargs)
-        rendezvous.take_failures()  # it may have swallowed them
+        rendezvous.take_failures()  # `parallel_apply` may have swallowed them
         return outputs
     except BaseException as error:
         failures = rendezvous.close("the forward was ended by its caller.")

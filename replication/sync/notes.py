@@ -94,8 +94,8 @@ def paths_of(root: nn.Module) -> dict[int, str]:
 
 def path_of_call(frame: FrameType, paths: dict[int, str]) -> str | None:
     """Returns the path of the submodule that a frame calls, if it calls one."""
-    # Look at torch's own frames only: reading the locals of a frame that has the error in a
-    # variable makes a reference cycle of both.
+    # Only torch's own frames: reading the locals of a frame that holds the error in a variable
+    # would make a reference cycle.
     if frame.f_code.co_name != CALL_IMPL:
         return None
     return paths.get(id(frame.f_locals.get("self")))

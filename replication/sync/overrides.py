@@ -1,4 +1,4 @@
-"""Overrides of a method of one object, which copies of the object do not take over."""
+"""Overrides a method of one object, but not of its copies."""
 
 from __future__ import annotations
 

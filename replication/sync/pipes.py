@@ -79,7 +79,7 @@ class FutureResult:
         if not is_alone:
             raise ReplicationError(
                 "a FutureResult serves one getter at a time (get was called while another thread "
-                "is in it); give each thread that gets a FutureResult of its own"
+                "is in it); give each thread its own FutureResult"
             )
         try:
             self._await_result()
@@ -129,8 +129,8 @@ class Channel(Exchange):
             )
         if is_forward and (replica == _MASTER or replica in self.slaves):
             raise ReplicationError(
-                f"replica {replica} cannot register another slave in `{self.path}`: each "
-                "replica but the master's has one"
+                f"replica {replica} cannot register another slave in `{self.path}`: each replica "
+                "has one slave, and the master's replica none"
             )
         self.slaves[replica] = identifier
         self.add(replica)
@@ -202,8 +202,8 @@ class SyncMaster:
                 self.slave_pipe = ctx.sync_master.register_slave(copy_id)
 
     In their forwards copy 0 calls `run_master` and the others call ``slave_pipe.run_slave``,
-    equally often. Outside a forward, pipes connect any threads. There it is unknown whether a
-    thread still lives, so a wait for a message that never comes does not end.
+    equally often. Outside a forward, pipes connect any threads. They cannot know whether a thread
+    is still alive, so a wait for a message that never comes does not end.
 
     Args:
         master_callback: Called in the master's thread with ``[(0, master_msg), (identifier, msg),
@@ -308,8 +308,8 @@ class SyncMaster:
         rendezvous = self._rendezvous()
         if rendezvous is None and self._latest is not None:
             raise ReplicationError(
-                "run_master is called outside the forward that its slaves are of, which has ended "
-                "(in the recomputation of an activation checkpoint, say)"
+                "run_master must be called in the same forward as its slaves, which has ended "
+                "(is this the recomputation of an activation checkpoint?)"
             )
         message = (_MASTER, master_msg)
         channel = rendezvous.channels.get(self) if rendezvous is not None else None

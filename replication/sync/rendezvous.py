@@ -11,10 +11,14 @@ Guarantees
       replicas write nothing (`commit`).
 
 Each replica reports the beginning and the end of its forward (`enter`, `leave`). So waits need no
-time limit except in two cases, where it is unknown whether the value will arrive: a replica that
-has not begun may be about to run later in the same thread, and a replica whose main thread runs
-while another of its threads waits may be computing, or waiting for that thread. In both cases the
-wait fails after `STALL_TIMEOUT`.
+time limit, except in two cases where it is unknown whether the value will arrive:
+
+    * A replica has not begun. It may be about to run, or its turn may come after the waiting
+      replica in the same thread.
+    * A replica's main thread runs while another of its threads waits. The main thread may be
+      computing, or waiting for the other thread.
+
+In both cases the wait fails after `STALL_TIMEOUT`.
 """
 
 from __future__ import annotations
@@ -124,7 +128,7 @@ class Abort(NamedTuple):
 
     def raise_late(self, replica: int, where: str) -> NoReturn:
         """Raises a new error in a replica that calls after the abort."""
-        later = f" Replica {replica} came to {where} after that."
+        later = f" Replica {replica} reached {where} after that."
         if self.kind is ReplicasDiverged:  # the message tells where every replica is
             later = ""
         raise self.kind(self.reason + later) from self.cause
@@ -157,11 +161,11 @@ class Progress:
         self.is_absent = False
 
     def is_over(self, run: int) -> bool:
-        """Whether the replica has ended its run of this number, or does not begin it."""
+        """Whether the run of this number has ended, or will never begin."""
         return not self.depth and (self.is_absent or self.runs >= run)
 
     def may_begin(self, run: int) -> bool:
-        """Whether the replica may still begin its run of this number."""
+        """Whether the run of this number may still begin."""
         return not self.depth and not self.is_absent and self.runs < run
 
 
@@ -190,7 +194,7 @@ class Rendezvous:
         #: The channel of each `SyncMaster` in this forward.
         self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._commits = threading.RLock()
-        #: The rendezvous of the forward that this forward is inside of, in one of its replicas.
+        #: The rendezvous of the outer forward, if this forward runs inside one of its replicas.
         self.outer: Rendezvous | None = None
         self._progress = [Progress() for _ in range(size or 0)]
         # Whether any replica has ended a run, or is absent.
@@ -277,11 +281,11 @@ class Rendezvous:
     def take_failures(self) -> list[Failure]:
         """Returns the failures of the replicas, and drops them.
 
-        An error refers to the frames that it passed, and they refer to the replicas, so keeping it
-        would make a cycle.
+        Keeping an error would make a cycle: its traceback refers to frames that refer to the
+        replicas.
         """
         with self.lock:
-            # `abort` lives until the lock is released, because to free its cause may run any code.
+            # `abort` outlives the lock, because freeing its cause may run any code.
             abort, failures = self.abort, self._failures
             self._failures = []
             if abort is not None:

@@ -758,7 +758,7 @@ def test_registration_keeps_no_module_alive():
 def test_registration_refuses_anything_else():
     with pytest.raises(TypeError, match=r"expected a torch.nn.Module \(got type\)"):
         register_replication_callback(nn.Linear, set_number)
-    with pytest.raises(TypeError, match="register with that one"):
+    with pytest.raises(TypeError, match="register with the original"):
         register_replication_callback(copies(nn.Linear(1, 1), 1)[0], set_number)
     with pytest.raises(TypeError, match=r"register with its \.module"):
         register_replication_callback(DataParallel(nn.Linear(1, 1), ["cpu"]), set_number)

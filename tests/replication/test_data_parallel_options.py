@@ -662,7 +662,7 @@ class Boxes(nn.Module):
 @pytest.mark.parametrize(
     ("names", "args", "message"),
     [
-        (["box"], 1, r"'box', which is no argument of the module, which has \['x', 'boxes'\]"),
+        (["box"], 1, r"'box', which is not an argument of the module, which has \['x', 'boxes'\]"),
         (["boxes"], 2, r"'boxes', which was passed by position, and is moved"),
     ],
 )

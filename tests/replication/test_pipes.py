@@ -435,7 +435,7 @@ def test_identifier_that_cannot_be_hashed_is_refused():
 def test_master_whose_forward_has_ended_says_so():
     layer = Centering()
     DataParallel(layer, ["cpu"] * 2)(torch.zeros(2, 1))
-    with pytest.raises(ReplicationError, match="run_master is called outside the forward"):
+    with pytest.raises(ReplicationError, match="run_master must be called in the same forward"):
         layer._sync_master.run_master(0)
 
 
@@ -445,7 +445,7 @@ def test_error_names_the_number_of_the_call():
     exchange(master, "a", (pipe, "b"))
     master._by_hand.fail(1, KeyError("elsewhere"))
     for replica, run in enumerate((master.run_master, pipe.run_slave)):
-        with pytest.raises(ReplicaFailed, match=rf"{replica} came to `SyncMaster`, call 2 after"):
+        with pytest.raises(ReplicaFailed, match=rf"{replica} reached `SyncMaster`, call 2 after"):
             run("c")
 
 

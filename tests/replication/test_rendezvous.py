@@ -350,7 +350,7 @@ def test_close_wakes_every_wait_and_forbids_later_ones():
     with pytest.raises(ReplicationError, match=r"^it is over\.$"):
         wait.block()
     with pytest.raises(
-        ReplicationError, match=r"^it is over\. Replica 1 came to `layer`, call 1 after that\.$"
+        ReplicationError, match=r"^it is over\. Replica 1 reached `layer`, call 1 after that\.$"
     ):
         begin_wait(rendezvous, 1, 0)
 

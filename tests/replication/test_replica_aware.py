@@ -124,7 +124,7 @@ def test_group_is_its_name():
     layer = Total()
     with pytest.raises(AttributeError, match=r"`group` of Total .* another name"):
         layer.group = 3
-    with pytest.raises(TypeError, match=r"`group` of Method .* another name"):
+    with pytest.raises(TypeError, match=r"`group` of Method .* rename the attribute"):
 
         class Method(Total):
             def group(self) -> None:
@@ -152,7 +152,7 @@ def test_replica_without_a_group_warns_once_and_names_the_remedy():
     assert y.tolist() == [[1]] * 3
     (found,) = caught
     assert found.category is UnsynchronizedWarning
-    assert "Total() is in a replica that has not been told about its copies" in str(found.message)
+    assert "Total() is in a replica that is not connected to the others" in str(found.message)
     assert "patch_replication_callback(model)" in str(found.message)
 
 
@@ -160,7 +160,7 @@ def test_replica_without_a_group_warns_once_and_names_the_remedy():
 def test_a_copy_of_what_has_warned_warns_again(copied):
     net = Total()
     for module in (net, copied(net)):
-        with pytest.warns(UserWarning, match="has not been told about its copies"):
+        with pytest.warns(UserWarning, match="is not connected to the others"):
             CustomDataParallel(module, 2)(torch.ones(2, 1))
 
 
@@ -227,7 +227,7 @@ def test_flag_dies_with_its_owner():
 
 def test_replica_of_a_replica_without_a_group_does_not_take_the_outer_group():
     inner = CustomDataParallel(Total(), 2)
-    with pytest.warns(UserWarning, match="has not been told about its copies"):
+    with pytest.warns(UserWarning, match="is not connected to the others"):
         y = DataParallel(nn.Sequential(inner), ["cpu"] * 2)(torch.ones(8, 1))
     assert y.tolist() == [[2]] * 8
 
@@ -237,7 +237,7 @@ def test_override_of_the_callback_that_does_not_call_it_warns():
         def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
             pass
 
-    with pytest.warns(UserWarning, match="has not been told about its copies"):
+    with pytest.warns(UserWarning, match="is not connected to the others"):
         DataParallel(Forgets(), ["cpu"] * 2)(torch.ones(2, 1))
 
 
@@ -266,7 +266,7 @@ def test_group_that_was_taken_before_there_were_replicas_is_refused_in_them():
     layer = Early()
     assert layer(torch.ones(2, 1)).tolist() == [[2]] * 2
     with pytest.raises(
-        ReplicationError, match=r"Early: .* calls all_reduce .*; take self\.group in"
+        ReplicationError, match=r"Early: .* calls all_reduce .*; read self\.group in"
     ):
         DataParallel(layer, ["cpu"] * 2)(torch.ones(2, 1))
 

@@ -158,7 +158,7 @@ def test_a_loss_of_each_replica_cannot_be_compared():
         def forward(self, x: Tensor) -> Tensor:
             return x.square().mean()
 
-    with pytest.raises(ValueError, match="a loss perhaps, of which each replica has its own"):
+    with pytest.raises(ValueError, match="such as a loss: each replica has its own"):
         verify(Loss(), torch.randn(6, 3), CPUS)
 
 

@@ -57,7 +57,7 @@ def test_a_report_names_the_straggler_and_the_layer_that_is_waited_in(straggler,
     assert report.total.total == pytest.approx(first.total + second.total)
     text = capsys.readouterr().out
     assert text == f"{report}\n"
-    assert f"Most is waited in `0.0`. Replica {straggler} waits least" in text
+    assert f"Replicas wait longest in `0.0`. Replica {straggler} waits least" in text
     head, titles, *rows = text.splitlines()
     assert head.startswith("2 forwards; milliseconds per forward")
     assert " ".join(titles.split()) == "layer calls replica 0 replica 1 replica 2 together"
@@ -140,7 +140,7 @@ def test_many_layers_are_cut_and_added_up():
     assert lines[2].split()[0] == "`layer29`"
     assert lines[-3].split() == ["10", "others", "10", "55.000", "55.000"]
     assert lines[-2].split() == ["all", "30", "465.000", "465.000"]
-    assert lines[-1].startswith("Most is waited in `layer29`.")
+    assert lines[-1].startswith("Replicas wait longest in `layer29`.")
 
 
 def test_a_report_has_the_replicas_of_the_largest_forward():
@@ -154,7 +154,7 @@ def test_without_waits_a_report_says_so(capsys):
     with wait_report() as report:
         DataParallel(nn.Linear(2, 2), ["cpu"] * 2)(torch.randn(4, 2))
     assert capsys.readouterr().out.endswith(
-        "waits for others: none (it sees the replicas of a DataParallel, not processes)\n"
+        "waits for others: none (only replicas of a DataParallel are measured, not processes)\n"
     )
     assert (report.forwards, report.straggler, report.layers) == (1, None, [])
 

@@ -77,7 +77,7 @@ class Verification(ShownAsTable):
         return next((d for d in everything if not d.error <= self.tolerance), None)
 
     def _table(self) -> Table:
-        """Returns the number of quantities of each kind that were compared, and their largest error."""
+        """Returns how many quantities of each kind were compared, and their largest error."""
         rows = [
             (kind, str(len(found)), f"{max(d.error for d in found):.1e}")
             for kind, found in self.differences.items()

@@ -70,9 +70,9 @@ class ShownAsTable:
     def _repr_html_(self) -> str:
         return self._table().html()
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Prints in IPython, where there is no HTML."""
-        printer.text(str(self))
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """Shows the text instead of the ``repr``, in IPython and where a page has no HTML."""
+        return {"text/plain": str(self)}
 
 
 def _paragraphs(lines: Sequence[str]) -> str:

@@ -115,11 +115,8 @@ def test_results_show_as_tables(result):
     assert shown == sorted(map(words, str(result).splitlines()))
 
 
-def test_ipython_prints_the_text():
-    class Printer:
-        def text(self, text: str) -> None:
-            self.printed = text
-
-    result, printer = summary(nn.BatchNorm1d(3)), Printer()
-    result._repr_pretty_(printer, False)
-    assert printer.printed == str(result)
+@pytest.mark.parametrize("result", results(), ids=lambda result: type(result).__name__)
+def test_ipython_shows_the_text(result):
+    assert result._repr_mimebundle_(include=None, exclude={"text/latex"}) == {
+        "text/plain": str(result)
+    }

@@ -98,13 +98,13 @@ def check_machine(
 
 
 class Result(NamedTuple):
-    """What was found on one device, or on several together."""
+    """The result of the comparisons on one device, or across several."""
 
     #: ``"PASS"`` or ``"FAIL"``.
     verdict: str
     #: The names of the devices.
     devices: str
-    #: What was compared, and the first failure.
+    #: The comparisons that ran, and those that failed.
     checked: str
 
 

@@ -1,8 +1,9 @@
 """Checks that replicas run and communicate on this machine.
 
 Prints versions and devices, then compares replicas of a layer that communicates with the same
-layer on one device: on the CPU, on one accelerator, and on all accelerators. The exit status is 0
-if they compute the same, otherwise 1.
+layer on one device: on the CPU, on each accelerator, and across all accelerators. At the end it
+prints PASS or FAIL for each device, and a verdict. The exit status is 0 if all pass, 1 if one
+fails, and 2 if the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ import platform
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
 
 from replication.devices import accelerator, default_devices
 from replication.groups.layer import ReplicaAware
+from replication.table import Table
 from replication.verify import verify
 
 __all__: list[str] = []
+
+#: The name under which both packages are installed.
+DISTRIBUTION = "synchronized-batchnorm"
 
 
 class Centered(ReplicaAware, nn.Module):
@@ -37,7 +44,7 @@ class Centered(ReplicaAware, nn.Module):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the comparisons. Returns the exit status, which is 1 if one of them fails."""
+    """Prints comparisons and verdicts. Returns the exit status, which is 1 if one fails."""
     return check_machine("replication", __doc__, Centered, lambda _: [torch.float32], arguments)
 
 
@@ -48,7 +55,7 @@ def check_machine(
     dtypes: Callable[[torch.device], Sequence[torch.dtype]],
     arguments: Sequence[str] | None,
 ) -> int:
-    """Compares a layer on replicas with one device, on every kind of device that there is.
+    """Compares a layer on replicas with one device, on every device of this machine.
 
     Args:
         package: The package whose command line this is.
@@ -68,33 +75,65 @@ def check_machine(
         parser.error(f"--replicas must be at least 2 (got {replicas})")
     print(environment())
     torch.manual_seed(0)
-    batch = torch.randn(3 * replicas - 1, 16, 9, 9) + 10  # the last shard is smaller
     accelerators = default_devices()
-    device_lists = [[device] * replicas for device in (torch.device("cpu"), *accelerators[:1])]
+    device_lists = [[device] * replicas for device in (torch.device("cpu"), *accelerators)]
     if len(accelerators) > 1:
-        device_lists.append(list(accelerators))
-        batch = torch.cat([batch] * len(accelerators))  # some data for each of them
-    passes = True
-    for devices in device_lists:
-        for dtype in dtypes(devices[0]):
-            print(
-                f"\n{len(devices)} replicas on {', '.join(map(str, devices))}, in {dtype}. "
-                "Largest relative differences from one device:"
-            )
-            try:
-                verification = verify(make_layer(), batch, devices, dtype=dtype)
-            except Exception:
-                traceback.print_exc(file=sys.stdout)
-                passes = False
-            else:
-                print(verification)
-                passes = passes and bool(verification)
+        device_lists.append(accelerators)
+    samples = 3 * max(replicas, len(accelerators)) - 1  # the last shard is smaller
+    batch = torch.randn(samples, 16, 9, 9) + 10
+    results = [
+        check_devices(make_layer, batch, devices, dtypes(devices[0])) for devices in device_lists
+    ]
+    passes = all(result.verdict == "PASS" for result in results)
+    print()
+    print(Table(("result", "device", "checked"), results).text())
+    if not accelerators:
+        print("\nOnly the CPU was checked: torch finds no GPU or other accelerator here.")
     print(
         "\nPASS: replicas run, communicate, and compute what one device computes"
         if passes
         else "\nFAIL: replicas raise, or differ from one device; see the comparisons above"
     )
     return 0 if passes else 1
+
+
+class Result(NamedTuple):
+    """The result of the comparisons on one device, or across several."""
+
+    #: ``"PASS"`` or ``"FAIL"``.
+    verdict: str
+    #: The names of the devices.
+    devices: str
+    #: The comparisons that ran, and those that failed.
+    checked: str
+
+
+def check_devices(
+    make_layer: Callable[[], nn.Module],
+    batch: Tensor,
+    devices: Sequence[torch.device],
+    dtypes: Sequence[torch.dtype],
+) -> Result:
+    """Compares a layer on replicas with one device in each dtype, and prints the comparisons."""
+    names = ", ".join(dict.fromkeys(map(str, devices)))
+    replicas = f"{len(devices)} replicas"
+    checked, failures = [], []
+    for dtype in dtypes:
+        checked.append(str(dtype).removeprefix("torch."))
+        print(f"\n{replicas} on {names} in {checked[-1]}, compared with one device:")
+        try:
+            verification = verify(make_layer(), batch, devices, dtype=dtype)
+        except Exception as error:
+            traceback.print_exc(file=sys.stdout)
+            failures.append(f"{type(error).__name__} in {checked[-1]}")
+        else:
+            print(verification)
+            if not verification:
+                failures.append(f"differs from one device in {checked[-1]}")
+    what = f"{replicas} in {' and '.join(checked)}"
+    if failures:
+        return Result("FAIL", names, f"{what}: {', '.join(failures)}")
+    return Result("PASS", names, what)
 
 
 def environment() -> str:
@@ -108,10 +147,19 @@ def environment() -> str:
         if distributed.is_available() and getattr(distributed, f"is_{name}_available")()
     ]
     return (
+        f"{DISTRIBUTION} {installed_version()}\n"
         f"Python {platform.python_version()}, torch {torch.__version__}\n"
         f"Devices: CPU ({torch.get_num_threads()} threads), {found}\n"
         f"Backends for several processes: {', '.join(backends) or 'none'}"
     )
+
+
+def installed_version() -> str:
+    """Returns the version of this distribution."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return "(not installed: imported from its sources)"
 
 
 if __name__ == "__main__":

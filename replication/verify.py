@@ -20,6 +20,7 @@ from replication.devices import DeviceLike, check_module, usable_devices
 from replication.groups.membership import process_count
 from replication.sync.current import current_replica, is_recomputation
 from replication.sync.notes import add_note
+from replication.table import ShownAsTable, Table
 from replication.tree import Path, flatten, unflatten
 from replication.warning import once_for
 
@@ -46,8 +47,10 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Verification:
-    """The result of `verify`. True if all quantities are equal up to rounding; prints as a table.
+class Verification(ShownAsTable):
+    """The result of `verify`. True if all quantities are equal up to rounding.
+
+    It prints as a table, and shows as a table in a notebook.
 
     Attributes:
         differences: The differences by kind of quantity: outputs of layers in the order in which
@@ -73,17 +76,20 @@ class Verification:
         everything = (d for differences in self.differences.values() for d in differences)
         return next((d for d in everything if not d.error <= self.tolerance), None)
 
-    def __str__(self) -> str:
-        lines = [
-            f"{quantity:<24} {max((d.error for d in differences), default=0.0):.1e}"
-            for quantity, differences in self.differences.items()
+    def _table(self) -> Table:
+        """Returns how many quantities of each kind were compared, and their largest error."""
+        rows = [
+            (kind, str(len(found)), f"{max(d.error for d in found):.1e}")
+            for kind, found in self.differences.items()
+            if found
         ]
         first = self.first_difference
         verdict = "equal" if first is None else f"the first difference is {first}"
-        lines.append(f"{self.replicas} replicas: {verdict} (tolerance {self.tolerance:.0e})")
+        after = [f"{self.replicas} replicas: {verdict} (tolerance {self.tolerance:.0e})"]
         if self.is_random:
-            lines.append("Two runs on one device differ as well: the model draws random numbers.")
-        return "\n".join(lines)
+            after.append("Two runs on one device differ as well: the model draws random numbers.")
+        titles = "compared", "number", "largest relative error"
+        return Table(titles, rows, after=after, numbers_from=1)
 
 
 def verify(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch.autograd.profiler import record_function
 
 from replication._torch import is_profiling
+from replication.table import ShownAsTable, Table
 
 __all__ = ["WaitReport", "wait_report"]
 
@@ -42,10 +43,10 @@ class Waits(NamedTuple):
         return sum(self.seconds.values())
 
 
-class WaitReport:
+class WaitReport(ShownAsTable):
     """How long each replica waited for the others in each layer (see `wait_report`).
 
-    ``str(report)`` is a table, in milliseconds per forward.
+    It prints as a table, and shows as a table in a notebook, in milliseconds per forward.
 
     Attributes:
         forwards: The number of forwards.
@@ -116,30 +117,28 @@ class WaitReport:
         stands_out = len(order) > 1 and seconds[order[1]] > max(2 * seconds[order[0]], least)
         return order[0] if stands_out else None
 
-    def __str__(self) -> str:
+    def _table(self) -> Table:
+        """Returns the layers in descending order of the time waited, and their sum."""
         forwards = f"{self.forwards} forward{'' if self.forwards == 1 else 's'}"
         head = f"{forwards}; milliseconds per forward that a replica waits for others"
         layers = self.layers
         if not layers:
-            return f"{head}: none (only replicas of a DataParallel are measured, not processes)"
+            none = f"{head}: none (only replicas of a DataParallel are measured, not processes)"
+            return Table((), (), [none])
         listed = [layer._replace(path=f"`{layer.path}`") for layer in layers[:_ROWS]]
         others = layers[_ROWS:]
         if others:
             listed.append(self._together(f"{len(others)} others", others))
         rows = [self._cells(waits) for waits in (*listed, self._together("all", layers))]
         titles = ["layer", "calls", *(f"replica {r}" for r in self.replicas), "together"]
-        widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-            for row in (titles, *rows)
-        ]
         straggler = self.straggler
         verdict = (
             "No replica stands out as the one that the others wait for."
             if straggler is None
             else f"Replica {straggler} waits least: it is the one that the others wait for."
         )
-        return "\n".join([head, *lines, f"Replicas wait longest in {listed[0].path}. {verdict}"])
+        after = f"Replicas wait longest in {listed[0].path}. {verdict}"
+        return Table(titles, rows, [head], [after], numbers_from=1)
 
     def _per_forward(self, seconds: float) -> float:
         """Returns milliseconds per forward."""

@@ -1,8 +1,9 @@
 """Checks that synchronized replicas on this machine train like one device.
 
 Prints versions and devices, then compares a synchronized layer on several replicas with the same
-layer on one device: on the CPU, on one accelerator, and on all accelerators, in float64 and
-float32. The exit status is 0 if they compute the same, otherwise 1.
+layer on one device: on the CPU, on each accelerator, and across all accelerators, in float64 and
+float32. At the end it prints PASS or FAIL for each device, and a verdict. The exit status is 0 if
+all pass, 1 if one fails, and 2 if the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__: list[str] = []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the comparisons. Returns the exit status, which is 1 if one of them fails."""
+    """Prints comparisons and verdicts. Returns the exit status, which is 1 if one fails."""
     return check_machine("syncbn", __doc__, make_layer, dtypes, arguments)
 
 

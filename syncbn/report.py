@@ -15,6 +15,7 @@ from replication.callbacks import CALLBACK
 from replication.devices import check_module
 from replication.errors import path_or_root
 from replication.patch import has_replication_callback
+from replication.table import ShownAsTable, Table
 from replication.tree import leaves_of, open_builtin
 from syncbn.batchnorm import (
     CORRECTION,
@@ -220,8 +221,8 @@ class LayerSummary(NamedTuple):
     kind: Kind
 
 
-class Summary:
-    """The result of `summary`, to be printed.
+class Summary(ShownAsTable):
+    """The result of `summary`. It prints as a table, and shows as a table in a notebook.
 
     Attributes:
         layers: All layers that normalize or run replicas, in the order of ``named_modules()``.
@@ -246,7 +247,8 @@ class Summary:
             raise ValueError(f"expected a kind of {get_args(KindName)} (got {kind!r})")
         return [layer.path for layer in self.layers if layer.kind.name == kind]
 
-    def __str__(self) -> str:
+    def _table(self) -> Table:
+        """Returns a row for each layer. Layers that normalize by sample are counted instead."""
         rows: list[tuple[str, ...]] = [
             (f"`{path_or_root(path)}`", layer, kind.name, kind.note)
             for path, layer, kind in self.layers
@@ -258,16 +260,13 @@ class Summary:
             for layer, count in sorted(by_sample.items())
         ]
         if not rows:
-            return "No layer normalizes over the batch."
-        table = [("path", "layer", "", "note"), *rows]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+            return Table((), (), ["No layer normalizes over the batch."])
         counts = Counter(layer.kind.name for layer in self.layers)
-        lines.append(
+        total = (
             f"{counts['synchronized']} synchronized, {counts['plain']} not converted, "
             f"{counts['left alone']} left alone."
         )
-        return "\n".join(lines)
+        return Table(("path", "layer", "", "note"), rows, after=[total])
 
 
 def summary(module: nn.Module) -> Summary:
@@ -288,7 +287,7 @@ def summary(module: nn.Module) -> Summary:
         module: A layer or a network, converted or not, wrapped or not.
 
     Returns:
-        The list of layers, to be printed.
+        The list of layers, which prints as a table.
 
     Raises:
         TypeError: ``module`` is not a module.

@@ -77,6 +77,12 @@ def test_everything_is_compared(net):
     assert len(found["buffers"]) == 2 * 3
 
 
+def test_kinds_of_quantities_that_do_not_occur_are_left_out_of_the_table():
+    titles, *rows, _ = str(verify(nn.ReLU(), X, CPUS)).splitlines()
+    assert titles.split() == ["compared", "number", "largest", "relative", "error"]
+    assert [row.split()[:2] for row in rows] == [["outputs", "1"], ["gradients", "1"]]
+
+
 def test_the_first_layer_that_differs_is_named(net):
     net.norm = nn.BatchNorm1d(4)
     found = verify(net, X, CPUS)
@@ -166,6 +172,10 @@ def test_a_loss_of_each_replica_cannot_be_compared():
 def test_what_is_no_module_is_refused(model):
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"):
         verify(model, X, CPUS)
+
+
+def test_data_parallel_is_exported_by_both_packages():
+    assert syncbn.DataParallel is replication.DataParallel is DataParallel
 
 
 def test_without_devices_two_cpu_replicas_run(net):
@@ -272,15 +282,26 @@ def test_self_check_passes_here(package, dtypes):
     done = run_python("-m", package, "--replicas", "3")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("Python ")
-    assert f"torch {torch.__version__}" in lines[0]
-    assert lines[1].startswith("Devices: CPU (")
-    comparisons = [line for line in lines if line.startswith("3 replicas on cpu, cpu, cpu, in ")]
-    assert [line.partition("torch.")[2].partition(".")[0] for line in comparisons] == dtypes
+    assert lines[0].startswith("synchronized-batchnorm ")
+    assert lines[1].startswith("Python ")
+    assert f"torch {torch.__version__}" in lines[1]
+    assert lines[2].startswith("Devices: CPU (")
+    for dtype in dtypes:
+        assert f"3 replicas on cpu in {dtype}, compared with one device:" in lines
     for dtype in dtypes:
         tolerance = {"float64": "1e-06", "float32": "1e-03"}[dtype]
         assert lines.count(f"3 replicas: equal (tolerance {tolerance})") >= 1
+    assert f"PASS    cpu     3 replicas in {' and '.join(dtypes)}" in lines
     assert lines[-1] == "PASS: replicas run, communicate, and compute what one device computes"
+
+
+@pytest.mark.parametrize("check", [replication.__main__, syncbn.__main__])
+def test_self_check_says_that_only_the_cpu_was_checked(check, monkeypatch, capsys):
+    monkeypatch.setattr(replication.__main__, "default_devices", lambda: [])
+    assert check.main(["--replicas", "2"]) == 0
+    title, result, _, remark, _, _ = capsys.readouterr().out.splitlines()[-6:]
+    assert (title.split()[:2], result.split()[:2]) == (["result", "device"], ["PASS", "cpu"])
+    assert remark == "Only the CPU was checked: torch finds no GPU or other accelerator here."
 
 
 @pytest.mark.parametrize("package", ["replication", "syncbn"])
@@ -291,18 +312,42 @@ def test_self_check_explains_itself(package):
     assert "The exit status is 0" in " ".join(done.stdout.split())
 
 
-def test_self_check_compares_on_one_accelerator_and_on_all(monkeypatch, capsys):
-    monkeypatch.setattr(replication.__main__, "default_devices", lambda: [torch.device("cpu")] * 3)
-    assert replication.__main__.main(["--replicas", "2"]) == 0
+@pytest.mark.parametrize("broken", ["", "cuda:1"])
+def test_self_check_has_a_result_for_each_device_and_for_all_together(broken, monkeypatch, capsys):
+    accelerators = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    calls = []
+
+    def verify_without_devices(model, batch, devices, *, dtype):
+        calls.append([*map(str, devices), dtype])
+        if {*calls[-1][:-1]} == {broken}:
+            raise RuntimeError("no such kernel")
+        return verify(model, batch, ["cpu"] * len(devices), dtype=dtype)
+
+    monkeypatch.setattr(replication.__main__, "default_devices", lambda: accelerators)
+    monkeypatch.setattr(replication.__main__, "verify", verify_without_devices)
+    assert syncbn.__main__.main(["--replicas", "3"]) == (1 if broken else 0)
+    lists = [["cpu"] * 3, ["cuda:0"] * 3, ["cuda:1"] * 3, ["cuda:0", "cuda:1"]]
+    assert calls == [[*names, d] for names in lists for d in (torch.float64, torch.float32)]
     printed = capsys.readouterr().out
-    assert printed.count("\n2 replicas on cpu, cpu, in torch.float32.") == 2
-    assert printed.count("\n3 replicas on cpu, cpu, cpu, in torch.float32.") == 1
+    failed = ": RuntimeError in float64, RuntimeError in float32"
+    assert printed.endswith(
+        "\nresult  device          checked\n"
+        "PASS    cpu             3 replicas in float64 and float32\n"
+        "PASS    cuda:0          3 replicas in float64 and float32\n"
+        f"{'FAIL' if broken else 'PASS'}    cuda:1          3 replicas in float64 and float32"
+        f"{failed if broken else ''}\n"
+        "PASS    cuda:0, cuda:1  2 replicas in float64 and float32\n\n"
+        f"{printed.splitlines()[-1]}\n"
+    )
+    assert printed.splitlines()[-1].startswith("FAIL: " if broken else "PASS: ")
+    assert "Only the CPU" not in printed
 
 
 def assert_self_check_fails(check, capsys):
     assert check.main(["--replicas", "2"]) == 1
     *lines, verdict = capsys.readouterr().out.splitlines()
     assert verdict.startswith("FAIL: replicas raise, or differ from one device")
+    assert any(line.startswith("FAIL    cpu ") for line in lines)
     return "\n".join(lines)
 
 
@@ -339,7 +384,7 @@ class NotANumber(SynchronizedBatchNorm2d):
 def test_self_check_fails_on_nan(monkeypatch, capsys):
     monkeypatch.setattr(syncbn.__main__, "SynchronizedBatchNorm2d", NotANumber)
     printed = assert_self_check_fails(syncbn.__main__, capsys)
-    assert any(line.split() == ["outputs", "inf"] for line in printed.splitlines())
+    assert any(line.split() == ["outputs", "1", "inf"] for line in printed.splitlines())
 
 
 @pytest.mark.parametrize("check", [replication.__main__, syncbn.__main__])

@@ -9,14 +9,35 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import replication
 import syncbn
+from tests.processes import run_python
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+#: Pages whose blocks are the steps of one program.
+JOURNEYS = [ROOT / "docs" / f"{name}.md" for name in ("migration", "layers")]
+PROCESSES = ROOT / "docs" / "processes.md"
 PAGES = [README, ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+needs_gloo = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()),
+    reason="this torch has no gloo",
+)
+
+#: A sampler that gives rank 0 three batches more than rank 1.
+UNEVEN = """
+class Uneven(DistributedSampler):
+    def __iter__(self):
+        return iter(range(len(self)))
+
+    def __len__(self):
+        return 100 - 48 * rank
+
+sampler = Uneven(dataset)
+"""
 
 
 def name_of(page):
@@ -28,11 +49,11 @@ def fenced(page):
     return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def blocks(language):
+def blocks(language, pages):
     """All blocks of one language, each a test."""
     return [
         pytest.param(text, f"{name_of(page)}, block {number}", id=f"{name_of(page)}-{number}")
-        for page in PAGES
+        for page in pages
         for number, (found, text) in enumerate(fenced(page))
         if found == language
     ]
@@ -45,12 +66,48 @@ def headings(page):
     return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize(("text", "where"), blocks("python"))
+@pytest.mark.parametrize(("text", "where"), blocks("python", [page for page in PAGES if page not in (*JOURNEYS, PROCESSES)]))
 def test_examples_run(text, where):
     exec(compile(text, where, "exec"), {"__name__": "example"})
 
 
-@pytest.mark.parametrize(("text", "where"), blocks("pycon"))
+@pytest.mark.parametrize("page", JOURNEYS, ids=name_of)
+def test_journeys_run_from_top_to_bottom(page, tmp_path):
+    """In a process of their own, without a warning."""
+    program = tmp_path / "program.py"
+    program.write_text("\n".join(text for language, text in fenced(page) if language == "python"))
+    done = run_python(str(program), cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+@needs_gloo
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_the_program_of_several_processes_prints_what_the_page_says(processes, tmp_path):
+    program, launch = (text for _, text in fenced(PROCESSES)[:2])
+    torchrun, *options, name = launch.replace("=2", f"={processes}").split()
+    assert torchrun == "torchrun"
+    tmp_path.joinpath(name).write_text(program)
+    done = run_python("-m", "torch.distributed.run", "--standalone", *options, name, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (printed,) = re.findall(r"prints `2 processes(: .* correct)`", PROCESSES.read_text("utf-8"))
+    assert done.stdout == f"{processes} processes{printed}\n"
+    net = nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+    net.load_state_dict(torch.load(tmp_path / "net.pt"))
+
+
+@needs_gloo
+def test_its_ranks_take_equally_many_batches(tmp_path):
+    program = fenced(PROCESSES)[0][1]
+    uneven = program.replace("sampler = DistributedSampler(dataset)", UNEVEN)
+    assert uneven != program
+    (tmp_path / "train.py").write_text(uneven)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    done = run_python(*launch, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes: " in done.stdout
+
+
+@pytest.mark.parametrize(("text", "where"), blocks("pycon", PAGES))
 def test_examples_print_what_they_show(text, where):
     test = doctest.DocTestParser().get_doctest(text, {}, where, None, 0)
     assert test.examples

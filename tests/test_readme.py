@@ -78,6 +78,8 @@ def test_journeys_run_from_top_to_bottom(page, tmp_path):
     program.write_text("\n".join(text for language, text in fenced(page) if language == "python"))
     done = run_python(str(program), cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr, done.stderr
+    for shown in re.findall(r'print\(.*\)  # "(.*) \.\.\."', page.read_text("utf-8")):
+        assert shown in done.stdout
 
 
 @needs_gloo
@@ -157,3 +159,11 @@ def test_the_reference_has_all_names(package):
         if path in sys.modules:  # a file that has the name of the function in it
             path += f".{name}"
         assert path in described or f"`{name}`" in page, path
+
+
+def test_the_answer_about_speed_is_the_published_one():
+    figures = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+    ranges = re.findall(r"a training step takes ([\d.]+) to ([\d.]+) with `syncbn`", figures)
+    least, most = (f(float(end) for ends in ranges for end in ends) for f in (min, max))
+    answers = " ".join((ROOT / "docs" / "questions.md").read_text("utf-8").split())
+    assert f"a training step takes {least:.1f} to {most:.1f} times as long" in answers

@@ -17,10 +17,13 @@ from tests.processes import run_python
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+PAGES = [README, ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Pages whose blocks are the steps of one program.
 JOURNEYS = [ROOT / "docs" / f"{name}.md" for name in ("migration", "layers")]
+#: The page whose first block is a program for torchrun.
 PROCESSES = ROOT / "docs" / "processes.md"
-PAGES = [README, ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: Pages whose blocks are a program each.
+OTHERS = [page for page in PAGES if page not in (*JOURNEYS, PROCESSES)]
 
 needs_gloo = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()),
@@ -66,7 +69,7 @@ def headings(page):
     return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize(("text", "where"), blocks("python", [page for page in PAGES if page not in (*JOURNEYS, PROCESSES)]))
+@pytest.mark.parametrize(("text", "where"), blocks("python", OTHERS))
 def test_examples_run(text, where):
     exec(compile(text, where, "exec"), {"__name__": "example"})
 

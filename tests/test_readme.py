@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import doctest
 import re
 import sys
@@ -170,3 +171,15 @@ def test_the_answer_about_speed_is_the_published_one():
     least, most = (f(float(end) for ends in ranges for end in ends) for f in (min, max))
     answers = " ".join((ROOT / "docs" / "questions.md").read_text("utf-8").split())
     assert f"a training step takes {least:.1f} to {most:.1f} times as long" in answers
+
+
+def test_the_badges_are_true():
+    badges = " ".join(re.findall(r">([^<>]+)</text>", (ROOT / "docs" / "badges.svg").read_text()))
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    (torch_version,) = re.findall(r"torch>=([\d.]+)", settings["options"]["install_requires"])
+    python_version = settings["options"]["python_requires"].removeprefix(">=")
+    licensed = settings["metadata"]["license"]
+    assert badges == (
+        f"python {python_version} or later torch {torch_version} or later license {licensed}"
+    )

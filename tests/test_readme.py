@@ -19,6 +19,7 @@ from tests.processes import run_python
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
 #: Pages whose blocks are the steps of one program.
 JOURNEYS = [ROOT / "docs" / f"{name}.md" for name in ("migration", "layers")]
 #: The page whose first block is a program for torchrun.

@@ -76,7 +76,7 @@ class Options(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The result of a training: the loss of each step, the final weights as one vector, and so on."""
+    """The result of a training: the loss of each step, final weights, and so on."""
 
     name: str
     losses: Tensor

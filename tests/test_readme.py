@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import doctest
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -149,26 +150,6 @@ def test_the_difference_of_three_lines_synchronizes():
     assert syncbn.verify(names["model"], torch.randn(8, 3))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)]*)\)", page.read_text("utf-8")):
-        path, _, heading = target.partition("#")
-        there = page.parent / path if path else page
-        assert there.is_file(), target
-        assert not heading or heading in headings(there), target
-
-
-@pytest.mark.parametrize("package", [replication, syncbn], ids=lambda package: package.__name__)
-def test_the_reference_has_all_names(package):
-    page = (ROOT / "docs" / f"{package.__name__}.md").read_text("utf-8")
-    described = set(re.findall(r"^::: (.*)$", page, re.MULTILINE))
-    for name in package.__all__:
-        path = f"{package.__name__}.{name}"
-        if path in sys.modules:  # a file that has the name of the function in it
-            path += f".{name}"
-        assert path in described or f"`{name}`" in page, path
-
-
 def test_the_answer_about_speed_is_the_published_one():
     figures = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
     ranges = re.findall(r"a training step takes ([\d.]+) to ([\d.]+) with `syncbn`", figures)
@@ -187,3 +168,51 @@ def test_the_badges_are_true():
     assert badges == (
         f"python {python_version} or later torch {torch_version} or later license {licensed}"
     )
+
+
+#: The public classes and functions, without their older names.
+PUBLIC = {
+    getattr(package, name).__name__: getattr(package, name)
+    for package in (replication, syncbn)
+    for name in package.__all__
+}
+
+
+def see_also(name):
+    """The names after "See also" in a docstring."""
+    (names,) = re.findall(r"See also (`[^.]*`)\.$", inspect.getdoc(PUBLIC[name]), re.MULTILINE)
+    return set(re.findall(r"`(\w+)`", names))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_have_an_example(name):
+    kind = PUBLIC[name]
+    methods = [vars(kind)[key] for key in vars(kind) if not key.startswith("_")]
+    assert any(">>> " in (inspect.getdoc(documented) or "") for documented in (kind, *methods))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_refer_to_each_other(name):
+    related = see_also(name)
+    assert related and name not in related
+    assert all(name in see_also(other) for other in related)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]*)\)", page.read_text("utf-8")):
+        path, _, heading = target.partition("#")
+        there = page.parent / path if path else page
+        assert there.is_file(), target
+        assert not heading or heading in headings(there), target
+
+
+@pytest.mark.parametrize("package", [replication, syncbn], ids=lambda package: package.__name__)
+def test_the_reference_has_all_names(package):
+    page = (ROOT / "docs" / f"{package.__name__}.md").read_text("utf-8")
+    described = set(re.findall(r"^::: (.*)$", page, re.MULTILINE))
+    for name in package.__all__:
+        path = f"{package.__name__}.{name}"
+        if path in sys.modules:  # a file that has the name of the function in it
+            path += f".{name}"
+        assert path in described or f"`{name}`" in page, path

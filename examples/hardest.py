@@ -27,7 +27,7 @@ class HardestLoss(nn.Module):
         self.k = k
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
-        self.group = ctx.group(copy_id)  # set on the copy, so gone after the forward
+        self.group = ctx.group(copy_id)  # set on the copy, and discarded after the forward
 
     def forward(self, scores: Tensor, classes: Tensor) -> Tensor:
         losses = cross_entropy(scores, classes, reduction="none")

@@ -1,11 +1,11 @@
 """Two networks in a row, without gathering between them.
 
-Case 1: a network extracts features, another makes predictions of them. The features stay where
-they were computed: `gather_to_one_device=False` makes them a `Scattered`, one entry per replica,
-and the second network takes it apart again without being told.
+Case 1: a network extracts features, another makes predictions from them. The features stay where
+they were computed: `gather_to_one_device=False` makes them a `Scattered`, one entry per replica.
+The second network recognizes it, and entry i goes to replica i.
 
-Case 2: a network gives both features and a prediction. The prediction is gathered, the features
-are kept, added up on their devices, and passed on.
+Case 2: a network returns both features and a prediction. The prediction is gathered. The features
+stay, are added on their devices, and passed on.
 
     python examples/keep_scattered.py
     python examples/keep_scattered.py --devices cuda:0 cuda:1

@@ -32,7 +32,7 @@ class Criterion(nn.Module):
 
 
 def compare(devices: Sequence[str], samples: int) -> tuple[float, float]:
-    """The distances of loss and gradients from those of one device."""
+    """How far loss and gradients are from the single-device ones."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double().to(devices[0])
     alone = copy.deepcopy(net)

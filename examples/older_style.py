@@ -33,7 +33,7 @@ class BalancedLoss(nn.Module):
             self._slave_pipe = ctx.sync_master.register_slave(copy_id)
 
     def _add_counts(self, messages: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-        total = sum(counts for _, counts in messages)  # those of copy 0 come first
+        total = sum(counts for _, counts in messages)  # copy 0 comes first
         return [(copy_id, total) for copy_id, _ in messages]
 
     def forward(self, scores: Tensor, classes: Tensor) -> Tensor:

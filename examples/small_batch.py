@@ -82,7 +82,7 @@ PLAIN, SYNCHRONIZED = KINDS = ("plain BatchNorm", "synchronized BatchNorm")
 
 
 class Options(NamedTuple):
-    """What all trainings have in common; ``lr`` is the learning rate of steps with 32 samples."""
+    """The settings of all trainings. ``lr`` is the learning rate of steps with 32 samples."""
 
     devices: list[torch.device]
     seeds: int
@@ -94,7 +94,7 @@ class Options(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What came of one training: the accuracy, and all weights at the end in a row."""
+    """The result of one training: the accuracy, and the final weights as one vector."""
 
     seed: int
     share: int

@@ -61,9 +61,9 @@ Samples = tuple[Tensor, Tensor]
 
 
 class Options(NamedTuple):
-    """What the three runs have in common; the one-device run is on the first device.
+    """The settings of all three runs. The one-device run is on the first device.
 
-    Of several processes each has one device.
+    Under torchrun each process has one device.
     """
 
     devices: list[torch.device]
@@ -76,7 +76,7 @@ class Options(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What came of a training: the loss of each step, all weights at the end in a row, ..."""
+    """The result of a training: the loss of each step, final weights, and so on."""
 
     name: str
     losses: Tensor
@@ -86,7 +86,7 @@ class Run(NamedTuple):
 
 
 def load_data(device: torch.device, dtype: torch.dtype) -> tuple[Samples, Samples]:
-    """Loads the digits for training and those for the test, which no seed changes."""
+    """Loads the digits for training and for the test. The split is the same for every seed."""
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels / 16, dtype=dtype, device=device).unflatten(1, (1, 8, 8))
     digits = torch.tensor(labels, device=device)
@@ -154,7 +154,7 @@ def train(
 ) -> tuple[Tensor, float]:
     """Trains ``model`` in place; returns the loss of each step and the median ms per step.
 
-    The loss is the mean over the ``group`` of those that have a share of the batch each.
+    The loss is the mean over the members of ``group``, which share the batch.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
     model.train()
@@ -387,12 +387,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(runs: Sequence[Run], options: Options, output: Path) -> int:
-    """Prints and draws what came of the runs; returns the program's exit code."""
+    """Prints the table and draws the figure. Returns the program's exit code."""
     print_table(runs)
     draw(runs, options, output)
     print(f"The curves are in {output}")
     off = largest_distance(runs[-1].losses, runs[0].losses)
-    if options.dtype == torch.float64 and not off <= TOLERANCE:  # NaN fails, too
+    if options.dtype == torch.float64 and not off <= TOLERANCE:  # NaN fails as well
         print(f"FAILED: synchronized losses must be within {TOLERANCE} of one device (got {off})")
         return 1
     return 0

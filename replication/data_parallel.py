@@ -66,6 +66,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
     >>> net(torch.ones(5, 3)).shape
     torch.Size([5, 2])
 
+    See also `data_parallel`, `Scattered`, `patch_replication_callback` and
+    `UnsynchronizedWarning`.
+
     Args:
         module: The module. Its parameters and buffers must be on ``device_ids[0]``.
         device_ids: One device per replica: indices of accelerators, strings or `torch.device`.
@@ -312,6 +315,11 @@ def data_parallel(
     **policies: Any,
 ) -> Any:
     """Evaluates ``module(*inputs, **module_kwargs)`` on several replicas, as `DataParallel` does.
+
+    >>> data_parallel(nn.Linear(3, 2), torch.ones(5, 3), ["cpu"] * 2).shape
+    torch.Size([5, 2])
+
+    See also `DataParallel`.
 
     Args:
         module: The module. Its parameters and buffers must be on ``device_ids[0]``.

@@ -117,10 +117,13 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
     From now on its ``replicate`` calls `execute_replication_callbacks`, and its ``parallel_apply``
     raises the first of several errors. The class of the object becomes a derived class with the
     same name. Copies of the object are patched as well. Patching twice is the same as patching
-    once, and either handle undoes the patch::
+    once, and either handle undoes the patch.
 
-        model = nn.DataParallel(net, device_ids=[0, 1])
-        patch_replication_callback(model)
+    >>> model = nn.DataParallel(nn.Linear(3, 2))
+    >>> handle = patch_replication_callback(model)
+    >>> handle.remove()
+
+    See also `DataParallel`.
 
     Returns:
         A handle whose ``remove()`` undoes the patch.

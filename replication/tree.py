@@ -36,6 +36,14 @@ class Scattered(tuple[Any, ...]):
 
     Use it as the ``collate_fn`` of a `torch.utils.data.DataLoader` if each item of the data set is
     a batch for one replica.
+
+    >>> import torch
+    >>> from replication import DataParallel
+    >>> net = DataParallel(torch.nn.Identity(), ["cpu"] * 2)
+    >>> net(Scattered([torch.zeros(1), torch.ones(2)]))
+    tensor([0., 1., 1.])
+
+    See also `DataParallel`, `scatter` and `gather`.
     """
 
     __slots__ = ()

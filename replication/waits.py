@@ -48,6 +48,18 @@ class WaitReport(ShownAsTable):
 
     It prints as a table, and shows as a table in a notebook, in milliseconds per forward.
 
+    >>> import torch
+    >>> from replication import DataParallel, ReplicaAware
+    >>> class Total(ReplicaAware, torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return self.group.all_reduce(x.sum())
+    >>> with wait_report(quiet=True) as report:
+    ...     y = DataParallel(torch.nn.Sequential(Total()), ["cpu"] * 2)(torch.ones(4))
+    >>> [(waits.path, waits.calls) for waits in report.layers]
+    [('0', 1)]
+
+    See also `wait_report`.
+
     Attributes:
         forwards: The number of forwards.
     """
@@ -193,6 +205,16 @@ def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
                 step(batch)
         figure, axes = matplotlib.pyplot.subplots()
         report.plot(axes)
+
+    >>> import torch
+    >>> from replication import DataParallel
+    >>> net = DataParallel(torch.nn.Identity(), ["cpu"] * 2)
+    >>> with wait_report(quiet=True) as report:
+    ...     y = net(torch.ones(4))
+    >>> report.forwards
+    1
+
+    See also `WaitReport`.
 
     Args:
         quiet: Whether to print nothing. Print the report with ``print(report)``.

@@ -59,6 +59,12 @@ class UnsynchronizedWarning(UserWarning):
     If you want that, filter the category::
 
         warnings.filterwarnings("ignore", category=replication.UnsynchronizedWarning)
+
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore", UnsynchronizedWarning)  # plain BatchNorm is intended
+    ...     # train here
+
+    See also `DataParallel`.
     """
 
 

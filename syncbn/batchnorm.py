@@ -48,6 +48,11 @@ _denominator = lru_cache(Denominator)
 def set_sbn_eps_mode(mode: str) -> None:
     """Sets how synchronized statistics use ``eps``, for the whole process.
 
+    >>> set_sbn_eps_mode("clamp")  # before the first step
+    >>> set_sbn_eps_mode("plus")
+
+    See also `stand_in_for`.
+
     Args:
         mode: ``"plus"``, the default, divides by ``sqrt(var + eps)``, as `torch.nn.BatchNorm2d`
             does. ``"clamp"`` divides by ``sqrt(max(var, eps))``, as the older toolkit did. Use it
@@ -289,6 +294,8 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
     >>> layer(torch.randn(8, 4)).shape
     torch.Size([8, 4])
 
+    See also `SynchronizedBatchNorm2d`, `SynchronizedBatchNorm3d` and `convert_model`.
+
     Shape:
         Input and output: ``(N, C)`` or ``(N, C, L)``. Replicas may differ in N and L. N may be 0.
 
@@ -328,6 +335,12 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
 
     Arguments and errors: see `SynchronizedBatchNorm1d`.
 
+    >>> layer = SynchronizedBatchNorm2d(4)
+    >>> layer(torch.randn(8, 4, 6, 6)).shape
+    torch.Size([8, 4, 6, 6])
+
+    See also `SynchronizedBatchNorm1d` and `SynchronizedBatchNorm3d`.
+
     Shape:
         Input and output: ``(N, C, H, W)``. Replicas may differ in N, H and W.
     """
@@ -337,6 +350,12 @@ class SynchronizedBatchNorm3d(SynchronizedBatchNorm, nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d` whose training statistics span all replicas of a forward.
 
     Arguments and errors: see `SynchronizedBatchNorm1d`.
+
+    >>> layer = SynchronizedBatchNorm3d(4)
+    >>> layer(torch.randn(2, 4, 6, 6, 6)).shape
+    torch.Size([2, 4, 6, 6, 6])
+
+    See also `SynchronizedBatchNorm1d` and `SynchronizedBatchNorm2d`.
 
     Shape:
         Input and output: ``(N, C, D, H, W)``. Replicas may differ in N, D, H and W.

@@ -261,6 +261,8 @@ def stand_in_for(package: str = "sync_batchnorm", **defaults: Any) -> None:
     >>> layer is SynchronizedBatchNorm2d
     True
 
+    See also `convert_model` and `set_sbn_eps_mode`.
+
     Args:
         package: The full dotted name under which the copy is imported.
         defaults: Defaults of the layers' constructor, such as ``momentum=0.001``.

@@ -65,6 +65,9 @@ def convert_model(
     >>> type(net[1]).__name__
     'SynchronizedBatchNorm2d'
 
+    See also `SynchronizedBatchNorm1d`, `revert_model`, `patch_sync_batchnorm`, `stand_in_for` and
+    `summary`.
+
     Args:
         module: A layer, a network, or a DataParallel around one.
         group_size: If given, set on every synchronized layer, including layers that were
@@ -162,6 +165,12 @@ def revert_model(module: ModuleT) -> ModuleT:
     a `torch.nn.BatchNorm1d`, ``2d`` or ``3d``, because its pipes are gone. Synchronized layers of
     derived classes, parametrized ones included, stay synchronized, with a warning that names them.
 
+    >>> net = convert_model(nn.Sequential(nn.BatchNorm2d(8)))
+    >>> type(revert_model(net)[0]).__name__
+    'BatchNorm2d'
+
+    See also `convert_model`.
+
     Args:
         module: A layer or a network, changed in place. Pass a copy to keep it.
 
@@ -215,10 +224,7 @@ if hasattr(os, "register_at_fork"):
 def patch_sync_batchnorm() -> Iterator[None]:
     """Replaces ``torch.nn.BatchNorm1d/2d/3d`` by the synchronized classes inside the block.
 
-    Use it for model code that you cannot edit::
-
-        with patch_sync_batchnorm():
-            net = build()
+    Use it for model code that you cannot edit.
 
     The patch applies to the whole process. Blocks may be nested, and blocks of several threads may
     overlap: the plain classes are back when the last block ends, also after an error. A class that
@@ -226,6 +232,13 @@ def patch_sync_batchnorm() -> Iterator[None]:
 
     Only code that looks the names up in ``torch.nn`` sees the patch. A ``from torch.nn import
     BatchNorm2d`` that ran before keeps the plain class; use `convert_model` on the network.
+
+    >>> with patch_sync_batchnorm():
+    ...     net = nn.Sequential(nn.BatchNorm2d(8))
+    >>> type(net[0]).__name__
+    'SynchronizedBatchNorm2d'
+
+    See also `convert_model`.
     """
     block: dict[str, Any] = {}
     try:

@@ -224,6 +224,12 @@ class LayerSummary(NamedTuple):
 class Summary(ShownAsTable):
     """The result of `summary`. It prints as a table, and shows as a table in a notebook.
 
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    >>> [(layer.path, layer.kind.name) for layer in summary(net).layers]
+    [('1', 'plain')]
+
+    See also `summary`.
+
     Attributes:
         layers: All layers that normalize or run replicas, in the order of ``named_modules()``.
             Each has a ``path``, ``layer`` (the name of its class), and ``kind``. ``kind.name`` is
@@ -282,6 +288,8 @@ def summary(module: nn.Module) -> Summary:
     `1`        SynchronizedBatchNorm2d  synchronized
     1 of them  GroupNorm                by sample     nothing to synchronize
     1 synchronized, 0 not converted, 0 left alone.
+
+    See also `convert_model`, `Summary` and `verify`.
 
     Args:
         module: A layer or a network, converted or not, wrapped or not.

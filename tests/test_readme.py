@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import configparser
 import doctest
+import inspect
 import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import replication
 import syncbn
+from tests.processes import run_python
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+#: Pages whose blocks are the steps of one program.
+JOURNEYS = [ROOT / "docs" / f"{name}.md" for name in ("migration", "layers")]
+#: The page whose first block is a program for torchrun.
+PROCESSES = ROOT / "docs" / "processes.md"
+#: Pages whose blocks are a program each.
+OTHERS = [page for page in PAGES if page not in (*JOURNEYS, PROCESSES)]
+
+needs_gloo = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()),
+    reason="this torch has no gloo",
+)
+
+#: A sampler that gives rank 0 three batches more than rank 1.
+UNEVEN = """
+class Uneven(DistributedSampler):
+    def __iter__(self):
+        return iter(range(len(self)))
+
+    def __len__(self):
+        return 100 - 48 * rank
+
+sampler = Uneven(dataset)
+"""
 
 
 def name_of(page):
@@ -28,11 +55,11 @@ def fenced(page):
     return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def blocks(language):
+def blocks(language, pages):
     """All blocks of one language, each a test."""
     return [
         pytest.param(text, f"{name_of(page)}, block {number}", id=f"{name_of(page)}-{number}")
-        for page in PAGES
+        for page in pages
         for number, (found, text) in enumerate(fenced(page))
         if found == language
     ]
@@ -45,12 +72,53 @@ def headings(page):
     return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize(("text", "where"), blocks("python"))
+@pytest.mark.parametrize(("text", "where"), blocks("python", OTHERS))
 def test_examples_run(text, where):
     exec(compile(text, where, "exec"), {"__name__": "example"})
 
 
-@pytest.mark.parametrize(("text", "where"), blocks("pycon"))
+@pytest.mark.parametrize("page", JOURNEYS, ids=name_of)
+def test_journeys_run_from_top_to_bottom(page, tmp_path):
+    """In a process of their own, without a warning."""
+    program = tmp_path / "program.py"
+    program.write_text("\n".join(text for language, text in fenced(page) if language == "python"))
+    done = run_python(str(program), cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    for shown in re.findall(r'print\(.*\)  # "(.*) \.\.\."', page.read_text("utf-8")):
+        assert shown in done.stdout
+
+
+def launched(program, folder, processes=2):
+    """Saves a program and launches it as the page says. Returns the state and the accuracy."""
+    torchrun, *options, name = fenced(PROCESSES)[1][1].replace("=2", f"={processes}").split()
+    assert torchrun == "torchrun" and f"--nproc-per-node={processes}" in options
+    (folder / name).write_text(program)
+    done = run_python("-m", "torch.distributed.run", "--standalone", *options, name, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (accuracy,) = re.findall(rf"^{processes} processes: ([\d.]+)% correct$", done.stdout, re.M)
+    return torch.load(folder / "net.pt"), float(accuracy)
+
+
+@needs_gloo
+def test_the_program_of_several_processes_learns_what_one_process_learns(tmp_path):
+    program = fenced(PROCESSES)[0][1]
+    state, accuracy = launched(program, tmp_path)
+    (said,) = re.findall(r"prints `2 processes: ([\d.]+)% correct`", PROCESSES.read_text("utf-8"))
+    assert abs(accuracy - float(said)) < 1  # other machines may round a point to the other side
+    torch.testing.assert_close(state, launched(program, tmp_path, processes=1)[0])
+    plain = nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+    plain.load_state_dict(state)
+
+
+@needs_gloo
+def test_its_ranks_take_equally_many_batches(tmp_path):
+    program = fenced(PROCESSES)[0][1]
+    uneven = program.replace("sampler = DistributedSampler(dataset)", UNEVEN)
+    assert uneven != program
+    launched(uneven, tmp_path)
+
+
+@pytest.mark.parametrize(("text", "where"), blocks("pycon", PAGES))
 def test_examples_print_what_they_show(text, where):
     test = doctest.DocTestParser().get_doctest(text, {}, where, None, 0)
     assert test.examples
@@ -80,6 +148,54 @@ def test_the_difference_of_three_lines_synchronizes():
         exec(code, names)
         assert type(names["model"]) is kind
     assert syncbn.verify(names["model"], torch.randn(8, 3))
+
+
+def test_the_answer_about_speed_is_the_published_one():
+    figures = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+    ranges = re.findall(r"a training step takes ([\d.]+) to ([\d.]+) with `syncbn`", figures)
+    least, most = (f(float(end) for ends in ranges for end in ends) for f in (min, max))
+    answers = " ".join((ROOT / "docs" / "questions.md").read_text("utf-8").split())
+    assert f"a training step takes {least:.1f} to {most:.1f} times as long" in answers
+
+
+def test_the_badges_are_true():
+    badges = " ".join(re.findall(r">([^<>]+)</text>", (ROOT / "docs" / "badges.svg").read_text()))
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    (torch_version,) = re.findall(r"torch>=([\d.]+)", settings["options"]["install_requires"])
+    python_version = settings["options"]["python_requires"].removeprefix(">=")
+    licensed = settings["metadata"]["license"]
+    assert badges == (
+        f"python {python_version} or later torch {torch_version} or later license {licensed}"
+    )
+
+
+#: The public classes and functions, without their older names.
+PUBLIC = {
+    getattr(package, name).__name__: getattr(package, name)
+    for package in (replication, syncbn)
+    for name in package.__all__
+}
+
+
+def see_also(name):
+    """The names after "See also" in a docstring."""
+    (names,) = re.findall(r"See also (`[^.]*`)\.$", inspect.getdoc(PUBLIC[name]), re.MULTILINE)
+    return set(re.findall(r"`(\w+)`", names))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_have_an_example(name):
+    kind = PUBLIC[name]
+    methods = [vars(kind)[key] for key in vars(kind) if not key.startswith("_")]
+    assert any(">>> " in (inspect.getdoc(documented) or "") for documented in (kind, *methods))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_refer_to_each_other(name):
+    related = see_also(name)
+    assert related and name not in related
+    assert all(name in see_also(other) for other in related)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -62,6 +62,16 @@ class ProcessGroup(Group):
 
     Only `all_gather_object` unpickles data from other ranks.
 
+    >>> from torch import distributed
+    >>> distributed.init_process_group(
+    ...     "gloo", store=distributed.HashStore(), rank=0, world_size=1
+    ... )  # without arguments under torchrun
+    >>> ProcessGroup().all_reduce(torch.tensor([1.0, 2.0]))
+    tensor([1., 2.])
+    >>> distributed.destroy_process_group()
+
+    See also `Group`.
+
     Args:
         process_group: A group of `torch.distributed` that this process is in; by default all
             processes.

@@ -55,6 +55,19 @@ Tensors = tuple[Tensor, ...]
 class CallbackContext:
     """A namespace that the copies of one layer share in one forward: they may set any attribute.
 
+    >>> from torch import nn
+    >>> from replication import DataParallel
+    >>> class Greets(nn.Identity):
+    ...     def __data_parallel_replicate__(self, ctx, copy_id):
+    ...         if copy_id == 0:
+    ...             ctx.greeting = f"one of {ctx.num_copies} copies of `{ctx.path}`"
+    ...         print(ctx.greeting)
+    >>> y = DataParallel(nn.Sequential(Greets()), ["cpu"] * 2)(torch.ones(4))
+    one of 2 copies of `0`
+    one of 2 copies of `0`
+
+    See also `execute_replication_callbacks`, `ReplicaGroup` and `SyncMaster`.
+
     Attributes:
         num_copies: Number of copies.
         devices: The device of each copy. None where it is unknown: a copy without tensors in a
@@ -217,6 +230,17 @@ class ReplicaGroup(Group):
 
     No thread waits in backward, and any subset of the results may enter a loss. A tensor that has
     no influence on the loss gets no gradient (`torch.autograd.grad` needs ``allow_unused``).
+
+    >>> from torch import nn
+    >>> from replication import DataParallel, ReplicaAware
+    >>> class Total(ReplicaAware, nn.Module):
+    ...     def forward(self, x):
+    ...         assert isinstance(self.group, ReplicaGroup)
+    ...         return self.group.all_reduce(x.sum())
+    >>> DataParallel(Total(), ["cpu"] * 2)(torch.arange(4.0))
+    tensor([6., 6.])
+
+    See also `Group` and `CallbackContext`.
     """
 
     def __init__(self, rank: int, size: int, communicator: Communicator | None = None) -> None:

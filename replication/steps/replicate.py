@@ -64,6 +64,12 @@ def replicate(
     in that replica. A module compiled by ``module.compile()`` or ``torch.compile(module)`` runs
     uncompiled in replicas.
 
+    >>> replicas = replicate(nn.Linear(3, 2), ["cpu"] * 2)
+    >>> len(replicas), len(list(replicas[0].parameters()))
+    (2, 0)
+
+    See also `parallel_apply` and `execute_replication_callbacks`.
+
     Args:
         module: Any module. Parameters and submodules may be shared (tied) or ``None``.
         devices: Indices of accelerators, strings or `torch.device`. Devices may repeat and may be

@@ -41,6 +41,8 @@ def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[An
     >>> scatter({"x": torch.arange(3), "train": True}, ["cpu"] * 2)
     [{'x': tensor([0, 1]), 'train': True}, {'x': tensor([2]), 'train': True}]
 
+    See also `Scattered`, `scatter_kwargs` and `gather`.
+
     Args:
         inputs: A tensor, or any nesting of containers: containers of the standard library,
             dataclasses, and classes that are registered with torch's pytree.
@@ -70,6 +72,11 @@ def scatter_kwargs(
     cpu_keywords: Collection[str] = (),
 ) -> ScatteredArguments:
     """Splits positional and keyword arguments as `scatter` does, into equally many parts.
+
+    >>> scatter_kwargs((torch.arange(3),), {"train": True}, ["cpu"] * 2)
+    (((tensor([0, 1]),), (tensor([2]),)), ({'train': True}, {'train': True}))
+
+    See also `scatter`.
 
     Args:
         inputs: Positional arguments.

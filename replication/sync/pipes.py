@@ -33,6 +33,13 @@ class FutureResult:
 
     Any value passes, ``None`` included. Inside the forward of a replica, `get` raises
     `ReplicaFailed` or `ReplicasDiverged` when no other replica can put a result any more.
+
+    >>> result = FutureResult()
+    >>> result.put("ready")  # in one thread
+    >>> result.get()  # in another
+    'ready'
+
+    See also `SyncMaster`.
     """
 
     def __init__(self) -> None:
@@ -137,7 +144,18 @@ class Channel(Exchange):
 
 
 class SlavePipe:
-    """The connection of a slave to its master. Made by `SyncMaster.register_slave`."""
+    """The connection of a slave to its master. Made by `SyncMaster.register_slave`.
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> master = SyncMaster(lambda messages: [(i, 10 * message) for i, message in messages])
+    >>> pipe = master.register_slave(1)
+    >>> with ThreadPoolExecutor() as pool:
+    ...     reply = pool.submit(pipe.run_slave, 2)
+    ...     print(master.run_master(1), reply.result())
+    10 20
+
+    See also `SyncMaster`.
+    """
 
     def __init__(
         self,
@@ -204,6 +222,19 @@ class SyncMaster:
     In their forwards copy 0 calls `run_master` and the others call ``slave_pipe.run_slave``,
     equally often. Outside a forward, pipes connect any threads. They cannot know whether a thread
     is still alive, so a wait for a message that never comes does not end.
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> def add(messages):
+    ...     total = sum(message for _, message in messages)
+    ...     return [(identifier, total) for identifier, _ in messages]
+    >>> master = SyncMaster(add)
+    >>> pipe = master.register_slave(1)
+    >>> with ThreadPoolExecutor() as pool:
+    ...     reply = pool.submit(pipe.run_slave, 2)
+    ...     print(master.run_master(1), reply.result())
+    3 3
+
+    See also `CallbackContext`, `SlavePipe` and `FutureResult`.
 
     Args:
         master_callback: Called in the master's thread with ``[(0, master_msg), (identifier, msg),

@@ -186,7 +186,7 @@ def messages() -> Drawing:
     """Draw a master with its slaves, and a group."""
     drawing = Drawing(474)
     drawing.title(20, "Pipes")
-    drawing.left(20 + LINE, "Copy 0 is the master and replies to all copies.", GRAY)
+    drawing.left(20 + LINE, "Copy 0 is the master. It replies to all.", GRAY)
     drawing.box(100, 54, 160, 42, "copy 0: run_master", "callback merges", fill=TINTS[0])
     for number, x in enumerate((MARGIN, 130, 248), 1):
         drawing.box(x, 158, 100, 42, f"copy {number}", "run_slave", fill=TINTS[number])
@@ -195,7 +195,7 @@ def messages() -> Drawing:
         drawing.line((end + 8, 96), (x + 58, 158), color=ORANGE)
 
     drawing.title(232, "A group")
-    drawing.left(232 + LINE, "All copies are equal. The last one to arrive merges.", GRAY)
+    drawing.left(232 + LINE, "The last copy to arrive merges for all.", GRAY)
     for number, tint in enumerate(TINTS):
         x = MARGIN + number * 86
         drawing.box(x, 266, 78, 42, f"copy {number}", "all_reduce", fill=tint)

@@ -15,7 +15,8 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_co
 
 # The root of the repository is the source folder, so that links hold both there and on the site.
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "benchmarks/*.md", "examples/*.*"]
+include_patterns = ["*.md", "docs/*.md", "benchmarks/*.md", "examples/*"]
+exclude_patterns = [".*"]  # such as a virtual environment
 source_suffix = dict.fromkeys([".md", ".ipynb", ".py"], "myst-nb")
 
 myst_heading_anchors = 4

@@ -91,6 +91,12 @@ def test_links_lead_somewhere(page):
         assert not heading or heading in headings(there), target
 
 
+def test_the_page_of_the_examples_lists_all_of_them():
+    page = ROOT / "examples" / "README.md"
+    programs = {path.name for path in page.parent.iterdir() if path.suffix in (".py", ".ipynb")}
+    assert set(re.findall(r"\[`(.*)`\]\(\1\)", page.read_text("utf-8"))) == programs
+
+
 @pytest.mark.parametrize("package", [replication, syncbn], ids=lambda package: package.__name__)
 def test_the_reference_has_all_names(package):
     page = (ROOT / "docs" / f"{package.__name__}.md").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""The picture: a bar per network and way, as high as the time of a training step."""
+"""The picture: a bar per network and way, as long as the time of a training step."""
 
 from __future__ import annotations
 
@@ -9,26 +9,34 @@ from matplotlib.figure import Figure
 
 from benchmarks.measuring import Row
 
+COLORS = "#AAAAAA", "#D55E00", "#0072B2"
+
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw training steps, in multiples of the first way, with a panel per setting."""
     settings = sorted({(row.threads, row.count) for row in rows})
-    figure = Figure(figsize=(12, 3.2 * len(settings)))
-    figure.set_layout_engine("constrained")
-    panels = figure.subplots(len(settings), 1, sharex=True, sharey=True, squeeze=False)
     unit, *ways = rows[0].figures
-    width = 0.8 / len(ways)
-    for panel, (threads, replicas) in zip(panels[:, 0], settings, strict=True):
+    # Narrow enough to be legible on a phone, and white in dark pages too.
+    figure = Figure(figsize=(4.8, 3.4 * len(settings)), facecolor="white")
+    figure.set_layout_engine("constrained")
+    panels = figure.subplots(len(settings), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, (threads, replicas) in zip(panels, settings, strict=True):
         own = [row for row in rows if (row.threads, row.count) == (threads, replicas)]
-        for number, way in enumerate(ways):
-            where = [x + (number - (len(ways) - 1) / 2) * width for x in range(len(own))]
-            heights = [row.figures[way][0] / row.figures[unit][0] for row in own]
-            bars = panel.bar(where, heights, width, label=way)
-            panel.bar_label(bars, fmt="%.2f", fontsize=8)
-        panel.axhline(1, color="black", linewidth=0.8, linestyle="dotted")
-        panel.set_title(f"{replicas} replicas, torch threads: {threads}", fontsize=10)
-        panel.set_ylabel(f"step, to {unit}", fontsize=8)
-        panel.set_xticks(range(len(own)), [row.case for row in own], fontsize=8)
-        panel.margins(y=0.15)
-    panels[0, 0].legend(frameon=False, fontsize=8)
-    figure.savefig(path, format="png", dpi=110)
+        group = len(ways) + 1.8  # the bars of a case, and its name above them
+        for number, row in enumerate(own):
+            panel.text(0.02, number * group - 1.2, row.case, fontsize=9, va="center")
+        for number, (way, color) in enumerate(zip(ways, COLORS, strict=True)):
+            places = [case * group + number for case in range(len(own))]
+            lengths = [row.figures[way][0] / row.figures[unit][0] for row in own]
+            bars = panel.barh(places, lengths, 0.9, label=way, color=color)
+            panel.bar_label(bars, fmt="%.2f", fontsize=9, padding=2)
+        panel.axvline(1, color="black", linewidth=0.8, linestyle="dotted")
+        title = f"{replicas} replicas, torch threads: {threads}"
+        panel.set_title(title, fontsize=10, fontweight="bold", loc="left")
+        panel.set_yticks([])
+        panel.set_ylim(len(own) * group - 1.5, -2)  # downwards
+        panel.margins(x=0.12)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel(f"step, in multiples of {unit}")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", frameon=False)
+    figure.savefig(path, format="png", dpi=120)

@@ -211,7 +211,7 @@ def print_table(runs: Sequence[Run], options: Options) -> None:
 def draw(runs: Sequence[Run], options: Options, path: Path) -> None:
     """Draws the accuracy over the samples per replica: medians, ranges, and every seed."""
     # A Figure without pyplot needs no display, and leaves the caller's backend as it is.
-    figure = Figure(figsize=(7, 4.5))
+    figure = Figure(figsize=(7, 4.5), facecolor="white")
     figure.set_layout_engine("constrained")
     axes = figure.subplots()
     axes.set_title("Handwritten digits: accuracy on the test set", loc="left")

@@ -41,12 +41,15 @@ copybutton_exclude = ".linenos, .gp, .go"  # prompts and outputs
 #: The groups of the navigation, by the page that lists them. Patterns stand for files.
 NAVIGATION = {
     "README": {
-        "Start": ["docs/quick-start.md", "docs/migration.md", "docs/questions.md"],
-        "Guides": [
-            "docs/journey-*.md",
-            "docs/options.md",
+        "Start": [
+            "docs/quick-start.md",
+            "docs/migration.md",
             "docs/layers.md",
             "docs/processes.md",
+        ],
+        "Guides": [
+            "docs/options.md",
+            "docs/questions.md",
             "docs/troubleshooting.md",
             "examples/README.md",
         ],

@@ -139,18 +139,14 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     Raises:
         ValueError: ``device_ids`` is empty or names a device that this machine lacks, or
-            ``timeout`` is not above 0.
+            ``timeout`` is not above 0. In a call: arguments cannot be split or outputs cannot be
+            joined (see `scatter`, `gather`).
         TypeError: ``module`` is not a module, an item of ``device_ids`` is not a device, ``dim``
             is not an int, names are not given as a list, or ``timeout`` is not a number.
-
-        Calling it raises:
-
-        ValueError: Arguments cannot be split or outputs cannot be joined (see `scatter`,
-            `gather`).
-        RuntimeError: A parameter or buffer is not on ``device_ids[0]``, or the call is inside a
-            transform of `torch.func`.
-        BaseException: The first error of a replica. The other replicas get 5 seconds to end and
-            are then abandoned (see `parallel_apply`).
+        RuntimeError: In a call: a parameter or buffer is not on ``device_ids[0]``, or the call is
+            inside a transform of `torch.func`.
+        BaseException: In a call: the first error of a replica. The other replicas get 5 seconds to
+            end and are then abandoned (see `parallel_apply`).
     """
 
     # Defaults for a `torch.nn.DataParallel` whose ``__class__`` is set to this class.

@@ -315,18 +315,17 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
             group of replicas, or from each process's own group.
 
     Raises:
-        TypeError: ``group_size`` is not an int, or ``process_group`` is not a ProcessGroup.
-        ValueError: ``group_size`` is less than 1.
-
-        The forward raises:
-
-        ValueError: The number of dimensions or channels is wrong. In training, also if all
-            replicas together have one value per channel, or if ``eps`` is not above 0.
-        RuntimeError: Parameters or buffers are on another device than the input, or their
-            dtype does not match its dtype.
-        NotImplementedError: The dtype of the input is not float16, bfloat16, float32 or float64.
-        TypeError: ``momentum`` is not a number or None.
-        ReplicationError: The calls of the replicas or processes do not match (see `replication`).
+        TypeError: ``group_size`` is not an int, or ``process_group`` is not a ProcessGroup. In a
+            call: ``momentum`` is not a number or None.
+        ValueError: ``group_size`` is less than 1. In a call: the number of dimensions or channels
+            is wrong. In training, also if all replicas together have one value per channel, or
+            if ``eps`` is not above 0.
+        RuntimeError: In a call: parameters or buffers are on another device than the input, or
+            their dtype does not match its dtype.
+        NotImplementedError: In a call: the dtype of the input is not float16, bfloat16, float32
+            or float64.
+        ReplicationError: In a call: the calls of the replicas or processes do not match (see
+            `replication`).
     """
 
 

@@ -52,7 +52,7 @@ from syncbn.channels import (
     per_channel,
     reduced_dims,
 )
-from syncbn.kernels import Native, Statistics
+from syncbn.kernels import Statistics
 from syncbn.merge import SMALL, CountBatch, Denominator, Shard, merge_moments
 
 __all__: list[str] = []
@@ -100,7 +100,7 @@ def synchronized_batch_norm(
     if bias is not None and bias.dtype != shard.dtype:
         bias = bias.to(shard.dtype)
     if (
-        shard.kernels is Native
+        shard.kernels.measures_small_shards_together
         and 0 < x.numel() <= SMALL
         and x.dtype == torch.float32
         and x.is_contiguous()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from syncbn import moments as statistics
-from syncbn.kernels import KERNELS, Plain, Statistics, counts_tensor
+from syncbn.kernels import KERNELS, PLAIN, Buffers, Statistics
 
 __all__: list[str] = []
 
@@ -45,7 +45,7 @@ class RunningStatistics(NamedTuple):
     #: The weight of the new values: a number, or a tensor of one value.
     momentum: float | Tensor
 
-    def for_kernel(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, float] | None:
+    def for_kernel(self, dtype: torch.dtype) -> Buffers | None:
         """Returns arguments for kernels of torch that update the buffers, hidden from autograd.
 
         None if they cannot, given moments of this dtype.
@@ -82,6 +82,9 @@ class RunningStatistics(NamedTuple):
                 running.copy_(torch.lerp(running.to(var), new.to(var), factor))
 
 
+#: The arguments of such a kernel where it updates nothing.
+_NO_BUFFERS: Buffers = (None, None, 0.0)
+
 #: Counts a batch, and returns the running statistics to update, or None if the layer has none.
 CountBatch = Callable[[], RunningStatistics | None]
 
@@ -107,7 +110,7 @@ class Shard:
         self.device = x.device
         #: The accumulation dtype.
         self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        self.kernels = KERNELS.get(self.device.type, Plain)
+        self.kernels = KERNELS.get(self.device.type, PLAIN)
         self.weight = weight
         self.denominator = denominator
         #: The values of a small shard, until the merge measures it. None if (1) measures it.
@@ -159,11 +162,15 @@ def merge_moments(
     """
     weights_differ = not _share_weight(shards)
     if _are_unmeasured(shards):
-        stats = _measure(shards, total, running, weights_differ)
-        if stats is not None:
+        mean, var = moments = _measure(shards, total, running)
+        running = None  # updated
+        divisor = shards[0].denominator.of(var)
+        if not _is_large(mean, divisor):
+            inverse = divisor.rsqrt()
+            stats = Statistics(total, mean, inverse, divisor, None, moments, weights_differ)
             return [stats] * len(shards)
-        running = None  # already updated
-    if shards[0].kernels.returns_inverse and _have_fused_merge(shards):
+        # A large mean takes more precise moments than the running statistics do.
+    if _have_fused_merge(shards):
         merged = _fused_merge(shards, total, running)
         batches = []
         for shard in shards:
@@ -200,27 +207,23 @@ def _are_unmeasured(shards: Sequence[Shard]) -> bool:
     for shard in shards:
         if shard.unmeasured is None or shard.denominator != first.denominator:
             return False
+        if shard.device != first.device:
+            return False
         if shard.unmeasured.shape[1:] != first.unmeasured.shape[1:]:  # type: ignore[union-attr]
             return False
     return True
 
 
 def _measure(
-    shards: Sequence[Shard], total: int, running: RunningStatistics | None, weights_differ: bool
-) -> Statistics | None:
-    """Measures all shards at once, and updates the running statistics, as torch's layer does.
-
-    Returns None if the mean is large.
-    """
+    shards: Sequence[Shard], total: int, running: RunningStatistics | None
+) -> tuple[Tensor, Tensor]:
+    """Measures all shards at once, and updates the running statistics, as torch's layer does."""
     x = torch.cat([shard.unmeasured for shard in shards])  # type: ignore[misc]
-    updated = running and running.for_kernel(x.dtype)
-    mean, var = moments = torch.batch_norm_update_stats(x, *(updated or (None, None, 0.0)))
-    if running is not None and updated is None:
+    buffers = running and running.for_kernel(x.dtype)
+    mean, var = torch.batch_norm_update_stats(x, *(buffers or _NO_BUFFERS))
+    if running is not None and buffers is None:
         running.update(mean, var, total)
-    divisor = shards[0].denominator.of(var)
-    if _is_large(mean, divisor):
-        return None
-    return Statistics(total, mean, divisor.rsqrt(), divisor, None, moments, weights_differ)
+    return mean, var
 
 
 def kernel_statistics(
@@ -232,7 +235,7 @@ def kernel_statistics(
     head, inverse, divisor = vectors.unbind()
     rest = None
     # Always on accelerators, where the test would block the host.
-    if shard.device.type != "cpu" or _is_large(head, divisor):
+    if shard.kernels.is_asynchronous or _is_large(head, divisor):
         rest = (mean - head.to(mean)).to(head)
     return Statistics(total, head, inverse, divisor, rest, (mean, var), weights_differ)
 
@@ -261,32 +264,26 @@ def _share_weight(shards: Sequence[Shard]) -> bool:
 
 
 def _have_fused_merge(shards: Sequence[Shard]) -> bool:
-    """Whether one kernel can merge the moments of all shards."""
-    first = shards[0].denominator
-    return not first.clamps and all(
-        shard.kernels.returns_inverse and shard.denominator == first for shard in shards
-    )
+    """Whether the kernels of a strategy merge the moments of all shards."""
+    kernels, denominator = shards[0].kernels, shards[0].denominator
+    if not kernels.has_merge or denominator.clamps:
+        return False
+    return all(s.kernels is kernels and s.denominator == denominator for s in shards)
 
 
 def _fused_merge(
     shards: Sequence[Shard], total: int, running: RunningStatistics | None
 ) -> tuple[Tensor, Tensor]:
-    """Merges moments in the kernel that `torch.nn.SyncBatchNorm` uses.
-
-    It also updates the running statistics. Returns mean and ``1 / sqrt(var + eps)``.
-    """
-    home, denominator = shards[0].device, shards[0].denominator
+    """Calls `Kernels.merge`, and updates the running statistics."""
+    home, kernels, denominator = shards[0].device, shards[0].kernels, shards[0].denominator
     shards = [shard for shard in shards if shard.values]
-    mean, inverse = (
-        torch.stack([moment.to(home) for moment in moments])
-        for moments in zip(*[shard.moments for shard in shards], strict=True)
-    )
-    counts = counts_tensor(tuple([shard.values for shard in shards]), home, mean.dtype)
-    updated = running and running.for_kernel(mean.dtype)
-    buffers: tuple[Any, Any, float] = updated or (None, None, 0.0)
-    mean, inverse = torch.batch_norm_gather_stats_with_counts(
-        mean, mean, inverse, *buffers, denominator.eps, counts
-    )
-    if running is not None and updated is None:
+    moments = [
+        torch.stack([moment.to(home) for moment in of_shards])
+        for of_shards in zip(*[shard.moments for shard in shards], strict=True)
+    ]
+    counts = tuple([shard.values for shard in shards])
+    buffers = running and running.for_kernel(moments[0].dtype)
+    mean, inverse = kernels.merge(counts, moments, denominator.eps, buffers or _NO_BUFFERS)
+    if running is not None and buffers is None:
         running.update(mean, variance(inverse, denominator), total)
     return mean, inverse

@@ -95,8 +95,7 @@ class RecordedCalls:
         self, calls: list[RecordedCall], shard: Shard, rounding: float, is_only_call: bool
     ) -> RecordedCall:
         """Returns the call whose shard had the nearest moments."""
-        on_cpu = shard.device.type == "cpu"
-        if not shard.values or (is_only_call and not on_cpu):
+        if not shard.values or (is_only_call and shard.kernels.is_asynchronous):
             return calls[0]  # a comparison would be empty, or make the host wait for a GPU
         moments = shard.mean_and_var()
         distances = [_distance(call.shard.mean_and_var(), moments) for call in calls]

@@ -168,7 +168,7 @@ class Moments(Function):
         if shard.unmeasured is None:
             shard.moments = shard.kernels.moments(x, shard.denominator.eps)
         local = x.new_empty(3, x.size(1), dtype=shard.dtype)
-        totals = local.new_empty(shard.kernels.number_of_rows, x.size(1))
+        totals = local.new_empty(2, x.size(1))
         return x, x, local, totals  # torch makes an alias of x for each
 
     @staticmethod
@@ -187,7 +187,7 @@ class Moments(Function):
         dx = None
         if dy is not None or rows is not None:
             if rows is None:
-                rows = shard.rows(shard.batch.mean.new_zeros(2, x.size(1)))
+                rows = shard.batch.mean.new_zeros(2, x.size(1))
             dx = (
                 shard.kernels.input_gradient(dy, x, shard.batch, shard.weight, rows)
                 if shard.values

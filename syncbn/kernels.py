@@ -92,9 +92,6 @@ class Kernels:
     #: Whether the host waits for the device where it reads a value.
     is_asynchronous = True
 
-    #: The number of vectors that `rows` returns.
-    number_of_rows = 3
-
     def moments(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Computes mean and biased variance of each channel; zeros if ``x`` is empty."""
         raise NotImplementedError
@@ -130,20 +127,12 @@ class Kernels:
         return torch.stack((-inverse, -inverse.square() / 2))
 
     def rows(self, totals: Tensor, stats: Statistics, weight: Affine) -> Tensor:
-        """Prepares what `input_gradient` needs, once for all replicas on a device.
+        """Computes what all replicas on a device share of `input_gradient`, ``(2, C)``.
 
-        Args:
-            totals: The messages of `reduce`, added over the whole batch.
-            stats: The statistics of the batch.
-            weight: ``(C,)``, in the accumulation dtype, or None.
-
-        Returns:
-            ``(number_of_rows, C)``.
+        It is linear in ``totals``, ``(2, C)``, the messages of `reduce` added over the batch.
         """
-        scale = stats.inverse
-        if weight is not None and not stats.weights_differ:
-            scale = scale * weight
-        return torch.cat((totals * (scale / -stats.total), scale.unsqueeze(0)))
+        shared = weight is not None and not stats.weights_differ
+        return totals * (_scale(stats, weight if shared else None) / -stats.total)
 
     def input_gradient(
         self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, rows: Tensor
@@ -152,14 +141,8 @@ class Kernels:
 
         With the totals T1 of dy and T2 of dy * x_hat, over the n values of the whole batch:
             dx = (weight * dy - (weight * T1 + x_hat * weight * T2) / n) / sqrt(denominator)
-        (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx.)
-
-        Args:
-            dy: The gradient of the output; None if the output is unused.
-            x: The shard.
-            stats: The statistics of the batch.
-            weight: ``(C,)``, in the accumulation dtype, or None.
-            rows: The result of `rows`.
+        (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx.) ``dy`` is None if the output
+        is unused, ``rows`` is the result of `rows`.
         """
         raise NotImplementedError
 
@@ -211,15 +194,11 @@ class Native(Kernels):
             return in_accumulation_dtype(
                 lambda dy, x: PLAIN.input_gradient(dy, x, stats, weight, rows), dy, x
             )
-        shift, slope, scale = rows.unbind()
+        shift, slope = rows.unbind()
         x = with_usual_strides(x)  # the result inherits them
         args = (x, slope, shift, stats.mean, stats.denominator, False, 0.0, 0.0)
         dx = torch.native_batch_norm(*args)[0]
-        if dy is None:
-            return dx
-        if weight is not None and stats.weights_differ:
-            scale = scale * weight
-        return dx.addcmul_(dy, scale.view(-1, *[1] * (x.dim() - 2)))
+        return dx if dy is None else dx.addcmul_(dy, per_channel(_scale(stats, weight), x))
 
 
 class Fused(Kernels):
@@ -231,7 +210,6 @@ class Fused(Kernels):
 
     returns_inverse = True
     has_merge = True
-    number_of_rows = 2
 
     def moments(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if values_per_channel(x) == 0:
@@ -303,7 +281,7 @@ class Plain(Kernels):
         return head.to(home) + rest, squares.addcmul_(rest, rest, value=-1).clamp_(min=0)
 
     def normalize(self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine) -> Tensor:
-        scale = stats.inverse if weight is None else stats.inverse * weight
+        scale = _scale(stats, weight)
         y = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(scale, x))
         if stats.rest is not None:
             shift = stats.rest * -scale
@@ -322,22 +300,25 @@ class Plain(Kernels):
     def input_gradient(
         self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, rows: Tensor
     ) -> Tensor:
-        shift, slope, scale = rows.unbind()
+        shift, slope = rows.unbind()
         slope = slope * stats.inverse
         if stats.rest is not None:
             shift = shift - stats.rest * slope
         dx = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(slope, x))
         dx.add_(per_channel(shift, x))
         if dy is not None:
-            if weight is not None and stats.weights_differ:
-                scale = scale * weight
-            dx.addcmul_(dy.to(dx.dtype), per_channel(scale, x))
+            dx.addcmul_(dy.to(dx.dtype), per_channel(_scale(stats, weight), x))
         return dx.to(x.dtype)
 
 
 #: By type of device. `PLAIN` on all others.
 KERNELS: dict[str, Kernels] = {"cpu": Native(), "cuda": Fused()}
 PLAIN = Plain()
+
+
+def _scale(stats: Statistics, weight: Affine) -> Tensor:
+    """Returns ``weight / sqrt(denominator)``, ``(C,)``."""
+    return stats.inverse if weight is None else stats.inverse * weight
 
 
 def in_accumulation_dtype(

@@ -82,7 +82,7 @@ class RunningStatistics(NamedTuple):
                 running.copy_(torch.lerp(running.to(var), new.to(var), factor))
 
 
-#: The arguments of such a kernel where it updates nothing.
+#: The arguments of a kernel that updates no running statistics.
 _NO_BUFFERS: Buffers = (None, None, 0.0)
 
 #: Counts a batch, and returns the running statistics to update, or None if the layer has none.

@@ -58,10 +58,8 @@ class RunningStatistics(NamedTuple):
     def update(self, mean: Tensor, var: Tensor, total: int | Tensor) -> None:
         """Updates the buffers in place, as torch does, with the unbiased variance of a batch.
 
-        Args:
-            mean: The mean of the batch, in the accumulation dtype, on the device of the buffers.
-            var: The biased variance of the batch.
-            total: Values per channel in the batch.
+        ``mean`` is in the accumulation dtype, on the device of the buffers. ``var`` is the biased
+        variance, ``total`` the values per channel.
         """
         weight = self.momentum
         if isinstance(total, Tensor):  # the host does not know whether it is above 1
@@ -150,15 +148,10 @@ def variance(inverse: Tensor, denominator: Denominator) -> Tensor:
 def merge_moments(
     shards: Sequence[Shard], total: int, running: RunningStatistics | None
 ) -> list[Statistics]:
-    """Merges the moments of all shards, and updates the running statistics.
+    """Merges the moments of all shards, in replica order, and updates the running statistics.
 
-    Args:
-        shards: The shards, in replica order.
-        total: Values per channel in all of them, at least 2.
-        running: The running statistics to update, if any.
-
-    Returns:
-        The statistics of the whole batch for each replica.
+    ``total``, the values per channel, is at least 2. Returns the statistics of the whole batch for
+    each replica.
     """
     weights_differ = not _share_weight(shards)
     if _are_unmeasured(shards):

@@ -35,11 +35,7 @@ class RecordedCall(NamedTuple):
 
 
 class RecordedCalls:
-    """The calls of one copy of a layer in one forward.
-
-    Args:
-        where: The layer and the replica, for error messages.
-    """
+    """The calls of one copy of a layer in one forward. Messages name the copy by ``where``."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -57,10 +53,8 @@ class RecordedCalls:
 
         torch does not say which call that is. It is the one whose moments are nearest. They need
         not be equal: some devices are not deterministic, and half precision rounds coarsely.
-
-        Raises:
-            ReplicationError: No call matches, several calls match, the forward ran without a
-                graph, or its input was different.
+        Raises ReplicationError if no call matches, several calls match, the forward ran without a
+        graph, or its input was different.
         """
         shard, *edges = message
         values = shard.values

@@ -118,11 +118,7 @@ class Abort(NamedTuple):
     cause: BaseException | None
 
     def raise_at(self, wait: Wait | None = None) -> NoReturn:
-        """Raises a new error, because the traceback of a shared one would grow with each replica.
-
-        Args:
-            wait: The wait that fails.
-        """
+        """Raises a new error: the traceback of a shared one would grow with each replica."""
         where = f" Replica {wait.replica} waited at {wait.site}." if wait and self.cause else ""
         raise self.kind(self.reason + where) from self.cause
 
@@ -172,9 +168,8 @@ class Progress:
 class Rendezvous:
     """The replicas of one forward and their waits for each other.
 
-    Args:
-        size: Number of replicas. None outside a forward, where participants do not report their
-            beginning and end. Waits then end only with a value or when a participant fails.
+    ``size`` is None outside a forward, where participants do not report their beginning and end.
+    Waits then end only with a value or when a participant fails.
     """
 
     def __init__(self, size: int | None) -> None:

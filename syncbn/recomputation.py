@@ -35,7 +35,7 @@ class RecordedCall(NamedTuple):
 
 
 class RecordedCalls:
-    """The calls of one copy of a layer in one forward. Messages name the copy by ``where``."""
+    """The calls of one copy of a layer in one forward. Errors name the copy by ``where``."""
 
     def __init__(self, where: str) -> None:
         self._where = where

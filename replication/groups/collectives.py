@@ -87,14 +87,8 @@ def differentiable(
 ) -> Tensor:
     """Runs a collective in an autograd graph.
 
-    Args:
-        collective: The collective, without a graph.
-        derivative: Returns the gradient of ``tensor``, given the gradient of the result. It
-            consists of `differentiable` collectives, to be differentiable itself.
-        tensor: The argument of the collective.
-
-    Raises:
-        ReplicationError: ``tensor`` is a batch of gradients.
+    ``derivative`` returns the gradient of ``tensor``, given the gradient of the result. It
+    consists of `differentiable` collectives, to be differentiable itself.
     """
     if is_batched(tensor):
         raise ReplicationError(

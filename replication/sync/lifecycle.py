@@ -52,10 +52,10 @@ def _without_overrides(owner: Callable[[], Any], protocol: Any) -> Any:
 class TrackedCall:
     """Overrides a method of a replica, to report when its forward begins and ends.
 
-    It is an attribute of the replica, and no hook: replicas that torch made share the dictionaries
-    of their hooks. It refers to the replica weakly, so that no cycle keeps the replica and its
-    parameters alive. Copies of the replica (``copy``, ``deepcopy``, ``pickle``) do not get it,
-    because it would run the replica itself.
+    It is an attribute of the replica, and no hook: ``replica.forward(...)`` runs no hooks, and
+    replicas that torch made share theirs. It refers to the replica weakly, so that no cycle keeps
+    the replica and its parameters alive. Copies of the replica (``copy``, ``deepcopy``,
+    ``pickle``) do not get it, because it would run the replica itself.
     """
 
     #: The rendezvous of the forward. A call that is copied belongs to no forward.

@@ -261,8 +261,8 @@ class Rendezvous:
             pass
         return self.take_failures()
 
-    def commit(self, write: Callable[[], T]) -> T | None:
-        """Returns ``write()``, which changes the original module, or None in a closed forward.
+    def commit(self, write: Callable[[], T]) -> T:
+        """Returns ``write()``, which changes the original module; raises in a closed forward.
 
         A replica may still run after the forward has raised in the caller. It must not change the
         module that the caller then saves or trains further. The same holds for a forward inside
@@ -270,7 +270,7 @@ class Rendezvous:
         """
         with self._commits:
             if self._is_closed:
-                return None
+                raise ReplicationError("the forward of this replica has been ended by its caller")
             return write() if self.outer is None else self.outer.commit(write)
 
     def take_failures(self) -> list[Failure]:

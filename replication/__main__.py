@@ -57,15 +57,9 @@ def check_machine(
 ) -> int:
     """Compares a layer on replicas with one device, on every device of this machine.
 
-    Args:
-        package: The package whose command line this is.
-        description: The text of ``--help``, title first. None under ``-OO``.
-        make_layer: Makes the layer, for images of 16 channels.
-        dtypes: Returns the dtypes to compare in on a device.
-        arguments: The command line. None means ``sys.argv``.
-
-    Returns:
-        The exit status: 0 if all comparisons are equal up to rounding, otherwise 1.
+    ``make_layer`` makes the layer, for images of 16 channels. ``dtypes`` returns the dtypes to
+    compare in on a device. ``description`` is the text of ``--help``, title first (None under
+    ``-OO``). Returns the exit status: 0 if all comparisons are equal up to rounding, otherwise 1.
     """
     title, _, rest = (description or "").partition("\n\n")
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=title, epilog=rest)

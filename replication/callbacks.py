@@ -192,11 +192,7 @@ def may_have_method(kind: type[nn.Module]) -> bool:
 
 
 def callbacks_of(position: Position, copy_id: int) -> Callbacks:
-    """Returns the names and functions to be called with the context and the copy's index.
-
-    Raises:
-        TypeError: The attribute ``__data_parallel_replicate__`` is not callable.
-    """
+    """Returns the names and functions to be called with the context and the copy's index."""
     module = position[1][copy_id]
     callbacks: Callbacks = []
     method = getattr(module, CALLBACK, None)

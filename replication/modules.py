@@ -31,12 +31,7 @@ def layers_of(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def paired(modules: Sequence[nn.Module]) -> list[Position]:
-    """Returns each submodule with its copies, in the order of ``modules()``.
-
-    Raises:
-        ValueError: There are no copies, or the copies differ in structure.
-        TypeError: An item is not a module.
-    """
+    """Returns each submodule with its copies, in the order of ``modules()``."""
     roots = tuple(modules)
     if not roots:
         raise ValueError("expected at least one copy of a module (got none)")

@@ -423,14 +423,9 @@ def replace_leaves(
 ) -> Any:
     """Returns the tree with ``function(leaf)`` in place of each leaf.
 
-    A container stays the same object if none of its leaves change. A container that several trees
-    hold is replaced by one new object in all of them. One that contains itself still does so.
-
-    Args:
-        function: Returns the new leaf, or the same object if it may stay.
-        tree: Any object.
-        made: The objects replaced so far. Trees that belong together share one dictionary.
-        opened: Opens a container. Returns None for a leaf.
+    ``function`` returns the same object to keep it. A container stays the same object if none of
+    its leaves change. A container that several trees hold is replaced by one new object in all of
+    them, if these share ``made``. One that contains itself still does so.
     """
     container = opened(tree)
     if container is None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from replication._torch import compiled_module
 from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, check_module, usable_devices
-from replication.groups.membership import process_count
+from replication.groups.membership import has_other_processes
 from replication.sync.current import current_replica, is_recomputation
 from replication.sync.notes import add_note
 from replication.table import ShownAsTable, Table
@@ -175,7 +175,7 @@ def verify(
         return step
 
     expected = run(f", cast to {dtype}, on one device")
-    process = "" if process_count() == 1 else " of this process; run it without torchrun"
+    process = " of this process; run it without torchrun" if has_other_processes() else ""
     actual = run(f" on {len(devices)} replicas{process}", on_replicas=True)
     if actual.replicas < 2:
         raise ValueError(

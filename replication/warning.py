@@ -96,11 +96,8 @@ def once_for(owner: object) -> WarnOnce:
 def warn(message: str, category: type[Warning] = UserWarning, caller: int | None = None) -> None:
     """Warns at the innermost line outside of torch and this toolkit.
 
-    Args:
-        message: The text.
-        category: The category.
-        caller: The thread to search if the current thread has no such line. A replica's thread
-            may have none, because only torch's containers call its layers.
+    If the current thread has no such line, it is searched in the thread ``caller``: only torch's
+    containers may call the layers in the thread of a replica.
     """
     here = sys._getframe(1)
     frame = _user_frame(here) or _user_frame(sys._current_frames().get(caller or 0)) or here

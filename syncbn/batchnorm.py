@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
 from replication._torch import beside_selective_checkpoints, dispatch_modes, uncompiled
 from replication.devices import is_int
-from replication.errors import ReplicationError, path_or_root
+from replication.errors import path_or_root
 from replication.sync.current import current_replica
 from syncbn.graph import Message, Reply, merge_shards, synchronized_batch_norm
 from syncbn.merge import Denominator, RunningStatistics
@@ -147,10 +147,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         if current is None:
             return super().forward(input)
         # The buffers of copy 0 are those of the original module.
-        output = current.rendezvous.commit(partial(super().forward, input))
-        if output is None:
-            raise ReplicationError("the forward of this replica has been ended by its caller")
-        return output
+        return current.rendezvous.commit(partial(super().forward, input))
 
     def _evaluated(self, input: Tensor) -> Tensor:
         is_shared = self._recorded_calls is not None and self._has_original_buffers
@@ -208,10 +205,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         """Returns the replies to all replicas. Runs once per call, while the others wait."""
         if group.recomputes or not self._has_original_buffers:
             return merge_shards(messages)
-        replies = group.commit(partial(merge_shards, messages, self._running_statistics))
-        if replies is None:
-            raise ReplicationError("the forward of this replica has been ended by its caller")
-        return replies
+        return group.commit(partial(merge_shards, messages, self._running_statistics))
 
     def _running_statistics(self) -> RunningStatistics | None:
         """Counts a batch, and returns the buffers to update with its moments."""

@@ -206,7 +206,6 @@ _NAMES = {plain.__name__: plain for plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn
 
 #: The classes that ``torch.nn`` had before each open block of `patch_sync_batchnorm`.
 _blocks: list[dict[str, Any]] = []
-#: Re-entrant: a signal handler may interrupt the thread that holds it.
 _changing_names = threading.RLock()
 
 

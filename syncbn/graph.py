@@ -52,7 +52,7 @@ from syncbn.channels import (
     per_channel,
     reduced_dims,
 )
-from syncbn.kernels import Native, Statistics
+from syncbn.kernels import Statistics
 from syncbn.merge import SMALL, CountBatch, Denominator, Shard, merge_moments
 
 __all__: list[str] = []
@@ -74,20 +74,10 @@ def synchronized_batch_norm(
     denominator: Denominator,
     exchange: Callable[[Message], Reply],
 ) -> Tensor:
-    """Normalizes ``x`` with the moments of the whole batch.
+    """Normalizes a shard ``(N, C, ...)``, maybe empty, with the moments of the whole batch.
 
-    Args:
-        x: ``(N, C, ...)``, this replica's shard; may be empty.
-        weight: ``(C,)`` or None.
-        bias: ``(C,)`` or None.
-        denominator: How ``eps`` enters.
-        exchange: Sends this replica's message and returns the reply.
-
-    Returns:
-        The output, in the layout of ``x``.
-
-    Raises:
-        ValueError: The whole batch has one value per channel.
+    ``exchange`` sends this replica's message and returns the reply. The output has the layout of
+    ``x``.
     """
     if in_functorch_transform():
         raise RuntimeError(
@@ -100,7 +90,7 @@ def synchronized_batch_norm(
     if bias is not None and bias.dtype != shard.dtype:
         bias = bias.to(shard.dtype)
     if (
-        shard.kernels is Native
+        shard.kernels.measures_small_shards_together
         and 0 < x.numel() <= SMALL
         and x.dtype == torch.float32
         and x.is_contiguous()
@@ -119,11 +109,7 @@ def synchronized_batch_norm(
 def _output_below_two_values(
     total: int | Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Returns the empty output for a batch without values.
-
-    Raises:
-        ValueError: The whole batch has one value per channel.
-    """
+    """Returns the empty output for a batch without values; one value per channel is an error."""
     if total:
         raise ValueError(  # torch's own words, which programs may look for
             f"Expected more than 1 value per channel when training, got input size {x.size()} on "
@@ -139,9 +125,7 @@ def merge_shards(
 ) -> list[Reply]:
     """Merges the moments of all replicas, in replica order, into a reply to each.
 
-    Args:
-        messages: The message of each replica.
-        count_batch: Returns the running statistics to update. None in a recomputation.
+    ``count_batch`` is None in a recomputation, which must not update running statistics.
     """
     shards, local, totals = zip(*messages, strict=True)
     total = sum(map(attrgetter("values"), shards))
@@ -168,7 +152,7 @@ class Moments(Function):
         if shard.unmeasured is None:
             shard.moments = shard.kernels.moments(x, shard.denominator.eps)
         local = x.new_empty(3, x.size(1), dtype=shard.dtype)
-        totals = local.new_empty(shard.kernels.number_of_rows, x.size(1))
+        totals = local.new_empty(2, x.size(1))
         return x, x, local, totals  # torch makes an alias of x for each
 
     @staticmethod
@@ -187,7 +171,7 @@ class Moments(Function):
         dx = None
         if dy is not None or rows is not None:
             if rows is None:
-                rows = shard.rows(shard.batch.mean.new_zeros(2, x.size(1)))
+                rows = shard.batch.mean.new_zeros(2, x.size(1))
             dx = (
                 shard.kernels.input_gradient(dy, x, shard.batch, shard.weight, rows)
                 if shard.values
@@ -351,13 +335,9 @@ def attached(mean_and_var: tuple[Tensor, Tensor], edge: Tensor) -> Tensor:
 def merge_derivative(grad: Tensor, shard: Shard, edge: Tensor) -> Tensor:
     """Returns the derivative with respect to x, ``shift + slope * (x - center)``.
 
-    Args:
-        grad: The derivative with respect to mean and variance of the batch, ``(2, C)``.
-        shard: The shard of any replica.
-        edge: The output global of (2), along which mean and variance have derivatives.
-
-    Returns:
-        ``(3, C)``: shift, slope, center.
+    It is ``(3, C)``: shift, slope, center. ``grad``, ``(2, C)``, is the derivative with respect to
+    mean and variance of the batch, which have derivatives along ``edge``, the output global of
+    (2). ``shard`` may be any replica's.
     """
     moments = attached(shard.moments_of(shard.batch), edge)
     mean = moments[0]

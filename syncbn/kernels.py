@@ -18,7 +18,7 @@ Notation: ``x`` and the gradient ``dy`` of the output are ``(N, C, ...)``. ``x_h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -67,49 +67,57 @@ class Statistics(NamedTuple):
     messages_differ: bool = False
 
 
-class Kernels:
-    """The functions of a strategy."""
+#: A weight or a bias, ``(C,)`` in the accumulation dtype, or None.
+Affine = Tensor | None
 
-    #: The number of vectors that `rows` returns.
-    number_of_rows = 3
+#: Running mean and variance, and the weight of new values, for kernels that update them.
+Buffers = tuple[Tensor | None, Tensor | None, float]
+
+#: The result of `Kernels.reduce`.
+Sums = tuple[Tensor, Tensor | None, Tensor]
+
+
+class Kernels:
+    """The functions of a strategy, and what the merge of the moments must know about it."""
 
     #: Whether `moments` returns mean and ``1 / sqrt(var + eps)`` instead of mean and variance.
     returns_inverse = False
 
-    @staticmethod
-    def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    #: Whether the strategy has `merge`. Otherwise moments are merged in float64.
+    has_merge = False
+
+    #: Whether `torch.batch_norm_update_stats` can measure the small shards of a device together.
+    measures_small_shards_together = False
+
+    #: Whether the host waits for the device where it reads a value.
+    is_asynchronous = True
+
+    def moments(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Computes mean and biased variance of each channel; zeros if ``x`` is empty."""
         raise NotImplementedError
 
-    @staticmethod
-    def normalize(
-        x: Tensor, stats: Statistics, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        """Computes ``x_hat * weight + bias``, in dtype and layout of ``x``, which is not empty.
+    def merge(
+        self, counts: tuple[int, ...], moments: Sequence[Tensor], eps: float, running: Buffers
+    ) -> tuple[Tensor, Tensor]:
+        """Merges the results of `moments` of n shards, each stacked to ``(n, C)``.
 
-        Args:
-            x: The shard.
-            stats: The statistics of the batch.
-            weight: ``(C,)``, in the accumulation dtype, or None.
-            bias: As ``weight``.
+        It also updates running statistics. Returns mean and ``1 / sqrt(var + eps)``, ``(C,)``.
         """
         raise NotImplementedError
 
-    @staticmethod
-    def reduce(
-        dy: Tensor, x: Tensor, stats: Statistics, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Computes the sums over a shard that the backward needs.
+    def normalize(self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine) -> Tensor:
+        """Computes ``x_hat * weight + bias``, in dtype and layout of ``x``, which is not empty."""
+        raise NotImplementedError
 
-        Returns:
-            The message to the merge, ``(2, C)``, and the sums of ``dy * x_hat`` and of ``dy``. The
-            message holds sums that only `input_gradient` of the same strategy interprets. The
-            second sum may be None without a weight.
+    def reduce(self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine) -> Sums:
+        """Computes a message ``(2, C)`` to the merge, and the sums of ``dy * x_hat`` and ``dy``.
+
+        The message holds sums that only `input_gradient` of the same strategy interprets. The sum
+        of ``dy * x_hat`` may be None without a weight.
         """
         raise NotImplementedError
 
-    @staticmethod
-    def derivative_factors(inverse: Tensor) -> Tensor:
+    def derivative_factors(self, inverse: Tensor) -> Tensor:
         """Returns factors ``(2, C)`` that turn weighted messages of `reduce` into derivatives.
 
         They are the derivatives with respect to mean and variance of the whole batch,
@@ -118,39 +126,23 @@ class Kernels:
         """
         return torch.stack((-inverse, -inverse.square() / 2))
 
-    @staticmethod
-    def rows(totals: Tensor, stats: Statistics, weight: Tensor | None) -> Tensor:
-        """Prepares what `input_gradient` needs, once for all replicas on a device.
+    def rows(self, totals: Tensor, stats: Statistics, weight: Affine) -> Tensor:
+        """Computes what all replicas on a device share of `input_gradient`, ``(2, C)``.
 
-        Args:
-            totals: The messages of `reduce`, added over the whole batch.
-            stats: The statistics of the batch.
-            weight: ``(C,)``, in the accumulation dtype, or None.
-
-        Returns:
-            ``(number_of_rows, C)``.
+        It is linear in ``totals``, ``(2, C)``, the messages of `reduce` added over the batch.
         """
-        scale = stats.inverse
-        if weight is not None and not stats.weights_differ:
-            scale = scale * weight
-        return torch.cat((totals * (scale / -stats.total), scale.unsqueeze(0)))
+        shared = weight is not None and not stats.weights_differ
+        return totals * (_scale(stats, weight if shared else None) / -stats.total)
 
-    @staticmethod
     def input_gradient(
-        dy: Tensor | None, x: Tensor, stats: Statistics, weight: Tensor | None, rows: Tensor
+        self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, rows: Tensor
     ) -> Tensor:
         """Computes the gradient of a shard.
 
         With the totals T1 of dy and T2 of dy * x_hat, over the n values of the whole batch:
             dx = (weight * dy - (weight * T1 + x_hat * weight * T2) / n) / sqrt(denominator)
-        (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx.)
-
-        Args:
-            dy: The gradient of the output; None if the output is unused.
-            x: The shard.
-            stats: The statistics of the batch.
-            weight: ``(C,)``, in the accumulation dtype, or None.
-            rows: The result of `rows`.
+        (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx.) ``dy`` is None if the output
+        is unused, ``rows`` is the result of `rows`.
         """
         raise NotImplementedError
 
@@ -162,25 +154,21 @@ class Native(Kernels):
     cannot take statistics from outside.
     """
 
-    @staticmethod
-    def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    measures_small_shards_together = True
+    is_asynchronous = False
+
+    def moments(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return statistics.moments(x)
 
-    @staticmethod
-    def normalize(
-        x: Tensor, stats: Statistics, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
+    def normalize(self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine) -> Tensor:
         if stats.rest is not None:  # x * scale + (bias - mean * scale), as below, loses digits
             return in_accumulation_dtype(
-                lambda _, x: Plain.normalize(x, stats, weight, bias), None, x
+                lambda _, x: PLAIN.normalize(x, stats, weight, bias), None, x
             )
         args = (x, weight, bias, stats.mean, stats.denominator, False, 0.0, 0.0)
         return torch.native_batch_norm(*args)[0]
 
-    @staticmethod
-    def reduce(
-        dy: Tensor, x: Tensor, stats: Statistics, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    def reduce(self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine) -> Sums:
         adds_in_pairs = values_per_channel(x) > _FEW_EQUAL and (
             x.dim() == 2 or x.stride(1) == 1 or not dy.is_contiguous()
         )
@@ -199,23 +187,18 @@ class Native(Kernels):
             dweight -= stats.rest * stats.inverse * dbias
         return torch.stack((dbias, dweight)), dweight, dbias
 
-    @staticmethod
     def input_gradient(
-        dy: Tensor | None, x: Tensor, stats: Statistics, weight: Tensor | None, rows: Tensor
+        self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, rows: Tensor
     ) -> Tensor:
         if stats.rest is not None or x.dtype != rows.dtype:
             return in_accumulation_dtype(
-                lambda dy, x: Plain.input_gradient(dy, x, stats, weight, rows), dy, x
+                lambda dy, x: PLAIN.input_gradient(dy, x, stats, weight, rows), dy, x
             )
-        shift, slope, scale = rows.unbind()
+        shift, slope = rows.unbind()
         x = with_usual_strides(x)  # the result inherits them
         args = (x, slope, shift, stats.mean, stats.denominator, False, 0.0, 0.0)
         dx = torch.native_batch_norm(*args)[0]
-        if dy is None:
-            return dx
-        if weight is not None and stats.weights_differ:
-            scale = scale * weight
-        return dx.addcmul_(dy, scale.view(-1, *[1] * (x.dim() - 2)))
+        return dx if dy is None else dx.addcmul_(dy, per_channel(_scale(stats, weight), x))
 
 
 class Fused(Kernels):
@@ -226,44 +209,43 @@ class Fused(Kernels):
     """
 
     returns_inverse = True
-    number_of_rows = 2
+    has_merge = True
 
-    @staticmethod
-    def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def moments(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if values_per_channel(x) == 0:
             # The inverse of zero would be infinite.
             zeros = x.new_zeros(x.size(1), dtype=accumulation_dtype(x.dtype))
             return zeros, torch.ones_like(zeros)
         return torch.batch_norm_stats(x, eps)
 
-    @staticmethod
-    def normalize(
-        x: Tensor, stats: Statistics, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
+    def merge(
+        self, counts: tuple[int, ...], moments: Sequence[Tensor], eps: float, running: Buffers
+    ) -> tuple[Tensor, Tensor]:
+        mean, inverse = moments
+        count = counts_tensor(counts, mean.device, mean.dtype)
+        # The first argument only gives the dtype.
+        args = (mean, mean, inverse, *running, eps, count)
+        return torch.batch_norm_gather_stats_with_counts(*args)
+
+    def normalize(self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine) -> Tensor:
         # The last argument is eps, which only some kernels use.
         return torch.batch_norm_elemt(x, weight, bias, stats.mean, stats.inverse, 0.0)
 
-    @staticmethod
-    def reduce(
-        dy: Tensor, x: Tensor, stats: Statistics, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    def reduce(self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine) -> Sums:
         has_weight = weight is not None
         plain, along_x, dweight, _ = torch.batch_norm_backward_reduce(
             *(in_format_of(dy, x), x, stats.mean, stats.inverse, weight, True, has_weight, False)
         )
         return torch.stack((plain, along_x)), dweight, plain
 
-    @staticmethod
-    def derivative_factors(inverse: Tensor) -> Tensor:
+    def derivative_factors(self, inverse: Tensor) -> Tensor:
         return torch.stack((-inverse, -inverse.pow(3) / 2))  # without x_hat's factor
 
-    @staticmethod
-    def rows(totals: Tensor, stats: Statistics, weight: Tensor | None) -> Tensor:
+    def rows(self, totals: Tensor, stats: Statistics, weight: Affine) -> Tensor:
         return totals
 
-    @staticmethod
     def input_gradient(
-        dy: Tensor | None, x: Tensor, stats: Statistics, weight: Tensor | None, rows: Tensor
+        self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, rows: Tensor
     ) -> Tensor:
         if weight is not None and stats.weights_differ:
             # The kernel multiplies by the weight. Where it is 0 in all replicas, so is the result.
@@ -284,8 +266,7 @@ class Fused(Kernels):
 class Plain(Kernels):
     """Tensor operations that every device has."""
 
-    @staticmethod
-    def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def moments(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         home, dims = statistics_device(x.device), reduced_dims(x)
         if values_per_channel(x) == 0:
             zeros = torch.zeros(x.size(1), dtype=torch.float64, device=home)
@@ -299,21 +280,15 @@ class Plain(Kernels):
         )
         return head.to(home) + rest, squares.addcmul_(rest, rest, value=-1).clamp_(min=0)
 
-    @staticmethod
-    def normalize(
-        x: Tensor, stats: Statistics, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        scale = stats.inverse if weight is None else stats.inverse * weight
+    def normalize(self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine) -> Tensor:
+        scale = _scale(stats, weight)
         y = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(scale, x))
         if stats.rest is not None:
             shift = stats.rest * -scale
             bias = shift if bias is None else bias + shift
         return (y if bias is None else y.add_(per_channel(bias, x))).to(x.dtype)
 
-    @staticmethod
-    def reduce(
-        dy: Tensor, x: Tensor, stats: Statistics, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    def reduce(self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine) -> Sums:
         dims = reduced_dims(x)
         dbias = dy.sum(dims, dtype=stats.mean.dtype)
         dweight = (x - per_channel(stats.mean, x)).mul_(dy).sum(dims)
@@ -322,25 +297,28 @@ class Plain(Kernels):
         dweight *= stats.inverse
         return torch.stack((dbias, dweight)), dweight, dbias
 
-    @staticmethod
     def input_gradient(
-        dy: Tensor | None, x: Tensor, stats: Statistics, weight: Tensor | None, rows: Tensor
+        self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, rows: Tensor
     ) -> Tensor:
-        shift, slope, scale = rows.unbind()
+        shift, slope = rows.unbind()
         slope = slope * stats.inverse
         if stats.rest is not None:
             shift = shift - stats.rest * slope
         dx = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(slope, x))
         dx.add_(per_channel(shift, x))
         if dy is not None:
-            if weight is not None and stats.weights_differ:
-                scale = scale * weight
-            dx.addcmul_(dy.to(dx.dtype), per_channel(scale, x))
+            dx.addcmul_(dy.to(dx.dtype), per_channel(_scale(stats, weight), x))
         return dx.to(x.dtype)
 
 
-#: By type of device. `Plain` on all others.
-KERNELS: dict[str, type[Kernels]] = {"cpu": Native, "cuda": Fused}
+#: By type of device. `PLAIN` on all others.
+KERNELS: dict[str, Kernels] = {"cpu": Native(), "cuda": Fused()}
+PLAIN = Plain()
+
+
+def _scale(stats: Statistics, weight: Affine) -> Tensor:
+    """Returns ``weight / sqrt(denominator)``, ``(C,)``."""
+    return stats.inverse if weight is None else stats.inverse * weight
 
 
 def in_accumulation_dtype(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from syncbn import moments as statistics
-from syncbn.kernels import KERNELS, Plain, Statistics, counts_tensor
+from syncbn.kernels import KERNELS, PLAIN, Buffers, Statistics
 
 __all__: list[str] = []
 
@@ -45,7 +45,7 @@ class RunningStatistics(NamedTuple):
     #: The weight of the new values: a number, or a tensor of one value.
     momentum: float | Tensor
 
-    def for_kernel(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, float] | None:
+    def for_kernel(self, dtype: torch.dtype) -> Buffers | None:
         """Returns arguments for kernels of torch that update the buffers, hidden from autograd.
 
         None if they cannot, given moments of this dtype.
@@ -58,10 +58,8 @@ class RunningStatistics(NamedTuple):
     def update(self, mean: Tensor, var: Tensor, total: int | Tensor) -> None:
         """Updates the buffers in place, as torch does, with the unbiased variance of a batch.
 
-        Args:
-            mean: The mean of the batch, in the accumulation dtype, on the device of the buffers.
-            var: The biased variance of the batch.
-            total: Values per channel in the batch.
+        ``mean`` is in the accumulation dtype, on the device of the buffers. ``var`` is the biased
+        variance, ``total`` the values per channel.
         """
         weight = self.momentum
         if isinstance(total, Tensor):  # the host does not know whether it is above 1
@@ -81,6 +79,9 @@ class RunningStatistics(NamedTuple):
             else:
                 running.copy_(torch.lerp(running.to(var), new.to(var), factor))
 
+
+#: The arguments of a kernel that updates no running statistics.
+_NO_BUFFERS: Buffers = (None, None, 0.0)
 
 #: Counts a batch, and returns the running statistics to update, or None if the layer has none.
 CountBatch = Callable[[], RunningStatistics | None]
@@ -107,7 +108,7 @@ class Shard:
         self.device = x.device
         #: The accumulation dtype.
         self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        self.kernels = KERNELS.get(self.device.type, Plain)
+        self.kernels = KERNELS.get(self.device.type, PLAIN)
         self.weight = weight
         self.denominator = denominator
         #: The values of a small shard, until the merge measures it. None if (1) measures it.
@@ -147,23 +148,22 @@ def variance(inverse: Tensor, denominator: Denominator) -> Tensor:
 def merge_moments(
     shards: Sequence[Shard], total: int, running: RunningStatistics | None
 ) -> list[Statistics]:
-    """Merges the moments of all shards, and updates the running statistics.
+    """Merges the moments of all shards, in replica order, and updates the running statistics.
 
-    Args:
-        shards: The shards, in replica order.
-        total: Values per channel in all of them, at least 2.
-        running: The running statistics to update, if any.
-
-    Returns:
-        The statistics of the whole batch for each replica.
+    ``total``, the values per channel, is at least 2. Returns the statistics of the whole batch for
+    each replica.
     """
     weights_differ = not _share_weight(shards)
     if _are_unmeasured(shards):
-        stats = _measure(shards, total, running, weights_differ)
-        if stats is not None:
+        mean, var = moments = _measure(shards, total, running)
+        running = None  # updated
+        divisor = shards[0].denominator.of(var)
+        if not _is_large(mean, divisor):
+            inverse = divisor.rsqrt()
+            stats = Statistics(total, mean, inverse, divisor, None, moments, weights_differ)
             return [stats] * len(shards)
-        running = None  # already updated
-    if shards[0].kernels.returns_inverse and _have_fused_merge(shards):
+        # A large mean takes more precise moments than the running statistics do.
+    if _have_fused_merge(shards):
         merged = _fused_merge(shards, total, running)
         batches = []
         for shard in shards:
@@ -200,27 +200,23 @@ def _are_unmeasured(shards: Sequence[Shard]) -> bool:
     for shard in shards:
         if shard.unmeasured is None or shard.denominator != first.denominator:
             return False
+        if shard.device != first.device:
+            return False
         if shard.unmeasured.shape[1:] != first.unmeasured.shape[1:]:  # type: ignore[union-attr]
             return False
     return True
 
 
 def _measure(
-    shards: Sequence[Shard], total: int, running: RunningStatistics | None, weights_differ: bool
-) -> Statistics | None:
-    """Measures all shards at once, and updates the running statistics, as torch's layer does.
-
-    Returns None if the mean is large.
-    """
+    shards: Sequence[Shard], total: int, running: RunningStatistics | None
+) -> tuple[Tensor, Tensor]:
+    """Measures all shards at once, and updates the running statistics, as torch's layer does."""
     x = torch.cat([shard.unmeasured for shard in shards])  # type: ignore[misc]
-    updated = running and running.for_kernel(x.dtype)
-    mean, var = moments = torch.batch_norm_update_stats(x, *(updated or (None, None, 0.0)))
-    if running is not None and updated is None:
+    buffers = running and running.for_kernel(x.dtype)
+    mean, var = torch.batch_norm_update_stats(x, *(buffers or _NO_BUFFERS))
+    if running is not None and buffers is None:
         running.update(mean, var, total)
-    divisor = shards[0].denominator.of(var)
-    if _is_large(mean, divisor):
-        return None
-    return Statistics(total, mean, divisor.rsqrt(), divisor, None, moments, weights_differ)
+    return mean, var
 
 
 def kernel_statistics(
@@ -232,7 +228,7 @@ def kernel_statistics(
     head, inverse, divisor = vectors.unbind()
     rest = None
     # Always on accelerators, where the test would block the host.
-    if shard.device.type != "cpu" or _is_large(head, divisor):
+    if shard.kernels.is_asynchronous or _is_large(head, divisor):
         rest = (mean - head.to(mean)).to(head)
     return Statistics(total, head, inverse, divisor, rest, (mean, var), weights_differ)
 
@@ -261,32 +257,26 @@ def _share_weight(shards: Sequence[Shard]) -> bool:
 
 
 def _have_fused_merge(shards: Sequence[Shard]) -> bool:
-    """Whether one kernel can merge the moments of all shards."""
-    first = shards[0].denominator
-    return not first.clamps and all(
-        shard.kernels.returns_inverse and shard.denominator == first for shard in shards
-    )
+    """Whether the kernels of a strategy merge the moments of all shards."""
+    kernels, denominator = shards[0].kernels, shards[0].denominator
+    if not kernels.has_merge or denominator.clamps:
+        return False
+    return all(s.kernels is kernels and s.denominator == denominator for s in shards)
 
 
 def _fused_merge(
     shards: Sequence[Shard], total: int, running: RunningStatistics | None
 ) -> tuple[Tensor, Tensor]:
-    """Merges moments in the kernel that `torch.nn.SyncBatchNorm` uses.
-
-    It also updates the running statistics. Returns mean and ``1 / sqrt(var + eps)``.
-    """
-    home, denominator = shards[0].device, shards[0].denominator
+    """Calls `Kernels.merge`, and updates the running statistics."""
+    home, kernels, denominator = shards[0].device, shards[0].kernels, shards[0].denominator
     shards = [shard for shard in shards if shard.values]
-    mean, inverse = (
-        torch.stack([moment.to(home) for moment in moments])
-        for moments in zip(*[shard.moments for shard in shards], strict=True)
-    )
-    counts = counts_tensor(tuple([shard.values for shard in shards]), home, mean.dtype)
-    updated = running and running.for_kernel(mean.dtype)
-    buffers: tuple[Any, Any, float] = updated or (None, None, 0.0)
-    mean, inverse = torch.batch_norm_gather_stats_with_counts(
-        mean, mean, inverse, *buffers, denominator.eps, counts
-    )
-    if running is not None and updated is None:
+    moments = [
+        torch.stack([moment.to(home) for moment in of_shards])
+        for of_shards in zip(*[shard.moments for shard in shards], strict=True)
+    ]
+    counts = tuple([shard.values for shard in shards])
+    buffers = running and running.for_kernel(moments[0].dtype)
+    mean, inverse = kernels.merge(counts, moments, denominator.eps, buffers or _NO_BUFFERS)
+    if running is not None and buffers is None:
         running.update(mean, variance(inverse, denominator), total)
     return mean, inverse

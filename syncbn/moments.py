@@ -40,11 +40,7 @@ _SHORTEST_RUN = 16
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes mean and biased variance of each channel of a tensor on the CPU.
-
-    Args:
-        x: ``(N, C, ...)`` of any size; both results are 0 if it is empty.
-    """
+    """Computes mean and biased variance of each channel, on the CPU; 0 if ``x`` is empty."""
     n = values_per_channel(x)
     if n == 0:
         zeros = x.new_zeros(x.size(1), dtype=torch.float64)
@@ -58,15 +54,10 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 def merge(
     counts: Sequence[int], means: Sequence[Tensor], variances: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Computes mean and biased variance of the union of several sets of values.
+    """Computes mean and biased variance of the union of several sets of values, on one device.
 
-    See Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-    Variances", 1979.
-
-    Args:
-        counts: The number of values per channel of each set. Some may be 0.
-        means: ``(C,)`` each, on one device.
-        variances: ``(C,)`` each.
+    Some sets may be empty. See Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm
+    for Computing Sample Variances", 1979.
     """
     total = sum(counts)
     share = torch.tensor(counts, dtype=torch.float64).div_(total).to(means[0].device)

@@ -35,11 +35,7 @@ class RecordedCall(NamedTuple):
 
 
 class RecordedCalls:
-    """The calls of one copy of a layer in one forward.
-
-    Args:
-        where: The layer and the replica, for error messages.
-    """
+    """The calls of one copy of a layer in one forward. Errors name the copy by ``where``."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -57,10 +53,8 @@ class RecordedCalls:
 
         torch does not say which call that is. It is the one whose moments are nearest. They need
         not be equal: some devices are not deterministic, and half precision rounds coarsely.
-
-        Raises:
-            ReplicationError: No call matches, several calls match, the forward ran without a
-                graph, or its input was different.
+        Raises ReplicationError if no call matches, several calls match, the forward ran without a
+        graph, or its input was different.
         """
         shard, *edges = message
         values = shard.values
@@ -95,8 +89,7 @@ class RecordedCalls:
         self, calls: list[RecordedCall], shard: Shard, rounding: float, is_only_call: bool
     ) -> RecordedCall:
         """Returns the call whose shard had the nearest moments."""
-        on_cpu = shard.device.type == "cpu"
-        if not shard.values or (is_only_call and not on_cpu):
+        if not shard.values or (is_only_call and shard.kernels.is_asynchronous):
             return calls[0]  # a comparison would be empty, or make the host wait for a GPU
         moments = shard.mean_and_var()
         distances = [_distance(call.shard.mean_and_var(), moments) for call in calls]

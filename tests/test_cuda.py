@@ -10,10 +10,9 @@ from torch import nn
 
 from replication import DataParallel, Scattered, replicate
 from syncbn import SynchronizedBatchNorm2d, convert_model
-from syncbn.kernels import Fused
 from tests.collective_cases import CASES, derivatives, in_replicas, leaves
 from tests.sharded import randomized
-from tests.syncbn.test_kernels import check_every_kernel, moments_of, statistics_of
+from tests.syncbn.test_kernels import FUSED, check_every_kernel, moments_of, statistics_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,11 +29,11 @@ def test_kernels_give_the_numbers_of_float64(shape, dtype, channels_last):
     x, dy = torch.randn(2, *shape).to("cuda", dtype)
     if channels_last and x.dim() == 4:
         x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
-    mean, inverse = Fused.moments(x, 1e-5)
+    mean, inverse = FUSED.moments(x, 1e-5)
     stats = statistics_of(*moments_of(x), x, 1e-5)
     torch.testing.assert_close((mean, inverse), stats[1:3], rtol=1e-4, atol=1e-4)
     tolerance = 1e-2 if dtype == torch.float16 else 1e-4
-    check_every_kernel(Fused, x, dy, stats, 1e-5, tolerance)
+    check_every_kernel(FUSED, x, dy, stats, 1e-5, tolerance)
 
 
 @pytest.mark.parametrize("devices", DEVICES, ids=str)

@@ -477,11 +477,14 @@ def test_frozen_error_is_noted_as_any_other():
 
 
 def test_replica_that_cannot_list_its_modules_does_not_hide_its_error():
+    class Unlistable(dict[str, Any]):
+        def items(self) -> Any:
+            raise RuntimeError("changed while it ran")
+
     class Unlisted(FailsAt):
-        def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-            if self.copy_id is not None:
-                raise RuntimeError("changed while it ran")
-            return super().named_modules(*args, **kwargs)
+        def forward(self, x: Tensor) -> Tensor:
+            vars(self)["_modules"] = Unlistable(self._modules)
+            return super().forward(x)
 
     with pytest.raises(KeyError) as caught:
         DataParallel(Unlisted(1, KeyError), CPUS)(X)

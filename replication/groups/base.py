@@ -80,11 +80,8 @@ class Call(NamedTuple):
 def check_same_call(calls: Sequence[Any], where: str, members: Sequence[int], kind: str) -> None:
     """Raises `ReplicasDiverged` unless all members make the same call.
 
-    Args:
-        calls: A `Call` of each member, or a `replication.groups.call_header.CallHeader`.
-        where: The layer and the number of its call.
-        members: The members' numbers, for the message.
-        kind: The word for a member in the message.
+    Each of ``calls`` is a `Call` or a `replication.groups.call_header.CallHeader`. The message
+    names the members by ``kind`` and their numbers, and the call by ``where``.
     """
     first = calls[0].matching_key()
     if all(call.matching_key() == first for call in calls[1:]):

@@ -68,13 +68,7 @@ def _text(encoded: bytes) -> str:
 
 
 def check_lengths(lengths: Sequence[int], item_bytes: int, where: str) -> None:
-    """Raises ReplicationError if a rank announces an impossible length.
-
-    Args:
-        lengths: The lengths that the ranks announce.
-        item_bytes: The number of bytes per unit of length.
-        where: The rank that checks, for the message.
-    """
+    """Raises ReplicationError if a rank announces an impossible number of items."""
     most = _MOST_BYTES // (max(item_bytes, 1) * len(lengths))
     for rank, length in enumerate(lengths):
         if not 0 <= length <= most:

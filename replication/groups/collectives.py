@@ -48,13 +48,9 @@ def all_gather(tensor: Tensor, process_group: Any) -> Tensor:
 
 
 def all_to_all(tensor: Tensor, sent: list[int], received: list[int], process_group: Any) -> Tensor:
-    """Sends values to every rank, and returns the values that every rank sends to this one.
+    """Sends ``sent[i]`` values of a vector to rank i, and returns ``received[i]`` from it.
 
-    Args:
-        tensor: A vector, with the values for rank 0 first.
-        sent: The number of values for each rank.
-        received: The number of values from each rank.
-        process_group: The ranks.
+    The values for rank 0, and from it, come first.
     """
     result = tensor.new_empty(sum(received))
     if tensor.numel() or result.numel():
@@ -91,14 +87,8 @@ def differentiable(
 ) -> Tensor:
     """Runs a collective in an autograd graph.
 
-    Args:
-        collective: The collective, without a graph.
-        derivative: Returns the gradient of ``tensor``, given the gradient of the result. It
-            consists of `differentiable` collectives, to be differentiable itself.
-        tensor: The argument of the collective.
-
-    Raises:
-        ReplicationError: ``tensor`` is a batch of gradients.
+    ``derivative`` returns the gradient of ``tensor``, given the gradient of the result. It
+    consists of `differentiable` collectives, to be differentiable itself.
     """
     if is_batched(tensor):
         raise ReplicationError(

@@ -15,7 +15,7 @@ from replication.groups.membership import (
     GroupMember,
     ProcessGroupHandle,
     check_process_group,
-    process_count,
+    has_other_processes,
     processes_are_not_connected,
 )
 from replication.groups.processes import ProcessGroup
@@ -166,7 +166,7 @@ class ReplicaAware(_Base):
             return SoloGroup()
         if group is None or group.size == 1:
             group = self._processes()
-        elif process_count(self.process_group) != 1:
+        elif has_other_processes(self.process_group):
             count = self._processes().size  # raises if this process cannot use the group
             raise ReplicationError(
                 f"{type(self).__name__} is in one of {group.size} replicas, in one of {count} "
@@ -203,7 +203,7 @@ class ReplicaAware(_Base):
 
     def _processes(self) -> Group:
         name = self._layer_name or type(self).__name__
-        if process_count(self.process_group) != 1:
+        if has_other_processes(self.process_group):
             return ProcessGroup(self.process_group, name)
         if processes_are_not_connected():
             warn_of_unconnected_processes(name)

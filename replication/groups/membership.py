@@ -23,7 +23,6 @@ class ProcessGroupState:
     """The number of calls made with a process group, and the groups split from it."""
 
     def __init__(self) -> None:
-        # Re-entrant: a signal handler or a finalizer may interrupt the thread that holds it.
         self.lock = threading.RLock()
         #: The number of calls, by the name of the layer and whether a backward makes them.
         self.calls: Counter[tuple[str, bool]] = Counter()
@@ -39,17 +38,15 @@ def state_of(process_group: Any) -> ProcessGroupState:
     return _states.setdefault(process_group, ProcessGroupState())
 
 
-def process_count(process_group: Any = None) -> int:
-    """Returns the number of processes in a group, by default of all processes.
+def has_other_processes(process_group: Any = None) -> bool:
+    """Whether a group, by default the group of all processes, is more than this process.
 
-    It is 1 without `torch.distributed`, and -1 if this process cannot use the group because it is
-    not a member or the group is destroyed.
+    Also true if this process is not a member or the group is destroyed: using it raises.
     """
     if process_group is not None:
-        return distributed.get_world_size(process_group) if is_known(process_group) else -1
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 1
-    return distributed.get_world_size()
+        return not is_known(process_group) or distributed.get_world_size(process_group) > 1
+    is_distributed = distributed.is_available() and distributed.is_initialized()
+    return is_distributed and distributed.get_world_size() > 1
 
 
 def processes_are_not_connected() -> bool:

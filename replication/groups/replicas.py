@@ -283,8 +283,8 @@ class ReplicaGroup(Group):
             began_in = current.backward
         return current_backward() != began_in
 
-    def commit(self, write: Callable[[], T]) -> T | None:
-        """Returns ``write()``, which changes the original layer, or None in a closed forward.
+    def commit(self, write: Callable[[], T]) -> T:
+        """Returns ``write()``, which changes the original layer; raises in a closed forward.
 
         See `Rendezvous.commit`.
         """

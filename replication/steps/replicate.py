@@ -21,7 +21,7 @@ from replication._torch import (
     shell_state,
 )
 from replication.devices import DeviceLike, check_module, to_device, usable_devices
-from replication.modules import Position
+from replication.modules import Position, layers_of
 from replication.steps.broadcast import broadcast, copied_buffers
 from replication.sync.lifecycle import untrack
 from replication.tree import PLAIN, Made, leaves_of, open_builtin, replace_leaves
@@ -38,6 +38,8 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 #: The dictionaries of a module that each replica copies. torch's replicas share the hooks: a hook
 #: that one replica registers in its forward would run in all others.
 _DICTIONARIES = ("_parameters", "_buffers", "_modules", *HOOKS)
+#: The name that a wrapper of `torch.compile` gives its module.
+_WRAPPED = "_orig_mod"
 #: Leaves of plain attributes that may be another object in a replica.
 _REPLACED = (Tensor, nn.Module, MethodType, PackedSequence)
 
@@ -94,11 +96,11 @@ def make_replicas(
 ) -> tuple[list[ModuleT], list[Position] | None]:
     """Does what `replicate` does, for devices that are checked already.
 
-    Returns:
-        The replicas, and each submodule with its copies, as `paired` would find them. The latter
-        is None if a class takes part in making its copies, because these may then differ.
+    Also returns each submodule with its copies, as `paired` would find them. This is None if a
+    class takes part in making its copies, because they may then differ.
     """
-    paths, modules, wrappers = _modules_of(module)
+    layers, wrappers = _layers_to_copy(module)
+    paths, modules = zip(*layers, strict=True)
     templates = [shell_state(module) for module in modules]
     parameters: dict[int, Tensor] = {}
     buffers: dict[int, Tensor] = {}
@@ -137,34 +139,24 @@ def make_replicas(
     return [shells[0] for shells in replicas], positions if is_known else None
 
 
-def _modules_of(root: nn.Module) -> tuple[list[str], list[nn.Module], dict[int, int]]:
-    """Returns the modules to copy, in the order of ``modules()``.
+def _layers_to_copy(root: nn.Module) -> tuple[list[tuple[str, nn.Module]], dict[int, int]]:
+    """Returns the paths and modules to copy, and the ids of wrappers and of their modules.
 
     A wrapper of `torch.compile` is not copied: a replica has its copy of the module instead.
-
-    Returns:
-        The paths of the modules, the modules, and the identity of each wrapper with the identity
-        of its module.
     """
-    paths: list[str] = []
-    modules: dict[int, nn.Module] = {}
+    layers = layers_of(root)
     wrappers: dict[int, int] = {}
-    pending: list[tuple[str, Any]] = [("", root)]
-    while pending:
-        path, module = pending.pop()
-        children = module._modules
-        if "_orig_mod" in children and is_compiled_wrapper(module):
+    for _, module in layers:
+        if _WRAPPED in module._modules and is_compiled_wrapper(module):
             _check_wrapper(module)
             wrappers[id(module)] = id(compiled_module(module))
-            pending.append((path, children["_orig_mod"]))
-        elif id(module) not in modules:
-            modules[id(module)] = module
-            paths.append(path)
-            prefix = path and path + "."
-            for name, child in reversed(children.items()):
-                if child is not None:
-                    pending.append((prefix + name, child))
-    return paths, list(modules.values()), wrappers
+    if wrappers:
+        layers = [
+            (".".join(name for name in path.split(".") if name != _WRAPPED), module)
+            for path, module in layers
+            if id(module) not in wrappers
+        ]
+    return layers, wrappers
 
 
 def _check_wrapper(wrapper: nn.Module) -> None:

@@ -38,10 +38,8 @@ class Round:
 class Exchange:
     """The sequence of calls that some replicas of one forward make together.
 
-    Args:
-        path: The name of the calls in messages.
-        replicas: The replicas that take part.
-        master: The replica that merges. By default the last to arrive does.
+    ``path`` names the calls in messages. The last replica to arrive merges, unless ``master`` is
+    given.
     """
 
     def __init__(self, path: str, replicas: Iterable[int], master: int | None = None) -> None:
@@ -61,17 +59,9 @@ class Exchange:
     ) -> Any:
         """Sends a message, and returns the reply once the messages of all replicas are merged.
 
-        Args:
-            rendezvous: The rendezvous of the forward. The exchange does not keep it, because a
-                rendezvous may refer to the exchange.
-            replica: The replica that calls.
-            message: Any object.
-            merge: Called with the messages in the thread that merges. None if the replica is not
-                the master.
-
-        Raises:
-            ReplicaFailed: Another replica raised.
-            ReplicasDiverged: A message can no longer arrive.
+        The exchange does not keep the rendezvous, which may refer to the exchange. ``merge`` is
+        called in one thread, and is None if the replica is not the master. Raises `ReplicaFailed`
+        if another replica raises, and `ReplicasDiverged` if a message can no longer arrive.
         """
         if rendezvous.observe is None:
             return self._run(rendezvous, replica, message, merge)

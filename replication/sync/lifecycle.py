@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -17,7 +20,6 @@ from replication.sync.current import (
     this_thread,
 )
 from replication.sync.notes import Locator, add_failure_note, add_others
-from replication.sync.overrides import MethodOverride
 from replication.sync.rendezvous import Rendezvous
 from replication.waits import observer
 
@@ -27,15 +29,83 @@ __all__: list[str] = []
 T = TypeVar("T")
 
 
-class TrackedCall(MethodOverride):
-    """Reports the beginning and the end of a replica's forward to its rendezvous.
+#: The method that ``copy``, ``deepcopy`` and ``pickle`` look up on an object before its class.
+_REDUCE = "__reduce_ex__"
 
-    It is not a hook, because torch shares the hook dictionaries of the replicas and the original.
+
+def _without_overrides(owner: Callable[[], Any], protocol: Any) -> Any:
+    """Reduces a replica as if its methods were not overridden."""
+    kind: Any = type(owner())
+    reduced = kind.__reduce_ex__(owner(), protocol)
+    if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    make, args, state, *rest = reduced
+    state = {name: value for name, value in state.items() if name != _REDUCE}
+    for name, value in list(state.items()):
+        if isinstance(value, TrackedCall):
+            del state[name]
+            if value.previous is not None:
+                state[name] = value.previous
+    return make, args, state, *rest
+
+
+class TrackedCall:
+    """Overrides a method of a replica, to report when its forward begins and ends.
+
+    It is an attribute of the replica, and no hook: ``replica.forward(...)`` runs no hooks, and
+    replicas that torch made share theirs. It refers to the replica weakly, so that no cycle keeps
+    the replica and its parameters alive. Copies of the replica (``copy``, ``deepcopy``,
+    ``pickle``) do not get it, because it would run the replica itself.
     """
 
-    #: The rendezvous of the forward. A copy of a replica belongs to no forward.
+    #: The rendezvous of the forward. A call that is copied belongs to no forward.
     rendezvous: Rendezvous | None = None
     replica = 0
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        #: Returns the module, or None when it is gone.
+        self.owner: Callable[[], Any] = weakref.ref(owner)
+        self.name = name
+        previous = owner.__dict__.get(name)
+        #: A method that was set on the module before. The latest override replaces older ones.
+        self.previous: Callable[..., Any] | None = (
+            previous.previous if isinstance(previous, TrackedCall) else previous
+        )
+
+    def install(self, rendezvous: Rendezvous, replica: int) -> None:
+        """Overrides the method in a forward."""
+        self.rendezvous, self.replica = rendezvous, replica
+        state = self.owner().__dict__
+        state[self.name] = self
+        state[_REDUCE] = partial(_without_overrides, self.owner)
+
+    def remove_from(self, module: nn.Module) -> None:
+        """Restores the method of ``module``, which may be a copy of the owner."""
+        module.__dict__.pop(_REDUCE, None)
+        if module.__dict__.get(self.name) is self:
+            if self.previous is None:
+                del module.__dict__[self.name]
+            else:
+                module.__dict__[self.name] = self.previous
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The method that is overridden."""
+        if self.previous is not None:
+            return self.previous
+        owner = self.owner()
+        if owner is None:
+            raise ReplicationError(
+                f"the replica is gone; keep the replica, not only its `{self.name}`"
+            )
+        return partial(getattr(type(owner), self.name), owner)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.owner(), self.name), {"previous": self.previous}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.rendezvous is None:
@@ -95,9 +165,7 @@ def track(replicas: Sequence[nn.Module]) -> Rendezvous:
     rendezvous.outer = None if current is None else current.rendezvous
     for index, replica in enumerate(replicas):
         for name in _ENTRY_POINTS:
-            call = TrackedCall(replica, name)
-            call.rendezvous, call.replica = rendezvous, index
-            call.install()
+            TrackedCall(replica, name).install(rendezvous, index)
     return rendezvous
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from replication._torch import CALL_IMPL
 from replication.devices import device_in_use, device_of
 from replication.errors import ReplicationError, describe_error, has_type, listed
+from replication.modules import layers_of
 from replication.sync.rendezvous import Failure
 
 __all__: list[str] = []
@@ -89,7 +90,7 @@ def failing_path(error: BaseException, root: nn.Module) -> str:
 
 def paths_of(root: nn.Module) -> dict[int, str]:
     """Returns the path of each submodule, by the `id` of the submodule."""
-    return {id(module): path for path, module in root.named_modules()}
+    return {id(module): path for path, module in layers_of(root)}
 
 
 def path_of_call(frame: FrameType, paths: dict[int, str]) -> str | None:

@@ -43,8 +43,7 @@ class FutureResult:
     """
 
     def __init__(self) -> None:
-        # Held for a few assignments only: no other lock is taken inside. Re-entrant, because a
-        # signal handler may interrupt the thread that holds it.
+        # Held for a few assignments only: no other lock is taken inside.
         self._lock = threading.RLock()
         self._result = _EMPTY
         self._has_getter = False
@@ -250,8 +249,7 @@ class SyncMaster:
     _OF_FORWARDS = ("_lock", "_latest", "_by_hand")
 
     def _forget_forwards(self) -> None:
-        # Guards registrations outside a forward, which any thread may make. Re-entrant, because a
-        # signal handler or a finalizer may interrupt the thread that holds it.
+        # Guards registrations outside a forward, which any thread may make.
         self._lock = threading.RLock()
         # The latest forward with slaves, for threads that do not run a replica.
         self._latest: Callable[[], Rendezvous | None] | None = None

@@ -118,11 +118,7 @@ class Abort(NamedTuple):
     cause: BaseException | None
 
     def raise_at(self, wait: Wait | None = None) -> NoReturn:
-        """Raises a new error, because the traceback of a shared one would grow with each replica.
-
-        Args:
-            wait: The wait that fails.
-        """
+        """Raises a new error: the traceback of a shared one would grow with each replica."""
         where = f" Replica {wait.replica} waited at {wait.site}." if wait and self.cause else ""
         raise self.kind(self.reason + where) from self.cause
 
@@ -172,9 +168,8 @@ class Progress:
 class Rendezvous:
     """The replicas of one forward and their waits for each other.
 
-    Args:
-        size: Number of replicas. None outside a forward, where participants do not report their
-            beginning and end. Waits then end only with a value or when a participant fails.
+    ``size`` is None outside a forward, where participants do not report their beginning and end.
+    Waits then end only with a value or when a participant fails.
     """
 
     def __init__(self, size: int | None) -> None:
@@ -266,8 +261,8 @@ class Rendezvous:
             pass
         return self.take_failures()
 
-    def commit(self, write: Callable[[], T]) -> T | None:
-        """Returns ``write()``, which changes the original module, or None in a closed forward.
+    def commit(self, write: Callable[[], T]) -> T:
+        """Returns ``write()``, which changes the original module; raises in a closed forward.
 
         A replica may still run after the forward has raised in the caller. It must not change the
         module that the caller then saves or trains further. The same holds for a forward inside
@@ -275,7 +270,7 @@ class Rendezvous:
         """
         with self._commits:
             if self._is_closed:
-                return None
+                raise ReplicationError("the forward of this replica has been ended by its caller")
             return write() if self.outer is None else self.outer.commit(write)
 
     def take_failures(self) -> list[Failure]:

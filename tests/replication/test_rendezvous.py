@@ -387,7 +387,8 @@ def test_a_closed_forward_writes_nothing():
     rendezvous, written = entered(2), []
     rendezvous.commit(lambda: written.append("before"))
     rendezvous.close("over")
-    rendezvous.commit(lambda: written.append("after"))
+    with pytest.raises(ReplicationError, match="ended by its caller"):
+        rendezvous.commit(lambda: written.append("after"))
     assert written == ["before"]
 
 

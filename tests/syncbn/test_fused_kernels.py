@@ -14,14 +14,21 @@ from replication import DataParallel
 from syncbn import SynchronizedBatchNorm2d, kernels, merge
 from syncbn.kernels import Fused
 from tests.sharded import randomized
-from tests.syncbn.test_kernels import check_every_kernel, input_gradient, moments_of, statistics_of
+from tests.syncbn.test_kernels import (
+    FUSED,
+    NATIVE,
+    check_every_kernel,
+    input_gradient,
+    moments_of,
+    statistics_of,
+)
 
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, stand_in in fused.KERNELS.items():
         monkeypatch.setattr(torch, name, stand_in)
-    monkeypatch.setitem(kernels.KERNELS, "cpu", Fused)
+    monkeypatch.setitem(kernels.KERNELS, "cpu", FUSED)
 
 
 SHAPES = [(6, 3), (4, 3, 5), (4, 3, 5, 6), (2, 3, 4, 5, 6)]
@@ -35,10 +42,10 @@ def test_kernels_give_the_numbers_of_float64(shape, last, dtype):
     x, dy = torch.randn(2, *shape).to(dtype)
     if last and layout is not None:
         x = x.contiguous(memory_format=layout)
-    mean, inverse = Fused.moments(x, 1e-5)
+    mean, inverse = FUSED.moments(x, 1e-5)
     stats = statistics_of(*moments_of(x), x, 1e-5)
     torch.testing.assert_close((mean, inverse), stats[1:3], rtol=1e-5, atol=1e-6)
-    check_every_kernel(Fused, x, dy, stats, 1e-5)
+    check_every_kernel(FUSED, x, dy, stats, 1e-5)
 
 
 def test_a_weight_of_zero_stops_the_gradient():
@@ -46,7 +53,7 @@ def test_a_weight_of_zero_stops_the_gradient():
     stats = statistics_of(*moments_of(x), x, 1e-5)
     weight, totals = torch.tensor([0.0, 1.0, 2.0]), torch.randn(2, 3)
     totals[:, 0] = 0
-    dx = input_gradient(Fused, dy, x, stats, weight, totals, 4)
+    dx = input_gradient(FUSED, dy, x, stats, weight, totals, 4)
     assert dx.isfinite().all() and not dx[:, 0].any()
 
 
@@ -81,11 +88,31 @@ def test_replicas_train_as_torchs_layer_does(options, sizes):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
+class WithoutMerge(Fused):
+    """Measures as CUDA does, but has no kernel that merges."""
+
+    has_merge = False
+
+    def merge(self, *args: Any) -> Any:
+        raise AssertionError("CUDA's kernel must not merge for another device")
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_strategy_without_a_merge_is_merged_in_float64(momentum, monkeypatch):
+    monkeypatch.setitem(kernels.KERNELS, "cpu", WithoutMerge())
+    layer = SynchronizedBatchNorm2d(3, momentum=momentum)
+    plain = torch.nn.BatchNorm2d(3, momentum=momentum)
+    x = torch.randn(5, 3, 2, 2) + 3
+    y = DataParallel(layer, ["cpu"] * 3)(x)
+    torch.testing.assert_close(y, plain(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-6)
+
+
 class ByReplica(dict[str, Any]):
     """Replica 1 is on another kind of device."""
 
     def get(self, kind: str, default: Any = None) -> Any:
-        return kernels.Native if threading.current_thread().name == "replica-1" else Fused
+        return NATIVE if threading.current_thread().name == "replica-1" else FUSED
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

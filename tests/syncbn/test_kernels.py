@@ -13,12 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncbn import channels
-from syncbn.kernels import BLOCK, Fused, Kernels, Native, Plain, Statistics
+from syncbn.kernels import BLOCK, PLAIN, Fused, Kernels, Native, Statistics
 from syncbn.merge import Denominator, Shard, kernel_statistics
 from tests.layouts import LAYOUTS, channels_last, channels_of, with_odd_strides
 
 # `Fused` needs a GPU, or stand-ins: see `test_fused_kernels.py`.
-every_strategy = pytest.mark.parametrize("kernels", [Native, Plain])
+NATIVE, FUSED = Native(), Fused()
+every_strategy = pytest.mark.parametrize("kernels", [NATIVE, PLAIN])
 #: Whether the mean counts as large, so that no precision may be lost by subtracting it late.
 large_or_not = pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
 
@@ -44,7 +45,7 @@ def hat_of(x: Tensor, eps: float = 0.0) -> Tensor:
 
 
 def input_gradient(
-    kernels: type[Kernels],
+    kernels: Kernels,
     dy: Tensor | None,
     x: Tensor,
     stats: Statistics,
@@ -90,7 +91,7 @@ def test_half_precision_is_rounded_once_and_converted_block_by_block(dtype, layo
     stats = statistics_of(*moments_of(x), x, 1e-5, is_large)
     weight, totals = torch.randn(8), torch.randn(2, 8)
     with LargestFloat32() as largest:
-        dx = input_gradient(Native, dy, x, stats, weight, totals, 10, True)
+        dx = input_gradient(NATIVE, dy, x, stats, weight, totals, 10, True)
     assert largest.values <= x.numel() - x[0].numel()
     assert dx.dtype == dtype and dx.stride() == x.stride()
     exact = gradient_of(x, dy, 1e-5, weight, totals)
@@ -102,7 +103,7 @@ def test_a_sample_in_half_precision_may_be_larger_than_a_block():
     x = torch.randn(2, 1, BLOCK + 16, dtype=torch.bfloat16)
     one, zero = torch.ones(1), torch.zeros(1)
     stats = Statistics(10, zero, one, one)
-    dx = input_gradient(Native, None, x, stats, None, torch.tensor([[0.0], [-20.0]]), 10, True)
+    dx = input_gradient(NATIVE, None, x, stats, None, torch.tensor([[0.0], [-20.0]]), 10, True)
     assert torch.equal(dx, 2 * x)
 
 
@@ -167,7 +168,7 @@ def test_dimensions_of_length_one_may_have_any_stride(kernels, shape, x_layout, 
 
 
 def check_every_kernel(
-    kernels: type[Kernels],
+    kernels: Kernels,
     x: Tensor,
     dy: Tensor,
     stats: Statistics,
@@ -191,7 +192,7 @@ def check_every_kernel(
         torch.stack((along_x, plain)).double(), expected, rtol=tolerance, atol=10 * tolerance
     )
     # `Fused` adds ``x - mean`` instead of ``x_hat``.
-    along = 1 / stats.inverse if kernels is Fused else torch.ones_like(stats.inverse)
+    along = 1 / stats.inverse if isinstance(kernels, Fused) else torch.ones_like(stats.inverse)
     message = totals * torch.stack((torch.ones_like(along), along))
     for upstream in (dy, None):
         dx = input_gradient(kernels, upstream, x, stats, weight, message, 10, True)
@@ -214,7 +215,7 @@ def test_sums_are_rounded_once_for_any_strides(shape, dtype):
     for _ in range(20):
         odd_x = with_odd_strides(x, generator.choice(["contiguous", "channels_last"]), generator)
         odd_dy = with_odd_strides(dy, generator.choice(["contiguous", "channels_last"]), generator)
-        _, *sums = Native.reduce(odd_dy, odd_x, stats, None)
+        _, *sums = NATIVE.reduce(odd_dy, odd_x, stats, None)
         torch.testing.assert_close(
             [s.double() for s in sums], list(expected), rtol=1e-6, atol=2e-6
         )
@@ -242,7 +243,7 @@ def test_a_large_mean_costs_no_precision(kernels, mean):
 def test_without_channels_there_are_no_values():
     x = torch.empty(2, 0, 4)
     assert channels.values_per_channel(x) == 0
-    assert [moment.shape for moment in Native.moments(x, 1.0)] == [(0,), (0,)]
+    assert [moment.shape for moment in NATIVE.moments(x, 1.0)] == [(0,), (0,)]
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 1, 1), (2, 1, 4, 5), (2, 1, 3, 4, 5)], ids=str)
@@ -250,7 +251,7 @@ def test_a_tensor_in_two_memory_formats_counts_as_contiguous(shape):
     assert channels.memory_format(torch.empty(shape)) is torch.contiguous_format
 
 
-@pytest.mark.parametrize("kernels", [Native, Plain, Fused])
+@pytest.mark.parametrize("kernels", [NATIVE, PLAIN, FUSED])
 @pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4), (2, 3, 0, 4), (0, 3, 0, 0, 0)], ids=str)
 def test_an_empty_shard_has_finite_moments(kernels, shape):
     moments = kernels.moments(torch.randn(shape), 1e-5)
@@ -310,10 +311,10 @@ class WithoutFloat64(TorchDispatchMode):
 def test_a_device_without_float64_leaves_the_statistics_to_the_cpu(shape):
     with FakeTensorMode(), torch.no_grad(), WithoutFloat64():
         x, bias = torch.empty(shape, device="mps"), torch.empty(4, device="mps")
-        moments = Plain.moments(x, 1e-5)
+        moments = PLAIN.moments(x, 1e-5)
         stats = kernel_statistics(10, *moments, Shard(x, None, Denominator(1e-5)))
-        y = Plain.normalize(x, stats, None, bias)
-        sums, *_ = Plain.reduce(y, x, stats, None)
-        dx = input_gradient(Plain, y, x, stats, None, sums, 10, True)
+        y = PLAIN.normalize(x, stats, None, bias)
+        sums, *_ = PLAIN.reduce(y, x, stats, None)
+        dx = input_gradient(PLAIN, y, x, stats, None, sums, 10, True)
     assert {(t.device.type, t.dtype) for t in moments} == {("cpu", torch.float64)}
     assert {(t.device.type, t.dtype) for t in (sums, y, dx)} == {("mps", torch.float32)}

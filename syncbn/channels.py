@@ -1,6 +1,8 @@
-"""Layout helpers for tensors ``(N, C, ...)``: dtypes, devices, dimensions and strides."""
+"""Layout helpers for tensors ``(N, C, ...)``: dtypes, devices, dimensions, strides, constants."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,3 +67,20 @@ def with_usual_strides(x: Tensor) -> Tensor:
 def in_format_of(tensor: Tensor, like: Tensor) -> Tensor:
     """Returns a tensor in the memory format of another."""
     return tensor.contiguous(memory_format=memory_format(like))
+
+
+_constants: dict[Any, Tensor] = {}
+
+
+def constant_tensor(
+    numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Returns a cached tensor of numbers, because a copy from the host would take longer."""
+    key = numbers, device, dtype
+    tensor = _constants.get(key)
+    if tensor is None:
+        with torch.inference_mode(False):
+            tensor = torch.tensor(numbers, dtype=dtype, device=device)
+        if type(tensor) is Tensor and len(_constants) < 1000:  # not a fake tensor
+            _constants[key] = tensor
+    return tensor

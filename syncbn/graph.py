@@ -53,7 +53,7 @@ from syncbn.channels import (
     reduced_dims,
 )
 from syncbn.kernels import Statistics
-from syncbn.merge import SMALL, CountBatch, Denominator, Shard, merge_moments
+from syncbn.merge import MEDIUM, SMALL, CountBatch, Denominator, Shard, merge_moments
 
 __all__: list[str] = []
 
@@ -91,7 +91,7 @@ def synchronized_batch_norm(
         bias = bias.to(shard.dtype)
     if (
         shard.kernels.measures_small_shards_together
-        and 0 < x.numel() <= SMALL
+        and 0 < x.numel() <= MEDIUM
         and x.dtype == torch.float32
         and x.is_contiguous()
         and torch.is_grad_enabled()
@@ -151,6 +151,8 @@ class Moments(Function):
         ctx.shard = shard
         if shard.unmeasured is None:
             shard.moments = shard.kernels.moments(x, shard.denominator.eps)
+        elif x.numel() > SMALL:  # here, where the replicas run in parallel
+            shard.rounded()
         local = x.new_empty(3, x.size(1), dtype=shard.dtype)
         totals = local.new_empty(2, x.size(1))
         return x, x, local, totals  # torch makes an alias of x for each

@@ -19,7 +19,7 @@ Notation: ``x`` and the gradient ``dy`` of the output are ``(N, C, ...)``. ``x_h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch import Tensor
 from syncbn import moments as statistics
 from syncbn.channels import (
     accumulation_dtype,
+    constant_tensor,
     in_format_of,
     per_channel,
     reduced_dims,
@@ -86,7 +87,7 @@ class Kernels:
     #: Whether the strategy has `merge`. Otherwise moments are merged in float64.
     has_merge = False
 
-    #: Whether `torch.batch_norm_update_stats` can measure the small shards of a device together.
+    #: Whether `torch.batch_norm_update_stats` can measure small shards, also several together.
     measures_small_shards_together = False
 
     #: Whether the host waits for the device where it reads a value.
@@ -222,7 +223,7 @@ class Fused(Kernels):
         self, counts: tuple[int, ...], moments: Sequence[Tensor], eps: float, running: Buffers
     ) -> tuple[Tensor, Tensor]:
         mean, inverse = moments
-        count = counts_tensor(counts, mean.device, mean.dtype)
+        count = constant_tensor(counts, mean.device, mean.dtype)
         # The first argument only gives the dtype.
         args = (mean, mean, inverse, *running, eps, count)
         return torch.batch_norm_gather_stats_with_counts(*args)
@@ -255,7 +256,7 @@ class Fused(Kernels):
         count = (
             n.to(torch.int32).view(1)
             if isinstance(n, Tensor)
-            else counts_tensor((n,), x.device, torch.int32)
+            else constant_tensor((n,), x.device, torch.int32)
         )
         dy = torch.zeros_like(x) if dy is None else in_format_of(dy, x).to(x.dtype)
         return torch.batch_norm_backward_elemt(
@@ -333,18 +334,3 @@ def in_accumulation_dtype(
     for block in (slice(first, first + length) for first in range(0, len(x), length)):
         y[block] = function(None if dy is None else dy[block].to(dtype), x[block].to(dtype))
     return y
-
-
-_counts: dict[Any, Tensor] = {}
-
-
-def counts_tensor(counts: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns a cached tensor of counts, because a copy from the host would take longer."""
-    key = counts, device, dtype
-    tensor = _counts.get(key)
-    if tensor is None:
-        with torch.inference_mode(False):
-            tensor = torch.tensor(counts, dtype=dtype, device=device)
-        if type(tensor) is Tensor and len(_counts) < 1000:  # not a fake tensor
-            _counts[key] = tensor
-    return tensor

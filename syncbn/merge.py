@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from syncbn import moments as statistics
+from syncbn.channels import with_usual_strides
 from syncbn.kernels import KERNELS, PLAIN, Buffers, Statistics
 
 __all__: list[str] = []
@@ -17,6 +19,10 @@ __all__: list[str] = []
 #: The largest shard, in values, that is measured together with the others. For small shards
 #: per-operation overhead dominates.
 SMALL = 2**15
+
+#: The largest shard, in values, of which one operation computes moments in float32. Above it, the
+#: several operations of `syncbn.moments` are faster.
+MEDIUM = 2**17
 
 #: In standard deviations. A larger mean would cost more than three bits of precision.
 _LARGE_MEAN = 8
@@ -97,6 +103,7 @@ class Shard:
         "dtype",
         "kernels",
         "moments",
+        "rounded_moments",
         "unmeasured",
         "values",
         "weight",
@@ -111,12 +118,22 @@ class Shard:
         self.kernels = KERNELS.get(self.device.type, PLAIN)
         self.weight = weight
         self.denominator = denominator
-        #: The values of a small shard, until the merge measures it. None if (1) measures it.
+        #: The values of a shard up to `MEDIUM`, until the merge measures it. None if (1) does.
         self.unmeasured: Tensor | None = None
+        #: Mean and biased variance in float32, of an unmeasured shard above `SMALL`.
+        self.rounded_moments: tuple[Tensor, Tensor] | None = None
         #: The result of `Kernels.moments`.
         self.moments: tuple[Tensor, Tensor] | None = None
         #: Set before (3).
         self.batch: Statistics
+
+    def rounded(self) -> tuple[Tensor, Tensor]:
+        """Returns mean and biased variance in float32, by one operation, which adds in float64."""
+        if self.rounded_moments is None:
+            assert self.unmeasured is not None
+            x = with_usual_strides(self.unmeasured)
+            self.rounded_moments = torch.batch_norm_update_stats(x, *_NO_BUFFERS)
+        return self.rounded_moments
 
     def mean_and_var(self) -> tuple[Tensor, Tensor]:
         """Returns mean and biased variance of each channel, in float64 where it is supported."""
@@ -155,14 +172,16 @@ def merge_moments(
     """
     weights_differ = not _share_weight(shards)
     if _are_unmeasured(shards):
-        mean, var = moments = _measure(shards, total, running)
-        running = None  # updated
-        divisor = shards[0].denominator.of(var)
-        if not _is_large(mean, divisor):
-            inverse = divisor.rsqrt()
-            stats = Statistics(total, mean, inverse, divisor, None, moments, weights_differ)
+        if any(map(attrgetter("rounded_moments"), shards)):
+            stats = _merge_rounded(shards, total, weights_differ)
+            if stats is not None and running is not None:
+                running.update(stats.mean, shards[0].moments_of(stats)[1], total)
+        else:
+            stats = _measure(shards, total, running, weights_differ)
+            running = None  # updated
+        if stats is not None:
             return [stats] * len(shards)
-        # A large mean takes more precise moments than the running statistics do.
+        # A large mean takes more precise moments.
     if _have_fused_merge(shards):
         merged = _fused_merge(shards, total, running)
         batches = []
@@ -208,15 +227,29 @@ def _are_unmeasured(shards: Sequence[Shard]) -> bool:
 
 
 def _measure(
-    shards: Sequence[Shard], total: int, running: RunningStatistics | None
-) -> tuple[Tensor, Tensor]:
-    """Measures all shards at once, and updates the running statistics, as torch's layer does."""
+    shards: Sequence[Shard], total: int, running: RunningStatistics | None, weights_differ: bool
+) -> Statistics | None:
+    """Measures all shards at once, and updates the running statistics, as torch's layer does.
+
+    Returns None if the mean is large.
+    """
     x = torch.cat([shard.unmeasured for shard in shards])  # type: ignore[misc]
     buffers = running and running.for_kernel(x.dtype)
-    mean, var = torch.batch_norm_update_stats(x, *(buffers or _NO_BUFFERS))
+    mean, var = moments = torch.batch_norm_update_stats(x, *(buffers or _NO_BUFFERS))
     if running is not None and buffers is None:
         running.update(mean, var, total)
-    return mean, var
+    divisor = shards[0].denominator.of(var)
+    if _is_large(mean, divisor):
+        return None
+    return Statistics(total, mean, divisor.rsqrt(), divisor, None, moments, weights_differ)
+
+
+def _merge_rounded(shards: Sequence[Shard], total: int, weights_differ: bool) -> Statistics | None:
+    """Merges moments that are rounded to float32. Returns None if the mean is large."""
+    means, variances = zip(*map(Shard.rounded, shards), strict=True)
+    mean, var = statistics.merge([shard.values for shard in shards], means, variances)
+    stats = kernel_statistics(total, mean, var, shards[0], weights_differ)
+    return stats if stats.rest is None else None
 
 
 def kernel_statistics(

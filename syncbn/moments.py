@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from syncbn.channels import accumulation_dtype, reduced_dims, values_per_channel
+from syncbn.channels import accumulation_dtype, constant_tensor, reduced_dims, values_per_channel
 
 __all__: list[str] = []
 
@@ -60,8 +60,11 @@ def merge(
     for Computing Sample Variances", 1979.
     """
     total = sum(counts)
-    share = torch.tensor(counts, dtype=torch.float64).div_(total).to(means[0].device)
-    return merge_shares(share, torch.stack(list(means)), torch.stack(list(variances)))
+    shares = tuple([count / total for count in counts])
+    share = constant_tensor(shares, means[0].device, torch.float64)
+    return merge_shares(
+        share, torch.stack(tuple(means)).double(), torch.stack(tuple(variances)).double()
+    )
 
 
 def merge_shares(share: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,9 +107,11 @@ def _moments_in_accumulation_dtype(x: Tensor, n: int) -> tuple[Tensor, Tensor] |
         error = torch.zeros_like(mean)
     else:
         return None
-    farthest = torch.maximum(mean.abs() / _LARGE_MEAN, error.abs() / _POOR_ESTIMATE)
-    is_precise = bool((farthest.square() <= var).all())  # False for NaN
-    return (mean, var) if is_precise else None
+    slack = torch.minimum(
+        torch.addcmul(var, mean, mean, value=-1 / _LARGE_MEAN**2),
+        torch.addcmul(var, error, error, value=-1 / _POOR_ESTIMATE**2),
+    )
+    return (mean, var) if slack.amin().item() >= 0 else None  # None for NaN
 
 
 def _moments_of_last_dim(rows: Tensor, runs: int) -> tuple[Tensor, Tensor]:

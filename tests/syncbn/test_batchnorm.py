@@ -219,12 +219,17 @@ def test_the_host_waits_for_no_device(second):
 
 
 @pairwise(
-    mean=[0.0, 1e2, 1e3, 1e4], replicas=[2, 3, 4], order=["first", "first, exact edges", "second"]
+    mean=[0.0, 7.0, 1e2, 1e3, 1e4],
+    drift=[0.0, 1e3],
+    samples=[12, 120],  # small shards, and shards above `syncbn.merge.SMALL`
+    replicas=[2, 3, 4],
+    order=["first", "first, exact edges", "second"],
 )
-def test_large_means_are_as_accurate_as_in_torchs_layer(mean, replicas, order):
+def test_large_means_are_as_accurate_as_in_torchs_layer(mean, drift, samples, replicas, order):
     """The error against float64 is at most twice the error of `nn.BatchNorm2d`, plus one ulp."""
     torch.manual_seed(replicas)
-    whole = torch.randn(12, 16, 9, 9) + mean
+    whole = torch.randn(samples, 16, 9, 9) + mean
+    whole += torch.linspace(-drift, drift, samples).view(-1, 1, 1, 1)
     reference, layer = nn.BatchNorm2d(16), SynchronizedBatchNorm2d(16)
     randomized(reference)
     layer.load_state_dict(reference.state_dict())

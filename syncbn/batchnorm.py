@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
+from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup, SoloGroup
 from replication._torch import beside_selective_checkpoints, dispatch_modes, uncompiled
 from replication.devices import is_int
 from replication.errors import ReplicationError, path_or_root
+from replication.groups.base import Layouts
+from replication.groups.hybrid import HybridGroup
 from replication.sync.current import current_replica
 from syncbn.graph import Message, Reply, merge_shards, synchronized_batch_norm
 from syncbn.merge import Denominator, RunningStatistics
 from syncbn.processes import merge_ranks
 from syncbn.recomputation import RecordedCalls
+
+T = TypeVar("T")
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -136,7 +141,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         if not self.training:
             return self._evaluated(input)
         group = self.group
-        if group.size > 1:
+        if not isinstance(group, SoloGroup):
             return self._synchronized(input, group)
         current = current_replica()
         if current is None:
@@ -179,7 +184,11 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
     def _reply_of_ranks(self, group: Group, dtype: torch.dtype, message: Message) -> Reply:
         """Returns the moments of all processes."""
         running = None if group.recomputes else self._running_statistics
-        return merge_ranks(group, message, ((dtype, (self.num_features,)),), running)
+        return merge_ranks(group, [message], self._layouts(dtype), running)[0]
+
+    def _layouts(self, dtype: torch.dtype) -> Layouts:
+        """Returns the dtypes and shapes that must match on every member."""
+        return ((dtype, (self.num_features,)),)
 
     def _reply_of_replicas(
         self, group: ReplicaGroup, dtype: torch.dtype, message: Message
@@ -191,22 +200,26 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         reply = group.exchange(
             "batch_norm",
             message,
-            partial(self._merge, group),
-            layouts=((dtype, (self.num_features,)),),  # must match on every replica
+            partial(self._merge, group, dtype),
+            layouts=self._layouts(dtype),
             requires_grad=message[1].requires_grad,
         )
         if message[0].moments is not None:  # measured for a checkpoint, or because it is large
             self._recorded_calls.record(message, reply)
         return reply
 
-    def _merge(self, group: ReplicaGroup, messages: list[Message]) -> list[Reply]:
+    def _merge(
+        self, group: ReplicaGroup, dtype: torch.dtype, messages: list[Message]
+    ) -> list[Reply]:
         """Returns the replies to all replicas. Runs once per call, while the others wait."""
-        if group.recomputes or not self._has_original_buffers:
+        changes_buffers = self._has_original_buffers and not group.recomputes
+        running = self._running_statistics if changes_buffers else None
+        if isinstance(group, HybridGroup):
+            layouts, commit = self._layouts(dtype), partial(_committed, group)
+            return merge_ranks(group.processes, messages, layouts, running, commit)
+        if running is None:
             return merge_shards(messages)
-        replies = group.commit(partial(merge_shards, messages, self._running_statistics))
-        if replies is None:
-            raise ReplicationError("the forward of this replica has been ended by its caller")
-        return replies
+        return _committed(group, partial(merge_shards, messages, running))
 
     def _running_statistics(self) -> RunningStatistics | None:
         """Counts a batch, and returns the buffers to update with its moments."""
@@ -268,6 +281,18 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             raise ValueError(
                 f"batch_norm eps must be positive during training, but got {self.eps}"
             )
+
+
+def _committed(group: ReplicaGroup, write: Callable[[], T]) -> T:
+    """Returns ``write()``, which changes the original layer.
+
+    Raises:
+        ReplicationError: The forward is closed.
+    """
+    written = group.commit(write)
+    if written is None:
+        raise ReplicationError("the forward of this replica has been ended by its caller")
+    return written
 
 
 class SynchronizedBatchNormNd(SynchronizedBatchNorm, _BatchNorm):

@@ -350,29 +350,42 @@ class ProcessGroup(Group):
         starts = range(0, self.size, size)
         parts = [range(start, min(start + size, self.size)) for start in starts]
         own = parts[self.rank // size]
-        state = state_of(self.process_group)
-        with state.lock:
-            if size not in state.parts:
-                state.parts[size] = self._new_part(parts, own)
+        part = self._made_once(size, parts, own)
         if len(own) == 1:
             return SoloGroup()
-        return ProcessGroup(state.parts[size], f"{self._name}, ranks {own[0]}-{own[-1]}")
+        return ProcessGroup(part, f"{self._name}, ranks {own[0]}-{own[-1]}")
 
-    def _new_part(self, parts: list[range], own: range) -> Any:
-        """Makes groups of `torch.distributed` for the parts, and returns the group of ``own``."""
+    def twin(self) -> ProcessGroup:
+        """Connects the same processes by another group of `torch.distributed`.
+
+        Calls of the two groups need not come in one order. The first call is a collective.
+        """
+        everyone = range(self.size)
+        return ProcessGroup(self._made_once("twin", [everyone], everyone), self._name)
+
+    def _made_once(self, key: object, parts: list[range], own: range) -> Any:
+        """Returns the group of `torch.distributed` for the part ``own``."""
+        state = state_of(self.process_group)
+        with state.lock:
+            if key not in state.parts:
+                state.parts[key] = self.new_groups(parts)[own]
+            return state.parts[key]
+
+    def new_groups(self, parts: Sequence[range]) -> dict[range, Any]:
+        """Makes a group of `torch.distributed` for each part that this process is in."""
         is_world = self.process_group is distributed.group.WORLD
         # By default all processes must make all groups. Processes outside this group do not take
         # part, so without them its members must have made the same groups before.
-        made = {
+        return {
             part: distributed.new_group(
                 [self._global_rank(rank) for rank in part],
                 timeout=timeout_of(self.process_group),
                 backend=distributed.get_backend(self.process_group),
                 use_local_synchronization=not is_world,
             )
-            for part in (parts if is_world else [own])
+            for part in parts
+            if is_world or self.rank in part
         }
-        return made[own]
 
     def _global_rank(self, rank: int) -> int:
         return distributed.get_global_rank(self.process_group, rank)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,6 @@ from syncbn.graph import Message, Reply, merge_shards, synchronized_batch_norm
 from syncbn.merge import Denominator, RunningStatistics
 from syncbn.processes import merge_ranks
 from syncbn.recomputation import RecordedCalls
-
-T = TypeVar("T")
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -184,11 +181,9 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
     def _reply_of_ranks(self, group: Group, dtype: torch.dtype, message: Message) -> Reply:
         """Returns the moments of all processes."""
         running = None if group.recomputes else self._running_statistics
-        return merge_ranks(group, [message], self._layouts(dtype), running)[0]
-
-    def _layouts(self, dtype: torch.dtype) -> Layouts:
-        """Returns the dtypes and shapes that must match on every member."""
-        return ((dtype, (self.num_features,)),)
+        replies = merge_ranks(group, [message], ((dtype, (self.num_features,)),), running)
+        assert replies is not None  # the forward of a process is not closed
+        return replies[0]
 
     def _reply_of_replicas(
         self, group: ReplicaGroup, dtype: torch.dtype, message: Message
@@ -197,11 +192,12 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         assert self._recorded_calls is not None  # set together with the group
         if group.in_later_backward:
             return self._recorded_calls.recall(message, dtype)
+        layouts = ((dtype, (self.num_features,)),)  # must match on every replica
         reply = group.exchange(
             "batch_norm",
             message,
-            partial(self._merge, group, dtype),
-            layouts=self._layouts(dtype),
+            partial(self._merge, group, layouts),
+            layouts=layouts,
             requires_grad=message[1].requires_grad,
         )
         if message[0].moments is not None:  # measured for a checkpoint, or because it is large
@@ -209,17 +205,20 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         return reply
 
     def _merge(
-        self, group: ReplicaGroup, dtype: torch.dtype, messages: list[Message]
+        self, group: ReplicaGroup, layouts: Layouts, messages: list[Message]
     ) -> list[Reply]:
         """Returns the replies to all replicas. Runs once per call, while the others wait."""
         changes_buffers = self._has_original_buffers and not group.recomputes
         running = self._running_statistics if changes_buffers else None
         if isinstance(group, HybridGroup):
-            layouts, commit = self._layouts(dtype), partial(_committed, group)
-            return merge_ranks(group.processes, messages, layouts, running, commit)
-        if running is None:
-            return merge_shards(messages)
-        return _committed(group, partial(merge_shards, messages, running))
+            replies = merge_ranks(group.processes, messages, layouts, running, group.commit)
+        elif running is None:
+            replies = merge_shards(messages)
+        else:
+            replies = group.commit(partial(merge_shards, messages, running))
+        if replies is None:
+            raise ReplicationError("the forward of this replica has been ended by its caller")
+        return replies
 
     def _running_statistics(self) -> RunningStatistics | None:
         """Counts a batch, and returns the buffers to update with its moments."""
@@ -281,18 +280,6 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             raise ValueError(
                 f"batch_norm eps must be positive during training, but got {self.eps}"
             )
-
-
-def _committed(group: ReplicaGroup, write: Callable[[], T]) -> T:
-    """Returns ``write()``, which changes the original layer.
-
-    Raises:
-        ReplicationError: The forward is closed.
-    """
-    written = group.commit(write)
-    if written is None:
-        raise ReplicationError("the forward of this replica has been ended by its caller")
-    return written
 
 
 class SynchronizedBatchNormNd(SynchronizedBatchNorm, _BatchNorm):

@@ -39,8 +39,8 @@ def merge_ranks(
     messages: Sequence[Message],
     layouts: Layouts,
     count_batch: CountBatch | None,
-    commit: Callable[[Callable[[], bool]], bool] = lambda update: update(),
-) -> list[Reply]:
+    commit: Callable[[Callable[[], bool]], bool | None] = lambda update: update(),
+) -> list[Reply] | None:
     """Merges the moments of all ranks, and updates the running statistics.
 
     Args:
@@ -48,7 +48,11 @@ def merge_ranks(
         messages: The messages of the replicas of this rank.
         layouts: Dtypes and shapes that must match on all ranks.
         count_batch: Returns the running statistics to update. None in a recomputation.
-        commit: Calls a function that updates them. Nothing waits for another rank inside it.
+        commit: Calls a function that updates them, or returns None if the forward is closed.
+            Nothing waits inside it.
+
+    Returns:
+        The replies to the replicas, or None if the forward is closed.
     """
     shards, local, totals = zip(*messages, strict=True)
     exchange = Exchange(group, shards, layouts, any(edge.requires_grad for edge in local))
@@ -63,8 +67,9 @@ def merge_ranks(
             running.update(batches[0].mean, var, total)
         return True
 
-    if count_batch is not None and not (is_known and total == 1):
-        commit(update)
+    is_single = is_known and total == 1  # the forward raises
+    if count_batch is not None and not is_single and commit(update) is None:
+        return None
     n = len(shards)
     if not batches:
         return [(total, None, None)] * n

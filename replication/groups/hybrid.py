@@ -11,19 +11,19 @@ tensors and makes the collective between processes, for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+import threading
+from collections.abc import Callable, Iterable
 from itertools import accumulate, chain
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 
-from replication._torch import device_of_group
-from replication.devices import to_device
+from replication._torch import count_nodes_up_to, device_of_group, nodes_made
+from replication.devices import is_int, to_device
 from replication.errors import ReplicationError
-from replication.groups.base import Group, ReduceOp, reduce_tensors
+from replication.groups.base import Group, ReduceOp, SoloGroup, reduce_tensors
 from replication.groups.call_header import check_lengths
 from replication.groups.membership import state_of
 from replication.groups.processes import ProcessGroup
@@ -34,10 +34,48 @@ __all__: list[str] = []
 
 T = TypeVar("T")
 
-#: The number of replicas in each process, by the forward and the group of `torch.distributed`.
-_counts: WeakKeyDictionary[Rendezvous, WeakKeyDictionary[Any, tuple[int, ...]]] = (
-    WeakKeyDictionary()
-)
+#: More nodes than the replicas of a forward make. To make as many takes a tenth of a second.
+_MANY_NODES = 100_000
+
+
+class Forward:
+    """The state that the groups of one forward share.
+
+    All processes must call the collectives of a backward in one order, the reverse of the order in
+    the forward. Autograd orders nodes by numbers that each thread counts for itself, and the
+    threads of replicas are new in every forward. If a backward goes through several forwards, the
+    later ones must have the larger numbers.
+    """
+
+    def __init__(self) -> None:
+        #: The number of members in each process, by the group of `torch.distributed`.
+        self.counts: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()
+        #: The largest number of a node in the latest collective.
+        self.last_node = 0
+        with _lock:
+            #: The nodes of this forward's collectives have larger numbers.
+            self.first_node = max((forward.last_node for forward in _unfinished), default=0)
+            if self.first_node > _MANY_NODES:  # made in the caller's thread
+                self.first_node = 0
+            _unfinished.add(self)
+
+    def backward_begins(self) -> None:
+        """A later forward has a graph of its own."""
+        with _lock:
+            _unfinished.discard(self)
+
+
+_lock = threading.RLock()
+#: The forwards through whose graphs no backward has gone.
+_unfinished: WeakSet[Forward] = WeakSet()
+_forwards: WeakKeyDictionary[Rendezvous, Forward] = WeakKeyDictionary()
+
+
+def _forward_of(rendezvous: Rendezvous) -> Forward:
+    with _lock:
+        if rendezvous not in _forwards:
+            _forwards[rendezvous] = Forward()
+        return _forwards[rendezvous]
 
 
 class HybridGroup(ReplicaGroup):
@@ -63,83 +101,94 @@ class HybridGroup(ReplicaGroup):
     """
 
     def __init__(
-        self, local: ReplicaGroup, processes: ProcessGroup, counts: Sequence[int] | None = None
+        self, local: ReplicaGroup, processes: ProcessGroup, counts: tuple[int, ...] | None = None
     ) -> None:
         # Not super().__init__, which sets `rank` and `size`.
         self._local = local
         self._communicator = local._communicator
         self._rendezvous = local._rendezvous
         self._replica = local._replica
-        self._given = processes
+        #: The processes that the layer is limited to, and this one's rank among them.
+        self._all, self._process = processes, processes.rank
+        self._connected = None if counts is None else processes
+        self._counts = counts
         outer = local._rendezvous and local._rendezvous.outer
         if outer is not None and (outer.size or 0) > 1:
             raise ReplicationError(
                 f"{self._where()}: a DataParallel inside a replica of another one, in several "
                 "processes, has no group; replicate once, on the outside"
             )
-        if counts is not None:
-            vars(self).update(_all_counts=tuple(counts), processes=processes)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(process={self._given.rank}, replica={self._replica})"
+        return f"{type(self).__name__}(process={self._process}, replica={self._replica})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a HybridGroup cannot be copied: it connects the replicas of one forward")
 
     def _where(self) -> str:
         path = self._communicator.path if self._communicator else ""
-        return f"`{path}`, process {self._given.rank}, replica {self._replica}"
-
-    @cached_property
-    def processes(self) -> ProcessGroup:
-        """The processes. The first use is a collective, in the thread that merges."""
-        return self._given.twin()
+        return f"`{path}`, process {self._process}, replica {self._replica}"
 
     @property
-    def _home(self) -> torch.device:
-        """The device for numbers that travel between processes."""
-        return device_of_group(self._given.process_group)
+    def processes(self) -> ProcessGroup:
+        """The processes, for the thread that merges. The first use is a collective."""
+        if torch.is_grad_enabled() and not torch.is_anomaly_enabled():
+            count_nodes_up_to(self._forward.first_node)
+        if self._connected is None:
+            self._connected = self._all.twin()
+        self._connected.when_backward_begins = self._forward.backward_begins
+        return self._connected
+
+    @property
+    def _forward(self) -> Forward:
+        return _forward_of(self._rendezvous or self._refuse_copy())
+
+    def exchange(self, *args: Any, requires_grad: bool = False, **options: Any) -> Any:
+        """Sends a message and returns the reply (see `ReplicaGroup.exchange`).
+
+        ``merge`` gets the messages of this process's replicas and may call `processes`.
+        """
+        reply = super().exchange(*args, requires_grad=requires_grad, **options)
+        if requires_grad:
+            self._forward.last_node = max(self._forward.last_node, nodes_made())
+        return reply
 
     # -- ranks ---------------------------------------------------------------------------------
 
-    @cached_property
-    def rank(self) -> int:  # type: ignore[override]
-        """The rank of this member."""
-        return sum(self._known_counts[: self._given.rank]) + self._local.rank
+    def __getattr__(self, name: str) -> Any:
+        """Finds ``rank`` and ``size`` when they are first read."""
+        if name not in ("rank", "size"):
+            raise AttributeError(f"a {type(self).__name__} has no attribute {name!r}")
+        counts = self._known_counts()
+        first = sum(counts[: self._process])
+        vars(self).update(rank=first + self._local.rank, size=sum(counts))
+        return vars(self)[name]
 
-    @cached_property
-    def size(self) -> int:  # type: ignore[override]
-        """The number of members."""
-        return sum(self._known_counts)
-
-    @property
     def _known_counts(self) -> tuple[int, ...]:
-        """The number of members in each process. Every replica may ask for it."""
-        if "_all_counts" not in vars(self):
-            known = self._counts_of_forward.get(self._given.process_group)
-            if known is None:
-                known = self.exchange("size", None, self._reply_with_counts)
-            vars(self)["_all_counts"] = known
-        return self._all_counts
+        """Returns the number of members in each process. All replicas call it."""
+        if self._counts is None:
+            self._counts = self._forward.counts.get(self._all.process_group)
+        if self._counts is None:
+            self._counts = self.exchange(
+                "size", None, lambda messages: [self._exchanged_counts()] * len(messages)
+            )
+        return self._counts
 
-    def _reply_with_counts(self, messages: list[None]) -> list[tuple[int, ...]]:
-        return [self._all_counts] * len(messages)
+    def _exchanged_counts(self) -> tuple[int, ...]:
+        """Returns the number of members in each process. The thread that merges calls it."""
+        if self._counts is None:
+            known, process_group = self._forward.counts, self._all.process_group
+            if process_group not in known:
+                own = torch.tensor([self._local.size], device=self._home())
+                counts = self.processes.exchange("size", own, stack=True).flatten().tolist()
+                check_lengths(counts, 1, self._where())
+                known[process_group] = tuple(counts)
+            self._counts = known[process_group]
+        return self._counts
 
-    @cached_property
-    def _all_counts(self) -> tuple[int, ...]:
-        """The number of members in each process. Asked for in the thread that merges."""
-        known, process_group = self._counts_of_forward, self._given.process_group
-        if process_group not in known:
-            own = torch.tensor([self._local.size], device=self._home)
-            counts = self.processes.exchange("size", own, stack=True).flatten().tolist()
-            check_lengths(counts, 1, self._where())
-            known[process_group] = tuple(counts)
-        return known[process_group]
-
-    @property
-    def _counts_of_forward(self) -> WeakKeyDictionary[Any, tuple[int, ...]]:
-        rendezvous = self._rendezvous or self._refuse_copy()
-        return _counts.setdefault(rendezvous, WeakKeyDictionary())
+    def _home(self) -> torch.device:
+        """Returns the device for numbers that travel between processes."""
+        return device_of_group(self._all.process_group)
 
     # -- collectives ---------------------------------------------------------------------------
 
@@ -163,7 +212,8 @@ class HybridGroup(ReplicaGroup):
             gathered = tuple(chain(*self.processes.all_gather_object(tuple(objects))))
             return [gathered] * len(objects)
 
-        return self.exchange("all_gather_object", obj, merge)
+        gathered: tuple[T, ...] = self.exchange("all_gather_object", obj, merge)
+        return gathered
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         def merge(shards: list[Tensors]) -> Iterable[Tensors]:
@@ -184,10 +234,13 @@ class HybridGroup(ReplicaGroup):
             tensors = [to_device(shard, devices[0]) for (shard,) in shards]
             if tensor.dim() == 0:
                 return copies(self._rows(tensors), devices)
-            lengths = torch.tensor(list(map(len, tensors)), device=self._home)
+            lengths = torch.tensor(list(map(len, tensors)), device=self._home())
             sizes = [own.tolist() for own in self.processes.all_gather(lengths)]
+            if is_vector := tensor.dim() == 1:  # torch.cat drops empty vectors from the graph
+                tensors = [vector.unsqueeze(1) for vector in tensors]
             joined = self.processes.all_gather(torch.cat(tensors))
-            return copies([*chain(*map(torch.split, joined, sizes))], devices)
+            entries = [*chain(*map(torch.split, joined, sizes))]
+            return copies([e.squeeze(1) for e in entries] if is_vector else entries, devices)
 
         return self._join("all_gather", (tensor,), merge, any_length=True)
 
@@ -197,9 +250,9 @@ class HybridGroup(ReplicaGroup):
             # The tensors of each member in one vector.
             members = [torch.cat([to_device(t, home).reshape(-1) for t in own]) for own in lists]
             sizes = [shape.numel() for shape in shapes]
-            ranks = self._ranks_by_process(self._all_counts)
+            ranks = self._ranks_by_process(self._exchanged_counts())
             to_process = [sum(sizes[r.start : r.stop]) for r in ranks]
-            own = ranks[self._given.rank]
+            own = ranks[self._process]
             if op in ("sum", "mean"):
                 reduced = self._averaged(
                     members,
@@ -207,9 +260,7 @@ class HybridGroup(ReplicaGroup):
                     lambda total: self.processes.reduce_scatter(total.split(to_process)),
                 )
             else:
-                own_values = [
-                    row.split(to_process)[self._given.rank] for row in self._rows(members)
-                ]
+                own_values = [row.split(to_process)[self._process] for row in self._rows(members)]
                 reduced = reduce_tensors(own_values, op)
             parts = reduced.split(sizes[own.start : own.stop])
             for part, shape, given in zip(parts, shapes[own.start : own.stop], lists, strict=True):
@@ -220,9 +271,9 @@ class HybridGroup(ReplicaGroup):
 
     def _broadcast(self, tensor: Tensor, src: int) -> Tensor:
         def merge(shards: list[Tensors]) -> Iterable[Tensors]:
-            ranks = self._ranks_by_process(self._all_counts)
+            ranks = self._ranks_by_process(self._exchanged_counts())
             process = next(p for p, own in enumerate(ranks) if src in own)
-            index = ranks[process].index(src) if process == self._given.rank else 0
+            index = ranks[process].index(src) if process == self._process else 0
             received = self.processes.broadcast(shards[index][0], process)
             return copies([received], [shard.device for (shard,) in shards])
 
@@ -234,7 +285,7 @@ class HybridGroup(ReplicaGroup):
         """Returns the sum or the mean of all members' tensors, given those of this process."""
         if op == "sum":
             return collective(reduce_tensors(members, "sum"))
-        size = sum(self._all_counts)
+        size = sum(self._exchanged_counts())
         if members[0].dtype is torch.float16:  # a sum may overflow
             return collective(reduce_tensors([member / size for member in members], "sum"))
         return collective(reduce_tensors(members, "sum")) / size
@@ -245,23 +296,32 @@ class HybridGroup(ReplicaGroup):
 
     # -- parts ---------------------------------------------------------------------------------
 
+    def split(self, size: int) -> Group:
+        """Divides the group into parts of ``size`` ranks, which may span processes.
+
+        All members must pass the same ``size``. With 1 it waits for no other member.
+        """
+        return SoloGroup() if is_int(size) and size == 1 else super().split(size)
+
     def _split(self, size: int) -> Group:
-        ranks = self._ranks_by_process(self._known_counts)
+        ranks = self._ranks_by_process(self._known_counts())
         starts = range(0, self.size, size)
         parts = [range(start, min(start + size, self.size)) for start in starts]
-        key, state = (self._known_counts, size), state_of(self._given.process_group)
+        key, state = (self._known_counts(), size), state_of(self._all.process_group)
 
         def merge(messages: list[None]) -> list[None]:
             with state.lock:
                 if key not in state.parts:
                     spans = [_span(part, ranks) for part in parts]
                     wide = [span for span in spans if len(span) > 1]
-                    state.parts[key] = self._given.new_groups(wide)
+                    # Only neighbors have a process in common.
+                    groups = self._all.new_groups(wide[::2]) | self._all.new_groups(wide[1::2])
+                    state.parts[key] = groups
             return messages
 
         if key not in state.parts:
             self.exchange("split", None, merge, option=str(size))
-        part, own = parts[self.rank // size], ranks[self._given.rank]
+        part, own = parts[self.rank // size], ranks[self._process]
         span = _span(part, ranks)
         members = _common(part, own)
         local = (self._communicator or self._refuse_copy()).part(
@@ -270,11 +330,11 @@ class HybridGroup(ReplicaGroup):
         index = members.index(self.rank)
         if len(span) == 1:
             return local.group(index)
-        name = f"{self._given._name}, ranks {part[0]}-{part[-1]}"
+        name = f"{self._all._name}, ranks {part[0]}-{part[-1]}"
         return HybridGroup(
             local.member(index),
             ProcessGroup(state.parts[key][span], name),
-            [len(_common(part, ranks[process])) for process in span],
+            tuple(len(_common(part, ranks[process])) for process in span),
         )
 
     @staticmethod

@@ -76,6 +76,9 @@ class ProcessGroup(Group):
         NotImplementedError: In a call, a tensor has a derivative in forward mode.
     """
 
+    #: Called when a backward makes a call.
+    when_backward_begins: Callable[[], None] | None = None
+
     def __init__(self, process_group: Any = None, name: str = "ProcessGroup") -> None:
         if process_group is not None:
             check_process_group(process_group)
@@ -135,6 +138,8 @@ class ProcessGroup(Group):
             The headers of all ranks, if the calls are compared.
         """
         state, kind = state_of(self.process_group), (self._name, call.in_backward)
+        if call.in_backward and self.when_backward_begins is not None:
+            self.when_backward_begins()
         with state.lock:
             state.calls[kind] += 1
             call = call._replace(where=f"`{self._name}`, call {state.calls[kind]}")
@@ -372,20 +377,28 @@ class ProcessGroup(Group):
             return state.parts[key]
 
     def new_groups(self, parts: Sequence[range]) -> dict[range, Any]:
-        """Makes a group of `torch.distributed` for each part that this process is in."""
+        """Makes a group of `torch.distributed` for each of some parts that have no common rank."""
         is_world = self.process_group is distributed.group.WORLD
         # By default all processes must make all groups. Processes outside this group do not take
         # part, so without them its members must have made the same groups before.
-        return {
-            part: distributed.new_group(
-                [self._global_rank(rank) for rank in part],
-                timeout=timeout_of(self.process_group),
-                backend=distributed.get_backend(self.process_group),
-                use_local_synchronization=not is_world,
-            )
+        made = {
+            part: self._new_group(part, use_local_synchronization=not is_world)
             for part in parts
             if is_world or self.rank in part
         }
+        if not any(self.rank in part for part in parts):
+            # torch names a group that only its members make by the number of groups that each of
+            # them is in, so all processes must be in equally many.
+            self._new_group(range(self.rank, self.rank + 1), use_local_synchronization=True)
+        return made
+
+    def _new_group(self, ranks: range, use_local_synchronization: bool) -> Any:
+        return distributed.new_group(
+            [self._global_rank(rank) for rank in ranks],
+            timeout=timeout_of(self.process_group),
+            backend=distributed.get_backend(self.process_group),
+            use_local_synchronization=use_local_synchronization,
+        )
 
     def _global_rank(self, rank: int) -> int:
         return distributed.get_global_rank(self.process_group, rank)

@@ -312,7 +312,8 @@ class ReplicaGroup(Group):
             self._check_use(name)
         # Autograd orders nodes by how many nodes each thread has made before. All members count up
         # to the same number after a merge, so that the order does not depend on who merged.
-        nodes = nodes_made() if requires_grad and not torch.is_anomaly_enabled() else 0
+        counts = requires_grad and not torch.is_anomaly_enabled()
+        nodes = nodes_made() or 1 if counts else 0
         call = name, option, layouts, any_length
         in_inference_mode = torch.is_inference_mode_enabled()
         request: Request = (call, message, merge, requires_grad, in_inference_mode, nodes)

@@ -25,7 +25,6 @@ from replication import (
     ProcessGroup,
     ReplicaAware,
     ReplicasDiverged,
-    ReplicationError,
     SoloGroup,
 )
 from replication._torch import timeout_of

@@ -135,7 +135,8 @@ class Shortcut(nn.Module):
 class Net(nn.Module):
     def __init__(self, checkpoints: bool = False) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv1d(2, 4, 1), Shortcut(), nn.ReLU(), Shortcut())
+        conv = nn.Conv1d(2, 4, 1)
+        self.body = nn.Sequential(nn.BatchNorm1d(2), conv, Shortcut(), nn.ReLU(), Shortcut())
         self.head = nn.Linear(4, 1)
         self.checkpoints = checkpoints
 
@@ -173,7 +174,8 @@ def trained(model: nn.Module, shards: Sequence[Tensor], forwards: int = 1) -> li
 
 
 def own_batches(rank: int, count: int) -> list[Tensor]:
-    return [batch(SAMPLES, seed)[rank] for seed in range(count)]
+    """The gradients of inputs make the first layer's collective the last of a backward."""
+    return [batch(SAMPLES, seed)[rank].clone().requires_grad_() for seed in range(count)]
 
 
 def in_ddp(rank: int, replicas: Sequence[int], **options: Any) -> tuple[Any, list[Tensor]]:

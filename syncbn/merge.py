@@ -239,7 +239,7 @@ def _measure(
 
 
 def kernel_statistics(
-    total: int | Tensor, mean: Tensor, var: Tensor, shard: Shard, weights_differ: bool
+    total: int | Tensor, mean: Tensor, var: Tensor, shard: Shard, weights_differ: bool = True
 ) -> Statistics:
     """Returns what a shard's kernels take, given mean and biased variance of the batch."""
     divisor = shard.denominator.of(var)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from replication._torch import count_nodes_up_to, device_of_group, nodes_made
-from replication.devices import is_int, to_device
+from replication.devices import current_stream, is_int, to_device, use_device
 from replication.errors import ReplicationError
 from replication.groups.base import Group, ReduceOp, SoloGroup, reduce_tensors
 from replication.groups.call_header import check_lengths
@@ -53,14 +53,14 @@ class Forward:
         #: The largest number of a node in the latest collective.
         self.last_node = 0
         with _lock:
-            #: The nodes of this forward's collectives have larger numbers.
-            self.first_node = max((forward.last_node for forward in _unfinished), default=0)
-            if self.first_node > _MANY_NODES:  # made in the caller's thread
-                self.first_node = 0
+            last = max((forward.last_node for forward in _unfinished), default=0)
             _unfinished.add(self)
+        #: The nodes of this forward's collectives have larger numbers. A caller's thread, in which
+        #: a single replica runs, may have made too many nodes to catch up with.
+        self.first_node = last if last <= _MANY_NODES else 0
 
     def backward_begins(self) -> None:
-        """A later forward has a graph of its own."""
+        """Lets later forwards count from 0. A backward goes through a graph once, as a rule."""
         with _lock:
             _unfinished.discard(self)
 
@@ -170,36 +170,42 @@ class HybridGroup(ReplicaGroup):
             self._counts = self._forward.counts.get(self._all.process_group)
         if self._counts is None:
             self._counts = self.exchange(
-                "size", None, lambda messages: [self._exchanged_counts()] * len(messages)
+                "size", self._home(), lambda homes: [self._exchanged_counts(homes[0])] * len(homes)
             )
         return self._counts
 
-    def _exchanged_counts(self) -> tuple[int, ...]:
+    def _exchanged_counts(self, home: torch.device) -> tuple[int, ...]:
         """Returns the number of members in each process. The thread that merges calls it."""
         if self._counts is None:
             known, process_group = self._forward.counts, self._all.process_group
             if process_group not in known:
-                own = torch.tensor([self._local.size], device=self._home())
+                own = torch.tensor([self._local.size], device=self._home(home))
                 counts = self.processes.exchange("size", own, stack=True).flatten().tolist()
                 check_lengths(counts, 1, self._where())
                 known[process_group] = tuple(counts)
             self._counts = known[process_group]
         return self._counts
 
-    def _home(self) -> torch.device:
-        """Returns the device for numbers that travel between processes."""
-        return device_of_group(self._all.process_group)
+    def _home(self, of_first: torch.device | None = None) -> torch.device:
+        """Returns the device for numbers that travel between processes.
+
+        It is the CPU or, with a backend that has none, the device of the first replica. NCCL must
+        not see another device in each call, depending on which replica merges.
+        """
+        own = device_of_group(self._all.process_group)
+        return own if of_first is None or own.type == "cpu" else of_first
 
     # -- collectives ---------------------------------------------------------------------------
 
     def barrier(self) -> None:
         """Returns when all members have called it."""
 
-        def merge(messages: list[None]) -> list[None]:
-            self.processes.barrier()
-            return messages
+        def merge(homes: list[torch.device]) -> list[torch.device]:
+            with use_device(homes[0], current_stream(homes[0])):
+                self.processes.barrier()
+            return homes
 
-        self.exchange("barrier", None, merge)
+        self.exchange("barrier", self._home(), merge)
 
     def all_gather_object(self, obj: T) -> tuple[T, ...]:
         """Returns copies of the objects of all members, in the order of their ranks.
@@ -208,11 +214,13 @@ class HybridGroup(ReplicaGroup):
         for all replicas of a process.
         """
 
-        def merge(objects: list[T]) -> list[tuple[T, ...]]:
-            gathered = tuple(chain(*self.processes.all_gather_object(tuple(objects))))
-            return [gathered] * len(objects)
+        def merge(messages: list[tuple[torch.device, T]]) -> list[tuple[T, ...]]:
+            home = messages[0][0]
+            with use_device(home, current_stream(home)):
+                lists = self.processes.all_gather_object([own for _, own in messages])
+            return [tuple(chain(*lists))] * len(messages)
 
-        gathered: tuple[T, ...] = self.exchange("all_gather_object", obj, merge)
+        gathered: tuple[T, ...] = self.exchange("all_gather_object", (self._home(), obj), merge)
         return gathered
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
@@ -234,7 +242,7 @@ class HybridGroup(ReplicaGroup):
             tensors = [to_device(shard, devices[0]) for (shard,) in shards]
             if tensor.dim() == 0:
                 return copies(self._rows(tensors), devices)
-            lengths = torch.tensor(list(map(len, tensors)), device=self._home())
+            lengths = torch.tensor(list(map(len, tensors)), device=self._home(devices[0]))
             sizes = [own.tolist() for own in self.processes.all_gather(lengths)]
             if is_vector := tensor.dim() == 1:  # torch.cat drops empty vectors from the graph
                 tensors = [vector.unsqueeze(1) for vector in tensors]
@@ -250,7 +258,7 @@ class HybridGroup(ReplicaGroup):
             # The tensors of each member in one vector.
             members = [torch.cat([to_device(t, home).reshape(-1) for t in own]) for own in lists]
             sizes = [shape.numel() for shape in shapes]
-            ranks = self._ranks_by_process(self._exchanged_counts())
+            ranks = self._ranks_by_process(self._exchanged_counts(home))
             to_process = [sum(sizes[r.start : r.stop]) for r in ranks]
             own = ranks[self._process]
             if op in ("sum", "mean"):
@@ -271,7 +279,7 @@ class HybridGroup(ReplicaGroup):
 
     def _broadcast(self, tensor: Tensor, src: int) -> Tensor:
         def merge(shards: list[Tensors]) -> Iterable[Tensors]:
-            ranks = self._ranks_by_process(self._exchanged_counts())
+            ranks = self._ranks_by_process(self._exchanged_counts(shards[0][0].device))
             process = next(p for p, own in enumerate(ranks) if src in own)
             index = ranks[process].index(src) if process == self._process else 0
             received = self.processes.broadcast(shards[index][0], process)
@@ -285,7 +293,7 @@ class HybridGroup(ReplicaGroup):
         """Returns the sum or the mean of all members' tensors, given those of this process."""
         if op == "sum":
             return collective(reduce_tensors(members, "sum"))
-        size = sum(self._exchanged_counts())
+        size = sum(self._exchanged_counts(members[0].device))
         if members[0].dtype is torch.float16:  # a sum may overflow
             return collective(reduce_tensors([member / size for member in members], "sum"))
         return collective(reduce_tensors(members, "sum")) / size

@@ -386,7 +386,7 @@ class ProcessGroup(Group):
             for part in parts
             if is_world or self.rank in part
         }
-        if not any(self.rank in part for part in parts):
+        if parts and not any(self.rank in part for part in parts):
             # torch names a group that only its members make by the number of groups that each of
             # them is in, so all processes must be in equally many.
             self._new_group(range(self.rank, self.rank + 1), use_local_synchronization=True)

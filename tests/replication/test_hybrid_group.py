@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from replication import (
     Group,
     ReplicaAware,
     ReplicaGroup,
+    ReplicasTimedOut,
     ReplicationError,
     SoloGroup,
     execute_replication_callbacks,
@@ -23,7 +25,9 @@ from replication import (
     replicate,
 )
 from replication.groups.hybrid import HybridGroup
+from syncbn import SynchronizedBatchNorm1d
 from tests.collective_cases import CASES, Case, derivatives, leaves, upstream
+from tests.deadlines import soon
 from tests.layers import outcome_of
 from tests.ranks import recorded_collectives, run_ranks
 
@@ -414,6 +418,32 @@ def test_failure_of_a_replica_surfaces_at_once_and_reaches_the_other_process():
     assert (kind, text) == (ValueError, "replica 1 of process 0")
     assert issubclass(other, RuntimeError)
     assert not issubclass(other, ReplicationError)
+
+
+def blocked(rank: int) -> Any:
+    """The other process does not come to the second forward until this one has timed out."""
+    model = DataParallel(SynchronizedBatchNorm1d(3), ["cpu"] * 2)
+    x = torch.randn(4, 3)
+    model(x)
+    state = copy.deepcopy(model.module.state_dict())
+    error = None
+    if rank == 0:
+        model.timeout = 0.5
+        error = outcome_of(lambda: model(x)).error
+        distributed.send(torch.ones(1), 1)
+    else:
+        distributed.recv(torch.ones(1), 0)
+    distributed.destroy_process_group()
+    ended = soon(lambda: not any(t.name.startswith("replica-") for t in threading.enumerate()))
+    same = all(torch.equal(state[k], v) for k, v in model.module.state_dict().items())
+    return type(error), ended, same
+
+
+def test_timeout_surfaces_while_a_replica_waits_for_another_process():
+    (kind, ended, same), _ = run_ranks(2, blocked)
+    assert kind is ReplicasTimedOut
+    assert ended
+    assert same  # the abandoned replica has not written its running statistics
 
 
 # -- the order of backward ---------------------------------------------------------------------

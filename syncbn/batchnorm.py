@@ -78,7 +78,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
     """The base class of the layers for 1, 2 and 3 dimensions.
 
     In training, the statistics span the layer's group (see `replication.ReplicaAware`): all
-    replicas of a `replication.DataParallel` or a patched one, or all processes if
+    replicas of a `replication.DataParallel` or a patched one, in all processes if
     `torch.distributed` is initialized. In evaluation, and without other members, the layer is the
     `torch.nn.BatchNorm` that it is derived from, bit for bit.
 
@@ -315,9 +315,9 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
         dtype: The dtype of parameters and buffers.
         bias: Whether the layer has a ``bias`` if ``affine``.
         process_group: The processes of `torch.distributed` to synchronize; by default all.
-        group_size: If given, replicas, or processes, are synchronized in groups of this size (0 to
-            group_size - 1, and so on; a last group may be smaller). Running statistics then
-            follow the first group of replicas. Each process keeps those of its own group.
+        group_size: If given, the copies are synchronized in groups of this size (0 to
+            group_size - 1, and so on; a last group may be smaller). The running statistics of a
+            process then follow the group of its first replica.
 
     Raises:
         TypeError: ``group_size`` is not an int, or ``process_group`` is not a ProcessGroup.

@@ -24,7 +24,7 @@ from replication import (
     parallel_apply,
     replicate,
 )
-from replication.groups.hybrid import HybridGroup
+from replication.groups.hybrid import Forward, HybridGroup
 from syncbn import SynchronizedBatchNorm1d
 from tests.collective_cases import CASES, Case, derivatives, leaves, upstream
 from tests.deadlines import soon
@@ -297,9 +297,20 @@ def limited(rank: int) -> Any:
     return found, sums
 
 
+def numbering(rank: int) -> Any:
+    """Of the nodes of later forwards, which begins after those that await a backward."""
+    x, kept, found = torch.ones(2, 1, requires_grad=True), [], []
+    for _ in range(3):
+        kept.append(DataParallel(Sum(), ["cpu"] * 2)(x).sum())
+        awaiting = Forward().first_node
+        kept[-1].backward(retain_graph=True)
+        found.append((awaiting > 0, Forward().first_node))
+    return found
+
+
 CHECKS = [
     ranks, sizes_change, dtypes, changed_in_place, without_grad, objects, bad_input,
-    mismatch_in_a_process, nested, traffic, limited, mismatch_of_processes,
+    mismatch_in_a_process, nested, numbering, traffic, limited, mismatch_of_processes,
 ]  # fmt: skip
 
 
@@ -380,6 +391,11 @@ def test_mismatch_of_processes_is_named_as_without_replicas(two):
 def test_replicas_inside_replicas_are_refused(two):
     for found in two:
         assert "replicate once, on the outside" in found["nested"]
+
+
+def test_numbers_of_nodes_do_not_grow_from_step_to_step(two):
+    for found in two:
+        assert found["numbering"] == [(True, 0)] * 3
 
 
 def test_sum_is_one_collective_each_way(two):

@@ -247,7 +247,7 @@ class HybridGroup(ReplicaGroup):
             if is_vector := tensor.dim() == 1:  # torch.cat drops empty vectors from the graph
                 tensors = [vector.unsqueeze(1) for vector in tensors]
             joined = self.processes.all_gather(torch.cat(tensors))
-            entries = [*chain(*map(torch.split, joined, sizes))]
+            entries = [*chain(*(rows.split(own) for rows, own in zip(joined, sizes, strict=True)))]
             return copies([e.squeeze(1) for e in entries] if is_vector else entries, devices)
 
         return self._join("all_gather", (tensor,), merge, any_length=True)

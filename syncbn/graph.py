@@ -33,7 +33,7 @@ Saved for backward: x_i, once, by (1), and vectors of length C.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -214,13 +214,20 @@ class Merge(Function):
 
 def merged_rows(shards: Sequence[Shard], sums: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Returns the result of `Kernels.rows` for each shard, given the sums over each shard."""
-    rows: list[Tensor | None] = [None] * len(shards)
     totals = added(sums)
     if totals is None:
-        return rows
-    made: dict[int, Tensor] = {}  # usually all replicas share one `Statistics`
+        return [None] * len(shards)
     # First the shards that have sent sums, because these know the weight of the forward.
-    for i in sorted(range(len(shards)), key=lambda i: sums[i] is None):
+    return rows_of(shards, totals, sorted(range(len(shards)), key=lambda i: sums[i] is None))
+
+
+def rows_of(
+    shards: Sequence[Shard], totals: Tensor, order: Iterable[int] | None = None
+) -> list[Tensor | None]:
+    """Returns the result of `Kernels.rows` for each shard, given the sums over all shards."""
+    rows: list[Tensor | None] = [None] * len(shards)
+    made: dict[int, Tensor] = {}  # usually all replicas share one `Statistics`
+    for i in order or range(len(shards)):
         key = id(shards[i].batch)
         if key not in made:
             made[key] = shards[i].rows(totals)

@@ -189,15 +189,32 @@ def merge_moments(
             mean, inverse = (vector.to(shard.device, non_blocking=True) for vector in merged)
             batches.append(Statistics(total, mean, inverse, inverse, None, None, weights_differ))
         return batches
-    counts: list[int] = []
-    means: list[Tensor] = []
-    variances: list[Tensor] = []
-    for shard in shards:
-        mean, var = shard.mean_and_var()
-        counts.append(shard.values)
-        means.append(mean.to(means[0].device) if means else mean)
-        variances.append(var.to(means[0].device))
-    mean, var = statistics.merge(counts, means, variances)
+    mean, var = mean_and_var_of(shards)
+    batches = statistics_of(shards, total, mean, var, weights_differ)
+    if running is not None:
+        running.update(batches[0].mean, var, total)
+    return batches
+
+
+def mean_and_var_of(shards: Sequence[Shard]) -> tuple[Tensor, Tensor]:
+    """Returns mean and biased variance of all values of the shards, as `Shard.mean_and_var`."""
+    means, variances = zip(*[shard.mean_and_var() for shard in shards], strict=True)
+    counts, home = [shard.values for shard in shards], means[0].device
+    if len(shards) == 1 or not any(counts):
+        return means[0], variances[0]
+    return statistics.merge(
+        counts, [mean.to(home) for mean in means], [var.to(home) for var in variances]
+    )
+
+
+def statistics_of(
+    shards: Sequence[Shard],
+    total: int | Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weights_differ: bool = True,
+) -> list[Statistics]:
+    """Returns what the kernels of each shard take, given mean and biased variance of the batch."""
     messages_differ = len({(shard.denominator, shard.kernels) for shard in shards}) > 1
     # Usually all replicas are on one device and have the same eps.
     made: dict[object, Statistics] = {}
@@ -208,8 +225,6 @@ def merge_moments(
             stats = kernel_statistics(total, mean, var, shard, weights_differ)
             made[key] = stats._replace(messages_differ=messages_differ)
         batches.append(made[key])
-    if running is not None:
-        running.update(batches[0].mean, var, total)
     return batches
 
 

@@ -157,6 +157,8 @@ class ReplicaAware(_Base):
             ReplicationError: In several processes, the replicas are inside other replicas.
             ValueError: This process is not in ``process_group``, or ``group_size`` is less than 1.
         """
+        if "group" in self._modules:  # torch registers submodules without calling the setter
+            raise TypeError(self._cannot_be_set())  # torch hides an AttributeError here
         group = self._replica_group
         if (
             group is not None
@@ -184,7 +186,10 @@ class ReplicaAware(_Base):
 
     @group.setter
     def group(self, value: object) -> None:
-        raise AttributeError(
+        raise AttributeError(self._cannot_be_set())
+
+    def _cannot_be_set(self) -> str:
+        return (
             f"`group` of {type(self).__name__} is the group of its copies (see ReplicaAware) and "
             "cannot be set; give the attribute another name"
         )

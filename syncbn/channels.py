@@ -13,11 +13,21 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+_has_float64: dict[torch.device, bool] = {}
+
+
 def has_float64(device: torch.device) -> bool:
-    """Returns whether a device supports float64."""
-    if device.type == "xpu":
-        return bool(torch.xpu.get_device_properties(device).has_fp64)
-    return device.type != "mps"
+    """Returns whether a device supports float64. An accelerator is asked once, by computing."""
+    if device.type in ("cpu", "meta", "mps"):  # a fake tensor of MPS would say yes
+        return device.type != "mps"
+    known = _has_float64.get(device)
+    if known is None:
+        try:
+            known = type(torch.zeros(1, dtype=torch.float64, device=device).sqrt_()) is Tensor
+        except (RuntimeError, TypeError):
+            known = False
+        _has_float64[device] = known
+    return known
 
 
 def statistics_device(device: torch.device) -> torch.device:

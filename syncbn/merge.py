@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from syncbn import moments as statistics
-from syncbn.kernels import KERNELS, Plain, Statistics, counts_tensor
+from syncbn.kernels import Statistics, counts_tensor, kernels_for
 
 __all__: list[str] = []
 
@@ -107,7 +107,7 @@ class Shard:
         self.device = x.device
         #: The accumulation dtype.
         self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        self.kernels = KERNELS.get(self.device.type, Plain)
+        self.kernels = kernels_for(self.device.type)
         self.weight = weight
         self.denominator = denominator
         #: The values of a small shard, which the merge measures. None after that, and if (1) does.

@@ -81,18 +81,16 @@ def test_replicas_train_as_torchs_layer_does(options, sizes):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
-class ByReplica(dict[str, Any]):
-    """Replica 1 is on another kind of device."""
-
-    def get(self, kind: str, default: Any = None) -> Any:
-        return kernels.Native if threading.current_thread().name == "replica-1" else Fused
+def kernels_by_replica(kind: str) -> type[kernels.Kernels]:
+    """As if replica 1 were on another kind of device."""
+    return kernels.Native if threading.current_thread().name == "replica-1" else Fused
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_replicas_of_different_kernels_get_the_gradients_of_torchs_layer(
     create_graph, monkeypatch
 ):
-    monkeypatch.setattr(merge, "KERNELS", ByReplica())
+    monkeypatch.setattr(merge, "kernels_for", kernels_by_replica)
     layer, plain = SynchronizedBatchNorm2d(3), torch.nn.BatchNorm2d(3)
     x, dy = torch.randn(2, 5, 3, 2, 2)
     grads = []

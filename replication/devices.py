@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from numbers import Integral
 from typing import Any, TypeGuard
 
@@ -190,6 +190,39 @@ def current_stream(device: torch.device) -> Any:
     # `use_device` needs both of them.
     has_streams = hasattr(module, "current_stream") and hasattr(module, "stream")
     return module.current_stream(device) if has_streams else None
+
+
+#: The streams of several devices.
+Streams = dict[torch.device, Any]
+
+
+def current_streams(devices: Iterable[torch.device]) -> Streams:
+    """Returns the current streams of this thread, for `use_streams` in a backward.
+
+    There are none for a single device: autograd sets the stream of a node's own device, and only
+    this one. So a node that touches other devices must set theirs.
+    """
+    distinct = set(devices)
+    if len(distinct) == 1:
+        return {}
+    streams = {device: current_stream(device) for device in distinct}
+    return {device: stream for device, stream in streams.items() if stream is not None}
+
+
+def use_streams(streams: Streams) -> AbstractContextManager[None]:
+    """Makes streams current in a ``with`` block. The current device stays."""
+    return _using(streams) if streams else nullcontext()
+
+
+@contextmanager
+def _using(streams: Streams) -> Iterator[None]:
+    with ExitStack() as stack:
+        for device, stream in streams.items():
+            module = module_of(device)
+            current = module.current_device()
+            stack.enter_context(module.stream(stream))
+            stack.enter_context(module.device(current))
+        yield
 
 
 def to_device(tensor: Any, device: torch.device) -> Any:

@@ -14,6 +14,7 @@ from replication._torch import beside_selective_checkpoints, dispatch_modes, unc
 from replication.devices import is_int
 from replication.errors import ReplicationError, path_or_root
 from replication.sync.current import current_replica
+from syncbn.channels import in_float64
 from syncbn.graph import Message, Reply, merge_shards, synchronized_batch_norm
 from syncbn.merge import Denominator, RunningStatistics
 from syncbn.processes import merge_ranks
@@ -218,7 +219,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             batches.add_(1)
             if momentum is None:
                 # A cumulative average. As a tensor, it does not make the host wait for a GPU.
-                momentum = batches.double().reciprocal()
+                momentum = in_float64(batches).reciprocal()
         return RunningStatistics(
             self.running_mean, self.running_var, 0.0 if momentum is None else momentum
         )

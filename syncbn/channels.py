@@ -35,6 +35,11 @@ def statistics_device(device: torch.device) -> torch.device:
     return device if has_float64(device) else torch.device("cpu")
 
 
+def in_float64(tensor: Tensor) -> Tensor:
+    """Returns a tensor in float64, on the CPU if its device has no float64."""
+    return tensor.to(statistics_device(tensor.device), torch.float64)
+
+
 def values_per_channel(x: Tensor) -> int:
     """Returns the number of values of each channel."""
     return x.numel() // x.size(1) if x.size(1) else 0

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from syncbn import moments as statistics
+from syncbn.channels import in_float64
 from syncbn.kernels import Statistics, counts_tensor, kernels_for
 
 __all__: list[str] = []
@@ -96,6 +97,7 @@ class Shard:
         "dtype",
         "kernels",
         "moments",
+        "streams",
         "unmeasured",
         "values",
         "weight",
@@ -116,6 +118,8 @@ class Shard:
         self.moments: tuple[Tensor, Tensor] | None = None
         #: Set before (3).
         self.batch: Statistics
+        #: The forward's streams on the devices of all replicas, if there are several.
+        self.streams: dict[torch.device, Any] = {}
 
     def mean_and_var(self) -> tuple[Tensor, Tensor]:
         """Returns mean and biased variance of each channel, in float64 where it is supported."""
@@ -126,7 +130,7 @@ class Shard:
         if not self.kernels.returns_inverse or not self.values:
             return self.moments
         mean, inverse = self.moments
-        return mean.double(), variance(inverse, self.denominator)
+        return in_float64(mean), variance(inverse, self.denominator)
 
     def rows(self, totals: Tensor) -> Tensor:
         """Returns what the input gradients need, given the totals of a fast backward."""
@@ -136,12 +140,12 @@ class Shard:
         """Returns mean and biased variance of the whole batch, as `mean_and_var`."""
         if batch.mean_and_var is not None:
             return batch.mean_and_var
-        return batch.mean.double(), variance(batch.inverse, self.denominator)
+        return in_float64(batch.mean), variance(batch.inverse, self.denominator)
 
 
 def variance(inverse: Tensor, denominator: Denominator) -> Tensor:
     """Returns the variance, in float64, given ``1 / sqrt(var + eps)``."""
-    return inverse.double().square().reciprocal().sub_(denominator.eps).clamp_(min=0)
+    return in_float64(inverse).square().reciprocal().sub_(denominator.eps).clamp_(min=0)
 
 
 def merge_moments(

@@ -63,9 +63,10 @@ void delay() {
 std::mutex log_mutex;
 std::vector<std::string> entries;
 std::atomic<bool> logs{false};
+thread_local int kernels = 0;  // written in Python, around the operations that they consist of
 
 void log(const std::string& kind, const std::string& name) {
-  if (!logs) return;
+  if (!logs || kernels) return;
   std::lock_guard guard(log_mutex);
   entries.push_back(kind + " " + name);
 }
@@ -533,6 +534,8 @@ TORCH_LIBRARY(simulated, m) {
   m.def("set_device", [](std::int64_t index) { set_device(static_cast<int>(index)); });
   m.def("default_generator", [](std::int64_t index) { return default_generator(index); });
   m.def("set_longest_delay", [](std::int64_t microseconds) { longest_delay = microseconds; });
+  m.def("begin_kernel", [](std::string name) { log("launch", name), kernels++; });
+  m.def("end_kernel", [] { kernels--; });
   m.def("set_logging", [](bool on) { logs = on; });
   m.def("take_log", [] { return take_log(); });
   m.def("take_findings", [] { return detector.take_findings(); });

@@ -1,4 +1,4 @@
-"""The laws on CUDA devices: several replicas on one, and on several where there are."""
+"""The laws on accelerators: the simulated ones, or the machine's own."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from replication import DataParallel, Scattered, replicate
 from syncbn import SynchronizedBatchNorm2d, convert_model
 from syncbn.kernels import Fused
 from tests.collective_cases import CASES, derivatives, in_replicas, leaves
+from tests.devices import ACCELERATORS, HOME, LISTS
 from tests.sharded import randomized
 from tests.syncbn.test_kernels import check_every_kernel, moments_of, statistics_of
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.accelerator,
+    pytest.mark.skipif(not ACCELERATORS, reason="needs an accelerator"),
 ]
 
-DEVICES = [["cuda:0"] * 2, ["cuda:0"] * 3, [f"cuda:{i}" for i in range(torch.cuda.device_count())]]
+every_list = pytest.mark.parametrize("devices", LISTS.values(), ids=LISTS)
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (6, 3, 4, 5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_kernels_give_the_numbers_of_float64(shape, dtype, channels_last):
-    x, dy = torch.randn(2, *shape).to("cuda", dtype)
+    x, dy = torch.randn(2, *shape).to(HOME, dtype)
     if channels_last and x.dim() == 4:
         x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
     mean, inverse = Fused.moments(x, 1e-5)
@@ -37,17 +39,17 @@ def test_kernels_give_the_numbers_of_float64(shape, dtype, channels_last):
     check_every_kernel(Fused, x, dy, stats, 1e-5, tolerance)
 
 
-@pytest.mark.parametrize("devices", DEVICES, ids=str)
+@every_list
 def test_training_on_replicas_equals_training_on_one_device(devices):
     net = nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.Flatten(), nn.Linear(16, 3)
     )
-    net = net.double().to("cuda:0")
+    net = net.double().to(devices[0])
     model = DataParallel(convert_model(copy.deepcopy(net)), devices)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, model)]
     for samples in (7, 4, 1 + 1):
-        x = torch.randn(samples, 2, 4, 4, dtype=torch.float64, device="cuda:0")
-        dy = torch.randn(samples, 3, dtype=torch.float64, device="cuda:0")
+        x = torch.randn(samples, 2, 4, 4, dtype=torch.float64, device=devices[0])
+        dy = torch.randn(samples, 3, dtype=torch.float64, device=devices[0])
         for m, optimizer in zip((net, model), optimizers, strict=True):
             optimizer.zero_grad()
             m(x).backward(dy)
@@ -58,18 +60,18 @@ def test_training_on_replicas_equals_training_on_one_device(devices):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("devices", DEVICES, ids=str)
+@every_list
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("mean", [0, 1e2])
 def test_error_is_at_most_twice_the_error_of_torchs_layer(devices, dtype, last, mean):
     layout = torch.channels_last if last else torch.contiguous_format
-    plain = randomized(nn.BatchNorm2d(5)).to("cuda:0")
+    plain = randomized(nn.BatchNorm2d(5)).to(devices[0])
     layer = convert_model(copy.deepcopy(plain))
     exact = copy.deepcopy(plain).double()
     samples = 4 * len(devices) - 1
-    x = (torch.randn(samples, 5, 6, 7) + mean).to("cuda:0", dtype, memory_format=layout)
-    dy = torch.randn(samples, 5, 6, 7).to("cuda:0", dtype, memory_format=layout)
+    x = (torch.randn(samples, 5, 6, 7) + mean).to(devices[0], dtype, memory_format=layout)
+    dy = torch.randn(samples, 5, 6, 7).to(devices[0], dtype, memory_format=layout)
     results = []
     for module in (exact, plain, DataParallel(layer, devices)):
         double = module is exact
@@ -87,9 +89,9 @@ def test_error_is_at_most_twice_the_error_of_torchs_layer(devices, dtype, last, 
         assert (ours - right).abs().max() <= 2 * (own - right).abs().max() + ulp
 
 
-@pytest.mark.parametrize("devices", DEVICES, ids=str)
+@every_list
 def test_the_host_does_not_wait(devices):
-    layer = SynchronizedBatchNorm2d(3).to("cuda:0")
+    layer = SynchronizedBatchNorm2d(3).to(devices[0])
     model = DataParallel(layer, devices, gather_to_one_device=False)
     shards = [torch.randn(2, 3, 4, 4, device=d, requires_grad=True) for d in devices]
     upstream = [torch.randn_like(shard) for shard in shards]
@@ -116,23 +118,23 @@ def test_the_large_tensors_go_through_the_fused_kernels(monkeypatch):
             return kernel(*args)
 
         monkeypatch.setattr(torch, f"batch_norm_{name}", noting)
-    model = DataParallel(SynchronizedBatchNorm2d(3).to("cuda:0"), ["cuda:0"] * 2)
-    y = model(torch.randn(4, 3, 5, 5, device="cuda:0", requires_grad=True))
+    model = DataParallel(SynchronizedBatchNorm2d(3).to(HOME), [HOME] * 2)
+    y = model(torch.randn(4, 3, 5, 5, device=HOME, requires_grad=True))
     y.backward(torch.randn_like(y))
     assert sorted(calls) == sorted(["stats", "elemt", "backward_reduce", "backward_elemt"] * 2)
 
 
-@pytest.mark.parametrize("devices", DEVICES, ids=str)
+@every_list
 def test_a_forward_in_a_stream_of_the_callers_is_in_order(devices):
-    layer = randomized(nn.BatchNorm2d(3)).to("cuda:0")
+    layer = randomized(nn.BatchNorm2d(3)).to(devices[0])
     model = DataParallel(convert_model(copy.deepcopy(layer)), devices)
-    x = torch.randn(2 * len(devices), 3, 256, 256, device="cuda:0")
+    x = torch.randn(2 * len(devices), 3, 256, 256, device=devices[0])
     expected = layer(x.exp())
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(5):
-            busy = torch.randn(2048, 2048, device="cuda:0")
+            busy = torch.randn(2048, 2048, device=devices[0])
             for _ in range(10):  # what follows would come too early if it did not wait for this
                 busy = busy @ busy / 2048
             y = model(x.exp() + 0 * busy.sum().nan_to_num())
@@ -140,24 +142,24 @@ def test_a_forward_in_a_stream_of_the_callers_is_in_order(devices):
     torch.testing.assert_close(y, expected)
 
 
-@pytest.mark.parametrize("devices", DEVICES, ids=str)
+@every_list
 def test_second_derivatives(devices):
-    layer = randomized(SynchronizedBatchNorm2d(3).double()).to("cuda:0")
+    layer = randomized(SynchronizedBatchNorm2d(3).double()).to(devices[0])
     model = DataParallel(layer, devices)
-    x = torch.randn(5, 3, 2, 2, dtype=torch.float64, device="cuda:0", requires_grad=True)
+    x = torch.randn(5, 3, 2, 2, dtype=torch.float64, device=devices[0], requires_grad=True)
     torch.autograd.gradgradcheck(model, (x,))
 
 
-@pytest.mark.parametrize("devices", DEVICES, ids=str)
+@every_list
 def test_a_parameter_that_no_replica_uses_gets_no_gradient(devices):
-    net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]).to("cuda:0")
+    net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]).to(devices[0])
     replicas = replicate(net, devices)
     replicas[0][0].weight.sum().backward()
     assert net[0].weight.grad is not None
     assert net[1].weight.grad is None
 
 
-@pytest.mark.parametrize("devices", DEVICES, ids=str)
+@every_list
 @pytest.mark.parametrize("name", CASES)
 def test_collectives_and_their_derivatives_equal_the_oracle(name, devices):
     case = CASES[name]

@@ -310,8 +310,9 @@ class Normalize(Function):
             if shard.batch.weights_differ:
                 sums = sums * weight
         if shard.denominator.clamps:  # a clamped variance has no derivative
-            _, var = shard.moments_of(shard.batch)
-            sums[1].mul_(shard.denominator.slope(var))
+            with use_streams(shard.streams):  # as above
+                _, var = shard.moments_of(shard.batch)
+                sums[1].mul_(shard.denominator.slope(var).to(sums))
         return (
             *(None, None, dy),
             x,

@@ -81,9 +81,13 @@ def _end_hangs(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out the tests that suppose a machine without an accelerator."""
     if config.getoption("--simulated-accelerator"):
-        others = [item for item in items if not item.get_closest_marker("accelerator")]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
+        chosen = [
+            item
+            for item in items
+            if item.get_closest_marker("accelerator") and not item.get_closest_marker("cpu")
+        ]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -93,6 +97,16 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def default_device(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Makes modules and batches on the first of the simulated accelerators."""
+    if not pytestconfig.getoption("--simulated-accelerator"):
+        yield
+        return
+    with torch.device(f"{accelerator.NAME}:0"):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ ACCELERATORS = [str(device) for device in default_devices()]
 HOME = ACCELERATORS[0] if ACCELERATORS else "cpu"
 
 
-def replicas(number: int) -> list[str]:
+def several(number: int) -> list[str]:
     """Returns devices for replicas: every accelerator in turn, beginning with `HOME`."""
     devices = ACCELERATORS or ["cpu"]
     return [devices[i % len(devices)] for i in range(number)]

@@ -442,7 +442,8 @@ class Call {
   /// Replaces the results by tensors of the device.
   void return_results() {
     for (auto& pair : pairs_)
-      if (pair.is_written && pair.host.mutable_data_ptr() != pair.memory) {
+      if (pair.is_written && (pair.host.mutable_data_ptr() != pair.memory ||
+                              pair.host.sizes() != pair.ours.sizes())) {
         at::native::resize_(pair.ours, pair.host.sizes());
         on_host(pair.ours).copy_(pair.host);
       }

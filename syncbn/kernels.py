@@ -19,7 +19,7 @@ Notation: ``x`` and the gradient ``dy`` of the output are ``(N, C, ...)``. ``x_h
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -273,7 +273,7 @@ class Fused(Kernels):
         count = (
             n.to(torch.int32).view(1)
             if isinstance(n, Tensor)
-            else counts_tensor((n,), x.device, torch.int32)
+            else statistics.counts_tensor((n,), x.device, torch.int32)
         )
         dy = torch.zeros_like(x) if dy is None else in_format_of(dy, x).to(x.dtype)
         return torch.batch_norm_backward_elemt(
@@ -375,18 +375,3 @@ def in_accumulation_dtype(
     for block in (slice(first, first + length) for first in range(0, len(x), length)):
         y[block] = function(None if dy is None else dy[block].to(dtype), x[block].to(dtype))
     return y
-
-
-_counts: dict[Any, Tensor] = {}
-
-
-def counts_tensor(counts: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns numbers of values as a tensor, which is kept: a copy from the host takes longer."""
-    key = counts, device, dtype
-    tensor = _counts.get(key)
-    if tensor is None:
-        with torch.inference_mode(False):
-            tensor = torch.tensor(counts, dtype=dtype, device=device)
-        if type(tensor) is Tensor and len(_counts) < 1000:  # not a fake tensor
-            _counts[key] = tensor
-    return tensor

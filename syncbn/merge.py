@@ -10,7 +10,7 @@ from torch import Tensor
 
 from syncbn import moments as statistics
 from syncbn.channels import in_float64
-from syncbn.kernels import Statistics, counts_tensor, kernels_for
+from syncbn.kernels import Statistics, kernels_for
 
 __all__: list[str] = []
 
@@ -285,7 +285,7 @@ def _fused_merge(
         torch.stack([moment.to(home) for moment in moments])
         for moments in zip(*[shard.moments for shard in shards], strict=True)
     )
-    counts = counts_tensor(tuple([shard.values for shard in shards]), home, mean.dtype)
+    counts = statistics.counts_tensor(tuple([shard.values for shard in shards]), home, mean.dtype)
     updated = running and running.for_kernel(mean.dtype)
     buffers: tuple[Any, Any, float] = updated or (None, None, 0.0)
     mean, inverse = torch.batch_norm_gather_stats_with_counts(

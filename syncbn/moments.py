@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,21 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return _moments_in_float64(x) if fast is None else fast
 
 
+_counts: dict[Any, Tensor] = {}
+
+
+def counts_tensor(counts: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns numbers of values as a tensor, which is kept: a copy from the host takes longer."""
+    key = counts, device, dtype
+    tensor = _counts.get(key)
+    if tensor is None:
+        with torch.inference_mode(False):
+            tensor = torch.tensor(counts, dtype=dtype, device=device)
+        if type(tensor) is Tensor and len(_counts) < 1000:  # not a fake tensor
+            _counts[key] = tensor
+    return tensor
+
+
 def merge(
     counts: Sequence[int], means: Sequence[Tensor], variances: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
@@ -68,8 +84,7 @@ def merge(
         means: ``(C,)`` each, on one device.
         variances: ``(C,)`` each.
     """
-    total = sum(counts)
-    share = torch.tensor(counts, dtype=torch.float64).div_(total).to(means[0].device)
+    share = counts_tensor(tuple(counts), means[0].device, torch.float64) / sum(counts)
     return merge_shares(share, torch.stack(list(means)), torch.stack(list(variances)))
 
 
@@ -93,7 +108,7 @@ def _exact_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     # unusual stride.
     if x.dtype == torch.float64:  # no more digits than x has: begin at one of its values
         start = x[(slice(1), slice(None), *[slice(1)] * (x.dim() - 2))]
-        x = torch.sub(x, start, out=torch.empty(x.shape, dtype=x.dtype))
+        x = torch.sub(x, start, out=torch.empty(x.shape, dtype=x.dtype, device="cpu"))
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
         return mean + start.flatten(), var
     x = x.to(torch.float64, memory_format=torch.contiguous_format)

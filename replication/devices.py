@@ -79,7 +79,7 @@ def device_count(kind: str) -> int:
         module = torch.get_device_module(kind)
     except RuntimeError:
         return 0
-    return getattr(module, "device_count", int)()  # type: ignore[no-any-return]
+    return int(getattr(module, "device_count", int)())
 
 
 def parse_device(device: DeviceLike) -> torch.device:
@@ -98,7 +98,7 @@ def parse_device(device: DeviceLike) -> torch.device:
         return _device_of_index(device)
     if device.type == "cpu":
         return torch.device("cpu")
-    if device.index is None and device_count(device.type) and device.type != "cpu":
+    if device.index is None and device_count(device.type):
         # MPS has a single device, and no function for the current one.
         current = getattr(module_of(device), "current_device", int)
         return torch.device(device.type, current())

@@ -507,6 +507,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
             at::IntArrayRef stride) -> at::Tensor& {
            return at::cpu::set_(self, std::move(source), offset, size, stride);
          });
+  m.impl("record_stream", [](at::Tensor& self, at::Stream user) {
+    detector.record_stream(block_of(self), Guard::key(user));
+  });
   // torch would ask for kernels of our own.
   for (auto* name : {"convolution", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run>());

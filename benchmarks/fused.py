@@ -1,6 +1,6 @@
 """The fused kernels of accelerators that `torch.nn.SyncBatchNorm` uses, for other devices.
 
-They compute in float64 and state what the callers rely on. `tests/test_cuda.py` compares them with
+They compute in float64 and state what the callers rely on. `tests/test_accelerators.py` compares them with
 CUDA where there is a GPU.
 """
 

@@ -133,6 +133,7 @@ def test_gradients_of_some_leaves_only(names, by):
     assert_alike(use)
 
 
+@pytest.mark.cpu("mixes the outputs of replicas on one device")
 @pytest.mark.parametrize("used", [[0], [2], [1, 2], [2, 0]], ids=str)
 def test_backward_of_some_replicas_outputs(used):
     """One after the other; the others' outputs enter no loss."""
@@ -203,6 +204,7 @@ class Rectified(nn.Module):
         return y
 
 
+@pytest.mark.cpu("mixes the outputs of replicas on one device")
 @pytest.mark.parametrize(
     "net",
     [

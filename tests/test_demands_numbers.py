@@ -49,6 +49,7 @@ def in_float64(layer: nn.Module) -> nn.Module:
 # -- statistics --------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu("the fused merge rounds a mean in float64")
 @pairwise(
     dtype=[torch.float16, torch.float32, torch.float64],
     value=[0.0, 0.1, -3.7, 1e4, 3e4],
@@ -229,6 +230,7 @@ class Reports(Numbered):
         return x
 
 
+@pytest.mark.cpu("about autocast of the CPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_autocast_reaches_every_replica_with_its_dtype(dtype, mode):

@@ -42,8 +42,6 @@ from tests.collective_cases import (
 from tests.devices import several
 from tests.layers import DEADLINE, freed, outcome_of, together, until_others_wait, values
 
-pytestmark = pytest.mark.accelerator
-
 cases = pytest.mark.parametrize("name", CASES)
 sizes = pytest.mark.parametrize("size", [1, 3])
 

@@ -1,7 +1,7 @@
 """The fused kernels of accelerators that `torch.nn.SyncBatchNorm` uses, for other devices.
 
-They compute in float64 and state what the callers rely on. `tests/test_accelerators.py` compares them with
-CUDA where there is a GPU.
+They compute in float64 and state what the callers rely on. `tests/test_accelerators.py` compares
+them with CUDA where there is a GPU.
 """
 
 from __future__ import annotations

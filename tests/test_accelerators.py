@@ -214,7 +214,7 @@ def test_streams_of_the_callers_are_in_order(devices, layers, strategy):
         made = [kinds.get(name, partial(SynchronizedBatchNorm2d, 3))() for name in layers.split()]
         model = DataParallel(nn.Sequential(*made).to(devices[0]), devices)
         accelerator.findings()
-        with accelerator.delays(200):
+        with accelerator.delays(50):
             for _ in range(3):
                 x = torch.randn(6, 3, 2, 2, device=devices[0], requires_grad=True)
                 y = model(x)
@@ -229,7 +229,7 @@ def test_streams_of_the_callers_are_in_order(devices, layers, strategy):
 @pytest.mark.parametrize("name", CASES)
 def test_collectives_in_streams_of_the_callers_are_in_order(name):
     case = CASES[name]
-    with streams_of_the_callers(ACCELERATORS), accelerator.delays(200):
+    with streams_of_the_callers(ACCELERATORS), accelerator.delays(50):
         accelerator.findings()
         inputs = leaves(case, len(ACCELERATORS))
         there = [

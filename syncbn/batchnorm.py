@@ -16,6 +16,7 @@ from replication.errors import path_or_root
 from replication.groups.base import Layouts
 from replication.groups.hybrid import HybridGroup
 from replication.sync.current import current_replica
+from syncbn.channels import in_float64
 from syncbn.graph import Message, Reply, merge_shards, synchronized_batch_norm
 from syncbn.merge import Denominator, RunningStatistics
 from syncbn.processes import merge_ranks
@@ -228,7 +229,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             batches.add_(1)
             if momentum is None:
                 # A cumulative average. As a tensor, it does not make the host wait for a GPU.
-                momentum = batches.double().reciprocal()
+                momentum = in_float64(batches).reciprocal()
         return RunningStatistics(
             self.running_mean, self.running_var, 0.0 if momentum is None else momentum
         )

@@ -47,6 +47,7 @@ from replication._torch import (
     is_batched,
     sees_saved_tensors,
 )
+from replication.devices import current_streams, use_streams
 from syncbn.channels import (
     accumulation_dtype,
     per_channel,
@@ -133,8 +134,9 @@ def merge_shards(
     if total < 2:  # of 1 value the forward raises
         return [(total, None, None)] * len(shards)
     batches = merge_moments(shards, total, running)
+    streams = current_streams([shard.device for shard in shards])
     for shard, batch in zip(shards, batches, strict=True):
-        shard.batch, shard.unmeasured = batch, None
+        shard.batch, shard.unmeasured, shard.streams = batch, None, streams
     outputs = _merge(shards, *local, *totals)
     n = len(shards)
     pairs = zip(outputs[:n], outputs[n:], strict=True)
@@ -204,12 +206,13 @@ class Merge(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         shards: Sequence[Shard] = ctx.shards
         n = len(shards)
-        exact = added(grads[:n])
-        derivatives: list[Tensor | None] = [None] * n
-        if exact is not None:
-            derivative = merge_derivative(exact, shards[0], *ctx.saved_tensors)
-            derivatives = [derivative.to(shard.device) for shard in shards]
-        return None, *derivatives, *merged_rows(shards, grads[n:])
+        with use_streams(shards[0].streams):
+            exact = added(grads[:n])
+            derivatives: list[Tensor | None] = [None] * n
+            if exact is not None:
+                derivative = merge_derivative(exact, shards[0], *ctx.saved_tensors)
+                derivatives = [derivative.to(shard.device) for shard in shards]
+            return None, *derivatives, *merged_rows(shards, grads[n:])
 
 
 def merged_rows(shards: Sequence[Shard], sums: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -288,7 +291,8 @@ class Normalize(Function):
         if x is None:
             (x,) = ctx.moments.saved_tensors
         if needs_true_derivatives(dy) or shard.batch.messages_differ:
-            dx, dedge, dweight, dbias = _normalize_derivative(dy, x, edge, weight, shard)
+            with use_streams(shard.streams):  # mean and variance may be on another device
+                dx, dedge, dweight, dbias = _normalize_derivative(dy, x, edge, weight, shard)
             return None, dx, None, x, dedge, None, dweight, dbias if needs_dbias else None
         if shard.values:
             sums, dweight, dbias = shard.kernels.reduce(dy, x, shard.batch, weight)
@@ -300,8 +304,9 @@ class Normalize(Function):
             if shard.batch.weights_differ:
                 sums = sums * weight
         if shard.denominator.clamps:  # a clamped variance has no derivative
-            _, var = shard.moments_of(shard.batch)
-            sums[1].mul_(shard.denominator.slope(var))
+            with use_streams(shard.streams):  # as above
+                _, var = shard.moments_of(shard.batch)
+                sums[1].mul_(shard.denominator.slope(var).to(sums))
         return (
             *(None, None, dy),
             x,
@@ -329,11 +334,13 @@ class Attach(Function):
     @staticmethod
     def forward(ctx: Any, numbers: Tensor, edge: Tensor) -> Tensor:
         ctx.device, ctx.dtype = edge.device, edge.dtype
+        ctx.streams = current_streams([numbers.device, edge.device])
         return numbers.view_as(numbers)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, grad.to(ctx.device, ctx.dtype)
+        with use_streams(ctx.streams):
+            return None, grad.to(ctx.device, ctx.dtype)
 
 
 def attached(mean_and_var: tuple[Tensor, Tensor], edge: Tensor) -> Tensor:

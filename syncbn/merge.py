@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from syncbn import moments as statistics
-from syncbn.channels import with_usual_strides
-from syncbn.kernels import KERNELS, PLAIN, Buffers, Statistics
+from syncbn.channels import in_float64, with_usual_strides
+from syncbn.kernels import Buffers, Statistics, kernels_for
 
 __all__: list[str] = []
 
@@ -104,6 +104,7 @@ class Shard:
         "kernels",
         "moments",
         "rounded_moments",
+        "streams",
         "unmeasured",
         "values",
         "weight",
@@ -115,7 +116,7 @@ class Shard:
         self.device = x.device
         #: The accumulation dtype.
         self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        self.kernels = KERNELS.get(self.device.type, PLAIN)
+        self.kernels = kernels_for(self.device.type)
         self.weight = weight
         self.denominator = denominator
         #: The values of a shard up to `MEDIUM`, until the merge measures it. None if (1) does.
@@ -126,6 +127,8 @@ class Shard:
         self.moments: tuple[Tensor, Tensor] | None = None
         #: Set before (3).
         self.batch: Statistics
+        #: The forward's streams on the devices of all replicas, if there are several.
+        self.streams: dict[torch.device, Any] = {}
 
     def rounded(self) -> tuple[Tensor, Tensor]:
         """Returns mean and biased variance in float32, by one operation, which adds in float64."""
@@ -144,7 +147,7 @@ class Shard:
         if not self.kernels.returns_inverse or not self.values:
             return self.moments
         mean, inverse = self.moments
-        return mean.double(), variance(inverse, self.denominator)
+        return in_float64(mean), variance(inverse, self.denominator)
 
     def rows(self, totals: Tensor) -> Tensor:
         """Returns `Kernels.rows`, given the totals of a fast backward."""
@@ -154,12 +157,12 @@ class Shard:
         """Returns mean and biased variance of the whole batch, as `mean_and_var`."""
         if batch.mean_and_var is not None:
             return batch.mean_and_var
-        return batch.mean.double(), variance(batch.inverse, self.denominator)
+        return in_float64(batch.mean), variance(batch.inverse, self.denominator)
 
 
 def variance(inverse: Tensor, denominator: Denominator) -> Tensor:
     """Returns the variance, in float64, given ``1 / sqrt(var + eps)``."""
-    return inverse.double().square().reciprocal().sub_(denominator.eps).clamp_(min=0)
+    return in_float64(inverse).square().reciprocal().sub_(denominator.eps).clamp_(min=0)
 
 
 def merge_moments(

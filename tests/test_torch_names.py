@@ -25,7 +25,12 @@ import syncbn
 NAMES = (Path(__file__).parent / "torch_names.txt").read_text().split()
 
 #: In newer ones, or older ones, and asked for.
-ASKED_FOR = {"torch.utils._pytree.tree_is_leaf", "torch.utils._pytree._is_leaf"}
+ASKED_FOR = {
+    "torch.utils._pytree.tree_is_leaf",
+    "torch.utils._pytree._is_leaf",
+    "torch.accelerator",
+    "torch.accelerator.current_accelerator",
+}
 
 SOURCES = [
     path

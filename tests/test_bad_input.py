@@ -63,12 +63,12 @@ class Function(NamedTuple):
 
 FUNCTIONS = {
     "scatter": Function(
-        replication.scatter, lambda: {"inputs": {"x": X}, "devices": CPUS, "dim": 0}
+        replication.scatter, lambda: {"inputs": {"x": X}, "target_gpus": CPUS, "dim": 0}
     ),
     "scatter_kwargs": Function(
         replication.scatter_kwargs,
         lambda: {
-            "inputs": (X,), "kwargs": {"y": X}, "devices": CPUS, "dim": 0,
+            "inputs": (X,), "kwargs": {"y": X}, "target_gpus": CPUS, "dim": 0,
             "inputs_are_scattered": False, "cpu_keywords": ["y"],
         },
     ),
@@ -85,7 +85,7 @@ FUNCTIONS = {
     "parallel_apply": Function(
         replication.parallel_apply,
         lambda: {
-            "replicas": [linear(), linear()], "inputs": [(X,), (X,)], "kwargs_tup": [{}, {}],
+            "modules": [linear(), linear()], "inputs": [(X,), (X,)], "kwargs_tup": [{}, {}],
             "devices": CPUS,
         },
     ),
@@ -135,6 +135,7 @@ ACCEPTED: dict[str, Callable[[Any], bool]] = {
     "mode": lambda value: False,  # but for two words
     "devices": lambda value: not isinstance(value, (int, float, str)),
     "device_ids": lambda value: not isinstance(value, (int, float, str)),
+    "target_gpus": lambda value: not isinstance(value, (int, float, str)),
     "dim": lambda value: isinstance(value, int),
     "except_keywords": lambda value: not isinstance(value, str) and all_names(value),
 }

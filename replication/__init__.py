@@ -5,6 +5,7 @@ from replication.callbacks import (
     execute_replication_callbacks,
     register_replication_callback,
 )
+from replication.criterion import DataParallelCriterion
 from replication.data_parallel import (
     DataParallel,
     DataParallelWithCallback,
@@ -29,6 +30,7 @@ from replication.warning import UnsynchronizedWarning
 __all__ = [
     "CallbackContext",
     "DataParallel",
+    "DataParallelCriterion",
     "DataParallelWithCallback",
     "FutureResult",
     "Group",

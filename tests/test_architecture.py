@@ -40,6 +40,7 @@ ORDER = [
     ["callbacks"],
     ["patch"],
     ["data_parallel"],
+    ["criterion"],
     ["verify"],
     ["__main__"],
 ]

@@ -17,6 +17,7 @@ from replication.groups.base import Group, SoloGroup
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import ProcessGroup
 from replication.groups.replicas import CallbackContext, ReplicaGroup
+from replication.join import JoinableStep
 from replication.patch import patch_replication_callback
 from replication.steps.gather import gather
 from replication.steps.parallel_apply import parallel_apply
@@ -34,6 +35,7 @@ __all__ = [
     "DataParallelWithCallback",
     "FutureResult",
     "Group",
+    "JoinableStep",
     "ProcessGroup",
     "ReplicaAware",
     "ReplicaFailed",

@@ -37,7 +37,7 @@ ORDER = [
     ["sync"],
     ["steps"],
     ["groups"],
-    ["callbacks"],
+    ["callbacks", "join"],
     ["patch"],
     ["data_parallel"],
     ["criterion"],

@@ -10,7 +10,6 @@ multiplied by the number of ranks, because DistributedDataParallel divides gradi
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
@@ -86,7 +85,6 @@ def train_on_one_device() -> dict[str, Tensor]:
 
 def compare() -> float:
     """How far the networks of all ranks are from the single-device one."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(train_rank, (folder,), nprocs=len(BATCHES))
         states = [torch.load(Path(folder, f"{rank}.pt")) for rank in range(len(BATCHES))]

@@ -110,6 +110,11 @@ FUNCTIONS = {
     "CallbackContext.group": Function(CallbackContext(2).group, lambda: {"copy_id": 0}),
     "Scattered": Function(lambda items: Scattered(items), lambda: {"items": [1]}),
     "ProcessGroup": Function(ProcessGroup, lambda: {"process_group": None, "name": "layer"}),
+    "JoinableStep": Function(replication.JoinableStep, lambda: {"step": print, "empty": ()}),
+    "DataParallelCriterion": Function(
+        lambda criterion: replication.DataParallelCriterion(criterion, CPUS)(X, X),
+        lambda: {"criterion": nn.MSELoss()},
+    ),
     "convert_model": Function(
         convert_model, lambda: {"module": nn.Sequential(nn.BatchNorm1d(3)), "group_size": 2}
     ),
@@ -127,6 +132,9 @@ ACCEPTED: dict[str, Callable[[Any], bool]] = {
     "module": lambda value: isinstance(value, nn.Module),
     "data_parallel": lambda value: isinstance(value, nn.DataParallel),
     "callback": callable,
+    "step": callable,
+    "empty": lambda value: isinstance(value, (tuple, list)),
+    "criterion": lambda value: isinstance(value, nn.Module),
     "master_callback": callable,
     "copy_id": lambda value: False,  # the context is in no forward
     "process_group": lambda value: False,  # there are no processes

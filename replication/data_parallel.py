@@ -67,8 +67,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
     >>> net(torch.ones(5, 3)).shape
     torch.Size([5, 2])
 
-    See also `data_parallel`, `Scattered`, `patch_replication_callback` and
-    `UnsynchronizedWarning`.
+    See also `data_parallel`, `DataParallelCriterion`, `Scattered`, `patch_replication_callback`
+    and `UnsynchronizedWarning`.
 
     Args:
         module: The module. Its parameters and buffers must be on ``device_ids[0]``.

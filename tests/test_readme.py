@@ -33,18 +33,6 @@ needs_gloo = pytest.mark.skipif(
     reason="this torch has no gloo",
 )
 
-#: A sampler that gives rank 0 three batches more than rank 1.
-UNEVEN = """
-class Uneven(DistributedSampler):
-    def __iter__(self):
-        return iter(range(len(self)))
-
-    def __len__(self):
-        return 100 - 48 * rank
-
-sampler = Uneven(dataset)
-"""
-
 
 def name_of(page):
     return page.relative_to(ROOT).as_posix()
@@ -108,14 +96,6 @@ def test_the_program_of_several_processes_learns_what_one_process_learns(tmp_pat
     torch.testing.assert_close(state, launched(program, tmp_path, processes=1)[0])
     plain = nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
     plain.load_state_dict(state)
-
-
-@needs_gloo
-def test_its_ranks_take_equally_many_batches(tmp_path):
-    program = fenced(PROCESSES)[0][1]
-    uneven = program.replace("sampler = DistributedSampler(dataset)", UNEVEN)
-    assert uneven != program
-    launched(uneven, tmp_path)
 
 
 @pytest.mark.parametrize(("text", "where"), blocks("pycon", PAGES))

@@ -70,7 +70,7 @@ class ProcessGroup(Group):
     tensor([1., 2.])
     >>> distributed.destroy_process_group()
 
-    See also `Group`.
+    See also `Group` and `JoinableStep`.
 
     Args:
         process_group: A group of `torch.distributed` that this process is in; by default all
@@ -428,11 +428,12 @@ def _remedy() -> str:
     if debugging():
         return (
             "if no other rank failed first (see their logs), some rank did not reach this call: "
-            "is one in eval(), out of data, or without a backward?"
+            "is one in eval(), out of data (see replication.JoinableStep), or without a backward?"
         )
     return (
-        "if no other rank failed first (see their logs), the ranks may have called different "
-        "layers: set TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls"
+        "if no other rank failed first (see their logs), some rank may be out of data (see "
+        "replication.JoinableStep), or the ranks may have called different layers: set "
+        "TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls"
     )
 
 

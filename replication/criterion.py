@@ -110,7 +110,7 @@ class _ShareOfTorch(_Share):
             target: Tensor = kwargs["target"] if "target" in kwargs else args[1]
             if not target.is_floating_point():  # classes, not their probabilities
                 return total, self._weight_of_classes(target)
-        return total, torch.tensor(losses.numel(), device=losses.device)
+        return total, losses.new_full((), losses.numel(), dtype=torch.int64)
 
     def _weight_of_classes(self, target: Tensor) -> Tensor:
         counted = target.ne(self.criterion.ignore_index)

@@ -57,6 +57,8 @@ _WITHOUT_MODULE = ("cpu", "meta")
 
 _CPU_HINT = 'use "cpu" for the CPU, and device_ids=["cpu", "cpu"] for two replicas on it'
 
+_CPU = torch.device("cpu")
+
 #: The ways to write a device.
 DeviceLike = int | str | torch.device
 
@@ -97,7 +99,7 @@ def parse_device(device: DeviceLike) -> torch.device:
     elif not isinstance(device, torch.device):
         return _device_of_index(device)
     if device.type == "cpu":
-        return torch.device("cpu")
+        return _CPU
     if device.index is None and device_count(device.type):
         # MPS has a single device, and no function for the current one.
         current = getattr(module_of(device), "current_device", int)
@@ -109,7 +111,7 @@ def _device_of_index(index: object) -> torch.device:
     if not is_int(index):
         raise TypeError(f"a device is an int, a str or a torch.device (got {index!r})")
     if index == -1:  # torch's own spelling of the CPU as an output device
-        return torch.device("cpu")
+        return _CPU
     kind = accelerator()
     if kind is None:
         raise ValueError(
@@ -127,7 +129,7 @@ def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
     """
     if isinstance(devices, (str, int, torch.device)):
         raise TypeError(f"expected a list of devices (got {devices!r})")
-    return [parse_device(device) for device in devices]
+    return [device if device == _CPU else parse_device(device) for device in devices]
 
 
 def usable_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
@@ -138,7 +140,7 @@ def usable_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
         ValueError: Replicas cannot run on one of them.
     """
     parsed = parse_devices(devices)
-    for device in parsed:
+    for device in dict.fromkeys(parsed):
         check_available(device)
     return parsed
 
@@ -242,7 +244,7 @@ def device_in_use() -> torch.device | None:
     return _in_use.device
 
 
-class use_device(ExitStack):
+class use_device:
     """Makes ``device`` and ``stream`` current in a ``with`` block, on any type of device.
 
     Where a backend has no context manager for its current device (MPS has a single device), or no
@@ -250,19 +252,22 @@ class use_device(ExitStack):
     """
 
     def __init__(self, device: torch.device, stream: Any) -> None:
-        super().__init__()
         self._device, self._stream = device, stream
+        self._contexts = None if device.type in _WITHOUT_MODULE else ExitStack()
 
-    def __enter__(self) -> use_device:
-        if self._device.type not in _WITHOUT_MODULE:
+    def __enter__(self) -> None:
+        if self._contexts is not None:
             module = module_of(self._device)
             if hasattr(module, "device"):
-                self.enter_context(module.device(self._device))
+                self._contexts.enter_context(module.device(self._device))
             if self._stream is not None:
-                self.enter_context(module.stream(self._stream))
-        self.callback(setattr, _in_use, "device", _in_use.device)
-        _in_use.device = self._device
-        return self
+                self._contexts.enter_context(module.stream(self._stream))
+        self._outer, _in_use.device = _in_use.device, self._device
+
+    def __exit__(self, *exc_info: Any) -> None:
+        _in_use.device = self._outer
+        if self._contexts is not None:
+            self._contexts.__exit__(*exc_info)
 
 
 def are_distinct_cuda(devices: Sequence[torch.device]) -> bool:

@@ -12,6 +12,7 @@ from replication import (
     DataParallel,
     Scattered,
     SyncMaster,
+    execute_replication_callbacks,
     gather,
     parallel_apply,
     replicate,
@@ -111,10 +112,9 @@ def test_a_momentum_that_is_no_number_is_refused_by_every_replica(momentum):
 
 
 def test_a_shard_on_another_device_is_refused_by_its_replica():
-    shards = [X, X.to("meta")]
-    error = outcome_of(
-        lambda: run_sharded(nn.Sequential(SynchronizedBatchNorm1d(3)), shards)
-    ).error
+    replicas = replicate(nn.Sequential(SynchronizedBatchNorm1d(3)), ["cpu"] * 2)
+    execute_replication_callbacks(replicas)
+    error = outcome_of(lambda: parallel_apply(replicas, [X, X.to("meta")])).error
     assert isinstance(error, RuntimeError)
     assert "expected an input on cpu, where its weight is (got meta)" in str(error)
     assert error.__notes__ == ["in replica 1 of 2 on cpu, module `0`"]

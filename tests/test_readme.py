@@ -15,6 +15,7 @@ from torch import distributed, nn
 import replication
 import syncbn
 from tests.processes import run_python
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -108,6 +109,31 @@ def test_the_program_of_several_processes_learns_what_one_process_learns(tmp_pat
     torch.testing.assert_close(state, launched(program, tmp_path, processes=1)[0])
     plain = nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
     plain.load_state_dict(state)
+
+
+def trained_buffers(rank, text, batches):
+    """The buffers of the layers of a block after steps on this rank's part of each batch."""
+    names = {"torch": torch, "nn": nn, "ReplicaAware": replication.ReplicaAware}
+    exec(text, names)
+    torch.manual_seed(0)
+    layers = [kind(3) for name, kind in names.items() if name in ("RunningCenter", "Scores")]
+    for batch in batches:
+        for layer in layers:
+            layer(batch if rank is None else batch.chunk(2)[rank])
+    return [layer.state_dict() for layer in layers]
+
+
+@needs_gloo
+@pytest.mark.parametrize("start", ["class RunningCenter", "class Scores"])
+def test_the_buffers_of_layers_agree_on_all_ranks(start):
+    """Without DDP, which would copy the buffers of rank 0."""
+    blocks = fenced(ROOT / "docs" / "layers.md")
+    (text,) = [text for _, text in blocks if text.startswith(start)]
+    batches = torch.randn(3, 7, 3)
+    expected = trained_buffers(None, text, batches)
+    assert len(expected) == 1
+    for actual in run_ranks(2, trained_buffers, text, batches):
+        torch.testing.assert_close(actual, expected)
 
 
 @needs_gloo

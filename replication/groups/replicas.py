@@ -354,8 +354,8 @@ class ReplicaGroup(Group):
             raise ReplicationError(
                 f"{self._where()}: {name} of a group whose forward has ended; "
                 + (
-                    "no replica answers in backward, so leave the layer out of activation "
-                    "checkpoints"
+                    "no replica answers in backward, so don't call collectives in hooks or custom "
+                    "backwards, and leave the layer out of activation checkpoints"
                     if current_backward() != NO_BACKWARD
                     else "get the group afresh in each forward"
                 )

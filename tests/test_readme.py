@@ -176,12 +176,17 @@ def test_the_difference_of_three_lines_synchronizes():
     assert syncbn.verify(names["model"], torch.randn(8, 3))
 
 
-def test_the_answer_about_speed_is_the_published_one():
+def test_the_answers_about_speed_are_the_published_ones():
     figures = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
     ranges = re.findall(r"a training step takes ([\d.]+) to ([\d.]+) with `syncbn`", figures)
     least, most = (f(float(end) for ends in ranges for end in ends) for f in (min, max))
     answers = " ".join((ROOT / "docs" / "questions.md").read_text("utf-8").split())
     assert f"a training step takes {least:.1f} to {most:.1f} times as long" in answers
+    between = figures.split("### Between processes")[1].split("###")[0]
+    rows = [re.findall(r"\| ([\d.]+) \(", row) for row in between.splitlines()]
+    columns = zip(*(map(float, row) for row in rows if row), strict=True)
+    ours, scheme = (f"{min(column):.0f} to {max(column):.0f} times" for column in columns)
+    assert f"takes {ours} as long, and {scheme} with the scheme" in answers
 
 
 def test_the_badges_are_true():

@@ -223,6 +223,16 @@ def test_public_names_have_an_example(name):
 
 
 @pytest.mark.parametrize("name", PUBLIC)
+def test_the_examples_of_public_names_are_complete(name):
+    """They run in an empty namespace, as when they are copied from `help`."""
+    kind = PUBLIC[name]
+    documented = [kind, *(vars(kind)[key] for key in vars(kind) if not key.startswith("_"))]
+    for text in filter(None, map(inspect.getdoc, documented)):
+        test = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
+        assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
+
+
+@pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_refer_to_each_other(name):
     related = see_also(name)
     assert related and name not in related

@@ -11,7 +11,8 @@ while run 2 is another training.
 
 How to read the table. "loss" is the mean of the last 15 steps. Distances are measured from run 1:
 "loss off by" is the largest difference between the losses of a step, and "weights off by" the
-largest difference between weights at the end. The figure shows the loss of every step, and its distance from the loss of run 1.
+largest difference between weights at the end. The figure shows the loss of every step, and its
+distance from the loss of run 1.
 
 In float64 the program checks itself: it exits with 1 if a loss of run 3 is off by more than 1e-8.
 Float32 rounds half a billion times more coarsely. Sooner or later that moves the input of a ReLU

@@ -218,7 +218,8 @@ def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
         layer  calls  replica 0  replica 1  together
         `0`        1      5.313      0.000     5.313
         all        1      5.313      0.000     5.313
-        Replicas wait longest in `0`. Replica 1 waits least: it is the one that the others wait for.
+        Replicas wait longest in `0`. Replica 1 waits least: it is the one that the others wait
+        for.
 
     See also `WaitReport`.
 

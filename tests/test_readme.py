@@ -91,7 +91,8 @@ def test_journeys_run_from_top_to_bottom(page, tmp_path):
 
 def launched(program, folder, processes=2):
     """Saves a program and launches it as the page says. Returns the state and the accuracy."""
-    torchrun, *options, name = fenced(PROCESSES)[1][1].replace("=2", f"={processes}").split()
+    command = fenced(PROCESSES)[1][1].replace("=2", f"={processes}")
+    _, torchrun, *options, name = command.split()  # after a setting of the environment
     assert torchrun == "torchrun" and f"--nproc-per-node={processes}" in options
     (folder / name).write_text(program)
     done = run_python("-m", "torch.distributed.run", "--standalone", *options, name, cwd=folder)

@@ -1,7 +1,7 @@
 """The fused kernels of accelerators that `torch.nn.SyncBatchNorm` uses, for other devices.
 
-They compute in float64 and state what the callers rely on. `tests/test_cuda.py` compares them with
-CUDA where there is a GPU.
+They compute in float64 and state what the callers rely on. `tests/test_accelerators.py` compares
+them with CUDA where there is a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn.channels import accumulation_dtype, reduced_dims
+from syncbn.channels import accumulation_dtype, memory_format, reduced_dims
 
 
 def shaped(vector: Tensor | None, like: Tensor, default: float) -> Tensor:
@@ -52,7 +52,7 @@ def batch_norm_backward_reduce(
     wants_dweight: bool,
     wants_dbias: bool,
 ) -> tuple[Tensor | None, ...]:
-    assert dy.stride() == x.stride()
+    assert dy.is_contiguous(memory_format=memory_format(x))
     dims = reduced_dims(x)
     along_x = (dy.double() * (x.double() - shaped(mean, x, 0))).sum(dims)
     plain = dy.double().sum(dims)
@@ -72,7 +72,7 @@ def batch_norm_backward_elemt(
     along_x: Tensor,
     count: Tensor,
 ) -> Tensor:
-    assert dy.stride() == x.stride()
+    assert dy.is_contiguous(memory_format=memory_format(x))
     assert count.dtype == torch.int32
     total = count.sum()
     s = shaped(inverse, x, 0)

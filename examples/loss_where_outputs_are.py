@@ -1,9 +1,9 @@
 """Computes the loss on the device of each output, so that no device has to hold all outputs.
 
 Gathering large outputs (a segmentation, say) fills the first device while the others idle. Here
-the outputs stay `Scattered`, a second DataParallel runs the criterion where they are, and labels
-are split as the outputs were. Each replica returns the *sum* over its shard and the shard's size:
-the mean of the replicas' means would give uneven shards the same weight.
+the outputs stay `Scattered`, `DataParallelCriterion` computes the loss where they are, and labels
+are split as the outputs were. Shards may differ in size: the loss is not the mean of the replicas'
+means, which would give uneven shards the same weight.
 
 The program compares loss and gradients with the single-device ones.
 
@@ -18,17 +18,9 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from replication import DataParallel
-
-
-class Criterion(nn.Module):
-    """The sum of the losses of a shard, and how many there are."""
-
-    def forward(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        total = nn.functional.cross_entropy(scores, labels, reduction="sum")
-        return total, torch.tensor(len(labels), device=scores.device)
+from replication import DataParallel, DataParallelCriterion
 
 
 def compare(devices: Sequence[str], samples: int) -> tuple[float, float]:
@@ -40,9 +32,8 @@ def compare(devices: Sequence[str], samples: int) -> tuple[float, float]:
     labels = torch.randint(3, (samples,), device=devices[0])
 
     predict = DataParallel(net, devices, gather_to_one_device=False)
-    criterion = DataParallel(Criterion(), devices)
-    totals, counts = criterion(predict(x), labels)  # one of each per replica
-    loss = totals.sum() / counts.sum()
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss(), devices)
+    loss = criterion(predict(x), labels)
     loss.backward()
 
     expected = nn.functional.cross_entropy(alone(x), labels)

@@ -5,6 +5,7 @@ from replication.callbacks import (
     execute_replication_callbacks,
     register_replication_callback,
 )
+from replication.criterion import DataParallelCriterion
 from replication.data_parallel import (
     DataParallel,
     DataParallelWithCallback,
@@ -16,6 +17,7 @@ from replication.groups.base import Group, SoloGroup
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import ProcessGroup
 from replication.groups.replicas import CallbackContext, ReplicaGroup
+from replication.join import JoinableStep
 from replication.patch import patch_replication_callback
 from replication.steps.gather import gather
 from replication.steps.parallel_apply import parallel_apply
@@ -29,9 +31,11 @@ from replication.warning import UnsynchronizedWarning
 __all__ = [
     "CallbackContext",
     "DataParallel",
+    "DataParallelCriterion",
     "DataParallelWithCallback",
     "FutureResult",
     "Group",
+    "JoinableStep",
     "ProcessGroup",
     "ReplicaAware",
     "ReplicaFailed",

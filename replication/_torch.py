@@ -166,7 +166,7 @@ def count_nodes_up_to(number: int) -> None:
         with torch.enable_grad():
             return count_nodes_up_to(number)
     # It makes one node for each tensor, in a single call.
-    _atleast_1d([torch.zeros((), requires_grad=True)] * missing)
+    _atleast_1d([torch.zeros((), device="cpu", requires_grad=True)] * missing)
 
 
 def set_grad_modes(stack: ExitStack, *, grad: bool, inference: bool) -> None:

@@ -25,6 +25,7 @@ from replication.devices import (
     parse_devices,
     usable_devices,
 )
+from replication.groups.membership import has_other_processes
 from replication.modules import layers_of, paired
 from replication.patch import RUNS_CALLBACKS
 from replication.steps.gather import gather, join_leaves
@@ -69,8 +70,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
     >>> net(torch.ones(5, 3)).shape
     torch.Size([5, 2])
 
-    See also `data_parallel`, `Scattered`, `patch_replication_callback` and
-    `UnsynchronizedWarning`.
+    See also `data_parallel`, `DataParallelCriterion`, `Scattered`, `patch_replication_callback`
+    and `UnsynchronizedWarning`.
 
     Args:
         module: The module. Its parameters and buffers must be on ``device_ids[0]``.
@@ -201,7 +202,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
             self.module.to(self.src_device_obj)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if len(self.device_ids) > 1:
+        # A single replica of several processes takes part in their exchanges as others do.
+        if len(self.device_ids) > 1 or (self.device_ids and has_other_processes()):
             return self._on_replicas(inputs, kwargs)
         if not self.device_ids:
             return self._alone(*DataParallel.scatter(self, inputs, kwargs, None))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from numbers import Integral
 from typing import Any, TypeGuard
 
@@ -49,7 +49,11 @@ def checked_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
     return result
 
 
+#: Types of accelerators, for torch before 2.6, which has no `torch.accelerator`.
 _ACCELERATORS = ("cuda", "xpu", "mps")
+
+#: Types of devices that are always there, and have neither indices nor streams.
+_WITHOUT_MODULE = ("cpu", "meta")
 
 _CPU_HINT = 'use "cpu" for the CPU, and device_ids=["cpu", "cpu"] for two replicas on it'
 
@@ -58,9 +62,24 @@ DeviceLike = int | str | torch.device
 
 
 def accelerator() -> str | None:
-    """Returns the type of this machine's accelerator, or None."""
-    available = (kind for kind in _ACCELERATORS if torch.get_device_module(kind).device_count())
-    return next(available, None)
+    """Returns the type of this machine's accelerator, or None.
+
+    It is the type of `torch.accelerator.current_accelerator`, for which indices stand.
+    """
+    kinds: Iterable[str] = _ACCELERATORS
+    if hasattr(torch, "accelerator"):
+        device = torch.accelerator.current_accelerator()
+        kinds = () if device is None else (device.type,)
+    return next(filter(device_count, kinds), None)
+
+
+def device_count(kind: str) -> int:
+    """Returns the number of accelerators of one type, 0 if torch has no module for it."""
+    try:
+        module = torch.get_device_module(kind)
+    except RuntimeError:
+        return 0
+    return int(getattr(module, "device_count", int)())
 
 
 def parse_device(device: DeviceLike) -> torch.device:
@@ -79,10 +98,10 @@ def parse_device(device: DeviceLike) -> torch.device:
         return _device_of_index(device)
     if device.type == "cpu":
         return torch.device("cpu")
-    if device.index is None and device.type == accelerator():
-        # There is a single MPS device, and torch has no function for the current one.
-        index = 0 if device.type == "mps" else module_of(device).current_device()
-        return torch.device(device.type, index)
+    if device.index is None and device_count(device.type):
+        # MPS has a single device, and no function for the current one.
+        current = getattr(module_of(device), "current_device", int)
+        return torch.device(device.type, current())
     return device
 
 
@@ -132,22 +151,15 @@ def device_order(devices: Sequence[DeviceLike]) -> list[int]:
 
 def check_available(device: torch.device) -> None:
     """Raises ValueError if replicas cannot run on ``device`` on this machine."""
-    if device.type not in ("cpu", *_ACCELERATORS, "meta"):
-        raise ValueError(
-            f"replicas run on devices of CPU, CUDA, XPU, MPS or meta (got {str(device)!r})"
-        )
-    if device.type in _ACCELERATORS and (
-        device.type != accelerator() or (device.index or 0) >= module_of(device).device_count()
-    ):
+    is_there = device.type in _WITHOUT_MODULE or (device.index or 0) < device_count(device.type)
+    if not is_there:
         raise ValueError(f"this machine has no device {str(device)!r}; {_CPU_HINT}")
 
 
 def default_devices() -> list[torch.device]:
     """Returns all accelerators of this machine."""
     kind = accelerator()
-    if kind is None:
-        return []
-    return [torch.device(kind, i) for i in range(module_of(torch.device(kind)).device_count())]
+    return [] if kind is None else [torch.device(kind, i) for i in range(device_count(kind))]
 
 
 def module_of(device: torch.device) -> Any:
@@ -172,9 +184,45 @@ def device_of(replica: nn.Module) -> torch.device | None:
 
 def current_stream(device: torch.device) -> Any:
     """Returns the current stream of this thread on ``device``, or None if it has no streams."""
-    if device.type in ("cpu", "mps", "meta"):
+    if device.type in _WITHOUT_MODULE:
         return None
-    return module_of(device).current_stream(device)
+    module = module_of(device)
+    # `use_device` needs both of them.
+    has_streams = hasattr(module, "current_stream") and hasattr(module, "stream")
+    return module.current_stream(device) if has_streams else None
+
+
+#: The streams of several devices.
+Streams = dict[torch.device, Any]
+
+
+def current_streams(devices: Iterable[torch.device]) -> Streams:
+    """Returns the current streams of this thread, for `use_streams` in a backward.
+
+    There are none for a single device: autograd sets the stream of a node's own device, and only
+    this one. So a node that touches other devices must set theirs.
+    """
+    distinct = set(devices)
+    if len(distinct) == 1:
+        return {}
+    streams = {device: current_stream(device) for device in distinct}
+    return {device: stream for device, stream in streams.items() if stream is not None}
+
+
+def use_streams(streams: Streams) -> AbstractContextManager[None]:
+    """Makes streams current in a ``with`` block. The current device stays."""
+    return _using(streams) if streams else nullcontext()
+
+
+@contextmanager
+def _using(streams: Streams) -> Iterator[None]:
+    with ExitStack() as stack:
+        for device, stream in streams.items():
+            module = module_of(device)
+            current = module.current_device()
+            stack.enter_context(module.stream(stream))
+            stack.enter_context(module.device(current))
+        yield
 
 
 def to_device(tensor: Any, device: torch.device) -> Any:
@@ -195,17 +243,23 @@ def device_in_use() -> torch.device | None:
 
 
 class use_device(ExitStack):
-    """Makes ``device`` and ``stream`` current in a ``with`` block, on any type of device."""
+    """Makes ``device`` and ``stream`` current in a ``with`` block, on any type of device.
+
+    Where a backend has no context manager for its current device (MPS has a single device), or no
+    streams, there is nothing to make current.
+    """
 
     def __init__(self, device: torch.device, stream: Any) -> None:
         super().__init__()
         self._device, self._stream = device, stream
 
     def __enter__(self) -> use_device:
-        if self._stream is not None:
+        if self._device.type not in _WITHOUT_MODULE:
             module = module_of(self._device)
-            self.enter_context(module.device(self._device))
-            self.enter_context(module.stream(self._stream))
+            if hasattr(module, "device"):
+                self.enter_context(module.device(self._device))
+            if self._stream is not None:
+                self.enter_context(module.stream(self._stream))
         self.callback(setattr, _in_use, "device", _in_use.device)
         _in_use.device = self._device
         return self

@@ -43,7 +43,7 @@ class Scattered(tuple[Any, ...]):
     >>> net(Scattered([torch.zeros(1), torch.ones(2)]))
     tensor([0., 1., 1.])
 
-    See also `DataParallel`, `scatter` and `gather`.
+    See also `DataParallel`, `DataParallelCriterion`, `scatter` and `gather`.
     """
 
     __slots__ = ()

@@ -259,9 +259,10 @@ class Step:
                 "the model must not return a 0-dim tensor that requires gradients, such as a "
                 "loss: each replica has its own; verify the model without the loss"
             )
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         upstream = [
-            torch.randn(y.shape, generator=generator, dtype=self.dtype).to(y) for y in trainable
+            torch.randn(y.shape, generator=generator, dtype=self.dtype, device="cpu").to(y)
+            for y in trainable
         ]
         if trainable:
             torch.autograd.backward(trainable, upstream)

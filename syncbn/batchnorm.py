@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
+from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup, SoloGroup
 from replication._torch import beside_selective_checkpoints, dispatch_modes, uncompiled
 from replication.devices import is_int
 from replication.errors import path_or_root
+from replication.groups.base import Layouts
+from replication.groups.hybrid import HybridGroup
 from replication.sync.current import current_replica
+from syncbn.channels import in_float64
 from syncbn.graph import Message, Reply, merge_shards, synchronized_batch_norm
 from syncbn.merge import Denominator, RunningStatistics
 from syncbn.processes import merge_ranks
@@ -82,7 +85,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
     """The base class of the layers for 1, 2 and 3 dimensions.
 
     In training, the statistics span the layer's group (see `replication.ReplicaAware`): all
-    replicas of a `replication.DataParallel` or a patched one, or all processes if
+    replicas of a `replication.DataParallel` or a patched one, in all processes if
     `torch.distributed` is initialized. In evaluation, and in a group of one, the layer matches
     its torch base class bit for bit.
 
@@ -142,7 +145,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         if not self.training:
             return self._evaluated(input)
         group = self.group
-        if group.size > 1:
+        if not isinstance(group, SoloGroup):
             return self._synchronized(input, group)
         current = current_replica()
         if current is None:
@@ -182,7 +185,9 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
     def _reply_of_ranks(self, group: Group, dtype: torch.dtype, message: Message) -> Reply:
         """Returns the moments of all processes."""
         running = None if group.recomputes else self._running_statistics
-        return merge_ranks(group, message, ((dtype, (self.num_features,)),), running)
+        replies = merge_ranks(group, [message], ((dtype, (self.num_features,)),), running)
+        assert replies is not None  # the forward of a process is not closed
+        return replies[0]
 
     def _reply_of_replicas(
         self, group: ReplicaGroup, dtype: torch.dtype, message: Message
@@ -191,22 +196,29 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         assert self._recorded_calls is not None  # set together with the group
         if group.in_later_backward:
             return self._recorded_calls.recall(message, dtype)
+        layouts = ((dtype, (self.num_features,)),)  # must match on every replica
         reply = group.exchange(
             "batch_norm",
             message,
-            partial(self._merge, group),
-            layouts=((dtype, (self.num_features,)),),  # must match on every replica
+            partial(self._merge, group, layouts),
+            layouts=layouts,
             requires_grad=message[1].requires_grad,
         )
         if message[0].moments is not None:  # measured for a checkpoint, or because it is large
             self._recorded_calls.record(message, reply)
         return reply
 
-    def _merge(self, group: ReplicaGroup, messages: list[Message]) -> list[Reply]:
+    def _merge(
+        self, group: ReplicaGroup, layouts: Layouts, messages: list[Message]
+    ) -> list[Reply]:
         """Returns the replies to all replicas. Runs once per call, while the others wait."""
-        if group.recomputes or not self._has_original_buffers:
+        changes_buffers = self._has_original_buffers and not group.recomputes
+        running = self._running_statistics if changes_buffers else None
+        if isinstance(group, HybridGroup):
+            return merge_ranks(group.processes, messages, layouts, running, group.commit)
+        if running is None:
             return merge_shards(messages)
-        return group.commit(partial(merge_shards, messages, self._running_statistics))
+        return group.commit(partial(merge_shards, messages, running))
 
     def _running_statistics(self) -> RunningStatistics | None:
         """Counts a batch, and returns the buffers to update with its moments."""
@@ -218,7 +230,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             batches.add_(1)
             if momentum is None:
                 # A cumulative average. As a tensor, it does not make the host wait for a GPU.
-                momentum = batches.double().reciprocal()
+                momentum = in_float64(batches).reciprocal()
         return RunningStatistics(
             self.running_mean, self.running_var, 0.0 if momentum is None else momentum
         )
@@ -307,9 +319,9 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
         dtype: The dtype of parameters and buffers.
         bias: Whether the layer has a ``bias`` if ``affine``.
         process_group: The processes of `torch.distributed` to synchronize; by default all.
-        group_size: If given, replicas (or processes) are synchronized in consecutive groups of
-            this size. The last group may be smaller. Running statistics then come from the first
-            group of replicas, or from each process's own group.
+        group_size: If given, the copies are synchronized in consecutive groups of this size. The
+            last group may be smaller. The running statistics of a process then follow the group of
+            its first replica.
 
     Raises:
         TypeError: ``group_size`` is not an int, or ``process_group`` is not a ProcessGroup. In a

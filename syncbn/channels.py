@@ -15,16 +15,31 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+_has_float64: dict[torch.device, bool] = {}
+
+
 def has_float64(device: torch.device) -> bool:
-    """Returns whether a device supports float64."""
-    if device.type == "xpu":
-        return bool(torch.xpu.get_device_properties(device).has_fp64)
-    return device.type != "mps"
+    """Returns whether a device supports float64. An accelerator is asked once, by computing."""
+    if device.type in ("cpu", "meta", "mps"):  # a fake tensor of MPS would say yes
+        return device.type != "mps"
+    known = _has_float64.get(device)
+    if known is None:
+        try:
+            known = type(torch.zeros(1, dtype=torch.float64, device=device).sqrt_()) is Tensor
+        except (RuntimeError, TypeError):
+            known = False
+        _has_float64[device] = known
+    return known
 
 
 def statistics_device(device: torch.device) -> torch.device:
     """Returns the device for statistics of tensors on ``device``: the CPU if it has no float64."""
     return device if has_float64(device) else torch.device("cpu")
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """Returns a tensor in float64, on the CPU if its device has no float64."""
+    return tensor.to(statistics_device(tensor.device), torch.float64)
 
 
 def values_per_channel(x: Tensor) -> int:

@@ -184,7 +184,8 @@ class Finder(MetaPathFinder, Loader):
     """Finds and loads the stand-ins.
 
     Attributes:
-        packages: The replaced packages, with the constructor defaults chosen for their layers.
+        packages: The replaced packages, with the constructor defaults and the classes chosen for
+            their layers.
     """
 
     def __init__(self) -> None:
@@ -219,10 +220,12 @@ class Finder(MetaPathFinder, Loader):
         parent = sys.modules.get(package)
         layers: Mapping[str, Any]
         if name == package or parent is None:
-            defaults = dict(self.packages[package])
+            chosen = self.packages[package]
+            defaults = {key: value for key, value in chosen.items() if key in _DEFAULTS}
             if copy := self._copies.get(package):
                 defaults = {**defaults_of_copy(package, copy, defaults), **defaults}
-            layers = {key: with_defaults(layer, defaults) for key, layer in _CLASSES.items()}
+            classes = {key: chosen.get(key, layer) for key, layer in _CLASSES.items()}
+            layers = {key: with_defaults(layer, defaults) for key, layer in classes.items()}
         else:  # the classes of the package, which may have defaults of their own
             layers = {key: vars(parent)[key] for key in _CLASSES}
         names = _NAMES[name[len(package) + 1 :]]
@@ -233,7 +236,7 @@ class Finder(MetaPathFinder, Loader):
 _finder = Finder()
 
 
-def stand_in_for(package: str = "sync_batchnorm", **defaults: Any) -> None:
+def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
     """Makes imports of a vendored copy of an older toolkit return this package's classes.
 
     Call it once, before the code that imports the copy::
@@ -249,9 +252,14 @@ def stand_in_for(package: str = "sync_batchnorm", **defaults: Any) -> None:
     second time, with separate classes.)
 
     Copies differ in the defaults of their layers: CSAIL's have ``momentum=0.001``. The layers keep
-    the defaults of the copy, whose source is read but not run, unless ``defaults`` overrides them.
+    the defaults of the copy, whose source is read but not run, unless ``chosen`` overrides them.
     Bias-corrected running statistics, which CSAIL's copies have, are not supported: the import
     warns unless you choose a momentum.
+
+    In some copies the layers take more arguments: BigGAN's have ``forward(input, gain, bias)``.
+    Pass a class of your own for such a name::
+
+        syncbn.stand_in_for("sync_batchnorm", SynchronizedBatchNorm2d=MyBatchNorm2d)
 
     The layers divide by ``sqrt(var + eps)``, as `torch.nn.BatchNorm2d` does. That is not the older
     toolkit's default: see `set_sbn_eps_mode`.
@@ -266,22 +274,29 @@ def stand_in_for(package: str = "sync_batchnorm", **defaults: Any) -> None:
 
     Args:
         package: The full dotted name under which the copy is imported.
-        defaults: Defaults of the layers' constructor, such as ``momentum=0.001``.
+        chosen: Defaults of the layers' constructor, such as ``momentum=0.001``, and classes to
+            import under the names ``SynchronizedBatchNorm1d``, ``2d`` or ``3d``. Their
+            constructors get the same defaults.
 
     Raises:
         ValueError: ``package`` is not the name of a package.
-        TypeError: The layers' constructor has no such keyword argument, or refuses the value.
+        TypeError: The layers' constructor has no such keyword argument, or refuses the value. The
+            value for the name of a layer is not a class.
         RuntimeError: The package is already imported, or already has a stand-in with other
-            defaults.
+            defaults or classes.
     """
     if not isinstance(package, str) or not all(map(str.isidentifier, package.split("."))):
         raise ValueError(f"package must be the dotted name of a package (got {package!r})")
+    defaults = {name: value for name, value in chosen.items() if name not in _CLASSES}
     if unknown := [name for name in defaults if name not in _DEFAULTS]:
         raise TypeError(
-            f"expected keyword arguments of the layers' constructor, {', '.join(_DEFAULTS)} "
-            f"(got {', '.join(unknown)})"
+            f"expected keyword arguments of the layers' constructor, {', '.join(_DEFAULTS)}, or "
+            f"names of layers, {', '.join(_CLASSES)} (got {', '.join(unknown)})"
         )
     SynchronizedBatchNorm2d(1, **defaults)  # raises on bad values
+    for name in chosen.keys() & _CLASSES.keys():
+        if not isinstance(chosen[name], type):
+            raise TypeError(f"{name} must be a class (got {chosen[name]!r})")
     loaded = sys.modules.get(package)
     if loaded is not None and getattr(loaded, "__loader__", None) is not _finder:
         raise RuntimeError(
@@ -289,11 +304,11 @@ def stand_in_for(package: str = "sync_batchnorm", **defaults: Any) -> None:
             "first import of it"
         )
     previous = _finder.packages.get(package, {})
-    if loaded is not None and defaults not in ({}, previous):
+    if loaded is not None and chosen not in ({}, previous):
         raise RuntimeError(
-            f"{package} has been imported already, with the defaults {previous} (got {defaults}); "
-            "call stand_in_for with the defaults before the first import"
+            f"{package} has been imported already, with {previous} (got {chosen}); call "
+            "stand_in_for with these arguments before the first import"
         )
-    _finder.packages[package] = defaults or previous
+    _finder.packages[package] = chosen or previous
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)

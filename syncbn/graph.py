@@ -33,7 +33,7 @@ Saved for backward: x_i, once, by (1), and vectors of length C.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -47,6 +47,7 @@ from replication._torch import (
     is_batched,
     sees_saved_tensors,
 )
+from replication.devices import current_streams, use_streams
 from syncbn.channels import (
     accumulation_dtype,
     per_channel,
@@ -133,8 +134,9 @@ def merge_shards(
     if total < 2:  # of 1 value the forward raises
         return [(total, None, None)] * len(shards)
     batches = merge_moments(shards, total, running)
+    streams = current_streams([shard.device for shard in shards])
     for shard, batch in zip(shards, batches, strict=True):
-        shard.batch, shard.unmeasured = batch, None
+        shard.batch, shard.unmeasured, shard.streams = batch, None, streams
     outputs = _merge(shards, *local, *totals)
     n = len(shards)
     pairs = zip(outputs[:n], outputs[n:], strict=True)
@@ -204,23 +206,31 @@ class Merge(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         shards: Sequence[Shard] = ctx.shards
         n = len(shards)
-        exact = added(grads[:n])
-        derivatives: list[Tensor | None] = [None] * n
-        if exact is not None:
-            derivative = merge_derivative(exact, shards[0], *ctx.saved_tensors)
-            derivatives = [derivative.to(shard.device) for shard in shards]
-        return None, *derivatives, *merged_rows(shards, grads[n:])
+        with use_streams(shards[0].streams):
+            exact = added(grads[:n])
+            derivatives: list[Tensor | None] = [None] * n
+            if exact is not None:
+                derivative = merge_derivative(exact, shards[0], *ctx.saved_tensors)
+                derivatives = [derivative.to(shard.device) for shard in shards]
+            return None, *derivatives, *merged_rows(shards, grads[n:])
 
 
 def merged_rows(shards: Sequence[Shard], sums: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Returns the result of `Kernels.rows` for each shard, given the sums over each shard."""
-    rows: list[Tensor | None] = [None] * len(shards)
     totals = added(sums)
     if totals is None:
-        return rows
-    made: dict[int, Tensor] = {}  # usually all replicas share one `Statistics`
+        return [None] * len(shards)
     # First the shards that have sent sums, because these know the weight of the forward.
-    for i in sorted(range(len(shards)), key=lambda i: sums[i] is None):
+    return rows_of(shards, totals, sorted(range(len(shards)), key=lambda i: sums[i] is None))
+
+
+def rows_of(
+    shards: Sequence[Shard], totals: Tensor, order: Iterable[int] | None = None
+) -> list[Tensor | None]:
+    """Returns the result of `Kernels.rows` for each shard, given the sums over all shards."""
+    rows: list[Tensor | None] = [None] * len(shards)
+    made: dict[int, Tensor] = {}  # usually all replicas share one `Statistics`
+    for i in order or range(len(shards)):
         key = id(shards[i].batch)
         if key not in made:
             made[key] = shards[i].rows(totals)
@@ -281,7 +291,8 @@ class Normalize(Function):
         if x is None:
             (x,) = ctx.moments.saved_tensors
         if needs_true_derivatives(dy) or shard.batch.messages_differ:
-            dx, dedge, dweight, dbias = _normalize_derivative(dy, x, edge, weight, shard)
+            with use_streams(shard.streams):  # mean and variance may be on another device
+                dx, dedge, dweight, dbias = _normalize_derivative(dy, x, edge, weight, shard)
             return None, dx, None, x, dedge, None, dweight, dbias if needs_dbias else None
         if shard.values:
             sums, dweight, dbias = shard.kernels.reduce(dy, x, shard.batch, weight)
@@ -293,8 +304,9 @@ class Normalize(Function):
             if shard.batch.weights_differ:
                 sums = sums * weight
         if shard.denominator.clamps:  # a clamped variance has no derivative
-            _, var = shard.moments_of(shard.batch)
-            sums[1].mul_(shard.denominator.slope(var))
+            with use_streams(shard.streams):  # as above
+                _, var = shard.moments_of(shard.batch)
+                sums[1].mul_(shard.denominator.slope(var).to(sums))
         return (
             *(None, None, dy),
             x,
@@ -322,11 +334,13 @@ class Attach(Function):
     @staticmethod
     def forward(ctx: Any, numbers: Tensor, edge: Tensor) -> Tensor:
         ctx.device, ctx.dtype = edge.device, edge.dtype
+        ctx.streams = current_streams([numbers.device, edge.device])
         return numbers.view_as(numbers)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, grad.to(ctx.device, ctx.dtype)
+        with use_streams(ctx.streams):
+            return None, grad.to(ctx.device, ctx.dtype)
 
 
 def attached(mean_and_var: tuple[Tensor, Tensor], edge: Tensor) -> Tensor:

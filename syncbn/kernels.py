@@ -4,7 +4,7 @@
 Strategy   Kernels                                            Devices
 =========  =================================================  ==========================
 `Native`   torch's fused kernels for evaluation mode          CPU
-`Fused`    torch's kernels for `torch.nn.SyncBatchNorm`       CUDA
+`Fused`    torch's kernels for `torch.nn.SyncBatchNorm`       those that have them, as CUDA
 `Plain`    plain tensor operations                            every other device
 =========  =================================================  ==========================
 
@@ -312,9 +312,29 @@ class Plain(Kernels):
         return dx.to(x.dtype)
 
 
-#: By type of device. `PLAIN` on all others.
-KERNELS: dict[str, Kernels] = {"cpu": Native(), "cuda": Fused()}
-PLAIN = Plain()
+#: The functions of torch that `Fused` calls.
+_FUSED = (
+    "batch_norm_stats",
+    "batch_norm_gather_stats_with_counts",
+    "batch_norm_elemt",
+    "batch_norm_backward_reduce",
+    "batch_norm_backward_elemt",
+)
+
+#: By type of device, as far as `kernels_for` has been asked.
+KERNELS: dict[str, Kernels] = {"cpu": Native()}
+FUSED, PLAIN = Fused(), Plain()
+
+
+def kernels_for(kind: str) -> Kernels:
+    """Returns the strategy for a type of device."""
+    kernels = KERNELS.get(kind)
+    if kernels is None:
+        key = torch._C._dispatch_key_for_device(kind)
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        is_fused = all(has_kernel(f"aten::{name}", key) for name in _FUSED)
+        kernels = KERNELS[kind] = FUSED if is_fused else PLAIN
+    return kernels
 
 
 def _scale(stats: Statistics, weight: Affine) -> Tensor:

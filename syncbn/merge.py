@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from syncbn import moments as statistics
-from syncbn.channels import with_usual_strides
-from syncbn.kernels import KERNELS, PLAIN, Buffers, Statistics
+from syncbn.channels import in_float64, with_usual_strides
+from syncbn.kernels import Buffers, Statistics, kernels_for
 
 __all__: list[str] = []
 
@@ -104,6 +104,7 @@ class Shard:
         "kernels",
         "moments",
         "rounded_moments",
+        "streams",
         "unmeasured",
         "values",
         "weight",
@@ -115,7 +116,7 @@ class Shard:
         self.device = x.device
         #: The accumulation dtype.
         self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        self.kernels = KERNELS.get(self.device.type, PLAIN)
+        self.kernels = kernels_for(self.device.type)
         self.weight = weight
         self.denominator = denominator
         #: The values of a shard up to `MEDIUM`, until the merge measures it. None if (1) does.
@@ -126,6 +127,8 @@ class Shard:
         self.moments: tuple[Tensor, Tensor] | None = None
         #: Set before (3).
         self.batch: Statistics
+        #: The forward's streams on the devices of all replicas, if there are several.
+        self.streams: dict[torch.device, Any] = {}
 
     def rounded(self) -> tuple[Tensor, Tensor]:
         """Returns mean and biased variance in float32, by one operation, which adds in float64."""
@@ -144,7 +147,7 @@ class Shard:
         if not self.kernels.returns_inverse or not self.values:
             return self.moments
         mean, inverse = self.moments
-        return mean.double(), variance(inverse, self.denominator)
+        return in_float64(mean), variance(inverse, self.denominator)
 
     def rows(self, totals: Tensor) -> Tensor:
         """Returns `Kernels.rows`, given the totals of a fast backward."""
@@ -154,12 +157,12 @@ class Shard:
         """Returns mean and biased variance of the whole batch, as `mean_and_var`."""
         if batch.mean_and_var is not None:
             return batch.mean_and_var
-        return batch.mean.double(), variance(batch.inverse, self.denominator)
+        return in_float64(batch.mean), variance(batch.inverse, self.denominator)
 
 
 def variance(inverse: Tensor, denominator: Denominator) -> Tensor:
     """Returns the variance, in float64, given ``1 / sqrt(var + eps)``."""
-    return inverse.double().square().reciprocal().sub_(denominator.eps).clamp_(min=0)
+    return in_float64(inverse).square().reciprocal().sub_(denominator.eps).clamp_(min=0)
 
 
 def merge_moments(
@@ -189,15 +192,32 @@ def merge_moments(
             mean, inverse = (vector.to(shard.device, non_blocking=True) for vector in merged)
             batches.append(Statistics(total, mean, inverse, inverse, None, None, weights_differ))
         return batches
-    counts: list[int] = []
-    means: list[Tensor] = []
-    variances: list[Tensor] = []
-    for shard in shards:
-        mean, var = shard.mean_and_var()
-        counts.append(shard.values)
-        means.append(mean.to(means[0].device) if means else mean)
-        variances.append(var.to(means[0].device))
-    mean, var = statistics.merge(counts, means, variances)
+    mean, var = mean_and_var_of(shards)
+    batches = statistics_of(shards, total, mean, var, weights_differ)
+    if running is not None:
+        running.update(batches[0].mean, var, total)
+    return batches
+
+
+def mean_and_var_of(shards: Sequence[Shard]) -> tuple[Tensor, Tensor]:
+    """Returns mean and biased variance of all values of the shards, as `Shard.mean_and_var`."""
+    means, variances = zip(*[shard.mean_and_var() for shard in shards], strict=True)
+    counts, home = [shard.values for shard in shards], means[0].device
+    if len(shards) == 1 or not any(counts):
+        return means[0], variances[0]
+    return statistics.merge(
+        counts, [mean.to(home) for mean in means], [var.to(home) for var in variances]
+    )
+
+
+def statistics_of(
+    shards: Sequence[Shard],
+    total: int | Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weights_differ: bool = True,
+) -> list[Statistics]:
+    """Returns what the kernels of each shard take, given mean and biased variance of the batch."""
     messages_differ = len({(shard.denominator, shard.kernels) for shard in shards}) > 1
     # Usually all replicas are on one device and have the same eps.
     made: dict[object, Statistics] = {}
@@ -208,8 +228,6 @@ def merge_moments(
             stats = kernel_statistics(total, mean, var, shard, weights_differ)
             made[key] = stats._replace(messages_differ=messages_differ)
         batches.append(made[key])
-    if running is not None:
-        running.update(batches[0].mean, var, total)
     return batches
 
 

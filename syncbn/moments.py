@@ -87,7 +87,7 @@ def _exact_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     # unusual stride.
     if x.dtype == torch.float64:  # no spare digits: subtract one value of each channel
         start = x[(slice(1), slice(None), *[slice(1)] * (x.dim() - 2))]
-        x = torch.sub(x, start, out=torch.empty(x.shape, dtype=x.dtype))
+        x = torch.sub(x, start, out=torch.empty(x.shape, dtype=x.dtype, device="cpu"))
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
         return mean + start.flatten(), var
     x = x.to(torch.float64, memory_format=torch.contiguous_format)

@@ -14,6 +14,7 @@ add float64 sums, a few values per channel for any number of ranks:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from torch.autograd import Function
 from replication import ProcessGroup
 from replication.groups.base import Layouts
 from syncbn import moments as statistics
-from syncbn.graph import Message, Reply, merge_derivative
-from syncbn.merge import CountBatch, kernel_statistics
+from syncbn.graph import Message, Reply, added, merge_derivative, rows_of
+from syncbn.merge import CountBatch, Shard, mean_and_var_of, statistics_of
 
 __all__: list[str] = []
 
@@ -34,29 +35,48 @@ _PRECISE = {torch.float64}
 
 
 def merge_ranks(
-    group: Any, message: Message, layouts: Layouts, count_batch: CountBatch | None
-) -> Reply:
+    group: Any,
+    messages: Sequence[Message],
+    layouts: Layouts,
+    count_batch: CountBatch | None,
+    commit: Callable[[Callable[[], None]], None] = lambda update: update(),
+) -> list[Reply]:
     """Merges the moments of all ranks, and updates the running statistics.
 
     Args:
         group: The `ProcessGroup`.
-        message: The message of this rank.
+        messages: The messages of the replicas of this rank.
         layouts: Dtypes and shapes that must match on all ranks.
         count_batch: Returns the running statistics to update. None in a recomputation.
+        commit: Calls a function that updates them, or raises if the forward is closed. Nothing
+            waits inside it.
+
+    Returns:
+        The replies to the replicas.
     """
-    exchange = Exchange(group, message, layouts)
-    shard, *edges = message
-    edges = MergeRanks.apply(exchange, *edges)  # type: ignore[no-untyped-call]
+    shards, local, totals = zip(*messages, strict=True)
+    exchange = Exchange(group, shards, layouts, any(edge.requires_grad for edge in local))
+    edges = MergeRanks.apply(exchange, *local, *totals)  # type: ignore[no-untyped-call]
     total, mean, var = exchange.total, exchange.mean, exchange.var
-    known_single = isinstance(total, int) and total == 1
-    running = None if count_batch is None or known_single else count_batch()
-    if isinstance(total, int) and total < 2:
-        return total, None, None
-    stats = kernel_statistics(total, mean, var, shard)
-    exchange.derivative_factors = shard.kernels.derivative_factors(stats.inverse).to(mean)
-    if running is not None:
-        running.update(stats.mean, var, total)
-    return total, stats, edges
+    is_known = isinstance(total, int)
+    batches = [] if is_known and total < 2 else statistics_of(shards, total, mean, var)
+
+    def update() -> None:
+        running = count_batch and count_batch()
+        if running is not None and batches:
+            running.update(batches[0].mean, var, total)
+
+    is_single = is_known and total == 1  # the forward raises
+    if count_batch is not None and not is_single:
+        commit(update)
+    n = len(shards)
+    if not batches:
+        return [(total, None, None)] * n
+    factors = shards[0].kernels.derivative_factors(batches[0].inverse)
+    exchange.derivative_factors = factors.to(mean)
+    for shard, batch in zip(shards, batches, strict=True):
+        shard.batch, shard.unmeasured = batch, None
+    return list(zip([total] * n, batches, zip(edges[:n], edges[n:], strict=True), strict=True))
 
 
 class Exchange:
@@ -70,18 +90,20 @@ class Exchange:
     #: Turn the fast messages of backward into derivatives with respect to mean and variance.
     derivative_factors: Tensor
 
-    def __init__(self, group: ProcessGroup, message: Message, layouts: Layouts) -> None:
+    def __init__(
+        self, group: ProcessGroup, shards: Sequence[Shard], layouts: Layouts, requires_grad: bool
+    ) -> None:
         self._group = group
-        self.shard, local, _ = message
+        self.shards = shards
         self._layouts = layouts
         self._gathers = any(dtype in _PRECISE for dtype, _ in layouts)
-        self._requires_grad = torch.is_grad_enabled() and local.requires_grad
+        self._requires_grad = torch.is_grad_enabled() and requires_grad
 
     def merge(self) -> None:
         """Computes the moments of all ranks."""
-        mean, var = self.shard.mean_and_var()
+        mean, var = mean_and_var_of(self.shards)
         # A kernel: a copy would block the host on a GPU.
-        count = mean.new_full((1,), self.shard.values)
+        count = mean.new_full((1,), sum(shard.values for shard in self.shards))
         packed = torch.cat((count, mean, var))
         if self._gathers or self._group.prefers_gather(packed):
             gathered = self._exchange("batch_norm", packed, stack=True)
@@ -119,26 +141,35 @@ def known_to_host(total: Tensor) -> int | Tensor:
 
 
 class MergeRanks(Function):
-    """(2) of `syncbn.graph`, on each rank."""
+    """(2) of `syncbn.graph`, on each rank.
+
+    Its inputs are local of this rank's replicas, then totals; its outputs global, then sums.
+    """
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, *edges: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, exchange: Exchange, *edges: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.exchange = exchange
         exchange.merge()
-        merged, sums = (edge.new_empty(2, edge.size(1)) for edge in edges)
-        ctx.save_for_backward(merged)
-        return merged, sums
+        outputs = [edge.new_empty(2, edge.size(1)) for edge in edges]
+        ctx.save_for_backward(outputs[0])
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, exact: Tensor | None, fast: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         exchange: Exchange = ctx.exchange
-        factors, shard = exchange.derivative_factors, exchange.shard
+        factors, shards = exchange.derivative_factors, exchange.shards
+        n = len(shards)
+        exact, fast = added(grads[:n]), added(grads[n:])
+        none: list[Tensor | None] = [None] * n
         # Without any gradient as well, because the other ranks wait for this one.
         derivative = torch.zeros_like(factors) if fast is None else fast.to(factors) * factors
-        if exact is None:
+        # Fast totals are in the units of the first shard.
+        if exact is None and not shards[0].batch.messages_differ:
             totals = exchange.summed(derivative) / factors
-            return None, None, shard.rows(totals.to(shard.device, shard.dtype))
-        total = exchange.summed(exact.to(factors) + derivative)
-        derivative = merge_derivative(total, shard, *ctx.saved_tensors)
-        return None, derivative.to(shard.device, shard.dtype), None
+            return None, *none, *rows_of(shards, totals.to(shards[0].dtype))
+        if exact is not None:
+            derivative = exact.to(factors) + derivative
+        total = exchange.summed(derivative)
+        derivative = merge_derivative(total, shards[0], *ctx.saved_tensors)
+        return None, *(derivative.to(shard.device, shard.dtype) for shard in shards), *none

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from replication import Group, SoloGroup, execute_replication_callbacks, parallel_apply, replicate
+from tests.devices import several
 
 #: The tensors that one member has, or gets.
 Tensors = tuple[Tensor, ...]
@@ -32,7 +33,7 @@ def in_replicas(
     devices: Sequence[str] | None = None,
 ) -> list[Any]:
     """``function(group, *arguments[i])`` in replica i; what each returned."""
-    devices = devices or ["cpu"] * len(arguments)
+    devices = devices or several(len(arguments))
     replicas = replicate(Member(), devices)
     execute_replication_callbacks(replicas)
     inputs = [(function, *own) for own in arguments]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import accelerator
 from tests.deadlines import TEST_STALLED, Deadline, soon
 
 # The time of an example varies. The examples are the same in every run, so that a failure can be
@@ -30,7 +31,17 @@ settings.register_profile(
 settings.load_profile("tests")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--simulated-accelerator",
+        action="store_true",
+        help="run the tests marked `accelerator`, on simulated devices (see tests/accelerator)",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--simulated-accelerator"):  # before a test module asks what there is
+        accelerator.register()
     # With more, the threads of several replicas compete for the cores.
     torch.set_num_threads(1)
     threading.Thread(target=_end_hangs, args=(config,), name="watchdog", daemon=True).start()
@@ -67,6 +78,18 @@ def _end_hangs(config: pytest.Config) -> None:
             os._exit(1)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the tests that suppose a machine without an accelerator."""
+    if config.getoption("--simulated-accelerator"):
+        chosen = [
+            item
+            for item in items
+            if item.get_closest_marker("accelerator") and not item.get_closest_marker("cpu")
+        ]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     return f"torch: {torch.__version__}"
 
@@ -74,6 +97,16 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def default_device(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Makes modules and batches on the first of the simulated accelerators."""
+    if not pytestconfig.getoption("--simulated-accelerator"):
+        yield
+        return
+    with torch.device(f"{accelerator.NAME}:0"):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from replication import DataParallel, data_parallel, patch_replication_callback, replicate
 from syncbn import SynchronizedBatchNorm1d
+from tests.devices import several
 from tests.layers import AsTorchDoes, ByPlainThreads, Centering, Numbered
 
 #: How many replicas there are.
@@ -164,7 +165,7 @@ def assert_next_step_is_exact(
 
 
 def ours(net: nn.Module) -> Run:
-    return DataParallel(net, ["cpu"] * N)
+    return DataParallel(net, several(N))
 
 
 def as_torch_does(net: nn.Module) -> Run:
@@ -184,13 +185,13 @@ class Customized(DataParallel):
 
 
 def customized(net: nn.Module) -> Run:
-    model = Customized(net, ["cpu"] * N)
+    model = Customized(net, several(N))
     patch_replication_callback(model)
     return model
 
 
 def as_a_function(net: nn.Module) -> Run:
-    return lambda x: data_parallel(net, x, ["cpu"] * N)
+    return lambda x: data_parallel(net, x, several(N))
 
 
 WRAPS = (ours, as_torch_does, customized, as_a_function)

@@ -17,6 +17,7 @@ from replication.sync.current import current_replica
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
 from tests.deadlines import DEADLINE as DEADLINE
 from tests.deadlines import ends, soon
+from tests.devices import HOME, several
 
 #: torch's layer and the synchronized one, by the number of spatial dimensions.
 LAYERS = {
@@ -111,8 +112,8 @@ class Centering(nn.Module):
         if not self._is_parallel:
             return x - x.mean(0)
         if self._parallel_id == 0:
-            return x - self._sync_master.run_master(message)
-        return x - self._slave_pipe.run_slave(message)
+            return x - self._sync_master.run_master(message).to(x.device)
+        return x - self._slave_pipe.run_slave(message).to(x.device)
 
     def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
         self._is_parallel = True
@@ -124,7 +125,7 @@ class Centering(nn.Module):
 
     def _data_parallel_master(self, intermediates: Any) -> list[tuple[Any, Tensor]]:
         assert intermediates[0][0] == 0
-        total = sum(message[0] for _, message in intermediates)
+        total = sum(message[0].to(intermediates[0][1][0].device) for _, message in intermediates)
         count = sum(message[1] for _, message in intermediates)
         return [(identifier, total / count) for identifier, _ in intermediates]
 
@@ -183,15 +184,15 @@ class Repeat(Numbered):
 
 
 class CustomDataParallel(nn.DataParallel):
-    """A user's DataParallel on the CPU: the four steps are overridden, nothing else is ours."""
+    """A user's DataParallel: the four steps are overridden, nothing else is ours."""
 
     def __init__(self, module: nn.Module, n: int) -> None:
         nn.Module.__init__(self)  # torch's constructor wants an accelerator
         self.module = module
         self.dim = 0
-        self.device_ids = ["cpu"] * n
-        self.output_device = "cpu"
-        self.src_device_obj = torch.device("cpu")
+        self.device_ids = several(n)
+        self.output_device = HOME
+        self.src_device_obj = torch.device(HOME)
 
     def replicate(self, module: Any, device_ids: Any) -> Any:
         return replicate(module, device_ids, not torch.is_grad_enabled())

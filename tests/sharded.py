@@ -9,13 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from replication import execute_replication_callbacks, parallel_apply, replicate
+from tests.devices import several
 
 
 def run_sharded(layer: nn.Module, shards: Sequence[Tensor]) -> list[Tensor]:
-    """One replica of ``layer`` for each shard."""
-    replicas = replicate(layer, ["cpu"] * len(shards), detach=not torch.is_grad_enabled())
+    """One replica of ``layer`` for each shard. Its output is where the shard was."""
+    devices = several(len(shards))
+    replicas = replicate(layer, devices, detach=not torch.is_grad_enabled())
     execute_replication_callbacks(replicas)
-    return parallel_apply(replicas, [(shard,) for shard in shards])
+    there = [(shard.to(device),) for shard, device in zip(shards, devices, strict=True)]
+    outputs = parallel_apply(replicas, there)
+    return [y.to(shard.device) for y, shard in zip(outputs, shards, strict=True)]
 
 
 class Sharded(nn.Module):

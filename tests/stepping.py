@@ -12,6 +12,7 @@ from replication import (
     DataParallel,
     patch_replication_callback,
 )
+from tests.devices import several
 from tests.layers import AsTorchDoes
 from tests.sharded import randomized
 
@@ -44,7 +45,7 @@ def patched(net: nn.Module, n: int) -> DataParallel:
 
 
 def ours(net: nn.Module, n: int) -> DataParallel:
-    return DataParallel(net, ["cpu"] * n)
+    return DataParallel(net, several(n))
 
 
 wraps = pytest.mark.parametrize("wrap", [ours, patched])

@@ -37,9 +37,10 @@ ORDER = [
     ["sync"],
     ["steps"],
     ["groups"],
-    ["callbacks"],
+    ["callbacks", "join"],
     ["patch"],
     ["data_parallel"],
+    ["criterion"],
     ["verify"],
     ["__main__"],
 ]

@@ -24,8 +24,11 @@ from torch.utils.checkpoint import checkpoint
 from replication import DataParallel
 from replication.sync.current import current_replica
 from syncbn import convert_model
+from tests.devices import several
 from tests.layers import DEADLINE, freed, outcome_of, together, values
 from tests.sharded import randomized, run_sharded
+
+pytestmark = pytest.mark.accelerator
 
 #: Three replicas have 3, 3 and 1 of them.
 SAMPLES = 7
@@ -49,7 +52,7 @@ def assert_alike(use: Use, net: nn.Module | None = None, **options: Any) -> None
     net = network() if net is None else net
     x = torch.randn(SAMPLES, 3, dtype=torch.float64)
     dy = torch.randn(SAMPLES, 2, dtype=torch.float64)
-    replicated = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * 3, **options)
+    replicated = DataParallel(convert_model(copy.deepcopy(net)), several(3), **options)
     seen = []
     for model in (net, replicated):
         leaf = x.clone().requires_grad_()
@@ -130,6 +133,7 @@ def test_gradients_of_some_leaves_only(names, by):
     assert_alike(use)
 
 
+@pytest.mark.cpu("mixes the outputs of replicas on one device")
 @pytest.mark.parametrize("used", [[0], [2], [1, 2], [2, 0]], ids=str)
 def test_backward_of_some_replicas_outputs(used):
     """One after the other; the others' outputs enter no loss."""
@@ -200,6 +204,7 @@ class Rectified(nn.Module):
         return y
 
 
+@pytest.mark.cpu("mixes the outputs of replicas on one device")
 @pytest.mark.parametrize(
     "net",
     [
@@ -503,7 +508,7 @@ def test_vectorized_jacobian():
 def test_training_forward_may_come_between_an_evaluation_and_its_backward(trains):
     """T5.4. On one device `nn.BatchNorm` returns a gradient of the training's statistics."""
     net = network()
-    model = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * 3)
+    model = DataParallel(convert_model(copy.deepcopy(net)), several(3))
     x = torch.randn(SAMPLES, 3, dtype=torch.float64, requires_grad=True)
     dy = torch.randn(SAMPLES, 2, dtype=torch.float64)
     (expected,) = torch.autograd.grad(net.eval()(x), x, dy)
@@ -625,7 +630,7 @@ def test_plain_and_differentiable_backwards_of_one_graph_at_once():
     net = convert_model(network(nn.Tanh(), nn.Linear(4, 4), nn.BatchNorm1d(4)))
     x = torch.randn(SAMPLES, 3, dtype=torch.float64, requires_grad=True)
     dy = torch.randn(SAMPLES, 2, dtype=torch.float64)
-    y = DataParallel(net, ["cpu"] * 3)(x)
+    y = DataParallel(net, several(3))(x)
     leaves = [x, *net.parameters()]
 
     def gradients(create_graph: bool) -> list[Tensor]:
@@ -675,7 +680,7 @@ def test_a_graph_is_freed_with_its_outputs(drop):
     watching = Watching()
     net = convert_model(network(watching, nn.BatchNorm1d(4)))
     net.insert(1, watching)  # before and behind the first normalization
-    model = DataParallel(net, ["cpu"] * 3)
+    model = DataParallel(net, several(3))
     gc.collect()
     gc.disable()
     try:

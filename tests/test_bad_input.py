@@ -63,12 +63,12 @@ class Function(NamedTuple):
 
 FUNCTIONS = {
     "scatter": Function(
-        replication.scatter, lambda: {"inputs": {"x": X}, "devices": CPUS, "dim": 0}
+        replication.scatter, lambda: {"inputs": {"x": X}, "target_gpus": CPUS, "dim": 0}
     ),
     "scatter_kwargs": Function(
         replication.scatter_kwargs,
         lambda: {
-            "inputs": (X,), "kwargs": {"y": X}, "devices": CPUS, "dim": 0,
+            "inputs": (X,), "kwargs": {"y": X}, "target_gpus": CPUS, "dim": 0,
             "inputs_are_scattered": False, "cpu_keywords": ["y"],
         },
     ),
@@ -85,7 +85,7 @@ FUNCTIONS = {
     "parallel_apply": Function(
         replication.parallel_apply,
         lambda: {
-            "replicas": [linear(), linear()], "inputs": [(X,), (X,)], "kwargs_tup": [{}, {}],
+            "modules": [linear(), linear()], "inputs": [(X,), (X,)], "kwargs_tup": [{}, {}],
             "devices": CPUS,
         },
     ),
@@ -110,6 +110,11 @@ FUNCTIONS = {
     "CallbackContext.group": Function(CallbackContext(2).group, lambda: {"copy_id": 0}),
     "Scattered": Function(lambda items: Scattered(items), lambda: {"items": [1]}),
     "ProcessGroup": Function(ProcessGroup, lambda: {"process_group": None, "name": "layer"}),
+    "JoinableStep": Function(replication.JoinableStep, lambda: {"step": print, "empty": ()}),
+    "DataParallelCriterion": Function(
+        lambda criterion: replication.DataParallelCriterion(criterion, CPUS)(X, X),
+        lambda: {"criterion": nn.MSELoss()},
+    ),
     "convert_model": Function(
         convert_model, lambda: {"module": nn.Sequential(nn.BatchNorm1d(3)), "group_size": 2}
     ),
@@ -127,6 +132,9 @@ ACCEPTED: dict[str, Callable[[Any], bool]] = {
     "module": lambda value: isinstance(value, nn.Module),
     "data_parallel": lambda value: isinstance(value, nn.DataParallel),
     "callback": callable,
+    "step": callable,
+    "empty": lambda value: isinstance(value, (tuple, list)),
+    "criterion": lambda value: isinstance(value, nn.Module),
     "master_callback": callable,
     "copy_id": lambda value: False,  # the context is in no forward
     "process_group": lambda value: False,  # there are no processes
@@ -135,6 +143,7 @@ ACCEPTED: dict[str, Callable[[Any], bool]] = {
     "mode": lambda value: False,  # but for two words
     "devices": lambda value: not isinstance(value, (int, float, str)),
     "device_ids": lambda value: not isinstance(value, (int, float, str)),
+    "target_gpus": lambda value: not isinstance(value, (int, float, str)),
     "dim": lambda value: isinstance(value, int),
     "except_keywords": lambda value: not isinstance(value, str) and all_names(value),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,15 @@ from replication import (
     execute_replication_callbacks,
     replicate,
 )
-from replication.devices import device_in_use, device_of, use_device
+from replication.devices import (
+    accelerator,
+    current_stream,
+    default_devices,
+    device_in_use,
+    device_of,
+    usable_devices,
+    use_device,
+)
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.processes import run_python
 from tests.stepping import batch, network, step, wraps
@@ -86,6 +95,26 @@ def test_device_in_use_is_set_by_the_innermost_block():
             assert device_in_use() == meta
         assert device_in_use() == cpu
     assert device_in_use() is None
+
+
+def test_torch_that_names_no_accelerator_keeps_a_list_of_types(monkeypatch):
+    monkeypatch.delattr(torch, "accelerator", raising=False)
+    assert accelerator() is None
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
+    assert accelerator() == "xpu"
+    assert default_devices() == [torch.device("xpu", 0), torch.device("xpu", 1)]
+
+
+def test_a_backend_needs_neither_streams_nor_a_current_device(monkeypatch):
+    module = SimpleNamespace(device_count=lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    first, second = usable_devices(["hpu", "hpu:1"])
+    assert (first, second) == (torch.device("hpu:0"), torch.device("hpu:1"))
+    assert current_stream(second) is None
+    with use_device(second, None):
+        assert device_in_use() == second
+    with pytest.raises(ValueError, match="this machine has no device 'hpu:2'"):
+        usable_devices(["hpu:2"])
 
 
 CPU_BUILD = """

@@ -23,10 +23,13 @@ from syncbn import (
     set_sbn_eps_mode,
 )
 from tests import oracle
+from tests.devices import several
 from tests.faults import WRAPS
 from tests.layers import LAYERS, Numbered, outcome_of
 from tests.pairwise import pairwise
 from tests.sharded import randomized, run_sharded
+
+pytestmark = pytest.mark.accelerator
 
 
 def in_float64(layer: nn.Module) -> nn.Module:
@@ -46,6 +49,7 @@ def in_float64(layer: nn.Module) -> nn.Module:
 # -- statistics --------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu("the fused merge rounds a mean in float64")
 @pairwise(
     dtype=[torch.float16, torch.float32, torch.float64],
     value=[0.0, 0.1, -3.7, 1e4, 3e4],
@@ -184,7 +188,7 @@ def test_every_pair_of_dtypes_is_accepted_or_refused_like_in_torchs_layer(
         return [y.detach(), leaf.grad]
 
     theirs, ours = (
-        outcome_of(lambda m=m: step(m)) for m in (plain, DataParallel(layer, ["cpu"] * 3))
+        outcome_of(lambda m=m: step(m)) for m in (plain, DataParallel(layer, several(3)))
     )
     assert type(ours.error) is type(theirs.error)
     if ours.error is not None:
@@ -226,13 +230,14 @@ class Reports(Numbered):
         return x
 
 
+@pytest.mark.cpu("about autocast of the CPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_autocast_reaches_every_replica_with_its_dtype(dtype, mode):
     """T4.2; pytorch#50170, #71124, #105682. Through the wrapper, with a layer that talks."""
     seen: list[Any] = []
     net = nn.Sequential(nn.Linear(3, 4), Reports(seen), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    model = DataParallel(convert_model(copy.deepcopy(net[:])), ["cpu"] * 3)
+    model = DataParallel(convert_model(copy.deepcopy(net[:])), several(3))
     model.module[1].seen = seen
     x = torch.randn(8, 3)
     with torch.autocast("cpu", dtype=dtype), mode(), torch.device("cpu"):
@@ -244,7 +249,7 @@ def test_autocast_reaches_every_replica_with_its_dtype(dtype, mode):
     assert y.dtype == expected.dtype == dtype
     torch.testing.assert_close(y, expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
     with torch.device("meta"):
-        DataParallel(Reports(seen), ["cpu"] * 2)(x)
+        DataParallel(Reports(seen), several(2))(x)
     assert [state[-1] for state in seen[4:]] == ["meta"] * 2
 
 
@@ -259,7 +264,7 @@ def test_a_million_large_values_in_half_precision_do_not_overflow(mean):
     expected = twin(whole)
     expected.backward(dy.double())
     x.requires_grad_()
-    y = DataParallel(layer, ["cpu"] * 2)(x)
+    y = DataParallel(layer, several(2))(x)
     y.backward(dy)
     assert y.dtype == torch.float16
     torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=2e-3)

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from replication import DataParallel, ReplicaAware
 from syncbn import SynchronizedBatchNorm1d, convert_model
+from tests.devices import several
 from tests.layers import together, values
+
+pytestmark = pytest.mark.accelerator
 
 #: How often a test repeats what must give the same bits. A sum in the order of arrival differs in
 #: every second of them.
@@ -117,7 +120,7 @@ def assert_equal_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
 def model_and_batch(network: type[nn.Module], replicas: int) -> tuple[nn.Module, Tensor]:
     net = delayed(convert_model(network()))
     # Of a large mean, so that there is something to round.
-    return DataParallel(net, ["cpu"] * replicas), torch.randn(9, 2, 6, 6) * 3 + 10
+    return DataParallel(net, several(replicas)), torch.randn(9, 2, 6, 6) * 3 + 10
 
 
 def test_training_is_bit_equal_for_all_delays():
@@ -177,7 +180,7 @@ class Busy(nn.Module):
 
 def unlike_before(replicas: int) -> None:
     """Gives every thread some other work first, each a different amount."""
-    other = DataParallel(Busy(), ["cpu"] * replicas)
+    other = DataParallel(Busy(), several(replicas))
     x = torch.ones(replicas, requires_grad=True)
     with suppress(ArithmeticError):
         nodes, fails = chance.choice((1, 3, 10, 30, 100)), chance.random() < 0.5
@@ -208,7 +211,7 @@ class Around(nn.Module):
             nn.Tanh(),
             SynchronizedBatchNorm1d(4),
         ]
-        self.replicated = DataParallel(nn.Sequential(*inner), ["cpu"] * 3)
+        self.replicated = DataParallel(nn.Sequential(*inner), several(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -224,14 +227,15 @@ def test_graph_of_the_caller_is_bit_equal_for_all_earlier_work_of_its_thread():
         for _ in range(2000):
             _ = one * 1
         assert_equal_bits(bits(model, x), expected)
-        DataParallel(Busy(), ["cpu"] * 3)(one.expand(3), 1, 4000, fails=False)
+        DataParallel(Busy(), several(3))(one.expand(3), 1, 4000, fails=False)
         assert_equal_bits(bits(model, x), expected)
 
 
+@pytest.mark.cpu("engine threads of several devices add gradients in order of arrival")
 @pytest.mark.parametrize("network", [Branches, Scatter])
 @pytest.mark.parametrize("replicas", [2, 3, 5])
 def test_branches_are_bit_equal_for_all_earlier_work_of_the_threads(network, replicas):
-    model, x = DataParallel(network(), ["cpu"] * replicas), torch.randn(10, 4)
+    model, x = DataParallel(network(), several(replicas)), torch.randn(10, 4)
     expected = bits(model, x)
     for _ in range(2 * RUNS):
         unlike_before(replicas)

@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from replication import Group, ReplicaAware, ReplicasDiverged
 from syncbn import SynchronizedBatchNorm1d
 from tests.deadlines import Deadline
+from tests.devices import several
 from tests.faults import N, as_torch_does, assert_next_step_is_exact, batch, numbers, ours
 from tests.layers import Numbered, outcome_of
 from tests.pairwise import pairwise
 from tests.sharded import run_sharded
+
+pytestmark = pytest.mark.accelerator
 
 #: Seconds; a wait that were given up late would take `replication.sync.rendezvous.STALL_TIMEOUT`.
 AT_ONCE = 5.0
@@ -145,7 +148,7 @@ def test_bad_input_in_one_replica_is_the_error_of_that_replica(wrap, replica, wh
     error = failure(net, wrap, batch()[0])
     assert type(error) is kind
     assert text in str(error)
-    assert error.__notes__ == [f"in replica {replica} of {N} on cpu, module `b`"]
+    assert error.__notes__ == [f"in replica {replica} of {N} on {several(N)[replica]}, module `b`"]
     assert_recovers(net, twin, wrap)
 
 

@@ -29,6 +29,8 @@ from tests.faults import (
 )
 from tests.pairwise import pairwise
 
+pytestmark = pytest.mark.accelerator
+
 #: Seconds. A replica that is left waiting takes `replication.sync.rendezvous.STALL_TIMEOUT`.
 AT_ONCE = 5.0
 

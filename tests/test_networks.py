@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,10 @@ from replication import (
     scatter_kwargs,
 )
 from syncbn import convert_model
+from tests.devices import HOME, several
 from tests.pairwise import pairwise
+
+pytestmark = pytest.mark.accelerator
 
 
 class Residual(nn.Module):
@@ -101,7 +105,7 @@ def assert_trains_alike(net: nn.Module, model: nn.Module, sizes: list[int]) -> N
 @pairwise(network=[Classifier, Volumes], replicas=[1, 2, 3, 5, 8], sizes=[[8, 8, 8], [9, 3, 8, 2]])
 def test_training_on_replicas_equals_training_on_one_device(network, replicas, sizes):
     net = network().double()
-    model = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * replicas)
+    model = DataParallel(convert_model(copy.deepcopy(net)), several(replicas))
     assert_trains_alike(net, model, sizes)
 
 
@@ -109,7 +113,7 @@ def test_training_on_replicas_equals_training_on_one_device(network, replicas, s
 @given(replicas=st.integers(1, 8), sizes=st.lists(st.integers(2, 17), min_size=1, max_size=3))
 def test_training_with_any_batch_sizes_equals_training_on_one_device(replicas, sizes):
     net = Classifier().double()
-    model = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * replicas)
+    model = DataParallel(convert_model(copy.deepcopy(net)), several(replicas))
     assert_trains_alike(net, model, sizes)
 
 
@@ -118,8 +122,8 @@ class Customized(nn.DataParallel):
 
     def __init__(self, module: nn.Module, replicas: int) -> None:
         nn.Module.__init__(self)
-        self.module, self.device_ids, self.dim = module, ["cpu"] * replicas, 0
-        self.output_device, self.src_device_obj = "cpu", torch.device("cpu")
+        self.module, self.device_ids, self.dim = module, several(replicas), 0
+        self.output_device, self.src_device_obj = HOME, torch.device(HOME)
 
     def replicate(self, module, device_ids):
         return replicate(module, device_ids)
@@ -143,7 +147,7 @@ def test_patched_custom_data_parallel_trains_like_one_device():
 
 def test_model_converted_after_wrapping_trains_like_one_device():
     net = Classifier().double()
-    model = convert_model(DataParallel(copy.deepcopy(net), ["cpu"] * 3))
+    model = convert_model(DataParallel(copy.deepcopy(net), several(3)))
     assert_trains_alike(net, model, [8, 5])
 
 
@@ -154,16 +158,17 @@ def test_functional_form_trains_like_one_device():
             self.net = net
 
         def forward(self, x: Tensor) -> Tensor:
-            return data_parallel(self.net, x, ["cpu"] * 3)
+            return data_parallel(self.net, x, several(3))
 
     net = Classifier().double()
     assert_trains_alike(net, Functional(convert_model(copy.deepcopy(net))), [8, 5])
 
 
+@pytest.mark.cpu("replicas of replicas are on one device")
 def test_a_data_parallel_inside_a_data_parallel_synchronizes_its_own_replicas():
     net = nn.Sequential(nn.BatchNorm1d(3)).double()
-    inner = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * 2)
-    outer = DataParallel(inner, ["cpu"] * 2)
+    inner = DataParallel(convert_model(copy.deepcopy(net)), several(2))
+    outer = DataParallel(inner, several(2))
     x = torch.randn(8, 3, dtype=torch.float64)
     expected = torch.cat([copy.deepcopy(net)(half) for half in x.chunk(2)])
     torch.testing.assert_close(outer(x), expected)
@@ -178,7 +183,7 @@ def test_networks_that_share_a_layer_give_the_numbers_of_one_device():
     )
     pair = nn.ModuleList([first, second])
     synchronized = convert_model(copy.deepcopy(pair))
-    models = [DataParallel(m, ["cpu"] * n) for m, n in zip(synchronized, (2, 3), strict=True)]
+    models = [DataParallel(m, several(n)) for m, n in zip(synchronized, (2, 3), strict=True)]
     x = torch.randn(7, 3, dtype=torch.float64)
     torch.testing.assert_close(models[1](models[0](x)), second(first(x)))
     for one, other in zip(synchronized.buffers(), pair.buffers(), strict=True):

@@ -34,18 +34,6 @@ needs_gloo = pytest.mark.skipif(
     reason="this torch has no gloo",
 )
 
-#: A sampler that gives rank 0 three batches more than rank 1.
-UNEVEN = """
-class Uneven(DistributedSampler):
-    def __iter__(self):
-        return iter(range(len(self)))
-
-    def __len__(self):
-        return 100 - 48 * rank
-
-sampler = Uneven(dataset)
-"""
-
 
 def name_of(page):
     return page.relative_to(ROOT).as_posix()
@@ -135,14 +123,6 @@ def test_the_buffers_of_layers_agree_on_all_ranks(start):
     assert len(expected) == 1
     for actual in run_ranks(2, trained_buffers, text, batches):
         torch.testing.assert_close(actual, expected)
-
-
-@needs_gloo
-def test_its_ranks_take_equally_many_batches(tmp_path):
-    program = fenced(PROCESSES)[0][1]
-    uneven = program.replace("sampler = DistributedSampler(dataset)", UNEVEN)
-    assert uneven != program
-    launched(uneven, tmp_path)
 
 
 @pytest.mark.parametrize(("text", "where"), blocks("pycon", PAGES))

@@ -2,12 +2,15 @@
 
 A list of those names: what is not on it has to be looked up in that torch, and added. It knows
 nothing of what tensors and other objects have, nor of arguments of functions.
+
+The steps of a forward have the names and the arguments of torch's own.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,6 +20,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import scatter_gather
 
 import replication
 import syncbn
@@ -25,7 +30,12 @@ import syncbn
 NAMES = (Path(__file__).parent / "torch_names.txt").read_text().split()
 
 #: In newer ones, or older ones, and asked for.
-ASKED_FOR = {"torch.utils._pytree.tree_is_leaf", "torch.utils._pytree._is_leaf"}
+ASKED_FOR = {
+    "torch.utils._pytree.tree_is_leaf",
+    "torch.utils._pytree._is_leaf",
+    "torch.accelerator",
+    "torch.accelerator.current_accelerator",
+}
 
 SOURCES = [
     path
@@ -101,3 +111,37 @@ nn.functional.softer(torch.nn, t.new, s.newer, self.torch.x)
 def test_metadata_requires_the_oldest_supported_torch():
     assert (requires("synchronized-batchnorm") or [])[0] == "torch>=2.4"
     assert torch.__version__ >= "2.4"
+
+
+# -- names of arguments ------------------------------------------------------------------------
+
+STEPS = ("replicate", "scatter", "parallel_apply", "gather")
+
+
+@pytest.mark.parametrize(
+    ("ours", "of_torch"),
+    [
+        *[(getattr(replication, name), getattr(nn.parallel, name)) for name in STEPS],
+        *[(getattr(replication.DataParallel, n), getattr(nn.DataParallel, n)) for n in STEPS],
+        (replication.scatter_kwargs, scatter_gather.scatter_kwargs),
+        (replication.data_parallel, nn.parallel.data_parallel),
+        (replication.DataParallel, nn.DataParallel),
+    ],
+)
+def test_arguments_have_the_names_and_the_order_of_torch(ours, of_torch):
+    names = list(inspect.signature(of_torch).parameters)
+    assert list(inspect.signature(ours).parameters)[: len(names)] == names
+
+
+def test_steps_run_with_the_keywords_of_torch():
+    net, devices = nn.Linear(3, 2), ["cpu"] * 2
+    x = torch.randn(5, 3)
+    parts = replication.scatter(inputs=x, target_gpus=devices, dim=0)
+    replicas = replication.replicate(network=net, devices=devices, detach=False)
+    outputs = replication.parallel_apply(
+        modules=replicas, inputs=parts, kwargs_tup=None, devices=devices
+    )
+    joined = replication.gather(outputs=outputs, target_device="cpu", dim=0)
+    torch.testing.assert_close(joined, net(x))
+    args, kwargs = replication.scatter_kwargs(inputs=(x,), kwargs={}, target_gpus=devices, dim=0)
+    assert [len(part) for (part,) in args] == [3, 2] and kwargs == ({}, {})

@@ -11,6 +11,7 @@ from replication._torch import IS_REPLICA
 from replication.devices import is_int
 from replication.errors import ReplicationError
 from replication.groups.base import Group, SoloGroup
+from replication.groups.hybrid import HybridGroup
 from replication.groups.membership import (
     GroupMember,
     ProcessGroupHandle,
@@ -19,7 +20,7 @@ from replication.groups.membership import (
     processes_are_not_connected,
 )
 from replication.groups.processes import ProcessGroup
-from replication.groups.replicas import CallbackContext
+from replication.groups.replicas import CallbackContext, ReplicaGroup
 from replication.sync.current import current_replica
 from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
 
@@ -141,19 +142,24 @@ class ReplicaAware(_Base):
         if isinstance(ctx, CallbackContext):
             # Not `ctx.group`, which a copy may have overwritten. Not `self._replica_group = ...`,
             # which is slow on a module.
-            vars(self)["_replica_group"] = CallbackContext.group(ctx, copy_id)
+            in_several = has_other_processes(self.process_group)
+            find = CallbackContext.connected if in_several else CallbackContext.group
+            vars(self)["_replica_group"] = find(ctx, copy_id)
 
     @property
     def group(self) -> Group:
         """The group of the copies of this layer.
 
-        It connects the replicas of this forward. Outside replicas it connects all processes if
-        `torch.distributed` is initialized, and is a group of one otherwise.
+        It connects the replicas of this forward, and those in all processes if
+        `torch.distributed` is initialized. Outside replicas it connects all processes, and is a
+        group of one if there is one process.
 
         Raises:
-            ReplicationError: There are replicas in several processes.
+            ReplicationError: In several processes, the replicas are inside other replicas.
             ValueError: This process is not in ``process_group``, or ``group_size`` is less than 1.
         """
+        if "group" in self._modules:  # torch registers submodules without calling the setter
+            raise TypeError(self._cannot_be_set())  # torch hides an AttributeError here
         group = self._replica_group
         if (
             group is not None
@@ -165,16 +171,11 @@ class ReplicaAware(_Base):
             return group  # the usual case, which each forward of a layer takes
         if group is None and self._warn_if_isolated():
             return SoloGroup()
-        if group is None or group.size == 1:
+        if isinstance(group, ReplicaGroup):
+            if has_other_processes(self.process_group):
+                group = HybridGroup(group, ProcessGroup(self.process_group, self._public_name))
+        else:
             group = self._processes()
-        elif has_other_processes(self.process_group):
-            count = self._processes().size  # raises if this process cannot use the group
-            raise ReplicationError(
-                f"{type(self).__name__} is in one of {group.size} replicas, in one of {count} "
-                "processes; a group connects either replicas or processes: run one replica per "
-                "process (DistributedDataParallel), or give the layer a process_group of this "
-                "process only, to connect its replicas"
-            )
         if self.group_size is None:
             return group
         if is_int(self.group_size) and self.group_size < 1:
@@ -186,7 +187,10 @@ class ReplicaAware(_Base):
 
     @group.setter
     def group(self, value: object) -> None:
-        raise AttributeError(
+        raise AttributeError(self._cannot_be_set())
+
+    def _cannot_be_set(self) -> str:
+        return (
             f"`group` of {type(self).__name__} is the group of its copies (see ReplicaAware) and "
             "cannot be set; give the attribute another name"
         )
@@ -203,12 +207,15 @@ class ReplicaAware(_Base):
         self._process_group = None if value is None else ProcessGroupHandle(value)
 
     def _processes(self) -> Group:
-        name = self._layer_name or type(self).__name__
         if has_other_processes(self.process_group):
-            return ProcessGroup(self.process_group, name)
+            return ProcessGroup(self.process_group, self._public_name)
         if processes_are_not_connected():
-            warn_of_unconnected_processes(name)
-        return Unreplicated(name)
+            warn_of_unconnected_processes(self._public_name)
+        return Unreplicated(self._public_name)
+
+    @property
+    def _public_name(self) -> str:
+        return self._layer_name or type(self).__name__
 
     def _warn_if_isolated(self) -> bool:
         """Warns and returns True if this layer is in a replica but not connected to its copies."""

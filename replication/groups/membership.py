@@ -26,8 +26,8 @@ class ProcessGroupState:
         self.lock = threading.RLock()
         #: The number of calls, by the name of the layer and whether a backward makes them.
         self.calls: Counter[tuple[str, bool]] = Counter()
-        #: The group of this process's part, by the size of the parts.
-        self.parts: dict[int, Any] = {}
+        #: The groups made of this one, by the size of the parts or another key.
+        self.parts: dict[Any, Any] = {}
 
 
 _states: WeakKeyDictionary[Any, ProcessGroupState] = WeakKeyDictionary()

@@ -72,7 +72,7 @@ class ProcessGroup(Group):
     tensor([1., 2.])
     >>> distributed.destroy_process_group()
 
-    See also `Group`.
+    See also `Group` and `JoinableStep`.
 
     Args:
         process_group: A group of `torch.distributed` that this process is in; by default all
@@ -87,6 +87,9 @@ class ProcessGroup(Group):
             (``is_grads_batched=True``), or a rank announces a tensor of an impossible length.
         NotImplementedError: In a call, a tensor has a derivative in forward mode.
     """
+
+    #: Called when a backward makes a call.
+    when_backward_begins: Callable[[], None] | None = None
 
     def __init__(self, process_group: Any = None, name: str = "ProcessGroup") -> None:
         if process_group is not None:
@@ -147,6 +150,8 @@ class ProcessGroup(Group):
             The headers of all ranks, if the calls are compared.
         """
         state, kind = state_of(self.process_group), (self._name, call.in_backward)
+        if call.in_backward and self.when_backward_begins is not None:
+            self.when_backward_begins()
         with state.lock:
             state.calls[kind] += 1
             call = call._replace(where=f"`{self._name}`, call {state.calls[kind]}")
@@ -362,30 +367,51 @@ class ProcessGroup(Group):
         starts = range(0, self.size, size)
         parts = [range(start, min(start + size, self.size)) for start in starts]
         own = parts[self.rank // size]
-        state = state_of(self.process_group)
-        with state.lock:
-            if size not in state.parts:
-                state.parts[size] = self._new_part(parts, own)
+        part = self._made_once(size, parts, own)
         if len(own) == 1:
             return SoloGroup()
-        return ProcessGroup(state.parts[size], f"{self._name}, ranks {own[0]}-{own[-1]}")
+        return ProcessGroup(part, f"{self._name}, ranks {own[0]}-{own[-1]}")
 
-    def _new_part(self, parts: list[range], own: range) -> Any:
-        """Makes groups of `torch.distributed` for the parts, and returns the group of ``own``."""
+    def twin(self) -> ProcessGroup:
+        """Connects the same processes by another group of `torch.distributed`.
+
+        Calls of the two groups need not come in one order. The first call is a collective.
+        """
+        everyone = range(self.size)
+        return ProcessGroup(self._made_once("twin", [everyone], everyone), self._name)
+
+    def _made_once(self, key: object, parts: list[range], own: range) -> Any:
+        """Returns the group of `torch.distributed` for the part ``own``."""
+        state = state_of(self.process_group)
+        with state.lock:
+            if key not in state.parts:
+                state.parts[key] = self.new_groups(parts)[own]
+            return state.parts[key]
+
+    def new_groups(self, parts: Sequence[range]) -> dict[range, Any]:
+        """Makes a group of `torch.distributed` for each of some parts that have no common rank."""
         is_world = self.process_group is distributed.group.WORLD
         # Normally all processes must make all groups. Processes outside this group do not call
         # this, so its members use local synchronization. For that they must have made the same
         # groups before.
         made = {
-            part: distributed.new_group(
-                [self._global_rank(rank) for rank in part],
-                timeout=timeout_of(self.process_group),
-                backend=distributed.get_backend(self.process_group),
-                use_local_synchronization=not is_world,
-            )
-            for part in (parts if is_world else [own])
+            part: self._new_group(part, use_local_synchronization=not is_world)
+            for part in parts
+            if is_world or self.rank in part
         }
-        return made[own]
+        if parts and not any(self.rank in part for part in parts):
+            # torch names a group that only its members make by the number of groups that each of
+            # them is in, so all processes must be in equally many.
+            self._new_group(range(self.rank, self.rank + 1), use_local_synchronization=True)
+        return made
+
+    def _new_group(self, ranks: range, use_local_synchronization: bool) -> Any:
+        return distributed.new_group(
+            [self._global_rank(rank) for rank in ranks],
+            timeout=timeout_of(self.process_group),
+            backend=distributed.get_backend(self.process_group),
+            use_local_synchronization=use_local_synchronization,
+        )
 
     def _global_rank(self, rank: int) -> int:
         return distributed.get_global_rank(self.process_group, rank)
@@ -404,11 +430,12 @@ def _remedy() -> str:
     if debugging():
         return (
             "if no other rank failed first (see their logs), some rank did not reach this call: "
-            "is one in eval(), out of data, or without a backward?"
+            "is one in eval(), out of data (see replication.JoinableStep), or without a backward?"
         )
     return (
-        "if no other rank failed first (see their logs), the ranks may have called different "
-        "layers: set TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls"
+        "if no other rank failed first (see their logs), some rank may be out of data (see "
+        "replication.JoinableStep), or the ranks may have called different layers: set "
+        "TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls"
     )
 
 

@@ -114,6 +114,12 @@ class CallbackContext:
             group = self._groups.setdefault(copy_id, self._communicator.group(copy_id))
         return group
 
+    def connected(self, copy_id: int) -> Group:
+        """Returns what `group` returns, but a `ReplicaGroup` for a single copy in a forward."""
+        group = CallbackContext.group(self, copy_id)
+        is_alone = self._communicator.rendezvous is not None and group.size == 1
+        return self._communicator.member(copy_id) if is_alone else group
+
 
 #: The message of one member and the state of its thread: the arguments of its `Call`, the message,
 #: the function that merges, whether the message requires gradients, whether the thread is in
@@ -143,7 +149,7 @@ class Communicator:
         #: The name of the group in messages.
         self.path = f"{layer}, replicas {replicas[0]}-{replicas[-1]}" if is_part else layer
         self.exchange = Exchange(self.path, replicas)
-        self._parts: dict[int, list[Communicator]] = {}
+        self._parts: dict[tuple[int, int], Communicator] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (None, self.layer, self.replicas)  # a copy belongs to no forward
@@ -162,21 +168,20 @@ class Communicator:
                 f"`{self.layer}`: the context is a copy, or was made by hand, and belongs to no "
                 "forward; execute_replication_callbacks makes one that does"
             )
-        return ReplicaGroup(rank, size, self)
+        return self.member(rank)
 
-    def part(self, rank: int, size: int) -> Group:
-        """Returns the group of a member's part, where all parts but the last are of this size."""
-        parts = self._parts.get(size)
-        if parts is None:
-            starts = range(0, len(self.replicas), size)
-            parts = self._parts.setdefault(  # another thread may have been faster
-                size,
-                [
-                    Communicator(self.rendezvous, self.layer, self.replicas[i : i + size])
-                    for i in starts
-                ],
+    def member(self, rank: int) -> ReplicaGroup:
+        """Returns the group of a member, even if it is the only one."""
+        return ReplicaGroup(rank, len(self.replicas), self)
+
+    def part(self, start: int, stop: int) -> Communicator:
+        """Returns the communicator of the members from ``start`` to ``stop - 1``."""
+        part = self._parts.get((start, stop))
+        if part is None:  # another thread may have been faster
+            part = self._parts.setdefault(
+                (start, stop), Communicator(self.rendezvous, self.layer, self.replicas[start:stop])
             )
-        return parts[rank // size].group(rank % size)
+        return part
 
     def merge(self, requests: list[Request]) -> Iterable[tuple[Any, int]]:
         """Returns the reply to each member, and the number of autograd nodes that all count up to.
@@ -333,7 +338,8 @@ class ReplicaGroup(Group):
             self._check_use(name)
         # Autograd orders nodes by how many nodes each thread has made before. All members count up
         # to the same number after a merge, so that the order does not depend on who merged.
-        nodes = nodes_made() if requires_grad and not torch.is_anomaly_enabled() else 0
+        counts = requires_grad and not torch.is_anomaly_enabled()
+        nodes = nodes_made() or 1 if counts else 0
         call = name, option, layouts, any_length
         in_inference_mode = torch.is_inference_mode_enabled()
         request: Request = (call, message, merge, requires_grad, in_inference_mode, nodes)
@@ -426,7 +432,9 @@ class ReplicaGroup(Group):
         return self._join("broadcast", (tensor,), merge, f"src={src}")[0]
 
     def _split(self, size: int) -> Group:
-        return (self._communicator or self._refuse_copy()).part(self.rank, size)
+        start = self.rank - self.rank % size
+        part = (self._communicator or self._refuse_copy()).part(start, start + size)
+        return part.group(self.rank - start)
 
 
 def ordinary(tensor: Tensor) -> Tensor:

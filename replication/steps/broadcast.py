@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import comm
 
-from replication.devices import are_distinct_cuda, to_device
+from replication.devices import are_distinct_cuda, current_streams, to_device, use_streams
 
 __all__: list[str] = []
 
@@ -94,16 +94,19 @@ class Broadcast(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.sources = [tensor.device for tensor in tensors]
         ctx.copies = len(devices)
+        ctx.streams = current_streams([*devices, *ctx.sources])
         copies = _copies(tensors, devices)
         return tuple(chain.from_iterable(zip(*copies, strict=True)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         n = ctx.copies
-        return (
-            None,
-            *(_summed(grads[i * n : (i + 1) * n], source) for i, source in enumerate(ctx.sources)),
-        )
+        # A gradient is read, and its memory reused, in the order of its own device's stream.
+        with use_streams(ctx.streams):
+            sums = [
+                _summed(grads[i * n : (i + 1) * n], source) for i, source in enumerate(ctx.sources)
+            ]
+        return None, *sums
 
 
 def _summed(grads: Sequence[Tensor | None], device: torch.device) -> Tensor | None:

@@ -60,12 +60,12 @@ _AHEAD = 2_000
 
 
 def parallel_apply(
-    replicas: Sequence[nn.Module],
+    modules: Sequence[nn.Module],
     inputs: Sequence[Any],
     kwargs_tup: Sequence[dict[str, Any]] | None = None,
     devices: Sequence[DeviceLike] | None = None,
 ) -> list[Any]:
-    """Calls ``replicas[i](*inputs[i], **kwargs_tup[i])`` for all i in parallel, one thread each.
+    """Calls ``modules[i](*inputs[i], **kwargs_tup[i])`` for all i in parallel, one thread each.
 
     The threads are new in each call, are named ``replica-0``, ``replica-1``, ..., and never keep
     the interpreter alive. They inherit the caller's grad mode, inference mode, autocast state and
@@ -83,7 +83,7 @@ def parallel_apply(
     See also `replicate`.
 
     Args:
-        replicas: The modules to call.
+        modules: The replicas to call.
         inputs: One tuple (or list) of positional arguments per replica. Any other object is
             passed as the only argument.
         kwargs_tup: One dict of keyword arguments per replica.
@@ -91,7 +91,7 @@ def parallel_apply(
             the replica's first tensor.
 
     Returns:
-        The outputs, in the order of ``replicas``.
+        The outputs, in the order of ``modules``.
 
     Raises:
         ValueError: The lists differ in length.
@@ -104,10 +104,10 @@ def parallel_apply(
             that are not an `Exception`, such as `SystemExit` in a replica or `KeyboardInterrupt`
             in the caller, are raised at once.
     """
-    n = len(replicas)
+    n = len(modules)
     kwargs_tup = [{}] * n if kwargs_tup is None else kwargs_tup
     if devices is None:
-        targets = [device_of(replica) or torch.device("cpu") for replica in replicas]
+        targets = [device_of(replica) or torch.device("cpu") for replica in modules]
     else:
         targets = parse_devices(devices)
     for name, items in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", targets)):
@@ -118,11 +118,11 @@ def parallel_apply(
         refuse_functorch()
     state = ThreadState(targets)
     calls = []
-    for index, replica in enumerate(replicas):
+    for index, replica in enumerate(modules):
         args = inputs[index]
         args = args if isinstance(args, (list, tuple)) else (args,)
         calls.append(partial(state.run, index, replica, args, kwargs_tup[index]))
-    return first_failure_wins(_run_all, replicas, calls, state.torch_threads)
+    return first_failure_wins(_run_all, modules, calls, state.torch_threads)
 
 
 def refuse_functorch() -> None:

@@ -45,13 +45,13 @@ _REPLACED = (Tensor, nn.Module, MethodType, PackedSequence)
 
 
 def replicate(
-    module: ModuleT, devices: Sequence[DeviceLike], detach: bool = False
+    network: ModuleT, devices: Sequence[DeviceLike], detach: bool = False
 ) -> list[ModuleT]:
-    """Makes one replica of ``module`` for each device.
+    """Makes one replica of ``network`` for each device.
 
     As in `torch.nn.parallel.replicate`, a replica's parameters are plain tensors, which are
     attributes under the original names (``parameters()`` of a replica is empty). Gradients flow
-    through them to the parameters of ``module``, and are summed there in replica order, so that
+    through them to the parameters of ``network``, and are summed there in replica order, so that
     the sum is the same in every run.
 
     On the device of the original, replicas share the storage of its parameters. Copy 0 also shares
@@ -75,7 +75,7 @@ def replicate(
     See also `parallel_apply` and `execute_replication_callbacks`.
 
     Args:
-        module: Any module. Parameters and submodules may be shared (tied) or ``None``.
+        network: Any module. Parameters and submodules may be shared (tied) or ``None``.
         devices: Indices of accelerators, strings or `torch.device`. Devices may repeat and may be
             the CPU.
         detach: Whether the replicas are detached from the graph of the original.
@@ -84,12 +84,12 @@ def replicate(
         The replicas, in the order of ``devices``.
 
     Raises:
-        TypeError: ``module`` is not a module, is or contains a ScriptModule, or contains the
+        TypeError: ``network`` is not a module, is or contains a ScriptModule, or contains the
             result of ``torch.compile(module)`` with its own hooks.
         ValueError: This machine has no such device.
     """
-    check_module(module)
-    replicas, _ = make_replicas(module, usable_devices(devices), detach)
+    check_module(network)
+    replicas, _ = make_replicas(network, usable_devices(devices), detach)
     return replicas
 
 

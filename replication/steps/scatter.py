@@ -27,7 +27,7 @@ __all__ = ["scatter", "scatter_kwargs"]
 ScatteredArguments = tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]
 
 
-def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[Any]:
+def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> list[Any]:
     """Splits the tensors in ``inputs`` along ``dim``, one part per replica.
 
     The sizes of the parts are as in `torch.chunk`: 9 samples on 4 devices give parts of 3, 3 and
@@ -48,26 +48,26 @@ def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[An
     Args:
         inputs: A tensor, or any nesting of containers: containers of the standard library,
             dataclasses, and classes that are registered with torch's pytree.
-        devices: The devices of the parts.
+        target_gpus: The devices of the parts, of any type.
         dim: The batch dimension of all tensors.
 
     Returns:
-        One item for each replica that has data, at most ``len(devices)``.
+        One item for each replica that has data, at most ``len(target_gpus)``.
 
     Raises:
         ValueError: Tensors differ in length along ``dim``, a tensor has no such dimension or does
-            not fit a `Scattered` beside it, a container contains itself, ``devices`` is empty, or
-            a device does not exist.
+            not fit a `Scattered` beside it, a container contains itself, ``target_gpus`` is empty,
+            or a device does not exist.
     """
     leaves, spec = flatten(inputs)
-    splitter = Splitter(leaves, usable_devices(devices), dim)
+    splitter = Splitter(leaves, usable_devices(target_gpus), dim)
     return [unflatten(spec, part) for part in splitter.parts()]
 
 
 def scatter_kwargs(
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
-    devices: Sequence[DeviceLike] | None,
+    target_gpus: Sequence[DeviceLike] | None,
     dim: int = 0,
     *,
     inputs_are_scattered: bool = False,
@@ -85,7 +85,7 @@ def scatter_kwargs(
     Args:
         inputs: Positional arguments.
         kwargs: Keyword arguments.
-        devices: The devices of the parts. None gives one part, which is not moved.
+        target_gpus: The devices of the parts. None gives one part, which is not moved.
         dim: The batch dimension of all tensors.
         inputs_are_scattered: Whether each argument is a list with one entry per replica; see
             `DataParallel`.
@@ -105,7 +105,9 @@ def scatter_kwargs(
             f"inputs must be a tuple of positional arguments (got {type(inputs).__name__})"
         )
     cpu_keywords = checked_names("cpu_keywords", cpu_keywords)
-    targets: Sequence[torch.device | None] = [None] if devices is None else usable_devices(devices)
+    targets: Sequence[torch.device | None] = (
+        [None] if target_gpus is None else usable_devices(target_gpus)
+    )
     args, named = tuple(inputs), dict(kwargs or {})
     if inputs_are_scattered:
         arguments = (*args, *named.values())

@@ -124,6 +124,9 @@ def test_group_is_its_name():
     layer = Total()
     with pytest.raises(AttributeError, match=r"`group` of Total .* another name"):
         layer.group = 3
+    layer.group = nn.Linear(1, 1)  # torch does not call the setter
+    with pytest.raises(TypeError, match=r"`group` of Total .* another name"):
+        layer(torch.ones(2, 1))
     with pytest.raises(TypeError, match=r"`group` of Method .* rename the attribute"):
 
         class Method(Total):

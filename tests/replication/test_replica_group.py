@@ -39,6 +39,7 @@ from tests.collective_cases import (
     reduced,
     upstream,
 )
+from tests.devices import several
 from tests.layers import DEADLINE, freed, outcome_of, together, until_others_wait, values
 
 cases = pytest.mark.parametrize("name", CASES)
@@ -429,7 +430,7 @@ class Calling(Member):
 def failure(member: Any, arguments: list[Any]) -> BaseException:
     """What the caller gets to see if the layer `0.1` of each replica calls this."""
     net = nn.Sequential(nn.Sequential(nn.Identity(), Calling(member)))
-    model = DataParallel(net, ["cpu"] * len(arguments), inputs_are_scattered=True)
+    model = DataParallel(net, several(len(arguments)), inputs_are_scattered=True)
     outcome = outcome_of(lambda: model(arguments))
     assert outcome.error is not None
     return outcome.error
@@ -575,7 +576,7 @@ def test_member_that_raises_wakes_the_others():
 
 def test_after_a_mismatch_the_next_forward_is_clean():
     member = Member()
-    model = DataParallel(member, ["cpu"] * 2)
+    model = DataParallel(member, several(2))
     with pytest.raises(ReplicasDiverged):
         model(lambda g, x: g.all_reduce(x), torch.zeros(3, 2))
     (total,) = model(lambda g, x: g.all_reduce(x), torch.ones(4, 2)).unique()
@@ -642,7 +643,7 @@ def test_collective_in_a_callback_is_refused_at_once():
             ctx.group(copy_id).barrier()
 
     with pytest.raises(ReplicationError, match=r"`(.*)`, replica 0: barrier in a .*callback"):
-        execute_replication_callbacks(replicate(Early(), ["cpu"] * 2))
+        execute_replication_callbacks(replicate(Early(), several(2)))
 
 
 def test_collective_after_the_forward_is_refused_at_once():
@@ -672,7 +673,7 @@ def test_a_member_knows_whether_it_recomputes():
 def test_a_member_knows_whether_a_backward_began_after_its_forward():
     def run() -> list[Any]:
         """The first replica runs in this thread, in a backward if this is one."""
-        replicas = replicate(Member(), ["cpu"] * 2)
+        replicas = replicate(Member(), several(2))
         execute_replication_callbacks(replicas)
         in_forward = replicas[0](lambda group: group.in_later_backward)
         return [in_forward, replicas[0].group.in_later_backward]
@@ -704,7 +705,7 @@ def test_group_of_another_copy_is_refused_at_once():
         def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
             self.group = ctx.group(0)
 
-    model = DataParallel(Confused(), ["cpu"] * 2)
+    model = DataParallel(Confused(), several(2))
     with pytest.raises(ReplicationError, match="replica 1 calls barrier of the group of copy 0"):
         model(lambda group, x: group.barrier(), torch.ones(2))
 
@@ -774,7 +775,7 @@ def test_nothing_is_left_of_a_forward_without_the_garbage_collector():
     gc.disable()
     try:
         x = torch.randn(3, 2, requires_grad=True)
-        replicas = replicate(Member(), ["cpu"] * 3)
+        replicas = replicate(Member(), several(3))
         execute_replication_callbacks(replicas)
         outputs = parallel_apply(
             replicas, [(lambda g, x: g.split(2).all_reduce(g.all_reduce(x, "product")), x)] * 3

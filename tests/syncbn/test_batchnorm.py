@@ -28,8 +28,11 @@ from syncbn import (
     set_sbn_eps_mode,
 )
 from tests import oracle
+from tests.devices import several
 from tests.pairwise import pairwise
 from tests.sharded import assert_reads_no_value, randomized, run_sharded
+
+pytestmark = pytest.mark.accelerator
 
 PAIRS = [
     (nn.BatchNorm1d, SynchronizedBatchNorm1d, (6, 3)),
@@ -72,13 +75,14 @@ def assert_same_buffers(a: nn.Module, b: nn.Module, **tolerance) -> None:
 # -- alone -------------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu("has a device among its options")
 @pairwise(pair=PAIRS, options=OPTIONS, replicated=[False, True])
 def test_unreplicated_layer_equals_torchs_layer_bit_for_bit(pair, options, replicated):
     plain, synchronized, shape = pair
     reference = randomized(plain_with(plain, **options))
     layer = synchronized(3, **options)
     layer.load_state_dict(reference.state_dict(), strict=True)
-    model = DataParallel(layer, ["cpu"] * 4) if replicated else layer
+    model = DataParallel(layer, several(4)) if replicated else layer
     for training in (True, True, False):
         reference.train(training)
         model.train(training)
@@ -218,6 +222,7 @@ def test_the_host_waits_for_no_device(second):
     assert_reads_no_value(DataParallel(layer, ["meta"] * 3), layer.weight, x, second)
 
 
+@pytest.mark.cpu("the layers to compare with compute in float64 there")
 @pairwise(
     mean=[0.0, 7.0, 1e2, 1e3, 1e4],
     drift=[0.0, 1e3],
@@ -250,7 +255,7 @@ def test_large_means_are_as_accurate_as_in_torchs_layer(mean, drift, samples, re
 
     truth = step(exact, torch.float64)
     theirs = step(reference, torch.float32)
-    ours = step(DataParallel(layer, ["cpu"] * replicas), torch.float32)
+    ours = step(DataParallel(layer, several(replicas)), torch.float32)
     for name, true in truth.items():
         # For a mean near zero, the ulp of the values that it is the mean of counts.
         scale = whole if name == "running_mean" else true
@@ -354,7 +359,7 @@ def test_runs_are_bit_equal_for_any_order_of_arrival():
 
 def test_running_statistics_are_updated_in_place_and_once():
     layer = SynchronizedBatchNorm1d(3)
-    model = DataParallel(layer, ["cpu"] * 4)
+    model = DataParallel(layer, several(4))
     before = {name: (id(b), b.data_ptr()) for name, b in layer.named_buffers()}
     view = layer.running_mean[1:]
     for _ in range(3):
@@ -368,7 +373,7 @@ def test_running_statistics_are_updated_in_place_and_once():
 def test_tracking_switched_off_later_leaves_the_buffers_alone():
     layer = SynchronizedBatchNorm1d(3)
     layer.track_running_stats = False
-    DataParallel(layer, ["cpu"] * 2)(torch.randn(8, 3))
+    DataParallel(layer, several(2))(torch.randn(8, 3))
     assert torch.equal(layer.running_mean, torch.zeros(3))
     assert layer.num_batches_tracked == 0
 
@@ -378,7 +383,7 @@ def test_without_running_statistics_training_spans_the_replicas_and_evaluation_d
     layer = SynchronizedBatchNorm1d(3, track_running_stats=False, dtype=torch.float64)
     layer.train(training)
     x = torch.randn(6, 3, dtype=torch.float64)
-    y = DataParallel(layer, ["cpu"] * 2)(x)
+    y = DataParallel(layer, several(2))(x)
     local = torch.cat([nn.functional.batch_norm(s, None, None, training=True) for s in x.chunk(2)])
     whole = nn.functional.batch_norm(x, None, None, layer.weight, layer.bias, training=True)
     torch.testing.assert_close(y, whole if training else local)
@@ -394,7 +399,7 @@ def test_a_layer_used_twice_in_a_forward_counts_twice():
             return self.layer(self.layer(x).relu() * 2)
 
     reference = Twice(nn.BatchNorm1d(3, dtype=torch.float64))
-    model = DataParallel(Twice(SynchronizedBatchNorm1d(3, dtype=torch.float64)), ["cpu"] * 3)
+    model = DataParallel(Twice(SynchronizedBatchNorm1d(3, dtype=torch.float64)), several(3))
     x = torch.randn(7, 3, dtype=torch.float64)
     torch.testing.assert_close(model(x), reference(x))
     assert_same_buffers(reference, model.module)
@@ -422,7 +427,7 @@ def test_a_frozen_layer_behind_takes_the_output_of_one_image_with_channels_last(
     dy = torch.randn_like(x)
     x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
     expected = torch.autograd.grad(net(x), [x, *net.parameters()], dy)
-    y = DataParallel(convert_model(net), ["cpu"] * 2)(x)
+    y = DataParallel(convert_model(net), several(2))(x)
     torch.testing.assert_close(torch.autograd.grad(y, [x, *net.parameters()], dy), expected)
 
 
@@ -451,6 +456,7 @@ def test_one_value_per_channel_in_all_is_torchs_error_on_every_replica(shapes):
     assert all("Expected more than 1 value per channel" in text for text in seen)
 
 
+@pytest.mark.cpu("calls replicas with inputs of one device")
 @pytest.mark.parametrize(
     ("layer", "shape", "error", "text"),
     [
@@ -467,7 +473,7 @@ def test_one_value_per_channel_in_all_is_torchs_error_on_every_replica(shapes):
 )
 def test_bad_input_is_refused_before_waiting(layer, shape, error, text):
     # The other replica never comes: waiting for it would hang.
-    replicas = replicate(layer, ["cpu"] * 2)
+    replicas = replicate(layer, several(2))
     execute_replication_callbacks(replicas)
     for replica in replicas:
         with pytest.raises(error, match=text):
@@ -491,7 +497,7 @@ def test_different_dtypes_on_different_replicas_are_an_error_that_names_them():
 
 def test_after_an_error_the_next_step_is_exact():
     layer = SynchronizedBatchNorm1d(3, dtype=torch.float64)
-    model = DataParallel(layer, ["cpu"] * 3)
+    model = DataParallel(layer, several(3))
     with pytest.raises(ValueError, match="expected 3 channels"):
         model(torch.randn(6, 4, dtype=torch.float64))
     reference = nn.BatchNorm1d(3, dtype=torch.float64)
@@ -556,14 +562,16 @@ def test_an_unknown_eps_mode_is_refused(mode):
 
 
 def run_without_callbacks(layer: nn.Module) -> None:
-    parallel_apply(replicate(layer, ["cpu"] * 3), [(torch.randn(4, 3),)] * 3)
+    parallel_apply(replicate(layer, several(3)), [(torch.randn(4, 3),)] * 3)
 
 
+@pytest.mark.cpu("calls replicas with inputs of one device")
 def test_training_in_a_replica_without_callback_warns_and_names_the_remedy():
     with pytest.warns(UserWarning, match="patch_replication_callback"):
         run_without_callbacks(SynchronizedBatchNorm1d(3))
 
 
+@pytest.mark.cpu("calls replicas with inputs of one device")
 def test_it_warns_once_per_layer():
     layer = SynchronizedBatchNorm1d(3)
     with warnings.catch_warnings(record=True) as caught:
@@ -573,6 +581,7 @@ def test_it_warns_once_per_layer():
     assert len(caught) == 1
 
 
+@pytest.mark.cpu("calls replicas with inputs of one device")
 def test_in_evaluation_it_does_not_warn():
     run_without_callbacks(SynchronizedBatchNorm1d(3).eval())
 
@@ -580,9 +589,10 @@ def test_in_evaluation_it_does_not_warn():
 # -- evaluation, life --------------------------------------------------------------------------
 
 
+@pytest.mark.cpu("calls replicas with inputs of one device")
 def test_evaluation_never_waits():
     layer = SynchronizedBatchNorm1d(3).eval()
-    replicas = replicate(layer, ["cpu"] * 3)
+    replicas = replicate(layer, several(3))
     execute_replication_callbacks(replicas)
     x = torch.randn(4, 3)
     assert torch.equal(
@@ -598,26 +608,26 @@ def test_evaluation_never_waits():
 def test_copies_are_independent(when, duplicate):
     layer = SynchronizedBatchNorm1d(3, dtype=torch.float64)
     if when == "used":
-        DataParallel(layer, ["cpu"] * 2)(torch.randn(4, 3, dtype=torch.float64))
+        DataParallel(layer, several(2))(torch.randn(4, 3, dtype=torch.float64))
     if when == "replica":
         with torch.no_grad():  # torch copies no tensor that is in the middle of a graph
-            replicas = replicate(layer, ["cpu"] * 2, detach=True)
+            replicas = replicate(layer, several(2), detach=True)
         execute_replication_callbacks(replicas)
         assert duplicate(replicas[0]).num_features == duplicate(replicas[1]).num_features == 3
         return
     other = duplicate(layer)
     before = other.running_mean.clone()
     x = torch.randn(4, 3, dtype=torch.float64)
-    DataParallel(layer, ["cpu"] * 2)(x)
+    DataParallel(layer, several(2))(x)
     assert torch.equal(other.running_mean, before)
-    DataParallel(other, ["cpu"] * 4)(x)
+    DataParallel(other, several(4))(x)
     assert_same_buffers(layer, other)
 
 
 def test_the_original_keeps_nothing_of_a_forward():
     layer = SynchronizedBatchNorm1d(3)
     before = set(vars(layer))
-    DataParallel(layer, ["cpu"] * 2)(torch.randn(4, 3))
+    DataParallel(layer, several(2))(torch.randn(4, 3))
     assert set(vars(layer)) == before
 
 
@@ -633,12 +643,13 @@ class Counting(nn.Module):
         return weight
 
 
+@pytest.mark.cpu("calls replicas with inputs of one device")
 @pytest.mark.parametrize("training", [True, False])
 def test_a_replica_asks_for_its_weight_once(training):
     """As `nn.BatchNorm` does: each time a parametrized one is computed, and may learn."""
     layer = SynchronizedBatchNorm1d(3).train(training)
     nn.utils.parametrize.register_parametrization(layer, "weight", Counting())
-    replicas = replicate(layer, ["cpu"] * 2)
+    replicas = replicate(layer, several(2))
     execute_replication_callbacks(replicas)
     counters = [replica.parametrizations["weight"][0] for replica in replicas]
     before = [counter.calls for counter in counters]

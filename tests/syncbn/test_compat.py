@@ -435,5 +435,73 @@ def test_defaults_are_chosen_before_the_first_import(package):
     assert layer.momentum == 0.01
     syncbn.stand_in_for(package, momentum=0.01)
     syncbn.stand_in_for(package)
-    with pytest.raises(RuntimeError, match=r"with the defaults {'momentum': 0.01} \(got {'eps"):
+    with pytest.raises(RuntimeError, match=r"with {'momentum': 0.01} \(got {'eps"):
         syncbn.stand_in_for(package, eps=1e-3)
+
+
+# -- classes -----------------------------------------------------------------------------------
+
+
+class Gained(syncbn.SynchronizedBatchNorm2d):
+    """A layer with the arguments that BigGAN's copy has."""
+
+    def forward(self, input, gain=None, bias=None):
+        output = super().forward(input)
+        output = output if gain is None else output * gain
+        return output if bias is None else output + bias
+
+
+class Conditional(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+        self.gain, self.bias = nn.Linear(2, 3), nn.Linear(2, 3)
+
+    def forward(self, x, y):
+        gain, bias = (linear(y)[..., None, None] for linear in (self.gain, self.bias))
+        return self.norm(x, gain=1 + gain, bias=bias)
+
+
+def test_layer_with_more_arguments_takes_the_place_of_the_copys(shipped):
+    shipped(CORRECTED.replace("_running_iter", ""))
+    syncbn.stand_in_for("shipped.sync", SynchronizedBatchNorm2d=Gained)
+    toolkit = importlib.import_module("shipped.sync")
+    batchnorm = importlib.import_module("shipped.sync.batchnorm")
+    assert toolkit.SynchronizedBatchNorm2d is batchnorm.SynchronizedBatchNorm2d
+    layer = toolkit.SynchronizedBatchNorm2d(3, affine=False)
+    assert type(layer) is Gained and isinstance(layer, batchnorm._SynchronizedBatchNorm)
+    assert layer.momentum == 0.001  # the default of the copy
+    assert type(toolkit.SynchronizedBatchNorm1d(3)) is syncbn.SynchronizedBatchNorm1d
+    assert syncbn.summary(layer).paths("synchronized") == [""]
+
+    net = Conditional(layer).double()
+    alone = copy.deepcopy(net)
+    x, y = torch.randn(5, 3, 2, 2).double(), torch.randn(5, 2).double()
+    joined = syncbn.DataParallel(net, ["cpu"] * 3)(x, y)
+    expected = alone(x, y)
+    upstream = torch.randn_like(expected)
+    for output in (joined, expected):
+        output.backward(upstream)
+    torch.testing.assert_close(joined, expected)
+    for (name, own), other in zip(net.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, msg=name)
+    torch.testing.assert_close(net.state_dict(), alone.state_dict())
+
+
+def test_class_of_ones_own_and_defaults_go_together(package):
+    syncbn.stand_in_for(package, SynchronizedBatchNorm2d=Gained, momentum=0.01)
+    kind = importlib.import_module(package).SynchronizedBatchNorm2d
+    assert type(kind(3)) is Gained and kind(3).momentum == 0.01
+    syncbn.stand_in_for(package)  # keeps what was chosen
+    with pytest.raises(RuntimeError, match="Gained"):
+        syncbn.stand_in_for(package, momentum=0.01)
+
+
+@pytest.mark.parametrize("value", [Gained(3), "Gained", None])
+def test_only_a_class_takes_the_place_of_a_layer(value):
+    with pytest.raises(TypeError, match="SynchronizedBatchNorm1d must be a class"):
+        syncbn.stand_in_for("refused_toolkit", SynchronizedBatchNorm1d=value)
+    with pytest.raises(TypeError, match=r"names of layers.* \(got SynchronizedBatchNorm4d"):
+        syncbn.stand_in_for("refused_toolkit", SynchronizedBatchNorm4d=Gained)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("refused_toolkit")

@@ -23,8 +23,11 @@ from syncbn import SynchronizedBatchNorm1d, convert_model
 from syncbn.graph import Message
 from syncbn.merge import Denominator, Shard
 from syncbn.recomputation import RecordedCalls
+from tests.devices import HOME, several
 from tests.layers import freed
 from tests.sharded import Sharded, randomized, run_sharded
+
+pytestmark = pytest.mark.accelerator
 
 try:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -112,7 +115,7 @@ SELECTIVE_PLACES = (
 
 def step(model: Forward, net: nn.Module, order: str = "first") -> list[Tensor]:
     """Output, gradients (or those of the graph's second use, or second ones) and buffers."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(HOME).manual_seed(0)
     x, dy, direction = torch.randn(3, 9, 4, generator=generator, dtype=torch.float64)
     x = x[:, :3].clone().requires_grad_()
     y = model(x)
@@ -146,8 +149,8 @@ def test_groups_of_replicas_recompute_by_themselves():
     net = convert_model(randomized(Net()).double(), group_size=2)
     twin = copy.deepcopy(net)
     twin.where = "around_the_replica"
-    expected = step(DataParallel(net, ["cpu"] * 3), net)
-    torch.testing.assert_close(step(DataParallel(twin, ["cpu"] * 3), twin), expected)
+    expected = step(DataParallel(net, several(3)), net)
+    torch.testing.assert_close(step(DataParallel(twin, several(3)), twin), expected)
 
 
 def test_one_replica_recomputes_while_the_others_do_not():
@@ -204,7 +207,7 @@ def test_replicas_whose_inputs_need_no_gradient_recompute():
     for wrap in (recomputed, lambda net: net):
         torch.manual_seed(0)
         net = MayRecompute(wrap)
-        DataParallel(net, ["cpu"] * 2)(x).backward(dy)
+        DataParallel(net, several(2))(x).backward(dy)
         grads.append([p.grad for p in net.parameters()])
     torch.testing.assert_close(*grads)
 
@@ -213,7 +216,7 @@ def test_a_checkpoint_around_the_whole_model_learns_once():
     """Its hooks do not reach the replicas; what it recomputes is another forward of all."""
     net = randomized(Net()).double()
     twin = convert_model(copy.deepcopy(net))
-    model = DataParallel(twin, ["cpu"] * 2)
+    model = DataParallel(twin, several(2))
     torch.testing.assert_close(
         step(recomputed(lambda x: model(x).exp()), twin), step(lambda x: net(x).exp(), net)
     )
@@ -223,16 +226,17 @@ def test_a_checkpoint_around_the_whole_model_learns_once():
 @pytest.mark.parametrize("replicas, group_size", [(4, 2), (3, 2)])
 def test_running_statistics_of_parts_are_updated_once(replicas, group_size, reentrant):
     net = convert_model(nn.Sequential(nn.BatchNorm1d(3)), group_size=group_size)
-    model = DataParallel(net, ["cpu"] * replicas)
+    model = DataParallel(net, several(replicas))
     x = torch.randn(2 * replicas, 3, requires_grad=True)
     checkpoint(lambda x: model(x).square(), x, use_reentrant=reentrant).sum().backward()
     assert net[0].num_batches_tracked == 1
 
 
+@pytest.mark.cpu("replicas of replicas are on one device")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_running_statistics_of_replicas_of_a_replica_are_updated_once(reentrant):
     net = convert_model(nn.Sequential(nn.BatchNorm1d(3)))
-    model = DataParallel(nn.Sequential(DataParallel(net, ["cpu"] * 2)), ["cpu"] * 2)
+    model = DataParallel(nn.Sequential(DataParallel(net, several(2))), several(2))
     x = torch.randn(8, 3, requires_grad=True)
     checkpoint(lambda x: model(x).square(), x, use_reentrant=reentrant).sum().backward()
     assert net[0].num_batches_tracked == 1
@@ -249,7 +253,7 @@ def test_a_group_that_is_first_asked_for_in_forward_recomputes():
             answers.append(self.group().recomputes)
             return x * 2
 
-    model = DataParallel(Asks(), ["cpu"] * 2)
+    model = DataParallel(Asks(), several(2))
     x = torch.randn(2, 3, requires_grad=True)
     checkpoint(lambda x: model(x).square(), x, use_reentrant=False).sum().backward()
     assert answers == [False, False, True, True]
@@ -273,7 +277,7 @@ def test_a_checkpoint_frees_the_activations():
         def forward(self, x: Tensor) -> Tensor:
             return recomputed(self.body)(x)
 
-    y = DataParallel(GlobalMoments(), ["cpu"] * 2)(torch.randn(6, 3, requires_grad=True))
+    y = DataParallel(GlobalMoments(), several(2))(torch.randn(6, 3, requires_grad=True))
     assert len(seen) == 2
     assert freed(*seen)
     y.backward(torch.randn_like(y))
@@ -311,7 +315,7 @@ def test_calls_that_cannot_be_told_apart_are_an_error(factor):
 
     pair = torch.randn(4, 1, 3).repeat(1, 2, 1)
     pair[2:, 1] *= factor
-    y = DataParallel(Twice(), ["cpu"] * 2)(pair.requires_grad_())
+    y = DataParallel(Twice(), several(2))(pair.requires_grad_())
     with pytest.raises(ReplicationError, match=r"`norm`, replica 0 .* may be any of 2"):
         y.backward(torch.randn_like(y))
 
@@ -332,7 +336,7 @@ class Calls(nn.Module):
 
 
 def gradient(calls: nn.Module, x: Tensor, dy: Tensor) -> Tensor:
-    (grad,) = torch.autograd.grad(DataParallel(calls, ["cpu"] * 2)(x), x, dy)
+    (grad,) = torch.autograd.grad(DataParallel(calls, several(2))(x), x, dy)
     return grad
 
 
@@ -381,7 +385,7 @@ def test_in_half_precision_a_recomputation_may_round_otherwise(dtype):
             return recomputed(self.body)(x)
 
     x = (torch.randn(4, 3) + 10).to(dtype).requires_grad_()
-    y = DataParallel(Rounds(), ["cpu"] * 2)(x)
+    y = DataParallel(Rounds(), several(2))(x)
     y.backward(torch.randn_like(y))
     assert x.grad.isfinite().all()
 
@@ -442,6 +446,7 @@ def test_calls_of_equal_moments_are_told_apart_by_their_number_of_values():
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.cpu("accelerators compare no moments of a single call: the host would wait")
 @pytest.mark.parametrize("factor", [1.01, 2.0])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
 def test_a_recomputation_with_other_values_is_noticed(size, factor):
@@ -461,7 +466,7 @@ def test_a_recomputation_with_other_values_is_noticed(size, factor):
 
     # Of mean 0 on each replica: the variance has to tell.
     x = size * torch.randn(2, 1, 3) * torch.tensor([[1.0], [-1.0]])
-    y = DataParallel(Draws(), ["cpu"] * 2)(x.flatten(0, 1).requires_grad_())
+    y = DataParallel(Draws(), several(2))(x.flatten(0, 1).requires_grad_())
     with pytest.raises(ReplicationError, match=r"`norm`, .* matches no call .*dropout"):
         y.backward(torch.randn_like(y))
 
@@ -480,6 +485,7 @@ def test_moments_of_a_constant_channel_may_differ_by_rounding():
     assert calls.recall(message(mean * (1 + 1e-12)), torch.float32) == (8, None, None)
 
 
+@pytest.mark.cpu("calls replicas with inputs of one device")
 def test_another_call_in_backward_is_an_error():
     class CalledInBackward(nn.Module):
         def __init__(self) -> None:
@@ -491,11 +497,12 @@ def test_another_call_in_backward_is_an_error():
             y.register_hook(lambda grad: grad + self.norm(torch.zeros(7, 3)).sum())
             return y
 
-    y = DataParallel(CalledInBackward(), ["cpu"] * 2)(torch.randn(4, 3, requires_grad=True))
+    y = DataParallel(CalledInBackward(), several(2))(torch.randn(4, 3, requires_grad=True))
     with pytest.raises(ReplicationError, match=r"`norm`, .* in backward with 7 values"):
         y.backward(torch.randn_like(y))
 
 
+@pytest.mark.cpu("backward runs in the caller's thread")
 def test_a_layer_may_ask_whether_it_is_recomputed():
     answers: list[tuple[str, bool]] = []
 
@@ -516,7 +523,7 @@ def test_a_layer_may_ask_whether_it_is_recomputed():
         def forward(self, x: Tensor) -> Tensor:
             return recomputed(self.layer)(x)
 
-    for model in (DataParallel(GlobalMoments(), ["cpu"] * 2), GlobalMoments()):
+    for model in (DataParallel(GlobalMoments(), several(2)), GlobalMoments()):
         y = model(torch.randn(4, 3, requires_grad=True))
         y.backward(torch.randn_like(y))
     here = threading.current_thread().name

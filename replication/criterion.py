@@ -1,0 +1,119 @@
+"""`DataParallelCriterion`: a loss on the devices of the outputs, which equals one device's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from replication.data_parallel import DataParallel
+from replication.devices import DeviceLike, check_module
+
+__all__ = ["DataParallelCriterion"]
+
+#: Losses whose mean is weighted by the classes of the targets, and leaves out ``ignore_index``.
+_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+
+
+class DataParallelCriterion(DataParallel[nn.Module]):
+    """Computes a loss where the outputs are, so that no device has to hold all outputs.
+
+    The loss and its gradients equal those of one device with the whole batch, however many samples
+    each replica has. (The mean of the replicas' mean losses would give uneven shares the same
+    weight.)
+
+    >>> net = DataParallel(nn.Linear(3, 2), ["cpu"] * 2, gather_to_one_device=False)
+    >>> criterion = DataParallelCriterion(nn.CrossEntropyLoss(), ["cpu"] * 2)
+    >>> x, labels = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    >>> loss = criterion(net(x), labels)  # the labels are split like the outputs
+    >>> torch.testing.assert_close(loss, nn.functional.cross_entropy(net.module(x), labels))
+
+    See also `DataParallel` and `Scattered`.
+
+    Args:
+        criterion: A loss of torch with ``reduction="mean"`` or ``"sum"``. Or a module of your own
+            that returns a pair of scalar tensors: the sum of the losses of its samples, and the
+            weight of these samples, such as their number. The loss is the sum of the first divided
+            by the sum of the second, or the sum of the first if the second is None.
+        device_ids: See `DataParallel`. These are the devices of the outputs.
+        output_device: The device of the loss, by default ``device_ids[0]``.
+        dim: The batch dimension of outputs and targets.
+
+    Raises:
+        ValueError: As `DataParallel`. Also if ``criterion`` is a loss of torch with another
+            reduction, or a `torch.nn.CTCLoss` with the mean.
+        TypeError: As `DataParallel`. Calling it raises TypeError if a module of your own does not
+            return a pair.
+    """
+
+    def __init__(
+        self,
+        criterion: nn.Module,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+    ) -> None:
+        check_module(criterion)
+        is_of_torch = type(criterion).__module__ == "torch.nn.modules.loss"
+        share = _ShareOfTorch(criterion) if is_of_torch else _Share(criterion)
+        super().__init__(share, device_ids, output_device, dim)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Tensor:
+        total, weight = super().forward(*inputs, **kwargs)
+        return total.sum() if weight is None else total.sum() / weight.sum()  # type: ignore[no-any-return]
+
+
+class _Share(nn.Module):
+    """Computes the sum and the weight of the losses of one replica."""
+
+    def __init__(self, criterion: nn.Module) -> None:
+        super().__init__()
+        self.criterion: Any = criterion
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        share = self.criterion(*args, **kwargs)
+        if not isinstance(share, tuple) or len(share) != 2:
+            raise TypeError(
+                f"{type(self.criterion).__name__} must return a pair: the sum of the losses, and "
+                f"the weight of the samples or None (got {type(share).__name__})"
+            )
+        return share
+
+
+class _ShareOfTorch(_Share):
+    """Computes the sum and the weight of a loss of torch."""
+
+    def __init__(self, criterion: nn.Module) -> None:
+        reduction = getattr(criterion, "reduction", None)
+        known = ("sum",) if isinstance(criterion, nn.CTCLoss) else ("mean", "sum")
+        if reduction not in known:
+            raise ValueError(
+                f"reduction of {type(criterion).__name__} must be "
+                f"{' or '.join(map(repr, known))} (got {reduction!r}); for another reduction, "
+                "pass a module that returns the sum and the weight of the losses of its samples"
+            )
+        unreduced: Any = copy(criterion)
+        unreduced.reduction = "none"
+        super().__init__(unreduced)
+        self.reduction = reduction
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        losses = self.criterion(*args, **kwargs)
+        # A sum of float16 may overflow.
+        total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
+        if self.reduction == "sum":
+            return total, None
+        if isinstance(self.criterion, _OF_CLASSES):
+            target: Tensor = kwargs["target"] if "target" in kwargs else args[1]
+            if not target.is_floating_point():  # classes, not their probabilities
+                return total, self._weight_of_classes(target)
+        return total, torch.tensor(losses.numel(), device=losses.device)
+
+    def _weight_of_classes(self, target: Tensor) -> Tensor:
+        counted = target.ne(self.criterion.ignore_index)
+        weight: Tensor | None = self.criterion.weight
+        weights = counted if weight is None else weight[target * counted] * counted
+        return weights.sum()

@@ -1,0 +1,107 @@
+"""`JoinableStep`: training steps on ranks that have unequal numbers of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from replication._torch import device_of_group
+from replication.groups.membership import check_process_group
+
+__all__ = ["JoinableStep"]
+
+T = TypeVar("T")
+
+
+class JoinableStep(Joinable, Generic[T]):
+    """A training step for `torch.distributed.algorithms.Join`, for ranks that run out of data.
+
+    While other ranks still have batches, a rank that has left its loop runs the same step on an
+    empty batch. So it takes part in every collective of the step, in the same order: in the
+    collectives of layers, of DistributedDataParallel, and of the step itself. Its optimizer steps
+    as well, so parameters and optimizers of all ranks stay equal.
+
+    ::
+
+        step = JoinableStep(train_one_batch, empty=(images[:0], labels[:0]))
+        with Join([step]):
+            for images, labels in loader:
+                step(images, labels)
+
+    Do not pass the DistributedDataParallel to ``Join`` as well, because the step already runs it.
+    As in its own ``join()``, gradients are divided by the number of all ranks, including those
+    without data. They equal the gradients of one device if the loss of a rank is the sum over its
+    samples, divided by the number of samples on all ranks and multiplied by the number of ranks.
+
+    Outside ``Join``, and without other processes, it only calls the step:
+
+    >>> step = JoinableStep(lambda x: x.sum(), empty=(torch.empty(0, 3),))
+    >>> step(torch.ones(2, 3))
+    tensor(6.)
+
+    See also `ProcessGroup`.
+
+    Args:
+        step: A function that trains on one batch: forward, backward, and the optimizer's step. All
+            layers with statistics over a batch must be synchronized. Others refuse an empty batch
+            or update their statistics with it.
+        empty: The arguments of the step for an empty batch. All ranks must call the same layers
+            with it as with other batches.
+        process_group: The ranks that train together, by default all.
+
+    Raises:
+        TypeError: ``step`` is not a function, ``empty`` is not a tuple or list, or
+            ``process_group`` is not a ProcessGroup.
+    """
+
+    def __init__(
+        self, step: Callable[..., T], empty: Sequence[Any], process_group: Any = None
+    ) -> None:
+        super().__init__()
+        if not callable(step):
+            raise TypeError(f"step must be a function (got {type(step).__name__})")
+        if not isinstance(empty, (tuple, list)):
+            raise TypeError(
+                "empty must be a tuple of the step's arguments for a batch without samples "
+                f"(got {type(empty).__name__})"
+            )
+        if process_group is not None:
+            check_process_group(process_group)
+        self._step = step
+        self._empty = tuple(empty)
+        self._process_group = process_group
+
+    def __call__(self, *args: Any, **kwargs: Any) -> T:
+        """Runs the step on a batch of this rank."""
+        notification = Join.notify_join_context(self)
+        if notification is not None:
+            notification.wait()
+        return self._step(*args, **kwargs)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Returns the hook that runs the step on the empty batch. `Join` calls this."""
+        return _EmptyBatches(self._step, self._empty)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device on which the ranks count who has data."""
+        return device_of_group(self.join_process_group)
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks that train together."""
+        return self._process_group or torch.distributed.group.WORLD
+
+
+class _EmptyBatches(JoinHook):
+    """Runs the step on the empty batch as long as any rank has data."""
+
+    def __init__(self, step: Callable[..., Any], empty: tuple[Any, ...]) -> None:
+        self._step = step
+        self._empty = empty
+
+    def main_hook(self) -> None:
+        self._step(*self._empty)

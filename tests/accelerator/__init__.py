@@ -1,0 +1,194 @@
+"""A simulated accelerator: two devices, "sim:0" and "sim:1", in the memory of the host.
+
+It computes on the CPU's kernels, and keeps account of what would go wrong on an accelerator: see
+`backend.cpp`. torch knows one such backend per process, and takes it for *the* accelerator of the
+machine, so tests on it have a process of their own::
+
+    pytest --simulated-accelerator
+
+In it, run the tests that are marked ``accelerator``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils import cpp_extension
+
+from benchmarks import fused
+
+#: The type of the devices.
+NAME = "sim"
+
+HERE = Path(__file__).parent
+SOURCES = [HERE / name for name in ("backend.cpp", "detector.h")]
+
+#: The versions of torch that the backend is written for.
+OLDEST = (2, 13)
+
+#: The calls of the library, once it is registered.
+library: Any = torch.ops.simulated
+
+#: The kernels of `torch.nn.SyncBatchNorm` for the backend. torch forgets them with this object.
+fused_kernels = torch.library.Library("aten", "IMPL")
+
+
+def reason_to_skip() -> str | None:
+    """Why this machine cannot build the backend, or None."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if sys.platform != "linux":
+        return "the simulated accelerator is built on Linux only"
+    if version < OLDEST:
+        return f"the simulated accelerator needs torch {'.'.join(map(str, OLDEST))}"
+    if shutil.which(cpp_extension.get_cxx_compiler()) is None:
+        return f"no C++ compiler (looked for {cpp_extension.get_cxx_compiler()!r})"
+    return None
+
+
+def built() -> Path:
+    """Compiles the backend, unless that has been done, and returns the library's path."""
+    key = hashlib.sha256(torch.__version__.encode())
+    for source in SOURCES:
+        key.update(source.read_bytes())
+    library = HERE / "build" / f"simulated-{key.hexdigest()[:16]}.so"
+    if not library.exists():
+        library.parent.mkdir(exist_ok=True)
+        # Another process may do the same.
+        unfinished = library.with_suffix(f".{os.getpid()}")
+        command = [cpp_extension.get_cxx_compiler(), "-shared", "-fPIC", "-std=c++20", "-w"]
+        command += [f"-I{path}" for path in cpp_extension.include_paths()]
+        command += [f"-L{path}" for path in cpp_extension.library_paths()]
+        command += [str(SOURCES[0]), "-o", str(unfinished), "-ltorch", "-ltorch_cpu", "-lc10"]
+        subprocess.run(command, check=True)
+        unfinished.replace(library)
+    return library
+
+
+def register() -> None:
+    """Makes the simulated devices known to torch, in this process and for good."""
+    torch.ops.load_library(built())
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    torch._register_device_module(NAME, device_module())
+    for name, kernel in fused.KERNELS.items():
+        fused_kernels.impl(name, as_one_kernel(name, kernel), "PrivateUse1")
+
+
+def as_one_kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Counts the operations of a function as a single launch, for which no host waits."""
+
+    @wraps(function)
+    def kernel(*args: Any) -> Any:
+        library.begin_kernel(name)
+        try:
+            return function(*args)
+        finally:
+            library.end_kernel()
+
+    return kernel
+
+
+def device_module() -> ModuleType:
+    """Returns ``torch.sim``, with the functions that every backend has, as `torch.xpu` does."""
+    module = ModuleType(f"torch.{NAME}")
+
+    def index_of(device: Any = None) -> int:
+        if device is None or isinstance(device, int):
+            return library.current_device() if device is None else device
+        index = torch.device(device).index
+        return library.current_device() if index is None else index
+
+    @contextmanager
+    def device(device: Any) -> Iterator[None]:
+        before = library.current_device()
+        library.set_device(index_of(device))
+        try:
+            yield
+        finally:
+            library.set_device(before)
+
+    @contextmanager
+    def stream(stream: torch.Stream) -> Iterator[None]:
+        with device(stream.device):
+            before = current_stream(stream.device)
+            torch._C._accelerator_setStream(stream)
+            try:
+                yield
+            finally:
+                torch._C._accelerator_setStream(before)
+
+    def current_stream(device: Any = None) -> torch.Stream:
+        return torch._C._accelerator_getStream(index_of(device))
+
+    def generator(device: Any = None) -> torch.Generator:
+        return library.default_generator(index_of(device))
+
+    def manual_seed_all(seed: int) -> None:
+        for index in range(library.device_count()):
+            generator(index).manual_seed(seed)
+
+    for function in (device, stream, current_stream, manual_seed_all):
+        setattr(module, function.__name__, function)
+    vars(module).update(
+        device_count=library.device_count,
+        current_device=library.current_device,
+        set_device=lambda device: library.set_device(index_of(device)),
+        synchronize=lambda device=None: torch._C._accelerator_synchronizeDevice(index_of(device)),
+        manual_seed=lambda seed: generator().manual_seed(seed),
+        get_rng_state=lambda device=None: generator(device).get_state(),
+        set_rng_state=lambda state, device=None: generator(device).set_state(state),
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        _is_in_bad_fork=lambda: False,
+        Stream=torch.Stream,
+        Event=torch.Event,
+    )
+    return module
+
+
+# -- what tests ask for ------------------------------------------------------------------------
+
+
+@contextmanager
+def delays(microseconds: int) -> Iterator[None]:
+    """Delays each operation by a random time up to this, so that threads overtake each other."""
+    library.set_longest_delay(microseconds)
+    try:
+        yield
+    finally:
+        library.set_longest_delay(0)
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Counts operations by kind and name, such as "launch add" or "wait _local_scalar_dense".
+
+    The kinds are "launch", "wait" (the host waits for a device), "copy" (to another device) and
+    "from host" (a copy from pageable memory). The counts are there after the ``with`` block.
+    """
+    counted: Counter[str] = Counter()
+    library.take_log()
+    library.set_logging(True)
+    try:
+        yield counted
+    finally:
+        library.set_logging(False)
+        counted.update(library.take_log())
+
+
+def findings() -> list[str]:
+    """Returns the unordered accesses, and memory that was freed early, since the last call."""
+    return library.take_findings()

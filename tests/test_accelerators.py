@@ -1,0 +1,486 @@
+"""The laws on accelerators: the simulated ones, or the machine's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from replication import DataParallel, Scattered, replicate
+from syncbn import SynchronizedBatchNorm2d, batchnorm, channels, convert_model
+from syncbn.kernels import FUSED, KERNELS, PLAIN
+from tests import accelerator
+from tests.collective_cases import CASES, derivatives, in_replicas, leaves
+from tests.devices import ACCELERATORS, HOME, LISTS, has_simulated
+from tests.sharded import randomized
+from tests.syncbn.test_kernels import check_every_kernel, moments_of, statistics_of
+
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.skipif(not ACCELERATORS, reason="needs an accelerator"),
+]
+
+every_list = pytest.mark.parametrize("devices", LISTS.values(), ids=LISTS)
+every_list_of_accelerators = pytest.mark.parametrize(
+    "devices", [d for d in LISTS.values() if "cpu" not in d], ids=str
+)
+every_strategy = pytest.mark.parametrize(
+    "strategy", [FUSED, PLAIN], ids=["Fused", "Plain"], indirect=True
+)
+on_simulated = pytest.mark.skipif(not has_simulated(), reason="needs the simulated accelerator")
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.fixture(autouse=True)
+def default_device() -> None:
+    """Overrides the fixture of all other tests: these name their devices."""
+
+
+@pytest.fixture
+def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes synchronized layers on accelerators use a strategy."""
+    monkeypatch.setitem(KERNELS, torch.device(HOME).type, request.param)
+
+
+@contextmanager
+def eps_mode(name: str) -> Iterator[None]:
+    """Clamps variances in a ``with`` block, if the name is "clamp"."""
+    before = batchnorm._eps_mode
+    batchnorm.set_sbn_eps_mode("clamp" if name == "clamp" else "plus")
+    try:
+        yield
+    finally:
+        batchnorm.set_sbn_eps_mode(before)
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (6, 3, 4, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_kernels_give_the_numbers_of_float64(shape, dtype, channels_last):
+    x, dy = torch.randn(2, *shape).to(HOME, dtype)
+    if channels_last and x.dim() == 4:
+        x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
+    mean, inverse = FUSED.moments(x, 1e-5)
+    stats = statistics_of(*moments_of(x), x, 1e-5)
+    torch.testing.assert_close((mean, inverse), stats[1:3], rtol=1e-4, atol=1e-4)
+    tolerance = 1e-2 if dtype == torch.float16 else 1e-4
+    check_every_kernel(FUSED, x, dy, stats, 1e-5, tolerance)
+
+
+@every_list
+def test_training_on_replicas_equals_training_on_one_device(devices):
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.Flatten(), nn.Linear(16, 3)
+    )
+    net = net.double().to(devices[0])
+    model = DataParallel(convert_model(copy.deepcopy(net)), devices)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, model)]
+    for samples in (7, 4, 1 + 1):
+        x = torch.randn(samples, 2, 4, 4, dtype=torch.float64, device=devices[0])
+        dy = torch.randn(samples, 3, dtype=torch.float64, device=devices[0])
+        for m, optimizer in zip((net, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(x).backward(dy)
+            optimizer.step()
+    for one, other in zip(
+        model.module.state_dict().values(), net.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@every_list
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("mean", [0, 1e2])
+def test_error_is_at_most_twice_the_error_of_torchs_layer(devices, dtype, last, mean):
+    layout = torch.channels_last if last else torch.contiguous_format
+    plain = randomized(nn.BatchNorm2d(5)).to(devices[0])
+    layer = convert_model(copy.deepcopy(plain))
+    exact = copy.deepcopy(plain).double()
+    samples = 4 * len(devices) - 1
+    x = (torch.randn(samples, 5, 6, 7) + mean).to(devices[0], dtype, memory_format=layout)
+    dy = torch.randn(samples, 5, 6, 7).to(devices[0], dtype, memory_format=layout)
+    results = []
+    for module in (exact, plain, DataParallel(layer, devices)):
+        double = module is exact
+        leaf = (x.double() if double else x).detach().requires_grad_()
+        y = module(leaf)
+        y.backward(dy.double() if double else dy)
+        inner = module.module if isinstance(module, DataParallel) else module
+        assert double or y.dtype == dtype
+        assert double or y.is_contiguous(memory_format=layout)
+        grads = [leaf.grad, *(p.grad for p in inner.parameters())]
+        statistics = [inner.running_mean, inner.running_var]
+        results.append([t.double().cpu() for t in (y, *grads, *statistics)])
+    for right, own, ours in zip(*results, strict=True):
+        ulp = torch.finfo(dtype).eps * right.abs().max()
+        assert (ours - right).abs().max() <= 2 * (own - right).abs().max() + ulp
+
+
+@contextmanager
+def no_host_wait() -> Iterator[None]:
+    """Fails where the host waits for a device, or copies from its own pageable memory."""
+    if has_simulated():
+        with accelerator.counting() as counted:
+            yield
+        assert not [name for name in counted if name.startswith(("wait", "from host"))], counted
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@every_strategy
+@pytest.mark.parametrize("momentum", [0.1, None, 1], ids=str)
+@every_list_of_accelerators
+def test_the_host_does_not_wait(devices, momentum, strategy):
+    layer = SynchronizedBatchNorm2d(3, momentum=momentum)
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), layer, nn.Conv2d(3, 2, 1)).to(devices[0])
+    model = DataParallel(net, devices, gather_to_one_device=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    shards = [torch.randn(2, 3, 4, 4, device=d, requires_grad=True) for d in devices]
+    upstream = [torch.randn(2, 2, 4, 4, device=d) for d in devices]
+
+    def step() -> None:
+        torch.autograd.backward(model(Scattered(shards)), upstream)
+        optimizer.step()
+
+    step()
+    with no_host_wait():
+        step()
+    assert net[1].num_batches_tracked.item() == 2
+
+
+def test_the_large_tensors_go_through_the_fused_kernels(monkeypatch):
+    calls: list[str] = []
+    for name in ("stats", "elemt", "backward_reduce", "backward_elemt"):
+        kernel = getattr(torch, f"batch_norm_{name}")
+
+        def noting(*args, name=name, kernel=kernel):
+            calls.append(name)
+            return kernel(*args)
+
+        monkeypatch.setattr(torch, f"batch_norm_{name}", noting)
+    model = DataParallel(SynchronizedBatchNorm2d(3).to(HOME), [HOME] * 2)
+    y = model(torch.randn(4, 3, 5, 5, device=HOME, requires_grad=True))
+    y.backward(torch.randn_like(y))
+    assert sorted(calls) == sorted(["stats", "elemt", "backward_reduce", "backward_elemt"] * 2)
+
+
+@on_cuda
+@every_list
+def test_a_forward_in_a_stream_of_the_callers_is_in_order(devices):
+    layer = randomized(nn.BatchNorm2d(3)).to(devices[0])
+    model = DataParallel(convert_model(copy.deepcopy(layer)), devices)
+    x = torch.randn(2 * len(devices), 3, 256, 256, device=devices[0])
+    expected = layer(x.exp())
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(5):
+            busy = torch.randn(2048, 2048, device=devices[0])
+            for _ in range(10):  # what follows would come too early if it did not wait for this
+                busy = busy @ busy / 2048
+            y = model(x.exp() + 0 * busy.sum().nan_to_num())
+    side.synchronize()
+    torch.testing.assert_close(y, expected)
+
+
+@contextmanager
+def streams_of_the_callers(devices: Iterable[str]) -> Iterator[None]:
+    """Makes a new stream current on each device."""
+    with ExitStack() as stack:
+        for device in map(torch.device, devices):
+            if device.type != "cpu":
+                module = torch.get_device_module(device)
+                stack.enter_context(module.stream(torch.Stream(device=device)))
+        yield
+
+
+@on_simulated
+@every_strategy
+@every_list
+@pytest.mark.parametrize("layers", ["conv", "bn", "conv bn conv", "clamp"])
+def test_streams_of_the_callers_are_in_order(devices, layers, strategy):
+    """No access overtakes another, and no memory is freed before it has been read."""
+    kinds = {"conv": partial(nn.Conv2d, 3, 3, 1)}
+    with streams_of_the_callers(ACCELERATORS), eps_mode(layers):
+        made = [kinds.get(name, partial(SynchronizedBatchNorm2d, 3))() for name in layers.split()]
+        model = DataParallel(nn.Sequential(*made).to(devices[0]), devices)
+        accelerator.findings()
+        with accelerator.delays(50):
+            for _ in range(3):
+                x = torch.randn(6, 3, 2, 2, device=devices[0], requires_grad=True)
+                y = model(x)
+                y.backward(torch.randn_like(y))
+                del x, y
+    assert accelerator.findings() == []
+
+
+@on_simulated
+# Of leaves whose gradients come from another device.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+@pytest.mark.parametrize("name", CASES)
+def test_collectives_in_streams_of_the_callers_are_in_order(name):
+    case = CASES[name]
+    with streams_of_the_callers(ACCELERATORS), accelerator.delays(50):
+        accelerator.findings()
+        inputs = leaves(case, len(ACCELERATORS))
+        there = [
+            tuple(x.detach().to(d).requires_grad_() for x in own)
+            for own, d in zip(inputs, ACCELERATORS, strict=True)
+        ]
+        outputs = [y for own in in_replicas(case.call, there, ACCELERATORS) for y in own]
+        outputs = [y for y in outputs if y.requires_grad]
+        torch.autograd.backward(outputs, [torch.randn_like(y) for y in outputs])
+        del there, outputs
+    assert accelerator.findings() == []
+
+
+@every_list
+def test_second_derivatives(devices):
+    layer = randomized(SynchronizedBatchNorm2d(3).double()).to(devices[0])
+    model = DataParallel(layer, devices)
+    x = torch.randn(5, 3, 2, 2, dtype=torch.float64, device=devices[0], requires_grad=True)
+    # The engine threads of several devices add gradients in order of arrival.
+    torch.autograd.gradgradcheck(model, (x,), nondet_tol=1e-12)
+
+
+@every_list
+def test_a_parameter_that_no_replica_uses_gets_no_gradient(devices):
+    net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]).to(devices[0])
+    replicas = replicate(net, devices)
+    replicas[0][0].weight.sum().backward()
+    assert net[0].weight.grad is not None
+    assert net[1].weight.grad is None
+
+
+@every_list
+@pytest.mark.parametrize("name", CASES)
+def test_collectives_and_their_derivatives_equal_the_oracle(name, devices):
+    case = CASES[name]
+    inputs = leaves(case, len(devices))
+    there = [tuple(x.to(d) for x in own) for own, d in zip(inputs, devices, strict=True)]
+    outputs = in_replicas(case.call, there, devices)
+    assert all(
+        y.device == torch.device(d) for own, d in zip(outputs, devices, strict=True) for y in own
+    )
+    home = [tuple(y.cpu() for y in own) for own in outputs]
+    expected = case.oracle(inputs)
+    torch.testing.assert_close(home, expected)
+    torch.testing.assert_close(derivatives(home, inputs), derivatives(expected, inputs))
+
+
+# -- devices by any name -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        lambda kind: [0, 1],
+        lambda kind: [f"{kind}:0", f"{kind}:1"],
+        lambda kind: [torch.device(kind, 0), 1],
+        lambda kind: [kind, 1],
+        lambda kind: None,
+    ],
+    ids=["indices", "strings", "devices", "without index", "default"],
+)
+def test_accelerators_are_found_by_any_spelling(spelled):
+    if len(ACCELERATORS) != 2:
+        pytest.skip("needs two accelerators")
+    model = DataParallel(Where().to(HOME), spelled(torch.device(HOME).type))
+    assert model.device_ids == [0, 1]
+    assert (model.output_device, model.src_device_obj) == (0, torch.device(HOME))
+    output = model(torch.zeros(4, 1, device=HOME))
+    assert output.device == torch.device(HOME)
+    assert output.flatten().tolist() == [0, 0, 1, 1]
+
+
+class Where(nn.Module):
+    """Adds the index of the device that is current in the replica's thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        module = torch.get_device_module(x.device)
+        assert x.device == self.weight.device == torch.zeros(1, device=x.device.type).device
+        return x + module.current_device()
+
+
+def test_a_device_beyond_the_last_is_refused():
+    kind, count = torch.device(HOME).type, len(ACCELERATORS)
+    for device in (count, f"{kind}:{count}", torch.device(kind, count)):
+        with pytest.raises(ValueError, match=f"this machine has no device '{kind}:{count}'"):
+            DataParallel(nn.Linear(2, 2).to(HOME), [0, device])
+
+
+@every_list
+def test_the_output_may_be_elsewhere(devices):
+    net = nn.Linear(3, 2).to(devices[0])
+    x = torch.randn(7, 3, device=devices[0])
+    for target in (*ACCELERATORS, "cpu"):
+        y = DataParallel(net, devices, output_device=target)(x)
+        assert y.device == torch.device(target)
+        torch.testing.assert_close(y.to(devices[0]), net(x))
+
+
+# -- training ----------------------------------------------------------------------------------
+
+
+@every_strategy
+@every_list
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_steps_of_an_optimizer_equal_one_device_on_the_cpu(devices, dims, strategy):
+    """Uneven shards, and fewer samples than replicas."""
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    batch_norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1]
+    plain = nn.Sequential(conv(2, 4, 1), randomized(batch_norm(4)), nn.Tanh(), conv(4, 2, 1))
+    plain = plain.double().cpu()
+    model = DataParallel(convert_model(copy.deepcopy(plain)).to(devices[0]), devices)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (plain, model)]
+    for samples in (7, 4, 1, 12):
+        x, dy = torch.randn(2, samples, 2, *[2] * dims, dtype=torch.float64, device="cpu")
+        for m, optimizer, device in zip(
+            (plain, model), optimizers, ("cpu", devices[0]), strict=True
+        ):
+            optimizer.zero_grad()
+            y = m(x.to(device))
+            y.backward(dy.to(y.device))
+            optimizer.step()
+    for one, other in zip(model.module.cpu().parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    for one, other in zip(model.module.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@on_simulated
+@every_strategy
+@pytest.mark.parametrize("devices", [LISTS["ascending"], LISTS["each twice"]], ids=str)
+def test_two_hundred_delayed_steps_are_bit_equal(devices, strategy):
+    def trained(longest_delay: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(2, 3, 1), SynchronizedBatchNorm2d(3), nn.Conv2d(3, 1, 1))
+        model = DataParallel(net.to(HOME), devices)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+        with accelerator.delays(longest_delay):
+            for _ in range(100):
+                x = torch.randn(5, 2, 2, 2, device=HOME)
+                y = model(x)
+                optimizer.zero_grad()
+                y.backward(x.sum(1, keepdim=True).sin())
+                optimizer.step()
+        return [t.detach().cpu() for t in net.state_dict().values()]
+
+    expected = trained(0)
+    for one, other in zip(trained(20), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+class Draws(nn.Module):
+    """Adds random numbers of its device's generator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn_like(x)
+
+
+def test_each_device_has_its_own_random_numbers():
+    if len(ACCELERATORS) < 2:
+        pytest.skip("needs two accelerators")
+    model, x = DataParallel(Draws(), ACCELERATORS), torch.zeros(4, 2, device=HOME)
+    torch.manual_seed(3)
+    first, again = model(x), model(x)
+    torch.manual_seed(3)
+    assert torch.equal(model(x), first)
+    assert not torch.equal(first, again)
+
+
+def test_autocast_and_default_device_reach_every_replica():
+    kind = torch.device(HOME).type
+    model = DataParallel(nn.Linear(3, 2).to(HOME), ACCELERATORS * 2)
+    with torch.autocast(kind, torch.bfloat16), torch.device(HOME):
+        assert model(torch.randn(8, 3)).dtype == torch.bfloat16
+    assert model(torch.randn(8, 3, device=HOME)).dtype == torch.float32
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, device):
+        ctx.device = device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if dy.device == ctx.device:
+            raise ArithmeticError(f"on {dy.device}")
+        return dy, None
+
+
+@every_strategy
+@pytest.mark.parametrize("failing", ACCELERATORS)
+def test_an_error_in_the_backward_of_one_device_arrives_and_the_next_step_is_clean(
+    failing, strategy
+):
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return FailsInBackward.apply(x, device)
+
+    device = torch.device(failing)
+    net = nn.Sequential(SynchronizedBatchNorm2d(3), Fails(), SynchronizedBatchNorm2d(3))
+    model, plain = DataParallel(net.to(HOME), ACCELERATORS), nn.BatchNorm2d(3).to(HOME)
+    x = torch.randn(4, 3, 2, 2, device=HOME, requires_grad=True)
+    with pytest.raises(ArithmeticError, match=failing):
+        model(x).sum().backward()
+    device = torch.device("cpu")
+    net.zero_grad()
+    y = model(x)
+    expected = nn.Sequential(plain, copy.deepcopy(plain))(x)
+    torch.testing.assert_close(y, expected)
+    upstream = torch.randn_like(y)
+    torch.testing.assert_close(
+        torch.autograd.grad(y, x, upstream), torch.autograd.grad(expected, x, upstream)
+    )
+
+
+@on_simulated
+@every_strategy
+@pytest.mark.parametrize("momentum", [0.1, None], ids=str)
+def test_devices_without_float64_train_like_torchs_layer(strategy, momentum, monkeypatch):
+    """The statistics of the batch are merged on the CPU."""
+    for device in map(torch.device, ACCELERATORS):
+        monkeypatch.setitem(channels._has_float64, device, False)
+    plain = randomized(nn.BatchNorm2d(3, momentum=momentum)).to(HOME)
+    model = DataParallel(convert_model(copy.deepcopy(plain)), ACCELERATORS)
+    x = torch.randn(5, 3, 2, 2, device=HOME, requires_grad=True)
+    dy = torch.randn_like(x)
+    inputs = [[x, *m.parameters()] for m in (plain, model)]
+    for create_graph in (False, True):
+        grads = [
+            torch.autograd.grad(m(x), leaves, dy, create_graph=create_graph)
+            for m, leaves in zip((plain, model), inputs, strict=True)
+        ]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.module.state_dict(), plain.state_dict())
+
+
+def test_a_device_is_asked_for_float64_once(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise TypeError("no float64")
+
+    device = torch.device(HOME)
+    monkeypatch.setattr(channels, "_has_float64", {})
+    with monkeypatch.context() as context:
+        context.setattr(torch, "zeros", refuse)
+        assert not channels.has_float64(device)
+    assert not channels.has_float64(device)
+    channels._has_float64.clear()
+    assert channels.has_float64(device)

@@ -100,29 +100,42 @@ def test_the_program_of_several_processes_learns_what_one_process_learns(tmp_pat
     plain.load_state_dict(state)
 
 
-def trained_buffers(rank, text, batches):
-    """The buffers of the layers of a block after steps on this rank's part of each batch."""
+def layer_of_the_page(name):
+    """Makes a layer of docs/layers.md, for 3 features."""
+    blocks = fenced(ROOT / "docs" / "layers.md")
+    (text,) = [text for _, text in blocks if text.startswith(f"class {name}(")]
     names = {"torch": torch, "nn": nn, "ReplicaAware": replication.ReplicaAware}
     exec(text, names)
     torch.manual_seed(0)
-    layers = [kind(3) for name, kind in names.items() if name in ("RunningCenter", "Scores")]
+    return names[name](3)
+
+
+def trained_buffers(rank, name, batches):
+    """The buffers of a layer after steps on this rank's part of each batch."""
+    layer = layer_of_the_page(name)
     for batch in batches:
-        for layer in layers:
-            layer(batch if rank is None else batch.chunk(2)[rank])
-    return [layer.state_dict() for layer in layers]
+        layer(batch if rank is None else batch.chunk(2)[rank])
+    return layer.state_dict()
 
 
 @needs_gloo
-@pytest.mark.parametrize("start", ["class RunningCenter", "class Scores"])
-def test_the_buffers_of_layers_agree_on_all_ranks(start):
+@pytest.mark.parametrize("name", ["RunningCenter", "Scores"])
+def test_the_buffers_of_layers_agree_on_all_ranks(name):
     """Without DDP, which would copy the buffers of rank 0."""
-    blocks = fenced(ROOT / "docs" / "layers.md")
-    (text,) = [text for _, text in blocks if text.startswith(start)]
     batches = torch.randn(3, 7, 3)
-    expected = trained_buffers(None, text, batches)
-    assert len(expected) == 1
-    for actual in run_ranks(2, trained_buffers, text, batches):
+    expected = trained_buffers(None, name, batches)
+    for actual in run_ranks(2, trained_buffers, name, batches):
         torch.testing.assert_close(actual, expected)
+
+
+def test_the_layer_with_a_queue_compares_with_earlier_batches():
+    layer, x = layer_of_the_page("Scores"), torch.randn(5, 3, requires_grad=True)
+    earlier, upstream = layer.queue.clone(), torch.randn(5, 16)
+    y = layer(x)
+    y.backward(upstream)
+    torch.testing.assert_close(y, x @ earlier.T)
+    torch.testing.assert_close(x.grad, upstream @ earlier)
+    assert layer.queue[:5].equal(x)
 
 
 @pytest.mark.parametrize(("text", "where"), blocks("pycon", PAGES))

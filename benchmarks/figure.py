@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 from benchmarks.measuring import Row
 
 COLORS = "#AAAAAA", "#D55E00", "#0072B2"
+#: The background of texts, which hides the line at 1.
+PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -17,19 +19,19 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     settings = sorted({(row.threads, row.count) for row in rows})
     unit, *ways = rows[0].figures
     # Narrow enough to be legible on a phone, and white in dark pages too.
-    figure = Figure(figsize=(4.8, 3.4 * len(settings)), facecolor="white")
+    figure = Figure(figsize=(4.8, 4.2 * len(settings)), facecolor="white")
     figure.set_layout_engine("constrained")
     panels = figure.subplots(len(settings), 1, sharex=True, squeeze=False)[:, 0]
     for panel, (threads, replicas) in zip(panels, settings, strict=True):
         own = [row for row in rows if (row.threads, row.count) == (threads, replicas)]
         group = len(ways) + 1.8  # the bars of a case, and its name above them
         for number, row in enumerate(own):
-            panel.text(0.02, number * group - 1.2, row.case, fontsize=9, va="center")
+            panel.text(0.02, number * group - 1.2, row.case, fontsize=9, va="center", bbox=PLAIN)
         for number, (way, color) in enumerate(zip(ways, COLORS, strict=True)):
             places = [case * group + number for case in range(len(own))]
             lengths = [row.figures[way][0] / row.figures[unit][0] for row in own]
             bars = panel.barh(places, lengths, 0.9, label=way, color=color)
-            panel.bar_label(bars, fmt="%.2f", fontsize=9, padding=2)
+            panel.bar_label(bars, fmt="%.2f", fontsize=9, padding=3, bbox=PLAIN)
         panel.axvline(1, color="black", linewidth=0.8, linestyle="dotted")
         title = f"{replicas} replicas, torch threads: {threads}"
         panel.set_title(title, fontsize=10, fontweight="bold", loc="left")

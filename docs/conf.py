@@ -35,6 +35,7 @@ html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 html_extra_path = ["index.html"]  # leads to the README
 html_show_copyright = html_show_sourcelink = html_use_index = html_domain_indices = False
+pygments_style = "default"  # the theme's own has no colours for diffs
 pygments_dark_style = "github-dark"
 copybutton_exclude = ".linenos, .gp, .go"  # prompts and outputs
 

@@ -9,9 +9,10 @@ A small residual network learns to read scikit-learn's handwritten digits (8 x 8
 Initial weights, order of the batches and optimizer are the same. So run 3 is run 1 up to rounding,
 while run 2 is another training.
 
-How to read the table. Distances are measured from run 1: "loss off by" is the largest difference
-between the losses of a step, and "weights off by" the largest difference between weights at the
-end. The figure shows the loss of every step, and its distance from the loss of run 1.
+How to read the table. "loss" is the mean of the last 15 steps. Distances are measured from run 1:
+"loss off by" is the largest difference between the losses of a step, and "weights off by" the
+largest difference between weights at the end. The figure shows the loss of every step, and its
+distance from the loss of run 1.
 
 In float64 the program checks itself: it exits with 1 if a loss of run 3 is off by more than 1e-8.
 Float32 rounds half a billion times more coarsely. Sooner or later that moves the input of a ReLU
@@ -55,6 +56,9 @@ from syncbn import convert_model
 #: Far above what rounding makes of a training in float64, far below what wrong statistics make of
 #: its first step.
 TOLERANCE = 1e-8
+
+#: The steps over which losses are averaged, in the table and in the figure.
+SMOOTHED = 15
 
 #: Images ``(N, 1, 8, 8)`` and the digits on them ``(N,)``.
 Samples = tuple[Tensor, Tensor]
@@ -219,19 +223,19 @@ def largest_distance(a: Tensor, b: Tensor) -> float:
 def print_table(runs: Sequence[Run]) -> None:
     """Prints one line per run."""
     row = "{:<26}  {:>13}  {:>10}  {:>11}  {:>14}  {:>11}".format
-    print(row("", "test accuracy", "final loss", "loss off by", "weights off by", "ms per step"))
+    print(row("", "test accuracy", "loss", "loss off by", "weights off by", "ms per step"))
     for run in runs:
         off = ["-", "-"]
         if run is not runs[0]:
             off[0] = f"{largest_distance(run.losses, runs[0].losses):.1e}"
             off[1] = f"{largest_distance(run.weights, runs[0].weights):.1e}"
-        loss = f"{run.losses[-1]:.4g}"
+        loss = f"{run.losses[-SMOOTHED:].mean():.4g}"
         print(row(run.name, f"{run.accuracy:.1%}", loss, *off, f"{run.ms_per_step:.1f}"))
 
 
 def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Averages over 15 steps, over fewer near the ends."""
-    window = np.ones(min(15, len(values)))
+    """Averages over `SMOOTHED` steps, over fewer near the ends."""
+    window = np.ones(min(SMOOTHED, len(values)))
     return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 
@@ -246,7 +250,7 @@ def draw(runs: Sequence[Run], options: Options, path: Path) -> None:
     setting = f"batches of {options.batch_size}, {count}"
     figure.suptitle(f"Handwritten digits ({setting})")
     above, below = figure.subplots(2, 1, sharex=True)
-    above.set_title("Loss (thick: mean of 15 steps)", loc="left")
+    above.set_title(f"Loss (thick: mean of {SMOOTHED} steps)", loc="left")
     above.set(ylabel="cross entropy", xlim=(0, options.steps))
     below.set_title("Distance from one device (gaps: exactly 0)", loc="left")
     below.set(ylabel="absolute difference", xlabel="step", ylim=(1e-18, 1e2))

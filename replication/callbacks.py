@@ -60,7 +60,8 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
     independent.
 
     >>> import torch
-    >>> from replication import DataParallel
+    >>> from torch import nn
+    >>> from replication import DataParallel, register_replication_callback
     >>> def number(copy, ctx, copy_id):
     ...     print(f"copy {copy_id} of {ctx.num_copies}")
     >>> net = nn.Sequential(nn.Linear(2, 1))
@@ -107,7 +108,8 @@ def execute_replication_callbacks(
 
     Also calls the callbacks of `register_replication_callback`.
 
-    >>> from replication import replicate
+    >>> from torch import nn
+    >>> from replication import execute_replication_callbacks, replicate
     >>> class Numbered(nn.Module):
     ...     def __data_parallel_replicate__(self, ctx, copy_id):
     ...         print(f"copy {copy_id} of {ctx.num_copies}")

@@ -25,6 +25,9 @@ class DataParallelCriterion(DataParallel[nn.Module]):
     each replica has. (The mean of the replicas' mean losses would give uneven shares the same
     weight.)
 
+    >>> import torch
+    >>> from torch import nn
+    >>> from replication import DataParallel, DataParallelCriterion
     >>> net = DataParallel(nn.Linear(3, 2), ["cpu"] * 2, gather_to_one_device=False)
     >>> criterion = DataParallelCriterion(nn.CrossEntropyLoss(), ["cpu"] * 2)
     >>> x, labels = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])

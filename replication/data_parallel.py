@@ -63,6 +63,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
     * A `Scattered` among the arguments is not split again: entry i goes to replica i. Tensors
       beside it are split by its sizes (see `scatter`).
 
+    >>> import torch
+    >>> from torch import nn
+    >>> from replication import DataParallel
     >>> net = DataParallel(nn.Linear(3, 2), device_ids=["cpu", "cpu"])
     >>> net(torch.ones(5, 3)).shape
     torch.Size([5, 2])
@@ -314,6 +317,9 @@ def data_parallel(
 ) -> Any:
     """Evaluates ``module(*inputs, **module_kwargs)`` on several replicas, as `DataParallel` does.
 
+    >>> import torch
+    >>> from torch import nn
+    >>> from replication import data_parallel
     >>> data_parallel(nn.Linear(3, 2), torch.ones(5, 3), ["cpu"] * 2).shape
     torch.Size([5, 2])
 

@@ -49,7 +49,7 @@ class ReplicationError(RuntimeError):
     """The base class of all errors of this package.
 
     >>> import torch
-    >>> from replication import DataParallel, ReplicaAware
+    >>> from replication import DataParallel, ReplicaAware, ReplicationError
     >>> class Uneven(ReplicaAware, torch.nn.Module):
     ...     def forward(self, x):
     ...         if self.group.rank == 0:
@@ -72,7 +72,7 @@ class ReplicaFailed(ReplicationError):
     not this follow-up.
 
     >>> import torch
-    >>> from replication import DataParallel, ReplicaAware
+    >>> from replication import DataParallel, ReplicaAware, ReplicaFailed
     >>> class Fails(ReplicaAware, torch.nn.Module):
     ...     def forward(self, x):
     ...         if self.group.rank == 0:
@@ -100,7 +100,7 @@ class ReplicasDiverged(ReplicationError):
     collective, or passes a tensor of another shape or dtype.
 
     >>> import torch
-    >>> from replication import DataParallel, ReplicaAware
+    >>> from replication import DataParallel, ReplicaAware, ReplicasDiverged
     >>> class Uneven(ReplicaAware, torch.nn.Module):
     ...     def forward(self, x):
     ...         if self.group.rank == 0:
@@ -123,7 +123,7 @@ class ReplicasTimedOut(ReplicationError):
 
     >>> import threading
     >>> import torch
-    >>> from replication import DataParallel
+    >>> from replication import DataParallel, ReplicasTimedOut
     >>> ended = threading.Event()
     >>> class Hangs(torch.nn.Module):
     ...     def forward(self, x):

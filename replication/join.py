@@ -38,6 +38,8 @@ class JoinableStep(Joinable, Generic[T]):
 
     Outside ``Join``, and without other processes, it only calls the step:
 
+    >>> import torch
+    >>> from replication import JoinableStep
     >>> step = JoinableStep(lambda x: x.sum(), empty=(torch.empty(0, 3),))
     >>> step(torch.ones(2, 3))
     tensor(6.)

@@ -119,6 +119,8 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
     same name. Copies of the object are patched as well. Patching twice is the same as patching
     once, and either handle undoes the patch.
 
+    >>> from torch import nn
+    >>> from replication import patch_replication_callback
     >>> model = nn.DataParallel(nn.Linear(3, 2))
     >>> handle = patch_replication_callback(model)
     >>> handle.remove()

@@ -38,7 +38,7 @@ class Scattered(tuple[Any, ...]):
     a batch for one replica.
 
     >>> import torch
-    >>> from replication import DataParallel
+    >>> from replication import DataParallel, Scattered
     >>> net = DataParallel(torch.nn.Identity(), ["cpu"] * 2)
     >>> net(Scattered([torch.zeros(1), torch.ones(2)]))
     tensor([0., 1., 1.])

@@ -31,6 +31,9 @@ __all__ = ["Difference", "Verification", "verify"]
 class Difference:
     """The difference of one quantity between the replicas and one device.
 
+    >>> import torch
+    >>> from torch import nn
+    >>> from syncbn import verify
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     >>> difference = verify(net, torch.randn(8, 3)).first_difference
     >>> difference.where, difference.error > 0.01
@@ -59,6 +62,9 @@ class Verification(ShownAsTable):
 
     It prints as a table, and shows as a table in a notebook.
 
+    >>> import torch
+    >>> from torch import nn
+    >>> from syncbn import verify
     >>> result = verify(nn.Linear(3, 4), torch.randn(8, 3))
     >>> bool(result), result.replicas
     (True, 2)
@@ -123,6 +129,9 @@ def verify(
     anything differs, the model runs once more on one device, to tell whether random numbers are
     the reason. Layers that reorder the samples of a batch also differ.
 
+    >>> import torch
+    >>> from torch import nn
+    >>> from syncbn import verify
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     >>> print(verify(net, torch.randn(8, 3)).first_difference.where)
     output of `1` (BatchNorm1d)

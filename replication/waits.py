@@ -49,7 +49,7 @@ class WaitReport(ShownAsTable):
     It prints as a table, and shows as a table in a notebook, in milliseconds per forward.
 
     >>> import torch
-    >>> from replication import DataParallel, ReplicaAware
+    >>> from replication import DataParallel, ReplicaAware, wait_report
     >>> class Total(ReplicaAware, torch.nn.Module):
     ...     def forward(self, x):
     ...         return self.group.all_reduce(x.sum())
@@ -198,21 +198,28 @@ def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
     If the block ends without an error, it prints a table: how long each replica waits in each
     layer, and which replica the others wait for. A wait lasts from the arrival of a replica at a
     synchronized layer to the arrival of the last replica. Slow code after the last synchronized
-    layer, or in backward, does not show. Measure forwards of one model, after a warm-up. ::
+    layer, or in backward, does not show. Measure forwards of one model, after a warm-up.
 
-        with wait_report() as report:
-            for batch in batches:
-                step(batch)
-        figure, axes = matplotlib.pyplot.subplots()
-        report.plot(axes)
-
+    >>> import time
     >>> import torch
-    >>> from replication import DataParallel
-    >>> net = DataParallel(torch.nn.Identity(), ["cpu"] * 2)
+    >>> from replication import DataParallel, ReplicaAware, wait_report
+    >>> class Total(ReplicaAware, torch.nn.Module):
+    ...     def forward(self, x):
+    ...         time.sleep(0.005 * x.max().item())  # longer in one replica
+    ...         return self.group.all_reduce(x.sum())
+    >>> net = DataParallel(torch.nn.Sequential(Total()), ["cpu"] * 2)
+    >>> y = net(torch.arange(2.0))  # the first forward is slow
     >>> with wait_report(quiet=True) as report:
-    ...     y = net(torch.ones(4))
-    >>> report.forwards
-    1
+    ...     y = net(torch.arange(2.0))
+
+    ``print(report)`` then shows such a table, and ``report.plot(axes)`` draws it::
+
+        1 forward; milliseconds per forward that a replica waits for others
+        layer  calls  replica 0  replica 1  together
+        `0`        1      5.313      0.000     5.313
+        all        1      5.313      0.000     5.313
+        Replicas wait longest in `0`. Replica 1 waits least: it is the one that the others wait
+        for.
 
     See also `WaitReport`.
 

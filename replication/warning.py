@@ -60,6 +60,8 @@ class UnsynchronizedWarning(UserWarning):
 
         warnings.filterwarnings("ignore", category=replication.UnsynchronizedWarning)
 
+    >>> import warnings
+    >>> from replication import UnsynchronizedWarning
     >>> with warnings.catch_warnings():
     ...     warnings.simplefilter("ignore", UnsynchronizedWarning)  # plain BatchNorm is intended
     ...     # train here

@@ -51,6 +51,7 @@ _denominator = lru_cache(Denominator)
 def set_sbn_eps_mode(mode: str) -> None:
     """Sets how synchronized statistics use ``eps``, for the whole process.
 
+    >>> from syncbn import set_sbn_eps_mode
     >>> set_sbn_eps_mode("clamp")  # before the first step
     >>> set_sbn_eps_mode("plus")
 
@@ -296,6 +297,8 @@ class SynchronizedBatchNormNd(SynchronizedBatchNorm, _BatchNorm):
 class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
     """`torch.nn.BatchNorm1d` whose training statistics span all replicas of a forward.
 
+    >>> import torch
+    >>> from syncbn import SynchronizedBatchNorm1d
     >>> layer = SynchronizedBatchNorm1d(4)
     >>> layer(torch.randn(8, 4)).shape
     torch.Size([8, 4])
@@ -338,8 +341,11 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
 class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` whose training statistics span all replicas of a forward.
 
-    Arguments and errors: see `SynchronizedBatchNorm1d`.
+    The arguments are those of `torch.nn.BatchNorm2d`, and ``bias``, ``process_group`` and
+    ``group_size``. ``help(SynchronizedBatchNorm1d)`` describes them, and the errors.
 
+    >>> import torch
+    >>> from syncbn import SynchronizedBatchNorm2d
     >>> layer = SynchronizedBatchNorm2d(4)
     >>> layer(torch.randn(8, 4, 6, 6)).shape
     torch.Size([8, 4, 6, 6])
@@ -354,8 +360,11 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
 class SynchronizedBatchNorm3d(SynchronizedBatchNorm, nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d` whose training statistics span all replicas of a forward.
 
-    Arguments and errors: see `SynchronizedBatchNorm1d`.
+    The arguments are those of `torch.nn.BatchNorm3d`, and ``bias``, ``process_group`` and
+    ``group_size``. ``help(SynchronizedBatchNorm1d)`` describes them, and the errors.
 
+    >>> import torch
+    >>> from syncbn import SynchronizedBatchNorm3d
     >>> layer = SynchronizedBatchNorm3d(4)
     >>> layer(torch.randn(2, 4, 6, 6, 6)).shape
     torch.Size([2, 4, 6, 6, 6])

@@ -264,9 +264,10 @@ def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
     The layers divide by ``sqrt(var + eps)``, as `torch.nn.BatchNorm2d` does. That is not the older
     toolkit's default: see `set_sbn_eps_mode`.
 
-    >>> stand_in_for("sync_batchnorm")
-    >>> from sync_batchnorm.batchnorm import SynchronizedBatchNorm2d as layer
-    >>> layer is SynchronizedBatchNorm2d
+    >>> import syncbn
+    >>> syncbn.stand_in_for("sync_batchnorm")
+    >>> from sync_batchnorm.batchnorm import SynchronizedBatchNorm2d
+    >>> SynchronizedBatchNorm2d is syncbn.SynchronizedBatchNorm2d
     True
 
     See also `convert_model` and `set_sbn_eps_mode`.

@@ -61,6 +61,8 @@ def convert_model(
     lists or dicts, which replication does not find either. A model without any layer to
     synchronize also raises a warning.
 
+    >>> from torch import nn
+    >>> from syncbn import convert_model
     >>> net = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
     >>> type(net[1]).__name__
     'SynchronizedBatchNorm2d'
@@ -165,6 +167,8 @@ def revert_model(module: ModuleT) -> ModuleT:
     a `torch.nn.BatchNorm1d`, ``2d`` or ``3d``, because its pipes are gone. Synchronized layers of
     derived classes, parametrized ones included, stay synchronized, with a warning that names them.
 
+    >>> from torch import nn
+    >>> from syncbn import convert_model, revert_model
     >>> net = convert_model(nn.Sequential(nn.BatchNorm2d(8)))
     >>> type(revert_model(net)[0]).__name__
     'BatchNorm2d'
@@ -232,6 +236,8 @@ def patch_sync_batchnorm() -> Iterator[None]:
     Only code that looks the names up in ``torch.nn`` sees the patch. A ``from torch.nn import
     BatchNorm2d`` that ran before keeps the plain class; use `convert_model` on the network.
 
+    >>> from torch import nn
+    >>> from syncbn import patch_sync_batchnorm
     >>> with patch_sync_batchnorm():
     ...     net = nn.Sequential(nn.BatchNorm2d(8))
     >>> type(net[0]).__name__

@@ -224,6 +224,8 @@ class LayerSummary(NamedTuple):
 class Summary(ShownAsTable):
     """The result of `summary`. It prints as a table, and shows as a table in a notebook.
 
+    >>> from torch import nn
+    >>> from syncbn import summary
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     >>> [(layer.path, layer.kind.name) for layer in summary(net).layers]
     [('1', 'plain')]
@@ -281,7 +283,8 @@ def summary(module: nn.Module) -> Summary:
     Layers in plain lists, tuples and dicts are listed under the path of the attribute: neither
     `convert_model` nor replication finds them.
 
-    >>> from syncbn import convert_model
+    >>> from torch import nn
+    >>> from syncbn import convert_model, summary
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8))
     >>> print(summary(convert_model(net)))
     path       layer                                  note

@@ -124,7 +124,7 @@ def test_replica_that_skips_a_layer_is_named(wrap, replica, way):
         "others": f"replica(s {first}, {second} wait| ({first}|{second}) waits)",
     }
     text = str(error)
-    for part in (of_odd or f"{names['odd']} ended without calling it", of_others):
+    for part in (of_odd or f"{names['odd']} ended without that call", of_others):
         assert re.search(part.format(**names), text), text
     assert_recovers(net, twin, wrap)
 

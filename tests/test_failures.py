@@ -253,8 +253,8 @@ def test_error_in_a_masters_callback_reaches_the_caller_and_the_next_step_is_cor
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
-        ((1, 0), "`layer`, call 1: replica 0 waits; replica 1 ended without calling it"),
-        ((0, 1), "`layer`, call 1: replica 1 waits; replica 0 ended without calling it"),
+        ((1, 0), "`layer`, call 1: replica 0 waits; replica 1 ended without that call"),
+        ((0, 1), "`layer`, call 1: replica 1 waits; replica 0 ended without that call"),
         ((2, 1), "`layer`, call 2: replica 0 waits; replica 1 ended after call 1"),
         ((1, 2), "`layer`, call 2: replica 1 waits; replica 0 ended after call 1"),
         ((5, 3), "`layer`, call 4: replica 0 waits; replica 1 ended after call 3"),

@@ -15,6 +15,7 @@ from torch import distributed, nn
 import replication
 import syncbn
 from tests.processes import run_python
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -78,7 +79,8 @@ def test_journeys_run_from_top_to_bottom(page, tmp_path):
 
 def launched(program, folder, processes=2):
     """Saves a program and launches it as the page says. Returns the state and the accuracy."""
-    torchrun, *options, name = fenced(PROCESSES)[1][1].replace("=2", f"={processes}").split()
+    command = fenced(PROCESSES)[1][1].replace("=2", f"={processes}")
+    _, torchrun, *options, name = command.split()  # after a setting of the environment
     assert torchrun == "torchrun" and f"--nproc-per-node={processes}" in options
     (folder / name).write_text(program)
     done = run_python("-m", "torch.distributed.run", "--standalone", *options, name, cwd=folder)
@@ -96,6 +98,44 @@ def test_the_program_of_several_processes_learns_what_one_process_learns(tmp_pat
     torch.testing.assert_close(state, launched(program, tmp_path, processes=1)[0])
     plain = nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
     plain.load_state_dict(state)
+
+
+def layer_of_the_page(name):
+    """Makes a layer of docs/layers.md, for 3 features."""
+    blocks = fenced(ROOT / "docs" / "layers.md")
+    (text,) = [text for _, text in blocks if text.startswith(f"class {name}(")]
+    names = {"torch": torch, "nn": nn, "ReplicaAware": replication.ReplicaAware}
+    exec(text, names)
+    torch.manual_seed(0)
+    return names[name](3)
+
+
+def trained_buffers(rank, name, batches):
+    """The buffers of a layer after steps on this rank's part of each batch."""
+    layer = layer_of_the_page(name)
+    for batch in batches:
+        layer(batch if rank is None else batch.chunk(2)[rank])
+    return layer.state_dict()
+
+
+@needs_gloo
+@pytest.mark.parametrize("name", ["RunningCenter", "Scores"])
+def test_the_buffers_of_layers_agree_on_all_ranks(name):
+    """Without DDP, which would copy the buffers of rank 0."""
+    batches = torch.randn(3, 7, 3)
+    expected = trained_buffers(None, name, batches)
+    for actual in run_ranks(2, trained_buffers, name, batches):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_the_layer_with_a_queue_compares_with_earlier_batches():
+    layer, x = layer_of_the_page("Scores"), torch.randn(5, 3, requires_grad=True)
+    earlier, upstream = layer.queue.clone(), torch.randn(5, 16)
+    y = layer(x)
+    y.backward(upstream)
+    torch.testing.assert_close(y, x @ earlier.T)
+    torch.testing.assert_close(x.grad, upstream @ earlier)
+    assert layer.queue[:5].equal(x)
 
 
 @pytest.mark.parametrize(("text", "where"), blocks("pycon", PAGES))
@@ -130,12 +170,17 @@ def test_the_difference_of_three_lines_synchronizes():
     assert syncbn.verify(names["model"], torch.randn(8, 3))
 
 
-def test_the_answer_about_speed_is_the_published_one():
+def test_the_answers_about_speed_are_the_published_ones():
     figures = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
     ranges = re.findall(r"a training step takes ([\d.]+) to ([\d.]+) with `syncbn`", figures)
     least, most = (f(float(end) for ends in ranges for end in ends) for f in (min, max))
     answers = " ".join((ROOT / "docs" / "questions.md").read_text("utf-8").split())
     assert f"a training step takes {least:.1f} to {most:.1f} times as long" in answers
+    between = figures.split("### Between processes")[1].split("###")[0]
+    rows = [re.findall(r"\| ([\d.]+) \(", row) for row in between.splitlines()]
+    columns = zip(*(map(float, row) for row in rows if row), strict=True)
+    ours, scheme = (f"{min(column):.0f} to {max(column):.0f} times" for column in columns)
+    assert f"takes {ours} as long, and {scheme} with the scheme" in answers
 
 
 def test_the_badges_are_true():
@@ -169,6 +214,16 @@ def test_public_names_have_an_example(name):
     kind = PUBLIC[name]
     methods = [vars(kind)[key] for key in vars(kind) if not key.startswith("_")]
     assert any(">>> " in (inspect.getdoc(documented) or "") for documented in (kind, *methods))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_examples_of_public_names_are_complete(name):
+    """They run in an empty namespace, as when they are copied from `help`."""
+    kind = PUBLIC[name]
+    documented = [kind, *(vars(kind)[key] for key in vars(kind) if not key.startswith("_"))]
+    for text in filter(None, map(inspect.getdoc, documented)):
+        test = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
+        assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -146,6 +146,8 @@ class Group(ABC):
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Reduces the tensors of all members, and returns the result to every member.
 
+        >>> import torch
+        >>> from replication import SoloGroup
         >>> SoloGroup().all_reduce(torch.tensor([1.0, 2.0]), op="mean")
         tensor([1., 2.])
 
@@ -335,6 +337,8 @@ def reduce_tensors(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
 class SoloGroup(Group):
     """A group of one member: each collective returns a copy of its argument at once.
 
+    >>> import torch
+    >>> from replication import SoloGroup
     >>> group = SoloGroup()
     >>> group.rank, group.size
     (0, 1)

@@ -75,7 +75,8 @@ class ReplicaAware(_Base):
     """A mixin for layers, in front of `torch.nn.Module`: ``self.group`` connects a layer's copies.
 
     >>> import torch
-    >>> from replication import DataParallel
+    >>> from torch import nn
+    >>> from replication import DataParallel, ReplicaAware
     >>> class Center(ReplicaAware, nn.Module):
     ...     def forward(self, x):
     ...         count = self.group.all_reduce(torch.tensor(len(x), device=x.device))

@@ -62,7 +62,9 @@ class ProcessGroup(Group):
 
     Only `all_gather_object` unpickles data from other ranks.
 
+    >>> import torch
     >>> from torch import distributed
+    >>> from replication import ProcessGroup
     >>> distributed.init_process_group(
     ...     "gloo", store=distributed.HashStore(), rank=0, world_size=1
     ... )  # without arguments under torchrun

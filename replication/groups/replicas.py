@@ -55,6 +55,7 @@ Tensors = tuple[Tensor, ...]
 class CallbackContext:
     """A namespace that the copies of one layer share in one forward: they may set any attribute.
 
+    >>> import torch
     >>> from torch import nn
     >>> from replication import DataParallel
     >>> class Greets(nn.Identity):
@@ -236,8 +237,9 @@ class ReplicaGroup(Group):
     No thread waits in backward, and any subset of the results may enter a loss. A tensor that has
     no influence on the loss gets no gradient (`torch.autograd.grad` needs ``allow_unused``).
 
+    >>> import torch
     >>> from torch import nn
-    >>> from replication import DataParallel, ReplicaAware
+    >>> from replication import DataParallel, ReplicaAware, ReplicaGroup
     >>> class Total(ReplicaAware, nn.Module):
     ...     def forward(self, x):
     ...         assert isinstance(self.group, ReplicaGroup)
@@ -360,8 +362,8 @@ class ReplicaGroup(Group):
             raise ReplicationError(
                 f"{self._where()}: {name} of a group whose forward has ended; "
                 + (
-                    "no replica answers in backward, so leave the layer out of activation "
-                    "checkpoints"
+                    "no replica answers in backward, so don't call collectives in hooks or custom "
+                    "backwards, and leave the layer out of activation checkpoints"
                     if current_backward() != NO_BACKWARD
                     else "get the group afresh in each forward"
                 )

@@ -45,6 +45,8 @@ def gather(
     tensors become a vector. ``None`` stays ``None``. Any other object becomes a list with one
     entry per replica. Containers keep their types.
 
+    >>> import torch
+    >>> from replication import gather
     >>> gather([{"x": torch.ones(2), "n": 2}, {"x": torch.ones(1), "n": 1}], "cpu")
     {'x': tensor([1., 1., 1.]), 'n': [2, 1]}
 

@@ -73,7 +73,9 @@ def parallel_apply(
     of the replica's type becomes the replica's own device. Replicas on the CPU divide the caller's
     number of intra-op threads among themselves. A single replica runs in the calling thread.
 
-    >>> from replication import replicate
+    >>> import torch
+    >>> from torch import nn
+    >>> from replication import parallel_apply, replicate
     >>> replicas = replicate(nn.Flatten(0), ["cpu"] * 2)
     >>> parallel_apply(replicas, [torch.zeros(1, 2), torch.ones(1, 3)])
     [tensor([0., 0.]), tensor([1., 1., 1.])]

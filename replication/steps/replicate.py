@@ -66,6 +66,8 @@ def replicate(
     in that replica. A module compiled by ``module.compile()`` or ``torch.compile(module)`` runs
     uncompiled in replicas.
 
+    >>> from torch import nn
+    >>> from replication import replicate
     >>> replicas = replicate(nn.Linear(3, 2), ["cpu"] * 2)
     >>> len(replicas), len(list(replicas[0].parameters()))
     (2, 0)

@@ -38,6 +38,8 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
     part i is the length of entry i, if that is a tensor or has tensors under keys or in fields.
     Tensors in lists and tuples do not count, because a list may hold one tensor for each sample.
 
+    >>> import torch
+    >>> from replication import scatter
     >>> scatter({"x": torch.arange(3), "train": True}, ["cpu"] * 2)
     [{'x': tensor([0, 1]), 'train': True}, {'x': tensor([2]), 'train': True}]
 
@@ -73,6 +75,8 @@ def scatter_kwargs(
 ) -> ScatteredArguments:
     """Splits positional and keyword arguments as `scatter` does, into equally many parts.
 
+    >>> import torch
+    >>> from replication import scatter_kwargs
     >>> scatter_kwargs((torch.arange(3),), {"train": True}, ["cpu"] * 2)
     (((tensor([0, 1]),), (tensor([2]),)), ({'train': True}, {'train': True}))
 

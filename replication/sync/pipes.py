@@ -34,6 +34,7 @@ class FutureResult:
     Any value passes, ``None`` included. Inside the forward of a replica, `get` raises
     `ReplicaFailed` or `ReplicasDiverged` when no other replica can put a result any more.
 
+    >>> from replication import FutureResult
     >>> result = FutureResult()
     >>> result.put("ready")  # in one thread
     >>> result.get()  # in another
@@ -145,6 +146,7 @@ class Channel(Exchange):
 class SlavePipe:
     """The connection of a slave to its master. Made by `SyncMaster.register_slave`.
 
+    >>> from replication import SyncMaster
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> master = SyncMaster(lambda messages: [(i, 10 * message) for i, message in messages])
     >>> pipe = master.register_slave(1)
@@ -222,6 +224,7 @@ class SyncMaster:
     equally often. Outside a forward, pipes connect any threads. They cannot know whether a thread
     is still alive, so a wait for a message that never comes does not end.
 
+    >>> from replication import SyncMaster
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> def add(messages):
     ...     total = sum(message for _, message in messages)

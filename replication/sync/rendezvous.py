@@ -441,9 +441,8 @@ class Rendezvous:
         return (
             "the replicas have diverged: "
             + "; ".join(parts)
-            + ". Every replica must call the synchronized layers equally often and in the same"
-            " order: look for branches that depend on data, and for layers in eval() in one"
-            " replica only."
+            + ". Every replica must make the same calls in the same order: look for branches that"
+            " depend on data, and for layers in eval() in one replica only."
         )
 
     def _state(self, replica: int, calls: dict[int, int] | None) -> str:
@@ -457,7 +456,7 @@ class Rendezvous:
         if calls is None:
             return "has ended"
         count = calls.get(replica, 0)
-        return f"ended after call {count}" if count else "ended without calling it"
+        return f"ended after call {count}" if count else "ended without that call"
 
 
 def two_at_once(path: str, replica: int) -> ReplicationError:

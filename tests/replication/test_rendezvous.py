@@ -277,7 +277,7 @@ def test_message_names_no_replica_that_may_still_come():
     rendezvous.leave(1)
     expected = (
         "the replicas have diverged: `layer`, call 1: replica 0 waits; replica 1 ended without "
-        "calling it. Every replica must call"
+        "that call. Every replica must make the same calls"
     )
     message = diverged(wait)
     assert message.startswith(expected)
@@ -291,7 +291,7 @@ def test_message_says_who_has_not_called_the_layer_at_all():
     rendezvous = entered(2)
     rendezvous.leave(1)
     message = diverged(begin_wait(rendezvous, 0, 1))
-    assert "`layer`, call 1: replica 0 waits; replica 1 ended without calling it." in message
+    assert "`layer`, call 1: replica 0 waits; replica 1 ended without that call." in message
 
 
 def test_message_names_each_layer_that_replicas_wait_at():

@@ -189,13 +189,13 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.cpu_keywords = checked_names("cpu_keywords", cpu_keywords)
         self.timeout = _seconds(timeout)
         devices = _devices_to_use(device_ids)
-        self.device_ids = [_as_torch_spells(device) for device in devices]
+        self.device_ids = [_torch_spelling(device) for device in devices]
         if not devices:
             return
         target = devices[0] if output_device is None else parse_device(output_device)
         check_available(target)
         self.src_device_obj = devices[0]
-        self.output_device = _as_torch_spells(target)
+        self.output_device = _torch_spelling(target)
         if all(device.type == "cuda" for device in devices):
             check_balance(self.device_ids)
         if len(devices) == 1:
@@ -397,7 +397,7 @@ def _devices_to_use(device_ids: Sequence[DeviceLike] | None) -> list[torch.devic
     return usable_devices(device_ids)
 
 
-def _as_torch_spells(device: torch.device) -> Any:
+def _torch_spelling(device: torch.device) -> Any:
     """Returns a device as torch's class stores it: an accelerator by its index."""
     by_index = device.type == accelerator() and device.index is not None
     return device.index if by_index else device

@@ -54,8 +54,8 @@ def paired(modules: Sequence[nn.Module]) -> list[Position]:
         for copy_id, module in enumerate(copies):
             if type(module) is not type(first) or list(module._modules) != names:
                 raise ValueError(
-                    f"the copies must match: {label(position)} is {outlined(first)} in "
-                    f"copy 0 but {outlined(module)} in copy {copy_id}"
+                    f"the copies must match: {label(position)} is {describe_module(first)} in "
+                    f"copy 0 but {describe_module(module)} in copy {copy_id}"
                 )
         for name in reversed(names):
             children = [module._modules[name] for module in copies]
@@ -74,6 +74,6 @@ def label(position: Position) -> str:
     return f"`{path}`" if path else f"the root ({type(copies[0]).__name__})"
 
 
-def outlined(module: nn.Module) -> str:
+def describe_module(module: nn.Module) -> str:
     """Returns a module's type and children, for messages."""
     return f"{type(module).__name__}({', '.join(module._modules)})"

@@ -198,7 +198,7 @@ def verify(
     return replace(result, is_random=not Verification(repeated, tolerance, 1))
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """One call of a layer. The calls of each layer are counted from 1."""
 
     path: str
@@ -221,7 +221,7 @@ class Step:
         self.device, self.dtype = device, dtype
         self.layers = dict(net.named_modules())
         #: The outputs of each call of a layer, in the order of the calls.
-        self.calls: dict[Call, Parts] = {}
+        self.calls: dict[LayerCall, Parts] = {}
         #: The other tensors, by kind of quantity and by name.
         self.tensors: dict[str, dict[str, Tensor | None]] = {}
         #: The number of replicas that ran.
@@ -239,7 +239,7 @@ class Step:
         current = current_replica()
         replica = 0 if current is None else current.replica
         self._counts[path, replica] += 1
-        call = Call(path, self._counts[path, replica])
+        call = LayerCall(path, self._counts[path, replica])
         self.calls.setdefault(call, {})[replica] = [
             _dense(tensor).detach().to(self.device, copy=True)
             for tensor in _tensors(output).values()
@@ -275,7 +275,7 @@ class Step:
             },
             "buffer": buffers,
         }
-        self.replicas = len(self.calls.pop(Call("", 1), {}))  # "output" has it already
+        self.replicas = len(self.calls.pop(LayerCall("", 1), {}))  # "output" has it already
 
     def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Tensor]]:
         """Returns positional arguments, keyword arguments, and the inputs that get gradients."""

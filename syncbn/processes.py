@@ -55,7 +55,7 @@ def merge_ranks(
         The replies to the replicas.
     """
     shards, local, totals = zip(*messages, strict=True)
-    exchange = Exchange(group, shards, layouts, any(edge.requires_grad for edge in local))
+    exchange = RankExchange(group, shards, layouts, any(edge.requires_grad for edge in local))
     edges = MergeRanks.apply(exchange, *local, *totals)  # type: ignore[no-untyped-call]
     total, mean, var = exchange.total, exchange.mean, exchange.var
     is_known = isinstance(total, int)
@@ -79,7 +79,7 @@ def merge_ranks(
     return list(zip([total] * n, batches, zip(edges[:n], edges[n:], strict=True), strict=True))
 
 
-class Exchange:
+class RankExchange:
     """The two collectives of a call, one forward and one backward."""
 
     #: Values per channel on all ranks. A tensor where reading it would block the host.
@@ -147,7 +147,7 @@ class MergeRanks(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, *edges: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, exchange: RankExchange, *edges: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.exchange = exchange
         exchange.merge()
@@ -157,7 +157,7 @@ class MergeRanks(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        exchange: Exchange = ctx.exchange
+        exchange: RankExchange = ctx.exchange
         factors, shards = exchange.derivative_factors, exchange.shards
         n = len(shards)
         exact, fast = added(grads[:n]), added(grads[n:])

@@ -486,7 +486,7 @@ def test_a_master_waits_for_a_slave_that_was_interrupted_meanwhile():
 
     master, outcomes = SyncMaster(reply), []
     pipes = [master.register_slave(i) for i in (1, 2)]
-    rendezvous = master._by_hand
+    rendezvous = master._outside_forward
 
     def slaves() -> list[Any]:
         assert soon(lambda: len(rendezvous._waits) == 1)  # the master's

@@ -292,7 +292,7 @@ class Group(ABC):
             self._refuse(TypeError, f"{name} has no {op} of {dtype}; convert the tensor first")
 
 
-def in_a_callback(name: str) -> str:
+def refuses_callbacks(name: str) -> str:
     """Returns the message that refuses a collective in a replication callback."""
     return (
         f"{name} in a replication callback; callbacks run one after the other, so that no other "
@@ -354,7 +354,7 @@ class SoloGroup(Group):
     def _check_use(self, name: str) -> None:
         current = current_replica()
         if current is not None and current.in_callback:  # as in a larger group
-            raise ReplicationError(f"{self!r}: {in_a_callback(name)}")
+            raise ReplicationError(f"{self!r}: {refuses_callbacks(name)}")
 
     def barrier(self) -> None:
         """Returns at once."""

@@ -47,7 +47,7 @@ def warn_of_unconnected_processes(layer: str) -> None:
         )
 
 
-class Unreplicated(SoloGroup):
+class UnreplicatedGroup(SoloGroup):
     """The group of a layer outside replicas.
 
     It refuses calls inside a replica, where a group that was kept from before the forward would
@@ -211,7 +211,7 @@ class ReplicaAware(_Base):
             return ProcessGroup(self.process_group, self._public_name)
         if processes_are_not_connected():
             warn_of_unconnected_processes(self._public_name)
-        return Unreplicated(self._public_name)
+        return UnreplicatedGroup(self._public_name)
 
     @property
     def _public_name(self) -> str:

@@ -44,7 +44,7 @@ def has_other_processes(process_group: Any = None) -> bool:
     Also true if this process is not a member or the group is destroyed: using it raises.
     """
     if process_group is not None:
-        return not is_known(process_group) or distributed.get_world_size(process_group) > 1
+        return not is_usable(process_group) or distributed.get_world_size(process_group) > 1
     is_distributed = distributed.is_available() and distributed.is_initialized()
     return is_distributed and distributed.get_world_size() > 1
 
@@ -60,7 +60,7 @@ def processes_are_not_connected() -> bool:
     )
 
 
-def is_known(process_group: Any) -> bool:
+def is_usable(process_group: Any) -> bool:
     """Whether this process is in a group, and the group is not destroyed."""
     try:
         distributed.get_backend(process_group)
@@ -69,7 +69,7 @@ def is_known(process_group: Any) -> bool:
     return True
 
 
-def is_group_of_others(process_group: Any) -> bool:
+def is_non_member(process_group: Any) -> bool:
     """Whether it is the value that `torch.distributed.new_group` returns to non-members."""
     outside = distributed.GroupMember.NON_GROUP_MEMBER
     return type(process_group) is type(outside) and process_group == outside
@@ -78,7 +78,7 @@ def is_group_of_others(process_group: Any) -> bool:
 def check_process_group(value: Any) -> None:
     """Raises TypeError if the value is not a group of `torch.distributed`."""
     is_group = distributed.is_available() and (
-        isinstance(value, distributed.ProcessGroup) or is_group_of_others(value)
+        isinstance(value, distributed.ProcessGroup) or is_non_member(value)
     )
     if not is_group:
         raise TypeError(

@@ -33,8 +33,8 @@ from replication.groups.collectives import differentiable
 from replication.groups.membership import (
     check_process_group,
     debugging,
-    is_group_of_others,
-    is_known,
+    is_non_member,
+    is_usable,
     state_of,
 )
 from replication.sync.notes import add_note
@@ -101,12 +101,12 @@ class ProcessGroup(Group):
             )
         else:
             process_group = distributed.group.WORLD
-        if is_group_of_others(process_group):
+        if is_non_member(process_group):
             raise ValueError(
                 f"`{name}`: this process is not in the process_group; pass each process a group "
                 "that contains it"
             )
-        if not is_known(process_group):
+        if not is_usable(process_group):
             raise _destroyed(f"`{name}`")
         super().__init__(
             distributed.get_rank(process_group), distributed.get_world_size(process_group)
@@ -124,7 +124,7 @@ class ProcessGroup(Group):
             ReplicationError: The group is destroyed.
         """
         process_group = self._process_group()
-        if process_group is None or not is_known(process_group):  # a destroyed group may live on
+        if process_group is None or not is_usable(process_group):  # a destroyed group may live on
             raise _destroyed(self._where())
         return process_group
 

@@ -32,9 +32,9 @@ from replication.groups.base import (
     ReduceOp,
     SoloGroup,
     check_same_call,
-    in_a_callback,
     layouts_of,
     reduce_tensors,
+    refuses_callbacks,
 )
 from replication.steps.broadcast import broadcast
 from replication.sync.current import is_recomputation, this_thread
@@ -352,7 +352,7 @@ class ReplicaGroup(Group):
         current = this_thread.current
         if current is not None and current.rendezvous is rendezvous:
             if current.in_callback:
-                raise ReplicationError(f"{self._where()}: {in_a_callback(name)}")
+                raise ReplicationError(f"{self._where()}: {refuses_callbacks(name)}")
             if current.replica != replica:
                 raise ReplicationError(
                     f"{self._where()}: replica {current.replica} calls {name} of the group of "

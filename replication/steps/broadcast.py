@@ -18,7 +18,7 @@ __all__: list[str] = []
 Copies = list[list[Tensor]]
 
 
-def copied_buffers(buffers: list[Tensor], devices: Sequence[torch.device], detach: bool) -> Copies:
+def copy_buffers(buffers: list[Tensor], devices: Sequence[torch.device], detach: bool) -> Copies:
     """Copies buffers to each device. Only copy 0 shares the storage of the original."""
     kinds = {(b.device, b.requires_grad) for b in buffers} | {(d, False) for d in devices}
     if len(kinds) == 1 and not are_distinct_cuda(devices):  # the usual case

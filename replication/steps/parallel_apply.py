@@ -56,7 +56,7 @@ SHUTDOWN_GRACE = 5.0
 _POLL = 1.0
 
 #: The caller's thread has made at least this many autograd nodes when the replicas start from 0.
-_AHEAD = 2_000
+_MIN_CALLER_NODES = 2_000
 
 
 def parallel_apply(
@@ -149,7 +149,7 @@ def _run_all(
     # replicas' threads are new, so they count from 0 in every forward. The caller must be ahead of
     # all of them, or the order of sums changes from step to step. Not in anomaly mode, where nodes
     # are expensive.
-    nodes = _AHEAD if torch.is_grad_enabled() and not torch.is_anomaly_enabled() else 0
+    nodes = _MIN_CALLER_NODES if torch.is_grad_enabled() and not torch.is_anomaly_enabled() else 0
     count_nodes_up_to(nodes)
     outputs: list[Any] = [None] * len(calls)
     failures: list[BaseException] = []

@@ -22,7 +22,7 @@ from replication._torch import (
 )
 from replication.devices import DeviceLike, check_module, to_device, usable_devices
 from replication.modules import Position, layers_of
-from replication.steps.broadcast import broadcast, copied_buffers
+from replication.steps.broadcast import broadcast, copy_buffers
 from replication.sync.lifecycle import untrack
 from replication.tree import PLAIN, Made, leaves_of, open_builtin, replace_leaves
 
@@ -122,7 +122,7 @@ def make_replicas(
     copied: list[Copied] = []
     for parameters_of_copy, buffers_of_copy in zip(
         broadcast(list(parameters.values()), devices, detach),
-        copied_buffers(list(buffers.values()), devices, detach),
+        copy_buffers(list(buffers.values()), devices, detach),
         strict=True,
     ):
         shells = [

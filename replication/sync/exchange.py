@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from replication.errors import ReplicationError
-from replication.sync.rendezvous import Rendezvous, Wait, site, two_at_once
+from replication.sync.rendezvous import Rendezvous, Wait, concurrent_call_error, site
 
 __all__: list[str] = []
 
@@ -73,7 +73,7 @@ class Exchange:
         with rendezvous.lock:
             current = self._round
             if replica in current.messages:
-                raise two_at_once(self.path, replica)
+                raise concurrent_call_error(self.path, replica)
             self.calls[replica] += 1
             if rendezvous.abort is not None:
                 rendezvous.abort.raise_late(replica, site(self.path, self.calls[replica]))

@@ -249,7 +249,7 @@ class SyncMaster:
         self._forget_forwards()
 
     #: The attributes that a copy does not take over.
-    _OF_FORWARDS = ("_lock", "_latest", "_by_hand")
+    _OF_FORWARDS = ("_lock", "_latest", "_outside_forward")
 
     def _forget_forwards(self) -> None:
         # Guards registrations outside a forward, which any thread may make.
@@ -257,7 +257,7 @@ class SyncMaster:
         # The latest forward with slaves, for threads that do not run a replica.
         self._latest: Callable[[], Rendezvous | None] | None = None
         # The rendezvous of the slaves that were registered outside any forward.
-        self._by_hand: Rendezvous | None = None
+        self._outside_forward: Rendezvous | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in self._OF_FORWARDS}
@@ -292,7 +292,7 @@ class SyncMaster:
                 channel.register(replica, identifier, is_forward=True)
             return SlavePipe(identifier, rendezvous, channel, replica)
         with self._lock:
-            rendezvous = self._registering_by_hand()
+            rendezvous = self._open_registration()
             self._latest = None
             with rendezvous.lock:
                 channel = rendezvous.channels[self]
@@ -300,21 +300,23 @@ class SyncMaster:
                 channel.register(replica, identifier, is_forward=False)
         return SlavePipe(identifier, rendezvous, channel, replica)
 
-    def _registering_by_hand(self) -> Rendezvous:
-        if self._by_hand is not None:
-            if not any(self._by_hand.channels[self].calls.values()):
-                return self._by_hand
-            self._by_hand.close("new slaves have been registered; this pipe is of an older set.")
-        by_hand = Rendezvous(None)
-        by_hand.channels[self] = Channel("SyncMaster")
-        self._by_hand = by_hand  # last, because other threads may read it
-        return by_hand
+    def _open_registration(self) -> Rendezvous:
+        if self._outside_forward is not None:
+            if not any(self._outside_forward.channels[self].calls.values()):
+                return self._outside_forward
+            self._outside_forward.close(
+                "new slaves have been registered; this pipe is of an older set."
+            )
+        rendezvous = Rendezvous(None)
+        rendezvous.channels[self] = Channel("SyncMaster")
+        self._outside_forward = rendezvous  # last, because other threads may read it
+        return rendezvous
 
     def _rendezvous(self) -> Rendezvous | None:
         current = current_replica()
         if current is not None:
             return current.rendezvous
-        return self._latest() if self._latest is not None else self._by_hand
+        return self._latest() if self._latest is not None else self._outside_forward
 
     @property
     def nr_slaves(self) -> int:

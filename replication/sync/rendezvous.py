@@ -459,7 +459,7 @@ class Rendezvous:
         return f"ended after call {count}" if count else "ended without that call"
 
 
-def two_at_once(path: str, replica: int) -> ReplicationError:
+def concurrent_call_error(path: str, replica: int) -> ReplicationError:
     """Returns the error of a replica that calls one layer in two threads at the same time."""
     return ReplicationError(
         f"`{path}`: replica {replica} calls it in one thread while it waits there in another; the "

@@ -140,7 +140,7 @@ def test_a_slave_that_is_interrupted_takes_its_message_back():
 
     master = SyncMaster(reply)
     pipes = [master.register_slave(i) for i in (1, 2)]
-    rendezvous = master._by_hand
+    rendezvous = master._outside_forward
     first = threading.Thread(target=lambda: outcome_of(lambda: pipes[0].run_slave("withdrawn")))
     first.start()
     assert soon(lambda: bool(rendezvous._waits))
@@ -166,7 +166,7 @@ def test_a_slave_that_was_interrupted_after_its_message_was_collected_gets_no_ol
 
     master = SyncMaster(reply)
     pipe = master.register_slave(1)
-    rendezvous, replies = master._by_hand, {}
+    rendezvous, replies = master._outside_forward, {}
 
     def call(name: str, run: Any) -> threading.Thread:
         thread = threading.Thread(
@@ -210,7 +210,7 @@ def started(call: Any, into: list[Any]) -> threading.Thread:
 def test_a_master_that_waits_already_waits_again_for_a_slave_that_is_interrupted():
     master = SyncMaster(echo)
     pipes = [master.register_slave(i) for i in (1, 2)]
-    waits, answers, interrupted = master._by_hand._waits, [], []
+    waits, answers, interrupted = master._outside_forward._waits, [], []
     running = [started(lambda: master.run_master("m"), answers)]
     assert soon(lambda: len(waits) == 1)
     first = started(lambda: pipes[0].run_slave("withdrawn"), interrupted)
@@ -240,8 +240,8 @@ def test_a_message_of_a_call_that_has_failed_is_not_collected(monkeypatch):
 
     monkeypatch.setattr(Wait, "block", slowly)
     slave = started(lambda: pipe.run_slave("late"), outcomes)
-    assert soon(lambda: bool(master._by_hand._waits))
-    master._by_hand.fail(1, KeyError("elsewhere"))
+    assert soon(lambda: bool(master._outside_forward._waits))
+    master._outside_forward.fail(1, KeyError("elsewhere"))
     with pytest.raises(ReplicaFailed, match="KeyError"):
         master.run_master("m")
     goes_on.set()
@@ -253,7 +253,7 @@ def test_a_failure_right_after_the_last_message_reaches_the_master(monkeypatch):
     """It has been woken by the message, which is taken back before it looks."""
     master, outcomes = SyncMaster(echo), []
     pipe = master.register_slave(1)
-    rendezvous, block = master._by_hand, Wait.block
+    rendezvous, block = master._outside_forward, Wait.block
 
     def fails_then(wait: Wait) -> None:
         block(wait)
@@ -443,7 +443,7 @@ def test_error_names_the_number_of_the_call():
     master = SyncMaster(echo)
     pipe = master.register_slave(1)
     exchange(master, "a", (pipe, "b"))
-    master._by_hand.fail(1, KeyError("elsewhere"))
+    master._outside_forward.fail(1, KeyError("elsewhere"))
     for replica, run in enumerate((master.run_master, pipe.run_slave)):
         with pytest.raises(ReplicaFailed, match=rf"{replica} reached `SyncMaster`, call 2 after"):
             run("c")

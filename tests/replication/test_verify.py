@@ -325,6 +325,7 @@ def test_self_check_has_a_result_for_each_device_and_for_all_together(broken, mo
 
     monkeypatch.setattr(replication.__main__, "default_devices", lambda: accelerators)
     monkeypatch.setattr(replication.__main__, "verify", verify_without_devices)
+    monkeypatch.setattr(syncbn.__main__, "has_float64", lambda device: True)
     assert syncbn.__main__.main(["--replicas", "3"]) == (1 if broken else 0)
     lists = [["cpu"] * 3, ["cuda:0"] * 3, ["cuda:1"] * 3, ["cuda:0", "cuda:1"]]
     assert calls == [[*names, d] for names in lists for d in (torch.float64, torch.float32)]

@@ -26,26 +26,18 @@ fake_pg = pytest.importorskip(
     "torch.testing._internal.distributed.fake_pg", reason="this torch has no fake backend"
 )
 
-#: Rank, number of processes, number of replicas (0 without `DataParallel`), and ``group_size``.
-Case = tuple[int, int, int, "int | None"]
 
-
-def traffic(_: int, cases: list[Case]) -> list[Any]:
+def traffic(_: int, cases: list[tuple[int, int, int, int | None]]) -> list[Any]:
     distributed.destroy_process_group()  # the group that connects the processes of the test
     return [traffic_of(*case) for case in cases]
 
 
 def traffic_of(rank: int, processes: int, replicas: int, group_size: int | None) -> Any:
-    """What a process sends in a step, forward and backward, and its new groups in two steps."""
-    distributed.init_process_group(
-        "fake", store=fake_pg.FakeStore(), rank=rank, world_size=processes
-    )
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 1),
-        SynchronizedBatchNorm2d(8, group_size=group_size),
-        nn.Conv2d(8, 16, 1),
-        SynchronizedBatchNorm2d(16, group_size=group_size),
-    )
+    """What a process sends in its second step, and how many groups it makes in each."""
+    store = fake_pg.FakeStore()
+    distributed.init_process_group("fake", store=store, rank=rank, world_size=processes)
+    layers = [SynchronizedBatchNorm2d(channels, group_size=group_size) for channels in (8, 16)]
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), layers[0], nn.Conv2d(8, 16, 1), layers[1])
     model = DataParallel(net, ["cpu"] * replicas) if replicas else net
     x, new_groups = torch.randn(16, 3, 2, 2), []
     for _ in range(2):
@@ -57,13 +49,13 @@ def traffic_of(rank: int, processes: int, replicas: int, group_size: int | None)
         new_groups.append(new_group.call_count)
     distributed.destroy_process_group()
     # Parts of different replicas make their calls in any order.
-    return sorted(forward), sorted(backward), new_groups
+    return [sorted(forward), sorted(backward)], new_groups
 
 
-def messages(name: str, times: int = 1) -> tuple[list[Any], list[Any]]:
+def messages(name: str, times: int = 1) -> list[Any]:
     """Of the network: one collective each way per layer, for a count and 4 float64 per channel."""
-    forward, backward = ([(name, size) for size in sizes] for sizes in ((136, 264), (128, 256)))
-    return sorted(times * forward), sorted(times * backward)
+    sizes = [136, 264] * times, [128, 256] * times
+    return [sorted((name, size) for size in way) for way in sizes]
 
 
 @pytest.mark.parametrize(
@@ -78,25 +70,26 @@ def test_messages_depend_neither_on_replicas_nor_on_processes(name, ranks):
     (found,) = run_ranks(1, traffic, cases)
     for case, got in zip(cases, found, strict=True):
         # In the first step, replicas make one group of torch.distributed, for all layers.
-        assert got == (*messages(name), [min(case[2], 1), 0]), case
+        assert got == (messages(name), [min(case[2], 1), 0]), case
 
 
-def test_parts_of_64_processes_of_4_replicas():
-    numbers = [("all_gather", 8)]  # of replicas in the processes, once per forward
+def test_parts_of_64_processes():
+    gathered, reduced = messages("all_gather"), messages("all_reduce")
+    twice = messages("all_gather", 2)
+    numbers = ("all_gather", 8)  # of replicas in the processes, once per forward
+    #: The messages of process 1, by the number of replicas in each and the size of a part.
     expected = {
-        (1, 64, 4, 1): ([], [], []),
-        (1, 64, 4, 4): (numbers, [], []),  # a process
-        (1, 64, 4, 32): (numbers, *messages("all_gather")),  # 8 processes
-        (1, 64, 4, 36): (numbers, *messages("all_reduce")),  # 9 processes
-        (1, 64, 4, 6): (numbers, *messages("all_gather", 2)),  # this process is in two parts
-        (1, 64, 0, 8): ([], *messages("all_gather")),
-        (1, 64, 0, 9): ([], *messages("all_reduce")),
+        (4, 1): [[], []],
+        (4, 4): [[numbers], []],  # a process
+        (4, 32): [[numbers, *gathered[0]], gathered[1]],  # 8 processes
+        (4, 36): [[numbers, *reduced[0]], reduced[1]],  # 9 processes
+        (4, 6): [[numbers, *twice[0]], twice[1]],  # two parts have replicas in the process
+        (0, 8): gathered,  # 0 is a network without DataParallel
+        (0, 9): reduced,
     }
-    (found,) = run_ranks(1, traffic, list(expected))
-    for (case, want), got in zip(expected.items(), found, strict=True):
-        first, forward, backward = want
-        assert got[:2] == (first + forward, backward), case
-        assert got[2][1] == 0, case
+    (found,) = run_ranks(1, traffic, [(1, 64, *case) for case in expected])
+    for (case, want), (got, new_groups) in zip(expected.items(), found, strict=True):
+        assert (got, new_groups[1]) == (want, 0), case
 
 
 def test_paper_counts_what_is_sent():

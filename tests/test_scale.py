@@ -1,0 +1,102 @@
+"""A step sends the same messages for any number of replicas and, beyond 8, of processes.
+
+One process of many is simulated. torch's fake backend returns at once. The values are wrong, but a
+real process makes the same calls.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from benchmarks import __main__ as suite
+from benchmarks import scale
+from replication import DataParallel
+from syncbn import SynchronizedBatchNorm2d
+from tests.ranks import recorded_collectives, run_ranks
+
+if not (distributed.is_available() and distributed.is_gloo_available()):
+    pytest.skip("this torch has no gloo", allow_module_level=True)
+fake_pg = pytest.importorskip(
+    "torch.testing._internal.distributed.fake_pg", reason="this torch has no fake backend"
+)
+
+
+def traffic(_: int, cases: list[tuple[int, int, int, int | None]]) -> list[Any]:
+    distributed.destroy_process_group()  # the group that connects the processes of the test
+    return [traffic_of(*case) for case in cases]
+
+
+def traffic_of(rank: int, processes: int, replicas: int, group_size: int | None) -> Any:
+    """What a process sends in its second step, and how many groups it makes in each."""
+    store = fake_pg.FakeStore()
+    distributed.init_process_group("fake", store=store, rank=rank, world_size=processes)
+    layers = [SynchronizedBatchNorm2d(channels, group_size=group_size) for channels in (8, 16)]
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), layers[0], nn.Conv2d(8, 16, 1), layers[1])
+    model = DataParallel(net, ["cpu"] * replicas) if replicas else net
+    x, new_groups = torch.randn(16, 3, 2, 2), []
+    for _ in range(2):
+        with mock.patch.object(distributed, "new_group", wraps=distributed.new_group) as new_group:
+            with recorded_collectives() as forward:
+                y = model(x)
+            with recorded_collectives() as backward:
+                y.backward(torch.randn_like(y))
+        new_groups.append(new_group.call_count)
+    distributed.destroy_process_group()
+    # Parts of different replicas make their calls in any order.
+    return [sorted(forward), sorted(backward)], new_groups
+
+
+def messages(name: str, times: int = 1) -> list[Any]:
+    """Of the network: one collective each way per layer, for a count and 4 float64 per channel."""
+    sizes = [136, 264] * times, [128, 256] * times
+    return [sorted((name, size) for size in way) for way in sizes]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("all_gather", [(0, 2), (7, 8)]),
+        ("all_reduce", [(8, 9), (0, 64), (63, 64), (999, 1_000), (9_999, 10_000)]),
+    ],
+)
+def test_messages_depend_neither_on_replicas_nor_on_processes(name, ranks):
+    cases = [(*rank, replicas, None) for rank in ranks for replicas in (0, 1, 4, 8)]
+    (found,) = run_ranks(1, traffic, cases)
+    for case, got in zip(cases, found, strict=True):
+        # In the first step, replicas make one group of torch.distributed, for all layers.
+        assert got == (messages(name), [min(case[2], 1), 0]), case
+
+
+def test_parts_of_64_processes():
+    gathered, reduced = messages("all_gather"), messages("all_reduce")
+    twice = messages("all_gather", 2)
+    numbers = ("all_gather", 8)  # of replicas in the processes, once per forward
+    #: The messages of process 1, by the number of replicas in each and the size of a part.
+    expected = {
+        (4, 1): [[], []],
+        (4, 4): [[numbers], []],  # a process
+        (4, 32): [[numbers, *gathered[0]], gathered[1]],  # 8 processes
+        (4, 36): [[numbers, *reduced[0]], reduced[1]],  # 9 processes
+        (4, 6): [[numbers, *twice[0]], twice[1]],  # two parts have replicas in the process
+        (0, 8): gathered,  # 0 is a network without DataParallel
+        (0, 9): reduced,
+    }
+    (found,) = run_ranks(1, traffic, [(1, 64, *case) for case in expected])
+    for (case, want), (got, new_groups) in zip(expected.items(), found, strict=True):
+        assert (got, new_groups[1]) == (want, 0), case
+
+
+def test_paper_counts_what_is_sent():
+    assert [scale.message_bytes(channels) for channels in (8, 16)] == [(136, 128), (264, 256)]
+
+
+def test_page_has_the_table_that_the_program_prints(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["scale"])
+    scale.main()
+    assert f"\n\n{capsys.readouterr().out}\n" in suite.PAGE.read_text("utf-8")

@@ -145,7 +145,8 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         if not self.training:
             return self._evaluated(input)
         group = self.group
-        if not isinstance(group, SoloGroup):
+        # Not `group.size > 1`: finding the size may be a collective. The usual type comes first.
+        if type(group) is ReplicaGroup or not isinstance(group, SoloGroup):
             return self._synchronized(input, group)
         current = current_replica()
         if current is None:

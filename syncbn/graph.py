@@ -134,7 +134,7 @@ def merge_shards(
     if total < 2:  # of 1 value the forward raises
         return [(total, None, None)] * len(shards)
     batches = merge_moments(shards, total, running)
-    streams = current_streams([shard.device for shard in shards])
+    streams = current_streams(map(attrgetter("device"), shards))
     for shard, batch in zip(shards, batches, strict=True):
         shard.batch, shard.unmeasured, shard.streams = batch, None, streams
     outputs = _merge(shards, *local, *totals)

@@ -142,9 +142,10 @@ class ReplicaAware(_Base):
         if isinstance(ctx, CallbackContext):
             # Not `ctx.group`, which a copy may have overwritten. Not `self._replica_group = ...`,
             # which is slow on a module.
-            in_several = has_other_processes(self.process_group)
-            find = CallbackContext.connected if in_several else CallbackContext.group
-            vars(self)["_replica_group"] = find(ctx, copy_id)
+            group = CallbackContext.group(ctx, copy_id)
+            if group.size == 1 and has_other_processes(self.process_group):
+                group = CallbackContext.connected(ctx, copy_id)
+            vars(self)["_replica_group"] = group
 
     @property
     def group(self) -> Group:

@@ -25,6 +25,7 @@ from replication.steps.replicate import replicate
 from replication.steps.scatter import scatter, scatter_kwargs
 from replication.sync.pipes import FutureResult, SlavePipe, SyncMaster
 from replication.tree import Scattered
+from replication.version import __version__ as __version__
 from replication.waits import WaitReport, wait_report
 from replication.warning import UnsynchronizedWarning
 

@@ -13,7 +13,6 @@ import platform
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import NamedTuple
 
 import torch
@@ -23,11 +22,9 @@ from replication.devices import accelerator, default_devices
 from replication.groups.layer import ReplicaAware
 from replication.table import Table
 from replication.verify import verify
+from replication.version import DISTRIBUTION, __version__
 
 __all__: list[str] = []
-
-#: The name under which both packages are installed.
-DISTRIBUTION = "synchronized-batchnorm"
 
 
 class Centered(ReplicaAware, nn.Module):
@@ -141,19 +138,11 @@ def environment() -> str:
         if distributed.is_available() and getattr(distributed, f"is_{name}_available")()
     ]
     return (
-        f"{DISTRIBUTION} {installed_version()}\n"
+        f"{DISTRIBUTION} {__version__}\n"
         f"Python {platform.python_version()}, torch {torch.__version__}\n"
         f"Devices: CPU ({torch.get_num_threads()} threads), {found}\n"
         f"Backends for several processes: {', '.join(backends) or 'none'}"
     )
-
-
-def installed_version() -> str:
-    """Returns the version of this distribution."""
-    try:
-        return metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return "(not installed: imported from its sources)"
 
 
 if __name__ == "__main__":

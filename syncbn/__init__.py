@@ -2,6 +2,7 @@
 
 from replication import DataParallel, DataParallelWithCallback, patch_replication_callback
 from replication.verify import Difference, Verification, verify
+from replication.version import __version__ as __version__
 from syncbn.batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,

@@ -32,7 +32,7 @@ MODULES = [name for name in FILES if not name.endswith(".__init__")]
 #: The packages and modules of `replication`, lowest first. One may import those above it in this
 #: list, and its own.
 ORDER = [
-    ["_torch", "devices", "errors", "modules", "table", "warning"],
+    ["_torch", "devices", "errors", "modules", "table", "version", "warning"],
     ["tree", "waits"],
     ["sync"],
     ["steps"],

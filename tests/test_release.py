@@ -1,17 +1,30 @@
-"""All files state the same version, date and license of a release."""
+"""All files state the same version, date, license and requirements of a release."""
 
 from __future__ import annotations
 
 import configparser
 import re
+import runpy
+import sys
 from pathlib import Path
+
+import pytest
+
+import replication
+import replication.version
+import syncbn
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_version_matches_the_changelog_and_the_citation():
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg", "utf-8")
+@pytest.fixture
+def config():
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg", "utf-8")
+    return parser
+
+
+def test_version_matches_the_changelog_and_the_citation(config):
     version = config["metadata"]["version"]
     changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
     newest, date = re.search(r"^## (\S+) \((\S+)\)$", changes, re.MULTILINE).groups()
@@ -20,3 +33,37 @@ def test_version_matches_the_changelog_and_the_citation():
     assert version == newest == cited["version"]
     assert date == cited["date-released"]
     assert config["metadata"]["license"] == cited["license"]
+    assert config["metadata"]["author"] == re.search(r'^  - name: "(.*)"$', citation, re.M)[1]
+    (keywords,) = re.findall(r"^keywords:\n((?:  - .*\n)+)", citation, re.MULTILINE)
+    assert config["metadata"]["keywords"].split(", ") == re.findall(r"- (.*)", keywords)
+
+
+def test_version_is_the_one_in_the_metadata(tmp_path, monkeypatch):
+    def version():
+        return runpy.run_path(replication.version.__file__)["__version__"]
+
+    assert replication.__version__ == syncbn.__version__ == version()
+    monkeypatch.setattr(sys, "path", [])
+    assert version() == "0+not.installed"
+    metadata = tmp_path / "synchronized_batchnorm-1.2.3.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: synchronized-batchnorm\nVersion: 1.2.3\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert version() == "1.2.3"
+
+
+def test_every_requirement_has_a_pin(config):
+    extras = config["options.extras_require"].values()
+    required = " ".join((config["options"]["install_requires"], *extras))
+    pins = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+    assert {re.match(r"[\w-]+", line)[0] for line in required.split()} <= set(pins)
+
+
+def test_matrix_begins_with_the_oldest_versions_and_has_all_classifiers(config):
+    matrix = (ROOT / "noxfile.py").read_text("utf-8")
+    torches = re.findall(r'^    "([\d.]+)": \["([\d.]+)"', matrix, re.MULTILINE)
+    oldest = config["options"]["install_requires"].strip().removeprefix("torch>=")
+    python = config["options"]["python_requires"].removeprefix(">=")
+    assert torches[0][0].startswith(f"{oldest}.") and {first for _, first in torches} == {python}
+    classified = re.findall(r":: Python :: (3\.\d+)", config["metadata"]["classifiers"])
+    assert set(classified) <= set(re.findall(r'"(3\.\d+)"', matrix))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from replication.errors import ReplicationError
@@ -116,7 +116,7 @@ class FutureResult:
 #: The identifier of the master's own message, and the replica that the master is in.
 _MASTER = 0
 
-MasterCallback = Callable[[Sequence[tuple[Any, Any]]], Iterable[tuple[Any, Any]]]
+MasterCallback = Callable[[list[tuple[Any, Any]]], Iterable[tuple[Any, Any]]]
 
 
 class Channel(Exchange):

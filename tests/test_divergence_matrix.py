@@ -120,7 +120,7 @@ def test_replica_that_skips_a_layer_is_named(wrap, replica, way):
     names = {
         "odd": f"replica {replica}",
         "all": f"replicas {first}, {second} wait",
-        # Whoever comes last does so after the odd one has ended, and may not be waiting yet.
+        # The last replica arrives after the odd one has ended, and may not be waiting yet.
         "others": f"replica(s {first}, {second} wait| ({first}|{second}) waits)",
     }
     text = str(error)

@@ -139,7 +139,7 @@ def test_error_arrives_unchanged_and_leaves_an_exact_model_behind(where, error, 
 
     fail(run, fault, x, dy)
     assert fault.copies
-    # Whoever runs replicas may hold a follow-up in the frame that has raised it.
+    # The code that runs replicas may hold a follow-up in the frame that raised it.
     assert forgotten(fault, in_cycles=wrap not in (ours, as_a_function))
     net.zero_grad()
     # The engine keeps what a failed backward has left to do until the next one.

@@ -705,7 +705,7 @@ def test_copy_of_a_module_has_its_callbacks_and_is_independent(copied):
 
 
 def test_callbacks_of_a_module_that_came_from_another_process_are_kept(monkeypatch):
-    """There the handles' numbers began at 0, too."""
+    """The numbers of handles also begin at 0 there."""
     monkeypatch.setattr(RemovableHandle, "next_id", 0)
     linear = nn.Linear(1, 1)
     register_replication_callback(linear, set_number)

@@ -1,4 +1,4 @@
-"""Each replica's beginning and end are seen whoever runs it, and that leaves nothing behind."""
+"""The beginning and the end of each replica are seen in every way to run it, and leave no trace."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ runners = pytest.mark.parametrize("wrap", RUNNERS.values(), ids=RUNNERS)
 
 
 class LayerError(Exception):
-    """An error that nobody else raises."""
+    """An error that only this file raises."""
 
 
-# -- whoever runs them -------------------------------------------------------------------------
+# -- every way to run them ---------------------------------------------------------------------
 
 
 @runners

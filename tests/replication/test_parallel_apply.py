@@ -258,7 +258,7 @@ def test_state_that_a_replica_leaves_behind_is_gone_in_the_next_call():
 
 
 class WorkerError(Exception):
-    """An error that nobody else raises."""
+    """An error that only this file raises."""
 
 
 def fail() -> None:

@@ -39,7 +39,7 @@ def entered(size: int) -> Rendezvous:
 
 def diverged(wait: Wait) -> str:
     """The message of the `ReplicasDiverged` that a wait ends in."""
-    assert wait.error is not None, "nobody has woken the wait"
+    assert wait.error is not None, "the wait has not ended"
     with pytest.raises(ReplicasDiverged) as caught:
         wait.block()
     return str(caught.value)

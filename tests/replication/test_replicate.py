@@ -36,7 +36,7 @@ class Typed(NamedTuple):
 
 
 class Record(dict):
-    """A dict whose keys are attributes, too, as configurations have it."""
+    """A dict whose keys are also attributes, as in configurations."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
@@ -710,7 +710,7 @@ class Registry(dict):
 
 
 class Mirror(dict):
-    """A dict whose items are attributes of the object, too."""
+    """A dict whose items are also attributes of the object."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

@@ -266,7 +266,7 @@ SPLIT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "OrderedDict": (lambda x: OrderedDict(x=x), lambda v: v["x"]),
     "defaultdict": (lambda x: defaultdict(int, x=x), lambda v: v["x"]),
     "dict of keys that are no str": (lambda x: {None: 1, (1, 2): x}, lambda v: v[1, 2]),
-    "keys that look alike": (lambda x: {1: None, "1": x}, lambda v: v["1"]),
+    "keys that look the same": (lambda x: {1: None, "1": x}, lambda v: v["1"]),
     "keys with dots": (lambda x: {"a.b": x, "a": {"b": x}}, lambda v: v["a"]["b"]),
     "derived from a namedtuple": (pair_with_note, lambda v: v.left),
     "derived with slots": (slotted, lambda v: v[0]),

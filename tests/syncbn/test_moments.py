@@ -71,7 +71,7 @@ def test_the_moments_of_many_values_are_those_of_float64(layout, shape, dtype, m
 
 
 def test_first_samples_far_from_the_others_cost_no_digits():
-    """A guess of the mean is that of the first, and all products are rounded alike here."""
+    """The mean is estimated from the first values, and all products are rounded the same way."""
     x = torch.where(torch.rand(20_000, 3, 16) < 0.5, 2.59, 3.37)
     x[:4] += 100.123
     exact = channels_of(x).var(1, correction=0)
@@ -81,7 +81,7 @@ def test_first_samples_far_from_the_others_cost_no_digits():
 @pytest.mark.parametrize("mean", [0, -2])
 @pytest.mark.parametrize("replaced", [torch.relu, lambda x: (x > 1.5).float()])
 def test_tokens_are_added_as_exactly_as_by_torch(replaced, mean):
-    """``(B, L, C)`` as ``(B, C, L)``, which torch adds in pairs; many summands are alike."""
+    """``(B, L, C)`` as ``(B, C, L)``, which torch adds in pairs. Many summands are equal."""
     x = replaced(torch.randn(64, 196, 16) + mean).transpose(1, 2)
     exact = channels_of(x).var(1, correction=0)
     plain = torch.nn.BatchNorm1d(16, momentum=1.0)
@@ -115,7 +115,7 @@ DATA = {
     "shape", [(2, 3, 128, 256), (8, 3, 64, 64), (4, 3, 1009), (16, 3, 56, 56), (9, 3, 16, 12, 7)]
 )
 def test_the_moments_are_no_worse_than_torchs(kind, shape):
-    """Where all products are alike they are rounded alike."""
+    """Equal products are rounded the same way."""
     x = DATA[kind](*shape)
     n = x.numel() // 3
     exact = channels_of(x)

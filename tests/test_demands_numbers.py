@@ -97,7 +97,7 @@ def test_eps_enters_as_the_mode_says(half_width, mode):
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("momentum", [None, 0.0, 0.1, 1.0])
 def test_buffers_keep_their_identity_and_have_the_numbers_of_one_device(wrap, momentum):
-    """T2.8, T2.9. For every way to run replicas. Views see every step (averages of weights, DDP)."""
+    """T2.8, T2.9. For every way to run replicas. Views see every step (averages, DDP)."""
     layer = SynchronizedBatchNorm1d(3, momentum=momentum, dtype=torch.float64)
     twin = in_float64(layer)
     buffers = dict(layer.named_buffers())

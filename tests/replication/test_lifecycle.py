@@ -1,4 +1,4 @@
-"""The beginning and the end of each replica are seen in every way to run it, and leave no trace."""
+"""The beginning and the end of each replica are seen in every way to run it. No trace is left."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, check_module
+from replication.groups.base import describe_argument
 
 __all__ = ["DataParallelCriterion"]
 
@@ -49,7 +50,7 @@ class DataParallelCriterion(DataParallel[nn.Module]):
         ValueError: As `DataParallel`. Also if ``criterion`` is a loss of torch with another
             reduction, or a `torch.nn.CTCLoss` with the mean.
         TypeError: As `DataParallel`. Calling it raises TypeError if a module of your own does not
-            return a pair.
+            return a pair of scalar tensors.
     """
 
     def __init__(
@@ -66,7 +67,16 @@ class DataParallelCriterion(DataParallel[nn.Module]):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Tensor:
         total, weight = super().forward(*inputs, **kwargs)
+        if isinstance(weight, list):  # which cannot be joined
+            raise TypeError(
+                f"{type(self.module.criterion).__name__} must return the weight of the samples in "
+                f"all replicas or None in all (got {' and '.join(map(describe_argument, weight))})"
+            )
         return total.sum() if weight is None else total.sum() / weight.sum()  # type: ignore[no-any-return]
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
 
 
 class _Share(nn.Module):
@@ -77,13 +87,15 @@ class _Share(nn.Module):
         self.criterion: Any = criterion
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        share = self.criterion(*args, **kwargs)
-        if not isinstance(share, tuple) or len(share) != 2:
+        share: Any = self.criterion(*args, **kwargs)
+        is_pair = isinstance(share, tuple) and len(share) == 2
+        if not (is_pair and _is_scalar(share[0]) and (share[1] is None or _is_scalar(share[1]))):
+            got = " and ".join(map(describe_argument, share if is_pair else [share]))
             raise TypeError(
-                f"{type(self.criterion).__name__} must return a pair: the sum of the losses, and "
-                f"the weight of the samples or None (got {type(share).__name__})"
+                f"{type(self.criterion).__name__} must return a pair of scalar tensors: the sum "
+                f"of the losses, and the weight of the samples or None (got {got})"
             )
-        return share
+        return share  # type: ignore[no-any-return]
 
 
 class _ShareOfTorch(_Share):
@@ -118,5 +130,7 @@ class _ShareOfTorch(_Share):
     def _weight_of_classes(self, target: Tensor) -> Tensor:
         counted = target.ne(self.criterion.ignore_index)
         weight: Tensor | None = self.criterion.weight
-        weights = counted if weight is None else weight[target * counted] * counted
-        return weights.sum()
+        if weight is None:
+            return counted.sum()
+        # As int64, because torch takes an index in uint8 for a mask.
+        return (weight[target.long() * counted] * counted).sum()

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from replication._torch import device_of_group
-from replication.groups.membership import check_process_group
+from replication.groups.processes import ProcessGroup
 
 __all__ = ["JoinableStep"]
 
@@ -57,6 +57,8 @@ class JoinableStep(Joinable, Generic[T]):
     Raises:
         TypeError: ``step`` is not a function, ``empty`` is not a tuple or list, or
             ``process_group`` is not a ProcessGroup.
+        ValueError: This process is not in ``process_group``.
+        RuntimeError: In ``Join``, `torch.distributed` is not initialized.
     """
 
     def __init__(
@@ -70,11 +72,11 @@ class JoinableStep(Joinable, Generic[T]):
                 "empty must be a tuple of the step's arguments for a batch without samples "
                 f"(got {type(empty).__name__})"
             )
-        if process_group is not None:
-            check_process_group(process_group)
         self._step = step
         self._empty = tuple(empty)
         self._process_group = process_group
+        if process_group is not None:
+            _ = self.join_process_group  # raises
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """Runs the step on a batch of this rank."""
@@ -95,7 +97,7 @@ class JoinableStep(Joinable, Generic[T]):
     @property
     def join_process_group(self) -> Any:
         """The ranks that train together."""
-        return self._process_group or torch.distributed.group.WORLD
+        return ProcessGroup(self._process_group, type(self).__name__).process_group
 
 
 class _EmptyBatches(JoinHook):

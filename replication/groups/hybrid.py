@@ -12,7 +12,8 @@ tensors and makes the collective between processes, for all of them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate, chain
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -20,7 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from replication._torch import count_nodes_up_to, device_of_group, nodes_made
+from replication._torch import count_nodes_up_to, device_of_group, keeps_graph, nodes_made
 from replication.devices import current_stream, is_int, to_device, use_device
 from replication.errors import ReplicationError
 from replication.groups.base import Group, ReduceOp, SoloGroup, reduce_tensors
@@ -59,14 +60,26 @@ class Forward:
         #: a single replica runs, may have made too many nodes to catch up with.
         self.first_node = last if last <= _MANY_NODES else 0
 
-    def backward_begins(self) -> None:
-        """Lets later forwards count from 0. A backward goes through a graph once, as a rule."""
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Encloses a collective of a backward through this forward.
+
+        Later forwards may count from 0, unless the graph is kept for another backward. The graph
+        of a backward (``create_graph=True``) is a part of this forward's graph.
+        """
         with _lock:
-            _unfinished.discard(self)
+            if not keeps_graph():
+                _unfinished.discard(self)
+        if not torch.is_grad_enabled() or torch.is_anomaly_enabled():
+            yield
+            return
+        count_nodes_up_to(self.last_node if self.last_node <= _MANY_NODES else 0)
+        yield
+        self.last_node = max(self.last_node, nodes_made())
 
 
 _lock = threading.RLock()
-#: The forwards through whose graphs no backward has gone.
+#: The forwards through whose graphs a backward may still go.
 _unfinished: WeakSet[Forward] = WeakSet()
 _forwards: WeakKeyDictionary[Rendezvous, Forward] = WeakKeyDictionary()
 
@@ -136,7 +149,7 @@ class HybridGroup(ReplicaGroup):
             count_nodes_up_to(self._forward.first_node)
         if self._connected is None:
             self._connected = self._all.twin()
-        self._connected.when_backward_begins = self._forward.backward_begins
+        self._connected.around_backward = self._forward.in_backward
         return self._connected
 
     @property

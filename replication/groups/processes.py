@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import string_at
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -88,8 +88,8 @@ class ProcessGroup(Group):
         NotImplementedError: In a call, a tensor has a derivative in forward mode.
     """
 
-    #: Called when a backward makes a call.
-    when_backward_begins: Callable[[], None] | None = None
+    #: Encloses the calls that a backward makes.
+    around_backward: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def __init__(self, process_group: Any = None, name: str = "ProcessGroup") -> None:
         if process_group is not None:
@@ -150,13 +150,12 @@ class ProcessGroup(Group):
             The headers of all ranks, if the calls are compared.
         """
         state, kind = state_of(self.process_group), (self._name, call.in_backward)
-        if call.in_backward and self.when_backward_begins is not None:
-            self.when_backward_begins()
+        around = self.around_backward() if call.in_backward else nullcontext()
         with state.lock:
             state.calls[kind] += 1
             call = call._replace(where=f"`{self._name}`, call {state.calls[kind]}")
         try:
-            with named_range(f"exchange {self._name}, rank {self.rank}"):
+            with around, named_range(f"exchange {self._name}, rank {self.rank}"):
                 yield self._compared(call) if compares or debugging() else []
         except Exception as error:
             if not issubclass(type(error), ReplicationError):

@@ -303,7 +303,7 @@ def numbering(rank: int) -> Any:
     for _ in range(3):
         kept.append(DataParallel(Sum(), ["cpu"] * 2)(x).sum())
         awaiting = Forward().first_node
-        kept[-1].backward(retain_graph=True)
+        kept[-1].backward()  # the loss lives on, but not its graph
         found.append((awaiting > 0, Forward().first_node))
     return found
 
@@ -497,6 +497,36 @@ def backward_order(rank: int, counts: Sequence[int]) -> Any:
 def test_processes_with_different_numbers_of_replicas_call_in_one_order_in_backward(counts):
     found = run_ranks(2, backward_order, counts)
     (expected,) = run_ranks(1, backward_order, [sum(counts)])
+    for got, want in zip(zip(*found, strict=True), expected, strict=True):
+        torch.testing.assert_close(torch.cat(got), want)
+
+
+class Scaled(ReplicaAware, nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.group.all_reduce(x.sin().sum(0), "mean")
+        return x * mean.tanh() + self.group.all_reduce(x.square().sum(0))
+
+
+def kept_graph(rank: int, counts: Sequence[int], create_graph: bool) -> Any:
+    """Goes through a graph, and again after another forward. A gradient penalty does the like."""
+    size = sum(counts)
+    torch.manual_seed(0)
+    full = torch.randn(2, 2 * size, 3, dtype=torch.float64)
+    own = own_ranks(rank, counts)
+    x, z = (part[2 * own.start : 2 * own.stop].clone().requires_grad_() for part in full)
+    model = DataParallel(Scaled(), ["cpu"] * counts[rank])
+    one = model(x)
+    (grad,) = torch.autograd.grad(one.sin().sum(), x, retain_graph=True, create_graph=create_graph)
+    two = model(z)
+    loss = one.cos().sum() + two.square().sum() + grad.square().sum()
+    return torch.autograd.grad(loss, (x, z))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("counts", [(2, 3), (1, 2)], ids=str)
+def test_graph_that_is_kept_for_a_backward_with_a_later_forward(counts, create_graph):
+    found = run_ranks(2, kept_graph, counts, create_graph)
+    (expected,) = run_ranks(1, kept_graph, [sum(counts)], create_graph)
     for got, want in zip(zip(*found, strict=True), expected, strict=True):
         torch.testing.assert_close(torch.cat(got), want)
 

@@ -147,3 +147,13 @@ def test_without_other_processes_it_is_the_step():
 def test_bad_arguments_are_refused_at_once(arguments, message):
     with pytest.raises(TypeError, match=message):
         JoinableStep(*arguments)
+
+
+def test_a_group_without_this_process_is_refused_at_once():
+    with pytest.raises(ValueError, match="`JoinableStep`: this process is not in the process_gr"):
+        JoinableStep(print, (), distributed.GroupMember.NON_GROUP_MEMBER)
+
+
+def test_join_says_what_is_missing_without_processes():
+    with pytest.raises(RuntimeError, match=r"call torch\.distributed\.init_process_group"):
+        Join([JoinableStep(print, ())])

@@ -92,7 +92,8 @@ def synchronized_batch_norm(
         bias = bias.to(shard.dtype)
     if (
         shard.kernels.measures_small_shards_together
-        and 0 < x.numel() <= MEDIUM
+        # Values without further dimensions are added one by one in float32, too coarse for many.
+        and 0 < x.numel() <= (MEDIUM if x.shape[2:].numel() > 1 else SMALL)
         and x.dtype == torch.float32
         and x.is_contiguous()
         and torch.is_grad_enabled()

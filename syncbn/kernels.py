@@ -171,7 +171,7 @@ class Native(Kernels):
 
     def reduce(self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine) -> Sums:
         adds_in_pairs = values_per_channel(x) > _FEW_EQUAL and (
-            x.dim() == 2 or x.stride(1) == 1 or not dy.is_contiguous()
+            x.shape[2:].numel() == 1 or not (x.is_contiguous() and dy.is_contiguous())
         )
         x = with_usual_strides(x if x.is_contiguous() else in_format_of(x, x))
         dy = with_usual_strides(in_format_of(dy, x))
@@ -183,7 +183,9 @@ class Native(Kernels):
         if adds_in_pairs:
             # All values may be equal (if the loss is a mean). This kernel adds them one by one
             # where channels are last, so that the rounding errors add up. torch's layer does not.
-            dbias = dy.sum(reduced_dims(dy), dtype=dbias.dtype)
+            # So would a single `sum`, of many samples.
+            samples = dy if dy.dim() == 2 else dy.sum(reduced_dims(dy)[1:], dtype=dbias.dtype)
+            dbias = samples.sum(0, dtype=dbias.dtype)
         if stats.rest is not None:
             dweight -= stats.rest * stats.inverse * dbias
         return torch.stack((dbias, dweight)), dweight, dbias

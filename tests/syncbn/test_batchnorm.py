@@ -655,3 +655,12 @@ def test_a_replica_asks_for_its_weight_once(training):
     before = [counter.calls for counter in counters]
     parallel_apply(replicas, [(torch.randn(4, 3),)] * 2)
     assert [counter.calls - b for counter, b in zip(counters, before, strict=True)] == [1, 1]
+
+
+@pytest.mark.parametrize("shape", [(40000, 3), (32000, 4, 1)], ids=str)
+def test_many_samples_of_one_value_per_channel_keep_their_digits(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 6
+    layer = SynchronizedBatchNorm1d(shape[1], momentum=1.0)
+    run_sharded(layer, [x, x])
+    exact = x.double().transpose(0, 1).flatten(1).mean(1)
+    torch.testing.assert_close(layer.running_mean.double(), exact, rtol=2e-7, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -144,6 +145,19 @@ def test_sums_of_equal_values_lose_no_more_digits_than_torchs(kernels, shape, la
         error, own = ((torch.stack(tuple(ours)) - exact).abs(), (theirs - exact).abs())
         ulp = torch.finfo(torch.float32).eps * channels_of(dy * x).abs().sum(1)
         assert (error <= 2 * own + ulp).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "shape", [(8192, 2, 16), (8192, 2, 2, 8), (8192, 2, 1, 1), (8192, 1, 1)], ids=str
+)
+def test_sums_of_equal_values_of_many_samples_are_precise_in_any_layout(shape, layout):
+    """`Tensor.sum` would add the samples of a contiguous tensor one by one."""
+    x, dy = torch.randn(shape), torch.full(shape, 0.37)
+    made = channels_last if layout == "channels_last" else LAYOUTS[layout]
+    for inputs, upstream in itertools.product((x, made(x)), (dy, made(dy))):
+        *_, dbias = NATIVE.reduce(upstream, inputs, statistics_of(*moments_of(x), x), None)
+        torch.testing.assert_close(dbias.double(), channels_of(dy).sum(1), rtol=2e-6, atol=0)
 
 
 @every_strategy

@@ -232,9 +232,9 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             if momentum is None:
                 # A cumulative average. As a tensor, it does not make the host wait for a GPU.
                 momentum = in_float64(batches).reciprocal()
-        return RunningStatistics(
-            self.running_mean, self.running_var, 0.0 if momentum is None else momentum
-        )
+        if not isinstance(momentum, Tensor):  # a Fraction, for example
+            momentum = float(momentum or 0.0)
+        return RunningStatistics(self.running_mean, self.running_var, momentum)
 
     def _check_synchronized_input(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None

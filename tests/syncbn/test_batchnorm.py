@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 import warnings
+from fractions import Fraction
 
 import pytest
 import torch
@@ -664,3 +665,12 @@ def test_many_samples_of_one_value_per_channel_keep_their_digits(shape):
     run_sharded(layer, [x, x])
     exact = x.double().transpose(0, 1).flatten(1).mean(1)
     torch.testing.assert_close(layer.running_mean.double(), exact, rtol=2e-7, atol=0)
+
+
+def test_momentum_may_be_any_real_number():
+    layer, plain = SynchronizedBatchNorm2d(3), nn.BatchNorm2d(3, momentum=0.25)
+    layer.momentum = Fraction(1, 4)
+    x = torch.randn(6, 3, 2, 2)
+    DataParallel(layer, ["cpu"] * 2)(x)
+    plain(x)
+    torch.testing.assert_close(layer.state_dict(), plain.state_dict())

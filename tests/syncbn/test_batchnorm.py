@@ -658,6 +658,7 @@ def test_a_replica_asks_for_its_weight_once(training):
     assert [counter.calls - b for counter, b in zip(counters, before, strict=True)] == [1, 1]
 
 
+@pytest.mark.cpu("is about the CPU's kernels")
 @pytest.mark.parametrize("shape", [(40000, 3), (32000, 4, 1)], ids=str)
 def test_many_samples_of_one_value_per_channel_keep_their_digits(shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 6
@@ -671,6 +672,6 @@ def test_momentum_may_be_any_real_number():
     layer, plain = SynchronizedBatchNorm2d(3), nn.BatchNorm2d(3, momentum=0.25)
     layer.momentum = Fraction(1, 4)
     x = torch.randn(6, 3, 2, 2)
-    DataParallel(layer, ["cpu"] * 2)(x)
+    DataParallel(layer, several(2))(x)
     plain(x)
     torch.testing.assert_close(layer.state_dict(), plain.state_dict())

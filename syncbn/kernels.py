@@ -323,20 +323,21 @@ _FUSED = (
     "batch_norm_backward_elemt",
 )
 
-#: By type of device, as far as `kernels_for` has been asked.
-KERNELS: dict[str, Kernels] = {"cpu": Native()}
 FUSED, PLAIN = Fused(), Plain()
 
 
-def kernels_for(kind: str) -> Kernels:
-    """Returns the strategy for a type of device."""
-    kernels = KERNELS.get(kind)
-    if kernels is None:
+class Strategies(dict[str, Kernels]):
+    """The strategy for each type of device, found when it is first asked for."""
+
+    def __missing__(self, kind: str) -> Kernels:
         key = torch._C._dispatch_key_for_device(kind)
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         is_fused = all(has_kernel(f"aten::{name}", key) for name in _FUSED)
-        kernels = KERNELS[kind] = FUSED if is_fused else PLAIN
-    return kernels
+        self[kind] = FUSED if is_fused else PLAIN
+        return self[kind]
+
+
+KERNELS = Strategies(cpu=Native())
 
 
 def _scale(stats: Statistics, weight: Affine) -> Tensor:

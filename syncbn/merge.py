@@ -11,7 +11,7 @@ from torch import Tensor
 
 from syncbn import moments as statistics
 from syncbn.channels import in_float64, with_usual_strides
-from syncbn.kernels import KERNELS, Buffers, Statistics, kernels_for
+from syncbn.kernels import KERNELS, Buffers, Statistics
 
 __all__: list[str] = []
 
@@ -116,7 +116,7 @@ class Shard:
         self.device = x.device
         #: The accumulation dtype.
         self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        self.kernels = KERNELS.get(self.device.type) or kernels_for(self.device.type)
+        self.kernels = KERNELS[self.device.type]
         self.weight = weight
         self.denominator = denominator
         #: The values of a shard up to `MEDIUM`, until the merge measures it. None if (1) does.

@@ -108,16 +108,18 @@ def test_a_strategy_without_a_merge_is_merged_in_float64(momentum, monkeypatch):
     torch.testing.assert_close(layer.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-6)
 
 
-def kernels_by_replica(kind: str) -> kernels.Kernels:
+class ByReplica(dict[str, kernels.Kernels]):
     """As if replica 1 were on another kind of device."""
-    return NATIVE if threading.current_thread().name == "replica-1" else FUSED
+
+    def __missing__(self, kind: str) -> kernels.Kernels:
+        return NATIVE if threading.current_thread().name == "replica-1" else FUSED
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_replicas_of_different_kernels_get_the_gradients_of_torchs_layer(
     create_graph, monkeypatch
 ):
-    monkeypatch.setattr(merge, "kernels_for", kernels_by_replica)
+    monkeypatch.setattr(merge, "KERNELS", ByReplica())
     layer, plain = SynchronizedBatchNorm2d(3), torch.nn.BatchNorm2d(3)
     x, dy = torch.randn(2, 5, 3, 2, 2)
     grads = []

@@ -240,7 +240,7 @@ def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def draw(runs: Sequence[Run], options: Options, path: Path) -> None:
-    """Draws the losses, and below them their distances from those of the first run."""
+    """Draws the losses, and below them their distances from the first run."""
     # A Figure without pyplot needs no display, and leaves the caller's backend as it is. It is
     # narrow enough to be legible on a phone, and white in dark pages too.
     figure = Figure(figsize=(4.8, 5.2), facecolor="white")
@@ -335,7 +335,7 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, Path]:
         description="Trains one network three times: on one device, on replicas, and on replicas "
         "with synchronized batch normalization. Prints a table and draws the loss curves.",
     )
-    add_devices(parser, "; the first is that of the one-device run")
+    add_devices(parser, "; the one-device run uses the first")
     add = parser.add_argument
     add("--batch-size", type=int, help="images on all replicas (default: 4 per replica)")
     add("--steps", type=int, default=300, help="steps of each run (default: %(default)s)")

@@ -48,18 +48,12 @@ def listed(numbers: Iterable[int], kind: str = "replica") -> str:
 class ReplicationError(RuntimeError):
     """The base class of all errors of this package.
 
-    >>> import torch
-    >>> from replication import DataParallel, ReplicaAware, ReplicationError
-    >>> class Uneven(ReplicaAware, torch.nn.Module):
-    ...     def forward(self, x):
-    ...         if self.group.rank == 0:
-    ...             self.group.barrier()
-    ...         return x
+    >>> from replication import CallbackContext, ReplicationError
     >>> try:
-    ...     DataParallel(Uneven(), ["cpu"] * 2)(torch.ones(2))
+    ...     CallbackContext(num_copies=2).group(0)
     ... except ReplicationError as error:
-    ...     print(type(error).__name__)
-    ReplicasDiverged
+    ...     print(str(error).partition(";")[0])
+    `(root)`: the context is a copy, or was made by hand, and belongs to no forward
 
     See also `ReplicaFailed`, `ReplicasDiverged` and `ReplicasTimedOut`.
     """

@@ -151,7 +151,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         current = current_replica()
         if current is None:
             return super().forward(input)
-        # The buffers of copy 0 are those of the original module.
+        # Copy 0 has the buffers of the original module.
         return current.rendezvous.commit(partial(super().forward, input))
 
     def _evaluated(self, input: Tensor) -> Tensor:
@@ -173,31 +173,28 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         weight, bias = self.weight, self.bias  # once: a parametrization recomputes them each time
         self._check_synchronized_input(input, weight, bias)
         denominator = _denominator(self.eps, _eps_mode == "clamp")
+        layouts = ((input.dtype, (self.num_features,)),)  # must match on every copy
         exchange = (
-            partial(self._reply_of_replicas, group, input.dtype)
+            partial(self._reply_of_replicas, group, layouts)
             if isinstance(group, ReplicaGroup)
-            else partial(self._reply_of_ranks, group, input.dtype)
+            else partial(self._reply_of_ranks, group, layouts)
         )
         if not dispatch_modes():
             return synchronized_batch_norm(input, weight, bias, denominator, exchange)
         with beside_selective_checkpoints():
             return synchronized_batch_norm(input, weight, bias, denominator, exchange)
 
-    def _reply_of_ranks(self, group: Group, dtype: torch.dtype, message: Message) -> Reply:
+    def _reply_of_ranks(self, group: Group, layouts: Layouts, message: Message) -> Reply:
         """Returns the moments of all processes."""
         running = None if group.recomputes else self._running_statistics
-        replies = merge_ranks(group, [message], ((dtype, (self.num_features,)),), running)
-        assert replies is not None  # the forward of a process is not closed
-        return replies[0]
+        (reply,) = merge_ranks(group, [message], layouts, running)
+        return reply
 
-    def _reply_of_replicas(
-        self, group: ReplicaGroup, dtype: torch.dtype, message: Message
-    ) -> Reply:
+    def _reply_of_replicas(self, group: ReplicaGroup, layouts: Layouts, message: Message) -> Reply:
         """Returns the moments of all replicas, or the recorded ones in a recomputation."""
         assert self._recorded_calls is not None  # set together with the group
         if group.in_later_backward:
-            return self._recorded_calls.recall(message, dtype)
-        layouts = ((dtype, (self.num_features,)),)  # must match on every replica
+            return self._recorded_calls.recall(message, layouts[0][0])
         reply = group.exchange(
             "batch_norm",
             message,
@@ -342,7 +339,7 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
 class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` whose training statistics span all replicas of a forward.
 
-    The arguments are those of `torch.nn.BatchNorm2d`, and ``bias``, ``process_group`` and
+    It takes the arguments of `torch.nn.BatchNorm2d`, and ``bias``, ``process_group`` and
     ``group_size``. ``help(SynchronizedBatchNorm1d)`` describes them, and the errors.
 
     >>> import torch
@@ -361,7 +358,7 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
 class SynchronizedBatchNorm3d(SynchronizedBatchNorm, nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d` whose training statistics span all replicas of a forward.
 
-    The arguments are those of `torch.nn.BatchNorm3d`, and ``bias``, ``process_group`` and
+    It takes the arguments of `torch.nn.BatchNorm3d`, and ``bias``, ``process_group`` and
     ``group_size``. ``help(SynchronizedBatchNorm1d)`` describes them, and the errors.
 
     >>> import torch

@@ -153,7 +153,7 @@ class Progress:
         self.runs = 0
         #: The thread of the latest run.
         self.thread = 0
-        #: Whether no run is to be expected.
+        #: Whether the replica will not run.
         self.is_absent = False
 
     def is_over(self, run: int) -> bool:

@@ -14,10 +14,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, distributed
 
 from tests.deadlines import DEADLINE, ends
+
+needs_gloo = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()),
+    reason="this torch has no gloo",
+)
 
 #: A server forks the ranks. It runs no threads, and has imported what a rank would otherwise spend
 #: seconds on: torch, what the test files import, and the compiler, which DDP imports when it runs.

@@ -21,12 +21,7 @@ from benchmarks.measuring import Row, Table, alternating, cells, columns, lines
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
 from replication import DataParallel
 from tests.processes import run_python
-from tests.ranks import run_ranks
-
-needs_gloo = pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()),
-    reason="this torch has no gloo",
-)
+from tests.ranks import needs_gloo, run_ranks
 
 #: Small ones, in float64.
 SMALL = {

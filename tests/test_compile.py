@@ -8,17 +8,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from replication import DataParallel, register_replication_callback, replicate
 from syncbn import convert_model, verify
-from tests.ranks import run_ranks
+from tests.ranks import needs_gloo, run_ranks
 
-needs_gloo = pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()),
-    reason="this torch has no gloo",
-)
 #: The first two trace and differentiate as the last one does, which needs a C++ compiler.
 BACKENDS = ["eager", "aot_eager", "inductor"]
 HAS_CPP_COMPILER = bool(shutil.which("g++") or shutil.which("clang++"))

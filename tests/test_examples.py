@@ -17,6 +17,7 @@ from torch import distributed
 from tests.deadlines import DEADLINE
 from tests.example_files import EXAMPLES, assert_refused, load_with_progress
 from tests.processes import completed, environment, run_python
+from tests.ranks import needs_gloo
 
 for package in ("sklearn", "matplotlib", "tqdm"):
     pytest.importorskip(package, reason=f"the example needs {package}: pip install '.[examples]'")
@@ -94,10 +95,6 @@ def test_devices_are_separated_by_spaces_or_commas(example, devices):
 
 # -- under torchrun ----------------------------------------------------------------------------
 
-needs_gloo = pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()),
-    reason="this torch has no gloo",
-)
 TORCHRUN = ["-m", "torch.distributed.run"]
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 
 import replication
 import syncbn
 from tests.processes import run_python
-from tests.ranks import run_ranks
+from tests.ranks import needs_gloo, run_ranks
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -28,11 +28,6 @@ JOURNEYS = [ROOT / "docs" / f"{name}.md" for name in ("migration", "layers")]
 PROCESSES = ROOT / "docs" / "processes.md"
 #: Pages whose blocks are a program each.
 OTHERS = [page for page in PAGES if page not in (*JOURNEYS, PROCESSES)]
-
-needs_gloo = pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()),
-    reason="this torch has no gloo",
-)
 
 
 def name_of(page):

@@ -29,12 +29,9 @@ from syncbn import SynchronizedBatchNorm1d
 from tests.collective_cases import CASES, Case, derivatives, leaves, upstream
 from tests.deadlines import soon
 from tests.layers import outcome_of
-from tests.ranks import recorded_collectives, run_ranks
+from tests.ranks import needs_gloo, recorded_collectives, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()),
-    reason="this torch has no gloo",
-)
+pytestmark = needs_gloo
 
 #: The number of replicas in each process.
 COUNTS = [(2, 2), (2, 3), (1, 2), (1, 2, 2)]

@@ -13,12 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from replication import JoinableStep, ReplicaAware
 from syncbn import convert_model
-from tests.ranks import run_ranks
-
-needs_gloo = pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()),
-    reason="this torch has no gloo",
-)
+from tests.ranks import needs_gloo, run_ranks
 
 EPOCHS = 2
 

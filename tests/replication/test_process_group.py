@@ -34,12 +34,9 @@ from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.collective_cases import CASES, OPS, derivatives, leaves, upstream
 from tests.layers import outcome_of
 from tests.processes import run_python
-from tests.ranks import TIMEOUT, recorded_collectives, run_ranks
+from tests.ranks import TIMEOUT, needs_gloo, recorded_collectives, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()),
-    reason="this torch has no gloo",
-)
+pytestmark = needs_gloo
 
 
 def run_cases(rank: int, size: int) -> dict[str, Any]:

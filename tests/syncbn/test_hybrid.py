@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from replication import DataParallel, parallel_apply, patch_replication_callback, replicate
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests import oracle
-from tests.ranks import recorded_collectives, run_ranks
+from tests.ranks import needs_gloo, recorded_collectives, run_ranks
 from tests.sharded import randomized
-from tests.syncbn.test_processes import go
+from tests.syncbn import test_processes
+from tests.syncbn.test_processes import assert_equal_one_device, go
 
-pytestmark = pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()),
-    reason="this torch has no gloo",
-)
+pytestmark = needs_gloo
 
 #: Replicas and samples of each process. A process without samples has one replica.
 SPLITS = {
@@ -41,9 +40,7 @@ def batch(samples: Sequence[int], seed: int = 0, features: int = 2) -> tuple[Ten
     return full.split(list(samples))
 
 
-def layer_like(**options: Any) -> SynchronizedBatchNorm1d:
-    torch.manual_seed(1)
-    return randomized(SynchronizedBatchNorm1d(2, dtype=torch.float64, **options))
+layer_like = partial(test_processes.layer_like, dtype=torch.float64)
 
 
 # -- the numbers -------------------------------------------------------------------------------
@@ -87,29 +84,7 @@ def test_replicas_in_processes_compute_what_one_device_computes(found, way, spli
     processes = [results[way, split] for results in found]
     _, samples = SPLITS[split]
     shards, upstream = batch(samples), batch(samples, seed=1)
-    layer = layer_like()
-    plain = nn.BatchNorm1d(2, dtype=torch.float64)
-    plain.load_state_dict(layer.state_dict())
-    expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias)
-    x = torch.cat(shards).requires_grad_()
-    (dx,) = torch.autograd.grad(plain(x), x, torch.cat(upstream), create_graph=True)
-    (second,) = torch.autograd.grad(dx.square().sum(), x)
-    plain(x)
-    joined = {
-        name: torch.cat([process[name] for process in processes])
-        for name in ("y", "exact", "fast", "second")
-    }
-    torch.testing.assert_close(joined["y"], torch.cat(expected.outputs))
-    torch.testing.assert_close(joined["exact"], torch.cat(expected.input_grads))
-    torch.testing.assert_close(joined["fast"], torch.cat(expected.input_grads))
-    torch.testing.assert_close(joined["second"], second)
-    # A process has the gradients of its own loss.
-    torch.testing.assert_close(sum(p["dw"] for p in processes), expected.weight_grad)
-    torch.testing.assert_close(sum(p["db"] for p in processes), expected.bias_grad)
-    for process in processes:
-        torch.testing.assert_close(process["mean"], plain.running_mean)
-        torch.testing.assert_close(process["var"], plain.running_var)
-        assert process["count"] == 2
+    plain = assert_equal_one_device(processes, shards, upstream, layer_like())
     torch.testing.assert_close(processes[1]["evaluated"], plain.eval()(shards[1]).detach())
 
 

@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from syncbn import processes as merge_ranks
 from tests import oracle
 from tests.deadlines import soon
 from tests.layers import outcome_of
-from tests.ranks import recorded_collectives, run_ranks
+from tests.ranks import needs_gloo, recorded_collectives, run_ranks
 from tests.sharded import assert_reads_no_value, randomized
 
 try:
@@ -31,10 +32,7 @@ try:
 except ImportError:  # torch 2.4
     fully_shard = None
 
-pytestmark = pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()),
-    reason="this torch has no gloo",
-)
+pytestmark = needs_gloo
 
 #: How moments are merged: few ranks gather, many reduce, but not what is in float64; and with a
 #: total that the host does not know, as on GPUs.
@@ -209,31 +207,45 @@ def found(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
     return run_ranks(request.param, all_numbers, request.param)
 
 
+def assert_equal_one_device(
+    processes: Sequence[dict[str, Tensor]],
+    shards: Sequence[Tensor],
+    upstream: Sequence[Tensor],
+    layer: SynchronizedBatchNorm1d,
+) -> nn.BatchNorm1d:
+    """Compares the `numbers` of processes with a plain layer. Returns it after its two steps."""
+    plain = nn.BatchNorm1d(2, dtype=torch.float64, momentum=layer.momentum)
+    plain.load_state_dict(layer.state_dict())
+    expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias)
+    x = torch.cat([*shards]).requires_grad_()
+    (dx,) = torch.autograd.grad(plain(x), x, torch.cat([*upstream]), create_graph=True)
+    (second,) = torch.autograd.grad(dx.square().sum(), x)
+    plain(x)
+    joined = {
+        name: torch.cat([process[name] for process in processes])
+        for name in ("y", "exact", "fast", "second")
+    }
+    torch.testing.assert_close(joined["y"], torch.cat(expected.outputs))
+    torch.testing.assert_close(joined["exact"], torch.cat(expected.input_grads))
+    torch.testing.assert_close(joined["fast"], torch.cat(expected.input_grads))
+    torch.testing.assert_close(joined["second"], second)
+    # A process has the gradients of its own loss. DDP averages them.
+    torch.testing.assert_close(sum(p["dw"] for p in processes), expected.weight_grad)
+    torch.testing.assert_close(sum(p["db"] for p in processes), expected.bias_grad)
+    for process in processes:
+        torch.testing.assert_close(process["mean"], plain.running_mean)
+        torch.testing.assert_close(process["var"], plain.running_var)
+        assert process["count"] == 2
+    return plain
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_ranks_compute_what_one_process_computes(found, way, momentum):
     ranks = [results[way, momentum] for results in found]
     shards, upstream = shards_of(len(found)), shards_of(len(found), seed=1)
     layer = layer_like(dtype=torch.float64, momentum=momentum)
-    plain = nn.BatchNorm1d(2, dtype=torch.float64, momentum=momentum)
-    plain.load_state_dict(layer.state_dict())
-    expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias)
-    x = torch.cat(shards).requires_grad_()
-    (dx,) = torch.autograd.grad(plain(x), x, torch.cat(upstream), create_graph=True)
-    (second,) = torch.autograd.grad(dx.square().sum(), x)
-    plain(x)
-    joined = {name: torch.cat([rank[name] for rank in ranks]) for name in ("y", "exact", "fast")}
-    torch.testing.assert_close(joined["y"], torch.cat(expected.outputs))
-    torch.testing.assert_close(joined["exact"], torch.cat(expected.input_grads))
-    torch.testing.assert_close(joined["fast"], torch.cat(expected.input_grads))
-    torch.testing.assert_close(torch.cat([rank["second"] for rank in ranks]), second)
-    # A rank has the gradients of its own loss. DDP averages them.
-    torch.testing.assert_close(sum(rank["dw"] for rank in ranks), expected.weight_grad)
-    torch.testing.assert_close(sum(rank["db"] for rank in ranks), expected.bias_grad)
-    for rank in ranks:
-        torch.testing.assert_close(rank["mean"], plain.running_mean)
-        torch.testing.assert_close(rank["var"], plain.running_var)
-        assert rank["count"] == 2
+    plain = assert_equal_one_device(ranks, shards, upstream, layer)
     torch.testing.assert_close(ranks[0]["evaluated"], plain.eval()(shards[0]).detach())
 
 

@@ -7,6 +7,7 @@ Forward (with the loss), backward, and the whole step (with the optimizer) on CP
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -91,14 +92,19 @@ def table(seconds: float) -> Table:
     return Table("Training steps", ABOUT, rows(seconds))
 
 
-def main() -> None:
-    options = parser(__doc__)
+def parser_of_networks(description: str | None) -> argparse.ArgumentParser:
+    """The options that choose among the rows."""
+    options = parser(description)
     options.add_argument("--network", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     options.add_argument("--replicas", nargs="+", type=int, default=REPLICAS)
     options.add_argument(
         "--threads", nargs="+", type=int, default=THREADS, help="0 is torch's default"
     )
-    given = options.parse_args()
+    return options
+
+
+def main() -> None:
+    given = parser_of_networks(__doc__).parse_args()
     measured = rows(given.seconds, given.network, given.replicas, given.threads)
     show(Table("Training steps", ABOUT, measured))
 

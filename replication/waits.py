@@ -231,8 +231,7 @@ def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
     try:
         yield report
     finally:
-        # By identity, because other threads may have added reports.
-        _reports[:] = [other for other in _reports if other is not report]
+        _reports.remove(report)  # atomic: other threads may open and close reports
     if not quiet:
         print(report)
 

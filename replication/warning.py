@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from types import FrameType
 from weakref import WeakKeyDictionary
 
@@ -102,7 +103,7 @@ def warn(message: str, category: type[Warning] = UserWarning, caller: int | None
     containers may call the layers in the thread of a replica.
     """
     here = sys._getframe(1)
-    frame = _user_frame(here) or _user_frame(sys._current_frames().get(caller or 0)) or here
+    frame = _user_frame(here) or _user_frame(frame_of_thread(caller or 0)) or here
     warnings.warn_explicit(
         message,
         category,
@@ -111,6 +112,19 @@ def warn(message: str, category: type[Warning] = UserWarning, caller: int | None
         frame.f_globals.get("__name__", "<unknown>"),
         frame.f_globals.setdefault("__warningregistry__", {}),
     )
+
+
+def frame_of_thread(thread: int) -> FrameType | None:
+    """Returns the innermost frame of a thread.
+
+    None if there is none, or if it may not be read: without the interpreter lock it would run on
+    meanwhile.
+    """
+    return sys._current_frames().get(thread) if _has_interpreter_lock() else None
+
+
+#: Free-threaded builds of Python 3.13 and later can run without the lock.
+_has_interpreter_lock: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:

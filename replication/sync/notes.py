@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import weakref
 from collections.abc import Sequence
 from types import FrameType
@@ -15,6 +14,7 @@ from replication.devices import device_in_use, device_of
 from replication.errors import ReplicationError, describe_error, has_type, listed
 from replication.modules import layers_of
 from replication.sync.rendezvous import Failure
+from replication.warning import frame_of_thread
 
 __all__: list[str] = []
 
@@ -103,13 +103,13 @@ def path_of_call(frame: FrameType, paths: dict[int, str]) -> str | None:
 
 
 class Locator:
-    """Finds the submodule and the line that the thread of a replica is in."""
+    """Finds the submodule and the line that the thread of a replica is in, if it may be read."""
 
     def __init__(self, replicas: Sequence[nn.Module]) -> None:
         self._replicas = [weakref.ref(replica) for replica in replicas]
 
     def __call__(self, index: int, thread: int) -> str:
-        innermost = sys._current_frames().get(thread)
+        innermost = frame_of_thread(thread)
         replica = self._replicas[index]()
         if innermost is None or replica is None:
             return ""

@@ -60,7 +60,7 @@ class FutureResult:
             ReplicationError: The previous result has not been fetched.
         """
         with self._lock:
-            is_free = self._result is _EMPTY
+            is_free, wait = self._result is _EMPTY, self._wait
             if is_free:
                 self._result = result
         if not is_free:
@@ -68,7 +68,6 @@ class FutureResult:
                 "a FutureResult holds one result at a time (put was called before the previous "
                 "result was fetched); call get first"
             )
-        wait = self._wait
         if wait is not None:
             with wait.rendezvous.lock:
                 wait.rendezvous.end_waits([wait])
@@ -94,8 +93,9 @@ class FutureResult:
                 result, self._result = self._result, _EMPTY
             return result
         finally:
-            self._wait = None
-            self._has_getter = False
+            with self._lock:
+                self._wait = None
+                self._has_getter = False
 
     def _await_result(self) -> None:
         current = current_replica()
@@ -106,9 +106,10 @@ class FutureResult:
                 return
             replica = current.replica if current else 0
             wait = rendezvous.begin_wait(replica, (), "FutureResult", {replica: 1})
-            self._wait = wait
-            # A put between the two checks has not seen the wait.
-            if self._result is not _EMPTY:
+            with self._lock:
+                self._wait = wait
+                has_arrived = self._result is not _EMPTY  # that put has not seen the wait
+            if has_arrived:
                 rendezvous.end_waits([wait])
         wait.block()
 
@@ -316,7 +317,8 @@ class SyncMaster:
         current = current_replica()
         if current is not None:
             return current.rendezvous
-        return self._latest() if self._latest is not None else self._outside_forward
+        latest = self._latest  # read once: another thread may register a slave
+        return latest() if latest is not None else self._outside_forward
 
     @property
     def nr_slaves(self) -> int:

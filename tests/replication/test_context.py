@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
-from functools import partial
 from typing import Any
 
 import pytest
@@ -28,8 +26,6 @@ from tests.layers import (
     ByForward,
     ByPlainThreads,
     CustomDataParallel,
-    together,
-    values,
 )
 
 
@@ -134,19 +130,6 @@ def test_group_is_the_same_every_time():
     assert ctx.group(1) is not ctx.group(0)
     assert isinstance(ctx.group(1), ReplicaGroup)
     assert (ctx.group(1).rank, ctx.group(1).size) == (1, 2)
-
-
-def test_threads_that_ask_at_once_get_groups_that_are_connected():
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        ctx, *_ = contexts(NET, 4)
-        groups = values(together(*(partial(ctx.group, i % 2) for i in range(4))))
-    finally:
-        sys.setswitchinterval(interval)
-    assert groups[0] is groups[2]
-    assert groups[1] is groups[3]
-    assert groups[0]._communicator is groups[1]._communicator
 
 
 def test_single_copy_has_a_group_of_one():

@@ -16,15 +16,12 @@ from torch import Tensor, nn
 import replication
 from replication import DataParallel, data_parallel, patch_replication_callback
 from tests.layers import (
-    DEADLINE,
     AsTorchDoes,
     Centering,
     CustomDataParallel,
     Numbered,
     Repeat,
     freed,
-    together,
-    values,
 )
 
 no_accelerator = pytest.mark.skipif(
@@ -278,19 +275,6 @@ def test_copy_computes_the_same(copied):
     model, x = DataParallel(net(), ["cpu"] * 3), torch.randn(7, 3)
     expected = model(x)
     assert torch.equal(copied(model)(x), expected)
-
-
-def test_several_threads_may_use_one_model():
-    model, xs = DataParallel(net(), ["cpu"] * 3), torch.randn(3, 10, 7, 3)
-    expected = [[model.module(x) for x in batches] for batches in xs]
-    start = threading.Barrier(3, timeout=DEADLINE)
-
-    def run(batches: Tensor) -> list[Tensor]:
-        start.wait()
-        return [model(x) for x in batches]
-
-    actual = values(together(*(lambda batches=batches: run(batches) for batches in xs)))
-    torch.testing.assert_close(actual, expected)
 
 
 def test_data_parallel_inside_a_replica_makes_separate_copies():

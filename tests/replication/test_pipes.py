@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import random
-import sys
 import threading
 import weakref
 from functools import partial
@@ -318,23 +317,6 @@ def test_slaves_registered_by_hand_after_a_forward_are_the_current_ones():
     assert layer._sync_master.nr_slaves == 2
     layer._sync_master.register_slave("by hand")
     assert layer._sync_master.nr_slaves == 1
-
-
-def test_slaves_may_be_registered_by_several_threads():
-    def register(master: SyncMaster, identifier: int) -> Any:
-        at_once.wait()
-        return master.register_slave(identifier)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(200):
-            master, at_once = SyncMaster(square), threading.Barrier(4, timeout=DEADLINE)
-            pipes = values(together(*(partial(register, master, i) for i in range(1, 5))))
-            assert master.nr_slaves == 4
-            assert sorted(pipe._replica for pipe in pipes) == [1, 2, 3, 4]
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def test_a_callback_that_failed_by_hand_keeps_nothing():
@@ -740,30 +722,6 @@ def test_second_getter_in_a_replica_is_refused():
             return x
 
     assert DataParallel(Twice(puts=True), ["cpu"] * 2)(torch.zeros(2)).tolist() == [0, 1]
-
-
-def test_each_result_reaches_one_of_two_racing_getters():
-    """One of them is refused now and then, and tries again. A None ends each."""
-    future, results = FutureResult(), range(100)
-
-    def insist(call: Any) -> Any:
-        while isinstance((outcome := outcome_of(call)).error, ReplicationError):
-            continue
-        return outcome.value
-
-    def get_all() -> list[Any]:
-        return list(iter(partial(insist, future.get), None))
-
-    def put_all() -> list[Any]:
-        return [insist(partial(future.put, result)) for result in (*results, None, None)][:0]
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        got = values(together(get_all, get_all, put_all))
-    finally:
-        sys.setswitchinterval(interval)
-    assert sorted(got[0] + got[1]) == list(results)
 
 
 def test_put_between_the_two_looks_of_get_is_not_missed(monkeypatch):

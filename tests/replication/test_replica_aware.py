@@ -6,9 +6,7 @@ import copy
 import gc
 import inspect
 import pickle
-import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -204,19 +202,6 @@ def test_warning_leaves_nothing_on_the_original(copied):
         with pytest.warns(UnsynchronizedWarning):
             CustomDataParallel(other, 2)(torch.ones(2, 1))
     assert vars(layer) == before
-
-
-def test_flag_is_raised_once_between_threads():
-    owner = Total()
-    barrier = threading.Barrier(8)
-
-    def ask() -> bool:
-        barrier.wait(10)
-        return once_for(owner)()
-
-    with ThreadPoolExecutor(8) as pool:
-        answers = [future.result(10) for future in [pool.submit(ask) for _ in range(8)]]
-    assert sorted(answers) == [False] * 7 + [True]
 
 
 def test_flag_dies_with_its_owner():

@@ -1,0 +1,93 @@
+"""What replicas gain where Python runs without the GIL.
+
+The same training steps in two processes that take turns, with and without the GIL. It needs a
+free-threaded build of Python.
+
+    python3.14t -m benchmarks.gil --network dense --replicas 2
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from multiprocessing import get_context
+
+import torch
+
+from benchmarks.measuring import KEEP_MEMORY, Figures, Row, Table, alternating, show
+from benchmarks.networks import NETWORKS
+from benchmarks.step import WAYS, parser_of_networks, training
+
+ABOUT = (
+    "Training steps on CPU replicas, in a free-threaded build. The unit is plain BatchNorm in "
+    "our replicas with the GIL. Cells are the step, and in brackets forward and backward."
+)
+
+_steps: dict[str, Callable[[], Figures]] = {}
+
+
+def begin(network: str, replicas: int, threads: int) -> None:
+    """Makes the models of this process."""
+    if threads:
+        torch.set_num_threads(threads)
+    _, build, (samples, *shape) = NETWORKS[network]
+    x = torch.randn(samples * replicas, *shape)
+    for name, way in (("plain", "plain BatchNorm in our replicas"), ("ours", "ours")):
+        _steps[name] = training(WAYS[way](build(), replicas, "cpu"), x)
+
+
+def run(name: str, has_gil: bool) -> Figures:
+    """A step in this process."""
+    assert sys._is_gil_enabled() == has_gil  # type: ignore[attr-defined,unused-ignore]
+    return _steps[name]()
+
+
+def measure(network: str, replicas: int, threads: int, seconds: float) -> Row:
+    ways: dict[str, Callable[[], Figures]] = {}
+    with ExitStack() as stack:
+        pools = {}
+        for has_gil in (True, False):
+            os.environ["PYTHON_GIL"] = str(int(has_gil))
+            pools[has_gil] = stack.enter_context(
+                ProcessPoolExecutor(1, get_context("spawn"), begin, (network, replicas, threads))
+            )
+            pools[has_gil].submit(bool).result()  # starts the process, which reads the variable
+        for name in ("plain", "ours"):
+            for has_gil, pool in pools.items():
+                step = partial(pool.submit, run, name, has_gil)
+                title = f"{name} {'with' if has_gil else 'without'} the GIL"
+                ways[title] = lambda step=step: step().result()
+        return Row(NETWORKS[network].title, replicas, threads, alternating(ways, seconds))
+
+
+def rows(
+    seconds: float, networks: Iterable[str], replicas: Iterable[int], threads: Iterable[int]
+) -> Iterator[Row]:
+    for network in networks:
+        for number in threads:
+            for count in replicas:
+                yield measure(network, count, number, seconds)
+
+
+def main() -> None:
+    options = parser_of_networks(__doc__)
+    given = options.parse_args()
+    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        options.error("this Python always has the GIL; run it with python3.14t")
+    os.environ.update(KEEP_MEMORY)
+    show(
+        Table(
+            "Without the GIL",
+            ABOUT,
+            rows(given.seconds, given.network, given.replicas, given.threads),
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""State that several threads change at the same time, as listed in CONTRIBUTING.md.
+
+The tests run on builds of Python with and without the GIL. With it, threads take turns as often as
+possible.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from replication import (
+    DataParallel,
+    FutureResult,
+    ReplicationError,
+    SyncMaster,
+    execute_replication_callbacks,
+    replicate,
+    wait_report,
+)
+from replication._torch import current_backward
+from replication.groups import hybrid, membership
+from replication.sync.current import CurrentReplica, set_current_replica
+from replication.sync.rendezvous import Rendezvous
+from replication.waits import observer
+from replication.warning import once_for
+from syncbn import convert_model, patch_sync_batchnorm
+from tests.deadlines import DEADLINE
+from tests.layers import Centering, outcome_of, together, values
+
+THREADS = 4
+
+
+@pytest.fixture(autouse=True)
+def frequent_switches() -> Iterator[None]:
+    """Makes threads that have the GIL give it up as often as possible."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """Returns the values of calls that begin at the same time, each in a thread."""
+    start = threading.Barrier(len(calls), timeout=DEADLINE)
+
+    def run(call: Callable[[], Any]) -> Any:
+        start.wait()
+        return call()
+
+    return values(together(*(partial(run, call) for call in calls)))
+
+
+def repeated(times: int, call: Callable[[], Any]) -> Callable[[], list[Any]]:
+    return lambda: [call() for _ in range(times)]
+
+
+# -- forwards ----------------------------------------------------------------------------------
+
+
+def test_several_threads_may_use_one_model():
+    net = nn.Sequential(nn.Linear(3, 4), Centering(), nn.Linear(4, 2))
+    model, xs = DataParallel(net, ["cpu"] * 3), torch.randn(3, 10, 7, 3)
+    expected = [[net(x) for x in batches] for batches in xs]
+    actual = at_once(*(lambda batches=batches: [model(x) for x in batches] for batches in xs))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_each_thread_gets_the_gradients_of_its_own_batch():
+    net = convert_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))).double()
+    model = DataParallel(net, ["cpu"] * 2)
+    batches = torch.randn(2, THREADS, 6, 3, dtype=torch.float64)
+    upstream = torch.randn(THREADS, 6, 4, dtype=torch.float64)
+
+    def gradients(module: nn.Module, thread: int) -> list[Tensor]:
+        leaves = [x[thread].clone().requires_grad_() for x in batches]
+        outputs = [module(x) for x in leaves]
+        return list(torch.autograd.grad(outputs, leaves, [upstream[thread]] * 2))
+
+    expected = [gradients(net, thread) for thread in range(THREADS)]
+    actual = at_once(*(partial(gradients, model, thread) for thread in range(THREADS)))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_forward_keeps_nothing_of_the_caller_alive():
+    """Neither a context variable, which new threads inherit, nor what the replicas compute."""
+    variable: contextvars.ContextVar[Any] = contextvars.ContextVar("variable")
+    computed: list[weakref.ref[Tensor]] = []
+
+    class Doubles(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert variable.get() is not None
+            y = 2 * x
+            computed.append(weakref.ref(y))
+            return y + 1
+
+    token = torch.zeros(1)
+    reset = variable.set(token)
+    y = DataParallel(Doubles(), ["cpu"] * 2)(torch.ones(4, 1))
+    variable.reset(reset)
+    gone = weakref.ref(token)
+    del y, token, reset
+    gc.collect()  # a `contextvars.Token` refers to its context
+    assert gone() is None
+    assert [of_replica() for of_replica in computed] == [None] * 2
+
+
+def test_forwards_of_hybrid_groups_are_made_once_per_rendezvous():
+    for _ in range(20):
+        rendezvous = Rendezvous(THREADS)
+        forwards = at_once(*[partial(hybrid._forward_of, rendezvous)] * THREADS)
+        assert all(forward is forwards[0] for forward in forwards)
+
+
+# -- groups ------------------------------------------------------------------------------------
+
+
+def test_threads_that_ask_at_once_get_groups_that_are_connected():
+    from_callbacks: list[Any] = []
+
+    class Layer(nn.Module):
+        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+            from_callbacks.append(ctx)
+
+    execute_replication_callbacks(replicate(Layer(), ["cpu"] * 4))
+    groups = at_once(*(partial(from_callbacks[0].group, i % 2) for i in range(4)))
+    assert groups[0] is groups[2]
+    assert groups[1] is groups[3]
+    assert groups[0]._communicator is groups[1]._communicator
+
+
+def test_process_group_has_one_state():
+    for _ in range(20):
+        group = nn.Module()  # any object
+        states = at_once(*[partial(membership.state_of, group)] * THREADS)
+        assert all(state is states[0] for state in states)
+
+
+# -- pipes -------------------------------------------------------------------------------------
+
+
+def echo(messages: Any) -> Any:
+    return messages
+
+
+def test_slaves_may_be_registered_by_several_threads():
+    for _ in range(50):
+        master = SyncMaster(echo)
+        pipes = at_once(*(partial(master.register_slave, i) for i in range(1, 5)))
+        assert master.nr_slaves == 4
+        assert sorted(pipe._replica for pipe in pipes) == [1, 2, 3, 4]
+
+
+def test_slaves_may_be_counted_while_others_are_registered():
+    """In a forward and outside, by turns."""
+    master, registered, is_over = SyncMaster(echo), range(1, 3000), threading.Event()
+
+    def register() -> None:
+        for identifier in registered:
+            in_forward = CurrentReplica(Rendezvous(2), 1, current_backward())
+            with set_current_replica(in_forward):
+                master.register_slave(identifier)
+            master.register_slave(identifier)
+        is_over.set()
+
+    def count() -> set[int]:
+        counts = set()
+        while not is_over.is_set():
+            counts.add(master.nr_slaves)
+        return counts
+
+    _, *counts = at_once(register, count, count)
+    assert set().union(*counts) <= {0, *registered}
+
+
+def test_each_result_reaches_one_of_two_racing_getters():
+    """One of them is refused now and then, and tries again. A None ends each."""
+    future, results = FutureResult(), range(100)
+
+    def insist(call: Any) -> Any:
+        while isinstance((outcome := outcome_of(call)).error, ReplicationError):
+            time.sleep(0)
+        return outcome.value
+
+    def get_all() -> list[Any]:
+        return list(iter(partial(insist, future.get), None))
+
+    def put_all() -> list[Any]:
+        return [insist(partial(future.put, result)) for result in (*results, None, None)][:0]
+
+    first, second, _ = at_once(get_all, get_all, put_all)
+    assert sorted(first + second) == list(results)
+
+
+# -- the state of the process ------------------------------------------------------------------
+
+
+def test_every_report_counts_the_forwards_of_its_block():
+    def count() -> int:
+        with wait_report(quiet=True) as report:
+            observer(2)  # of a forward
+        return report.forwards
+
+    counts = at_once(*[repeated(2000, count)] * THREADS)
+    assert min(min(of_thread) for of_thread in counts) >= 1
+
+
+def test_flag_is_raised_once():
+    for _ in range(20):
+        owner = nn.Identity()
+        answers = at_once(*[lambda owner=owner: once_for(owner)()] * THREADS)
+        assert sorted(answers) == [False] * (THREADS - 1) + [True]
+
+
+def test_blocks_that_patch_torch_leave_it_as_it_was():
+    plain = nn.BatchNorm1d
+
+    def enter_and_leave() -> None:
+        with patch_sync_batchnorm():
+            assert nn.BatchNorm1d is not plain
+
+    at_once(*[repeated(1000, enter_and_leave)] * THREADS)
+    assert nn.BatchNorm1d is plain

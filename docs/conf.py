@@ -58,6 +58,7 @@ NAVIGATION = {
             "docs/how-it-works.md",
             "docs/guarantees.md",
             "docs/limits.md",
+            "docs/free-threading.md",
             "benchmarks/README.md",
         ],
         "Reference": ["docs/syncbn.md", "docs/replication.md"],

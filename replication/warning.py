@@ -115,16 +115,15 @@ def warn(message: str, category: type[Warning] = UserWarning, caller: int | None
 
 
 def frame_of_thread(thread: int) -> FrameType | None:
-    """Returns the innermost frame of a thread.
+    """Returns the innermost frame of a thread; None if it has none, or without the GIL.
 
-    None if there is none, or if it may not be read: without the interpreter lock it would run on
-    meanwhile.
+    Without the GIL the thread goes on while its frames are read, which may crash the interpreter.
     """
-    return sys._current_frames().get(thread) if _has_interpreter_lock() else None
+    return sys._current_frames().get(thread) if _has_gil() else None
 
 
-#: Free-threaded builds of Python 3.13 and later can run without the lock.
-_has_interpreter_lock: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
+#: Python 3.13 and later can run without the GIL.
+_has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,10 @@ def outcome_of(call: Callable[[], Any]) -> Outcome:
         return Outcome(value=call())
     except BaseException as error:
         return Outcome(error=error)
+
+
+#: Without it, messages do not say at which line another thread is.
+HAS_GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 def join_all(threads: Sequence[threading.Thread]) -> None:

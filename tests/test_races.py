@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import gc
 import sys
+import sysconfig
 import threading
 import time
 import weakref
@@ -38,6 +39,7 @@ from replication.warning import once_for
 from syncbn import convert_model, patch_sync_batchnorm
 from tests.deadlines import DEADLINE
 from tests.layers import Centering, outcome_of, together, values
+from tests.processes import run_python
 
 THREADS = 4
 
@@ -64,6 +66,14 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 
 def repeated(times: int, call: Callable[[], Any]) -> Callable[[], list[Any]]:
     return lambda: [call() for _ in range(times)]
+
+
+@pytest.mark.skipif(
+    not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has the GIL"
+)
+def test_imports_leave_the_gil_off():
+    program = "import sys, replication, syncbn; print(sys._is_gil_enabled())"
+    assert run_python("-c", program).stdout == "False\n"
 
 
 # -- forwards ----------------------------------------------------------------------------------

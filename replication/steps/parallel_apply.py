@@ -162,10 +162,12 @@ def _run_all(
             running[index] = ReplicaThread(index, call, torch_threads, done)
             running[index].start()
         while running and (outcome := _next(done, running, end)) is not None:
-            del running[outcome.replica]
+            thread = running.pop(outcome.replica)
             outputs[outcome.replica] = outcome.value
             nodes = nodes and max(nodes, outcome.nodes)
             if outcome.failure is not None:
+                # Frames in the traceback must not run while they are read, without the GIL.
+                thread.join(_POLL)
                 failures.append(outcome.failure)
                 if not has_type(outcome.failure, Exception):
                     raise outcome.failure

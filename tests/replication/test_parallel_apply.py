@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -29,7 +30,15 @@ from replication import (
     parallel_apply,
     replicate,
 )
-from tests.layers import DEADLINE, Centering, Numbered, WithMaster, freed, together
+from tests.layers import (
+    DEADLINE,
+    HAS_GIL,
+    Centering,
+    Numbered,
+    WithMaster,
+    freed,
+    together,
+)
 from tests.processes import run_python
 
 threads: Any = sys.modules["replication.steps.parallel_apply"]  # the package names the function so
@@ -368,10 +377,26 @@ def test_replica_that_hangs_in_foreign_code_does_not_hold_back_the_error(failing
     assert isinstance(outcome.error, WorkerError)
     own, left = outcome.error.__notes__
     assert own == f"in replica {failing} of 2 on cpu, module `1`"
-    assert re.fullmatch(
-        rf"left running 0\.05 s later: replica {1 - failing} in `1`, at .*threading\.py:\d+", left
-    )
+    at = r" in `1`, at .*threading\.py:\d+" if HAS_GIL else ""
+    assert re.fullmatch(rf"left running 0\.05 s later: replica {1 - failing}{at}", left)
     assert hangs.ended.wait(DEADLINE)
+
+
+def test_thread_whose_error_is_raised_has_ended(monkeypatch):
+    """Others, such as pytest, read the frames in its traceback."""
+    run = threads.ReplicaThread.run
+
+    def run_and_linger(thread: threading.Thread) -> None:
+        run(thread)
+        time.sleep(0.02)
+
+    def fail() -> None:
+        raise WorkerError(threading.current_thread())
+
+    monkeypatch.setattr(threads.ReplicaThread, "run", run_and_linger)
+    with pytest.raises(WorkerError) as caught:
+        apply(fail, lambda: None)
+    assert not caught.value.args[0].is_alive()
 
 
 def test_error_is_freed_with_its_last_reference():

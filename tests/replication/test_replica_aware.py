@@ -28,7 +28,7 @@ from replication import (
 from replication.groups import layer as replica_aware
 from replication.warning import WarnOnce, once_for
 from syncbn import SynchronizedBatchNorm1d
-from tests.layers import CustomDataParallel
+from tests.layers import HAS_GIL, CustomDataParallel
 
 
 class Total(ReplicaAware, nn.Module):
@@ -176,7 +176,10 @@ class Calls(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("torchs_own", [False, True])
+@pytest.mark.parametrize(
+    "torchs_own",
+    [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_GIL, reason="needs the GIL"))],
+)
 def test_warning_of_a_layer_points_at_the_line_that_calls_it(torchs_own):
     """In a user's forward, or else where the model is called, in another thread."""
 

@@ -205,6 +205,7 @@ def callbacks_of(position: Position, copy_id: int) -> Callbacks:
                 f"(got {type(method).__name__})"
             )
         callbacks.append((CALLBACK, method))
-    for function in vars(module).get(_REGISTERED, {}).values():
+    # At once, because another thread may register one: an `OrderedDict` would notice.
+    for function in list(dict.values(vars(module).get(_REGISTERED, {}))):
         callbacks.append(("a registered callback", partial(function, module)))
     return callbacks

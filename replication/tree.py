@@ -145,10 +145,12 @@ class Builtin(Container):
         kind = type(original)
         is_base = kind in _BASES  # nearly always
         self._base: Any = kind if is_base else next(b for b in kind.__mro__ if b in _BASES)
-        values = self._base.__iter__(original)
+        # A replica of another forward may change the original meanwhile.
+        snapshot = original.copy() if is_base and kind is not tuple else original
+        values = self._base.__iter__(snapshot)
         if issubclass(self._base, dict):
             self._names = list(values)
-            values = map(partial(dict.__getitem__, original), self._names)
+            values = map(partial(dict.__getitem__, snapshot), self._names)
         super().__init__(original, dict if kind in _DICTS else kind, values)
 
     def _made_keys(self) -> list[Any]:

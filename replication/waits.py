@@ -113,7 +113,8 @@ class WaitReport(ShownAsTable):
         return self._together("all", self.layers)
 
     def _together(self, name: str, layers: Sequence[Waits]) -> Waits:
-        seconds = {r: sum(layer.seconds[r] for layer in layers) for r in self.replicas}
+        replicas = layers[0].seconds if layers else self.replicas
+        seconds = {r: sum(layer.seconds[r] for layer in layers) for r in replicas}
         return Waits(name, sum(layer.calls for layer in layers), seconds)
 
     @property
@@ -142,7 +143,7 @@ class WaitReport(ShownAsTable):
         if others:
             listed.append(self._together(f"{len(others)} others", others))
         rows = [self._cells(waits) for waits in (*listed, self._together("all", layers))]
-        titles = ["layer", "calls", *(f"replica {r}" for r in self.replicas), "together"]
+        titles = ["layer", "calls", *(f"replica {r}" for r in layers[0].seconds), "together"]
         straggler = self.straggler
         verdict = (
             "No replica stands out as the one that the others wait for."

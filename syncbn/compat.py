@@ -194,7 +194,7 @@ class Finder(MetaPathFinder, Loader):
 
     def _package(self, module: str) -> str:
         """Returns the innermost replaced package that contains a module, or an empty string."""
-        packages = (p for p in self.packages if f"{module}.".startswith(f"{p}."))
+        packages = (p for p in tuple(self.packages) if f"{module}.".startswith(f"{p}."))
         return max(packages, key=len, default="")
 
     def find_spec(

@@ -93,9 +93,9 @@ def convert_model(
     corrected = []
     has_copies = False  # whether anything in the module knows its copies
     for path, submodule in module.named_modules():
-        if type(submodule) in SYNCHRONIZED:
+        if (synchronized := SYNCHRONIZED.get(type(submodule))) is not None:
             former_group = submodule.__dict__.pop("process_group", None)  # of a SyncBatchNorm
-            submodule.__class__ = SYNCHRONIZED[type(submodule)]
+            submodule.__class__ = synchronized
             if former_group is not None:
                 submodule.process_group = former_group
         elif is_older(submodule) and not why_older_stays(submodule):

@@ -13,6 +13,7 @@ import sysconfig
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -26,7 +27,9 @@ from replication import (
     FutureResult,
     ReplicationError,
     SyncMaster,
+    WaitReport,
     execute_replication_callbacks,
+    register_replication_callback,
     replicate,
     wait_report,
 )
@@ -62,6 +65,26 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
         return call()
 
     return values(together(*(partial(run, call) for call in calls)))
+
+
+def beside(call: Callable[[], Any], *others: Callable[[], Any]) -> list[Any]:
+    """Makes a call while each of the others is repeated in a thread; returns their values."""
+    is_over = threading.Event()
+
+    def run() -> None:
+        try:
+            call()
+        finally:
+            is_over.set()
+
+    def repeat(other: Callable[[], Any]) -> list[Any]:
+        found = []
+        while not is_over.is_set():
+            found.append(other())
+        return found
+
+    _, *found = at_once(run, *(partial(repeat, other) for other in others))
+    return found
 
 
 def repeated(times: int, call: Callable[[], Any]) -> Callable[[], list[Any]]:
@@ -101,6 +124,49 @@ def test_each_thread_gets_the_gradients_of_its_own_batch():
     expected = [gradients(net, thread) for thread in range(THREADS)]
     actual = at_once(*(partial(gradients, model, thread) for thread in range(THREADS)))
     torch.testing.assert_close(actual, expected)
+
+
+def test_layers_may_keep_a_memo_between_forwards_of_several_threads():
+    """Replicas share plain attributes with the original, as in torch."""
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by_key: dict[object, Tensor] = {}
+            self.latest: deque[Tensor] = deque(maxlen=50)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(50):
+                self.by_key[object()] = x
+                self.latest.append(x)
+            return x
+
+    module, x = Remembers(), torch.ones(2, 1)
+    model = DataParallel(module, ["cpu"] * 2)
+    at_once(*[repeated(5, lambda: model(x))] * 3)
+    assert len(module.by_key) == 3 * 5 * 2 * 50
+
+
+def test_module_may_run_while_it_is_replicated():
+    class Caches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.x = x
+            y = 2 * self.x
+            del self.x
+            return y
+
+    module, x = nn.Sequential(*[Caches() for _ in range(10)]), torch.ones(2)
+    beside(repeated(100, lambda: replicate(module, ["cpu"] * 2)), lambda: module(x))
+
+
+def test_callbacks_may_be_registered_during_forwards():
+    module, found = nn.Identity(), []
+    replicas = replicate(module, ["cpu"] * 2)
+
+    def register() -> None:
+        register_replication_callback(module, lambda *_: found.append(1)).remove()
+
+    beside(repeated(1000, lambda: execute_replication_callbacks(replicas)), register)
 
 
 def test_forward_keeps_nothing_of_the_caller_alive():
@@ -174,7 +240,7 @@ def test_slaves_may_be_registered_by_several_threads():
 
 def test_slaves_may_be_counted_while_others_are_registered():
     """In a forward and outside, by turns."""
-    master, registered, is_over = SyncMaster(echo), range(1, 3000), threading.Event()
+    master, registered = SyncMaster(echo), range(1, 3000)
 
     def register() -> None:
         for identifier in registered:
@@ -182,15 +248,8 @@ def test_slaves_may_be_counted_while_others_are_registered():
             with set_current_replica(in_forward):
                 master.register_slave(identifier)
             master.register_slave(identifier)
-        is_over.set()
 
-    def count() -> set[int]:
-        counts = set()
-        while not is_over.is_set():
-            counts.add(master.nr_slaves)
-        return counts
-
-    _, *counts = at_once(register, count, count)
+    counts = beside(register, *[lambda: master.nr_slaves] * 2)
     assert set().union(*counts) <= {0, *registered}
 
 
@@ -224,6 +283,19 @@ def test_every_report_counts_the_forwards_of_its_block():
 
     counts = at_once(*[repeated(2000, count)] * THREADS)
     assert min(min(of_thread) for of_thread in counts) >= 1
+
+
+def test_report_may_be_read_while_larger_forwards_are_recorded():
+    report = WaitReport()
+
+    def record() -> None:
+        for size in range(1, 200):
+            report.add_forward(size)
+            report.add("layer", size - 1, 1.0)
+            time.sleep(0)
+
+    beside(record, *[partial(str, report)] * 2)
+    assert report.total.total == 199
 
 
 def test_flag_is_raised_once():

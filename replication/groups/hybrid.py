@@ -75,7 +75,12 @@ class Forward:
             return
         count_nodes_up_to(self.last_node if self.last_node <= _MANY_NODES else 0)
         yield
-        self.last_node = max(self.last_node, nodes_made())
+        self.made_nodes()
+
+    def made_nodes(self) -> None:
+        """Notes that this thread has made nodes of the forward."""
+        with _lock:
+            self.last_node = max(self.last_node, nodes_made())
 
 
 _lock = threading.RLock()
@@ -163,7 +168,7 @@ class HybridGroup(ReplicaGroup):
         """
         reply = super().exchange(*args, requires_grad=requires_grad, **options)
         if requires_grad:
-            self._forward.last_node = max(self._forward.last_node, nodes_made())
+            self._forward.made_nodes()
         return reply
 
     # -- ranks ---------------------------------------------------------------------------------

@@ -247,7 +247,11 @@ class ReplicaThread(threading.Thread):
         torch_threads: int,
         done: SimpleQueue[Outcome],
     ) -> None:
-        super().__init__(name=f"replica-{index}", daemon=True)
+        # From 3.14 on a thread would keep a copy of the caller's context, also if it never starts.
+        own: dict[str, Any] = (
+            {"context": contextvars.Context()} if sys.version_info >= (3, 14) else {}
+        )
+        super().__init__(name=f"replica-{index}", daemon=True, **own)
         # Two threads cannot enter the same Context, so each has a copy.
         self._work = index, call, contextvars.copy_context(), torch_threads, done
 

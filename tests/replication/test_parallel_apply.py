@@ -231,7 +231,7 @@ def test_default_device_is_the_callers():
     assert seen(lambda: torch.ones(1).device.type) == ["cpu"] * 2
 
 
-variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="default")
+variable: contextvars.ContextVar[Any] = contextvars.ContextVar("variable", default="default")
 
 
 def test_context_variables_are_the_callers():
@@ -687,12 +687,14 @@ def test_an_interrupt_that_keeps_a_thread_from_beginning_keeps_nothing_alive(mon
         monkeypatch.setattr(threading, name, start)
         raise KeyboardInterrupt
 
-    net, x = nn.Linear(2, 2), torch.ones(4, 2, requires_grad=True)
-    kept = [weakref.ref(net), weakref.ref(x)]
+    net, x, token = nn.Linear(2, 2), torch.ones(4, 2, requires_grad=True), Token()
+    kept = [weakref.ref(net), weakref.ref(x), weakref.ref(token)]
+    context = contextvars.copy_context()
+    context.run(variable.set, token)
     monkeypatch.setattr(threading, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        DataParallel(net, ["cpu"] * 2)(x)
-    del net, x
+        context.run(DataParallel(net, ["cpu"] * 2), x)
+    del net, x, token, context
     assert freed(*kept)
     for thread in [t for t in threading._limbo if t.name == "replica-0"]:  # for later tests
         del threading._limbo[thread]

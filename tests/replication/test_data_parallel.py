@@ -266,6 +266,19 @@ def test_each_step_can_be_overridden():
     assert model.steps == ["scatter", "replicate", "parallel_apply", "gather"]
 
 
+class ScatteredByTorch(DataParallel):
+    def scatter(self, *args: Any) -> Any:
+        return nn.DataParallel.scatter(self, *args)
+
+
+def test_torchs_scatter_may_override_ours_where_there_are_no_arguments():
+    class Constant(nn.Module):
+        def forward(self) -> Tensor:
+            return torch.ones(1)
+
+    assert torch.equal(ScatteredByTorch(Constant(), ["cpu"] * 2)(), torch.ones(1))
+
+
 # -- one object, many forwards -----------------------------------------------------------------
 
 

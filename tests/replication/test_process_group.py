@@ -95,7 +95,9 @@ def empty(rank: int) -> Any:
         ProcessGroup().all_gather(torch.zeros(rank, 0)),
         ProcessGroup().all_gather(torch.zeros(0, 3)),
     )
-    return [[tuple(x.shape) for x in tensors] for tensors in gathered]
+    # Rank 0 receives nothing, and sends.
+    scattered = ProcessGroup().reduce_scatter([torch.zeros(0), torch.ones(2)])
+    return [[tuple(x.shape) for x in tensors] for tensors in gathered], scattered.tolist()
 
 
 def strided(rank: int) -> Any:
@@ -422,8 +424,9 @@ def test_dtype_stays(two):
     assert [found["dtypes"] for found, _ in two] == [[True] * 5] * 2
 
 
-def test_empty_tensors_are_gathered(two):
-    assert [found["empty"] for found, _ in two] == [[[(0, 0), (1, 0)], [(0, 3), (0, 3)]]] * 2
+def test_empty_tensors_are_gathered_and_scattered(two):
+    shapes = [[(0, 0), (1, 0)], [(0, 3), (0, 3)]]
+    assert [found["empty"] for found, _ in two] == [(shapes, []), (shapes, [2.0, 2.0])]
 
 
 def test_strides_do_not_matter(two):

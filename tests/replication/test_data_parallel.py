@@ -218,6 +218,12 @@ def test_devices_without_an_index_are_kept_as_they_are():
     assert model.device_ids == [torch.device("meta")] * 2
 
 
+def test_the_module_stays_on_the_first_device_wherever_outputs_go():
+    model = DataParallel(nn.Linear(1, 1), ["cpu", "meta"], output_device="meta")
+    assert model.src_device_obj == torch.device("cpu")
+    assert torch.device(model.output_device) == torch.device("meta")
+
+
 def test_repr_and_state_dict_match_torchs_class():
     model = DataParallel(nn.Linear(2, 2), ["cpu"] * 2)
     assert list(model.state_dict()) == ["module.weight", "module.bias"]

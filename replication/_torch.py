@@ -6,7 +6,7 @@ They are in one file, so that a test can name those that a new release of torch 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -208,8 +208,6 @@ def beside_selective_checkpoints() -> AbstractContextManager[object]:
     The checkpoint expects the same operations in the recomputation as in the forward. Other
     dispatch modes, such as counters of operations, do not see the operations either.
     """
-    if not dispatch_modes():
-        return nullcontext()
     modes = _get_current_dispatch_mode_stack()
     stack = ExitStack()
     if any(isinstance(mode, _SELECTIVE_CHECKPOINTS) for mode in modes):

@@ -214,8 +214,6 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         running = self._running_statistics if changes_buffers else None
         if isinstance(group, HybridGroup):
             return merge_ranks(group.processes, messages, layouts, running, group.commit)
-        if running is None:
-            return merge_shards(messages)
         return group.commit(partial(merge_shards, messages, running))
 
     def _running_statistics(self) -> RunningStatistics | None:

@@ -132,7 +132,6 @@ def _distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tenso
 def _batches_differ(one: RecordedCall, other: RecordedCall) -> bool:
     """Returns whether the batches of two calls differ by more than rounding."""
     batch, of_other = one.batch, other.batch
-    if batch is None or of_other is None:
-        return batch is not of_other
+    assert batch is not None and of_other is not None  # calls without values have none
     moments = one.shard.moments_of(batch), other.shard.moments_of(of_other)
     return bool(_distance(*moments) > 1e-6)

@@ -101,6 +101,16 @@ def test_torch_func_is_refused_instead_of_losing_derivatives(trains):
         torch.func.grad(lambda x: model(x).sum())(torch.randn(4, 3))
 
 
+class OwnDerivative(nn.Sequential):
+    def forward(self, x):
+        return torch.func.grad(lambda x: super(OwnDerivative, self).forward(x).sum())(x)
+
+
+def test_torch_func_inside_a_replica_is_refused_by_a_synchronized_layer():
+    with pytest.raises(RuntimeError, match=r"torch.func transforms do not reach the other copies"):
+        DataParallel(OwnDerivative(layer()), ["cpu"] * 2)(X)
+
+
 @pytest.mark.parametrize("attribute", ["list", "dict"])
 def test_containers_that_contain_themselves_are_left_as_they_are(attribute):
     net = nn.Linear(3, 2)

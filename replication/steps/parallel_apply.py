@@ -33,7 +33,6 @@ from replication.devices import (
     use_device,
 )
 from replication.errors import (
-    ReplicaFailed,
     ReplicasTimedOut,
     ReplicationError,
     has_type,
@@ -176,9 +175,9 @@ def _run_all(
         if running and rendezvous is not None and not failures:
             rendezvous.time_out().raise_at()
         if failures:
-            if running and not has_type(_first(failures), ReplicasTimedOut):
+            if running and not has_type(failures[0], ReplicasTimedOut):
                 _note_left_running(failures, replicas, running)
-            raise _first(failures)
+            raise failures[0]  # `first_failure_wins` raises the cause instead of a follow-up
         return outputs
     finally:
         # The traceback of an error refers to this frame, which must not refer to errors.
@@ -205,11 +204,6 @@ def _next(
         dead = [index for index, thread in running.items() if not thread.is_alive()]
         if dead and done.empty():
             raise RuntimeError(f"the thread of {listed(dead)} ended without a result")
-
-
-def _first(failures: Sequence[BaseException]) -> BaseException:
-    """Returns the first error that is not a follow-up, which may arrive before its cause."""
-    return next((f for f in failures if not has_type(f, ReplicaFailed)), failures[0])
 
 
 def _note_left_running(

@@ -215,6 +215,12 @@ def test_devices_without_an_index_are_kept_as_they_are():
     assert model.device_ids == [torch.device("meta")] * 2
 
 
+def test_the_module_stays_on_the_first_device_wherever_outputs_go():
+    model = DataParallel(nn.Linear(1, 1), ["cpu", "meta"], output_device="meta")
+    assert model.src_device_obj == torch.device("cpu")
+    assert torch.device(model.output_device) == torch.device("meta")
+
+
 def test_repr_and_state_dict_match_torchs_class():
     model = DataParallel(nn.Linear(2, 2), ["cpu"] * 2)
     assert list(model.state_dict()) == ["module.weight", "module.bias"]
@@ -261,6 +267,19 @@ def test_each_step_can_be_overridden():
     model = Tells(Centering(), ["cpu"] * 2)
     model(torch.randn(4, 2))
     assert model.steps == ["scatter", "replicate", "parallel_apply", "gather"]
+
+
+class ScatteredByTorch(DataParallel):
+    def scatter(self, *args: Any) -> Any:
+        return nn.DataParallel.scatter(self, *args)
+
+
+def test_torchs_scatter_may_override_ours_where_there_are_no_arguments():
+    class Constant(nn.Module):
+        def forward(self) -> Tensor:
+            return torch.ones(1)
+
+    assert torch.equal(ScatteredByTorch(Constant(), ["cpu"] * 2)(), torch.ones(1))
 
 
 # -- one object, many forwards -----------------------------------------------------------------

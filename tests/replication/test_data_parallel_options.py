@@ -539,12 +539,12 @@ class Outputs(nn.Module):
 @pytest.mark.parametrize(
     ("names", "kept"),
     [
-        (["out1"], {"outputs.out1", "again.out1"}),
-        (["outputs.out1"], {"outputs.out1"}),
-        (["outputs"], {"outputs.out1", "outputs.out2.0", "outputs.out2.1.deep"}),
-        (["deep", "second"], {"outputs.out2.1.deep", "second"}),
-        (["image"], {"record.image"}),
-        (("outputs.out2",), {"outputs.out2.0", "outputs.out2.1.deep"}),
+        (["out1"], ["outputs.out1", "again.out1"]),
+        (["outputs.out1"], ["outputs.out1"]),
+        (["outputs"], ["outputs.out1", "outputs.out2.0", "outputs.out2.1.deep"]),
+        (["deep", "second"], ["outputs.out2.1.deep", "second"]),
+        (["image"], ["record.image"]),
+        (("outputs.out2",), ["outputs.out2.0", "outputs.out2.1.deep"]),
     ],
     ids=str,
 )

@@ -261,7 +261,9 @@ def nested(rank: int) -> Any:
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x)
 
-    return str(outcome_of(lambda: DataParallel(Outer(), ["cpu"] * 2)(torch.ones(4, 1))).error)
+    x = torch.ones(4, 1)
+    error = outcome_of(lambda: DataParallel(Outer(), ["cpu"] * 2)(x)).error
+    return str(error), DataParallel(Outer(), ["cpu"])(x).flatten().tolist()
 
 
 class Sum(ReplicaAware, nn.Module):
@@ -387,7 +389,12 @@ def test_mismatch_of_processes_is_named_as_without_replicas(two):
 
 def test_replicas_inside_replicas_are_refused(two):
     for found in two:
-        assert "replicate once, on the outside" in found["nested"]
+        assert "replicate once, on the outside" in found["nested"][0]
+
+
+def test_replicas_inside_a_single_replica_communicate(two):
+    for found in two:
+        assert found["nested"][1] == [8.0, 8.0]
 
 
 def test_numbers_of_nodes_do_not_grow_from_step_to_step(two):

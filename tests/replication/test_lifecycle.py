@@ -456,8 +456,8 @@ def test_replica_shows_the_signature_of_its_forward():
 
 @pytest.mark.parametrize(
     "copied",
-    [copy.deepcopy, lambda replica: pickle.loads(pickle.dumps(replica))],
-    ids=["deepcopy", "pickle"],
+    [copy.copy, copy.deepcopy, lambda replica: pickle.loads(pickle.dumps(replica))],
+    ids=["copy", "deepcopy", "pickle"],
 )
 def test_copy_of_a_replica_belongs_to_no_forward(copied):
     replicas = watched(nn.Sequential(Signed(), Numbered()), detach=True)

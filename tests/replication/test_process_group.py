@@ -95,7 +95,13 @@ def empty(rank: int) -> Any:
         ProcessGroup().all_gather(torch.zeros(rank, 0)),
         ProcessGroup().all_gather(torch.zeros(0, 3)),
     )
-    return [[tuple(x.shape) for x in tensors] for tensors in gathered]
+    # Rank 0 receives nothing, and sends.
+    scattered = ProcessGroup().reduce_scatter([torch.zeros(0), torch.ones(2)])
+    return [[tuple(x.shape) for x in tensors] for tensors in gathered], scattered.tolist()
+
+
+def long(rank: int) -> Any:
+    return [len(x) for x in ProcessGroup().all_gather(torch.zeros(2**19 + rank))]
 
 
 def strided(rank: int) -> Any:
@@ -400,7 +406,7 @@ def with_warnings(rank: int) -> Any:
 
 
 CHECKS = [
-    dtypes, empty, strided, odd_numbers, changed_in_place, traffic, batched, own_results,
+    dtypes, empty, long, strided, odd_numbers, changed_in_place, traffic, batched, own_results,
     objects,
     bad_input, mismatch_in_all_gather, mismatch_of_layers, mismatch_of_widths,
     mismatch_in_requires_grad, mismatch_of_order, mismatch_under_debug, parts, copies,
@@ -422,8 +428,13 @@ def test_dtype_stays(two):
     assert [found["dtypes"] for found, _ in two] == [[True] * 5] * 2
 
 
-def test_empty_tensors_are_gathered(two):
-    assert [found["empty"] for found, _ in two] == [[[(0, 0), (1, 0)], [(0, 3), (0, 3)]]] * 2
+def test_empty_tensors_are_gathered_and_scattered(two):
+    shapes = [[(0, 0), (1, 0)], [(0, 3), (0, 3)]]
+    assert [found["empty"] for found, _ in two] == [(shapes, []), (shapes, [2.0, 2.0])]
+
+
+def test_long_tensors_are_gathered(two):
+    assert [found["long"] for found, _ in two] == [[2**19, 2**19 + 1]] * 2
 
 
 def test_strides_do_not_matter(two):

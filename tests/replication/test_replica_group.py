@@ -436,6 +436,14 @@ def failure(member: Any, arguments: list[Any]) -> BaseException:
     return outcome.error
 
 
+def test_an_error_in_a_part_names_the_replicas_of_the_part():
+    def member(group: Group, _: Any) -> None:
+        if group.rank < 3:
+            group.split(2).barrier()
+
+    assert "`0.1, replicas 2-3`, call 1: replica 2 waits" in str(failure(member, [()] * 4))
+
+
 @pytest.mark.parametrize(
     ("calls", "texts"),
     [

@@ -91,6 +91,14 @@ def test_the_first_layer_that_differs_is_named(net):
     assert "the first difference is output of `norm` (BatchNorm1d): error " in str(found)
 
 
+def test_the_error_of_a_layer_is_relative_to_its_own_outputs(net):
+    net.norm = nn.BatchNorm1d(4)
+    nn.init.constant_(net.norm.weight, 1e-9)
+    first = verify(net, X, CPUS).first_difference
+    assert first.where == "output of `norm` (BatchNorm1d)"
+    assert first.error > 0.1
+
+
 def test_the_model_is_left_as_it_is(net):
     before = copy.deepcopy(net.state_dict())
     verify(net, X, CPUS)

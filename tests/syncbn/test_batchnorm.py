@@ -7,6 +7,7 @@ import pickle
 import threading
 import warnings
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -147,13 +148,15 @@ def test_it_is_an_instance_of_torchs_class_and_prints_like_it(plain, synchronize
     ids=str,
 )
 @pytest.mark.parametrize("clamps", [False, True], ids=["plus", "clamp"])
-def test_replicas_compute_what_one_device_computes(shapes, clamps):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_replicas_compute_what_one_device_computes(shapes, clamps, dtype):
     layers = {2: SynchronizedBatchNorm1d, 3: SynchronizedBatchNorm1d}
     layers |= {4: SynchronizedBatchNorm2d, 5: SynchronizedBatchNorm3d}
-    layer = randomized(layers[len(shapes[0])](3, dtype=torch.float64))
-    shards = [torch.randn(s, dtype=torch.float64) * 2 + 5 for s in shapes]
+    layer = randomized(layers[len(shapes[0])](3, dtype=dtype))
+    shards = [torch.randn(s, dtype=dtype) * 2 + 5 for s in shapes]
     upstream = [torch.randn_like(shard) for shard in shards]
     expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias, clamps=clamps)
+    assert_close = partial(torch.testing.assert_close, check_dtype=False)
     for shard in shards:
         shard.requires_grad_()
     set_sbn_eps_mode("clamp" if clamps else "plus")
@@ -165,12 +168,12 @@ def test_replicas_compute_what_one_device_computes(shapes, clamps):
     for output, y, shard, dx in zip(
         outputs, expected.outputs, shards, expected.input_grads, strict=True
     ):
-        torch.testing.assert_close(output, y)
-        torch.testing.assert_close(shard.grad, dx)
-    torch.testing.assert_close(layer.weight.grad, expected.weight_grad)
-    torch.testing.assert_close(layer.bias.grad, expected.bias_grad)
-    torch.testing.assert_close(layer.running_mean, expected.running_mean)
-    torch.testing.assert_close(layer.running_var, expected.running_var)
+        assert_close(output, y)
+        assert_close(shard.grad, dx)
+    assert_close(layer.weight.grad, expected.weight_grad)
+    assert_close(layer.bias.grad, expected.bias_grad)
+    assert_close(layer.running_mean, expected.running_mean)
+    assert_close(layer.running_var, expected.running_var)
     assert layer.num_batches_tracked == 1
 
 

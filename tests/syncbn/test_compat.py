@@ -314,6 +314,11 @@ def test_class_with_other_defaults_is_the_same_in_every_module_and_to_isinstance
         assert not isinstance(other(3), kind) and not issubclass(other, kind)
 
 
+def test_a_module_that_a_copy_has_is_no_package(shipped):
+    syncbn.stand_in_for("shipped.sync")
+    assert not hasattr(importlib.import_module("shipped.sync.batchnorm"), "__path__")
+
+
 def test_subclass_of_a_class_with_other_defaults_is_an_ordinary_class(shipped, monkeypatch):
     syncbn.stand_in_for("shipped.sync", momentum=0.001)
     kind = importlib.import_module("shipped.sync").SynchronizedBatchNorm2d

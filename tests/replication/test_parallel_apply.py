@@ -594,6 +594,7 @@ def train():
     while not over.is_set():
         model(x)
 
+model(x)  # a fork while an operator of torch is called for the first time may hang the child
 thread = threading.Thread(target=train, daemon=True)
 with wait_report(quiet=True) as report:
     thread.start()

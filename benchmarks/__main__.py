@@ -47,7 +47,7 @@ def paragraph(rows: Sequence[Row]) -> str:
     texts = [
         f"On CPU replicas, steps take {span(rows, 'ours')} times as long with `syncbn` as with "
         f"{unit}, and {span(rows, 'older toolkits')} times with the older toolkits' algorithm. "
-        f"Measured on {date.today():%B %Y} with torch {torch.__version__} on "
+        f"Measured in {date.today():%B %Y} with torch {torch.__version__} on "
         f"{os.cpu_count()} cores."
     ]
     for threads in dict.fromkeys(row.threads for row in rows):

@@ -328,21 +328,22 @@ def test_paragraph_agrees_with_its_table():
     assert_agrees(suite.block([Table("Training steps", "About.", synthetic())]))
 
 
-# The largest ratios that a published run may show. Comments give the ratios to reach.
+# The largest ratios that a published run may show. Comments give the ratios to reach. From run to
+# run the ratios scatter by a tenth.
 
 #: Of a step at one torch thread to the other ways, by network and number of replicas.
 STEPS = {
-    ("dense", 2): {"plain BatchNorm": 2.3, "older toolkits": 1.1},  # 1.3 and 0.6
-    ("dense", 4): {"plain BatchNorm": 2.1, "older toolkits": 0.95},  # 1.3 and 0.55
-    ("narrow", 2): {"plain BatchNorm": 1.65, "older toolkits": 1.0},  # 1.25 and 0.65
-    ("resnet", 2): {"plain BatchNorm in our replicas": 1.4},  # 1.05
-    ("resnet", 4): {"plain BatchNorm in our replicas": 1.3},  # 1.05
+    ("dense", 2): {"plain BatchNorm": 2.5, "older toolkits": 1.15},  # 1.3 and 0.6
+    ("dense", 4): {"plain BatchNorm": 2.3, "older toolkits": 1.0},  # 1.3 and 0.55
+    ("narrow", 2): {"plain BatchNorm": 2.0, "older toolkits": 1.1},  # 1.25 and 0.65
+    ("resnet", 2): {"plain BatchNorm in our replicas": 1.3},  # 1.05
+    ("resnet", 4): {"plain BatchNorm in our replicas": 1.4},  # 1.05
 }
 
 #: Of a layer alone to plain BatchNorm, with any number of torch threads.
 LAYERS = {
-    "8 x 64 x 56 x 56": 1.3,  # 1.05
-    "8 x 64 x 56 x 56, channels_last": 1.6,  # 1.3
+    "8 x 64 x 56 x 56": 1.4,  # 1.05
+    "8 x 64 x 56 x 56, channels_last": 1.5,  # 1.3
     "2 x 64 x 8 x 8": 1.6,
 }
 

@@ -54,9 +54,9 @@ def paragraph(rows: Sequence[Row]) -> str:
         own = [row for row in rows if row.threads == threads]
         least, most = (pick(own, key=lambda r: float(ratio(r, "ours"))) for pick in (min, max))
         texts.append(
-            f"With torch threads set to {threads}, a training step takes {span(own, 'ours')} with "
-            f"`syncbn` (forward {span(own, 'ours', 1)}, backward {span(own, 'ours', 2)}) and "
-            f"{span(own, 'older toolkits')} with the older toolkits' algorithm. `syncbn` costs "
+            f"With torch threads set to {threads}, a training step takes {span(own, 'ours')} "
+            f"times as long with `syncbn` (forward {span(own, 'ours', 1)}, backward "
+            f"{span(own, 'ours', 2)}) and {span(own, 'older toolkits')} with the older toolkits' algorithm. `syncbn` costs "
             f"least in {least.case}, with {least.count} replicas, and most in {most.case}, with "
             f"{most.count}."
         )

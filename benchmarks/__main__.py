@@ -56,8 +56,8 @@ def paragraph(rows: Sequence[Row]) -> str:
         texts.append(
             f"With torch threads set to {threads}, a training step takes {span(own, 'ours')} "
             f"times as long with `syncbn` (forward {span(own, 'ours', 1)}, backward "
-            f"{span(own, 'ours', 2)}) and {span(own, 'older toolkits')} with the older toolkits' algorithm. `syncbn` costs "
-            f"least in {least.case}, with {least.count} replicas, and most in {most.case}, with "
+            f"{span(own, 'ours', 2)}) and {span(own, 'older toolkits')} with the older toolkits' "
+            f"algorithm. `syncbn` costs least in {least.case}, with {least.count} replicas, and most in {most.case}, with "
             f"{most.count}."
         )
     return " ".join(texts)

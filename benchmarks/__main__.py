@@ -57,8 +57,8 @@ def paragraph(rows: Sequence[Row]) -> str:
             f"With torch threads set to {threads}, a training step takes {span(own, 'ours')} "
             f"times as long with `syncbn` (forward {span(own, 'ours', 1)}, backward "
             f"{span(own, 'ours', 2)}) and {span(own, 'older toolkits')} with the older toolkits' "
-            f"algorithm. `syncbn` costs least in {least.case}, with {least.count} replicas, and most in {most.case}, with "
-            f"{most.count}."
+            f"algorithm. `syncbn` costs least in {least.case}, with {least.count} replicas, and "
+            f"most in {most.case}, with {most.count}."
         )
     return " ".join(texts)
 

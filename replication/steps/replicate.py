@@ -186,7 +186,7 @@ def _fill(
     ``template`` holds the attributes of all shells, or is None if the class has made the shells.
     """
     # A copy, because another thread may run the module, which may set attributes.
-    original = module.__dict__.copy() if template is None else template
+    original = module.__dict__.copy()
     children, buffers, parameters = module._modules, module._buffers, module._parameters
     replaced = _attributes_to_replace(original)
     sets_attributes = _sets_attributes(type(module))

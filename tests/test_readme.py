@@ -167,7 +167,8 @@ def test_the_difference_of_three_lines_synchronizes():
 
 def test_the_answers_about_speed_are_the_published_ones():
     figures = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
-    ranges = re.findall(r"a training step takes ([\d.]+) to ([\d.]+) times as long with `syncbn`", figures)
+    sentence = r"a training step takes ([\d.]+) to ([\d.]+) times as long with `syncbn`"
+    ranges = re.findall(sentence, figures)
     least, most = (f(float(end) for ends in ranges for end in ends) for f in (min, max))
     answers = " ".join((ROOT / "docs" / "questions.md").read_text("utf-8").split())
     assert f"a training step takes {least:.1f} to {most:.1f} times as long" in answers

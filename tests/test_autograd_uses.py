@@ -410,6 +410,7 @@ def test_an_input_changed_in_place_behind_hooks_that_copy_it(replicas):
     assert_alike(use, Copies(replicas).double())
 
 
+@pytest.mark.cpu("NumPy's arrays are on the CPU")
 def test_hooks_on_saved_tensors_around_forward_and_backward():
     def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
         with saved_tensors_hooks(lambda tensor: tensor.numpy(force=True), torch.from_numpy):

@@ -149,7 +149,8 @@ def ours(replicas: int) -> tuple[Counts, Counts]:
             outputs = parallel_apply(copies, [(shard,) for shard in shards])
             parameters = [p for c in copies for p in (c.layer.weight, c.layer.bias)]
             with Recorder(backward):
-                torch.autograd.grad(outputs, [*shards, *parameters], upstream)
+                # The first copy gets the gradients of the parameters, of all shards.
+                torch.autograd.grad(outputs, [*shards, *parameters], upstream, allow_unused=True)
     first, others = (
         [counts(o for o in made if o.device.type == kind) for made in (forward, backward)]
         for kind in ("cpu", "meta")

@@ -1,6 +1,6 @@
 """What synchronization costs a step of ResNet-50 in thousands of processes, on paper.
 
-    python -m benchmarks.scale --hop 2 20 --bandwidth 40 --exchange 30
+    python -m benchmarks.scale --hop 2 20 --bandwidth 40
 
 A collective is a sequence of hops from process to process. A ring of n makes 2 (n - 1) of them
 with an n-th of the message, a tree 2 log2(n) with all of it. `tests/test_scale.py` counts bytes.
@@ -18,7 +18,6 @@ from benchmarks.measuring import line
 from benchmarks.networks import NETWORKS
 
 PROCESSES = (2, 4, 8, 16, 64, 256, 1_000, 10_000)
-REPLICAS = (1, 4, 8)
 
 
 def message_bytes(channels: int) -> tuple[int, int]:
@@ -26,19 +25,17 @@ def message_bytes(channels: int) -> tuple[int, int]:
     return 8 * (2 * channels + 1), 8 * 2 * channels
 
 
-def table(latencies: list[float], bandwidth: float, exchange: float) -> Iterator[str]:
+def table(latencies: list[float], bandwidth: float) -> Iterator[str]:
     """The lines of the table, in Markdown. The arguments are the options of the program."""
     of_hop = (
         f"ms per {what}, {hop:g} us per hop" for hop in latencies for what in ("layer", "step")
     )
-    replicas = f"ms in a process of {pair(REPLICAS)} replicas"
-    headings = ["processes", "hops", "kB per step", "ms to send them", *of_hop, replicas]
+    headings = ["processes", "hops", "kB per step", "ms to send them", *of_hop]
     yield line(headings)
     yield line(["---"] * len(headings))
     modules = NETWORKS["resnet"].build().modules()
     channels = [m.num_features for m in modules if isinstance(m, nn.BatchNorm2d)]
     layers, size = len(channels), sum(sum(message_bytes(c)) for c in channels)
-    merging = [layers * exchange * n / 1e3 if n > 1 else 0 for n in REPLICAS]
     for n in PROCESSES:
         hops = 2 * (n - 1), 2 * math.ceil(math.log2(n))
         sending = [passes * size / (1e6 * bandwidth) for passes in (hops[0] / n, hops[1])]
@@ -46,7 +43,7 @@ def table(latencies: list[float], bandwidth: float, exchange: float) -> Iterator
         for hop in latencies:
             step = [2 * layers * h * hop / 1e3 + s for h, s in zip(hops, sending, strict=True)]
             cells += [pair(time / layers for time in step), pair(step)]
-        yield line([*cells, pair(merging)])
+        yield line(cells)
 
 
 def pair(values: Iterable[float]) -> str:
@@ -61,11 +58,8 @@ def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     options.add_argument("--hop", type=float, nargs="+", default=[5, 50], help="in microseconds")
     options.add_argument("--bandwidth", type=float, default=10, help="of a process, in GB/s")
-    options.add_argument(
-        "--exchange", type=float, default=150, help="in a process, microseconds per replica"
-    )
     given = options.parse_args()
-    print("\n".join(table(given.hop, given.bandwidth, given.exchange)))
+    print("\n".join(table(given.hop, given.bandwidth)))
 
 
 if __name__ == "__main__":

@@ -209,36 +209,24 @@ def messages() -> Drawing:
 
 
 def graph() -> Drawing:
-    """Draw the joined autograd graph of a synchronized layer."""
-    drawing = Drawing(440)
-    middle, width = WIDTH / 2, 132
-    for number, (center, side) in enumerate(((90, -1), (270, 1))):
+    """Draw the autograd node that the replicas of a synchronized layer share."""
+    drawing = Drawing(300)
+    middle = WIDTH / 2
+    for number, center in enumerate((90, 270)):
         tint, sub = TINTS[number], "₀₁"[number]
-        outer, inner = center + side * 48, center - side * 30
+        inner = middle + (center - middle) / 3
         drawing.text(center, 18, f"replica {number}", **{"font-weight": "bold"})
         drawing.box(center - 28, 32, 56, 28, f"x{sub}", fill=tint)
-        drawing.line((center, 60), (center, 84))
-        drawing.box(center - width / 2, 84, width, 30, "(1) Moments", fill=tint)
-        drawing.box(center - width / 2, 294, width, 30, "(3) Normalize", fill=tint)
-        drawing.line((center, 324), (center, 348))
-        drawing.box(center - 28, 348, 56, 28, f"y{sub}", fill=tint)
-        # From (1) to (3), and around (1).
-        drawing.line((outer, 114), (outer, 294), color=BLUE)
-        edge = center + side * 80
-        around = (center + side * 28, 46), (edge, 46), (edge, 309), (center + side * 66, 309)
-        drawing.line(*around, color=ORANGE)
-        # Through (2).
-        for shift, color in ((0, BLUE), (-side * 16, ORANGE)):
-            near = middle + side * 46 + shift
-            drawing.line((inner + shift, 114), (near, 190), color=color)
-            drawing.line((near, 220), (inner + shift, 294), color=color)
-    drawing.box(middle - 66, 190, 132, 30, "(2) Merge")
-    for y, fast, exact in ((136, "totals", "local"), (256, "sums", "global")):
-        drawing.text(middle, y, fast, color=BLUE)
-        drawing.text(middle, y + LINE, exact, color=ORANGE)
-    drawing.text(48, 205, "z, carrier", "start", BLUE)
-    drawing.legend(400, "fast edges: an ordinary backward", BLUE)
-    drawing.legend(400 + LINE, "exact edges: create_graph=True", ORANGE)
+        drawing.line((center, 60), (inner, 126), color=BLUE)
+        drawing.line((inner, 166), (center, 226), color=BLUE)
+        drawing.box(center - 28, 226, 56, 28, f"y{sub}", fill=tint)
+        drawing.line(
+            (center + (center - middle) * 0.5, 60), (center + (center - middle) * 0.5, 226)
+        )
+    drawing.box(middle - 66, 126, 132, 40, "Normalize")
+    drawing.text(middle, 94, "moments", color=BLUE)
+    drawing.text(middle, 204, "statistics", color=BLUE)
+    drawing.legend(280, "what crosses between replicas", BLUE)
     return drawing
 
 

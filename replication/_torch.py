@@ -144,15 +144,6 @@ NO_BACKWARD = -1
 #: when it recomputes an activation checkpoint.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
-#: Unknown to older releases of torch.
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-
-
-def keeps_graph() -> bool:
-    """Whether the backward that this thread is in keeps its graph (``retain_graph=True``)."""
-    return torch.is_grad_enabled() if _keeps_graph is None else bool(_keeps_graph())
-
-
 #: Returns the number of autograd nodes that this thread has made, by which autograd orders them.
 nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
 

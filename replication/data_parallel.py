@@ -25,7 +25,6 @@ from replication.devices import (
     parse_devices,
     usable_devices,
 )
-from replication.groups.membership import has_other_processes
 from replication.modules import layers_of, paired
 from replication.patch import RUNS_CALLBACKS
 from replication.steps.gather import gather, join_leaves
@@ -202,8 +201,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             self.module.to(self.src_device_obj)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        # A single replica of several processes takes part in their exchanges as others do.
-        if len(self.device_ids) > 1 or (self.device_ids and has_other_processes()):
+        if len(self.device_ids) > 1:
             return self._on_replicas(inputs, kwargs)
         if not self.device_ids:
             return self._alone(*DataParallel.scatter(self, inputs, kwargs, None))

@@ -212,7 +212,11 @@ def current_streams(devices: Iterable[torch.device]) -> Streams:
 
 
 def use_streams(streams: Streams) -> AbstractContextManager[None]:
-    """Makes streams current in a ``with`` block. The current device stays."""
+    """Makes streams of several devices current in a ``with`` block inside an autograd node.
+
+    The current device stays. Autograd orders only the stream of the node's own device, the current
+    one, with the nodes before and after. So the others wait for it, and it waits for them.
+    """
     return _using(streams) if streams else nullcontext()
 
 
@@ -222,6 +226,10 @@ def _using(streams: Streams) -> Iterator[None]:
         for device, stream in streams.items():
             module = module_of(device)
             current = module.current_device()
+            of_node = module.current_stream(current)
+            if stream != of_node:
+                stream.wait_stream(of_node)
+                stack.callback(of_node.wait_stream, stream)
             stack.enter_context(module.stream(stream))
             stack.enter_context(module.device(current))
         yield

@@ -1,7 +1,7 @@
 """Checks that synchronized replicas on this machine train like one device.
 
-Prints versions and devices, then compares a synchronized layer on several replicas with the same
-layer on one device: on the CPU, on each accelerator, and across all accelerators, in float64 and
+Prints versions and devices, then compares synchronized layers on several replicas with the same
+layers on one device: on the CPU, on each accelerator, and across all accelerators, in float64 and
 float32. At the end it prints PASS or FAIL for each device, and a verdict. The exit status is 0 if
 all pass, 1 if one fails, and 2 if the arguments are wrong.
 """
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from replication.__main__ import check_machine
 from syncbn.batchnorm import SynchronizedBatchNorm2d
@@ -22,14 +23,19 @@ __all__: list[str] = []
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints comparisons and verdicts. Returns the exit status, which is 1 if one fails."""
-    return check_machine("syncbn", __doc__, make_layer, dtypes, arguments)
+    return check_machine("syncbn", __doc__, make_layers, dtypes, arguments)
 
 
-def make_layer() -> SynchronizedBatchNorm2d:
-    """Returns a layer with random weights, some of them negative."""
-    layer = SynchronizedBatchNorm2d(16)
-    torch.nn.init.normal_(layer.weight, mean=0.5)
-    return layer
+def make_layers() -> nn.Sequential:
+    """Returns two layers with random weights, some of them negative.
+
+    On the CPU the first is computed by `syncbn.joined`. The second is not, for its cumulative
+    average, and is computed as on accelerators.
+    """
+    layers = [SynchronizedBatchNorm2d(16, momentum=momentum) for momentum in (0.1, None)]
+    for layer in layers:
+        nn.init.normal_(layer.weight, mean=0.5)
+    return nn.Sequential(*layers)
 
 
 def dtypes(device: torch.device) -> list[torch.dtype]:

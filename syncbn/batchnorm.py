@@ -14,13 +14,14 @@ from replication._torch import beside_selective_checkpoints, dispatch_modes, unc
 from replication.devices import is_int
 from replication.errors import path_or_root
 from replication.groups.base import Layouts
-from replication.groups.hybrid import HybridGroup
 from replication.sync.current import current_replica
 from syncbn.channels import in_float64
-from syncbn.graph import Message, Reply, merge_shards, synchronized_batch_norm
-from syncbn.merge import Denominator, RunningStatistics
+from syncbn.graph import Reply, synchronized_batch_norm
+from syncbn.joined import may_join
+from syncbn.merge import Denominator, Message, RunningStatistics, requires_grad
 from syncbn.processes import merge_ranks
 from syncbn.recomputation import RecordedCalls
+from syncbn.replicas import measured, merge_replicas
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -174,47 +175,54 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         self._check_synchronized_input(input, weight, bias)
         denominator = _denominator(self.eps, _eps_mode == "clamp")
         layouts = ((input.dtype, (self.num_features,)),)  # must match on every copy
-        exchange = (
-            partial(self._reply_of_replicas, group, layouts)
-            if isinstance(group, ReplicaGroup)
-            else partial(self._reply_of_ranks, group, layouts)
-        )
+        if isinstance(group, ReplicaGroup):
+            exchange = partial(self._reply_of_replicas, group, layouts)
+            joins = not denominator.clamps and self._may_join(input)
+        else:
+            exchange, joins = partial(self._reply_of_ranks, group, layouts), False
         if not dispatch_modes():
-            return synchronized_batch_norm(input, weight, bias, denominator, exchange)
+            return synchronized_batch_norm(input, weight, bias, denominator, exchange, joins)
         with beside_selective_checkpoints():
-            return synchronized_batch_norm(input, weight, bias, denominator, exchange)
+            return synchronized_batch_norm(input, weight, bias, denominator, exchange, joins)
 
-    def _reply_of_ranks(self, group: Group, layouts: Layouts, message: Message) -> Reply:
-        """Returns the moments of all processes."""
+    def _may_join(self, input: Tensor) -> bool:
+        """Whether torch's layer could normalize this shard together with others."""
+        return (
+            type(self.momentum) in (float, int)  # the average is cumulative without it
+            and (self.running_mean is None) == (self.running_var is None)
+            and may_join(input)
+        )
+
+    def _reply_of_ranks(self, group: Any, layouts: Layouts, message: Message) -> Reply:
+        """Returns the statistics of all processes, and the output to be filled."""
         running = None if group.recomputes else self._running_statistics
-        (reply,) = merge_ranks(group, [message], layouts, running)
-        return reply
+        return merge_ranks(group, message, layouts, running)
 
     def _reply_of_replicas(self, group: ReplicaGroup, layouts: Layouts, message: Message) -> Reply:
-        """Returns the moments of all replicas, or the recorded ones in a recomputation."""
+        """Returns the statistics of all replicas, or the recorded ones in a recomputation."""
         assert self._recorded_calls is not None  # set together with the group
+        shard = message[0]
         if group.in_later_backward:
-            return self._recorded_calls.recall(message, layouts[0][0])
+            if shard.joins:
+                message = measured(message)
+            call = self._recorded_calls.recall(shard, layouts[0][0])
+            return self._recorded_calls.recomputed(call, message)
         reply = group.exchange(
             "batch_norm",
             message,
-            partial(self._merge, group, layouts),
+            partial(self._merge, group),
             layouts=layouts,
-            requires_grad=message[1].requires_grad,
+            requires_grad=shard.records_graph and requires_grad(message),
         )
-        if message[0].moments is not None:  # measured for a checkpoint, or because it is large
-            self._recorded_calls.record(message, reply)
+        if shard.moments is not None:  # not joined
+            self._recorded_calls.record(shard, reply)
         return reply
 
-    def _merge(
-        self, group: ReplicaGroup, layouts: Layouts, messages: list[Message]
-    ) -> list[Reply]:
+    def _merge(self, group: ReplicaGroup, messages: list[Message]) -> list[Reply]:
         """Returns the replies to all replicas. Runs once per call, while the others wait."""
         changes_buffers = self._has_original_buffers and not group.recomputes
         running = self._running_statistics if changes_buffers else None
-        if isinstance(group, HybridGroup):
-            return merge_ranks(group.processes, messages, layouts, running, group.commit)
-        return group.commit(partial(merge_shards, messages, running))
+        return group.commit(partial(merge_replicas, messages, running))
 
     def _running_statistics(self) -> RunningStatistics | None:
         """Counts a batch, and returns the buffers to update with its moments."""

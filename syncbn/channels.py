@@ -79,6 +79,12 @@ def with_usual_strides(x: Tensor) -> Tensor:
     return x if x.stride() == usual else x.as_strided(x.shape, usual)
 
 
+def empty_output(x: Tensor) -> Tensor:
+    """Returns an empty tensor with dtype and layout of ``x``, outside of its graph."""
+    with torch.no_grad():
+        return torch.empty_like(with_usual_strides(x))
+
+
 def in_format_of(tensor: Tensor, like: Tensor) -> Tensor:
     """Returns a tensor in the memory format of another."""
     return tensor.contiguous(memory_format=memory_format(like))

@@ -1,41 +1,28 @@
-"""The joined autograd graph of synchronized batch normalization.
+"""The autograd graph of a synchronized layer: one node for all replicas of a call.
 
-    replica i:  x_i ──▶ (1) Moments ──▶ z_i, carrier_i (aliases of x_i), local_i, totals_i
-                                         │                     └─── with the message
-    merging replica:                     │  (2) Merge ──▶ global_i, sums_i, one of each per replica
-                                         ▼                     └─── with the reply
-    replica i:                       (3) Normalize(x_i, z_i, carrier_i, global_i, sums_i) ──▶ y_i
+    replica i:  moments of x_i ──┐                                          ┌──▶ y_i, filled by i
+    replica j:  moments of x_j ──┼─▶ Normalize(x_i, x_j, .., weights, ..) ──┼──▶ y_j, filled by j
+                                 │       made by the last to arrive         │
+                                 └──────────────────────────────────────────┘
 
-Numbers do not flow along the graph: a message holds the moments of a shard, a reply the statistics
-of the whole batch, as plain tensors. The outputs of (1) and (2) only connect the nodes, so that
-gradients flow. Backward is the same graph read backwards. No thread waits in it: the engine runs
-(3) for each replica, (2) once, (1) for each replica. A queue or a barrier there would deadlock,
-because the engine runs all nodes of the CPU on one thread.
+Passes over a shard run in the thread of its replica: the moments before the exchange, normalizing
+after it, into the output that the node already has. So nothing of the size of the input is
+computed while the others wait.
 
-Gradients travel back in two forms, each along its own edges. So several backwards of one graph, of
-either form, may run at the same time:
+Backward, the engine calls the node once: one reduction per shard, sums added in replica order, one
+pass per shard. No thread waits in it. A queue or a barrier there would deadlock, because the
+engine runs all nodes of the CPU on one thread. Between processes each rank has a node for its own
+shard, with one collective in backward if its input needs a gradient.
 
-Fast edges (z, carrier, sums, totals)
-    In the usual backward (3) hands (1) ``dy`` and ``x``, along z and the carrier, and hands (2)
-    two sums over its shard. (2) adds them over all replicas and hands each (1) the totals, from
-    which (1) computes dx (see `syncbn.kernels.Kernels.input_gradient`). These outputs are used
-    once each, so the engine never adds anything to the values.
-
-Exact edges (x, global, local)
-    With ``create_graph=True`` the three nodes return true derivatives, in differentiable
-    operations. (3) returns the direct derivative with respect to x, and to (2) the derivative with
-    respect to mean and variance of the batch. (2) hands each (1) the derivative with respect to x
-    along these, as a linear function of x. The graph of a second derivative ends in the edges x
-    and global.
-
-Saved for backward: x_i, once, by (1), and vectors of length C.
+Saved for backward: each x_i, and vectors of length C. The node keeps nothing else, so that several
+backwards of one graph, of any kind, may run at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,25 +34,24 @@ from replication._torch import (
     is_batched,
     sees_saved_tensors,
 )
-from replication.devices import current_streams, use_streams
-from syncbn.channels import (
-    accumulation_dtype,
-    per_channel,
-    reduced_dims,
-)
+from replication.devices import Streams, current_streams, use_streams
+from syncbn.channels import empty_output, in_float64, per_channel, reduced_dims
 from syncbn.kernels import Statistics
-from syncbn.merge import MEDIUM, SMALL, CountBatch, Denominator, Shard, merge_moments
+from syncbn.merge import Denominator, Message, Shard
 
 __all__: list[str] = []
 
 
-#: The message of a replica: its `Shard`, and the outputs local and totals of (1).
-#: A plain tuple, because making one takes no Python call.
-Message = tuple[Shard, Tensor, Tensor]
+#: The reply to a replica: values per channel, statistics of the whole batch, and the output. The
+#: statistics are None if the output is complete. Both are None for fewer than 2 values.
+Reply = tuple[int | Tensor, Statistics | None, Tensor | None]
 
-#: The reply to a replica: values per channel and statistics of the whole batch, and the
-#: outputs global and sums of (2). The last two are None for fewer than 2 values.
-Reply = tuple[int | Tensor, Statistics | None, tuple[Tensor, Tensor] | None]
+#: For each shard its gradient of x, weight and bias, where it has one.
+Gradients = tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]
+
+#: Stands for a weight that is 0, where a total is divided by the weight by which a kernel
+#: multiplies again. The gradient of the output times this vanishes.
+_NEXT_TO_ZERO = 1e-20
 
 
 def synchronized_batch_norm(
@@ -74,38 +60,36 @@ def synchronized_batch_norm(
     bias: Tensor | None,
     denominator: Denominator,
     exchange: Callable[[Message], Reply],
+    joins: bool = False,
 ) -> Tensor:
     """Normalizes a shard ``(N, C, ...)``, maybe empty, with the moments of the whole batch.
 
-    ``exchange`` sends this replica's message and returns the reply. The output has the layout of
-    ``x``.
+    ``exchange`` sends this replica's message and returns the reply. ``joins`` tells whether the
+    shard may be computed together with others. The output has the layout of ``x``.
     """
     if in_functorch_transform():
         raise RuntimeError(
             "torch.func transforms do not reach the other copies of a synchronized layer, so "
             "their derivatives would be lost; transform a function that calls the whole model"
         )
-    shard = Shard(x, weight, denominator)
+    shard = Shard(x, weight, bias, denominator)
+    shard.joins = joins
     if weight is not None and weight.dtype != shard.dtype:
-        shard.weight = weight = weight.to(shard.dtype)
+        weight = weight.to(shard.dtype)
     if bias is not None and bias.dtype != shard.dtype:
         bias = bias.to(shard.dtype)
-    if (
-        shard.kernels.measures_small_shards_together
-        # Values without further dimensions are added one by one in float32, too coarse for many.
-        and 0 < x.numel() <= (MEDIUM if x.shape[2:].numel() > 1 else SMALL)
-        and x.dtype == torch.float32
-        and x.is_contiguous()
-        and torch.is_grad_enabled()
-        and not sees_saved_tensors()  # an activation checkpoint needs the moments of the shard
-    ):
-        shard.unmeasured = x.detach()
-    z, carrier, local, totals = _moments(shard, x)
-    total, batch, edges = exchange((shard, local, totals))
-    if batch is None or edges is None:
+    if joins:
+        message: Message = (shard, x, None, weight, bias)
+    else:
+        shard.measure(x)
+        message = (shard, _held(shard, x, weight, bias), empty_output(x), weight, bias)
+    total, stats, output = exchange(message)
+    if output is None:
         return _output_below_two_values(total, x, weight, bias)
-    shard.batch = batch
-    return _normalize(shard, x, z, carrier, *edges, weight, bias)  # type: ignore[no-any-return]
+    if stats is not None and shard.values:
+        with torch.no_grad():
+            shard.kernels.normalize(x, stats, weight, bias, output)
+    return output
 
 
 def _output_below_two_values(
@@ -122,267 +106,282 @@ def _output_below_two_values(
     return torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
 
 
-def merge_shards(
-    messages: Sequence[Message], count_batch: CountBatch | None = None
-) -> list[Reply]:
-    """Merges the moments of all replicas, in replica order, into a reply to each.
+class Hold(Function):
+    """Saves the input of a replica in its own thread, for the joint node.
 
-    ``count_batch`` is None in a recomputation, which must not update running statistics.
+    Hooks on saved tensors belong to a thread: an activation checkpoint must see what its replica
+    saves. The second argument only makes the result require gradients.
     """
-    shards, local, totals = zip(*messages, strict=True)
-    total = sum(map(attrgetter("values"), shards))
-    running = None if count_batch is None or total == 1 else count_batch()
-    if total < 2:  # of 1 value the forward raises
-        return [(total, None, None)] * len(shards)
-    batches = merge_moments(shards, total, running)
-    streams = current_streams(map(attrgetter("device"), shards))
-    for shard, batch in zip(shards, batches, strict=True):
-        shard.batch, shard.unmeasured, shard.streams = batch, None, streams
-    outputs = _merge(shards, *local, *totals)
-    n = len(shards)
-    pairs = zip(outputs[:n], outputs[n:], strict=True)
-    return list(zip([total] * n, batches, pairs, strict=True))
-
-
-class Moments(Function):
-    """(1) Computes the moments of a shard; its backward computes the input gradient."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Shard, x: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.shard = shard
-        if shard.unmeasured is None:
-            shard.moments = shard.kernels.moments(x, shard.denominator.eps)
-        elif x.numel() > SMALL:  # here, where the replicas run in parallel
-            shard.rounded()
-        local = x.new_empty(3, x.size(1), dtype=shard.dtype)
-        totals = local.new_empty(2, x.size(1))
-        return x, x, local, totals  # torch makes an alias of x for each
+        return x.view_as(x)
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        dy: Tensor | None,
-        x: Tensor | None,
-        exact: Tensor | None,
-        rows: Tensor | None,
-    ) -> tuple[None, Tensor | None]:
-        if dy is None and exact is None and rows is None:
-            return None, None  # called by the engine without any gradient
-        if x is None:  # this replica's output is unused, so (3) has not run
-            (x,) = ctx.saved_tensors
-        shard: Shard = ctx.shard
-        dx = None
-        if dy is not None or rows is not None:
-            if rows is None:
-                rows = shard.batch.mean.new_zeros(2, x.size(1))
-            dx = (
-                shard.kernels.input_gradient(dy, x, shard.batch, shard.weight, rows)
-                if shard.values
-                else torch.empty_like(x)
-            )
-        if exact is not None:
-            shift, slope, center = (per_channel(row, x) for row in exact)
-            along = shift + slope * (x - center)
-            dx = along.to(x.dtype) if dx is None else dx + along.to(x.dtype)
-        return None, dx
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return dx, None
 
 
-class Merge(Function):
-    """(2) Connects the replicas; in backward adds what each of them sends, in replica order.
+def _held(shard: Shard, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Returns an alias of the input whose node saves it, if this replica has hooks for that."""
+    if not shard.records_graph or not sees_saved_tensors():
+        return x
+    anchor = next((t for t in (weight, bias) if t is not None and t.requires_grad), None)
+    z: Tensor = Hold.apply(x, anchor)  # type: ignore[no-untyped-call]
+    shard.held = z.grad_fn  # None if nothing needs a gradient
+    return z
 
-    Its inputs are local of all replicas, then totals; its outputs global, then sums.
+
+class Ranks(Protocol):
+    """The sums of a backward over all ranks (see `syncbn.processes`)."""
+
+    def summed(self, sums: Tensor) -> Tensor:
+        """Adds what all ranks send. Differentiable."""
+
+    def zeros_like_sums(self, sums: Tensor) -> Tensor:
+        """Returns zeros that have the derivatives of sums over all ranks. No call."""
+
+
+class Batch(NamedTuple):
+    """What the node of a call knows."""
+
+    shards: Sequence[Shard]
+    #: Whether weight, bias, denominator and kernels of all shards are the same.
+    are_alike: bool = False
+    ranks: Ranks | None = None
+    #: The forward's streams on the devices of all replicas, if there are several.
+    streams: Streams | None = None
+
+
+def connect(batch: Batch, messages: Sequence[Message]) -> list[Tensor]:
+    """Returns the outputs of all replicas, connected with their inputs and parameters.
+
+    A replica that records no graph keeps its own output, and its input counts as a constant.
     """
-
-    @staticmethod
-    def forward(ctx: Any, shards: Sequence[Shard], *edges: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.shards = shards
-        outputs = [edge.new_empty(2, edge.size(1)) for edge in edges]
-        ctx.save_for_backward(outputs[0])
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        shards: Sequence[Shard] = ctx.shards
-        n = len(shards)
-        with use_streams(shards[0].streams):
-            exact = added(grads[:n])
-            derivatives: list[Tensor | None] = [None] * n
-            if exact is not None:
-                derivative = merge_derivative(exact, shards[0], *ctx.saved_tensors)
-                derivatives = [derivative.to(shard.device) for shard in shards]
-            return None, *derivatives, *merged_rows(shards, grads[n:])
-
-
-def merged_rows(shards: Sequence[Shard], sums: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns the result of `Kernels.rows` for each shard, given the sums over each shard."""
-    totals = added(sums)
-    if totals is None:
-        return [None] * len(shards)
-    # First the shards that have sent sums, because these know the weight of the forward.
-    return rows_of(shards, totals, sorted(range(len(shards)), key=lambda i: sums[i] is None))
-
-
-def rows_of(
-    shards: Sequence[Shard], totals: Tensor, order: Iterable[int] | None = None
-) -> list[Tensor | None]:
-    """Returns the result of `Kernels.rows` for each shard, given the sums over all shards."""
-    rows: list[Tensor | None] = [None] * len(shards)
-    made: dict[int, Tensor] = {}  # usually all replicas share one `Statistics`
-    for i in order or range(len(shards)):
-        key = id(shards[i].batch)
-        if key not in made:
-            made[key] = shards[i].rows(totals)
-        rows[i] = made[key]
-    return rows
-
-
-def added(grads: Sequence[Tensor | None]) -> Tensor | None:
-    """Returns the sum of all that are not None, in order, on the device of the first."""
-    present = [grad for grad in grads if grad is not None]
-    if len(present) > 3:  # two kernels for any number
-        return torch.stack([grad.to(present[0].device) for grad in present]).sum(0)
-    if not present:
-        return None
-    total, *others = present
-    for grad in others:
-        total = total + grad.to(total.device)
-    return total
+    shards, *columns = zip(*messages, strict=True)
+    outputs = list(columns.pop(1))
+    if not torch.is_grad_enabled():
+        return outputs
+    tensors = [
+        tensor if shard.records_graph else None
+        for column in columns
+        for shard, tensor in zip(shards, column, strict=True)
+    ]
+    recording = [i for i, shard in enumerate(shards) if shard.records_graph]
+    batch = batch._replace(streams=current_streams([shard.device for shard in shards]))
+    made = _normalize(batch, [outputs[i] for i in recording], *tensors)
+    for i, output in zip(recording, made, strict=True):
+        outputs[i] = output
+    return outputs
 
 
 class Normalize(Function):
-    """(3) Normalizes a shard; its backward computes the gradients of parameters and moments.
-
-    It uses only the edges of its inputs z, carrier, edge and sums, not their values.
-    """
+    """Its inputs are x of all replicas, then weights, then biases; its outputs their y."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        shard: Shard,
-        x: Tensor,
-        z: Tensor,
-        carrier: Tensor,
-        edge: Tensor,
-        sums: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-    ) -> Tensor:
+        ctx: Any, batch: Batch, outputs: list[Tensor], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.shard = shard
-        # (1) has saved x, unless x needs no gradient, and the backward reads it from there: saving
-        # it twice would run hooks on saved tensors (which may copy them to the CPU) twice.
-        ctx.moments = z.grad_fn
-        ctx.save_for_backward(edge, weight, None if z.requires_grad else x)
-        if not shard.values:
-            return torch.empty_like(x)
-        return shard.kernels.normalize(x, shard.batch, weight, bias)
+        ctx.batch = batch
+        n = len(batch.shards)
+        xs = [x if s.held is None else None for s, x in zip(batch.shards, tensors, strict=False)]
+        ctx.save_for_backward(*xs, *tensors[n : 2 * n])
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
-        if dy is None:
-            return (None,) * 8
-        shard: Shard = ctx.shard
-        # (1) always receives x from here, because activation checkpoints forbid that it unpacks x
-        # once more.
-        needs_dweight, needs_dbias = ctx.needs_input_grad[6:]
-        edge, weight, x = ctx.saved_tensors
-        if x is None:
-            (x,) = ctx.moments.saved_tensors
-        if needs_true_derivatives(dy) or shard.batch.messages_differ:
-            with use_streams(shard.streams):  # mean and variance may be on another device
-                dx, dedge, dweight, dbias = _normalize_derivative(dy, x, edge, weight, shard)
-            return None, dx, None, x, dedge, None, dweight, dbias if needs_dbias else None
-        if shard.values:
-            sums, dweight, dbias = shard.kernels.reduce(dy, x, shard.batch, weight)
-        else:
-            dbias, dweight = sums = torch.zeros_like(edge)
-        if weight is not None:
-            # An optimizer may step inside this backward, before (1) and (2) need the weight.
-            shard.weight = weight.clone()
-            if shard.batch.weights_differ:
-                sums = sums * weight
-        if shard.denominator.clamps:  # a clamped variance has no derivative
-            with use_streams(shard.streams):  # as above
-                _, var = shard.moments_of(shard.batch)
-                sums[1].mul_(shard.denominator.slope(var).to(sums))
-        return (
-            *(None, None, dy),
-            x,
-            *(None, sums),
-            dweight if needs_dweight else None,
-            dbias if needs_dbias else None,
+    def backward(ctx: Any, *of_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        batch: Batch = ctx.batch
+        n = len(batch.shards)
+        given = iter(of_outputs)
+        dys = [next(given) if shard.records_graph else None for shard in batch.shards]
+        saved = ctx.saved_tensors
+        if batch.ranks is None and not any(dy is not None for dy in dys):
+            return (None,) * (2 + 3 * n)  # called by the engine without any gradient
+        xs, weights = list(saved[:n]), saved[n:]
+        for i, shard in enumerate(batch.shards):
+            if shard.held is not None:
+                (xs[i],) = shard.held.saved_tensors
+        is_exact = torch.is_grad_enabled() or any(dy is not None and is_batched(dy) for dy in dys)
+        streams = batch.streams or {}
+        for dy in dys:
+            if dy is not None and dy.device in streams:  # it may come from another stream
+                dy.record_stream(streams[dy.device])
+        with use_streams(streams):
+            compute = differentiable_gradients if is_exact else gradients
+            dxs, *of_parameters = compute(batch, dys, xs, weights)
+            needs = ctx.needs_input_grad[2 + n :]
+            for k, grads in enumerate(of_parameters):
+                wanted = needs[k * n : (k + 1) * n]
+                if batch.are_alike and any(wanted):  # add here, in the accumulation dtype
+                    total, taker = added(grads), wanted.index(True)
+                    grads[:] = [None] * n
+                    if total is not None:
+                        grads[taker] = total.to(batch.shards[taker].device)
+                grads[:] = [g if w else None for g, w in zip(grads, wanted, strict=True)]
+        return None, None, *dxs, *of_parameters[0], *of_parameters[1]
+
+
+# Without the calls in Python that `Function.apply` makes.
+_normalize = direct_apply(Normalize)
+
+
+def gradients(
+    batch: Batch,
+    dys: Sequence[Tensor | None],
+    xs: Sequence[Tensor | None],
+    weights: Sequence[Tensor | None],
+) -> Gradients:
+    """Computes the gradients of all shards by the kernels of their devices."""
+    shards = batch.shards
+    first = shards[0]
+    sums: list[Tensor | None] = [
+        None if dy is None or x is None else _reduced(shard, dy, x)
+        for shard, dy, x in zip(shards, dys, xs, strict=True)
+    ]
+    if batch.are_alike:
+        total = added(sums)
+        assert total is not None  # as an output has a gradient
+        sums = [total, *[None] * (len(shards) - 1)]
+        totals = [_sloped(total, first)] * len(shards)
+    else:
+        # Sums cannot be added where weights or kernels differ, but the derivatives with respect to
+        # mean and variance of the batch can.
+        weights = list(map(_without_zeros, weights))
+        factors = [
+            s.kernels.derivative_factors(in_float64(s.stats.inverse))
+            * (1 if w is None else in_float64(w))
+            for s, w in zip(shards, weights, strict=True)
+        ]
+        derivative = added(
+            [
+                None if own is None else _sloped(in_float64(own) * factor, shard)
+                for shard, own, factor in zip(shards, sums, factors, strict=True)
+            ]
         )
+        if derivative is None:
+            derivative = torch.zeros_like(factors[0])
+        if batch.ranks is not None and first.needs_dx:
+            derivative = batch.ranks.summed(derivative)
+        totals = [derivative.to(factor.device) / factor for factor in factors]
+    dxs: list[Tensor | None] = [None] * len(shards)
+    rows: dict[tuple[int, int], Tensor] = {}
+    for i, (shard, dy, x, weight) in enumerate(zip(shards, dys, xs, weights, strict=True)):
+        if x is None or not shard.needs_dx:
+            continue
+        if not shard.values:
+            dxs[i] = torch.empty_like(x)
+            continue
+        key = id(shard.stats), id(totals[i])  # usually one per device
+        if key not in rows:
+            total = totals[i].to(shard.device, shard.dtype)
+            rows[key] = shard.kernels.rows(total, shard.stats, weight)
+        dxs[i] = shard.kernels.input_gradient(dy, x, shard.stats, weight, rows[key])
+    dweights = [
+        None if own is None else shard.kernels.weight_gradient(own, shard.stats)
+        for shard, own in zip(shards, sums, strict=True)
+    ]
+    return dxs, dweights, [None if own is None else own[0] for own in sums]
 
 
-# Functions of the graph, without the calls in Python that `Function.apply` makes.
-_moments, _merge, _normalize = map(direct_apply, (Moments, Merge, Normalize))
+def _reduced(shard: Shard, dy: Tensor, x: Tensor) -> Tensor:
+    if shard.values:
+        return shard.kernels.reduce(dy, x, shard.stats)
+    return shard.stats.mean.new_zeros(2, len(shard.stats.mean))
 
 
-def needs_true_derivatives(grad: Tensor) -> bool:
-    """Returns whether this backward builds a graph or computes batched gradients.
-
-    Batched gradients (``is_grads_batched``) do not support in-place operations.
-    """
-    return torch.is_grad_enabled() or is_batched(grad)
-
-
-class Attach(Function):
-    """Returns numbers as if they had flowed along an edge of the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, numbers: Tensor, edge: Tensor) -> Tensor:
-        ctx.device, ctx.dtype = edge.device, edge.dtype
-        ctx.streams = current_streams([numbers.device, edge.device])
-        return numbers.view_as(numbers)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        with use_streams(ctx.streams):
-            return None, grad.to(ctx.device, ctx.dtype)
+def _sloped(sums: Tensor, shard: Shard) -> Tensor:
+    """Returns sums over ``dy`` without the part of a clamped variance, which has no derivative."""
+    if not shard.denominator.clamps:
+        return sums
+    _, var = shard.moments_of(shard.stats)
+    slope = shard.denominator.slope(var).to(sums)
+    return sums * torch.stack((torch.ones_like(slope), slope))
 
 
-def attached(mean_and_var: tuple[Tensor, Tensor], edge: Tensor) -> Tensor:
-    """Returns mean and variance, ``(2, C)``, whose derivatives go along an edge of the graph."""
-    return Attach.apply(torch.stack(mean_and_var), edge)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def merge_derivative(grad: Tensor, shard: Shard, edge: Tensor) -> Tensor:
-    """Returns the derivative with respect to x, ``shift + slope * (x - center)``.
-
-    It is ``(3, C)``: shift, slope, center. ``grad``, ``(2, C)``, is the derivative with respect to
-    mean and variance of the batch, which have derivatives along ``edge``, the output global of
-    (2). ``shard`` may be any replica's.
-    """
-    moments = attached(shard.moments_of(shard.batch), edge)
-    mean = moments[0]
-    dmean, dvar = grad.to(mean) / shard.batch.total
-    slope = 2 * dvar
-    # In two parts, so that a large mean costs no precision.
-    center = mean.detach().to(shard.dtype).to(mean)
-    return torch.stack((dmean - slope * (mean - center), slope, center)).to(grad.dtype)
-
-
-def _normalize_derivative(
-    dy: Tensor, x: Tensor, edge: Tensor, weight: Tensor | None, shard: Shard
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns the derivatives with respect to x, moments of the batch, weight and bias."""
-    dims = reduced_dims(x)
-    mean, var = attached(shard.moments_of(shard.batch), edge)
-    inverse = shard.denominator.of(var).rsqrt()
-    scale = inverse if weight is None else inverse * weight.to(inverse.device)
-    dtype = accumulation_dtype(x.dtype)
-    dy = dy.to(dtype)
-    head = mean.detach().to(dtype).to(mean)
-    centered = x - per_channel(head, x) - per_channel(mean - head, x)
-    dbias, along_x = (sums.to(mean) for sums in (dy.sum(dims), (dy * centered).sum(dims)))
-    dweight = along_x * inverse
-    dvar = -0.5 * dweight * scale * inverse * shard.denominator.slope(var)
+def _without_zeros(weight: Tensor | None) -> Tensor | None:
     return (
-        (dy * per_channel(scale, x)).to(x.dtype),
-        torch.stack((-dbias * scale, dvar)).to(edge),
-        None if weight is None else dweight.to(weight),
-        dbias.to(edge),
+        None if weight is None else weight.masked_fill(weight.abs() < _NEXT_TO_ZERO, _NEXT_TO_ZERO)
     )
+
+
+def added(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """Returns the sum of all that are not None, in order, on the device of the first."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if not present:
+        return None
+    present = [tensor.to(present[0].device) for tensor in present]
+    if len(present) > 3:  # two kernels for any number
+        return torch.stack(present).sum(0)
+    return reduce(torch.add, present)
+
+
+def differentiable_gradients(
+    batch: Batch,
+    dys: Sequence[Tensor | None],
+    xs: Sequence[Tensor | None],
+    weights: Sequence[Tensor | None],
+) -> Gradients:
+    """Computes the gradients of all shards by differentiable operations.
+
+    Mean and variance of the batch have the values of the forward, and derivatives with respect to
+    every x. Vectors are in float64, on one device.
+    """
+    shards = batch.shards
+    first = shards[0]
+    mean, var = first.moments_of(first.stats)
+    n, home = first.stats.total, mean.device
+    # Inputs are centered by a value of their own precision, before they are summed.
+    center = mean.to(first.dtype)
+    off = mean - center.to(mean)
+    centered = [None if x is None else x - per_channel(center, x) for x in xs]
+    sums = added(
+        [
+            in_float64(torch.stack((x.sum(dims := reduced_dims(x)), x.square().sum(dims))))
+            for shard, x in zip(shards, centered, strict=True)
+            if x is not None and shard.needs_dx
+        ]
+    )
+    if sums is not None:
+        # Zeros, which have the derivatives of the sums.
+        sums = sums - sums.detach() if batch.ranks is None else batch.ranks.zeros_like_sums(sums)
+        drift, square = (sums.to(home) / n).unbind()
+        var = var + off.square() + square
+        off = off + drift
+        var = var - off.square()
+    dweights: list[Tensor | None] = []
+    dbiases: list[Tensor | None] = []
+    derivatives: list[Tensor | None] = []
+    scales: list[Tensor] = []
+    for i, (shard, dy, weight) in enumerate(zip(shards, dys, weights, strict=True)):
+        inverse = shard.denominator.of(var).rsqrt()
+        scales.append(inverse if weight is None else inverse * in_float64(weight).to(home))
+        x = centered[i]
+        if x is not None:
+            x = centered[i] = x - per_channel(off, x)
+        if dy is None or x is None:
+            for of_shards in (dweights, dbiases, derivatives):
+                of_shards.append(None)
+            continue
+        dims = reduced_dims(x)
+        dy = dy.to(x.dtype)
+        dbias, along_x = (in_float64(s).to(home) for s in (dy.sum(dims), (dy * x).sum(dims)))
+        dvar = along_x * scales[i] * inverse.square() * shard.denominator.slope(var) / -2
+        derivatives.append(torch.stack((-dbias * scales[i], dvar)))
+        dweights.append((along_x * inverse).to(shard.device, shard.dtype))
+        dbiases.append(dbias.to(shard.device, shard.dtype))
+    derivative = added(derivatives)
+    if derivative is None:
+        derivative = torch.stack((mean, mean)) * 0
+    if batch.ranks is not None and first.needs_dx:
+        derivative = batch.ranks.summed(derivative)
+    shift, slope = (derivative / n).unbind()
+    dxs: list[Tensor | None] = [None] * len(shards)
+    for i, (shard, dy, x, scale) in enumerate(zip(shards, dys, centered, scales, strict=True)):
+        if x is not None and shard.needs_dx:
+            dx = per_channel(shift, x) + per_channel(2 * slope, x) * x
+            if dy is not None:
+                dx = dx + dy * per_channel(scale, x)
+            dxs[i] = dx.to(xs[i].dtype)  # type: ignore[union-attr]
+    return dxs, dweights, dbiases

@@ -41,6 +41,9 @@ __all__: list[str] = []
 #: The number of values, possibly equal, that may be added one by one.
 _FEW_EQUAL = 2**8
 
+#: The number of values that may be added one by one.
+_LONG_SUM = 2**12
+
 #: The number of values in half precision that are converted at a time.
 BLOCK = 2**19
 
@@ -62,10 +65,6 @@ class Statistics(NamedTuple):
     rest: Tensor | None = None
     #: Mean and biased variance, before they were rounded. None if they were never computed.
     mean_and_var: tuple[Tensor, Tensor] | None = None
-    #: Whether each replica multiplies its message by its weight before they are added in backward.
-    weights_differ: bool = True
-    #: Whether replicas have different denominators or kernels: their messages cannot be added.
-    messages_differ: bool = False
 
 
 #: A weight or a bias, ``(C,)`` in the accumulation dtype, or None.
@@ -73,9 +72,6 @@ Affine = Tensor | None
 
 #: Running mean and variance, and the weight of new values, for kernels that update them.
 Buffers = tuple[Tensor | None, Tensor | None, float]
-
-#: The result of `Kernels.reduce`.
-Sums = tuple[Tensor, Tensor | None, Tensor]
 
 
 class Kernels:
@@ -86,9 +82,6 @@ class Kernels:
 
     #: Whether the strategy has `merge`. Otherwise moments are merged in float64.
     has_merge = False
-
-    #: Whether `torch.batch_norm_update_stats` can measure small shards, also several together.
-    measures_small_shards_together = False
 
     #: Whether the host waits for the device where it reads a value.
     is_asynchronous = True
@@ -106,20 +99,29 @@ class Kernels:
         """
         raise NotImplementedError
 
-    def normalize(self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine) -> Tensor:
-        """Computes ``x_hat * weight + bias``, in dtype and layout of ``x``, which is not empty."""
-        raise NotImplementedError
+    def normalize(
+        self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine, out: Tensor
+    ) -> None:
+        """Writes ``x_hat * weight + bias`` into ``out``, which has dtype and layout of ``x``.
 
-    def reduce(self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine) -> Sums:
-        """Computes a message ``(2, C)`` to the merge, and the sums of ``dy * x_hat`` and ``dy``.
-
-        The message holds sums that only `input_gradient` of the same strategy interprets. The sum
-        of ``dy * x_hat`` may be None without a weight.
+        ``x`` is not empty.
         """
         raise NotImplementedError
 
+    def reduce(self, dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
+        """Computes the sums of ``dy`` and of ``dy * x_hat`` over a shard, ``(2, C)``.
+
+        A strategy may have the second sum in units of its own, which `weight_gradient`,
+        `derivative_factors` and `rows` of the same strategy understand.
+        """
+        raise NotImplementedError
+
+    def weight_gradient(self, sums: Tensor, stats: Statistics) -> Tensor:
+        """Returns the sum of ``dy * x_hat``, given the result of `reduce`."""
+        return sums[1]
+
     def derivative_factors(self, inverse: Tensor) -> Tensor:
-        """Returns factors ``(2, C)`` that turn weighted messages of `reduce` into derivatives.
+        """Returns factors ``(2, C)`` that turn sums of `reduce`, times weight, into derivatives.
 
         They are the derivatives with respect to mean and variance of the whole batch,
             dmean = -sum(weight * dy) / sqrt(denominator)
@@ -130,10 +132,9 @@ class Kernels:
     def rows(self, totals: Tensor, stats: Statistics, weight: Affine) -> Tensor:
         """Computes what all replicas on a device share of `input_gradient`, ``(2, C)``.
 
-        It is linear in ``totals``, ``(2, C)``, the messages of `reduce` added over the batch.
+        It is linear in ``totals``, ``(2, C)``, the results of `reduce` added over the batch.
         """
-        shared = weight is not None and not stats.weights_differ
-        return totals * (_scale(stats, weight if shared else None) / -stats.total)
+        return totals * (_scale(stats, weight) / -stats.total)
 
     def input_gradient(
         self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, rows: Tensor
@@ -155,40 +156,43 @@ class Native(Kernels):
     cannot take statistics from outside.
     """
 
-    measures_small_shards_together = True
     is_asynchronous = False
 
     def moments(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return statistics.moments(x)
 
-    def normalize(self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine) -> Tensor:
+    def normalize(
+        self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine, out: Tensor
+    ) -> None:
         if stats.rest is not None:  # x * scale + (bias - mean * scale), as below, loses digits
-            return in_accumulation_dtype(
-                lambda _, x: PLAIN.normalize(x, stats, weight, bias), None, x
+            in_accumulation_dtype(
+                lambda _, x: PLAIN.affine(x, stats, weight, bias), None, x, out=out
             )
-        args = (x, weight, bias, stats.mean, stats.denominator, False, 0.0, 0.0)
-        return torch.native_batch_norm(*args)[0]
+            return
+        none = stats.mean.new_empty(0)  # in evaluation mode the kernel saves nothing
+        args = (weight, bias, stats.mean, stats.denominator, False, 0.0, 0.0)
+        torch.native_batch_norm(with_usual_strides(x), *args, out=(out, none, none))
 
-    def reduce(self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine) -> Sums:
+    def reduce(self, dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
         adds_in_pairs = values_per_channel(x) > _FEW_EQUAL and (
             x.shape[2:].numel() == 1 or not (x.is_contiguous() and dy.is_contiguous())
         )
         x = with_usual_strides(x if x.is_contiguous() else in_format_of(x, x))
         dy = with_usual_strides(in_format_of(dy, x))
-        # They are the parameter gradients in evaluation mode.
-        _, dweight, dbias = torch.ops.aten.native_batch_norm_backward.default(
-            *(dy, x, None, stats.mean, stats.denominator, None, None, False, 0.0),
-            [False, True, True],
-        )
-        if adds_in_pairs:
-            # All values may be equal (if the loss is a mean). This kernel adds them one by one
-            # where channels are last, so that the rounding errors add up. torch's layer does not.
-            # So would a single `sum`, of many samples.
-            samples = dy if dy.dim() == 2 else dy.sum(reduced_dims(dy)[1:], dtype=dbias.dtype)
-            dbias = samples.sum(0, dtype=dbias.dtype)
+        if not adds_in_pairs:
+            dweight, dbias = _parameter_gradients(dy, x, stats)
+        else:
+            # This kernel adds values one by one where channels are last, so that the rounding
+            # errors add up, above all of equal ones (if the loss is a mean). torch's layer does
+            # not. So would a single `sum`, of many samples.
+            blocks = [t.movedim(1, -1).reshape(-1, t.size(1)).split(_LONG_SUM) for t in (dy, x)]
+            parts = [_parameter_gradients(a, b, stats)[0] for a, b in zip(*blocks, strict=True)]
+            dweight = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+            samples = dy if dy.dim() == 2 else dy.sum(reduced_dims(dy)[1:], dtype=dweight.dtype)
+            dbias = samples.sum(0, dtype=dweight.dtype)
         if stats.rest is not None:
             dweight -= stats.rest * stats.inverse * dbias
-        return torch.stack((dbias, dweight)), dweight, dbias
+        return torch.stack((dbias, dweight))
 
     def input_gradient(
         self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, rows: Tensor
@@ -230,29 +234,30 @@ class Fused(Kernels):
         args = (mean, mean, inverse, *running, eps, count)
         return torch.batch_norm_gather_stats_with_counts(*args)
 
-    def normalize(self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine) -> Tensor:
+    def normalize(
+        self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine, out: Tensor
+    ) -> None:
         # The last argument is eps, which only some kernels use.
-        return torch.batch_norm_elemt(x, weight, bias, stats.mean, stats.inverse, 0.0)
+        torch.batch_norm_elemt(x, weight, bias, stats.mean, stats.inverse, 0.0, out=out)
 
-    def reduce(self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine) -> Sums:
-        has_weight = weight is not None
-        plain, along_x, dweight, _ = torch.batch_norm_backward_reduce(
-            *(in_format_of(dy, x), x, stats.mean, stats.inverse, weight, True, has_weight, False)
+    def reduce(self, dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
+        sums = torch.batch_norm_backward_reduce(
+            *(in_format_of(dy, x), x, stats.mean, stats.inverse, None, True, False, False)
         )
-        return torch.stack((plain, along_x)), dweight, plain
+        return torch.stack(sums[:2])  # of dy, and of dy * (x - mean)
+
+    def weight_gradient(self, sums: Tensor, stats: Statistics) -> Tensor:
+        return sums[1] * stats.inverse
 
     def derivative_factors(self, inverse: Tensor) -> Tensor:
-        return torch.stack((-inverse, -inverse.pow(3) / 2))  # without x_hat's factor
+        return torch.stack((-inverse, -inverse.pow(3) / 2))
 
     def rows(self, totals: Tensor, stats: Statistics, weight: Affine) -> Tensor:
-        return totals
+        return totals  # the kernel multiplies by the weight
 
     def input_gradient(
         self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, rows: Tensor
     ) -> Tensor:
-        if weight is not None and stats.weights_differ:
-            # The kernel multiplies by the weight. Where it is 0 in all replicas, so is the result.
-            rows = (rows / weight).nan_to_num(0.0, 0.0, 0.0)
         plain, along_x = rows.unbind()
         n = stats.total
         count = (
@@ -283,22 +288,28 @@ class Plain(Kernels):
         )
         return head.to(home) + rest, squares.addcmul_(rest, rest, value=-1).clamp_(min=0)
 
-    def normalize(self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine) -> Tensor:
+    def normalize(
+        self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine, out: Tensor
+    ) -> None:
+        out.copy_(self.affine(x, stats, weight, bias))
+
+    def affine(self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine) -> Tensor:
+        """Returns ``x_hat * weight + bias``, in the accumulation dtype."""
         scale = _scale(stats, weight)
         y = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(scale, x))
         if stats.rest is not None:
             shift = stats.rest * -scale
             bias = shift if bias is None else bias + shift
-        return (y if bias is None else y.add_(per_channel(bias, x))).to(x.dtype)
+        return y if bias is None else y.add_(per_channel(bias, x))
 
-    def reduce(self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine) -> Sums:
+    def reduce(self, dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
         dims = reduced_dims(x)
         dbias = dy.sum(dims, dtype=stats.mean.dtype)
         dweight = (x - per_channel(stats.mean, x)).mul_(dy).sum(dims)
         if stats.rest is not None:
             dweight -= stats.rest * dbias
         dweight *= stats.inverse
-        return torch.stack((dbias, dweight)), dweight, dbias
+        return torch.stack((dbias, dweight))
 
     def input_gradient(
         self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, rows: Tensor
@@ -314,11 +325,11 @@ class Plain(Kernels):
         return dx.to(x.dtype)
 
 
-#: The functions of torch that `Fused` calls.
+#: The operators of torch that `Fused` calls.
 _FUSED = (
     "batch_norm_stats",
     "batch_norm_gather_stats_with_counts",
-    "batch_norm_elemt",
+    "batch_norm_elemt.out",
     "batch_norm_backward_reduce",
     "batch_norm_backward_elemt",
 )
@@ -345,15 +356,29 @@ def _scale(stats: Statistics, weight: Affine) -> Tensor:
     return stats.inverse if weight is None else stats.inverse * weight
 
 
+def _parameter_gradients(dy: Tensor, x: Tensor, stats: Statistics) -> tuple[Tensor, Tensor]:
+    """Returns the sums of ``dy * x_hat`` and ``dy``: parameter gradients in evaluation mode."""
+    _, dweight, dbias = torch.ops.aten.native_batch_norm_backward.default(
+        *(dy, x, None, stats.mean, stats.denominator, None, None, False, 0.0),
+        [False, True, True],
+    )
+    return dweight, dbias
+
+
 def in_accumulation_dtype(
-    function: Callable[[Tensor | None, Tensor], Tensor], dy: Tensor | None, x: Tensor
+    function: Callable[[Tensor | None, Tensor], Tensor],
+    dy: Tensor | None,
+    x: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Returns ``function(dy, x)``, computed in the accumulation dtype, in the dtype of ``x``."""
     dtype = accumulation_dtype(x.dtype)
     if x.dtype == dtype:
-        return function(dy, x)
+        y = function(dy, x)
+        return y if out is None else out.copy_(y)
     # In blocks of samples: the upcast of all of x would be twice its size and leave the cache.
-    y, length = torch.empty_like(with_usual_strides(x)), max(1, BLOCK // x[0].numel())
+    y = torch.empty_like(with_usual_strides(x)) if out is None else out
+    length = max(1, BLOCK // x[0].numel())
     for block in (slice(first, first + length) for first in range(0, len(x), length)):
         y[block] = function(None if dy is None else dy[block].to(dtype), x[block].to(dtype))
     return y

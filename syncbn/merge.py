@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from syncbn import moments as statistics
-from syncbn.channels import in_float64, with_usual_strides
+from syncbn.channels import in_float64
 from syncbn.kernels import KERNELS, Buffers, Statistics
 
 __all__: list[str] = []
 
-
-#: The largest shard, in values, that is measured together with the others. For small shards
-#: per-operation overhead dominates.
-SMALL = 2**15
-
-#: The largest shard, in values, of which one operation computes moments in float32. Above it, the
-#: several operations of `syncbn.moments` are faster.
-MEDIUM = 2**17
 
 #: In standard deviations. A larger mean would cost more than three bits of precision.
 _LARGE_MEAN = 8
@@ -94,64 +85,60 @@ CountBatch = Callable[[], RunningStatistics | None]
 
 
 class Shard:
-    """The numbers of one replica in one call, for the nodes (1) to (3) of `syncbn.graph`."""
+    """The numbers of one replica in one call. It does not keep the input."""
 
     __slots__ = (
-        "batch",
         "denominator",
         "device",
         "dtype",
+        "held",
+        "joins",
         "kernels",
         "moments",
-        "rounded_moments",
-        "streams",
-        "unmeasured",
+        "needs_dx",
+        "parameters",
+        "records_graph",
+        "stats",
         "values",
-        "weight",
     )
 
-    def __init__(self, x: Tensor, weight: Tensor | None, denominator: Denominator) -> None:
+    def __init__(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, denominator: Denominator
+    ) -> None:
         #: Values per channel.
         self.values = x.numel() // max(1, x.size(1))
         self.device = x.device
         #: The accumulation dtype.
         self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         self.kernels = KERNELS[self.device.type]
-        self.weight = weight
+        #: Weight and bias of the layer.
+        self.parameters = weight, bias
         self.denominator = denominator
-        #: The values of a shard up to `MEDIUM`, until the merge measures it. None if (1) does.
-        self.unmeasured: Tensor | None = None
-        #: Mean and biased variance in float32, of an unmeasured shard above `SMALL`.
-        self.rounded_moments: tuple[Tensor, Tensor] | None = None
-        #: The result of `Kernels.moments`.
+        #: Whether `syncbn.joined` may compute this shard together with others.
+        self.joins = False
+        #: The result of `Kernels.moments`, once it is computed.
         self.moments: tuple[Tensor, Tensor] | None = None
-        #: Set before (3).
-        self.batch: Statistics
-        #: The forward's streams on the devices of all replicas, if there are several.
-        self.streams: dict[torch.device, Any] = {}
+        #: The statistics of the whole batch, once they are merged.
+        self.stats: Statistics
+        #: Whether the replica records a graph, and the input needs a gradient.
+        self.records_graph = torch.is_grad_enabled()
+        self.needs_dx = self.records_graph and x.requires_grad
+        #: The node that saves the input (see `syncbn.graph.Hold`), if the joint node does not.
+        self.held: Any = None
 
-    def rounded(self) -> tuple[Tensor, Tensor]:
-        """Returns mean and biased variance in float32, by one operation, which adds in float64."""
-        if self.rounded_moments is None:
-            assert self.unmeasured is not None
-            x = with_usual_strides(self.unmeasured)
-            self.rounded_moments = torch.batch_norm_update_stats(x, *_NO_BUFFERS)
-        return self.rounded_moments
+    def measure(self, x: Tensor) -> None:
+        """Computes the moments of the input, if that has not been done."""
+        if self.moments is None:
+            with torch.no_grad():
+                self.moments = self.kernels.moments(x, self.denominator.eps)
 
     def mean_and_var(self) -> tuple[Tensor, Tensor]:
         """Returns mean and biased variance of each channel, in float64 where it is supported."""
-        if self.moments is None:
-            assert self.unmeasured is not None
-            self.moments = self.kernels.moments(self.unmeasured, self.denominator.eps)
-            self.unmeasured = None  # (1) has saved it, and frees it after the backward
+        assert self.moments is not None
         if not self.kernels.returns_inverse or not self.values:
             return self.moments
         mean, inverse = self.moments
         return in_float64(mean), variance(inverse, self.denominator)
-
-    def rows(self, totals: Tensor) -> Tensor:
-        """Returns `Kernels.rows`, given the totals of a fast backward."""
-        return self.kernels.rows(totals.to(self.device), self.batch, self.weight)
 
     def moments_of(self, batch: Statistics) -> tuple[Tensor, Tensor]:
         """Returns mean and biased variance of the whole batch, as `mean_and_var`."""
@@ -160,43 +147,41 @@ class Shard:
         return in_float64(batch.mean), variance(batch.inverse, self.denominator)
 
 
+#: What a replica sends: its `Shard`, input, output to be filled (None if it may join), weight and
+#: bias in the accumulation dtype. A plain tuple, because making one takes no Python call.
+Message = tuple[Shard, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def requires_grad(message: Message) -> bool:
+    """Whether the input or a parameter requires gradients."""
+    _, x, _, weight, bias = message
+    return (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    )
+
+
 def variance(inverse: Tensor, denominator: Denominator) -> Tensor:
     """Returns the variance, in float64, given ``1 / sqrt(var + eps)``."""
     return in_float64(inverse).square().reciprocal().sub_(denominator.eps).clamp_(min=0)
 
 
-def merge_moments(
-    shards: Sequence[Shard], total: int, running: RunningStatistics | None
-) -> list[Statistics]:
-    """Merges the moments of all shards, in replica order, and updates the running statistics.
+def merge_moments(shards: Sequence[Shard], total: int, running: RunningStatistics | None) -> None:
+    """Sets the statistics of the whole batch, and updates the running statistics.
 
-    ``total``, the values per channel, is at least 2. Returns the statistics of the whole batch for
-    each replica.
+    Moments are merged in replica order. ``total``, the values per channel, is at least 2.
     """
-    weights_differ = not _share_weight(shards)
-    if _are_unmeasured(shards):
-        if any(map(attrgetter("rounded_moments"), shards)):
-            stats = _merge_rounded(shards, total, weights_differ)
-            if stats is not None and running is not None:
-                running.update(stats.mean, shards[0].moments_of(stats)[1], total)
-        else:
-            stats = _measure(shards, total, running, weights_differ)
-            running = None  # updated
-        if stats is not None:
-            return [stats] * len(shards)
-        # A large mean takes more precise moments.
     if _have_fused_merge(shards):
         merged = _fused_merge(shards, total, running)
-        batches = []
         for shard in shards:
             mean, inverse = (vector.to(shard.device, non_blocking=True) for vector in merged)
-            batches.append(Statistics(total, mean, inverse, inverse, None, None, weights_differ))
-        return batches
+            shard.stats = Statistics(total, mean, inverse, inverse)
+        return
     mean, var = mean_and_var_of(shards)
-    batches = statistics_of(shards, total, mean, var, weights_differ)
+    set_statistics(shards, total, mean, var)
     if running is not None:
-        running.update(batches[0].mean, var, total)
-    return batches
+        running.update(shards[0].stats.mean, var, total)
 
 
 def mean_and_var_of(shards: Sequence[Shard]) -> tuple[Tensor, Tensor]:
@@ -210,69 +195,20 @@ def mean_and_var_of(shards: Sequence[Shard]) -> tuple[Tensor, Tensor]:
     )
 
 
-def statistics_of(
-    shards: Sequence[Shard],
-    total: int | Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weights_differ: bool = True,
-) -> list[Statistics]:
-    """Returns what the kernels of each shard take, given mean and biased variance of the batch."""
-    messages_differ = len({(shard.denominator, shard.kernels) for shard in shards}) > 1
+def set_statistics(
+    shards: Sequence[Shard], total: int | Tensor, mean: Tensor, var: Tensor
+) -> None:
+    """Sets what the kernels of each shard take, given mean and biased variance of the batch."""
     # Usually all replicas are on one device and have the same eps.
     made: dict[object, Statistics] = {}
-    batches = []
     for shard in shards:
         key = shard.denominator, shard.device
         if key not in made:
-            stats = kernel_statistics(total, mean, var, shard, weights_differ)
-            made[key] = stats._replace(messages_differ=messages_differ)
-        batches.append(made[key])
-    return batches
+            made[key] = kernel_statistics(total, mean, var, shard)
+        shard.stats = made[key]
 
 
-def _are_unmeasured(shards: Sequence[Shard]) -> bool:
-    """Whether all shards can be measured together."""
-    first = shards[0]
-    for shard in shards:
-        if shard.unmeasured is None or shard.denominator != first.denominator:
-            return False
-        if shard.device != first.device:
-            return False
-        if shard.unmeasured.shape[1:] != first.unmeasured.shape[1:]:  # type: ignore[union-attr]
-            return False
-    return True
-
-
-def _measure(
-    shards: Sequence[Shard], total: int, running: RunningStatistics | None, weights_differ: bool
-) -> Statistics | None:
-    """Measures all shards at once, and updates the running statistics, as torch's layer does.
-
-    Returns None if the mean is large.
-    """
-    x = torch.cat([shard.unmeasured for shard in shards])  # type: ignore[misc]
-    buffers = running and running.for_kernel(x.dtype)
-    mean, var = moments = torch.batch_norm_update_stats(x, *(buffers or _NO_BUFFERS))
-    if running is not None and buffers is None:
-        running.update(mean, var, total)
-    divisor = shards[0].denominator.of(var)
-    if _is_large(mean, divisor):
-        return None
-    return Statistics(total, mean, divisor.rsqrt(), divisor, None, moments, weights_differ)
-
-
-def _merge_rounded(shards: Sequence[Shard], total: int, weights_differ: bool) -> Statistics | None:
-    """Merges moments that are rounded to float32. Returns None if the mean is large."""
-    means, variances = zip(*map(Shard.rounded, shards), strict=True)
-    mean, var = statistics.merge([shard.values for shard in shards], means, variances)
-    stats = kernel_statistics(total, mean, var, shards[0], weights_differ)
-    return stats if stats.rest is None else None
-
-
-def kernel_statistics(
-    total: int | Tensor, mean: Tensor, var: Tensor, shard: Shard, weights_differ: bool = True
-) -> Statistics:
+def kernel_statistics(total: int | Tensor, mean: Tensor, var: Tensor, shard: Shard) -> Statistics:
     """Returns the statistics for a shard's kernels, given mean and biased variance."""
     divisor = shard.denominator.of(var)
     vectors = torch.stack((mean, divisor.rsqrt(), divisor)).to(shard.device, shard.dtype)
@@ -281,7 +217,7 @@ def kernel_statistics(
     # Always on accelerators, where the test would block the host.
     if shard.kernels.is_asynchronous or _is_large(head, divisor):
         rest = (mean - head.to(mean)).to(head)
-    return Statistics(total, head, inverse, divisor, rest, (mean, var), weights_differ)
+    return Statistics(total, head, inverse, divisor, rest, (mean, var))
 
 
 def _is_large(mean: Tensor, divisor: Tensor) -> bool:
@@ -290,28 +226,36 @@ def _is_large(mean: Tensor, divisor: Tensor) -> bool:
     return not difference.amin().item() >= 0
 
 
-def _share_weight(shards: Sequence[Shard]) -> bool:
-    """Whether the weights of all replicas are certainly copies of one parameter."""
-    first = shards[0].weight
-    for shard in shards:
-        weight = shard.weight
-        if weight is first:
-            continue
-        if weight is None or first is None:
-            return False
-        if weight.device == first.device:
-            if weight.data_ptr() != first.data_ptr() or weight.stride() != first.stride():
-                return False
-        elif first.grad_fn is None or weight.grad_fn is not first.grad_fn:
-            return False  # not made by one broadcast
-    return True
+def share_parameters(shards: Sequence[Shard]) -> bool:
+    """Whether weight and bias of all replicas are certainly copies of the same parameters."""
+    first = shards[0].parameters
+    return all(
+        map(_are_copies, first * (len(shards) - 1), sum([s.parameters for s in shards[1:]], ()))
+    )
+
+
+def _are_copies(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is other:
+        return True
+    if one is None or other is None or one.requires_grad != other.requires_grad:
+        return False
+    if one.device == other.device:
+        return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+    return one.grad_fn is not None and one.grad_fn is other.grad_fn  # made by one broadcast
 
 
 def _have_fused_merge(shards: Sequence[Shard]) -> bool:
     """Whether the kernels of a strategy merge the moments of all shards."""
+    return (
+        shards[0].kernels.has_merge
+        and not shards[0].denominator.clamps
+        and share_denominator(shards)
+    )
+
+
+def share_denominator(shards: Sequence[Shard]) -> bool:
+    """Whether all replicas have the same eps, eps mode and kernels."""
     kernels, denominator = shards[0].kernels, shards[0].denominator
-    if not kernels.has_merge or denominator.clamps:
-        return False
     return all(s.kernels is kernels and s.denominator == denominator for s in shards)
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from replication import ReplicationError
-from syncbn.graph import Message, Reply
+from replication.groups.replicas import hidden_from_hooks
+from syncbn.graph import Batch, Reply, connect
 from syncbn.kernels import Statistics
-from syncbn.merge import Shard
+from syncbn.merge import Message, Shard, requires_grad
 
 __all__: list[str] = []
 
@@ -28,7 +29,7 @@ class RecordedCall(NamedTuple):
     #: The total and the moments of the reply.
     total: int | Tensor
     batch: Statistics | None
-    #: Whether the edges of the reply required gradients.
+    #: Whether the output required gradients.
     requires_grad: bool
     #: Whether the call ran with grad enabled.
     grad_enabled: bool
@@ -42,21 +43,33 @@ class RecordedCalls:
         #: Plain tuples of the fields of `RecordedCall`. Most calls are never recalled.
         self._calls: list[tuple[Any, ...]] = []
 
-    def record(self, message: Message, reply: Reply) -> None:
+    def record(self, shard: Shard, reply: Reply) -> None:
         """Records a call, whose shard has been measured."""
-        total, batch, edges = reply
-        requires_grad = edges is not None and edges[0].requires_grad
-        self._calls.append((message[0], total, batch, requires_grad, torch.is_grad_enabled()))
+        total, batch, output = reply
+        requires_grad = output is not None and output.requires_grad
+        self._calls.append((shard, total, batch, requires_grad, shard.records_graph))
 
-    def recall(self, message: Message, dtype: torch.dtype) -> Reply:
-        """Returns the recorded reply to the call that is being recomputed.
+    def recomputed(self, call: RecordedCall, message: Message) -> Reply:
+        """Returns the reply to a call that is being recomputed, with the recorded statistics."""
+        shard, x, y, weight, bias = message
+        if call.batch is None:
+            return call.total, None, None
+        if call.requires_grad and not requires_grad(message):
+            # Only the other replicas' inputs needed a gradient, so that the outputs have a graph.
+            message = shard, x.detach().requires_grad_(), y, weight, bias
+        shard.stats = call.batch
+        with hidden_from_hooks():
+            (output,) = connect(Batch([shard]), [message])
+        return call.total, call.batch, output
+
+    def recall(self, shard: Shard, dtype: torch.dtype) -> RecordedCall:
+        """Returns the call that is being recomputed.
 
         torch does not say which call that is. It is the one whose moments are nearest. They need
         not be equal: some devices are not deterministic, and half precision rounds coarsely.
         Raises ReplicationError if no call matches, several calls match, the forward ran without a
         graph, or its input was different.
         """
-        shard, *edges = message
         values = shard.values
         recorded = [RecordedCall(*call) for call in self._calls]
         same_size = [call for call in recorded if call.shard.values == values]
@@ -76,14 +89,7 @@ class RecordedCalls:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         rounding = _ROUNDING.get(dtype, math.inf)
-        call = self._nearest(calls, shard, rounding, is_only_call=len(same_size) == 1)
-        if call.batch is None:
-            return call.total, None, None
-        # Leaves suffice: only the saved tensors of the recomputed graph are used.
-        merged, sums = (
-            edge.new_empty(2, edge.size(1)).requires_grad_(call.requires_grad) for edge in edges
-        )
-        return call.total, call.batch, (merged, sums)
+        return self._nearest(calls, shard, rounding, is_only_call=len(same_size) == 1)
 
     def _nearest(
         self, calls: list[RecordedCall], shard: Shard, rounding: float, is_only_call: bool

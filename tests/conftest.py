@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from syncbn import joined
 from tests import accelerator
 from tests.deadlines import TEST_STALLED, Deadline, soon
 
@@ -116,6 +117,19 @@ def no_thread_left() -> Iterator[None]:
     yield
     for thread in set(threading.enumerate()) - before:
         assert soon(partial(_is_at_rest, thread)), f"the test has left {thread} running"
+
+
+@pytest.fixture
+def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computes small shards on the CPU as large ones, and as on accelerators."""
+    monkeypatch.setattr(joined, "LARGEST", -1)
+
+
+@pytest.fixture(params=["joined", "one node"])
+def both_ways(request: pytest.FixtureRequest) -> None:
+    """Runs a test on both ways of computing small shards on the CPU."""
+    if request.param == "one node":
+        request.getfixturevalue("one_node")
 
 
 @pytest.fixture

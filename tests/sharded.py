@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from replication import execute_replication_callbacks, parallel_apply, replicate
 from tests.devices import several
 
+#: For tests with the fixture ``both_ways`` of what torch's own layer does not promise.
+one_node_only = pytest.mark.parametrize("both_ways", ["one node"], indirect=True)
+
 
 def run_sharded(layer: nn.Module, shards: Sequence[Tensor]) -> list[Tensor]:
     """One replica of ``layer`` for each shard. Its output is where the shard was."""

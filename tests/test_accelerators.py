@@ -164,9 +164,9 @@ def test_the_large_tensors_go_through_the_fused_kernels(monkeypatch):
     for name in ("stats", "elemt", "backward_reduce", "backward_elemt"):
         kernel = getattr(torch, f"batch_norm_{name}")
 
-        def noting(*args, name=name, kernel=kernel):
+        def noting(*args, name=name, kernel=kernel, **out):
             calls.append(name)
-            return kernel(*args)
+            return kernel(*args, **out)
 
         monkeypatch.setattr(torch, f"batch_norm_{name}", noting)
     model = DataParallel(SynchronizedBatchNorm2d(3).to(HOME), [HOME] * 2)
@@ -208,8 +208,9 @@ def streams_of_the_callers(devices: Iterable[str]) -> Iterator[None]:
 @on_simulated
 @every_strategy
 @every_list
+@pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("layers", ["conv", "bn", "conv bn conv", "clamp"])
-def test_streams_of_the_callers_are_in_order(devices, layers, strategy):
+def test_streams_of_the_callers_are_in_order(devices, layers, create_graph, strategy):
     """No access overtakes another, and no memory is freed before it has been read."""
     kinds = {"conv": partial(nn.Conv2d, 3, 3, 1)}
     with streams_of_the_callers(ACCELERATORS), eps_mode(layers):
@@ -220,8 +221,10 @@ def test_streams_of_the_callers_are_in_order(devices, layers, strategy):
             for _ in range(3):
                 x = torch.randn(6, 3, 2, 2, device=devices[0], requires_grad=True)
                 y = model(x)
-                y.backward(torch.randn_like(y))
-                del x, y
+                (dx,) = torch.autograd.grad(y, x, torch.randn_like(y), create_graph=create_graph)
+                if create_graph:
+                    dx.sin().sum().backward()
+                del x, y, dx
     assert accelerator.findings() == []
 
 

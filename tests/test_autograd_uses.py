@@ -26,9 +26,9 @@ from replication.sync.current import current_replica
 from syncbn import convert_model
 from tests.devices import several
 from tests.layers import DEADLINE, freed, outcome_of, together, values
-from tests.sharded import randomized, run_sharded
+from tests.sharded import one_node_only, randomized, run_sharded
 
-pytestmark = pytest.mark.accelerator
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("both_ways")]
 
 #: Three replicas have 3, 3 and 1 of them.
 SAMPLES = 7
@@ -676,6 +676,7 @@ DROPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+@one_node_only
 @pytest.mark.parametrize("drop", DROPS.values(), ids=DROPS)
 def test_a_graph_is_freed_with_its_outputs(drop):
     watching = Watching()

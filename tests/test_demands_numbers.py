@@ -49,6 +49,7 @@ def in_float64(layer: nn.Module) -> nn.Module:
 # -- statistics --------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("one_node")  # joined, it is as near as in torch's layer
 @pytest.mark.cpu("the fused merge rounds a mean in float64")
 @pairwise(
     dtype=[torch.float16, torch.float32, torch.float64],

@@ -116,12 +116,12 @@ def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(
     """Those of one device, which has updated the first few layers, and no other, by then."""
 
     def slow_replies(*args: Any) -> Any:
-        replies = merge_shards(*args)
+        replies = merge_replicas(*args)
         time.sleep(chance.random() / 500)
         return replies
 
-    merge_shards = batchnorm.merge_shards
-    monkeypatch.setattr(batchnorm, "merge_shards", slow_replies)
+    merge_replicas = batchnorm.merge_replicas
+    monkeypatch.setattr(batchnorm, "merge_replicas", slow_replies)
     net = convert_model(network())
     model = ours(net)
     model(torch.randn(7, 3, dtype=torch.float64))

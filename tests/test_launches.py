@@ -21,7 +21,7 @@ def test_launches_of_a_layer(replicas):
     others = replicas - 1
     first, other = launches.ours(replicas)
     assert first == (counted(6, copy=2 * others), counted(min(4 + others, 6), copy=others))
-    assert other == (counted(2, copy=2), counted(4, copy=1))
+    assert other == (counted(2, copy=2), counted(3, copy=1))
 
 
 def test_launches_of_torchs_layer():

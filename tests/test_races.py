@@ -34,7 +34,7 @@ from replication import (
     wait_report,
 )
 from replication._torch import current_backward
-from replication.groups import hybrid, membership
+from replication.groups import membership
 from replication.sync.current import CurrentReplica, set_current_replica
 from replication.sync.rendezvous import Rendezvous
 from replication.waits import observer
@@ -190,13 +190,6 @@ def test_forward_keeps_nothing_of_the_caller_alive():
     gc.collect()  # a `contextvars.Token` refers to its context
     assert gone() is None
     assert [of_replica() for of_replica in computed] == [None] * 2
-
-
-def test_forwards_of_hybrid_groups_are_made_once_per_rendezvous():
-    for _ in range(20):
-        rendezvous = Rendezvous(THREADS)
-        forwards = at_once(*[partial(hybrid._forward_of, rendezvous)] * THREADS)
-        assert all(forward is forwards[0] for forward in forwards)
 
 
 # -- groups ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A step sends the same messages for any number of replicas and, beyond 8, of processes.
+"""A step sends the same messages for any number of processes beyond 8.
 
 One process of many is simulated. torch's fake backend returns at once. The values are wrong, but a
 real process makes the same calls.
@@ -16,7 +16,6 @@ from torch import distributed, nn
 
 from benchmarks import __main__ as suite
 from benchmarks import scale
-from replication import DataParallel
 from syncbn import SynchronizedBatchNorm2d
 from tests.ranks import recorded_collectives, run_ranks
 
@@ -27,35 +26,32 @@ fake_pg = pytest.importorskip(
 )
 
 
-def traffic(_: int, cases: list[tuple[int, int, int, int | None]]) -> list[Any]:
+def traffic(_: int, cases: list[tuple[int, int, int | None]]) -> list[Any]:
     distributed.destroy_process_group()  # the group that connects the processes of the test
     return [traffic_of(*case) for case in cases]
 
 
-def traffic_of(rank: int, processes: int, replicas: int, group_size: int | None) -> Any:
+def traffic_of(rank: int, processes: int, group_size: int | None) -> Any:
     """What a process sends in its second step, and how many groups it makes in each."""
     store = fake_pg.FakeStore()
     distributed.init_process_group("fake", store=store, rank=rank, world_size=processes)
     layers = [SynchronizedBatchNorm2d(channels, group_size=group_size) for channels in (8, 16)]
     net = nn.Sequential(nn.Conv2d(3, 8, 1), layers[0], nn.Conv2d(8, 16, 1), layers[1])
-    model = DataParallel(net, ["cpu"] * replicas) if replicas else net
     x, new_groups = torch.randn(16, 3, 2, 2), []
     for _ in range(2):
         with mock.patch.object(distributed, "new_group", wraps=distributed.new_group) as new_group:
             with recorded_collectives() as forward:
-                y = model(x)
+                y = net(x)
             with recorded_collectives() as backward:
                 y.backward(torch.randn_like(y))
         new_groups.append(new_group.call_count)
     distributed.destroy_process_group()
-    # Parts of different replicas make their calls in any order.
     return [sorted(forward), sorted(backward)], new_groups
 
 
-def messages(name: str, times: int = 1) -> list[Any]:
+def messages(name: str) -> list[Any]:
     """Of the network: one collective each way per layer, for a count and 4 float64 per channel."""
-    sizes = [136, 264] * times, [128, 256] * times
-    return [sorted((name, size) for size in way) for way in sizes]
+    return [[(name, size) for size in way] for way in ([136, 264], [128, 256])]
 
 
 @pytest.mark.parametrize(
@@ -65,31 +61,18 @@ def messages(name: str, times: int = 1) -> list[Any]:
         ("all_reduce", [(8, 9), (0, 64), (63, 64), (999, 1_000), (9_999, 10_000)]),
     ],
 )
-def test_messages_depend_neither_on_replicas_nor_on_processes(name, ranks):
-    cases = [(*rank, replicas, None) for rank in ranks for replicas in (0, 1, 4, 8)]
-    (found,) = run_ranks(1, traffic, cases)
-    for case, got in zip(cases, found, strict=True):
-        # In the first step, replicas make one group of torch.distributed, for all layers.
-        assert got == (messages(name), [min(case[2], 1), 0]), case
+def test_messages_do_not_depend_on_the_number_of_processes(name, ranks):
+    (found,) = run_ranks(1, traffic, [(*rank, None) for rank in ranks])
+    for rank, got in zip(ranks, found, strict=True):
+        assert got == (messages(name), [0, 0]), rank
 
 
 def test_parts_of_64_processes():
-    gathered, reduced = messages("all_gather"), messages("all_reduce")
-    twice = messages("all_gather", 2)
-    numbers = ("all_gather", 8)  # of replicas in the processes, once per forward
-    #: The messages of process 1, by the number of replicas in each and the size of a part.
-    expected = {
-        (4, 1): [[], []],
-        (4, 4): [[numbers], []],  # a process
-        (4, 32): [[numbers, *gathered[0]], gathered[1]],  # 8 processes
-        (4, 36): [[numbers, *reduced[0]], reduced[1]],  # 9 processes
-        (4, 6): [[numbers, *twice[0]], twice[1]],  # two parts have replicas in the process
-        (0, 8): gathered,  # 0 is a network without DataParallel
-        (0, 9): reduced,
-    }
-    (found,) = run_ranks(1, traffic, [(1, 64, *case) for case in expected])
-    for (case, want), (got, new_groups) in zip(expected.items(), found, strict=True):
-        assert (got, new_groups[1]) == (want, 0), case
+    #: The messages of process 1, by the size of a part.
+    expected = {8: messages("all_gather"), 9: messages("all_reduce")}
+    (found,) = run_ranks(1, traffic, [(1, 64, size) for size in expected])
+    for (size, want), (got, new_groups) in zip(expected.items(), found, strict=True):
+        assert (got, new_groups[1]) == (want, 0), size
 
 
 def test_paper_counts_what_is_sent():

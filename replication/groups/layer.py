@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
@@ -11,7 +11,6 @@ from replication._torch import IS_REPLICA
 from replication.devices import is_int
 from replication.errors import ReplicationError
 from replication.groups.base import Group, SoloGroup
-from replication.groups.hybrid import HybridGroup
 from replication.groups.membership import (
     GroupMember,
     ProcessGroupHandle,
@@ -142,21 +141,18 @@ class ReplicaAware(_Base):
         if isinstance(ctx, CallbackContext):
             # Not `ctx.group`, which a copy may have overwritten. Not `self._replica_group = ...`,
             # which is slow on a module.
-            group = CallbackContext.group(ctx, copy_id)
-            if group.size == 1 and has_other_processes(self.process_group):
-                group = CallbackContext.connected(ctx, copy_id)
-            vars(self)["_replica_group"] = group
+            vars(self)["_replica_group"] = CallbackContext.group(ctx, copy_id)
 
     @property
     def group(self) -> Group:
         """The group of the copies of this layer.
 
-        It connects the replicas of this forward, and those in all processes if
-        `torch.distributed` is initialized. Outside replicas it connects all processes, and is a
-        group of one if there is one process.
+        It connects the replicas of this forward. Outside replicas, and in a single replica, it
+        connects the processes of `torch.distributed`, and is a group of one if there is one
+        process.
 
         Raises:
-            ReplicationError: In several processes, the replicas are inside other replicas.
+            ReplicationError: There are several replicas in each of several processes.
             ValueError: This process is not in ``process_group``, or ``group_size`` is less than 1.
         """
         if "group" in self._modules:  # torch registers submodules without calling the setter
@@ -172,11 +168,10 @@ class ReplicaAware(_Base):
             return group  # the usual case, which each forward of a layer takes
         if group is None and self._warn_if_isolated():
             return SoloGroup()
-        if isinstance(group, ReplicaGroup):
-            if has_other_processes(self.process_group):
-                group = HybridGroup(group, ProcessGroup(self.process_group, self._public_name))
-        else:
+        if not isinstance(group, ReplicaGroup):
             group = self._processes()
+        elif has_other_processes(self.process_group):
+            self._processes()  # which refuses them
         if self.group_size is None:
             return group
         if is_int(self.group_size) and self.group_size < 1:
@@ -209,10 +204,21 @@ class ReplicaAware(_Base):
 
     def _processes(self) -> Group:
         if has_other_processes(self.process_group):
-            return ProcessGroup(self.process_group, self._public_name)
+            group = ProcessGroup(self.process_group, self._public_name)
+            current = current_replica()
+            if current is not None and current.is_one_of_several:
+                self._refuse_processes()
+            return group
         if processes_are_not_connected():
             warn_of_unconnected_processes(self._public_name)
         return UnreplicatedGroup(self._public_name)
+
+    def _refuse_processes(self) -> NoReturn:
+        raise ReplicationError(
+            f"`{self._public_name}`: several replicas in each of several processes are not "
+            "connected; run one process per device under DistributedDataParallel, or set "
+            "process_group to a group of this process alone, to connect its replicas only"
+        )
 
     @property
     def _public_name(self) -> str:

@@ -26,8 +26,8 @@ class ProcessGroupState:
         self.lock = threading.RLock()
         #: The number of calls, by the name of the layer and whether a backward makes them.
         self.calls: Counter[tuple[str, bool]] = Counter()
-        #: The groups made of this one, by the size of the parts or another key.
-        self.parts: dict[Any, Any] = {}
+        #: The groups made of this one, by the size of the parts.
+        self.parts: dict[int, Any] = {}
 
 
 _states: WeakKeyDictionary[Any, ProcessGroupState] = WeakKeyDictionary()

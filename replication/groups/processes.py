@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from ctypes import string_at
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -88,9 +88,6 @@ class ProcessGroup(Group):
         NotImplementedError: In a call, a tensor has a derivative in forward mode.
     """
 
-    #: Encloses the calls that a backward makes.
-    around_backward: Callable[[], AbstractContextManager[object]] = nullcontext
-
     def __init__(self, process_group: Any = None, name: str = "ProcessGroup") -> None:
         if process_group is not None:
             check_process_group(process_group)
@@ -150,12 +147,11 @@ class ProcessGroup(Group):
             The headers of all ranks, if the calls are compared.
         """
         state, kind = state_of(self.process_group), (self._name, call.in_backward)
-        around = self.around_backward() if call.in_backward else nullcontext()
         with state.lock:
             state.calls[kind] += 1
             call = call._replace(where=f"`{self._name}`, call {state.calls[kind]}")
         try:
-            with around, named_range(f"exchange {self._name}, rank {self.rank}"):
+            with named_range(f"exchange {self._name}, rank {self.rank}"):
                 yield self._compared(call) if compares or debugging() else []
         except Exception as error:
             if not issubclass(type(error), ReplicationError):
@@ -366,26 +362,13 @@ class ProcessGroup(Group):
         starts = range(0, self.size, size)
         parts = [range(start, min(start + size, self.size)) for start in starts]
         own = parts[self.rank // size]
-        part = self._made_once(size, parts, own)
-        if len(own) == 1:
-            return SoloGroup()
-        return ProcessGroup(part, f"{self._name}, ranks {own[0]}-{own[-1]}")
-
-    def twin(self) -> ProcessGroup:
-        """Connects the same processes by another group of `torch.distributed`.
-
-        Calls of the two groups need not come in one order. The first call is a collective.
-        """
-        everyone = range(self.size)
-        return ProcessGroup(self._made_once("twin", [everyone], everyone), self._name)
-
-    def _made_once(self, key: object, parts: list[range], own: range) -> Any:
-        """Returns the group of `torch.distributed` for the part ``own``."""
         state = state_of(self.process_group)
         with state.lock:
-            if key not in state.parts:
-                state.parts[key] = self.new_groups(parts)[own]
-            return state.parts[key]
+            if size not in state.parts:
+                state.parts[size] = self.new_groups(parts)[own]
+        if len(own) == 1:
+            return SoloGroup()
+        return ProcessGroup(state.parts[size], f"{self._name}, ranks {own[0]}-{own[-1]}")
 
     def new_groups(self, parts: Sequence[range]) -> dict[range, Any]:
         """Makes a group of `torch.distributed` for each of some parts that have no common rank."""

@@ -114,12 +114,6 @@ class CallbackContext:
             group = self._groups.setdefault(copy_id, self._communicator.group(copy_id))
         return group
 
-    def connected(self, copy_id: int) -> Group:
-        """Returns what `group` returns, but a `ReplicaGroup` for a single copy in a forward."""
-        group = CallbackContext.group(self, copy_id)
-        is_alone = self._communicator.rendezvous is not None and group.size == 1
-        return self._communicator.member(copy_id) if is_alone else group
-
 
 #: The message of one member and the state of its thread: the arguments of its `Call`, the message,
 #: the function that merges, whether the message requires gradients, whether the thread is in
@@ -168,11 +162,7 @@ class Communicator:
                 f"`{self.layer}`: the context is a copy, or was made by hand, and belongs to no "
                 "forward; execute_replication_callbacks makes one that does"
             )
-        return self.member(rank)
-
-    def member(self, rank: int) -> ReplicaGroup:
-        """Returns the group of a member, even if it is the only one."""
-        return ReplicaGroup(rank, len(self.replicas), self)
+        return ReplicaGroup(rank, size, self)
 
     def part(self, start: int, stop: int) -> Communicator:
         """Returns the communicator of the members from ``start`` to ``stop - 1``."""
@@ -207,10 +197,15 @@ class Communicator:
             with ExitStack() as stack:
                 set_grad_modes(stack, grad=grad, inference=inference)
                 if sees_saved_tensors():
-                    stack.enter_context(saved_tensors_hooks(_packed, _unpacked))
+                    stack.enter_context(hidden_from_hooks())
                 replies = list(merges[0](list(messages)))
         reached = nodes_made() if most else 0
         return zip(replies, [reached] * len(replies), strict=True)
+
+
+def hidden_from_hooks() -> saved_tensors_hooks:
+    """Hides what nodes save in a ``with`` block from the hooks on saved tensors around it."""
+    return saved_tensors_hooks(_packed, _unpacked)
 
 
 def _packed(tensor: Tensor) -> tuple[Tensor, int]:

@@ -27,6 +27,14 @@ class CurrentReplica(NamedTuple):
         """Whether a replication callback runs, and not the forward."""
         return bool(self.path)
 
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether it is one of several replicas, or inside one."""
+        rendezvous: Rendezvous | None = self.rendezvous
+        while rendezvous is not None and (rendezvous.size or 0) < 2:
+            rendezvous = rendezvous.outer
+        return rendezvous is not None
+
 
 class _Local(threading.local):
     current: CurrentReplica | None = None

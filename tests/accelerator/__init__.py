@@ -83,17 +83,18 @@ def register() -> None:
     torch.utils.generate_methods_for_privateuse1_backend()
     torch._register_device_module(NAME, device_module())
     for name, kernel in fused.KERNELS.items():
-        fused_kernels.impl(name, as_one_kernel(name, kernel), "PrivateUse1")
+        writes_out = ".out" if name == "batch_norm_elemt" else ""
+        fused_kernels.impl(name + writes_out, as_one_kernel(name, kernel), "PrivateUse1")
 
 
 def as_one_kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Counts the operations of a function as a single launch, for which no host waits."""
 
     @wraps(function)
-    def kernel(*args: Any) -> Any:
+    def kernel(*args: Any, **out: Any) -> Any:
         library.begin_kernel(name)
         try:
-            return function(*args)
+            return function(*args, **out)
         finally:
             library.end_kernel()
 

@@ -376,7 +376,7 @@ def aware(rank: int) -> Any:
     assert isinstance(layer.group, SoloGroup)
     layer.group_size = None
     single = DataParallel(layer, ["cpu"] * 2)(torch.ones(1))  # one replica: the processes
-    several = DataParallel(layer, ["cpu"] * 2)(torch.ones(2)).tolist()
+    several = str(outcome_of(lambda: DataParallel(layer, ["cpu"] * 2)(torch.ones(2))).error)
     only_own = [distributed.new_group([member]) for member in range(2)]
     layer.process_group = only_own[rank]
     replicas = DataParallel(layer, ["cpu"] * 2)(torch.ones(2)).tolist()
@@ -562,7 +562,8 @@ def test_aware_layer_finds_the_processes(two):
         kind, alone, single, replicas, several = found["aware"]
         assert (kind, alone, single) == (ProcessGroup, 2.0, 2.0)
         assert replicas == [2.0, 2.0]  # of this process
-        assert several == [4.0, 4.0]  # of both
+        assert "several replicas in each of several processes" in several
+        assert "DistributedDataParallel" in several and "process_group" in several
 
 
 def test_layer_that_one_rank_runs_alone_leaves_the_others_in_peace(two):

@@ -364,7 +364,7 @@ def assert_self_check_fails(check, capsys):
 def test_self_check_fails_if_batch_norm_is_not_synchronized(monkeypatch, capsys):
     monkeypatch.setattr(syncbn.__main__, "SynchronizedBatchNorm2d", nn.BatchNorm2d)
     printed = assert_self_check_fails(syncbn.__main__, capsys)
-    assert "2 replicas: the first difference is output of the model" in printed
+    assert "2 replicas: the first difference is output of `0`" in printed
 
 
 def test_self_check_fails_if_replicas_do_not_communicate(monkeypatch, capsys):

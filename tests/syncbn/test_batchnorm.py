@@ -32,9 +32,9 @@ from syncbn import (
 from tests import oracle
 from tests.devices import several
 from tests.pairwise import pairwise
-from tests.sharded import assert_reads_no_value, randomized, run_sharded
+from tests.sharded import assert_reads_no_value, one_node_only, randomized, run_sharded
 
-pytestmark = pytest.mark.accelerator
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("both_ways")]
 
 PAIRS = [
     (nn.BatchNorm1d, SynchronizedBatchNorm1d, (6, 3)),
@@ -661,6 +661,7 @@ def test_a_replica_asks_for_its_weight_once(training):
     assert [counter.calls - b for counter, b in zip(counters, before, strict=True)] == [1, 1]
 
 
+@one_node_only
 @pytest.mark.cpu("is about the CPU's kernels")
 @pytest.mark.parametrize("shape", [(40000, 3), (32000, 4, 1)], ids=str)
 def test_many_samples_of_one_value_per_channel_keep_their_digits(shape):

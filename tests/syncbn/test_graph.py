@@ -14,14 +14,17 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, set_sbn_eps_mode
-from syncbn.graph import merge_shards, synchronized_batch_norm
+from syncbn.graph import synchronized_batch_norm
 from syncbn.merge import Denominator
+from syncbn.replicas import merge_replicas
 from tests import oracle
 from tests.deadlines import ends, soon
 from tests.layers import freed
-from tests.sharded import Sharded, randomized, run_sharded
+from tests.sharded import Sharded, one_node_only, randomized, run_sharded
 
 SIZES = [[5], [2, 3], [1, 1], [3, 1, 2], [2, 0, 3]]
+
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 
 @pytest.fixture
@@ -129,10 +132,10 @@ def test_a_backward_to_parameters_alone_keeps_no_input():
     x, weight = torch.randn(4, 3, requires_grad=True), torch.ones(3, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), fresh):
         y = synchronized_batch_norm(
-            x, weight, None, Denominator(1e-5), lambda message: merge_shards([message])[0]
+            x, weight, None, Denominator(1e-5), lambda message: merge_replicas([message])[0]
         )
     torch.autograd.grad(y, weight, torch.randn_like(y))
-    assert len(seen) == 3
+    assert len(seen) == 2
     assert soon(lambda: all(storage.expired() for storage in seen))
 
 
@@ -165,6 +168,7 @@ def test_the_fast_and_the_exact_edges_agree():
     torch.testing.assert_close(fast, exact)
 
 
+@one_node_only
 @pytest.mark.parametrize("mean", [1e2, 1e4])
 def test_both_kinds_of_edges_are_exact_at_large_means(mean):
     """Where the rounding of the mean would show: in what is proportional to ``x - mean``."""
@@ -276,6 +280,7 @@ def test_an_output_may_be_changed_in_place():
         torch.testing.assert_close(shard.grad, grad)
 
 
+@one_node_only
 def test_an_input_changed_in_place_before_backward_is_torchs_error():
     shards = [torch.randn(n, 3, requires_grad=True) * 1 for n in (2, 4)]
     outputs = run_sharded(SynchronizedBatchNorm1d(3), shards)

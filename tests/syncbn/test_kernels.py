@@ -29,7 +29,7 @@ def statistics_of(
     mean: Tensor, var: Tensor, x: Tensor, eps: float = 0.0, is_large: bool = False
 ) -> Statistics:
     """What kernels take, given mean and variance in float64."""
-    stats = kernel_statistics(10, mean, var, Shard(x, None, Denominator(eps)))
+    stats = kernel_statistics(10, mean, var, Shard(x, None, None, Denominator(eps)))
     rest = (mean - stats.mean.to(mean)).to(stats.mean)
     return stats._replace(rest=rest if is_large else None)
 
@@ -45,6 +45,14 @@ def hat_of(x: Tensor, eps: float = 0.0) -> Tensor:
     return (channels_of(x) - mean) / (var + eps).sqrt()
 
 
+def normalized(
+    kernels: Kernels, x: Tensor, stats: Statistics, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    y = channels.empty_output(x)
+    kernels.normalize(x, stats, weight, bias, y)
+    return y
+
+
 def input_gradient(
     kernels: Kernels,
     dy: Tensor | None,
@@ -53,10 +61,9 @@ def input_gradient(
     weight: Tensor | None,
     totals: Tensor,
     n: int | Tensor = 10,
-    weights_differ: bool = True,
 ) -> Tensor:
     """Calls the kernel with the rows that it needs."""
-    stats = stats._replace(total=n, weights_differ=weights_differ)
+    stats = stats._replace(total=n)
     rows = kernels.rows(totals, stats, weight)
     return kernels.input_gradient(dy, x, stats, weight, rows)
 
@@ -66,7 +73,7 @@ def gradient_of(
 ) -> Tensor:
     """The gradient of a shard whose batch has its moments and the given totals, and 10 values."""
     inverse = (moments_of(x)[1] + eps).rsqrt()[:, None]
-    plain, along_x = totals.double()[..., None]
+    plain, along_x = (totals * weight).double()[..., None]
     of_dy = 0 if dy is None else weight[:, None].double() * channels_of(dy)
     return inverse * (of_dy - (plain + hat_of(x, eps) * along_x) / 10)
 
@@ -92,7 +99,7 @@ def test_half_precision_is_rounded_once_and_converted_block_by_block(dtype, layo
     stats = statistics_of(*moments_of(x), x, 1e-5, is_large)
     weight, totals = torch.randn(8), torch.randn(2, 8)
     with LargestFloat32() as largest:
-        dx = input_gradient(NATIVE, dy, x, stats, weight, totals, 10, True)
+        dx = input_gradient(NATIVE, dy, x, stats, weight, totals, 10)
     assert largest.values <= x.numel() - x[0].numel()
     assert dx.dtype == dtype and dx.stride() == x.stride()
     exact = gradient_of(x, dy, 1e-5, weight, totals)
@@ -104,7 +111,7 @@ def test_a_sample_in_half_precision_may_be_larger_than_a_block():
     x = torch.randn(2, 1, BLOCK + 16, dtype=torch.bfloat16)
     one, zero = torch.ones(1), torch.zeros(1)
     stats = Statistics(10, zero, one, one)
-    dx = input_gradient(NATIVE, None, x, stats, None, torch.tensor([[0.0], [-20.0]]), 10, True)
+    dx = input_gradient(NATIVE, None, x, stats, None, torch.tensor([[0.0], [-20.0]]), 10)
     assert torch.equal(dx, 2 * x)
 
 
@@ -118,10 +125,10 @@ def test_results_have_the_strides_of_their_format_where_a_dimension_has_length_o
     usual = odd.clone(memory_format=torch.channels_last)
     assert odd.stride() != usual.stride() and odd.is_contiguous(memory_format=torch.channels_last)
     stats = statistics_of(*moments_of(odd), odd, is_large=is_large)
-    y = kernels.normalize(odd, stats, None, None)
-    dx = input_gradient(kernels, odd, odd, stats, None, torch.ones(2, 3), 10, True)
+    y = normalized(kernels, odd, stats, None, None)
+    dx = input_gradient(kernels, odd, odd, stats, None, torch.ones(2, 3), 10)
     assert (y.stride(), dx.stride()) == (usual.stride(), usual.stride())
-    torch.testing.assert_close(y, kernels.normalize(usual, stats, None, None))
+    torch.testing.assert_close(y, normalized(kernels, usual, stats, None, None))
 
 
 @every_strategy
@@ -141,7 +148,8 @@ def test_sums_of_equal_values_lose_no_more_digits_than_torchs(kernels, shape, la
         plain = torchs.get(len(shape), torch.nn.BatchNorm3d)(3)
         plain(x).backward(upstream)
         theirs = torch.stack((plain.weight.grad, plain.bias.grad)).double()
-        _, *ours = kernels.reduce(upstream, x, stats, None)
+        sums = kernels.reduce(upstream, x, stats)
+        ours = [kernels.weight_gradient(sums, stats), sums[0]]
         error, own = ((torch.stack(tuple(ours)) - exact).abs(), (theirs - exact).abs())
         ulp = torch.finfo(torch.float32).eps * channels_of(dy * x).abs().sum(1)
         assert (error <= 2 * own + ulp).all()
@@ -156,7 +164,7 @@ def test_sums_of_equal_values_of_many_samples_are_precise_in_any_layout(shape, l
     x, dy = torch.randn(shape), torch.full(shape, 0.37)
     made = channels_last if layout == "channels_last" else LAYOUTS[layout]
     for inputs, upstream in itertools.product((x, made(x)), (dy, made(dy))):
-        *_, dbias = NATIVE.reduce(upstream, inputs, statistics_of(*moments_of(x), x), None)
+        dbias, _ = NATIVE.reduce(upstream, inputs, statistics_of(*moments_of(x), x))
         torch.testing.assert_close(dbias.double(), channels_of(dy).sum(1), rtol=2e-6, atol=0)
 
 
@@ -196,11 +204,12 @@ def check_every_kernel(
     totals = torch.stack(totals)
     for w, b in ((None, None), (weight, None), (None, bias), (weight, bias)):
         expected = hat * (1 if w is None else w[:, None]) + (0 if b is None else b[:, None])
-        y = kernels.normalize(x, stats, w, b)
+        y = normalized(kernels, x, stats, w, b)
         torch.testing.assert_close(
             channels_of(y), expected.double(), rtol=tolerance, atol=tolerance
         )
-    _, along_x, plain = kernels.reduce(dy, x, stats, weight)
+    sums = kernels.reduce(dy, x, stats)
+    plain, along_x = sums[0], kernels.weight_gradient(sums, stats)
     expected = torch.stack(((channels_of(dy) * hat).sum(1), channels_of(dy).sum(1)))
     torch.testing.assert_close(
         torch.stack((along_x, plain)).double(), expected, rtol=tolerance, atol=10 * tolerance
@@ -209,13 +218,13 @@ def check_every_kernel(
     along = 1 / stats.inverse if isinstance(kernels, Fused) else torch.ones_like(stats.inverse)
     message = totals * torch.stack((torch.ones_like(along), along))
     for upstream in (dy, None):
-        dx = input_gradient(kernels, upstream, x, stats, weight, message, 10, True)
+        dx = input_gradient(kernels, upstream, x, stats, weight, message, 10)
         expected = gradient_of(x, upstream, eps, weight, totals)
         torch.testing.assert_close(channels_of(dx), expected, rtol=tolerance, atol=tolerance)
     n = torch.tensor(10.0, device=x.device)
-    shared = input_gradient(kernels, dy, x, stats, weight, message, n, False)
-    expected = gradient_of(x, dy, eps, weight, totals * weight)
-    torch.testing.assert_close(channels_of(shared), expected, rtol=tolerance, atol=tolerance)
+    counted = input_gradient(kernels, dy, x, stats, weight, message, n)
+    expected = gradient_of(x, dy, eps, weight, totals)
+    torch.testing.assert_close(channels_of(counted), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -229,7 +238,7 @@ def test_sums_are_rounded_once_for_any_strides(shape, dtype):
     for _ in range(20):
         odd_x = with_odd_strides(x, generator.choice(["contiguous", "channels_last"]), generator)
         odd_dy = with_odd_strides(dy, generator.choice(["contiguous", "channels_last"]), generator)
-        _, *sums = NATIVE.reduce(odd_dy, odd_x, stats, None)
+        sums = NATIVE.reduce(odd_dy, odd_x, stats).flip(0).unbind()
         torch.testing.assert_close(
             [s.double() for s in sums], list(expected), rtol=1e-6, atol=2e-6
         )
@@ -241,15 +250,15 @@ def test_a_large_mean_costs_no_precision(kernels, mean):
     x, dy = torch.randn(512, 3, 4) + mean, torch.randn(512, 3, 4)
     moments = kernels.moments(x, 1e-5)
     torch.testing.assert_close(moments, moments_of(x), rtol=1e-6, atol=1e-6)
-    stats = kernel_statistics(10, *moments, Shard(x, None, Denominator(1e-5)))
+    stats = kernel_statistics(10, *moments, Shard(x, None, None, Denominator(1e-5)))
     assert stats.rest is not None
-    y = kernels.normalize(x, stats, None, None)
+    y = normalized(kernels, x, stats, None, None)
     torch.testing.assert_close(channels_of(y), hat_of(x, 1e-5), rtol=1e-6, atol=1e-6)
-    _, along_x, _ = kernels.reduce(dy, x, stats, None)
+    _, along_x = kernels.reduce(dy, x, stats)
     exact = (channels_of(dy) * hat_of(x, 1e-5)).sum(1)
     torch.testing.assert_close(along_x.double(), exact, rtol=1e-5, atol=1e-5)
     totals, one = torch.randn(2, 3), torch.ones(3)
-    dx = input_gradient(kernels, dy, x, stats, None, totals, 10, True)
+    dx = input_gradient(kernels, dy, x, stats, None, totals, 10)
     expected = gradient_of(x, dy, 1e-5, one, totals)
     torch.testing.assert_close(channels_of(dx), expected, rtol=1e-6, atol=1e-6)
 
@@ -291,8 +300,8 @@ def test_every_kernel_takes_every_layout(kernels, layout, upstream, channels, is
 def test_results_keep_the_memory_format(kernels, layout, is_large):
     x = LAYOUTS[layout](torch.randn(4, 3, 2, 5))
     stats = statistics_of(*moments_of(x), x, is_large=is_large)
-    assert kernels.normalize(x, stats, None, None).stride() == x.stride()
-    dx = input_gradient(kernels, None, x, stats, None, torch.ones(2, 3), 10, True)
+    assert normalized(kernels, x, stats, None, None).stride() == x.stride()
+    dx = input_gradient(kernels, None, x, stats, None, torch.ones(2, 3), 10)
     assert dx.stride() == x.stride()
 
 
@@ -303,10 +312,10 @@ def test_results_in_half_precision_have_their_own_dtype(kernels, dtype, is_large
     x = torch.randn(4, 3, 2, 5).to(dtype)
     stats = statistics_of(*moments_of(x), x, is_large=is_large)
     ones = torch.ones(3)
-    assert kernels.normalize(x, stats, ones, ones).dtype == dtype
-    dx = input_gradient(kernels, x, x, stats, ones, torch.ones(2, 3), 10, True)
+    assert normalized(kernels, x, stats, ones, ones).dtype == dtype
+    dx = input_gradient(kernels, x, x, stats, ones, torch.ones(2, 3), 10)
     assert dx.dtype == dtype
-    assert {sums.dtype for sums in kernels.reduce(x, x, stats, ones)} == {torch.float32}
+    assert kernels.reduce(x, x, stats).dtype == torch.float32
 
 
 class WithoutFloat64(TorchDispatchMode):
@@ -326,9 +335,9 @@ def test_a_device_without_float64_leaves_the_statistics_to_the_cpu(shape):
     with FakeTensorMode(), torch.no_grad(), WithoutFloat64():
         x, bias = torch.empty(shape, device="mps"), torch.empty(4, device="mps")
         moments = PLAIN.moments(x, 1e-5)
-        stats = kernel_statistics(10, *moments, Shard(x, None, Denominator(1e-5)))
-        y = PLAIN.normalize(x, stats, None, bias)
-        sums, *_ = PLAIN.reduce(y, x, stats, None)
-        dx = input_gradient(PLAIN, y, x, stats, None, sums, 10, True)
+        stats = kernel_statistics(10, *moments, Shard(x, None, None, Denominator(1e-5)))
+        y = PLAIN.affine(x, stats, None, bias)
+        sums = PLAIN.reduce(y, x, stats)
+        dx = input_gradient(PLAIN, y, x, stats, None, sums, 10)
     assert {(t.device.type, t.dtype) for t in moments} == {("cpu", torch.float64)}
     assert {(t.device.type, t.dtype) for t in (sums, y, dx)} == {("mps", torch.float32)}

@@ -85,8 +85,6 @@ def unlike(rank: int, size: int) -> list[Tensor]:
     found = []
     layer, x = layer_like(dtype=torch.float64), shards_of(size)[rank].requires_grad_()
     y = layer(x)
-    if rank == 0:  # no collective: (3) alone
-        torch.autograd.grad(y.sum(), layer.weight, create_graph=True)
     found += torch.autograd.grad(layer(x).pow(3).sum() + y.pow(3).sum(), x)
     found += torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=rank == 0)
     y = layer(x)

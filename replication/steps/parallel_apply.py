@@ -180,13 +180,14 @@ def _run_all(
             raise failures[0]  # `first_failure_wins` raises the cause instead of a follow-up
         return outputs
     finally:
+        # First, because a Ctrl-C may come after any call.
+        if torch_threads != callers_torch_threads:  # new threads inherit the last setting
+            torch.set_num_threads(callers_torch_threads)
         # The traceback of an error refers to this frame, which must not refer to errors.
         failures.clear()
         outcome = None
         del done
         count_nodes_up_to(nodes)
-        if torch_threads != callers_torch_threads:  # new threads inherit the last setting
-            torch.set_num_threads(callers_torch_threads)
 
 
 def _next(

@@ -223,7 +223,7 @@ class SyncMaster:
 
     In their forwards copy 0 calls `run_master` and the others call ``slave_pipe.run_slave``,
     equally often. Outside a forward, pipes connect any threads. They cannot know whether a thread
-    is still alive, so a wait for a message that never comes does not end.
+    is still alive, so a wait for a message that never comes ends only with `reset`.
 
     >>> from replication import SyncMaster
     >>> from concurrent.futures import ThreadPoolExecutor
@@ -300,6 +300,16 @@ class SyncMaster:
                 replica = len(channel.slaves) + 1
                 channel.register(replica, identifier, is_forward=False)
         return SlavePipe(identifier, rendezvous, channel, replica)
+
+    def reset(self) -> None:
+        """Drops the slaves that were registered outside a forward, whose pipes raise from then on.
+
+        It is needed if an interrupt comes between `register_slave` and `run_master`.
+        """
+        with self._lock:
+            if self._outside_forward is not None:
+                self._outside_forward.close("the SyncMaster has been reset.")
+            self._outside_forward = None
 
     def _open_registration(self) -> Rendezvous:
         if self._outside_forward is not None:

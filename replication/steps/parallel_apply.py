@@ -43,7 +43,7 @@ from replication.sync.lifecycle import (
     rendezvous_of,
     tracked_calls,
 )
-from replication.sync.notes import Locator, add_note, has_origin, origin
+from replication.sync.notes import Locator, add_note, origin, origin_note
 from replication.waits import named_range
 
 __all__ = ["parallel_apply"]
@@ -326,7 +326,7 @@ class ThreadState:
         except BaseException as error:
             size = len(self.devices)
             is_ours = has_type(error, ReplicationError)  # then it names the replicas
-            if not is_ours and not has_origin(error, index, size):
+            if not is_ours and origin_note(error, index, size) is None:
                 add_note(error, f"{origin(index, size)} on {device}")
             raise
 

@@ -234,7 +234,7 @@ def first_failure_wins(
             error is not f.error for f in failures
         )
         failure = error if interrupted or not failures else failures[0].error
-    add_others(failure, failures)
+    add_others(failure, failures, rendezvous.size)
     try:
         # Outside the except clause, so that the error keeps its own context.
         raise failure

@@ -16,7 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from replication import DataParallel, ReplicasTimedOut, patch_replication_callback
+from replication import (
+    DataParallel,
+    ReplicasTimedOut,
+    execute_replication_callbacks,
+    patch_replication_callback,
+    replicate,
+)
 from replication.sync import rendezvous
 from replication.sync.current import current_replica, set_current_replica
 from syncbn import SynchronizedBatchNorm1d, batchnorm, convert_model
@@ -310,7 +316,7 @@ def test_a_slow_write_does_not_hold_up_the_timeout(monkeypatch):
 
 #: The modules that change the state of the caller's thread, and of a model that is patched.
 RUNNING = ("replication.callbacks", "replication.patch", "replication.steps.parallel_apply")
-RUNNING += ("replication.sync",)
+RUNNING += ("replication._torch", "replication.sync")
 
 
 def interrupted_at(place: int, call: Callable[[], Any]) -> bool:
@@ -360,6 +366,15 @@ def test_an_interrupt_anywhere_in_a_forward_leaves_the_thread_as_it_was(samples)
     finally:
         torch.set_num_threads(threads)
     assert place > 100
+
+
+def test_an_interrupt_of_a_replica_that_is_called_by_hand_leaves_the_thread_as_it_was():
+    replicas, place = replicate(nn.Identity(), ["cpu"] * 2), 0
+    execute_replication_callbacks(replicas)
+    while interrupted_at(place, lambda: replicas[0](torch.ones(1))):
+        assert current_replica() is None
+        place += 1
+    assert place > 10
 
 
 def test_an_interrupt_of_a_patch_or_of_its_removal_leaves_a_model_patched_or_not():

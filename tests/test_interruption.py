@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from replication import (
     DataParallel,
+    FutureResult,
     ReplicasTimedOut,
+    ReplicationError,
     execute_replication_callbacks,
     patch_replication_callback,
     replicate,
@@ -27,6 +29,7 @@ from replication.sync import rendezvous
 from replication.sync.current import current_replica, set_current_replica
 from syncbn import SynchronizedBatchNorm1d, batchnorm, convert_model
 from syncbn.batchnorm import SynchronizedBatchNorm
+from tests.deadlines import ends
 from tests.layers import DEADLINE, AsTorchDoes, soon, together, values
 
 pytestmark = [
@@ -375,6 +378,36 @@ def test_an_interrupt_of_a_replica_that_is_called_by_hand_leaves_the_thread_as_i
         assert current_replica() is None
         place += 1
     assert place > 10
+
+
+def test_an_interrupt_of_a_put_leaves_no_getter_waiting():
+    future, place, is_reached = FutureResult(), 0, True
+    while is_reached:
+        getter = threading.Thread(target=future.get, daemon=True)
+        getter.start()
+        assert soon(lambda: future._wait is not None)
+        is_reached = interrupted_at(place, lambda: future.put("first"))
+        with contextlib.suppress(ReplicationError):  # if the first is there already
+            future.put("again")
+        assert ends(getter)
+        with contextlib.suppress(ReplicationError):  # if it was put after the getter had the first
+            future.put(None)
+        future.get()
+        place += 1
+    assert place > 3
+
+
+def test_an_interrupt_of_a_get_leaves_the_mailbox_to_the_next_getter():
+    future, place, is_reached = FutureResult(), 0, True
+    while is_reached:
+        with contextlib.suppress(ReplicationError):  # if the result is there still
+            future.put(place)
+        is_reached = interrupted_at(place, future.get)
+        with contextlib.suppress(ReplicationError):
+            future.put(place)
+        assert future.get() == place
+        place += 1
+    assert place > 3
 
 
 def test_an_interrupt_of_a_patch_or_of_its_removal_leaves_a_model_patched_or_not():

@@ -154,7 +154,7 @@ def test_error_of_the_root_is_noted_as_such():
     with pytest.raises(LayerError) as caught:
         ours(FailsAt(0, LayerError), 2)(torch.randn(4, 2))
     (note,) = caught.value.__notes__
-    assert note == f"in replica 0 of 2 on {HOME}, module `(root)`"
+    assert note == "in replica 0 of 2 on cpu, module `(root)`"
 
 
 @pytest.mark.parametrize("wrap", [ours, patched(ByPlainThreads)])

@@ -35,19 +35,21 @@ def add_others(error: BaseException, failures: Sequence[Failure], size: int | No
 
     Equal failures of several replicas share a note.
     """
-    own: tuple[str, str] | None = None
     also: dict[tuple[str, str], list[int]] = {}
-    for replica, other in failures:
-        if not has_type(other, ReplicationError):
-            module = (origin_note(other, replica, size) or "").partition(", module ")[2]
-            what = f" in module {module}" if module else "", describe_error(other)
-            if other is error:
-                own = what
-            else:
-                also.setdefault(what, []).append(replica)
+    for failure in failures:
+        if failure.error is not error and not has_type(failure.error, ReplicationError):
+            also.setdefault(_where_and_what(failure, size), []).append(failure.replica)
+    own = [_where_and_what(f, size) for f in failures if f.error is error] if also else []
     for what, replicas in also.items():
-        where, text = ("", "the same error") if what == own else what
+        where, text = ("", "the same error") if what in own else what
         add_note(error, f"{listed(sorted(replicas))} also failed{where}: {text}")
+
+
+def _where_and_what(failure: Failure, size: int | None) -> tuple[str, str]:
+    """Returns the module of a failure, if a note names it, and the error."""
+    note = origin_note(failure.error, failure.replica, size) or ""
+    module = note.partition(", module ")[2]
+    return f" in module {module}" if module else "", describe_error(failure.error)
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -8,7 +8,9 @@ Guarantees
       replica can send the value any more) or, if there is a deadline, `ReplicasTimedOut`.
     * When one wait fails, all waits fail at once, and no new wait begins in the same forward.
     * Nothing outlives the forward: each forward has its own `Rendezvous`, and after `close` the
-      replicas write nothing (`commit`).
+      replicas begin no write (`commit`).
+    * An interrupt at any place keeps no thread waiting. Gates are released before any bookkeeping,
+      and a thread that waits looks now and then whether the forward has failed or is closed.
 
 Each replica reports the beginning and the end of its forward (`enter`, `leave`). So waits need no
 time limit, except in two cases where it is unknown whether the value will arrive:
@@ -28,7 +30,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -279,8 +281,11 @@ class Rendezvous:
         self._closed = reason
         with self.lock:
             self._abort_waits(ReplicationError, reason, None)
-        if self._commits.acquire(timeout=LONGEST_WRITE):
-            self._commits.release()
+        try:
+            self._commits.acquire(timeout=LONGEST_WRITE)
+        finally:
+            with suppress(RuntimeError):  # not acquired: the write takes longer
+                self._commits.release()
         return self.take_failures()
 
     def commit(self, write: Callable[[], T]) -> T:
@@ -335,16 +340,13 @@ class Rendezvous:
         return wait
 
     def end_waits(self, waits: Iterable[Wait]) -> None:
-        """Ends waits whose value has arrived. The lock is held."""
+        """Ends waits whose value has arrived, or which have an error. The lock is held."""
         for wait in waits:
             if wait in self._waits:  # else it has failed already
-                self._release(wait)
-
-    def _release(self, wait: Wait) -> None:
-        # In this order: a wait that an interrupt leaves in the list is released again.
-        if wait.gate.locked():
-            wait.gate.release()
-        self._waits.remove(wait)
+                # In this order: a wait that an interrupt leaves in the list is ended again.
+                if wait.gate.locked():
+                    wait.gate.release()
+                self._waits.remove(wait)
 
     def forget(self, wait: Wait) -> None:
         """Removes the wait of a thread that was interrupted."""
@@ -395,9 +397,9 @@ class Rendezvous:
         """
         if self.abort is None:
             self.abort = Abort(kind, reason, cause)
-        for wait in self._waits[:]:
+        for wait in self._waits:
             wait.error = self.abort
-            self._release(wait)
+        self.end_waits(self._waits[:])
 
     def expect_progress(self, wait: Wait) -> None:
         """Fails all waits at the deadline, or when a doubtful wait has taken `STALL_TIMEOUT`.

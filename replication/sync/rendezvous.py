@@ -276,13 +276,14 @@ class Rendezvous:
     def close(self, reason: str) -> list[Failure]:
         """Forbids all waits and writes from now on, and returns the failures in order of time.
 
-        It waits at most `LONGEST_WRITE` for a write in progress (see `commit`).
+        The first call waits at most `LONGEST_WRITE` for a write in progress (see `commit`).
         """
+        limit = LONGEST_WRITE if self._closed is None else 0.0
         self._closed = reason
         with self.lock:
             self._abort_waits(ReplicationError, reason, None)
         try:
-            self._commits.acquire(timeout=LONGEST_WRITE)
+            self._commits.acquire(timeout=limit)
         finally:
             with suppress(RuntimeError):  # not acquired: the write takes longer
                 self._commits.release()

@@ -25,12 +25,7 @@ from replication.devices import DeviceLike, check_module, device_of, parse_devic
 from replication.errors import path_or_root
 from replication.groups.replicas import CallbackContext
 from replication.modules import Position, label, paired
-from replication.sync.current import (
-    CurrentReplica,
-    current_replica,
-    set_current_replica,
-    this_thread,
-)
+from replication.sync.current import CurrentReplica, this_thread
 from replication.sync.lifecycle import track
 from replication.sync.notes import add_note
 
@@ -172,8 +167,8 @@ def run_callbacks(
     contexts = [CallbackContext(size, devices, path, rendezvous) for (path, _), _ in found]
     paths = [path_or_root(path) for (path, _), _ in found]
     backward = current_backward()
-    # Restores the thread's state, whatever a callback or a Ctrl-C raises.
-    with set_current_replica(current_replica()):
+    current = this_thread.current
+    try:
         for copy_id in range(size):
             for (position, callbacks), context, path in zip(found, contexts, paths, strict=True):
                 this_thread.current = CurrentReplica(rendezvous, copy_id, backward, path)
@@ -185,6 +180,8 @@ def run_callbacks(
                             error, f"in {name} of {label(position)}, copy {copy_id} of {size}"
                         )
                         raise
+    finally:
+        this_thread.current = current  # not in an `__exit__`, which a Ctrl-C may keep from running
 
 
 def may_have_method(kind: type[nn.Module]) -> bool:

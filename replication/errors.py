@@ -15,19 +15,24 @@ def path_or_root(path: str) -> str:
 #: The maximal number of characters that a message quotes of an error.
 _LONGEST = 1_000
 
+#: Reads the name of any class, even if its metaclass redefines it.
+_NAME = vars(type)["__name__"]
+
 
 def describe_error(error: BaseException) -> str:
     """Returns ``ValueError: its text``, with a very long text cut off.
 
     If the error cannot be converted to a string, only its type is returned.
     """
-    name = type(error).__name__
+    name: str = _NAME.__get__(type(error))
     try:
         text = str(error)
         if len(text) > _LONGEST:
             text = text[:_LONGEST] + "..."
         return f"{name}: {text}" if text else name
-    except BaseException:  # must not hide the error
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # of the error's own method; it must not hide the error
         return name
 
 

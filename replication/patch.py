@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import new_class
 from typing import Any
 from weakref import ref
@@ -19,8 +22,36 @@ __all__ = ["PatchHandle", "patch_replication_callback"]
 #: The attribute of a method ``replicate`` that already runs the callbacks.
 RUNS_CALLBACKS = "runs_replication_callbacks"
 
-#: The attribute of a patched DataParallel with the methods that its user set on the object.
-_OWN_METHODS = "_unpatched_methods"
+
+class Extended:
+    """A method that extends the method of the unpatched object, which it gets as an argument.
+
+    As a data descriptor it comes before an attribute of the object. A method that the user sets on
+    the object stays where it is, before, during and after the patch, and is extended as well.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method, self._name = method, method.__name__
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        if owner is None:
+            return self
+        own = vars(owner).get(self._name)
+        unpatched = getattr(super(Patched, owner), self._name) if own is None else own
+        return partial(self._method, owner, unpatched)
+
+    def __call__(self, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        """Called as a function of the class."""
+        return self.__get__(owner)(*args, **kwargs)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        vars(owner)[self._name] = value
+
+    def __delete__(self, owner: Any) -> None:
+        try:
+            del vars(owner)[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
 
 
 class Patched:
@@ -33,9 +64,10 @@ class Patched:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Does nothing, so that a hook of the original class does not run."""
 
-    def replicate(self, *args: Any, **kwargs: Any) -> Any:
+    @Extended
+    def replicate(self, unpatched: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Makes the replicas, gives them their own hooks, and runs their callbacks."""
-        replicas = self._unpatched("replicate")(*args, **kwargs)
+        replicas = unpatched(*args, **kwargs)
         roots = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, nn.Module)]
         originals = {id(module) for root in roots for _, module in layers_of(root)}
         for replica in replicas:
@@ -47,17 +79,20 @@ class Patched:
             execute_replication_callbacks(replicas)
         return replicas
 
-    def parallel_apply(self, replicas: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    @Extended
+    def parallel_apply(
+        self,
+        unpatched: Callable[..., Any],
+        replicas: Sequence[nn.Module],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Runs the replicas and raises the first error."""
-        return first_failure_wins(self._unpatched("parallel_apply"), replicas, *args, **kwargs)
-
-    def _unpatched(self, name: str) -> Callable[..., Any]:
-        own = vars(self)[_OWN_METHODS]
-        return own[name] if name in own else getattr(super(), name)  # type: ignore[no-any-return]
+        return first_failure_wins(unpatched, replicas, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Patched classes are made at run time, so the original class is pickled instead.
-        patched, original = type(self), unpatched_class(self)
+        patched, original = type(self), unpatched_class(type(self))
         reduced: Any = super().__reduce_ex__(protocol)
         make, args, *rest = reduced
         make, *args = (original if part is patched else part for part in (make, *args))
@@ -66,43 +101,57 @@ class Patched:
 
 def _make_patched(make: Callable[..., Any], *args: Any) -> Any:
     data_parallel = make(*args)
-    patch_class(data_parallel)
+    change_class(data_parallel, type(data_parallel), patched_class(type(data_parallel)))
     return data_parallel
 
 
-def patch_class(data_parallel: Any) -> None:
-    """Changes the class of an object to a `Patched` class of the same name."""
-    kind = type(data_parallel)
+def patched_class(kind: Any) -> Any:
+    """Returns a `Patched` class of the same name."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    patched = new_class(kind.__name__, (Patched, kind), exec_body=lambda body: body.update(names))
-    object.__setattr__(data_parallel, "__class__", patched)
-    vars(data_parallel).setdefault(_OWN_METHODS, {})  # a copy may come without its attributes
+    return new_class(kind.__name__, (Patched, kind), exec_body=lambda body: body.update(names))
 
 
-def unpatched_class(data_parallel: Any) -> Any:
-    """Returns the original class of a patched object."""
-    return type(data_parallel).__bases__[-1]
+def unpatched_class(patched: Any) -> Any:
+    """Returns the class that a `Patched` class was made of."""
+    return patched.__bases__[-1]
+
+
+# Re-entrant: a signal handler or a finalizer may interrupt the thread that holds it.
+_lock = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """Replaces the lock in a forked child, where the thread that held it does not exist."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+def change_class(data_parallel: Any, before: Any, after: Any) -> None:
+    """Changes the class of an object, unless another thread has changed it meanwhile.
+
+    It is the only change to the object, so an interrupt leaves it patched or not, nothing between.
+    """
+    with _lock:
+        if type(data_parallel) is before:
+            object.__setattr__(data_parallel, "__class__", after)
 
 
 class PatchHandle:
     """Undoes `patch_replication_callback`: by ``remove()``, or at the end of a ``with`` block."""
 
-    def __init__(self, data_parallel: nn.DataParallel[Any] | None = None) -> None:
-        self._data_parallel = (lambda: None) if data_parallel is None else ref(data_parallel)
+    def __init__(self, data_parallel: nn.DataParallel[Any]) -> None:
+        self._data_parallel = ref(data_parallel)
         # Identifies this patch, because the object may be patched again later.
-        self._own_methods = self._current_own_methods()
-
-    def _current_own_methods(self) -> Any:
-        data_parallel = self._data_parallel()
-        return None if data_parallel is None else vars(data_parallel).get(_OWN_METHODS)
+        self._patched = type(data_parallel)
 
     def remove(self) -> None:
         """Removes the callbacks. May be called more than once."""
-        data_parallel, own_methods = self._data_parallel(), self._current_own_methods()
-        if own_methods is not None and own_methods is self._own_methods:
-            object.__setattr__(data_parallel, "__class__", unpatched_class(data_parallel))
-            del vars(data_parallel)[_OWN_METHODS]
-            vars(data_parallel).update(own_methods)
+        if issubclass(self._patched, Patched):  # else the object's own class runs the callbacks
+            change_class(self._data_parallel(), self._patched, unpatched_class(self._patched))
 
     def __enter__(self) -> PatchHandle:
         return self
@@ -138,20 +187,17 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
             "expected a torch.nn.DataParallel, or an object of a class derived from it "
             f"(got {type(data_parallel).__name__})"
         )
-    if isinstance(data_parallel, Patched):
-        return PatchHandle(data_parallel)
-    if has_replication_callback(data_parallel):
-        return PatchHandle()
-    state = vars(data_parallel)
-    state[_OWN_METHODS] = {
-        name: state.pop(name) for name in ("replicate", "parallel_apply") if name in state
-    }
-    patch_class(data_parallel)
+    kind = type(data_parallel)
+    if not runs_callbacks(kind):
+        change_class(data_parallel, kind, patched_class(kind))
     return PatchHandle(data_parallel)
+
+
+def runs_callbacks(kind: type[nn.DataParallel[Any]]) -> bool:
+    """Returns whether the objects of a class run the callbacks."""
+    return issubclass(kind, Patched) or getattr(kind.replicate, RUNS_CALLBACKS, False)
 
 
 def has_replication_callback(data_parallel: nn.DataParallel[Any]) -> bool:
     """Returns whether a DataParallel runs the callbacks, by its class or because of a patch."""
-    return isinstance(data_parallel, Patched) or getattr(
-        type(data_parallel).replicate, RUNS_CALLBACKS, False
-    )
+    return runs_callbacks(type(data_parallel))

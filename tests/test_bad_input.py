@@ -270,7 +270,7 @@ def test_a_replica_whose_call_is_refused_is_named_to_the_caller(name, replica, v
     error = outcome_of(lambda: in_replicas(call, values)).error
     assert refused(error)
     assert not isinstance(error, ReplicationError)
-    assert error.__notes__ == [f"in replica {replica} of 2 on cpu"]
+    assert error.__notes__ == [f"in replica {replica} of 2 on cpu, module `(root)`"]
 
 
 @settings(max_examples=30)

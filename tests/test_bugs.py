@@ -213,9 +213,9 @@ def test_several_failing_replicas_are_listed_in_the_notes_of_the_first():
         run_sharded(Failing(errors), X.split([4, 2, 2]))
     first_is_0 = isinstance(caught.value, KeyError)
     other = (
-        "replica 2 also failed: ValueError: b"
+        "replica 2 also failed in module `(root)`: ValueError: b"
         if first_is_0
-        else "replica 0 also failed: KeyError: 'a'"
+        else "replica 0 also failed in module `(root)`: KeyError: 'a'"
     )
     assert other in caught.value.__notes__
 

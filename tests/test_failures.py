@@ -419,7 +419,7 @@ def test_an_error_that_ends_programs_does_not_wait_for_the_other_replicas():
         model(torch.zeros(3))
     released.set()
     # A second note would say which replicas were still running after some seconds.
-    assert caught.value.__notes__ == ["in replica 0 of 3 on cpu"]
+    assert caught.value.__notes__ == ["in replica 0 of 3 on cpu, module `(root)`"]
 
 
 # -- calls in backward, and in other threads ---------------------------------------------------

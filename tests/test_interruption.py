@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import signal
@@ -15,11 +16,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from replication import DataParallel, ReplicasTimedOut, patch_replication_callback
+from replication import (
+    DataParallel,
+    FutureResult,
+    ReplicasTimedOut,
+    ReplicationError,
+    execute_replication_callbacks,
+    patch_replication_callback,
+    replicate,
+)
+from replication.sync import rendezvous
 from replication.sync.current import current_replica, set_current_replica
 from syncbn import SynchronizedBatchNorm1d, batchnorm, convert_model
 from syncbn.batchnorm import SynchronizedBatchNorm
-from tests.layers import DEADLINE, AsTorchDoes, soon
+from tests.deadlines import ends
+from tests.layers import DEADLINE, AsTorchDoes, soon, together, values
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signal"),
@@ -262,6 +273,156 @@ def test_a_layer_that_is_about_to_write_does_so_before_the_interrupt_arrives():
     assert_unchanged(net, state)  # and no more interrupts come
     twin(x)
     torch.testing.assert_close(state, dict(twin.state_dict()))
+
+
+def test_foreign_code_that_interrupts_a_write_may_train_another_model(monkeypatch):
+    """Such as a finalizer. Its replicas once waited for the write that it had interrupted."""
+    other = convert_model(network())
+    train, x = ours(other, 2), torch.randn(7, 3, dtype=torch.float64)
+    merge_shards, interrupted = batchnorm.merge_shards, []
+
+    def interrupted_merge(*args: Any) -> Any:
+        if not interrupted:
+            interrupted.append(True)
+            train(x)
+        return merge_shards(*args)
+
+    net = convert_model(network())
+    model = ours(net, 2)
+    twin, other_twin = twin_of(net), twin_of(other)
+    monkeypatch.setattr(batchnorm, "merge_shards", interrupted_merge)
+    values(together(lambda: model(x)))
+    assert interrupted
+    twin(x)
+    other_twin(x)
+    torch.testing.assert_close(net.state_dict(), twin.state_dict())
+    torch.testing.assert_close(other.state_dict(), other_twin.state_dict())
+
+
+def test_a_slow_write_does_not_hold_up_the_timeout(monkeypatch):
+    merge_shards, goes_on = batchnorm.merge_shards, threading.Event()
+
+    def slow_merge(*args: Any) -> Any:
+        assert soon(goes_on.is_set), "the caller waits for the write"
+        return merge_shards(*args)
+
+    monkeypatch.setattr(rendezvous, "LONGEST_WRITE", 0.05, raising=False)
+    monkeypatch.setattr(batchnorm, "merge_shards", slow_merge)
+    with pytest.raises(ReplicasTimedOut):
+        ours(convert_model(network()), timeout=0.05)(torch.randn(7, 3, dtype=torch.float64))
+    goes_on.set()
+    assert soon(all_replicas_have_ended)
+
+
+# -- at every place where Python lets an interrupt in --------------------------------------------
+
+
+#: The modules that change the state of the caller's thread, and of a model that is patched.
+RUNNING = ("replication.callbacks", "replication.patch", "replication.steps.parallel_apply")
+RUNNING += ("replication._torch", "replication.sync")
+
+
+def interrupted_at(place: int, call: Callable[[], Any]) -> bool:
+    """Raises `KeyboardInterrupt` at a place in these modules, by number, if ``call`` reaches it.
+
+    Returns whether it does. Python looks for signals when a function begins and after a call of a
+    built-in function. A profiler is called at the same places.
+    """
+    left = place
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        nonlocal left
+        if event in ("call", "c_return") and frame.f_globals["__name__"].startswith(RUNNING):
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    # An interrupt in a finalizer or a weakref callback is dropped by Python.
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    try:
+        sys.setprofile(profile)
+        with contextlib.suppress(KeyboardInterrupt):
+            call()
+    finally:
+        sys.setprofile(None)
+        sys.unraisablehook = hook
+    return left < 0
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_an_interrupt_anywhere_in_a_forward_leaves_the_thread_as_it_was(samples):
+    """A thread that counts as a replica's cannot train; one with too few threads is slow."""
+    threads = torch.get_num_threads()
+    net = nn.Sequential(SynchronizedBatchNorm1d(3).double())
+    model, x, place = ours(net, 2), torch.randn(samples, 3, dtype=torch.float64), 0
+    if samples == 1:
+        net.append(nn.Identity()).eval()
+    model(x)
+    try:
+        torch.set_num_threads(4)
+        while interrupted_at(place, lambda: model(x)):
+            assert current_replica() is None
+            assert soon(all_replicas_have_ended)
+            assert values(together(torch.get_num_threads)) == [4]
+            place += 1
+    finally:
+        torch.set_num_threads(threads)
+    assert place > 100
+
+
+def test_an_interrupt_of_a_replica_that_is_called_by_hand_leaves_the_thread_as_it_was():
+    replicas, place = replicate(nn.Identity(), ["cpu"] * 2), 0
+    execute_replication_callbacks(replicas)
+    while interrupted_at(place, lambda: replicas[0](torch.ones(1))):
+        assert current_replica() is None
+        place += 1
+    assert place > 10
+
+
+def test_an_interrupt_of_a_put_leaves_no_getter_waiting():
+    future, place, is_reached = FutureResult(), 0, True
+    while is_reached:
+        getter = threading.Thread(target=future.get, daemon=True)
+        getter.start()
+        assert soon(lambda: future._wait is not None)
+        is_reached = interrupted_at(place, lambda: future.put("first"))
+        with contextlib.suppress(ReplicationError):  # if the first is there already
+            future.put("again")
+        assert ends(getter)
+        with contextlib.suppress(ReplicationError):  # if it was put after the getter had the first
+            future.put(None)
+        future.get()
+        place += 1
+    assert place > 3
+
+
+def test_an_interrupt_of_a_get_leaves_the_mailbox_to_the_next_getter():
+    future, place, is_reached = FutureResult(), 0, True
+    while is_reached:
+        with contextlib.suppress(ReplicationError):  # if the result is there still
+            future.put(place)
+        is_reached = interrupted_at(place, future.get)
+        with contextlib.suppress(ReplicationError):
+            future.put(place)
+        assert future.get() == place
+        place += 1
+    assert place > 3
+
+
+def test_an_interrupt_of_a_patch_or_of_its_removal_leaves_a_model_patched_or_not():
+    model = AsTorchDoes(convert_model(network()), 2)
+    own = model.parallel_apply = model.parallel_apply
+    place, patched = 0, set()
+    while interrupted_at(place, lambda: patch_replication_callback(model).remove()):
+        assert vars(model)["parallel_apply"] is own
+        patched.add(type(model) is not AsTorchDoes)
+        handle = patch_replication_callback(model)
+        assert_step_is_exact(model, model.module)
+        handle.remove()
+        assert type(model) is AsTorchDoes
+        place += 1
+    assert patched == {False, True}
 
 
 @pytest.mark.parametrize("samples", [1, 4])

@@ -38,7 +38,7 @@ from replication import (
 )
 from replication.devices import accelerator
 from replication.errors import describe_error
-from replication.sync.notes import add_note, add_others, has_origin
+from replication.sync.notes import add_note, add_others, origin_note
 from replication.sync.rendezvous import Failure
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, convert_model
 from tests.layers import (
@@ -87,11 +87,13 @@ def told_of(mistake: Callable[[], Any]) -> str:
     if error is not None:
         lines += [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
     # If both of two replicas fail, either may be the first; here replica 0 is.
-    second = re.fullmatch("replica 0 also failed: (.*)", lines[-1]) if lines else None
+    second = re.fullmatch(r"replica 0 also failed(.*?): (.*)", lines[-1]) if lines else None
     if second is not None:
         first, where, _ = lines
         where = where.replace("in replica 1", "in replica 0")
-        lines = [second[1], where, f"replica 1 also failed: {first}"]
+        is_same = second[2] == "the same error"
+        also = f"replica 1 also failed{second[1]}: {second[2] if is_same else first}"
+        lines = [first if is_same else second[2], where, also]
     return "\n".join(lines)
 
 
@@ -174,8 +176,7 @@ def test_a_stock_data_parallel_is_wrapped_around_a_converted_network():
     ValueError: SynchronizedBatchNorm1d expected 3 channels in dimension 1 (got input size
     torch.Size([4, 5])); for such inputs num_features is 5
     in replica 0 of 2 on cpu, module `1`
-    replica 1 also failed: ValueError: SynchronizedBatchNorm1d expected 3 channels in dimension 1
-    (got input size torch.Size([4, 5])); for such inputs num_features is 5
+    replica 1 also failed: the same error
 """)
 def test_a_layer_has_the_wrong_number_of_channels():
     """T2.5; vacancy#31"""
@@ -185,7 +186,7 @@ def test_a_layer_has_the_wrong_number_of_channels():
 @reads("""
     ValueError: expected 4D input (got 2D input)
     in replica 0 of 2 on cpu, module `1`
-    replica 1 also failed: ValueError: expected 4D input (got 2D input)
+    replica 1 also failed: the same error
 """)
 def test_a_layer_is_of_the_wrong_dimensions():
     """T2.5. torch's own words."""
@@ -211,8 +212,7 @@ def test_replicas_differ_in_dtype():
     RuntimeError: SynchronizedBatchNorm1d expected weight in torch.float64 for inputs of
     torch.float64 (got torch.float32); convert the layer or the input by .to()
     in replica 0 of 2 on cpu, module `1.0`
-    replica 1 also failed: RuntimeError: SynchronizedBatchNorm1d expected weight in torch.float64
-    for inputs of torch.float64 (got torch.float32); convert the layer or the input by .to()
+    replica 1 also failed: the same error
 """)
 def test_the_batch_is_of_another_dtype_than_the_layer():
     net = network()
@@ -225,9 +225,9 @@ def test_the_batch_is_of_another_dtype_than_the_layer():
     torch.Size([1, 3]) on this replica and 1 value per channel in all of its group; take a larger
     batch, or call the layer in eval()
     in replica 0 of 2 on cpu, module `1.0`
-    replica 1 also failed: ValueError: Expected more than 1 value per channel when training, got
-    input size torch.Size([0, 3]) on this replica and 1 value per channel in all of its group; take
-    a larger batch, or call the layer in eval()
+    replica 1 also failed in module `1.0`: ValueError: Expected more than 1 value per channel when
+    training, got input size torch.Size([0, 3]) on this replica and 1 value per channel in all of
+    its group; take a larger batch, or call the layer in eval()
 """)
 def test_there_is_a_single_value_in_all():
     """T6.3; apex#262"""
@@ -458,21 +458,21 @@ def test_notes_that_are_no_list_stay_as_they_are():
     error.__notes__ = notes = ("in replica 1 of 2",)
     add_note(error, "more")
     assert error.__notes__ is notes
-    assert not has_origin(error, 1, 2)
+    assert origin_note(error, 1, 2) is None
 
 
 def test_origin_is_found_among_notes_of_any_kind():
     error = ValueError("v")
     error.__notes__ = [None, "of replica 1", "in replica 1 of 20", "in replica 1 of 2 on cpu"]
-    assert has_origin(error, 1, 2)
-    assert not has_origin(error, 0, 2)
+    assert origin_note(error, 1, 2) == "in replica 1 of 2 on cpu"
+    assert origin_note(error, 0, 2) is None
     del error.__notes__[-1]
-    assert not has_origin(error, 1, 2)
+    assert origin_note(error, 1, 2) is None
 
 
 def test_frozen_error_is_noted_as_any_other():
     error = outcome_of(lambda: DataParallel(FailsAt(1, Frozen), CPUS)(X)).error
-    assert error.__notes__ == ["in replica 1 of 2 on cpu"]
+    assert error.__notes__ == ["in replica 1 of 2 on cpu, module `(root)`"]
 
 
 def test_replica_that_cannot_list_its_modules_does_not_hide_its_error():
@@ -493,11 +493,58 @@ def test_replica_that_cannot_list_its_modules_does_not_hide_its_error():
 def test_replicas_with_the_same_failure_are_listed_in_order():
     error, ours = KeyError("first"), ReplicationError("because of it")
     failures = [(2, ValueError("v")), (1, error), (3, ours), (0, ValueError("v"))]
-    add_others(error, [Failure(*failure) for failure in failures])
+    add_others(error, [Failure(*failure) for failure in failures], 4)
     assert error.__notes__ == ["replicas 0, 2 also failed: ValueError: v"]
+
+
+class FirstParameter(nn.Linear):
+    """Fails in replicas, which have no parameters. The error has no text."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * next(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("net", "path"), [(FirstParameter(3, 3), "(root)"), (nn.Sequential(FirstParameter(3, 3)), "0")]
+)
+def test_notes_name_the_layer_of_an_error_without_a_text_and_do_not_repeat_it(net, path):
+    error = outcome_of(lambda: DataParallel(net, ["cpu"] * 3)(torch.ones(6, 3))).error
+    assert type(error) is StopIteration
+    where, also = error.__notes__
+    assert re.fullmatch(rf"in replica \d of 3 on cpu, module `{re.escape(path)}`", where)
+    assert re.fullmatch(r"replicas \d, \d also failed: the same error", also)
+
+
+def test_notes_name_the_layer_in_which_another_replica_failed():
+    class OneEach(Raises):
+        def __init__(self) -> None:
+            super().__init__(lambda replica: KeyError())
+            self.a, self.b = (Raises(self.error_of) for _ in range(2))
+            self.a.both = self.b.both = self.both
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.a, self.b)[self.copy_id](x)
+
+    error = outcome_of(lambda: DataParallel(OneEach(), CPUS)(X)).error
+    assert sorted(re.findall("module `(.)`", "".join(error.__notes__))) == ["a", "b"]
 
 
 def test_long_texts_are_cut_in_messages_about_them():
     assert describe_error(ValueError("x" * 1_000)) == "ValueError: " + "x" * 1_000
     assert describe_error(ValueError("x" * 1_001)) == "ValueError: " + "x" * 1_000 + "..."
     assert describe_error(ValueError()) == "ValueError"
+
+
+def test_name_of_an_error_is_read_without_its_metaclass():
+    class Meta(type):
+        __name__ = property(exits)
+
+    assert describe_error(Meta("Odd", (Exception,), {})("text")) == "Odd: text"
+
+
+def test_an_interrupt_while_an_error_is_described_is_not_lost():
+    def interrupted(error: BaseException) -> str:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        describe_error(odd(__str__=interrupted)())

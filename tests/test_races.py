@@ -29,6 +29,8 @@ from replication import (
     SyncMaster,
     WaitReport,
     execute_replication_callbacks,
+    parallel_apply,
+    patch_replication_callback,
     register_replication_callback,
     replicate,
     wait_report,
@@ -41,7 +43,7 @@ from replication.waits import observer
 from replication.warning import once_for
 from syncbn import convert_model, patch_sync_batchnorm
 from tests.deadlines import DEADLINE
-from tests.layers import Centering, outcome_of, together, values
+from tests.layers import Centering, CustomDataParallel, outcome_of, together, values
 from tests.processes import run_python
 
 THREADS = 4
@@ -296,6 +298,22 @@ def test_flag_is_raised_once():
         owner = nn.Identity()
         answers = at_once(*[lambda owner=owner: once_for(owner)()] * THREADS)
         assert sorted(answers) == [False] * (THREADS - 1) + [True]
+
+
+def test_a_model_may_be_patched_by_several_threads():
+    def own(replicas: Any, inputs: Any, kwargs: Any) -> Any:
+        return parallel_apply(replicas, inputs, kwargs)
+
+    x = torch.randn(4, 2)
+    for _ in range(50):
+        model = CustomDataParallel(Centering(), 2)
+        model.parallel_apply = own
+        before = dict(vars(model))
+        handles = at_once(*[partial(patch_replication_callback, model)] * THREADS)
+        torch.testing.assert_close(model(x), x - x.mean(0))
+        at_once(*(handle.remove for handle in handles))
+        assert type(model) is CustomDataParallel
+        assert vars(model) == before
 
 
 def test_blocks_that_patch_torch_leave_it_as_it_was():

@@ -43,7 +43,7 @@ from replication.sync.lifecycle import (
     rendezvous_of,
     tracked_calls,
 )
-from replication.sync.notes import Locator, add_note, has_origin, origin
+from replication.sync.notes import Locator, add_note, origin, origin_note
 from replication.waits import named_range
 
 __all__ = ["parallel_apply"]
@@ -180,13 +180,14 @@ def _run_all(
             raise failures[0]  # `first_failure_wins` raises the cause instead of a follow-up
         return outputs
     finally:
+        # First, because a Ctrl-C may come after any call.
+        if torch_threads != callers_torch_threads:  # new threads inherit the last setting
+            torch.set_num_threads(callers_torch_threads)
         # The traceback of an error refers to this frame, which must not refer to errors.
         failures.clear()
         outcome = None
         del done
         count_nodes_up_to(nodes)
-        if torch_threads != callers_torch_threads:  # new threads inherit the last setting
-            torch.set_num_threads(callers_torch_threads)
 
 
 def _next(
@@ -325,7 +326,7 @@ class ThreadState:
         except BaseException as error:
             size = len(self.devices)
             is_ours = has_type(error, ReplicationError)  # then it names the replicas
-            if not is_ours and not has_origin(error, index, size):
+            if not is_ours and origin_note(error, index, size) is None:
                 add_note(error, f"{origin(index, size)} on {device}")
             raise
 

@@ -115,17 +115,15 @@ class Exchange:
 
     def _reply(self, rendezvous: Rendezvous, replica: int, current: Round, merge: Merge) -> None:
         replicas = sorted(current.messages)
-        messages = list(map(current.messages.pop, replicas))
         try:
-            replies = list(merge(messages))
+            # Not in a variable: graphs in the messages may hold the replicas.
+            replies = list(merge(list(map(current.messages.pop, replicas))))
+            with rendezvous.lock:
+                current.replies = dict(zip(replicas, replies, strict=True))
+                rendezvous.end_waits(current.waits.values())
         except BaseException as error:
             rendezvous.fail(replica, error)
             raise
-        finally:
-            del messages  # graphs in them may hold the replicas
-        with rendezvous.lock:
-            current.replies = dict(zip(replicas, replies, strict=True))
-            rendezvous.end_waits(current.waits.values())
 
     def _take_back(self, rendezvous: Rendezvous, replica: int, current: Round) -> None:
         """Removes a message that was not merged, so that the replica can call again."""

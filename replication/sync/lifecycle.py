@@ -112,8 +112,12 @@ class TrackedCall:
             return self.original(*args, **kwargs)
         if this_thread.current == (self.rendezvous, self.replica, current_backward(), ""):
             return self.original(*args, **kwargs)  # reported already
-        with self.scope():
-            return self.original(*args, **kwargs)
+        current = this_thread.current
+        try:
+            with self.scope():
+                return self.original(*args, **kwargs)
+        finally:
+            this_thread.current = current  # also if a Ctrl-C comes in an `__exit__`
 
     def scope(self) -> ForwardScope:
         """Returns the context that reports the beginning and the end of the forward."""
@@ -162,7 +166,10 @@ def track(replicas: Sequence[nn.Module]) -> Rendezvous:
     rendezvous.observe = observer(len(replicas))
     rendezvous.in_backward = is_recomputation()
     current = current_replica()
-    rendezvous.outer = None if current is None else current.rendezvous
+    # Foreign code that interrupts a write, such as a finalizer, is not a part of that replica. Its
+    # replicas, in other threads, must not wait until the interrupted thread has written.
+    if current is not None and not current.rendezvous.is_written_by_this_thread():
+        rendezvous.outer = current.rendezvous
     for index, replica in enumerate(replicas):
         for name in _ENTRY_POINTS:
             TrackedCall(replica, name).install(rendezvous, index)
@@ -214,19 +221,20 @@ def first_failure_wins(
         return parallel_apply(replicas, *args, **kwargs)
     rendezvous.expect_only([call.replica for call in calls])
     del calls
+    current = this_thread.current
     try:
-        # A single replica runs in this thread, whose state is restored after a Ctrl-C anywhere.
-        with set_current_replica(current_replica()):
-            outputs = parallel_apply(replicas, *args, **kwargs)
+        outputs = parallel_apply(replicas, *args, **kwargs)
         rendezvous.take_failures()  # `parallel_apply` may have swallowed them
         return outputs
     except BaseException as error:
+        # A single replica runs in this thread. A Ctrl-C may have come when it ended.
+        this_thread.current = current
         failures = rendezvous.close("the forward was ended by its caller.")
         interrupted = not has_type(error, Exception) and all(
             error is not f.error for f in failures
         )
         failure = error if interrupted or not failures else failures[0].error
-    add_others(failure, failures)
+    add_others(failure, failures, rendezvous.size)
     try:
         # Outside the except clause, so that the error keeps its own context.
         raise failure

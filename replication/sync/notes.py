@@ -11,7 +11,13 @@ from torch import nn
 
 from replication._torch import CALL_IMPL
 from replication.devices import device_in_use, device_of
-from replication.errors import ReplicationError, describe_error, has_type, listed
+from replication.errors import (
+    ReplicationError,
+    describe_error,
+    has_type,
+    listed,
+    path_or_root,
+)
 from replication.modules import layers_of
 from replication.sync.rendezvous import Failure
 from replication.warning import frame_of_thread
@@ -24,14 +30,26 @@ _ATTRIBUTES = vars(BaseException)["__dict__"]
 _TRACEBACK = vars(BaseException)["__traceback__"]
 
 
-def add_others(error: BaseException, failures: Sequence[Failure]) -> None:
-    """Adds a note for each other failure, except for follow-ups of another error."""
-    also: dict[str, list[int]] = {}
-    for replica, other in failures:
-        if other is not error and not has_type(other, ReplicationError):
-            also.setdefault(describe_error(other), []).append(replica)
-    for text, replicas in also.items():
-        add_note(error, f"{listed(sorted(replicas))} also failed: {text}")
+def add_others(error: BaseException, failures: Sequence[Failure], size: int | None) -> None:
+    """Adds a note for each other failure, except for follow-ups of another error.
+
+    Equal failures of several replicas share a note.
+    """
+    also: dict[tuple[str, str], list[int]] = {}
+    for failure in failures:
+        if failure.error is not error and not has_type(failure.error, ReplicationError):
+            also.setdefault(_where_and_what(failure, size), []).append(failure.replica)
+    own = [_where_and_what(f, size) for f in failures if f.error is error] if also else []
+    for what, replicas in also.items():
+        where, text = ("", "the same error") if what in own else what
+        add_note(error, f"{listed(sorted(replicas))} also failed{where}: {text}")
+
+
+def _where_and_what(failure: Failure, size: int | None) -> tuple[str, str]:
+    """Returns the module of a failure, if a note names it, and the error."""
+    note = origin_note(failure.error, failure.replica, size) or ""
+    module = note.partition(", module ")[2]
+    return f" in module {module}" if module else "", describe_error(failure.error)
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -45,13 +63,14 @@ def add_note(error: BaseException, note: str) -> None:
         notes.append(note)
 
 
-def has_origin(error: BaseException, index: int, size: int | None) -> bool:
-    """Whether a note names this replica as the origin of an error."""
+def origin_note(error: BaseException, index: int, size: int | None) -> str | None:
+    """Returns the note that names this replica as the origin of an error, if there is one."""
     notes = _ATTRIBUTES.__get__(error).get("__notes__")
     begin = re.compile(re.escape(origin(index, size)) + r"\b")
-    return type(notes) is list and any(
-        type(note) is str and begin.match(note) is not None for note in notes
-    )
+    for note in notes if type(notes) is list else ():
+        if type(note) is str and begin.match(note) is not None:
+            return note
+    return None
 
 
 def add_failure_note(
@@ -62,12 +81,12 @@ def add_failure_note(
         device = device_in_use() or device_of(replica)
         path = failing_path(error, replica)
     except Exception:  # raised by a method of the replica; it must not hide the error
-        device, path = None, ""
+        device, path = None, None
     add_note(
         error,
         origin(index, size)
         + (f" on {device}" if device is not None else "")
-        + (f", module `{path}`" if path else ""),
+        + (f", module `{path_or_root(path)}`" if path is not None else ""),
     )
 
 
@@ -76,10 +95,10 @@ def origin(index: int, size: int | None) -> str:
     return f"in replica {index} of {size}"
 
 
-def failing_path(error: BaseException, root: nn.Module) -> str:
-    """Returns the path of the innermost submodule in the traceback; the root has no path."""
+def failing_path(error: BaseException, root: nn.Module) -> str | None:
+    """Returns the path of the innermost module in the traceback, if there is one."""
     paths = paths_of(root)
-    innermost = ""
+    innermost = None
     traceback = _TRACEBACK.__get__(error)
     while traceback is not None:
         path = path_of_call(traceback.tb_frame, paths)

@@ -59,15 +59,24 @@ class FutureResult:
         Raises:
             ReplicationError: The previous result has not been fetched.
         """
-        with self._lock:
-            is_free, wait = self._result is _EMPTY, self._wait
-            if is_free:
-                self._result = result
+        try:
+            with self._lock:
+                is_free = self._result is _EMPTY
+                if is_free:
+                    self._result = result
+            self._wake_getter()
+        except BaseException:  # an interrupt must not leave a getter without the result
+            self._wake_getter()
+            raise
         if not is_free:
             raise ReplicationError(
                 "a FutureResult holds one result at a time (put was called before the previous "
                 "result was fetched); call get first"
             )
+
+    def _wake_getter(self) -> None:
+        with self._lock:
+            wait = None if self._result is _EMPTY else self._wait
         if wait is not None:
             with wait.rendezvous.lock:
                 wait.rendezvous.end_waits([wait])
@@ -80,22 +89,24 @@ class FutureResult:
             ReplicaFailed: Another replica raised.
             ReplicasDiverged: No replica can put the result any more.
         """
-        with self._lock:
-            is_alone, self._has_getter = not self._has_getter, True
-        if not is_alone:
-            raise ReplicationError(
-                "a FutureResult serves one getter at a time (get was called while another thread "
-                "is in it); give each thread its own FutureResult"
-            )
+        is_alone = False
         try:
+            with self._lock:
+                if not self._has_getter:
+                    self._has_getter = is_alone = True
+            if not is_alone:
+                raise ReplicationError(
+                    "a FutureResult serves one getter at a time (get was called while another "
+                    "thread is in it); give each thread its own FutureResult"
+                )
             self._await_result()
             with self._lock:
                 result, self._result = self._result, _EMPTY
             return result
         finally:
-            with self._lock:
-                self._wait = None
-                self._has_getter = False
+            if is_alone:
+                # Without the lock: a Ctrl-C could come when it is taken.
+                self._wait, self._has_getter = None, False
 
     def _await_result(self) -> None:
         current = current_replica()
@@ -223,7 +234,7 @@ class SyncMaster:
 
     In their forwards copy 0 calls `run_master` and the others call ``slave_pipe.run_slave``,
     equally often. Outside a forward, pipes connect any threads. They cannot know whether a thread
-    is still alive, so a wait for a message that never comes does not end.
+    is still alive, so a wait for a message that never comes ends only with `reset`.
 
     >>> from replication import SyncMaster
     >>> from concurrent.futures import ThreadPoolExecutor
@@ -300,6 +311,16 @@ class SyncMaster:
                 replica = len(channel.slaves) + 1
                 channel.register(replica, identifier, is_forward=False)
         return SlavePipe(identifier, rendezvous, channel, replica)
+
+    def reset(self) -> None:
+        """Drops the slaves that were registered outside a forward, whose pipes raise from then on.
+
+        It is needed if an interrupt comes between `register_slave` and `run_master`.
+        """
+        with self._lock:
+            if self._outside_forward is not None:
+                self._outside_forward.close("the SyncMaster has been reset.")
+            self._outside_forward = None
 
     def _open_registration(self) -> Rendezvous:
         if self._outside_forward is not None:

@@ -8,7 +8,9 @@ Guarantees
       replica can send the value any more) or, if there is a deadline, `ReplicasTimedOut`.
     * When one wait fails, all waits fail at once, and no new wait begins in the same forward.
     * Nothing outlives the forward: each forward has its own `Rendezvous`, and after `close` the
-      replicas write nothing (`commit`).
+      replicas begin no write (`commit`).
+    * An interrupt at any place keeps no thread waiting. Gates are released before any bookkeeping,
+      and a thread that waits looks now and then whether the forward has failed or is closed.
 
 Each replica reports the beginning and the end of its forward (`enter`, `leave`). So waits need no
 time limit, except in two cases where it is unknown whether the value will arrive:
@@ -24,12 +26,13 @@ In both cases the wait fails after `STALL_TIMEOUT`.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, NoReturn, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from replication.errors import (
     ReplicaFailed,
@@ -48,6 +51,9 @@ __all__: list[str] = []
 
 #: The seconds after which a wait fails if it is unknown whether its value will arrive.
 STALL_TIMEOUT = 20.0
+
+#: The seconds that the caller of a forward that failed waits for a write in progress.
+LONGEST_WRITE = 1.0
 
 
 def site(path: str, call: int) -> str:
@@ -184,11 +190,11 @@ class Rendezvous:
         #: Returns a context manager that records an exchange or a wait, given ``"exchange"`` or
         #: ``"wait"``, the replica and the path. None unless waits are reported or profiled.
         self.observe: Callable[[str, int, str], AbstractContextManager[object]] | None = None
-        # Re-entrant: a signal handler or a finalizer may interrupt the thread that holds it.
-        self.lock = threading.RLock()
+        self._renew_locks()
         #: The channel of each `SyncMaster` in this forward.
         self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        self._commits = threading.RLock()
+        # The thread that writes into the original module (see `commit`).
+        self._writer: int | None = None
         #: The rendezvous of the outer forward, if this forward runs inside one of its replicas.
         self.outer: Rendezvous | None = None
         self._progress = [Progress() for _ in range(size or 0)]
@@ -197,7 +203,25 @@ class Rendezvous:
         self._waits: list[Wait] = []
         self._failures: list[Failure] = []
         self.abort: Abort | None = None
-        self._is_closed = False
+        # The reason why the forward is closed, if it is.
+        self._closed: str | None = None
+        _all.add(self)
+
+    def _renew_locks(self) -> None:
+        # Re-entrant: a signal handler or a finalizer may interrupt the thread that holds them.
+        self.lock = threading.RLock()
+        self._commits = threading.RLock()
+
+    def enter_child(self) -> None:
+        """Ends a forward that runs in several threads, of which a forked child has only one."""
+        self._renew_locks()  # the thread that holds a lock may not exist
+        if len(self._progress) > 1 and any(progress.depth for progress in self._progress):
+            self._abort_waits(
+                ReplicationError,
+                "a forked process cannot go on with the forward of its parent, where the other "
+                "replicas run.",
+                None,
+            )
 
     # -- the life of a replica -----------------------------------------------------------------
 
@@ -237,28 +261,32 @@ class Rendezvous:
             return progress.runs > 0 and not progress.depth
 
     def fail(self, replica: int, error: BaseException) -> None:
-        """Reports that a replica failed. All waits fail, and name the first failure."""
-        reason = f"{self._name(replica)} failed with {describe_error(error)}."
+        """Reports that a replica failed. All waits fail, and name a failure."""
         with self.lock:
-            if self._is_closed:  # the caller has collected the failures
+            if self._closed is not None:  # the caller has collected the failures
                 return
             is_known = any(error is failure.error for failure in self._failures)
             if not is_known and not has_type(error, ReplicaFailed):
                 self._failures.append(Failure(replica, error))
-            if self.abort is None:
-                self._abort_waits(ReplicaFailed, reason, error)
+        # The error's own code makes its text. It may be slow, and must not run under the lock.
+        reason = f"{self._name(replica)} failed with {describe_error(error)}."
+        with self.lock:
+            self._abort_waits(ReplicaFailed, reason, error)
 
     def close(self, reason: str) -> list[Failure]:
         """Forbids all waits and writes from now on, and returns the failures in order of time.
 
-        It waits for a write in progress (see `commit`).
+        The first call waits at most `LONGEST_WRITE` for a write in progress (see `commit`).
         """
-        self._is_closed = True
+        limit = LONGEST_WRITE if self._closed is None else 0.0
+        self._closed = reason
         with self.lock:
-            if self.abort is None:
-                self._abort_waits(ReplicationError, reason, None)
-        with self._commits:
-            pass
+            self._abort_waits(ReplicationError, reason, None)
+        try:
+            self._commits.acquire(timeout=limit)
+        finally:
+            with suppress(RuntimeError):  # not acquired: the write takes longer
+                self._commits.release()
         return self.take_failures()
 
     def commit(self, write: Callable[[], T]) -> T:
@@ -269,9 +297,17 @@ class Rendezvous:
         such a replica.
         """
         with self._commits:
-            if self._is_closed:
+            if self._closed is not None:
                 raise ReplicationError("the forward of this replica has been ended by its caller")
-            return write() if self.outer is None else self.outer.commit(write)
+            try:
+                self._writer = threading.get_ident()
+                return write() if self.outer is None else self.outer.commit(write)
+            finally:
+                self._writer = None
+
+    def is_written_by_this_thread(self) -> bool:
+        """Whether a `commit` of this thread is under way, which foreign code has interrupted."""
+        return self._writer == threading.get_ident()
 
     def take_failures(self) -> list[Failure]:
         """Returns the failures of the replicas, and drops them.
@@ -305,11 +341,13 @@ class Rendezvous:
         return wait
 
     def end_waits(self, waits: Iterable[Wait]) -> None:
-        """Ends waits whose value has arrived. The lock is held."""
+        """Ends waits whose value has arrived, or which have an error. The lock is held."""
         for wait in waits:
             if wait in self._waits:  # else it has failed already
+                # In this order: a wait that an interrupt leaves in the list is ended again.
+                if wait.gate.locked():
+                    wait.gate.release()
                 self._waits.remove(wait)
-                wait.gate.release()
 
     def forget(self, wait: Wait) -> None:
         """Removes the wait of a thread that was interrupted."""
@@ -354,20 +392,27 @@ class Rendezvous:
     def _abort_waits(
         self, kind: type[ReplicationError], reason: str, cause: BaseException | None
     ) -> None:
-        self.abort = Abort(kind, reason, cause)
-        waits, self._waits = self._waits, []
-        for wait in waits:
+        """Fails all waits, for the reason of the first call. The lock is held.
+
+        Later calls fail the waits that an interrupt of an earlier one has left.
+        """
+        if self.abort is None:
+            self.abort = Abort(kind, reason, cause)
+        for wait in self._waits:
             wait.error = self.abort
-            wait.gate.release()
+        self.end_waits(self._waits[:])
 
     def expect_progress(self, wait: Wait) -> None:
         """Fails all waits at the deadline, or when a doubtful wait has taken `STALL_TIMEOUT`.
 
         Here a replica counts as blocked if any of its threads waits.
         """
-        if time.monotonic() >= self.deadline:
+        if self.abort is None and time.monotonic() >= self.deadline:
             self.time_out()
         with self.lock:
+            if self.abort is not None or self._closed is not None:
+                # An interrupt has kept the thread that failed all waits from this one.
+                self._abort_waits(ReplicationError, self._closed or "", None)
             if self.size is None or wait not in self._waits:
                 return
             run = self._run_of(wait)
@@ -401,13 +446,12 @@ class Rendezvous:
                 elif progress.depth:
                     state = f"{state} {spots[replica]}".rstrip()
                 table += f"\n  replica {replica}: {state}"
-            if self.abort is None:
-                self._abort_waits(
-                    ReplicasTimedOut,
-                    f"the replicas must end within {self._timeout:g} s, the timeout, which has "
-                    f"passed:{table}",
-                    None,
-                )
+            self._abort_waits(
+                ReplicasTimedOut,
+                f"the replicas must end within {self._timeout:g} s, the timeout, which has "
+                f"passed:{table}",
+                None,
+            )
             assert self.abort is not None
             return self.abort
 
@@ -465,3 +509,16 @@ def concurrent_call_error(path: str, replica: int) -> ReplicationError:
         f"`{path}`: replica {replica} calls it in one thread while it waits there in another; the "
         "calls of a replica come one after the other"
     )
+
+
+#: All forwards, for a forked child.
+_all: WeakSet[Rendezvous] = WeakSet()
+
+
+def _enter_child() -> None:
+    for rendezvous in list(_all):
+        rendezvous.enter_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_enter_child)

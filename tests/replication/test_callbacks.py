@@ -426,6 +426,26 @@ def test_patch_keeps_a_method_that_the_user_has_set_on_the_object():
     assert model.replicate is own_replicate
 
 
+def test_method_that_the_user_sets_on_a_patched_object_is_extended_as_well():
+    model = unpatched()
+    with patch_replication_callback(model):
+        model.replicate = own_replicate
+        assert recorded(model) == [("own", 2), *BOTH]
+        del model.replicate
+        assert recorded(model) == BOTH
+        with pytest.raises(AttributeError, match="replicate"):
+            del model.replicate
+    assert recorded(model) == []
+
+
+def test_methods_of_a_patched_class_are_functions():
+    model = unpatched()
+    patch_replication_callback(model)
+    model.module.out.clear()
+    type(model).replicate(model, model.module, ["cpu"] * 2)
+    assert [copy_id for _, copy_id, _ in model.module.out] == [0, 1]
+
+
 copied_each_way = pytest.mark.parametrize(
     "copied",
     [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],

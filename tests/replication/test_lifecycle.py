@@ -150,12 +150,11 @@ def test_error_is_noted_with_replica_device_and_module(wrap):
     assert caught.value.__notes__ == ["in replica 1 of 3 on cpu, module `1.1`"]
 
 
-def test_error_of_the_root_is_noted_without_a_module():
+def test_error_of_the_root_is_noted_as_such():
     with pytest.raises(LayerError) as caught:
         ours(FailsAt(0, LayerError), 2)(torch.randn(4, 2))
     (note,) = caught.value.__notes__
-    assert note.startswith("in replica 0 of 2")
-    assert "module" not in note
+    assert note == "in replica 0 of 2 on cpu, module `(root)`"
 
 
 @pytest.mark.parametrize("wrap", [ours, patched(ByPlainThreads)])

@@ -37,6 +37,7 @@ from tests.layers import (
     Numbered,
     WithMaster,
     freed,
+    soon,
     together,
 )
 from tests.processes import run_python
@@ -382,6 +383,48 @@ def test_replica_that_hangs_in_foreign_code_does_not_hold_back_the_error(failing
     assert hangs.ended.wait(DEADLINE)
 
 
+@pytest.fixture
+def ends_of_waits(monkeypatch) -> list[float]:
+    """The times by which the caller's waits for the replicas have to end."""
+    ends: list[float] = []
+    wait = threads._next
+
+    def recorded(done: Any, running: Any, end: float) -> Any:
+        ends.append(end)
+        return wait(done, running, end)
+
+    monkeypatch.setattr(threads, "_next", recorded)
+    return ends
+
+
+def test_later_failures_do_not_prolong_the_grace_period(ends_of_waits):
+    def fail_after_the_first() -> None:
+        assert soon(lambda: len(ends_of_waits) == 2)
+        raise WorkerError("second")
+
+    def end_last() -> None:
+        assert soon(lambda: len(ends_of_waits) == 3)
+
+    with pytest.raises(WorkerError):
+        apply(fail, fail_after_the_first, end_last)
+    before, after_the_first, after_the_second = ends_of_waits
+    assert before > after_the_first == after_the_second
+
+
+def test_grace_period_ends_with_the_timeout(ends_of_waits):
+    class Fails(Numbered):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.copy_id == 1:
+                raise WorkerError
+            assert soon(lambda: len(ends_of_waits) == 2)
+            return x
+
+    timeout = threads.SHUTDOWN_GRACE / 2  # long enough for the failure to be the first
+    with pytest.raises(WorkerError):
+        DataParallel(Fails(), ["cpu"] * 2, timeout=timeout)(torch.ones(2, 1))
+    assert len(set(ends_of_waits)) == 1
+
+
 def test_thread_whose_error_is_raised_has_ended(monkeypatch):
     """Others, such as pytest, read the frames in its traceback."""
     run = threads.ReplicaThread.run
@@ -619,6 +662,51 @@ thread.join()
 print("done")
 """
 
+FORKS_IN_A_FORWARD = """
+warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about threads and fork
+import traceback
+from replication import ReplicationError
+
+class Forks(Layer):
+    def forward(self, x):
+        if threading.current_thread().name != "replica-1":
+            return super().forward(x)
+        rendezvous = self.run.__self__._rendezvous
+        while len(rendezvous._waits) < 2:  # the other replicas wait for this one
+            threading.Event().wait(0.01)
+        locked, forked = threading.Event(), threading.Event()
+        def hold():  # as if the other replicas were at their bookkeeping
+            with rendezvous.lock, rendezvous._commits:
+                locked.set()
+                forked.wait(20)
+        holder = threading.Thread(target=hold)
+        holder.start()
+        locked.wait(20)
+        child = os.fork()
+        if child:
+            forked.set()
+            holder.join()
+            assert os.waitpid(child, 0)[1] == 0
+            return super().forward(x)
+        signal.alarm(20)
+        try:
+            super().forward(x)
+        except ReplicationError as error:
+            assert "a forked process cannot go on with the forward of its parent" in str(error)
+            rendezvous.fail(1, error)
+            rendezvous.leave(1)
+            rendezvous.close("over")
+            model.module.__class__ = Layer
+            assert model(torch.ones(1, 1)).tolist() == [[2.0]]
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+
+model = DataParallel(Forks(), ["cpu"] * 3)
+print(model(x).tolist())
+"""
+
 FORKS = """
 warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about threads and fork
 model(x)
@@ -670,6 +758,11 @@ def test_signal_handlers_and_finalizers_may_run_the_model_that_they_interrupt():
 def test_fork_beside_a_forward_works():
     """Whatever the other thread is at, the child finds no lock held."""
     assert run_script(FORKS_BESIDE_A_FORWARD).stdout == "done\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_child_that_a_replica_forks_cannot_go_on_with_the_forward():
+    assert run_script(FORKS_IN_A_FORWARD).stdout == SUMS
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -26,6 +26,7 @@ from replication import (
     replicate,
 )
 from replication.sync.rendezvous import Abort, Rendezvous, Wait
+from tests.deadlines import ends
 from tests.layers import (
     DEADLINE,
     Centering,
@@ -421,6 +422,32 @@ def test_master_whose_forward_has_ended_says_so():
         layer._sync_master.run_master(0)
 
 
+def test_an_interrupt_while_the_master_replies_leaves_no_slave_waiting():
+    class Interrupted:
+        """A gate whose first release is interrupted."""
+
+        def __init__(self, gate: Any) -> None:
+            self.gate, self.is_first, self.locked = gate, True, gate.locked
+
+        def release(self) -> None:
+            if self.is_first:
+                self.is_first = False
+                raise KeyboardInterrupt
+            self.gate.release()
+
+    master, outcomes = SyncMaster(echo), []
+    pipes = [master.register_slave(i) for i in (1, 2)]
+    waits = master._outside_forward._waits
+    slaves = [started(partial(pipe.run_slave, "s"), outcomes) for pipe in pipes]
+    assert soon(lambda: len(waits) == 2)
+    waits[0].gate = Interrupted(waits[0].gate)
+    with pytest.raises(KeyboardInterrupt):
+        master.run_master("m")
+    for slave in slaves:
+        assert ends(slave)
+    assert [type(outcome.error) for outcome in outcomes] == [ReplicaFailed] * 2
+
+
 def test_error_names_the_number_of_the_call():
     master = SyncMaster(echo)
     pipe = master.register_slave(1)
@@ -455,6 +482,27 @@ def test_set_that_follows_a_failed_one_is_clean():
     pipe = master.register_slave(1)
     together(lambda: master.run_master("a"), lambda: pipe.run_slave("b"))
     assert exchange(master, "c", (master.register_slave(1), "d")) == [[(0, "c"), (1, "d")]] * 2
+
+
+def test_reset_drops_slaves_that_never_ran():
+    """Such as those of a program that was interrupted before `run_master`."""
+    master = SyncMaster(echo)
+    old, interrupted = master.register_slave(1), []
+    slave = started(lambda: old.run_slave("b"), interrupted)
+    assert soon(lambda: bool(master._outside_forward._waits))
+    master.reset()
+    assert ends(slave)
+    assert str(interrupted[0].error) == "the SyncMaster has been reset."
+    assert master.nr_slaves == 0
+    assert exchange(master, "c", (master.register_slave(1), "d")) == [[(0, "c"), (1, "d")]] * 2
+    with pytest.raises(ReplicationError, match="the SyncMaster has been reset"):
+        old.run_slave("late")
+
+
+def test_reset_of_a_master_without_slaves_does_nothing():
+    master = SyncMaster(echo)
+    master.reset()
+    assert master.run_master("alone") == [(0, "alone")]
 
 
 def test_nr_slaves_counts_the_current_set():

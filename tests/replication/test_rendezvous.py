@@ -126,6 +126,25 @@ def test_first_failure_is_the_one_that_is_kept():
     assert rendezvous.close("over")[0].error is first
 
 
+def test_failure_whose_text_takes_long_is_the_first_all_the_same():
+    is_read, second_failed = threading.Event(), threading.Event()
+
+    class Slow(Exception):
+        def __str__(self) -> str:
+            is_read.set()
+            assert soon(second_failed.is_set)
+            return "slow"
+
+    def fail_second() -> None:
+        assert is_read.wait(DEADLINE)
+        rendezvous.fail(0, KeyError("second"))
+        second_failed.set()
+
+    rendezvous, first = entered(2), Slow()
+    values(together(lambda: rendezvous.fail(1, first), fail_second))
+    assert rendezvous.close("over")[0].error is first
+
+
 def test_follow_up_is_not_kept_as_the_first_failure():
     rendezvous = entered(2)
     rendezvous.fail(0, ReplicaFailed("follow-up"))
@@ -355,6 +374,83 @@ def test_close_wakes_every_wait_and_forbids_later_ones():
         begin_wait(rendezvous, 1, 0)
 
 
+class InterruptedGate:
+    """The gate of a wait whose first release is interrupted, right before it or right after it."""
+
+    def __init__(self, wait: Wait, is_released: bool) -> None:
+        self.gate, self.is_released, self.is_first = wait.gate, is_released, True
+        self.acquire, self.locked = self.gate.acquire, self.gate.locked
+        wait.gate = self
+
+    def release(self) -> None:
+        is_first, self.is_first = self.is_first, False
+        if self.is_released or not is_first:
+            self.gate.release()
+        if is_first:
+            raise KeyboardInterrupt
+
+
+released_or_not = pytest.mark.parametrize("is_released", [False, True])
+
+
+@released_or_not
+def test_waits_that_an_interrupt_leaves_unreleased_end_with_the_forward(is_released):
+    rendezvous = entered(4)
+    waits = [begin_wait(rendezvous, replica, 0) for replica in (1, 2)]
+    InterruptedGate(waits[0], is_released)
+    with pytest.raises(KeyboardInterrupt):
+        rendezvous.fail(3, KeyError("k"))
+    rendezvous.close("over")
+    outcomes = together(*(wait.block for wait in waits))
+    assert [type(outcome.error) for outcome in outcomes] == [ReplicaFailed] * 2
+
+
+@released_or_not
+def test_wait_whose_end_is_interrupted_ends_with_the_forward(is_released):
+    rendezvous = entered(2)
+    wait = begin_wait(rendezvous, 0, 1)
+    InterruptedGate(wait, is_released)
+    with pytest.raises(KeyboardInterrupt):
+        end_wait(rendezvous, wait)
+    rendezvous.close("over")
+    (outcome,) = together(wait.block)
+    assert type(outcome.error) is ReplicationError
+    assert not rendezvous._waits
+
+
+@pytest.mark.parametrize("size", [2, None])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_polled_wait_ends_when_the_failure_of_all_waits_was_interrupted(
+    monkeypatch, size, is_late
+):
+    """Past the deadline as well, where waits once polled for ever, without a pause."""
+    monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.01)
+    rendezvous = entered(2) if size else Rendezvous(None)
+    wait = begin_wait(rendezvous, 0, 1)
+    InterruptedGate(wait, is_released=False)
+    with pytest.raises(KeyboardInterrupt):
+        rendezvous.fail(1, KeyError("k"))
+    if is_late:
+        rendezvous.limit_time(0.0)
+    (outcome,) = together(wait.block)
+    assert type(outcome.error) is ReplicaFailed
+
+
+def test_a_polled_wait_ends_when_the_close_of_its_forward_was_interrupted(monkeypatch):
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.01)
+    rendezvous = entered(2)
+    wait = begin_wait(rendezvous, 0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(rendezvous, "_abort_waits", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rendezvous.close("it is over.")
+    (outcome,) = together(wait.block)
+    assert str(outcome.error) == "it is over."
+
+
 def test_close_may_be_called_again():
     rendezvous = entered(2)
     failure = KeyError("k")
@@ -392,14 +488,15 @@ def test_a_closed_forward_writes_nothing():
     assert written == ["before"]
 
 
-def test_close_waits_for_a_write_in_progress():
+def test_close_waits_for_a_write_in_progress(monkeypatch):
+    monkeypatch.setattr(replication.sync.rendezvous, "LONGEST_WRITE", DEADLINE)
     rendezvous, written = entered(2), []
     writing, closing = threading.Event(), threading.Event()
 
     def write() -> None:
         writing.set()
         assert closing.wait(DEADLINE)
-        assert soon(lambda: rendezvous._is_closed)
+        assert soon(lambda: rendezvous._closed is not None)
         time.sleep(0.05)  # for a close that does not wait
         written.append("whole")
 
@@ -411,6 +508,24 @@ def test_close_waits_for_a_write_in_progress():
 
     _, seen = values(together(lambda: rendezvous.commit(write), close))
     assert seen == ["whole"]
+
+
+def test_close_does_not_wait_for_a_write_that_takes_long(monkeypatch):
+    monkeypatch.setattr(replication.sync.rendezvous, "LONGEST_WRITE", 0.01, raising=False)
+    rendezvous, writing, closed = entered(2), threading.Event(), threading.Event()
+
+    def write() -> None:
+        writing.set()
+        assert soon(closed.is_set), "the caller waits for the write"
+
+    def close() -> None:
+        assert writing.wait(DEADLINE)
+        rendezvous.close("over")
+        monkeypatch.setattr(replication.sync.rendezvous, "LONGEST_WRITE", DEADLINE, raising=False)
+        rendezvous.close("over")  # two functions of a forward close it, one inside the other
+        closed.set()
+
+    values(together(lambda: rendezvous.commit(write), close))
 
 
 # -- replicas that do not begin ----------------------------------------------------------------

@@ -85,7 +85,7 @@ class ProcessGroup(Group):
         ValueError: This process is not in ``process_group``.
         ReplicationError: The group is destroyed. In a call: gradients are batched
             (``is_grads_batched=True``), or a rank announces a tensor of an impossible length.
-        NotImplementedError: In a call, a tensor has a derivative in forward mode.
+        NotImplementedError: See `Group`.
     """
 
     #: Encloses the calls that a backward makes.

@@ -17,6 +17,7 @@ from replication._torch import (
     HOOKS,
     MAKE_SHELL,
     compiled_module,
+    has_other_derivatives,
     is_compiled_wrapper,
     shell_state,
 )
@@ -87,6 +88,8 @@ def replicate(
         TypeError: ``network`` is not a module, is or contains a ScriptModule, or contains the
             result of ``torch.compile(module)`` with its own hooks.
         ValueError: This machine has no such device.
+        NotImplementedError: The call is inside a transform of `torch.func`, or a parameter or
+            buffer has a forward-mode derivative.
     """
     check_module(network)
     replicas, _ = make_replicas(network, usable_devices(devices), detach)
@@ -117,6 +120,11 @@ def make_replicas(
                 buffers[id(buffer)] = buffer
     if not devices:
         return [], None
+    if has_other_derivatives((*parameters.values(), *buffers.values())):
+        raise NotImplementedError(
+            "torch.func transforms and forward-mode derivatives do not reach replicas, so their "
+            "derivatives would be lost; compute them on one device"
+        )
     keys = [*parameters, *buffers, *map(id, modules), id(None)]
     replicas: list[list[Any]] = []
     copied: list[Copied] = []

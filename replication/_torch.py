@@ -90,6 +90,15 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+#: Unknown to older releases of torch.
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
+
+
+def is_exporting() -> bool:
+    """Whether the operations of this thread are exported, or traced by `torch.jit.trace`."""
+    return _is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+
+
 def device_of_group(process_group: Any) -> torch.device:
     """Returns the device for objects in a process group: the CPU if its backend supports it."""
     kinds = [device.type for device in process_group._device_types]

@@ -18,6 +18,7 @@ from replication._torch import compiled_module
 from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, check_module, usable_devices
 from replication.groups.membership import has_other_processes
+from replication.modules import check_initialized
 from replication.sync.current import current_replica, is_recomputation
 from replication.sync.notes import add_note
 from replication.table import ShownAsTable, Table
@@ -154,7 +155,7 @@ def verify(
         TypeError: ``model`` is not a module.
         ValueError: A device does not exist, only one replica has data, or the model returns a
             loss, because each replica computes a different one.
-        RuntimeError: It is called in `torch.inference_mode`.
+        RuntimeError: It is called in `torch.inference_mode`, or a lazy layer is not initialized.
         Exception: The model raised. A note says what `verify` was running.
     """
     check_module(model)
@@ -162,7 +163,10 @@ def verify(
         raise RuntimeError("verify computes gradients; call it outside of torch.inference_mode")
     dim, model = 0, compiled_module(model)
     if isinstance(model, nn.DataParallel):
-        dim, model = model.dim, compiled_module(model.module)
+        # Without an accelerator, torch's class sets no `dim`.
+        dim, model = getattr(model, "dim", 0), compiled_module(model.module)
+    for path, layer in model.named_modules():
+        check_initialized(path, layer)
     devices = usable_devices(device_ids)
     if len(devices) < 2:
         raise ValueError(f"expected at least two devices to compare with one (got {len(devices)})")

@@ -209,6 +209,12 @@ def test_verify_uses_the_batch_dimension_of_the_data_parallel():
     assert verify(DataParallel(net, CPUS, dim=1), x, CPUS)
 
 
+def test_verify_unwraps_torchs_data_parallel():
+    """On a machine without an accelerator it has no ``dim``."""
+    net = nn.DataParallel(nn.Sequential(nn.Linear(3, 2), nn.Tanh())).cpu()
+    assert verify(net, torch.randn(4, 3))
+
+
 def test_layers_in_checkpoints_are_equal():
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -397,7 +403,7 @@ def test_self_check_fails_on_nan(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("check", [replication.__main__, syncbn.__main__])
-@pytest.mark.parametrize("replicas", ["0", "1", "two"])
+@pytest.mark.parametrize("replicas", ["0", "1", "two", "1025", "9" * 20, "9" * 5000])
 def test_self_check_refuses_bad_numbers(check, replicas, capsys):
     with pytest.raises(SystemExit) as ended:
         check.main(["--replicas", replicas])

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree
 
 from replication import DataParallel, Scattered, gather, replicate, scatter, scatter_kwargs
+from replication.tree import Made, flatten, leaves_of, open_builtin, replace_leaves
 from tests.layers import freed, no_garbage_collection
 
 CPUS = ["cpu", "cpu"]
@@ -597,3 +599,91 @@ def test_records_that_object_cannot_make_travel_as_one_object():
     found = Found(torch.ones(4, 2))
     assert [part[0] for part in scatter([found], ["cpu"] * 2)] == [found] * 2
     assert gather([found, found], "cpu") == [found, found]
+
+
+# -- walks over objects that change or vanish ----------------------------------------------------
+
+
+class Fresh(Plain):
+    """Registered so that each look finds new objects, at addresses that are used again."""
+
+
+_pytree.register_pytree_node(
+    Fresh, lambda x: ([wrap(x.parts[0].clone()) for wrap in WRAPS], None), lambda xs, _: tuple(xs)
+)
+
+#: Makes a leaf, and containers around a leaf.
+WRAPS: list[Callable[[Tensor], Any]] = [
+    lambda x: x,
+    lambda x: [x],
+    lambda x: (x,),
+    lambda x: {"x": [x]},
+]
+
+
+def test_every_leaf_is_found_where_addresses_are_used_again():
+    numbers = list(range(50))
+    found = [int(leaf) for leaf in leaves_of([Fresh(torch.tensor(n)) for n in numbers])]
+    assert sorted(found) == sorted(numbers * len(WRAPS))
+
+
+def test_replaced_objects_are_told_apart_where_addresses_are_used_again():
+    made: Made = {}
+    for n in range(50):
+        new = replace_leaves(lambda x: x + 100, Fresh(torch.tensor(n)), made)
+        assert new == (n + 100, [n + 100], (n + 100,), {"x": [n + 100]})
+
+
+class Meddling(str):
+    """A key that changes its dict whenever it is looked up, as another thread might."""
+
+    owner: dict[str, Any] | None = None
+
+    __slots__ = ()
+    __eq__ = str.__eq__
+
+    def __hash__(self) -> int:
+        if Meddling.owner is not None:
+            dict.pop(Meddling.owner, "victim", None)
+        return str.__hash__(self)
+
+
+@pytest.mark.parametrize(
+    "walk",
+    [
+        lambda tree: [leaf.value for leaf in flatten(tree)[0]],
+        lambda tree: sorted(leaves_of(tree, open_builtin), key=int),
+        lambda tree: list(replace_leaves(lambda x: x, tree, {}, open_builtin).values()),
+        lambda tree: list(seen(tree, 2)[1].values()),
+    ],
+    ids=["flatten", "leaves_of", "replace_leaves", "scatter"],
+)
+@pytest.mark.parametrize(
+    "kind", [dict, Registry, partial(defaultdict, None)], ids=["dict", "derived", "defaultdict"]
+)
+def test_dict_that_changes_while_it_is_opened_is_walked_as_it_was(kind, walk, monkeypatch):
+    items = [torch.tensor(n) for n in range(3)]
+    tree = kind(zip([Meddling("a"), Meddling("b"), "victim"], items, strict=True))
+    monkeypatch.setattr(Meddling, "owner", tree)
+    assert walk(tree)[:2] == items[:2]
+
+
+class Vanishing:
+    """An attribute that removes another one when its class is asked for."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.owner = owner
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        vars(self.owner).pop("victim", None)
+        return Vanishing
+
+
+def test_module_that_changes_while_it_is_replicated_is_copied_as_it_was():
+    module = nn.Linear(2, 1)
+    module.first, module.victim = Vanishing(module), [X]
+    replicas = replicate(module, CPUS)
+    assert not hasattr(module, "victim")
+    for replica in replicas:
+        assert replica.victim[0] is X

@@ -26,6 +26,9 @@ from replication.version import DISTRIBUTION, __version__
 
 __all__: list[str] = []
 
+#: Each replica is a thread.
+_MOST_REPLICAS = 1024
+
 
 class Centered(ReplicaAware, nn.Module):
     """Scales its input and subtracts the mean of the whole batch."""
@@ -62,8 +65,8 @@ def check_machine(
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=title, epilog=rest)
     parser.add_argument("--replicas", type=int, default=4, help="replicas per device (default 4)")
     replicas = parser.parse_args(arguments).replicas
-    if replicas < 2:
-        parser.error(f"--replicas must be at least 2 (got {replicas})")
+    if not 2 <= replicas <= _MOST_REPLICAS:
+        parser.error(f"--replicas must be from 2 to {_MOST_REPLICAS} (got {replicas})")
     print(environment())
     torch.manual_seed(0)
     accelerators = default_devices()

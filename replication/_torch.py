@@ -5,7 +5,7 @@ They are in one file, so that a test can name those that a new release of torch 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from functools import wraps
@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 from torch.nn.parallel.data_parallel import _check_balance as check_balance
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
 from torch.utils._pytree import (
@@ -90,6 +90,15 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+#: Unknown to older releases of torch.
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
+
+
+def is_exporting() -> bool:
+    """Whether the operations of this thread are exported, or traced by `torch.jit.trace`."""
+    return _is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+
+
 def device_of_group(process_group: Any) -> torch.device:
     """Returns the device for objects in a process group: the CPU if its backend supports it."""
     kinds = [device.type for device in process_group._device_types]
@@ -126,6 +135,14 @@ def compiled_module(module: Any) -> nn.Module:
 
 #: Returns whether a `torch.func` transform (``grad``, ``vmap``, ...) is active in this thread.
 in_functorch_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def has_other_derivatives(tensors: Iterable[Tensor]) -> bool:
+    """Whether a `torch.func` transform is active, or a tensor has a forward-mode derivative."""
+    return in_functorch_transform() or (
+        forward_ad._current_level >= 0  # tensors are searched only inside a dual_level()
+        and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    )
 
 
 def direct_apply(function: Any) -> Callable[..., Any]:

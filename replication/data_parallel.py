@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from replication._torch import check_balance, uncompiled
-from replication.callbacks import run_callbacks
+from replication._torch import check_balance, is_exporting, uncompiled
+from replication.callbacks import CALLBACK, run_callbacks
 from replication.devices import (
     DeviceLike,
     accelerator,
@@ -25,6 +25,7 @@ from replication.devices import (
     parse_devices,
     usable_devices,
 )
+from replication.groups.membership import has_other_processes
 from replication.modules import layers_of, paired
 from replication.patch import RUNS_CALLBACKS
 from replication.steps.gather import gather, join_leaves
@@ -33,7 +34,7 @@ from replication.steps.replicate import make_replicas
 from replication.steps.scatter import scatter_kwargs
 from replication.sync.lifecycle import first_failure_wins, limit_time
 from replication.tree import Scattered
-from replication.warning import UnsynchronizedWarning, warn, warn_of_plain_batch_norm
+from replication.warning import UnsynchronizedWarning, WarnOnce, warn, warn_of_plain_batch_norm
 
 __all__ = [
     "DataParallel",
@@ -77,7 +78,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         device_ids: One device per replica: indices of accelerators, strings or `torch.device`.
             Devices may repeat. The default is all accelerators. On a machine without accelerators,
             the default and a list of indices run no replicas: the module is called directly, as
-            in torch. A list of several indices then raises a warning.
+            in torch. A list of several indices then raises a warning. So does the default if
+            layers of the module communicate, once per process.
         output_device: The device of the joined outputs, by default ``device_ids[0]``. May be the
             CPU.
         dim: The batch dimension of inputs and outputs.
@@ -146,8 +148,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
             joined (see `scatter`, `gather`).
         TypeError: ``module`` is not a module, an item of ``device_ids`` is not a device, ``dim``
             is not an int, names are not given as a list, or ``timeout`` is not a number.
-        RuntimeError: In a call: a parameter or buffer is not on ``device_ids[0]``, or the call is
-            inside a transform of `torch.func`.
+        RuntimeError: In a call: a parameter or buffer is not on ``device_ids[0]``, a lazy layer
+            is not initialized, or the call is inside a transform of `torch.func`, an export or
+            `torch.jit.trace`.
         BaseException: In a call: the first error of a replica. The other replicas get 5 seconds to
             end and are then abandoned (see `parallel_apply`).
     """
@@ -187,7 +190,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.sort_and_gather = sort_and_gather
         self.cpu_keywords = checked_names("cpu_keywords", cpu_keywords)
         self.timeout = _seconds(timeout)
-        devices = _devices_to_use(device_ids)
+        devices = _devices_to_use(module, device_ids)
         self.device_ids = [_torch_spelling(device) for device in devices]
         if not devices:
             return
@@ -202,6 +205,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if len(self.device_ids) > 1:
+            if is_exporting():  # which sees this thread only
+                raise RuntimeError("replicas cannot be exported or traced; export model.module")
             return self._on_replicas(inputs, kwargs)
         if not self.device_ids:
             return self._alone(*DataParallel.scatter(self, inputs, kwargs, None))
@@ -342,10 +347,11 @@ def data_parallel(
     if not isinstance(inputs, tuple) or isinstance(inputs, Scattered):
         inputs = () if inputs is None else (inputs,)
     check_module(module)
-    devices = _devices_to_use(device_ids)
+    devices = _devices_to_use(module, device_ids)
     if len(devices) == 1:  # the class would move the module
         _check_placement(module, devices[0])
-    model = DataParallel(module, devices or None, output_device, dim, **policies)
+    # Without an accelerator, an index calls the module directly, and does not warn again.
+    model = DataParallel(module, devices or [0], output_device, dim, **policies)
     return model(*inputs, **(module_kwargs or {}))
 
 
@@ -372,10 +378,28 @@ def _seconds(timeout: float | None) -> float | None:
     return timeout
 
 
-def _devices_to_use(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
+#: Programs for any machine may not need replicas.
+_of_missing_accelerator = WarnOnce()
+
+
+def _devices_to_use(
+    module: nn.Module, device_ids: Sequence[DeviceLike] | None
+) -> list[torch.device]:
     """Returns the devices of the replicas, or no device if the module is called directly."""
     if device_ids is None:
-        return default_devices()
+        devices = default_devices()
+        if (
+            not devices
+            and any(hasattr(type(layer), CALLBACK) for _, layer in layers_of(module))
+            and not has_other_processes()
+            and _of_missing_accelerator()
+        ):
+            warn(
+                "this machine has no accelerator: the module is called directly, without "
+                "replicas; device_ids=['cpu'] * n makes n replicas on the CPU",
+                UnsynchronizedWarning,
+            )
+        return devices
     if isinstance(device_ids, Iterable) and not isinstance(device_ids, str):
         device_ids = list(device_ids)
         if not device_ids:

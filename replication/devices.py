@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from numbers import Integral
 from typing import Any, TypeGuard
 
@@ -156,6 +157,21 @@ def check_available(device: torch.device) -> None:
     is_there = device.type in _WITHOUT_MODULE or (device.index or 0) < device_count(device.type)
     if not is_there:
         raise ValueError(f"this machine has no device {str(device)!r}; {_CPU_HINT}")
+
+
+#: More bytes than any device holds.
+_MOST_BYTES = 2**40
+
+
+def memory_of(device: torch.device) -> int:
+    """Returns the bytes of memory of a device, or more than any device has if it is unknown."""
+    if device.type == "cpu":
+        with suppress(AttributeError, ValueError, OSError):  # not on Windows
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    elif hasattr(module_of(device), "get_device_properties"):
+        properties = module_of(device).get_device_properties(device)
+        return int(getattr(properties, "total_memory", _MOST_BYTES))
+    return _MOST_BYTES
 
 
 def default_devices() -> list[torch.device]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from replication.errors import path_or_root
 
 __all__: list[str] = []
 
@@ -28,6 +31,15 @@ def layers_of(root: nn.Module) -> list[tuple[str, nn.Module]]:
                 if child is not None:
                     pending.append((prefix + name, child))
     return layers
+
+
+def check_initialized(path: str, layer: nn.Module) -> None:
+    """Raises RuntimeError if a layer is lazy and has not been called."""
+    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
+        raise RuntimeError(
+            f"`{path_or_root(path)}` ({type(layer).__name__}) has uninitialized parameters; "
+            "initialize them first: run one batch through the module before it is replicated"
+        )
 
 
 def paired(modules: Sequence[nn.Module]) -> list[Position]:

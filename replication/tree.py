@@ -11,7 +11,6 @@ import dataclasses
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
@@ -144,13 +143,16 @@ class Builtin(Container):
     def __init__(self, original: Any) -> None:
         kind = type(original)
         is_base = kind in _BASES  # nearly always
-        self._base: Any = kind if is_base else next(b for b in kind.__mro__ if b in _BASES)
-        # A replica of another forward may change the original meanwhile.
-        snapshot = original.copy() if is_base and kind is not tuple else original
-        values = self._base.__iter__(snapshot)
-        if issubclass(self._base, dict):
-            self._names = list(values)
-            values = map(partial(dict.__getitem__, snapshot), self._names)
+        base: Any = kind if is_base else next(b for b in kind.__mro__ if b in _BASES)
+        self._base: Any = base
+        # Read in one call, because a replica of another forward may change the original meanwhile.
+        if issubclass(base, dict):
+            items = list(base.items(original))
+            self._names = [name for name, _ in items]
+            values = [value for _, value in items]
+        else:
+            snapshot = original.copy() if is_base and kind is not tuple else original
+            values = base.__iter__(snapshot)
         super().__init__(original, dict if kind in _DICTS else kind, values)
 
     def _made_keys(self) -> list[Any]:

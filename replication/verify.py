@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,6 +18,7 @@ from replication._torch import compiled_module
 from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, check_module, usable_devices
 from replication.groups.membership import has_other_processes
+from replication.modules import check_initialized
 from replication.sync.current import current_replica, is_recomputation
 from replication.sync.notes import add_note
 from replication.table import ShownAsTable, Table
@@ -25,6 +26,16 @@ from replication.tree import Path, flatten, unflatten
 from replication.warning import once_for
 
 __all__ = ["Difference", "Verification", "verify"]
+
+
+#: Other orders of the batch: rotations by so many samples. One may round as the batch itself does.
+_SHIFTS = (1, 2, 3)
+
+#: Attributes that every module has.
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+#: The kind of quantity that differs first. The model's outputs differ as well if it matters.
+_OF_LAYERS = "outputs of layers"
 
 
 @dataclass(frozen=True)
@@ -78,13 +89,19 @@ class Verification(ShownAsTable):
         tolerance: The largest error that counts as rounding.
         replicas: The number of replicas that ran.
         is_random: Whether two runs on one device differ as well, because the model draws random
-            numbers. Only checked if the replicas differ from one device.
+            numbers. This and the following attributes are only filled if the replicas differ from
+            one device.
+        is_ill_conditioned: Whether one device differs as much for another order of the batch.
+        changed_attributes: The plain lists, dicts and deques in attributes of modules whose items
+            change in the forward. Replicas share them.
     """
 
     differences: dict[str, list[Difference]]
     tolerance: float
     replicas: int
     is_random: bool = False
+    is_ill_conditioned: bool = False
+    changed_attributes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.first_difference is None
@@ -94,6 +111,21 @@ class Verification(ShownAsTable):
         """The first difference above the tolerance, which names the layer where errors begin."""
         everything = (d for differences in self.differences.values() for d in differences)
         return next((d for d in everything if not d.error <= self.tolerance), None)
+
+    def _is_explained_by(self, other: Verification) -> bool:
+        """Whether the model's outputs, gradients and buffers differ as much in ``other``.
+
+        "As much" is up to a factor of 10, because each run rounds differently.
+        """
+        worst = {
+            kind: max((d.error for d in found), default=0.0)
+            for kind, found in self.differences.items()
+            if kind != _OF_LAYERS
+        }
+        found = {kind for kind, error in worst.items() if not error <= self.tolerance}
+        return bool(found) and all(
+            worst[kind] <= 10 * max(d.error for d in other.differences[kind]) for kind in found
+        )
 
     def _table(self) -> Table:
         """Returns how many quantities of each kind were compared, and their largest error."""
@@ -107,6 +139,16 @@ class Verification(ShownAsTable):
         after = [f"{self.replicas} replicas: {verdict} (tolerance {self.tolerance:.0e})"]
         if self.is_random:
             after.append("Two runs on one device differ as well: the model draws random numbers.")
+        if self.is_ill_conditioned:
+            after.append(
+                "On one device another order of the batch differs as much: the model is "
+                "ill-conditioned, or depends on the order of the samples."
+            )
+        if self.changed_attributes:
+            after.append(
+                f"The forward changes {', '.join(f'`{name}`' for name in self.changed_attributes)}"
+                ": replicas share plain containers, and overwrite each other's items."
+            )
         titles = "compared", "number", "largest relative error"
         return Table(titles, rows, after=after, numbers_from=1)
 
@@ -125,9 +167,10 @@ def verify(
     does not change. Layers that are not synchronized are not converted, so that `verify` finds
     them.
 
-    Layers that draw random numbers (dropout) differ, so put them in evaluation mode first. If
-    anything differs, the model runs once more on one device, to tell whether random numbers are
-    the reason. Layers that reorder the samples of a batch also differ.
+    Layers that draw random numbers (dropout) differ, so put them in evaluation mode first. Layers
+    that reorder the samples of a batch also differ. If anything differs, the model runs again on
+    one device, with the same batch and with other orders of the batch. The result then says
+    whether the model is random or ill-conditioned.
 
     >>> import torch
     >>> from torch import nn
@@ -154,7 +197,7 @@ def verify(
         TypeError: ``model`` is not a module.
         ValueError: A device does not exist, only one replica has data, or the model returns a
             loss, because each replica computes a different one.
-        RuntimeError: It is called in `torch.inference_mode`.
+        RuntimeError: It is called in `torch.inference_mode`, or a lazy layer is not initialized.
         Exception: The model raised. A note says what `verify` was running.
     """
     check_module(model)
@@ -162,20 +205,23 @@ def verify(
         raise RuntimeError("verify computes gradients; call it outside of torch.inference_mode")
     dim, model = 0, compiled_module(model)
     if isinstance(model, nn.DataParallel):
-        dim, model = model.dim, compiled_module(model.module)
+        # Without an accelerator, torch's class sets no `dim`.
+        dim, model = getattr(model, "dim", 0), compiled_module(model.module)
+    for path, layer in model.named_modules():
+        check_initialized(path, layer)
     devices = usable_devices(device_ids)
     if len(devices) < 2:
         raise ValueError(f"expected at least two devices to compare with one (got {len(devices)})")
     if tolerance is None:
         tolerance = 1e-6 if dtype is torch.float64 else 1e-3
 
-    def run(how: str, on_replicas: bool = False) -> Step:
+    def run(how: str, on_replicas: bool = False, shift: int = 0) -> Step:
         net = _cast(_without_wrappers(copy.deepcopy(model)).to(devices[0]), dtype)
         runner: nn.Module = net
         if on_replicas:
             runner = DataParallel(net, devices, dim=dim)
             once_for(runner)()  # the result names plain batch norm, no warning does
-        step = Step(net, devices[0], dtype)
+        step = Step(net, devices[0], dtype, dim, shift)
         try:
             step.run(runner, batch)
         except BaseException as error:
@@ -194,8 +240,16 @@ def verify(
     result = Verification(_compare(actual, expected), tolerance, actual.replicas)
     if result:
         return result
+    result = replace(result, changed_attributes=tuple(expected.changed_attributes))
     repeated = _compare(run(" on one device once more"), expected)
-    return replace(result, is_random=not Verification(repeated, tolerance, 1))
+    if not Verification(repeated, tolerance, 1):
+        return replace(result, is_random=True)
+    for shift in _SHIFTS:
+        with suppress(Exception):  # some models require an order
+            step = run(" on one device, in another order", shift=shift)
+            if result._is_explained_by(Verification(_compare(step, expected), tolerance, 1)):
+                return replace(result, is_ill_conditioned=True)
+    return result
 
 
 class LayerCall(NamedTuple):
@@ -215,15 +269,24 @@ Parts = dict[int, list[Tensor | None]]
 
 
 class Step:
-    """One forward and one backward of ``net``, and all quantities to be compared."""
+    """One forward and one backward of ``net``, and all quantities to be compared.
 
-    def __init__(self, net: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    ``net`` gets the samples in the batch dimension ``dim`` rotated by ``shift``. Gradients of
+    inputs and outputs of the model have the order of the batch again.
+    """
+
+    def __init__(
+        self, net: nn.Module, device: torch.device, dtype: torch.dtype, dim: int, shift: int
+    ) -> None:
         self.device, self.dtype = device, dtype
+        self.dim, self.shift = dim, shift
         self.layers = dict(net.named_modules())
         #: The outputs of each call of a layer, in the order of the calls.
         self.calls: dict[LayerCall, Parts] = {}
         #: The other tensors, by kind of quantity and by name.
         self.tensors: dict[str, dict[str, Tensor | None]] = {}
+        #: The plain containers in attributes whose items change in the forward.
+        self.changed_attributes: list[str] = []
         #: The number of replicas that ran.
         self.replicas = 0
         self._counts: Counter[tuple[str, int]] = Counter()
@@ -249,8 +312,21 @@ class Step:
         """Runs ``runner``, which is ``net`` or a `DataParallel` around it."""
         net = self.layers[""]
         args, kwargs, inputs = self._arguments(batch)
+        containers = [
+            (f"{path}.{name}".lstrip("."), value, _items(value))
+            for path, layer in self.layers.items()
+            for name, value in vars(layer).items()
+            if name not in _MODULE_ATTRIBUTES and isinstance(value, (list, dict, deque))
+        ]
         with torch.enable_grad():
             outputs = _tensors(runner(*args, **kwargs))
+            if self.shift:
+                outputs = {path: self._in_order(y, args, kwargs) for path, y in outputs.items()}
+        self.changed_attributes = [
+            name
+            for name, container, items in containers
+            if list(map(id, items)) != list(map(id, _items(container)))
+        ]
         # Before the backward: a recomputation updates the buffers of torch's layers once more.
         buffers: dict[str, Tensor | None] = {name: b.clone() for name, b in net.named_buffers()}
         trainable = [y for y in outputs.values() if y.requires_grad]
@@ -277,6 +353,14 @@ class Step:
         }
         self.replicas = len(self.calls.pop(LayerCall("", 1), {}))  # "output" has it already
 
+    def _in_order(self, output: Tensor, args: Any, kwargs: Any) -> Tensor:
+        """Rotates an output back. Raises ValueError if it does not have one entry per sample."""
+        tensors = _tensors((args, kwargs)).values()
+        (samples,) = {x.shape[self.dim] for x in tensors if x.dim() > self.dim}
+        if output.dim() <= self.dim or output.shape[self.dim] != samples:
+            raise ValueError("the order of the samples in an output is unknown")
+        return output.roll(-self.shift, self.dim)
+
     def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Tensor]]:
         """Returns positional arguments, keyword arguments, and the inputs that get gradients."""
         arguments: Any = (batch,), {}
@@ -293,6 +377,8 @@ class Step:
                     value = value.to(self.dtype).requires_grad_()
                     inputs[f"argument {Path(path[1:])}"] = value
                     value = value.clone()  # a layer may change its input in place
+                if self.shift and value.dim() > self.dim:
+                    value = value.roll(self.shift, self.dim)
             values.append(value)
         args, kwargs = unflatten(spec, values)
         return args, kwargs, inputs
@@ -310,7 +396,7 @@ def _compare(actual: Step, expected: Step) -> dict[str, list[Difference]]:
         for call in actual.calls
         if call not in expected.calls
     ]
-    differences = {"outputs of layers": of_layers}
+    differences = {_OF_LAYERS: of_layers}
     for quantity, tensors in expected.tensors.items():
         largest = max(map(_magnitude, tensors.values()), default=0.0)
         differences[f"{quantity}s"] = [
@@ -386,6 +472,10 @@ def _magnitude(tensor: Tensor | None) -> float:
         return 0.0
     finite = tensor[tensor.isfinite()]
     return finite.abs().amax().item() if finite.numel() else 0.0
+
+
+def _items(container: Any) -> list[Any]:
+    return [*container, *(container.values() if isinstance(container, dict) else ())]
 
 
 def _tensors(tree: Any) -> dict[Path, Tensor]:

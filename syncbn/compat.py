@@ -8,6 +8,7 @@ import sys
 import unittest
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -191,6 +192,8 @@ class Finder(MetaPathFinder, Loader):
     def __init__(self) -> None:
         self.packages: dict[str, dict[str, Any]] = {}
         self._copies: dict[str, ModuleSpec] = {}
+        #: The copies under other names that a warning has named.
+        self._warned: set[str] = set()
 
     def _package(self, module: str) -> str:
         """Returns the innermost replaced package that contains a module, or an empty string."""
@@ -202,7 +205,10 @@ class Finder(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         """Finds a stand-in for the import system."""
         package = self._package(fullname)
-        if not package or fullname[len(package) + 1 :] not in _NAMES:
+        if not package:
+            self._warn_of_other_copy(fullname, path)
+            return None
+        if fullname[len(package) + 1 :] not in _NAMES:
             return None
         is_package = fullname == package
         spec = ModuleSpec(fullname, self, origin=__name__, is_package=is_package)
@@ -212,6 +218,26 @@ class Finder(MetaPathFinder, Loader):
             # Other modules of the copy stay importable.
             spec.submodule_search_locations = list(copy.submodule_search_locations or ())
         return spec
+
+    def _warn_of_other_copy(self, module: str, path: Sequence[str] | None) -> None:
+        """Warns if a module belongs to a copy, and no import uses the name of a stand-in.
+
+        The name may be misspelled.
+        """
+        unused = [package for package in tuple(self.packages) if package not in sys.modules]
+        package, _, name = module.rpartition(".")
+        copy: ModuleSpec | None = None
+        if unused and package and name in _NAMES:
+            copy = getattr(sys.modules.get(package), "__spec__", None)
+        elif get_close_matches(name, [other.rpartition(".")[2] for other in unused], cutoff=0.8):
+            package, copy = module, PathFinder.find_spec(module, path)
+        if copy and package not in self._warned and any(_constructors(copy)):
+            self._warned.add(package)
+            warn(
+                f"`{package}` keeps its own layers: no import has used "
+                f"{' or '.join(f'stand_in_for({other!r})' for other in unused)} so far; if the "
+                f"name is misspelled, call stand_in_for({package!r})"
+            )
 
     def exec_module(self, module: ModuleType) -> None:
         """Defines the names of a stand-in for the import system."""
@@ -255,6 +281,8 @@ def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
     the defaults of the copy, whose source is read but not run, unless ``chosen`` overrides them.
     Bias-corrected running statistics, which CSAIL's copies have, are not supported: the import
     warns unless you choose a momentum.
+
+    If no import uses ``package``, and a copy is imported under another name, a warning names both.
 
     In some copies the layers take more arguments: BigGAN's have ``forward(input, gain, bias)``.
     Pass a class of your own for such a name::

@@ -30,7 +30,7 @@ from torch.autograd import Function
 
 from replication._torch import (
     direct_apply,
-    in_functorch_transform,
+    has_other_derivatives,
     is_batched,
     sees_saved_tensors,
 )
@@ -67,10 +67,10 @@ def synchronized_batch_norm(
     ``exchange`` sends this replica's message and returns the reply. ``joins`` tells whether the
     shard may be computed together with others. The output has the layout of ``x``.
     """
-    if in_functorch_transform():
-        raise RuntimeError(
-            "torch.func transforms do not reach the other copies of a synchronized layer, so "
-            "their derivatives would be lost; transform a function that calls the whole model"
+    if has_other_derivatives([t for t in (x, weight, bias) if t is not None]):
+        raise NotImplementedError(
+            "torch.func transforms and forward-mode derivatives do not reach the other copies of "
+            "a synchronized layer, so they would be lost; compute them on one device"
         )
     shard = Shard(x, weight, bias, denominator)
     shard.joins = joins

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication import ProcessGroup
+from replication import ProcessGroup, ReplicationError
 from replication.groups.base import Layouts
 from syncbn import moments as statistics
 from syncbn.graph import Batch, Reply, connect
@@ -83,6 +83,7 @@ class RankExchange:
         if self._gathers or self._group.prefers_gather(packed):
             gathered = self._exchange("batch_norm", packed, stack=True)
             counts, means, variances = gathered.split([1, len(mean), len(mean)], 1)
+            self._check_counts(counts)
             total = counts.sum()
             share = counts[:, 0] / total.clamp(min=1)
             mean, var = statistics.merge_shares(share, means, variances)
@@ -91,10 +92,25 @@ class RankExchange:
             count_of_all, *rest = self._exchange("batch_norm", sums, stack=False).split(
                 [1, len(mean), len(mean)]
             )
+            self._check_counts(count_of_all)
             total = count_of_all[0]
             mean, square = (one / total.clamp(min=1) for one in rest)
             var = (square - mean.square()).clamp(min=0)
         return known_to_host(total), mean, var
+
+    def _check_counts(self, counts: Tensor) -> None:
+        """Raises ReplicationError unless the announced values per channel are possible."""
+        if counts.device.type != "cpu":  # reading them would block the host
+            return
+        for rank, count in enumerate(counts.flatten().tolist()):
+            if not (0 <= count < 2**63 and count == int(count)):  # false for NaN
+                who = (
+                    f"rank {rank} announces" if len(counts) > 1 else "all ranks together announce"
+                )
+                raise ReplicationError(
+                    f"{self._group.latest_call}: the number of values per channel must be whole, "
+                    f"and {who} {count}; do all ranks run the same program?"
+                )
 
     def summed(self, sums: Tensor) -> Tensor:
         """Adds what all ranks send in backward. Differentiable."""

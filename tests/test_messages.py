@@ -40,7 +40,7 @@ from replication.devices import accelerator
 from replication.errors import describe_error
 from replication.sync.notes import add_note, add_others, origin_note
 from replication.sync.rendezvous import Failure
-from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, convert_model
+from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, convert_model, verify
 from tests.layers import (
     DEADLINE,
     AsTorchDoes,
@@ -296,6 +296,42 @@ def test_compiled_network_has_its_own_hooks():
     compiled = torch.compile(network(), backend="eager")
     compiled.register_forward_hook(print)
     DataParallel(compiled, CPUS)(X)
+
+
+@pytest.mark.parametrize(
+    "use", [lambda net: DataParallel(net, CPUS)(X), lambda net: verify(net, X)]
+)
+def test_a_module_is_not_initialized(use):
+    with pytest.raises(RuntimeError) as error:
+        use(nn.Sequential(nn.ReLU(), nn.LazyLinear(3)))
+    assert str(error.value) == (
+        "`1` (LazyLinear) has uninitialized parameters; initialize them first: run one batch "
+        "through the module before it is replicated"
+    )
+
+
+def export(model: nn.Module) -> object:
+    return torch.export.export(model, (X,))
+
+
+def export_strictly(model: nn.Module) -> object:
+    return torch.export.export(model, (X,), strict=True)
+
+
+def trace(model: nn.Module) -> object:
+    return torch.jit.trace(model, (X,))
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="torch is too old")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about what traces
+@pytest.mark.parametrize("how", [export, export_strictly, trace])
+def test_replicas_are_exported(how):
+    """Replicas in threads leave no trace."""
+    net = nn.Sequential(nn.Linear(3, 2)).requires_grad_(False)
+    text = "replicas cannot be exported or traced; export model.module"
+    with pytest.raises(Exception, match=text):
+        how(DataParallel(net, CPUS))
+    how(DataParallel(net, CPUS).module)
 
 
 @reads("""

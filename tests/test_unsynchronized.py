@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import warnings
 
@@ -12,9 +13,12 @@ from torch import nn
 
 from replication import DataParallel, UnsynchronizedWarning, data_parallel
 from replication.devices import accelerator
+from replication.warning import WarnOnce
 from syncbn import convert_model, patch_sync_batchnorm, verify
 
 CPUS = ["cpu"] * 2
+#: `replication.data_parallel` itself is the function.
+module_of_data_parallel = importlib.import_module("replication.data_parallel")
 X = torch.randn(4, 3)
 
 
@@ -149,6 +153,12 @@ def test_verify_reports_instead_of_warning():
 # -- no accelerator ----------------------------------------------------------------------------
 
 
+@pytest.fixture
+def first_time(monkeypatch):
+    """Lets the process warn of missing accelerators, as if for the first time."""
+    monkeypatch.setattr(module_of_data_parallel, "_of_missing_accelerator", WarnOnce())
+
+
 @pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")
 @pytest.mark.parametrize("make", [DataParallel, lambda net, ids: data_parallel(net, X, ids)])
 def test_indices_without_accelerators_warn_at_the_users_line(make):
@@ -159,7 +169,37 @@ def test_indices_without_accelerators_warn_at_the_users_line(make):
 
 
 @pytest.mark.parametrize("device_ids", [None, [0], ["cpu"], CPUS], ids=str)
-def test_other_devices_are_no_reason_to_warn(device_ids):
+def test_other_devices_are_no_reason_to_warn(device_ids, first_time):
     if device_ids == [0] and accelerator() is not None:
         pytest.skip("there is an accelerator")
     assert warnings_of(DataParallel, nn.Linear(3, 3), device_ids) == []
+
+
+@pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")
+@pytest.mark.parametrize("make", [DataParallel, lambda net: data_parallel(net, X)])
+def test_layers_that_communicate_warn_once_if_no_device_is_named_and_there_is_none(
+    make, first_time
+):
+    (warning,) = warnings_of(make, convert_model(network()))
+    assert warning.filename == __file__
+    assert "device_ids=['cpu'] * n" in str(warning.message)
+    assert warnings_of(make, convert_model(network())) == []
+
+
+@pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")
+def test_a_warning_that_is_an_error_is_raised_once(first_time):
+    net = convert_model(network())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UnsynchronizedWarning, match="this machine has no accelerator"):
+            DataParallel(net)
+        DataParallel(net)
+
+
+@pytest.mark.parametrize("device_ids", [[0], ["cpu"], CPUS], ids=str)
+def test_a_device_that_is_named_is_no_reason_to_warn_of_layers_that_communicate(
+    device_ids, first_time
+):
+    for make in (DataParallel, lambda net, ids: data_parallel(net, X, ids)):
+        if device_ids != [0] or accelerator() is None:
+            assert warnings_of(make, convert_model(network()), device_ids) == []

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from replication._torch import has_other_derivatives
 from replication.devices import is_int
 from replication.errors import ReplicasDiverged, ReplicationError, listed
 from replication.sync.current import current_replica, is_recomputation
@@ -118,6 +119,8 @@ class Group(ABC):
         ReplicasDiverged: The calls of the members do not match, or, between replicas, a member
             does not call.
         ReplicaFailed: Another member raised.
+        NotImplementedError: The call is inside a transform of `torch.func`, or a tensor has a
+            forward-mode derivative. Raised before any waiting. Not in a `SoloGroup`.
 
     Attributes:
         rank: The rank of this member.
@@ -277,6 +280,16 @@ class Group(ABC):
             if tensor.dtype not in _DTYPES:
                 known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
                 self._refuse(TypeError, f"{name} takes tensors of {known} (got {tensor.dtype})")
+        self._check_derivatives(name, tensors)
+
+    def _check_derivatives(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Raises if derivatives of the call would not reach the other members."""
+        if has_other_derivatives(tensors):
+            self._refuse(
+                NotImplementedError,
+                f"{name}: torch.func transforms and forward-mode derivatives do not reach the "
+                "other members, so their derivatives would be lost; compute them on one device",
+            )
 
     def _check_op(self, name: str, op: Any, tensor: Tensor) -> None:
         known = get_args(ReduceOp)
@@ -355,6 +368,9 @@ class SoloGroup(Group):
         current = current_replica()
         if current is not None and current.in_callback:  # as in a larger group
             raise ReplicationError(f"{self!r}: {refuses_callbacks(name)}")
+
+    def _check_derivatives(self, name: str, tensors: Sequence[Tensor]) -> None:
+        return  # there are no other members
 
     def barrier(self) -> None:
         """Returns at once."""

@@ -12,6 +12,9 @@ from hashlib import sha256
 from struct import Struct
 from typing import NamedTuple
 
+import torch
+
+from replication.devices import memory_of
 from replication.errors import ReplicationError
 from replication.groups.base import Call
 
@@ -20,8 +23,7 @@ __all__: list[str] = []
 #: The length, the digest, the layer and the text. Texts that are too long are cut.
 _LAYOUT = Struct("<q32s128s344s")
 
-#: More bytes than any device holds: a rank that announces more is faulty.
-_MOST_BYTES = 2**40
+_CPU = torch.device("cpu")
 
 
 class CallHeader(NamedTuple):
@@ -67,12 +69,17 @@ def _text(encoded: bytes) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def check_lengths(lengths: Sequence[int], item_bytes: int, where: str) -> None:
-    """Raises ReplicationError if a rank announces an impossible number of items."""
-    most = _MOST_BYTES // (max(item_bytes, 1) * len(lengths))
+def check_lengths(
+    lengths: Sequence[float], item_bytes: int, where: str, device: torch.device = _CPU
+) -> None:
+    """Raises ReplicationError if a rank announces an impossible number of items.
+
+    Each rank gathers as many items from all ranks as the longest has, in the memory of ``device``.
+    """
+    most = memory_of(device) // (max(item_bytes, 1) * len(lengths))
     for rank, length in enumerate(lengths):
-        if not 0 <= length <= most:
+        if not (0 <= length <= most and length == int(length)):  # false for NaN
             raise ReplicationError(
-                f"{where}: a length must be from 0 to {most} here, and rank {rank} announces "
-                f"{length}; do all ranks run the same program, and no other process?"
+                f"{where}: a length must be a whole number from 0 to {most} here, and rank {rank} "
+                f"announces {length}; do all ranks run the same program, and no other process?"
             )

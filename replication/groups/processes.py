@@ -49,6 +49,10 @@ T = TypeVar("T")
 _FEW_RANKS, _FEW_BYTES = 8, 64 * 1024
 
 
+#: A call with its number, and the headers of all ranks.
+_Numbered = tuple[Call, list[CallHeader]]
+
+
 class ProcessGroup(Group):
     """The processes of a group of `torch.distributed`, on any backend (gloo, NCCL, ...).
 
@@ -85,7 +89,7 @@ class ProcessGroup(Group):
         ValueError: This process is not in ``process_group``.
         ReplicationError: The group is destroyed. In a call: gradients are batched
             (``is_grads_batched=True``), or a rank announces a tensor of an impossible length.
-        NotImplementedError: In a call, a tensor has a derivative in forward mode.
+        NotImplementedError: See `Group`.
     """
 
     def __init__(self, process_group: Any = None, name: str = "ProcessGroup") -> None:
@@ -134,17 +138,22 @@ class ProcessGroup(Group):
     def _where(self) -> str:
         return f"`{self._name}`, rank {self.rank}"
 
+    @property
+    def latest_call(self) -> str:
+        """The layer and the number of its latest call in a forward, for messages."""
+        return f"`{self._name}`, call {state_of(self.process_group).calls[self._name, False]}"
+
     # -- calls ---------------------------------------------------------------------------------
 
     @contextmanager
-    def _calling(self, call: Call, compares: bool = False) -> Iterator[list[CallHeader]]:
+    def _calling(self, call: Call, compares: bool = False) -> Iterator[_Numbered]:
         """Counts a call, and compares it with the calls of the other ranks if asked to.
 
         If a rank raises or dies, the other ranks get an error of the backend or run into the
         timeout of the process group. Notes on that error name the call.
 
         Yields:
-            The headers of all ranks, if the calls are compared.
+            The call with its number, and the headers of all ranks if the calls are compared.
         """
         state, kind = state_of(self.process_group), (self._name, call.in_backward)
         with state.lock:
@@ -152,7 +161,7 @@ class ProcessGroup(Group):
             call = call._replace(where=f"`{self._name}`, call {state.calls[kind]}")
         try:
             with named_range(f"exchange {self._name}, rank {self.rank}"):
-                yield self._compared(call) if compares or debugging() else []
+                yield call, self._compared(call) if compares or debugging() else []
         except Exception as error:
             if not issubclass(type(error), ReplicationError):
                 add_note(error, f"in {call} at {call.where}, rank {self.rank} of {self.size}")
@@ -211,11 +220,11 @@ class ProcessGroup(Group):
         process of the group. No other collective unpickles anything.
         """
         # torch.distributed.all_gather_object needs NumPy.
-        with self._calling(Call("all_gather_object")):
+        with self._calling(Call("all_gather_object")) as (call, _):
             pickled = self._to_tensor(pickle.dumps(obj))
             length = pickled.new_tensor([len(pickled)], dtype=torch.int64)
             lengths = collectives.all_gather(length, self.process_group).flatten().tolist()
-            check_lengths(lengths, 1, self._where())
+            check_lengths(lengths, 1, f"{call.where}, {call.name}", pickled.device)
             padded = _padded(pickled, max(lengths))
             rows = collectives.all_gather(padded, self.process_group).cpu()
             return tuple(
@@ -281,13 +290,14 @@ class ProcessGroup(Group):
         # With NCCL the headers travel through the current device.
         with (
             use_device(tensor.device, current_stream(tensor.device)),
-            self._calling(call, compares=True) as headers,
+            self._calling(call, compares=True) as (numbered, headers),
         ):
             if tensor.dim() == 0:
                 return tuple(entry.clone() for entry in self._stack(call, tensor))
             lengths = [header.length for header in headers]
             item_bytes = tensor.shape[1:].numel() * tensor.element_size()
-            check_lengths(lengths, item_bytes, self._where())
+            where = f"{numbered.where}, {call.name}"
+            check_lengths(lengths, item_bytes, where, tensor.device)
             rows = self._stack(call, _padded(tensor, max(lengths)))
             return tuple(row[:n].clone() for row, n in zip(rows, lengths, strict=True))
 

@@ -17,11 +17,12 @@ from replication._torch import (
     HOOKS,
     MAKE_SHELL,
     compiled_module,
+    has_other_derivatives,
     is_compiled_wrapper,
     shell_state,
 )
 from replication.devices import DeviceLike, check_module, to_device, usable_devices
-from replication.modules import Position, layers_of
+from replication.modules import Position, check_initialized, layers_of
 from replication.steps.broadcast import broadcast, copy_buffers
 from replication.sync.lifecycle import untrack
 from replication.tree import PLAIN, Made, leaves_of, open_builtin, replace_leaves
@@ -87,6 +88,9 @@ def replicate(
         TypeError: ``network`` is not a module, is or contains a ScriptModule, or contains the
             result of ``torch.compile(module)`` with its own hooks.
         ValueError: This machine has no such device.
+        RuntimeError: A lazy layer is not initialized.
+        NotImplementedError: The call is inside a transform of `torch.func`, or a parameter or
+            buffer has a forward-mode derivative.
     """
     check_module(network)
     replicas, _ = make_replicas(network, usable_devices(devices), detach)
@@ -106,9 +110,13 @@ def make_replicas(
     templates = [shell_state(module) for module in modules]
     parameters: dict[int, Tensor] = {}
     buffers: dict[int, Tensor] = {}
-    for original, template in zip(modules, templates, strict=True):
-        if template is None and isinstance(original, torch.jit.ScriptModule):
-            raise TypeError("a ScriptModule cannot be replicated; wrap the module it was made of")
+    for (path, original), template in zip(layers, templates, strict=True):
+        if template is None:
+            check_initialized(path, original)
+            if isinstance(original, torch.jit.ScriptModule):
+                raise TypeError(
+                    "a ScriptModule cannot be replicated; wrap the module it was made of"
+                )
         for parameter in original._parameters.values():
             if parameter is not None:
                 parameters[id(parameter)] = parameter
@@ -117,6 +125,11 @@ def make_replicas(
                 buffers[id(buffer)] = buffer
     if not devices:
         return [], None
+    if has_other_derivatives((*parameters.values(), *buffers.values())):
+        raise NotImplementedError(
+            "torch.func transforms and forward-mode derivatives do not reach replicas, so their "
+            "derivatives would be lost; compute them on one device"
+        )
     keys = [*parameters, *buffers, *map(id, modules), id(None)]
     replicas: list[list[Any]] = []
     copied: list[Copied] = []

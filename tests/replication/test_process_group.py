@@ -25,11 +25,13 @@ from replication import (
     ProcessGroup,
     ReplicaAware,
     ReplicasDiverged,
+    ReplicationError,
     SoloGroup,
 )
 from replication._torch import timeout_of
+from replication.devices import memory_of
 from replication.groups.base import Call, check_same_call
-from replication.groups.call_header import CallHeader
+from replication.groups.call_header import CallHeader, check_lengths
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.collective_cases import CASES, OPS, derivatives, leaves, upstream
 from tests.layers import outcome_of
@@ -285,6 +287,11 @@ def mismatch_in_backward(rank: int) -> list[str]:
     )
 
 
+def beyond_memory() -> int:
+    """The smallest number of items of one byte that two ranks cannot gather on this machine."""
+    return memory_of(torch.device("cpu")) // 2 + 1
+
+
 #: What a forger sends instead, given the bytes that it should send.
 FORGERIES: dict[str, Callable[[bytes], bytes]] = {
     "zeros": lambda packed: bytes(len(packed)),
@@ -296,7 +303,7 @@ FORGERIES: dict[str, Callable[[bytes], bytes]] = {
     "most negative": lambda packed: (-(2**63)).to_bytes(8, "little", signed=True) + packed[8:],
     "huge": lambda packed: (2**63 - 1).to_bytes(8, "little") + packed[8:],
     "many bytes": lambda packed: (2**38).to_bytes(8, "little") + packed[8:],
-    "more than memory": lambda packed: (2**40).to_bytes(8, "little") + packed[8:],
+    "more than memory": lambda packed: beyond_memory().to_bytes(8, "little") + packed[8:],
 }
 
 
@@ -602,8 +609,8 @@ def test_forged_headers_are_refused_and_their_sender_named(two):
     for (call, name), error in first.items():
         if name in LENGTHS or name == "many bytes":
             assert re.match(
-                r"ReplicationError\('`head`, rank 0: a length must be from 0 to \d+ here, and "
-                r"rank 1 announces -?\d+; ",
+                r"ReplicationError\('`head`, call \d+, all_gather(_object)?: a length must be a "
+                r"whole number from 0 to \d+ here, and rank 1 announces -?\d+; ",
                 error,
             ), (call, name, error)
         else:
@@ -615,6 +622,25 @@ def test_forged_headers_are_refused_and_their_sender_named(two):
 
 
 # -- headers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "length",
+    [-1, 2**62, 0.5, float("nan"), float("inf"), -float("inf")],
+    ids=str,
+)
+def test_lengths_that_cannot_be_are_refused_with_their_rank(length):
+    check_lengths([0, 3], 8, "`a`, call 1")
+    with pytest.raises(ReplicationError, match=f"^`a`, call 1: .* rank 1 announces {length};"):
+        check_lengths([1, length], 8, "`a`, call 1")
+
+
+def test_lengths_up_to_the_memory_are_accepted():
+    most = memory_of(torch.device("cpu")) // 16
+    assert 2**20 < most < 2**40
+    check_lengths([most, 0], 8, "`a`, call 1")
+    with pytest.raises(ReplicationError, match=f"from 0 to {most} here, and rank 0 announces"):
+        check_lengths([most + 1, 0], 8, "`a`, call 1")
 
 
 def test_a_header_has_one_size_and_survives_packing():
@@ -853,7 +879,8 @@ def test_group_of_some_processes_is_split_without_the_others():
 
 def test_derivatives_in_forward_mode_are_refused():
     for messages in run_ranks(2, forward_mode):
-        assert all("NotImplementedError" in message for message in messages)  # torch's
+        text = "transforms and forward-mode derivatives do not reach the other members"
+        assert all(text in message for message in messages), messages
 
 
 def test_backward_after_destroy_is_an_error_while_the_group_is_referenced():

@@ -10,12 +10,13 @@ import random
 import re
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from replication import (
     DataParallel,
@@ -643,6 +644,53 @@ def test_bad_input_is_refused_with_the_same_error_before_waiting(call, error, te
 def test_lists_of_two_dtypes_are_refused():
     with pytest.raises(ValueError, match=r"one dtype.*float32.*float64"):
         in_replicas(lambda g: g.reduce_scatter([torch.ones(1), torch.ones(1).double()]), [()] * 2)
+
+
+CALLS = {
+    "all_reduce": lambda group, x: group.all_reduce(x),
+    "all_gather": lambda group, x: torch.cat(group.all_gather(x)),
+    "reduce_scatter": lambda group, x: group.reduce_scatter([x] * group.size),
+    "broadcast": lambda group, x: group.broadcast(x, src=group.size - 1),
+}
+
+
+def forward_mode(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor | None:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, x))).tangent
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,))[1],
+    "forward mode": forward_mode,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when it first loads a jvp
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", CALLS)
+def test_derivatives_that_do_not_reach_the_others_are_refused(name, transform):
+    def differentiated(group: Group, x: Tensor) -> Tensor | None:
+        def call(x: Tensor) -> Tensor:
+            return CALLS[name](group, x)
+
+        # In one replica only: torch has one level of forward-mode derivatives for all threads.
+        return TRANSFORMS[transform](call, x) if group.rank == 0 else call(x)
+
+    x = torch.ones(3)
+    error = outcome_of(lambda: in_replicas(differentiated, [(x,)] * 2)).error
+    assert type(error) is NotImplementedError
+    assert f"replica 0: {name}: torch.func transforms and forward-mode" in str(error)
+    (alone,) = in_replicas(differentiated, [(x,)])
+    torch.testing.assert_close(alone, x)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_level_of_forward_mode_without_derivatives_changes_nothing(name):
+    x = torch.ones(3)
+    expected = in_replicas(CALLS[name], [(x,)] * 2)
+    with forward_ad.dual_level():
+        torch.testing.assert_close(in_replicas(CALLS[name], [(x,)] * 2), expected)
 
 
 def test_collective_in_a_callback_is_refused_at_once():

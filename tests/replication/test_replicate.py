@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from replication import (
@@ -234,6 +235,34 @@ def test_replicas_have_no_parameters_of_their_own():
     (replica,) = replicate(nn.Linear(2, 2), ["cpu"])
     assert list(replica.parameters()) == []
     assert list(replica._former_parameters) == ["weight", "bias"]
+
+
+class Weighted(nn.Module):
+    """Has any tensor as a parameter or as a buffer, as after a ``functional_call``."""
+
+    def __init__(self, kind: str, tensor: Tensor) -> None:
+        super().__init__()
+        getattr(self, kind)["weight"] = tensor
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when it first loads a jvp
+@pytest.mark.parametrize("kind", ["_parameters", "_buffers"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_derivatives_that_do_not_reach_replicas_are_refused(kind, grad):
+    def first_weight(weight: Tensor) -> Tensor:
+        with torch.set_grad_enabled(grad):
+            return replicate(Weighted(kind, weight), ["cpu"] * 2)[0].weight
+
+    x = torch.ones(3)
+    text = "torch.func transforms and forward-mode derivatives do not reach replicas"
+    with pytest.raises(NotImplementedError, match=text):
+        torch.func.grad(lambda x: first_weight(x).sum())(x)
+    with pytest.raises(NotImplementedError, match=text):
+        torch.func.jvp(first_weight, (x,), (x,))
+    with forward_ad.dual_level():
+        assert first_weight(x) is not None
+        with pytest.raises(NotImplementedError, match=text):
+            first_weight(forward_ad.make_dual(x, x))
 
 
 # -- buffers -----------------------------------------------------------------------------------

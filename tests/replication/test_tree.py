@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree
 
 from replication import DataParallel, Scattered, gather, replicate, scatter, scatter_kwargs
+from replication.tree import Made, flatten, leaves_of, open_builtin, replace_leaves
 from tests.layers import freed, no_garbage_collection
 
 CPUS = ["cpu", "cpu"]
@@ -597,3 +599,108 @@ def test_records_that_object_cannot_make_travel_as_one_object():
     found = Found(torch.ones(4, 2))
     assert [part[0] for part in scatter([found], ["cpu"] * 2)] == [found] * 2
     assert gather([found, found], "cpu") == [found, found]
+
+
+# -- walks over objects that change or vanish ----------------------------------------------------
+
+
+class Number:
+    """A leaf that is made anew at each look."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+@dataclass
+class Item:
+    content: Any
+
+
+#: Makes a leaf, and containers around a leaf.
+WRAPS: list[Callable[[Number], Any]] = [
+    lambda x: x,
+    lambda x: [x],
+    lambda x: (x,),
+    lambda x: {"x": [x]},
+    Item,
+]
+
+
+class Fresh(Plain):
+    """Registered so that each look finds new objects, at addresses that are used again."""
+
+
+_pytree.register_pytree_node(
+    Fresh, lambda x: ([w(Number(x.parts[0])) for w in WRAPS], None), lambda xs, _: tuple(xs)
+)
+
+
+def test_every_leaf_is_found_where_addresses_are_used_again():
+    found = [leaf.value for leaf in leaves_of([Fresh(n) for n in range(50)])]
+    assert sorted(found) == sorted([*range(50)] * len(WRAPS))
+
+
+def test_replaced_objects_are_told_apart_where_addresses_are_used_again():
+    made: Made = {}
+    for n in range(50):
+        new = replace_leaves(lambda leaf: leaf.value, Fresh(n), made)
+        assert new == (n, [n], (n,), {"x": [n]}, Item(n))
+
+
+@contextmanager
+def profiled(profiler: Callable[..., None]) -> Iterator[None]:
+    before = sys.getprofile()
+    sys.setprofile(profiler)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def meddling(tree: Any) -> Callable[..., None]:
+    """A profiler that changes a container at every call, as another thread might."""
+
+    def meddle(*event: Any) -> None:
+        if isinstance(tree, dict):
+            tree.popitem()
+            tree.update({f"new {len(tree)}": X, f"other {len(tree)}": X})
+        else:
+            tree.pop()
+            tree.extend([X, X])
+
+    return meddle
+
+
+@pytest.mark.parametrize(
+    "walk",
+    [
+        lambda tree: [leaf.value for leaf in flatten(tree)[0]],
+        lambda tree: [*leaves_of(tree, open_builtin)][::-1],
+        lambda tree: [*replace_leaves(lambda x: [x], tree, {}, open_builtin)],
+    ],
+    ids=["flatten", "leaves_of", "replace_leaves"],
+)
+@pytest.mark.parametrize("kind", [dict, Registry, defaultdict, OrderedDict, list, deque])
+def test_container_that_changes_while_it_is_opened_is_walked_as_it_was(kind, walk):
+    items = [torch.tensor(n) for n in range(4)]
+    tree = kind.__new__(kind)
+    if isinstance(tree, dict):
+        tree.update(zip("abcd", items, strict=True))
+    else:
+        tree.extend(items)
+    expected = walk(tree)
+    with profiled(meddling(tree)):
+        found = walk(tree)
+    assert len(tree) > 4
+    assert found[:2] == expected[:2]
+
+
+def test_module_whose_attributes_change_while_it_is_replicated_is_copied_as_it_was():
+    module = nn.Sequential(nn.Linear(2, 1))
+    module.kept, module.last = [X], X
+    with profiled(meddling(vars(module))):
+        replicas = replicate(module, CPUS)
+    assert not hasattr(module, "last")
+    for replica in replicas:
+        assert replica.kept[0] is X
+        assert replica(X).shape == (3, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,6 +210,12 @@ def test_verify_uses_the_batch_dimension_of_the_data_parallel():
     assert verify(DataParallel(net, CPUS, dim=1), x, CPUS)
 
 
+def test_verify_unwraps_torchs_data_parallel():
+    """On a machine without an accelerator it has no ``dim``."""
+    net = nn.DataParallel(nn.Sequential(nn.Linear(3, 2), nn.Tanh())).cpu()
+    assert verify(net, torch.randn(4, 3))
+
+
 def test_layers_in_checkpoints_are_equal():
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -397,7 +404,7 @@ def test_self_check_fails_on_nan(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("check", [replication.__main__, syncbn.__main__])
-@pytest.mark.parametrize("replicas", ["0", "1", "two"])
+@pytest.mark.parametrize("replicas", ["0", "1", "two", "1025", "9" * 20, "9" * 5000])
 def test_self_check_refuses_bad_numbers(check, replicas, capsys):
     with pytest.raises(SystemExit) as ended:
         check.main(["--replicas", replicas])
@@ -461,3 +468,103 @@ def test_random_model_is_distinguished_from_an_unsynchronized_one():
     for net in (nn.BatchNorm1d(4), Dropping().eval(), convert_model(nn.BatchNorm1d(4))):
         found = verify(net, x, ["cpu"] * 2)
         assert not found.is_random and "random" not in str(found)
+
+
+# -- differences that one device has as well ---------------------------------------------------
+
+ORDER = "another order of the batch differs as much"
+
+
+def kinked(samples: int = 9) -> tuple[nn.Module, Tensor]:
+    """A network and a batch with a sample at the kink of the ReLU, up to rounding."""
+    torch.manual_seed(0)
+    x = torch.randn(samples, 40, dtype=torch.float64)
+    x[-1] = x[:-1].mean(0)
+    return nn.Sequential(nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3)), x
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ill_conditioned_model_is_named(dim):
+    net, x = kinked()
+    if dim:
+        net = nn.Sequential(Transposed(), *net, Transposed())
+        x = x.T
+    found = verify(DataParallel(convert_model(net), CPUS, dim=dim), x, CPUS)
+    assert found.first_difference.where.startswith("gradient of")
+    assert found.is_ill_conditioned and not found.is_random
+    assert str(found).splitlines()[-1] == (
+        f"On one device {ORDER}: the model is ill-conditioned, or depends on the order of the "
+        "samples."
+    )
+
+
+class Transposed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.T
+
+
+def test_what_only_replicas_do_is_not_blamed_on_the_model():
+    for net, x in (
+        kinked(),
+        (nn.Sequential(nn.Linear(3, 3), WrongBackward(), Centering()), torch.randn(6, 3)),
+        (nn.Sequential(Odd("masks and triples")), torch.randn(6, 3)),
+    ):
+        found = verify(net, x, CPUS)
+        assert not found and not found.is_ill_conditioned and ORDER not in str(found)
+
+
+@pytest.mark.parametrize("what", ["raises", "drops samples"])
+def test_order_that_the_model_does_not_accept_is_not_tried(what):
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            if what == "raises" and (lengths.diff() > 0).any():
+                raise ValueError("not sorted")
+            return self.bn(x)[lengths > 2]
+
+    found = verify(Sorted(), (torch.randn(9, 4), torch.arange(9, 0, -1)), CPUS)
+    assert not found and not found.is_ill_conditioned
+
+
+# -- attributes that replicas share ------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    """Writes into plain attributes, as MONAI's DynUNet with deep supervision does."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.heads = {0: None} if kind is dict else kind([None])
+        self.sizes, self.exchanges = [1], Centering()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.heads[0] = 2 * x
+        return self.exchanges(x) + self.heads[0]
+
+
+@pytest.mark.parametrize("kind", [list, dict, deque])
+def test_plain_container_that_a_forward_changes_is_named(kind):
+    found = verify(nn.Sequential(Heads(kind)), torch.randn(6, 3), CPUS)
+    assert found.first_difference.where == "output of `0` (Heads)"
+    assert found.changed_attributes == ("0.heads",)
+    assert str(found).splitlines()[-1] == (
+        "The forward changes `0.heads`: replicas share plain containers, and overwrite each "
+        "other's items."
+    )
+
+
+def test_plain_containers_of_a_model_that_is_equal_are_not_mentioned():
+    class Logs(nn.Linear):
+        seen: list[int]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(len(x))
+            return super().forward(x)
+
+    net = Logs(3, 2)
+    net.seen = []
+    found = verify(net, torch.randn(6, 3), CPUS)
+    assert found and "seen" not in str(found) and net.seen == []

@@ -199,6 +199,7 @@ def test_a_package_in_no_package_is_not_found():
     syncbn.stand_in_for("nowhere.sync_batchnorm")
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
         importlib.import_module("nowhere.sync_batchnorm.batchnorm")
+    forget("nowhere.sync_batchnorm")
 
 
 def test_other_modules_are_found_as_ever(package):
@@ -510,3 +511,83 @@ def test_only_a_class_takes_the_place_of_a_layer(value):
         syncbn.stand_in_for("refused_toolkit", SynchronizedBatchNorm4d=Gained)
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("refused_toolkit")
+
+
+# -- names that no import uses -----------------------------------------------------------------
+
+
+@pytest.fixture
+def modeling(tmp_path, monkeypatch):
+    """A repository with a copy of the older toolkit, which is imported as it is."""
+    toolkit = tmp_path / "modeling" / "sync_batchnorm"
+    toolkit.mkdir(parents=True)
+    (toolkit / "__init__.py").write_text("from .batchnorm import SynchronizedBatchNorm2d\n")
+    (toolkit / "batchnorm.py").write_text(
+        "class _SynchronizedBatchNorm:\n"
+        "    def __init__(self, num_features, eps=1e-5):\n"
+        "        pass\n\n"
+        "class SynchronizedBatchNorm2d(_SynchronizedBatchNorm):\n"
+        "    pass\n"
+    )
+    (toolkit / "replicate.py").write_text("def patch_replication_callback(model):\n    pass\n")
+    (tmp_path / "modeling" / "batchnorm.py").write_text("class BatchNorm:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    announced = set(stand_in._finder.packages)
+    monkeypatch.setattr(stand_in._finder, "packages", {})
+    monkeypatch.setattr(stand_in._finder, "_warned", set())
+    yield toolkit
+    for package in ("modeling", *(set(stand_in._finder.packages) - announced)):
+        forget(package)
+
+
+MISSPELLED = (
+    "modeling.sync_batchnrm",
+    "modelling.sync_batchnorm",
+    "sync_batchnorm",
+    "modeling.layers.norm",
+)
+
+
+@pytest.mark.parametrize("announced", MISSPELLED)
+@pytest.mark.parametrize("first", ["", ".batchnorm", ".replicate"])
+def test_copy_that_is_imported_under_another_name_is_warned_of_once(modeling, announced, first):
+    syncbn.stand_in_for(announced)
+    with pytest.warns(UserWarning, match=r"`modeling\.sync_batchnorm` keeps") as caught:
+        importlib.import_module(f"modeling.sync_batchnorm{first}")
+        importlib.import_module("modeling.sync_batchnorm.replicate")
+    (warning,) = caught
+    assert f"stand_in_for({announced!r})" in str(warning.message)
+    assert "stand_in_for('modeling.sync_batchnorm')" in str(warning.message)
+
+
+def test_copy_without_an_init_is_warned_of(modeling):
+    (modeling / "__init__.py").unlink()
+    syncbn.stand_in_for("sync_batchnorm")
+    with pytest.warns(UserWarning, match=r"`modeling\.sync_batchnorm` keeps"):
+        importlib.import_module("modeling.sync_batchnorm.replicate")
+
+
+def test_copy_in_a_single_file_is_warned_of_if_its_name_is_similar(modeling):
+    (modeling / "batchnorm.py").rename(modeling.parent / "layers_of_sync.py")
+    syncbn.stand_in_for("modeling.layer_of_sync")
+    with pytest.warns(UserWarning, match=r"`modeling\.layers_of_sync` keeps"):
+        importlib.import_module("modeling.layers_of_sync")
+
+
+def test_modules_that_are_no_copies_are_imported_without_a_warning(modeling):
+    syncbn.stand_in_for("sync_batchnorm")
+    for name in ("modeling.batchnorm", "email.mime.text", "syncbn.batchnorm"):
+        importlib.import_module(name)
+
+
+def test_other_copies_stay_silent_once_the_announced_one_is_imported(modeling):
+    """Its folder may have been deleted on purpose."""
+    syncbn.stand_in_for("sync_batchnorm")
+    importlib.import_module("sync_batchnorm")
+    importlib.import_module("modeling.sync_batchnorm")
+
+
+def test_copies_that_are_all_announced_are_silent(modeling):
+    syncbn.stand_in_for("sync_batchnorm")
+    syncbn.stand_in_for("modeling.sync_batchnorm")
+    importlib.import_module("modeling.sync_batchnorm.replicate")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # autodoc imports the packages
 
 project = html_title = "synchronized-batchnorm"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx_copybutton"]
 
 # The root of the repository is the source folder, so that links hold both there and on the site.
 root_doc = "README"
@@ -21,14 +19,6 @@ source_suffix = dict.fromkeys([".md", ".ipynb", ".py"], "myst-nb")
 
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # notebooks are committed with their outputs
-
-# In docstrings, a name in single backticks links to the reference if it is there.
-default_role = "py:obj"
-autodoc_default_options = {"members": True}
-autodoc_member_order = "bysource"
-autodoc_inherit_docstrings = False
-napoleon_use_ivar = True
-python_maximum_signature_line_length = 70
 
 html_theme = "furo"
 html_static_path = ["site.css"]
@@ -42,34 +32,38 @@ copybutton_exclude = ".linenos, .gp, .go"  # prompts and outputs
 #: The groups of the navigation, by the page that lists them. Patterns stand for files.
 NAVIGATION = {
     "README": {
-        "Start": [
+        "Guides": [
             "docs/quick-start.md",
             "docs/migration.md",
-            "docs/layers.md",
             "docs/processes.md",
-        ],
-        "Guides": [
-            "docs/options.md",
-            "docs/questions.md",
-            "docs/troubleshooting.md",
+            "docs/layers.md",
             "examples/README.md",
         ],
-        "How it works": [
+        "Reference": ["docs/reference.md", "docs/syncbn.md", "docs/replication.md"],
+        "Developers": [
             "docs/how-it-works.md",
-            "docs/guarantees.md",
-            "docs/limits.md",
-            "docs/free-threading.md",
             "benchmarks/README.md",
+            "CHANGELOG.md",
+            "CONTRIBUTING.md",
         ],
-        "Reference": ["docs/syncbn.md", "docs/replication.md"],
-        "Project": ["CHANGELOG.md", "CONTRIBUTING.md"],
     },
     "examples/README": {"Examples": ["examples/*.ipynb", "examples/*.py"]},
 }
+#: Pages whose content has moved. Their addresses stay, outside of the navigation.
+MOVED = [
+    "docs/free-threading",
+    "docs/guarantees",
+    "docs/limits",
+    "docs/options",
+    "docs/questions",
+    "docs/troubleshooting",
+]
 
 
 def add_navigation(app: Sphinx, docname: str, source: list[str]) -> None:
     """Adds the groups of a page to its end, where they don't show."""
+    if docname in MOVED:
+        source[0] = f"---\norphan: true\n---\n{source[0]}"
     for caption, patterns in NAVIGATION.get(docname, {}).items():
         files = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
         pages = "\n".join(f"/{path.relative_to(ROOT).as_posix()}" for path in files)

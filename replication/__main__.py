@@ -62,7 +62,13 @@ def check_machine(
     ``-OO``). Returns the exit status: 0 if all comparisons are equal up to rounding, otherwise 1.
     """
     title, _, rest = (description or "").partition("\n\n")
-    parser = argparse.ArgumentParser(prog=f"python -m {package}", description=title, epilog=rest)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {package}",
+        description=title,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=environment())
     parser.add_argument("--replicas", type=int, default=4, help="replicas per device (default 4)")
     replicas = parser.parse_args(arguments).replicas
     if not 2 <= replicas <= _MOST_REPLICAS:

@@ -62,6 +62,7 @@ KindName = Literal["synchronized", "plain", "left alone", "by sample", "wrapper"
 
 
 _CONVERTIBLE = "convert_model synchronizes it"
+_PER_SAMPLE = "nothing to synchronize: works per sample"
 
 
 class Kind(NamedTuple):
@@ -264,7 +265,7 @@ class Summary(ShownAsTable):
         ]
         by_sample = Counter(la.layer for la in self.layers if la.kind.name == "by sample")
         rows += [
-            (f"{count} of them", layer, "by sample", "nothing to synchronize")
+            (f"({count} layer{'s' * (count > 1)})", layer, "by sample", _PER_SAMPLE)
             for layer, count in sorted(by_sample.items())
         ]
         if not rows:
@@ -274,7 +275,7 @@ class Summary(ShownAsTable):
             f"{counts['synchronized']} synchronized, {counts['plain']} not converted, "
             f"{counts['left alone']} left alone."
         )
-        return Table(("path", "layer", "", "note"), rows, after=[total])
+        return Table(("path", "layer", "status", "note"), rows, after=[total])
 
 
 def summary(module: nn.Module) -> Summary:
@@ -287,9 +288,9 @@ def summary(module: nn.Module) -> Summary:
     >>> from syncbn import convert_model, summary
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8))
     >>> print(summary(convert_model(net)))
-    path       layer                                  note
+    path       layer                    status        note
     `1`        SynchronizedBatchNorm2d  synchronized
-    1 of them  GroupNorm                by sample     nothing to synchronize
+    (1 layer)  GroupNorm                by sample     nothing to synchronize: works per sample
     1 synchronized, 0 not converted, 0 left alone.
 
     See also `convert_model`, `Summary` and `verify`.

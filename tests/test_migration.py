@@ -20,16 +20,16 @@ PAGE = Path(__file__).parent.parent / "docs" / "migration.md"
 
 
 def rows() -> list[tuple[str, str]]:
-    """The first and the last cell of each row of the tables of toolkits."""
-    _, tables = PAGE.read_text("utf-8").split("\n## From other toolkits\n")
-    lines = [line for line in tables.splitlines() if line.startswith("| ")]
-    cells = [line.strip("|").split(" | ") for line in lines]
-    return [(there.strip(), here.strip()) for there, here in cells if here.strip() != "here"]
+    """What is there and what is here, of each item in the lists of toolkits."""
+    _, lists = PAGE.read_text("utf-8").split("\n## From other toolkits\n")
+    items = re.findall(r"^- (.*(?:\n  .*)*)", lists, re.MULTILINE)
+    there_and_here = [" ".join(item.split()).split(" → ") for item in items]
+    return [(there, here) for there, here in there_and_here]
 
 
-def codes(cell: str) -> list[str]:
-    """The code in a cell that can be run here, on the CPU."""
-    spans = [span for span in re.findall(r"`([^`]+)`", cell) if re.search(r"[({]", span)]
+def codes(item: str) -> list[str]:
+    """The code in an item that can be run here, on the CPU."""
+    spans = [span for span in re.findall(r"`([^`]+)`", item) if re.search(r"[({]", span)]
     on_cpu = [span.replace("[0, 1]", '["cpu"] * 2').replace("[0])", '["cpu"])') for span in spans]
     on_cpu = [re.sub(r"\((\w+, )?0\)", r'(\1"cpu")', span) for span in on_cpu]
     return [span for span in on_cpu if not span.endswith(":")]
@@ -77,7 +77,7 @@ def test_lines_run(there):
     run(there)
 
 
-def test_every_toolkit_has_a_table():
+def test_every_toolkit_has_a_list():
     titles = re.findall(r"^##+ (.*)$", PAGE.read_text("utf-8").split("## From other")[1], re.M)
     for toolkit in ("jactorch", "CSAIL", "Encoding", "Detectron", "CenterNet", "apex", "abn"):
         assert any(toolkit in title for title in titles), toolkit

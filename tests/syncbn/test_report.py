@@ -95,8 +95,9 @@ def test_a_report_is_printed_instead_of_a_warning_and_reads_as_a_table(capsys):
     assert rows["`module.3`"].startswith("LazyBatchNorm2d left alone lazy")
     assert rows["`module.6`"].startswith("BatchNorm2d left alone a script")
     assert "in eval()" in rows["`module.8`"]
-    assert rows["1"] == "of them InstanceNorm2d by sample nothing to synchronize"
-    assert rows["2"] == "of them GroupNorm by sample nothing to synchronize"
+    note = "by sample nothing to synchronize: works per sample"
+    assert rows["(1"] == f"layer) InstanceNorm2d {note}"
+    assert rows["(2"] == f"layers) GroupNorm {note}"
     assert lines[-1].startswith("4 synchronized, 0 not converted, 3 left alone")
 
 
@@ -193,8 +194,8 @@ def test_script_of_another_layer_is_not_listed():
 def test_layers_that_normalize_by_sample_are_counted_in_the_order_of_their_names():
     text = str(summary(nn.Sequential(nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.LayerNorm(3))))
     assert [line.split()[:4] for line in text.splitlines()[1:3]] == [
-        ["1", "of", "them", "GroupNorm"],
-        ["2", "of", "them", "LayerNorm"],
+        ["(1", "layer)", "GroupNorm", "by"],
+        ["(2", "layers)", "LayerNorm", "by"],
     ]
 
 

@@ -1,0 +1,103 @@
+"""Writes `docs/syncbn.md` and `docs/replication.md` from the docstrings: `python docs/api.py`.
+
+In Markdown the API can be read on the hosting page as well as on the site.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER.parent))  # a clone needs no installation
+
+import replication  # noqa: E402
+import syncbn  # noqa: E402
+
+PACKAGES = {"syncbn": syncbn, "replication": replication}
+#: The page of each name, without the older names of an object. `replication` comes first.
+HOMES = {
+    name: page
+    for page, package in PACKAGES.items()
+    for name in package.__all__
+    if getattr(package, name).__name__ == name
+}
+
+
+def linked(line: str) -> str:
+    """Replaces double backticks, and links the public names in single ones."""
+
+    def link(found: re.Match[str]) -> str:
+        name = found[1].removeprefix("replication.").removeprefix("syncbn.")
+        return f"[{found[0]}]({HOMES[name]}.md#{name.lower()})" if name in HOMES else found[0]
+
+    return re.sub(r"(?<!`)`([\w.]+)`(?!`)", link, line).replace("``", "`")
+
+
+def translated(docstring: str) -> Iterator[str]:
+    """Yields the lines in Markdown: sections become lists, and code becomes blocks."""
+    section = False
+    for block in docstring.split("\n\n"):
+        lines = block.split("\n")
+        if title := re.fullmatch(r"([A-Z]\w+):", lines[0]):
+            section = True
+            yield from (f"**{title[1]}**", "")
+            del lines[0]
+        indent = min((len(line) - len(line.lstrip()) for line in lines if line), default=0)
+        is_example = lines[0].lstrip().startswith(">>> ")
+        if is_example or (indent and not section):
+            code = textwrap.dedent("\n".join(lines)).splitlines()
+            block = "\n".join(["```pycon" if is_example else "```", *code, "```"])
+            yield from textwrap.indent(block, "  " * (indent > 4)).splitlines()
+        elif block.strip() != "::":
+            for line in lines:
+                line = line[4:] if section else line
+                line = re.sub(r"^(\w+): ", r"- `\1`: ", line) if section else line
+                yield linked(re.sub("::$", ":", line.replace("    ", "  ", 1)))
+        yield ""
+
+
+def described(title: str, kind: Any) -> Iterator[str]:
+    """Yields the title, the signature without types, and the docstring."""
+    yield from (title, "")
+    is_error = inspect.isclass(kind) and issubclass(kind, BaseException)
+    if callable(kind) and not is_error:
+        parameters = inspect.signature(kind).parameters.values()
+        bare = [p.replace(annotation=p.empty) for p in parameters if p.name != "self"]
+        call = f"{kind.__name__}{inspect.Signature(bare)}"
+        yield from ("```py", *textwrap.wrap(call, 71, subsequent_indent="    "), "```", "")
+    yield from translated(inspect.getdoc(kind) or "")
+
+
+def page(name: str) -> str:
+    """The text of a page."""
+    names = PACKAGES[name].__all__
+    lines = [f"# API of `{name}`", "", "`docs/api.py` writes this page from the docstrings.", ""]
+    for public in names:
+        kind = getattr(PACKAGES[name], public)
+        if HOMES.get(public) != name:
+            home = f"`{kind.__module__.split('.')[0]}.{kind.__name__}`"
+            lines += [f"## {public}", "", f"The same as {home}.", ""]
+            continue
+        lines += described(f"## {public}", kind)
+        for key, member in vars(kind).items() if inspect.isclass(kind) else ():
+            inherited = any(key in vars(base) for base in kind.__mro__[1:])
+            documented = inspect.isfunction(member) or isinstance(member, property)
+            if documented and not key.startswith("_") and not inherited and member.__doc__:
+                lines += described(f"### `{public}.{key}`", member)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def files() -> dict[Path, str]:
+    """All pages, by path."""
+    return {FOLDER / f"{name}.md": page(name) for name in PACKAGES}
+
+
+if __name__ == "__main__":
+    for path, text in files().items():
+        path.write_text(text, "utf-8")

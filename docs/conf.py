@@ -18,6 +18,7 @@ exclude_patterns = [".*"]  # such as a virtual environment
 source_suffix = dict.fromkeys([".md", ".ipynb", ".py"], "myst-nb")
 
 myst_heading_anchors = 4
+myst_enable_extensions = ["html_image"]  # the README sets the width of its picture
 nb_execution_mode = "off"  # notebooks are committed with their outputs
 
 html_theme = "furo"

@@ -374,7 +374,7 @@ def differentiable_gradients(
         dbiases.append(dbias.to(shard.device, shard.dtype))
     derivative = added(derivatives)
     if derivative is None:
-        derivative = torch.stack((mean, mean)) * 0
+        derivative = torch.zeros_like(torch.stack((mean, mean)))
     if batch.ranks is not None and first.needs_dx:
         derivative = batch.ranks.summed(derivative)
     shift, slope = (derivative / n).unbind()

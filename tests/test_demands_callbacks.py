@@ -38,46 +38,6 @@ class Notes(Numbered):
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_callbacks_of_a_forward_come_copy_by_copy_before_any_replica_runs(wrap):
-    """T13.3. One context for each position; a tied layer is one; ``None`` is passed over."""
-    notes: list[Any] = []
-    tied = Notes("tied", notes)
-    net = nn.Sequential(Notes("first", notes), nn.Sequential(tied, nn.ReLU()), tied)
-    net.add_module("none", None)
-    net.forward = lambda x: net[1](net[0](x))  # torch's runs None, too
-    wrap(net)(torch.randn(7, 3))
-    called, ran = notes[: 2 * N], notes[2 * N :]
-    assert [note[:2] for note in called] == [
-        (i, name) for i in range(N) for name in ("first", "tied")
-    ]
-    assert all(called[i][2] is called[i % 2][2] for i in range(2 * N))
-    assert called[0][2] is not called[1][2]
-    assert len(ran) == 2 * N
-    assert all(isinstance(note, str) for note in ran)
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("copy_id", range(N))
-def test_a_callback_that_raises_ends_the_forward_before_any_replica_runs(wrap, copy_id):
-    """T13.4. The error says in which layer and copy."""
-    notes: list[Any] = []
-    layers = [
-        SynchronizedBatchNorm1d(3),
-        Notes(f"fails in {copy_id}", notes),
-        Notes("last", notes),
-    ]
-    net = nn.Sequential(layers[0], nn.Sequential(*layers[1:]))
-    before = copy.deepcopy(net.state_dict())
-    with pytest.raises(ValueError, match=f"fails in {copy_id}") as caught:
-        wrap(net)(torch.randn(7, 3))
-    (note,) = caught.value.__notes__
-    assert note == f"in __data_parallel_replicate__ of `1.0`, copy {copy_id} of {N}"
-    assert [note for note in notes if isinstance(note, str)] == []
-    assert notes[-1][:2] == (copy_id, f"fails in {copy_id}")
-    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
 def test_hooks_of_a_synchronized_layer_run_once_per_replica_and_step(wrap):
     """T13.2. Forward and backward hooks, before and after, in every runner."""
     ran: list[str] = []

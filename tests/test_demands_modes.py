@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from replication import DataParallel, execute_replication_callbacks, replicate, wait_report
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.faults import WRAPS
-from tests.layers import LAYERS, outcome_of
-from tests.sharded import randomized, run_sharded
+from tests.sharded import randomized
 
 
 @pytest.mark.parametrize("track", [True, False])
@@ -76,24 +75,6 @@ def test_evaluation_in_the_middle_of_an_epoch_changes_nothing():
         seen.append([y, evaluated, leaf.grad, *(p.grad for p in trained.parameters())])
         seen[-1] += trained.buffers()
     torch.testing.assert_close(*seen)
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("track", [True, False])
-@pytest.mark.parametrize("dims", LAYERS)
-@pytest.mark.parametrize("rank", range(1, 7))
-def test_the_same_ranks_are_accepted_in_training_and_evaluation(training, track, dims, rank):
-    """T5.6; tamakoji/pytorch-syncbn#9. Those of torch's layer, and with its words."""
-    plain, synchronized = LAYERS[dims]
-    x = torch.randn(4, *(3, 2, 2, 2, 2)[: rank - 1])
-    reference = plain(3, track_running_stats=track).train(training)
-    layer = synchronized(3, track_running_stats=track).train(training)
-    expected = outcome_of(lambda: reference(x))
-    actual = outcome_of(lambda: torch.cat(run_sharded(layer, x.chunk(2))))
-    assert (expected.error is None) == (rank in {1: (2, 3), 2: (4,), 3: (5,)}[dims])
-    assert (type(actual.error), str(actual.error)) == (type(expected.error), str(expected.error))
-    if actual.error is None and (training or track):
-        torch.testing.assert_close(actual.value, expected.value)
 
 
 FIRSTS: dict[str, Callable[[DataParallel, Tensor], Tensor]] = {

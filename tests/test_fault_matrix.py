@@ -68,6 +68,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "NeedsTwo": lambda: NeedsTwo(3, "own"),
     "SystemExit": lambda: SystemExit(3),
     "KeyboardInterrupt": KeyboardInterrupt,
+    "GeneratorExit": GeneratorExit,
 }
 
 

@@ -294,17 +294,6 @@ def test_error_of_the_first_replica_by_time_is_raised():
         parallel_apply(replicas, [()] * 2)
 
 
-def test_error_is_the_object_that_was_raised():
-    error = WorkerError("own")
-
-    def raise_it() -> None:
-        raise error
-
-    with pytest.raises(WorkerError) as caught:
-        apply(raise_it, lambda: None)
-    assert caught.value is error
-
-
 def test_error_has_the_frames_of_its_thread():
     with pytest.raises(WorkerError) as caught:
         apply(lambda: None, fail)
@@ -319,15 +308,6 @@ def test_error_is_noted_with_its_replica_and_device(replica):
     with pytest.raises(WorkerError) as caught:
         apply(*functions)
     assert caught.value.__notes__ == [f"in replica {replica} of 3 on cpu"]
-
-
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_error_that_is_not_an_exception_is_raised(error):
-    def raise_it() -> None:
-        raise error("own")
-
-    with pytest.raises(error, match="own"):
-        apply(lambda: None, raise_it)
 
 
 def test_error_is_raised_after_all_replicas_have_ended():

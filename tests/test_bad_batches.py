@@ -161,6 +161,7 @@ def refusals(rank: int) -> list[str]:
     return [*texts, str(total.item())]
 
 
+@pytest.mark.slow
 def test_rank_refuses_bad_input_before_waiting():
     (total,), (*texts, same) = run_ranks(2, refusals)
     assert total == same == "2.0"

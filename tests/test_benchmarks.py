@@ -33,7 +33,10 @@ SMALL = {
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 #: The benchmarks compare with plain BatchNorm on purpose.
-pytestmark = pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning"),
+    pytest.mark.slow,
+]
 
 
 def randomized(name):

@@ -105,7 +105,9 @@ class OwnDerivative(nn.Sequential):
 
 
 def test_torch_func_inside_a_replica_is_refused_by_a_synchronized_layer():
-    with pytest.raises(RuntimeError, match=r"torch.func transforms .* do not reach the other copies"):
+    with pytest.raises(
+        RuntimeError, match=r"torch.func transforms .* do not reach the other copies"
+    ):
         DataParallel(OwnDerivative(layer()), ["cpu"] * 2)(X)
 
 
@@ -272,6 +274,7 @@ def test_replicas_share_the_threads_that_the_caller_has_now():
         torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_an_interrupted_forward_lets_the_interpreter_end():
     """A thread in the middle of an operation of torch made it abort."""
     program = """

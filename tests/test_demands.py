@@ -187,6 +187,7 @@ def test_a_replica_that_is_kept_after_its_forward_is_given_up(
             replica.layer(torch.randn(4, 3))
 
 
+@pytest.mark.slow
 @wraps
 @pytest.mark.parametrize("shared", ["one model", "one network", "nothing"])
 def test_forwards_at_once_do_not_mix_their_messages(wrap, shared):

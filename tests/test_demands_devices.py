@@ -133,6 +133,7 @@ print(net[1].num_batches_tracked.item())
 """
 
 
+@pytest.mark.slow
 def test_nothing_needs_what_builds_for_the_cpu_lack():
     """T3.4; pytorch#109709, #143239."""
     done = run_python("-c", CPU_BUILD)

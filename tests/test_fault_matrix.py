@@ -29,7 +29,7 @@ from tests.faults import (
 )
 from tests.pairwise import pairwise
 
-pytestmark = pytest.mark.accelerator
+pytestmark = [pytest.mark.accelerator, pytest.mark.slow]
 
 #: Seconds. A replica that is left waiting takes `replication.sync.rendezvous.STALL_TIMEOUT`.
 AT_ONCE = 5.0
@@ -77,6 +77,8 @@ def three_idle_workers() -> Iterator[None]:
     ours(nn.Identity())(torch.zeros(N))
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as tests/conftest.py leaves it
 
 
 @pytest.fixture(autouse=True)

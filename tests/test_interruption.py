@@ -33,6 +33,7 @@ from tests.deadlines import ends
 from tests.layers import DEADLINE, AsTorchDoes, soon, together, values
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signal"),
 ]
 
@@ -275,6 +276,7 @@ def test_a_layer_that_is_about_to_write_does_so_before_the_interrupt_arrives():
     torch.testing.assert_close(state, dict(twin.state_dict()))
 
 
+@pytest.mark.usefixtures("one_node")  # which calls merge_shards
 def test_foreign_code_that_interrupts_a_write_may_train_another_model(monkeypatch):
     """Such as a finalizer. Its replicas once waited for the write that it had interrupted."""
     other = convert_model(network())
@@ -299,6 +301,7 @@ def test_foreign_code_that_interrupts_a_write_may_train_another_model(monkeypatc
     torch.testing.assert_close(other.state_dict(), other_twin.state_dict())
 
 
+@pytest.mark.usefixtures("one_node")  # which calls merge_shards
 def test_a_slow_write_does_not_hold_up_the_timeout(monkeypatch):
     merge_shards, goes_on = batchnorm.merge_shards, threading.Event()
 

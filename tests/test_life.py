@@ -35,6 +35,8 @@ from tests.layers import (
 from tests.processes import run_python
 from tests.sharded import randomized
 
+pytestmark = pytest.mark.slow
+
 REPLICAS = 3
 
 

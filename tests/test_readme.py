@@ -17,6 +17,8 @@ import syncbn
 from tests.processes import run_python
 from tests.ranks import needs_gloo, run_ranks
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples"))]

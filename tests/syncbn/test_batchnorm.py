@@ -55,6 +55,8 @@ OPTIONS = [
     {"dtype": torch.bfloat16},
     {"device": "cpu", "dtype": torch.float16},
 ]
+
+
 def plain_with(layer: type[nn.Module], **options) -> nn.Module:
     """torch's layer, where it has the ``bias`` argument and where it has not."""
     bias = options.pop("bias", True)

@@ -18,7 +18,7 @@ from replication.sync.current import current_replica
 from syncbn.channels import in_float64
 from syncbn.graph import Reply, synchronized_batch_norm
 from syncbn.joined import may_join
-from syncbn.merge import Denominator, Message, RunningStatistics, requires_grad
+from syncbn.merge import Denominator, Message, RunningStatistics
 from syncbn.processes import merge_ranks
 from syncbn.recomputation import RecordedCalls
 from syncbn.replicas import measured, merge_replicas
@@ -177,21 +177,18 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         layouts = ((input.dtype, (self.num_features,)),)  # must match on every copy
         if isinstance(group, ReplicaGroup):
             exchange = partial(self._reply_of_replicas, group, layouts)
-            joins = not denominator.clamps and self._may_join(input)
+            # Without a momentum, the average is cumulative.
+            joins = (
+                not denominator.clamps
+                and isinstance(self.momentum, (float, int))
+                and may_join(input)
+            )
         else:
             exchange, joins = partial(self._reply_of_ranks, group, layouts), False
         if not dispatch_modes():
             return synchronized_batch_norm(input, weight, bias, denominator, exchange, joins)
         with beside_selective_checkpoints():
             return synchronized_batch_norm(input, weight, bias, denominator, exchange, joins)
-
-    def _may_join(self, input: Tensor) -> bool:
-        """Whether torch's layer could normalize this shard together with others."""
-        return (
-            type(self.momentum) in (float, int)  # the average is cumulative without it
-            and (self.running_mean is None) == (self.running_var is None)
-            and may_join(input)
-        )
 
     def _reply_of_ranks(self, group: Any, layouts: Layouts, message: Message) -> Reply:
         """Returns the statistics of all processes, and the output to be filled."""
@@ -212,7 +209,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             message,
             partial(self._merge, group),
             layouts=layouts,
-            requires_grad=shard.records_graph and requires_grad(message),
+            requires_grad=shard.requires_grad,
         )
         if shard.moments is not None:  # not joined
             self._recorded_calls.record(shard, reply)
@@ -229,7 +226,8 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         if not self.track_running_stats:
             return None
         momentum: Any = self.momentum
-        batches = self.num_batches_tracked
+        buffers = self._buffers  # attributes that torch looks up in Python
+        batches = buffers.get("num_batches_tracked")
         if batches is not None:
             batches.add_(1)
             if momentum is None:
@@ -237,7 +235,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
                 momentum = in_float64(batches).reciprocal()
         if not isinstance(momentum, Tensor):  # a Fraction, for example
             momentum = float(momentum or 0.0)
-        return RunningStatistics(self.running_mean, self.running_var, momentum)
+        return RunningStatistics(buffers.get("running_mean"), buffers.get("running_var"), momentum)
 
     def _check_synchronized_input(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -260,8 +258,8 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         for key, tensor in (
             ("weight", weight),
             ("bias", bias),
-            ("running_mean", self.running_mean),
-            ("running_var", self.running_var),
+            ("running_mean", self._buffers.get("running_mean")),
+            ("running_var", self._buffers.get("running_var")),
         ):
             if tensor is None:
                 continue

@@ -20,6 +20,7 @@ from benchmarks import layer, overhead, processes, step, yardsticks
 from benchmarks.measuring import Row, Table, alternating, cells, columns, lines
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
 from replication import DataParallel
+from syncbn import joined
 from tests.processes import run_python
 from tests.ranks import needs_gloo, run_ranks
 
@@ -239,6 +240,13 @@ def test_layers_are_measured(here, monkeypatch):
     monkeypatch.setattr(layer, "INPUTS", shapes)
     titles = dict.fromkeys(layer.title(*which) for which in shapes)
     is_complete(layer.rows(0), layer.WAYS, titles, (2,), phases=3)
+
+
+def test_sizes_are_measured(here, monkeypatch):
+    monkeypatch.setattr(joined, "LARGEST", joined.LARGEST)  # restores it
+    monkeypatch.setattr(layer, "SIZES", [(2, 3, 4, 4)])
+    ways = ("plain BatchNorm", "joined", "one node")
+    is_complete(layer.rows_of_sizes(0), ways, ["2 x 3 x 4 x 4, 96 values"], (2,), phases=3)
 
 
 def test_overhead_is_measured(here, monkeypatch):

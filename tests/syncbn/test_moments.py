@@ -35,6 +35,16 @@ def test_the_variance_does_not_suffer_from_a_large_mean(mean):
     torch.testing.assert_close(mean_of_x, x.double().mean(0), rtol=0, atol=2**-24)
 
 
+@pytest.mark.parametrize("shape", [(64, 3), (40_000, 2), (4, 3, 80, 80)], ids=str)
+def test_a_small_variance_at_a_large_mean_has_the_digits_that_float64_leaves(shape):
+    x = 1e8 + 1e-2 * torch.randn(shape, dtype=torch.float64)
+    values = channels_of(x) - 1e8  # exact
+    mean, var = statistics.moments(x)
+    # The mean is rounded to 1.5e-8, a millionth of the deviation.
+    torch.testing.assert_close(mean - 1e8, values.mean(1), rtol=0, atol=2e-8)
+    torch.testing.assert_close(var, values.var(1, correction=0), rtol=1e-10, atol=0)
+
+
 @pytest.mark.parametrize("mean", [0, 1, 3.9, 4.1, 20, 1e3])
 @pytest.mark.parametrize("shape", [(8, 3, 56, 56), (2, 3, 7, 7), (16, 3, 512), (1, 3, 200, 300)])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

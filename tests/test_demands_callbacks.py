@@ -39,7 +39,7 @@ class Notes(Numbered):
 
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_hooks_of_a_synchronized_layer_run_once_per_replica_and_step(wrap):
-    """T13.2. Forward and backward hooks, before and after, in every runner."""
+    """Forward and backward hooks, before and after, in every runner."""
     ran: list[str] = []
     layer = SynchronizedBatchNorm1d(3)
     layer.register_forward_pre_hook(lambda module, args: ran.append("before forward"))
@@ -56,7 +56,7 @@ def test_hooks_of_a_synchronized_layer_run_once_per_replica_and_step(wrap):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_layers_that_were_the_only_copy_go_on_alone(replicas):
-    """T13.6. Callbacks run on the original itself; replicas may be made of it after that."""
+    """Callbacks run on the original itself; replicas may be made of it after that."""
     net = convert_model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))).double()
     older = Centering()
     twin = nn.Sequential(copy.deepcopy(net[0]), nn.BatchNorm1d(3).double())
@@ -73,7 +73,7 @@ def test_layers_that_were_the_only_copy_go_on_alone(replicas):
 @pytest.mark.parametrize("outer", [1, 2, 3])
 @pytest.mark.parametrize("inner", [1, 2])
 def test_a_network_is_whole_after_it_was_inside_a_replica(outer, inner):
-    """T13.6. A DataParallel in a replica has copies of its own; then its module is used again.
+    """A DataParallel in a replica has copies of its own; then its module is used again.
 
     On a single device it has none, but calls its module, which is the outer replicas' layer.
     """
@@ -94,7 +94,7 @@ def test_a_network_is_whole_after_it_was_inside_a_replica(outer, inner):
 
 
 def test_nothing_but_the_replicas_holds_a_context():
-    """T13.3, T12.1: nothing of a forward's callbacks outlives it."""
+    """Nothing of a forward's callbacks outlives it."""
     notes: list[Any] = []
     net = Notes("layer", notes)
     replicas = replicate(net, ["cpu"] * 2)

@@ -18,7 +18,7 @@ from tests.sharded import randomized
 @pytest.mark.parametrize("track", [True, False])
 @pytest.mark.parametrize("replica", range(3))
 def test_a_single_replica_evaluates_alone(track, replica):
-    """T5.1; pytorch#48988, #22538: the others never come."""
+    """pytorch#48988, #22538: the others never come."""
     layer = SynchronizedBatchNorm1d(3, track_running_stats=track).eval()
     replicas = replicate(layer, ["cpu"] * 3)
     execute_replication_callbacks(replicas)
@@ -30,7 +30,7 @@ def test_a_single_replica_evaluates_alone(track, replica):
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("frozen", [[1], [3], [1, 5], [1, 3, 5]], ids=str)
 def test_only_layers_in_training_communicate(wrap, frozen):
-    """T5.2; mmengine#1624, pytorch-deeplab-xception#140. Frozen before the conversion."""
+    """mmengine#1624, pytorch-deeplab-xception#140. Frozen before the conversion."""
     layers = [layer for i in range(3) for layer in (nn.Linear(3, 3), nn.BatchNorm1d(3))]
     net = randomized(nn.Sequential(*layers)).double()
     for index in frozen:
@@ -62,7 +62,7 @@ def test_only_layers_in_training_communicate(wrap, frozen):
 
 
 def test_evaluation_in_the_middle_of_an_epoch_changes_nothing():
-    """T5.4, T5.7: a training forward, an evaluation, and the backward of the former."""
+    """A training forward, an evaluation, and the backward of the former."""
     net = randomized(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))).double()
     model = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * 3)
     x, dy, other = torch.randn(3, 7, 3, dtype=torch.float64)
@@ -89,7 +89,7 @@ FIRSTS: dict[str, Callable[[DataParallel, Tensor], Tensor]] = {
 @pytest.mark.parametrize("first", FIRSTS)
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_a_forward_of_one_replica_and_one_of_several_before_their_backward(first, momentum):
-    """T5.4, T1.1; pytorch#24397. As when gradients are accumulated, or of two forwards at once."""
+    """pytorch#24397. As when gradients are accumulated, or of two forwards at once."""
     net = randomized(nn.Sequential(nn.BatchNorm1d(3, momentum=momentum), nn.Tanh())).double()
     model = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * 3)
     x = torch.randn(7, 3, 2, dtype=torch.float64)

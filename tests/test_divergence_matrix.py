@@ -87,22 +87,18 @@ def second_in_eval(net: TwoLayers, x: Tensor) -> Tensor:
 
 #: What the odd one does, and what the message says of it and of the others.
 WAYS: dict[str, tuple[Callable[[TwoLayers, Tensor], Tensor], str, str]] = {
-    # T1.4
     "skips both": (lambda net, x: x, "", "`a`, call 1: {others}"),
     "skips the first": (lambda net, x: net.b(x), "`b`, call 1: {odd} waits", "`a`, call 1: {all}"),
     "skips the last": (lambda net, x: net.a(x), "", "`b`, call 1: {others}"),
-    # T1.6
     "calls the first twice": (
         lambda net, x: net.b(net.a(net.a(x))), "`a`, call 2: {odd} waits", "`b`, call 1: {all}"
     ),
     "calls the last twice": (
         lambda net, x: net.b(net.b(net.a(x))), "`b`, call 2: {odd} waits", "ended after call 1"
     ),
-    # T1.5
     "calls in another order": (
         lambda net, x: net.a(net.b(x)), "`b`, call 1: {odd} waits", "`a`, call 1: {all}"
     ),
-    # T5.3
     "is in eval": (in_eval, "", "`a`, call 1: {others}"),
     "has a layer in eval": (second_in_eval, "", "`b`, call 1: {others}"),
 }  # fmt: skip

@@ -128,7 +128,6 @@ def fail(run: Callable[[Tensor], Tensor], fault: Fault, x: Tensor, dy: Tensor) -
     fault.error = None
 
 
-# T1.2, T1.3, T13.2, T14.2
 @pairwise(where=WHERE, error=ERRORS, wrap=WRAPS)
 def test_error_arrives_unchanged_and_leaves_an_exact_model_behind(where, error, wrap):
     place, replica = where
@@ -177,7 +176,6 @@ class Interruption(Fault):
             signal.pthread_kill(self.main, signal.SIGINT)
 
 
-# T1.11
 @pairwise(wrap=WRAPS, place=["before", "in", "between", "after"], replica=range(N))
 @pytest.mark.usefixtures("one_interrupt")
 def test_interrupt_of_the_caller_arrives_at_once_and_leaves_an_exact_model(wrap, place, replica):

@@ -1,4 +1,4 @@
-"""Faults, delays and divergence in random order: no hang, exact steps, nothing left (T1.9, T10.2).
+"""Faults, delays and divergence in random order: no hang, exact steps, nothing left.
 
 The long version is ``python -m tests.soak --steps 10000``.
 """

@@ -484,7 +484,7 @@ def test_hooks_of_the_module_are_the_replicas():
 
 
 class Hooking(nn.Module):
-    """Registers hooks in its forward, and takes one away; T13.1."""
+    """Registers hooks in its forward, and takes one away."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -485,6 +485,7 @@ def kinked(samples: int = 9) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3)), x
 
 
+@pytest.mark.usefixtures("one_node")  # joined, the replicas' numbers are those of one device
 @pytest.mark.parametrize("dim", [0, 1])
 def test_ill_conditioned_model_is_named(dim):
     net, x = kinked()

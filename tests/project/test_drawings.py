@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 PATHS = sorted((ROOT / "docs" / "drawings").glob("*.svg"))
 
 

@@ -19,7 +19,7 @@ from tests.ranks import needs_gloo, run_ranks
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples"))]
 PAGES += sorted((ROOT / "docs").glob("*.md"))

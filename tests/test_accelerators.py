@@ -17,6 +17,7 @@ from syncbn.kernels import FUSED, KERNELS, PLAIN
 from tests import accelerator
 from tests.collective_cases import CASES, derivatives, in_replicas, leaves
 from tests.devices import ACCELERATORS, HOME, LISTS, has_simulated
+from tests.pairwise import pairwise
 from tests.sharded import randomized
 from tests.syncbn.test_kernels import check_every_kernel, moments_of, statistics_of
 
@@ -93,10 +94,12 @@ def test_training_on_replicas_equals_training_on_one_device(devices):
         torch.testing.assert_close(one, other)
 
 
-@every_list
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("mean", [0, 1e2])
+@pairwise(
+    devices=LISTS.values(),
+    dtype=[torch.float32, torch.float16, torch.bfloat16],
+    last=[False, True],
+    mean=[0, 1e2],
+)
 def test_error_is_at_most_twice_the_error_of_torchs_layer(devices, dtype, last, mean):
     layout = torch.channels_last if last else torch.contiguous_format
     plain = randomized(nn.BatchNorm2d(5)).to(devices[0])
@@ -207,9 +210,11 @@ def streams_of_the_callers(devices: Iterable[str]) -> Iterator[None]:
 
 @on_simulated
 @every_strategy
-@every_list
-@pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("layers", ["conv", "bn", "conv bn conv", "clamp"])
+@pairwise(
+    devices=LISTS.values(),
+    create_graph=[False, True],
+    layers=["conv", "bn", "conv bn conv", "clamp"],
+)
 def test_streams_of_the_callers_are_in_order(devices, layers, create_graph, strategy):
     """No access overtakes another, and no memory is freed before it has been read."""
     kinds = {"conv": partial(nn.Conv2d, 3, 3, 1)}

@@ -64,11 +64,13 @@ def test_gradgradcheck(sizes):
     assert gradgradcheck(as_function(sizes), leaves(sum(sizes)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Backwards compatibility:UserWarning")
 def test_gradgradcheck_without_affine_parameters():
     assert gradgradcheck(as_function([2, 3], affine=False), leaves(5)[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Backwards compatibility:UserWarning")
 @pytest.mark.parametrize("eps", [1e-5, 10.0], ids=["free", "clamped"])
 def test_gradcheck_in_clamp_mode(clamp_mode, eps):

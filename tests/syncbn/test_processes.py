@@ -34,7 +34,7 @@ try:
 except ImportError:  # torch 2.4
     fully_shard = None
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.slow]
 
 #: How moments are merged: few ranks gather, many reduce, but not what is in float64; and with a
 #: total that the host does not know, as on GPUs.

@@ -22,12 +22,11 @@ from torch.utils.hooks import RemovableHandle
 
 from replication._torch import IS_REPLICA, compiled_module, current_backward
 from replication.devices import DeviceLike, check_module, device_of, parse_devices
-from replication.errors import path_or_root
+from replication.errors import add_note, path_or_root
 from replication.groups.replicas import CallbackContext
 from replication.modules import Position, label, paired
-from replication.sync.current import CurrentReplica, this_thread
 from replication.sync.lifecycle import track
-from replication.sync.notes import add_note
+from replication.sync.rendezvous import CurrentReplica, this_thread
 
 __all__ = [
     "exec_data_parallel_replication_callback",
@@ -36,6 +35,9 @@ __all__ = [
 ]
 
 CALLBACK = "__data_parallel_replicate__"
+
+#: The attribute of a method ``replicate`` that already runs the callbacks.
+RUNS_CALLBACKS = "runs_replication_callbacks"
 
 #: The attribute of a module with its registered callbacks, which its replicas share.
 _REGISTERED = "_replication_callbacks"

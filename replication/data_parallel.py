@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from replication._torch import check_balance, is_exporting, uncompiled
-from replication.callbacks import CALLBACK, run_callbacks
+from replication.callbacks import CALLBACK, RUNS_CALLBACKS, run_callbacks
 from replication.devices import (
     DeviceLike,
     accelerator,
@@ -25,9 +25,8 @@ from replication.devices import (
     parse_devices,
     usable_devices,
 )
-from replication.groups.membership import has_other_processes
+from replication.groups.processes import has_other_processes
 from replication.modules import layers_of, paired
-from replication.patch import RUNS_CALLBACKS
 from replication.steps.gather import gather, join_leaves
 from replication.steps.parallel_apply import parallel_apply, refuse_functorch
 from replication.steps.replicate import make_replicas

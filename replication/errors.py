@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 __all__ = ["ReplicaFailed", "ReplicasDiverged", "ReplicasTimedOut", "ReplicationError"]
@@ -137,3 +138,33 @@ class ReplicasTimedOut(ReplicationError):
 
     See also `ReplicationError`.
     """
+
+
+#: Read the attributes of any exception, even if its class redefines them.
+_ATTRIBUTES = vars(BaseException)["__dict__"]
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a note as `BaseException.add_note` does, but runs no method of the error.
+
+    An error whose ``__notes__`` is not a list is left unchanged. Tracebacks show notes from Python
+    3.11 on.
+    """
+    notes = _ATTRIBUTES.__get__(error).setdefault("__notes__", [])
+    if type(notes) is list:
+        notes.append(note)
+
+
+def origin_note(error: BaseException, index: int, size: int | None) -> str | None:
+    """Returns the note that names this replica as the origin of an error, if there is one."""
+    notes = _ATTRIBUTES.__get__(error).get("__notes__")
+    begin = re.compile(re.escape(origin(index, size)) + r"\b")
+    for note in notes if type(notes) is list else ():
+        if type(note) is str and begin.match(note) is not None:
+            return note
+    return None
+
+
+def origin(index: int, size: int | None) -> str:
+    """Returns the beginning of a note on where an error came from."""
+    return f"in replica {index} of {size}"

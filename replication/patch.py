@@ -13,14 +13,11 @@ from weakref import ref
 from torch import nn
 
 from replication._torch import HOOKS
-from replication.callbacks import execute_replication_callbacks
+from replication.callbacks import RUNS_CALLBACKS, execute_replication_callbacks
 from replication.modules import layers_of
 from replication.sync.lifecycle import first_failure_wins, rendezvous_of
 
 __all__ = ["PatchHandle", "patch_replication_callback"]
-
-#: The attribute of a method ``replicate`` that already runs the callbacks.
-RUNS_CALLBACKS = "runs_replication_callbacks"
 
 
 class Extended:

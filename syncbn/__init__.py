@@ -11,7 +11,7 @@ from syncbn.batchnorm import (
 )
 from syncbn.compat import stand_in_for
 from syncbn.convert import convert_model, patch_sync_batchnorm, revert_model
-from syncbn.report import Summary, summary
+from syncbn.kinds import Summary, summary
 
 __all__ = [
     "DataParallel",

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup, SoloGroup
 from replication._torch import beside_selective_checkpoints, dispatch_modes, uncompiled
 from replication.devices import is_int
 from replication.errors import path_or_root
-from replication.groups.base import Layouts
-from replication.sync.current import current_replica
+from replication.groups.base import Group, Layouts, SoloGroup
+from replication.groups.layer import ReplicaAware
+from replication.groups.replicas import CallbackContext, ReplicaGroup
+from replication.sync.rendezvous import current_replica
 from syncbn.channels import in_float64
 from syncbn.graph import Reply, synchronized_batch_norm
 from syncbn.joined import may_join

@@ -10,14 +10,15 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from replication import DataParallel, ReplicaAware, patch_replication_callback
+from replication.data_parallel import DataParallel
 from replication.devices import check_module
 from replication.errors import path_or_root
-from replication.groups.membership import check_process_group
-from replication.patch import has_replication_callback
+from replication.groups.layer import ReplicaAware
+from replication.groups.processes import check_process_group
+from replication.patch import has_replication_callback, patch_replication_callback
 from replication.warning import UnsynchronizedWarning, warn
 from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
-from syncbn.report import (
+from syncbn.kinds import (
     OLDER_ATTRIBUTES,
     PLAIN,
     SYNCHRONIZED,

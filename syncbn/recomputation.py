@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from replication import ReplicationError
+from replication.errors import ReplicationError
 from replication.groups.replicas import hidden_from_hooks
 from syncbn.graph import Batch, Reply, connect
 from syncbn.kernels import Statistics

@@ -17,7 +17,7 @@ from torch import Tensor
 from replication._torch import has_other_derivatives
 from replication.devices import is_int
 from replication.errors import ReplicasDiverged, ReplicationError, listed
-from replication.sync.current import current_replica, is_recomputation
+from replication.sync.rendezvous import current_replica, is_recomputation
 
 __all__ = ["Group", "SoloGroup"]
 
@@ -81,7 +81,7 @@ class Call(NamedTuple):
 def check_same_call(calls: Sequence[Any], where: str, members: Sequence[int], kind: str) -> None:
     """Raises `ReplicasDiverged` unless all members make the same call.
 
-    Each of ``calls`` is a `Call` or a `replication.groups.call_header.CallHeader`. The message
+    Each of ``calls`` is a `Call` or a `replication.groups.processes.CallHeader`. The message
     names the members by ``kind`` and their numbers, and the call by ``where``.
     """
     first = calls[0].matching_key()

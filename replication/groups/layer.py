@@ -11,16 +11,16 @@ from replication._torch import IS_REPLICA
 from replication.devices import is_int
 from replication.errors import ReplicationError
 from replication.groups.base import Group, SoloGroup
-from replication.groups.membership import (
+from replication.groups.processes import (
     GroupMember,
+    ProcessGroup,
     ProcessGroupHandle,
     check_process_group,
     has_other_processes,
     processes_are_not_connected,
 )
-from replication.groups.processes import ProcessGroup
 from replication.groups.replicas import CallbackContext, ReplicaGroup
-from replication.sync.current import current_replica
+from replication.sync.rendezvous import current_replica
 from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
 
 if TYPE_CHECKING:

@@ -37,9 +37,8 @@ from replication.groups.base import (
     refuses_callbacks,
 )
 from replication.steps.broadcast import broadcast
-from replication.sync.current import is_recomputation, this_thread
 from replication.sync.exchange import Exchange
-from replication.sync.rendezvous import Rendezvous, site
+from replication.sync.rendezvous import Rendezvous, is_recomputation, site, this_thread
 
 __all__ = ["CallbackContext", "ReplicaGroup"]
 

@@ -35,15 +35,18 @@ from replication.devices import (
 from replication.errors import (
     ReplicasTimedOut,
     ReplicationError,
+    add_note,
     has_type,
     listed,
+    origin,
+    origin_note,
 )
 from replication.sync.lifecycle import (
+    Locator,
     first_failure_wins,
     rendezvous_of,
     tracked_calls,
 )
-from replication.sync.notes import Locator, add_note, origin, origin_note
 from replication.waits import named_range
 
 __all__ = ["parallel_apply"]

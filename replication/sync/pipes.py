@@ -18,9 +18,8 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from replication.errors import ReplicationError
-from replication.sync.current import current_replica
 from replication.sync.exchange import Exchange
-from replication.sync.rendezvous import Rendezvous, Wait
+from replication.sync.rendezvous import Rendezvous, Wait, current_replica
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
 

@@ -1,4 +1,4 @@
-"""A table of the layers of a network that shows which ones are synchronized, and why."""
+"""The kinds of layers: which are synchronized or can be, why others stay, and a table of them."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, distributed, nn
 
 from replication.devices import accelerator, default_devices
+from replication.diagnosis.table import Table
+from replication.diagnosis.verify import verify
 from replication.groups.layer import ReplicaAware
-from replication.table import Table
-from replication.verify import verify
 from replication.version import DISTRIBUTION, __version__
 
 __all__: list[str] = []

@@ -32,8 +32,8 @@ MODULES = [name for name in FILES if not name.endswith(".__init__")]
 #: The packages and modules of `replication`, lowest first. One may import those above it in this
 #: list, and its own.
 ORDER = [
-    ["_torch", "devices", "errors", "modules", "table", "version", "warning"],
-    ["tree", "waits"],
+    ["_torch", "devices", "errors", "modules", "version", "warning"],
+    ["tree"],
     ["sync"],
     ["steps"],
     ["groups"],
@@ -41,7 +41,7 @@ ORDER = [
     ["patch"],
     ["data_parallel"],
     ["criterion"],
-    ["verify"],
+    ["diagnosis"],
     ["__main__"],
 ]
 

@@ -36,9 +36,9 @@ from replication import (
     wait_report,
 )
 from replication._torch import current_backward
+from replication.diagnosis.waits import observer
 from replication.groups import processes
 from replication.sync.rendezvous import CurrentReplica, Rendezvous, set_current_replica
-from replication.waits import observer
 from replication.warning import once_for
 from syncbn import convert_model, patch_sync_batchnorm
 from tests.deadlines import DEADLINE

@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 from torch.autograd import Function
 from torch.nn.functional import pad
 
-from replication._torch import device_of_group, is_batched, timeout_of, uncompiled
+from replication._torch import device_of_group, is_batched, named_range, timeout_of, uncompiled
 from replication.devices import current_stream, memory_of, use_device
 from replication.errors import ReplicationError, add_note
 from replication.groups.base import (
@@ -33,7 +33,6 @@ from replication.groups.base import (
     layouts_of,
     reduce_tensors,
 )
-from replication.waits import named_range
 from replication.warning import warn
 
 __all__ = ["ProcessGroup"]

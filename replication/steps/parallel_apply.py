@@ -20,6 +20,7 @@ from torch import nn
 from replication._torch import (
     count_nodes_up_to,
     in_functorch_transform,
+    named_range,
     nodes_made,
     set_grad_modes,
 )
@@ -47,7 +48,6 @@ from replication.sync.lifecycle import (
     rendezvous_of,
     tracked_calls,
 )
-from replication.waits import named_range
 
 __all__ = ["parallel_apply"]
 

@@ -27,13 +27,13 @@ from replication.modules import layers_of
 from replication.sync.rendezvous import (
     CurrentReplica,
     Failure,
+    Observe,
     Rendezvous,
     current_replica,
     is_recomputation,
     set_current_replica,
     this_thread,
 )
-from replication.waits import observer
 from replication.warning import frame_of_thread
 
 __all__: list[str] = []
@@ -172,11 +172,16 @@ class ForwardScope:
 _ENTRY_POINTS = (CALL_IMPL, "forward")
 
 
+#: Returns what observes a forward, given its number of replicas, or None. It is the only hook of
+#: `replication.diagnosis`, set by its ``waits``.
+observer: Callable[[int], Observe | None] | None = None
+
+
 def track(replicas: Sequence[nn.Module]) -> Rendezvous:
     """Makes a rendezvous, and makes the replicas report their beginning and end to it."""
     rendezvous = Rendezvous(len(replicas))
     rendezvous.locate = Locator(replicas)
-    rendezvous.observe = observer(len(replicas))
+    rendezvous.observe = observer and observer(len(replicas))
     rendezvous.in_backward = is_recomputation()
     current = current_replica()
     # Foreign code that interrupts a write, such as a finalizer, is not a part of that replica. Its

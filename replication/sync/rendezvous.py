@@ -137,6 +137,11 @@ class Abort(NamedTuple):
         raise self.kind(self.reason + later) from self.cause
 
 
+#: Returns a context manager that records an exchange or a wait, given ``"exchange"`` or
+#: ``"wait"``, the replica and the path.
+Observe = Callable[[str, int, str], AbstractContextManager[object]]
+
+
 class Failure(NamedTuple):
     """A replica and the error that it raised."""
 
@@ -188,9 +193,8 @@ class Rendezvous:
         self.in_backward = False
         #: Returns the module and the line where a replica is, given the thread that runs it.
         self.locate: Callable[[int, int], str] = lambda replica, thread: ""
-        #: Returns a context manager that records an exchange or a wait, given ``"exchange"`` or
-        #: ``"wait"``, the replica and the path. None unless waits are reported or profiled.
-        self.observe: Callable[[str, int, str], AbstractContextManager[object]] | None = None
+        #: Records exchanges and waits. None unless waits are reported or profiled.
+        self.observe: Observe | None = None
         self._renew_locks()
         #: The channel of each `SyncMaster` in this forward.
         self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

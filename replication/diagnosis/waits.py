@@ -10,19 +10,18 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from torch.autograd.profiler import record_function
 
 from replication._torch import is_profiling
-from replication.table import ShownAsTable, Table
+from replication.diagnosis.table import ShownAsTable, Table
+from replication.sync import lifecycle
+from replication.sync.rendezvous import Observe
 
 __all__ = ["WaitReport", "wait_report"]
-
-#: Returns a context manager, given ``"exchange"`` or ``"wait"``, the replica and the path.
-Observe = Callable[[str, int, str], AbstractContextManager[object]]
 
 #: The maximal number of layers in a printed or drawn report.
 _ROWS = 20
@@ -258,6 +257,9 @@ def observer(size: int) -> Observe | None:
     return observe
 
 
+lifecycle.observer = observer
+
+
 class Arrivals:
     """The times at which the replicas of one forward arrive at each exchange."""
 
@@ -291,8 +293,3 @@ class Arrivals:
         stack = ExitStack()
         stack.push(leave)
         return stack
-
-
-def named_range(name: str) -> AbstractContextManager[object]:
-    """Names a range in the profile of this thread, if there is one."""
-    return record_function(name) if is_profiling() else nullcontext()

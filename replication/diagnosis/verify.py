@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from replication._torch import compiled_module
 from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, check_module, usable_devices
+from replication.diagnosis.table import ShownAsTable, Table
 from replication.errors import add_note
 from replication.groups.processes import has_other_processes
 from replication.modules import check_initialized
 from replication.sync.rendezvous import current_replica, is_recomputation
-from replication.table import ShownAsTable, Table
 from replication.tree import Path, flatten, unflatten
 from replication.warning import once_for
 

@@ -24,8 +24,6 @@ from replication.diagnosis.verify import verify
 from replication.groups.layer import ReplicaAware
 from replication.version import DISTRIBUTION, __version__
 
-__all__: list[str] = []
-
 #: Each replica is a thread.
 _MOST_REPLICAS = 1024
 

@@ -68,8 +68,6 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
     copy 1 of 2
     >>> handle.remove()
 
-    See also `execute_replication_callbacks` and `ReplicaAware`.
-
     Args:
         module: Any module, alone or part of a module that will be replicated.
         callback: The function to call. Attributes that it sets on the copy are discarded after
@@ -113,8 +111,6 @@ def execute_replication_callbacks(
     >>> execute_replication_callbacks(replicate(Numbered(), ["cpu"] * 2))
     copy 0 of 2
     copy 1 of 2
-
-    See also `replicate`, `register_replication_callback` and `CallbackContext`.
 
     Guarantees:
         * All callbacks of copy 0 run before any callback of copy 1, and so on. Within a copy they

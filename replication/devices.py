@@ -12,8 +12,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-__all__: list[str] = []
-
 
 def is_int(value: object) -> TypeGuard[int]:
     """Whether ``value`` is an integer of Python or NumPy, and not a bool."""

@@ -52,17 +52,7 @@ def listed(numbers: Iterable[int], kind: str = "replica") -> str:
 
 
 class ReplicationError(RuntimeError):
-    """The base class of all errors of this package.
-
-    >>> from replication import CallbackContext, ReplicationError
-    >>> try:
-    ...     CallbackContext(num_copies=2).group(0)
-    ... except ReplicationError as error:
-    ...     print(str(error).partition(";")[0])
-    `(root)`: the context is a copy, or was made by hand, and belongs to no forward
-
-    See also `ReplicaFailed`, `ReplicasDiverged` and `ReplicasTimedOut`.
-    """
+    """The base class of all errors of this package."""
 
 
 class ReplicaFailed(ReplicationError):
@@ -70,26 +60,6 @@ class ReplicaFailed(ReplicationError):
 
     The ``__cause__`` is the error of the other replica. The caller of the forward gets that error,
     not this follow-up.
-
-    >>> import torch
-    >>> from replication import DataParallel, ReplicaAware, ReplicaFailed
-    >>> class Fails(ReplicaAware, torch.nn.Module):
-    ...     def forward(self, x):
-    ...         if self.group.rank == 0:
-    ...             raise ValueError("a bad sample")
-    ...         try:
-    ...             self.group.barrier()
-    ...         except ReplicaFailed as error:
-    ...             print(f"replica 1: {type(error.__cause__).__name__}")
-    ...             raise
-    >>> try:
-    ...     DataParallel(Fails(), ["cpu"] * 2)(torch.ones(2))
-    ... except ValueError as error:
-    ...     print(f"caller: {error}")
-    replica 1: ValueError
-    caller: a bad sample
-
-    See also `ReplicationError`.
     """
 
 
@@ -98,21 +68,6 @@ class ReplicasDiverged(ReplicationError):
 
     For example, a replica skips a layer, calls layers in a different order, calls another
     collective, or passes a tensor of another shape or dtype.
-
-    >>> import torch
-    >>> from replication import DataParallel, ReplicaAware, ReplicasDiverged
-    >>> class Uneven(ReplicaAware, torch.nn.Module):
-    ...     def forward(self, x):
-    ...         if self.group.rank == 0:
-    ...             self.group.barrier()
-    ...         return x
-    >>> try:
-    ...     DataParallel(Uneven(), ["cpu"] * 2)(torch.ones(2))
-    ... except ReplicasDiverged as error:
-    ...     print(str(error).partition(";")[0])
-    the replicas have diverged: `(root)`, call 1: replica 0 waits
-
-    See also `ReplicationError`.
     """
 
 
@@ -120,23 +75,6 @@ class ReplicasTimedOut(ReplicationError):
     """The replicas did not end within the ``timeout`` of the `DataParallel`.
 
     Some of them may still run or hang. The caller does not wait for them.
-
-    >>> import threading
-    >>> import torch
-    >>> from replication import DataParallel, ReplicasTimedOut
-    >>> ended = threading.Event()
-    >>> class Hangs(torch.nn.Module):
-    ...     def forward(self, x):
-    ...         ended.wait()
-    >>> try:
-    ...     DataParallel(Hangs(), ["cpu"] * 2, timeout=0.1)(torch.ones(2))
-    ... except ReplicasTimedOut as error:
-    ...     print(str(error).partition(",")[0])
-    ... finally:
-    ...     ended.set()
-    the replicas must end within 0.1 s
-
-    See also `ReplicationError`.
     """
 
 

@@ -171,8 +171,6 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
     >>> handle = patch_replication_callback(model)
     >>> handle.remove()
 
-    See also `DataParallel`.
-
     Returns:
         A handle whose ``remove()`` undoes the patch.
 

@@ -274,8 +274,7 @@ def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
 
     The copy's modules ``batchnorm``, ``replicate``, ``comm`` (or ``sync_manager``),
     ``batchnorm_reimpl`` and ``unittest`` are replaced as well. Its other modules are imported from
-    where they are. (A plain ``sys.modules["sync_batchnorm"] = syncbn`` would load these modules a
-    second time, with separate classes.)
+    where they are.
 
     Copies differ in the defaults of their layers: CSAIL's have ``momentum=0.001``. The layers keep
     the defaults of the copy, whose source is read but not run, unless ``chosen`` overrides them.
@@ -298,8 +297,6 @@ def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
     >>> SynchronizedBatchNorm2d is syncbn.SynchronizedBatchNorm2d
     True
 
-    See also `convert_model` and `set_sbn_eps_mode`.
-
     Args:
         package: The full dotted name under which the copy is imported.
         chosen: Defaults of the layers' constructor, such as ``momentum=0.001``, and classes to
@@ -308,8 +305,8 @@ def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
 
     Raises:
         ValueError: ``package`` is not the name of a package.
-        TypeError: The layers' constructor has no such keyword argument, or refuses the value. The
-            value for the name of a layer is not a class.
+        TypeError: The layers' constructor refuses a value of ``chosen``, or the value for the
+            name of a layer is not a class.
         RuntimeError: The package is already imported, or already has a stand-in with other
             defaults or classes.
     """

@@ -68,9 +68,6 @@ def convert_model(
     >>> type(net[1]).__name__
     'SynchronizedBatchNorm2d'
 
-    See also `SynchronizedBatchNorm1d`, `revert_model`, `patch_sync_batchnorm`, `stand_in_for` and
-    `summary`.
-
     Args:
         module: A layer, a network, or a DataParallel around one.
         group_size: If given, set on every synchronized layer, including layers that were
@@ -174,8 +171,6 @@ def revert_model(module: ModuleT) -> ModuleT:
     >>> type(revert_model(net)[0]).__name__
     'BatchNorm2d'
 
-    See also `convert_model`.
-
     Args:
         module: A layer or a network, changed in place. Pass a copy to keep it.
 
@@ -243,8 +238,6 @@ def patch_sync_batchnorm() -> Iterator[None]:
     ...     net = nn.Sequential(nn.BatchNorm2d(8))
     >>> type(net[0]).__name__
     'SynchronizedBatchNorm2d'
-
-    See also `convert_model`.
     """
     block: dict[str, Any] = {}
     try:

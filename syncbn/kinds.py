@@ -230,8 +230,6 @@ class Summary(ShownAsTable):
     >>> [(layer.path, layer.kind.name) for layer in summary(net).layers]
     [('1', 'plain')]
 
-    See also `summary`.
-
     Attributes:
         layers: All layers that normalize or run replicas, in the order of ``named_modules()``.
             Each has a ``path``, ``layer`` (the name of its class), and ``kind``. ``kind.name`` is
@@ -291,8 +289,6 @@ def summary(module: nn.Module) -> Summary:
     `1`        SynchronizedBatchNorm2d  synchronized
     1 of them  GroupNorm                by sample     nothing to synchronize
     1 synchronized, 0 not converted, 0 left alone.
-
-    See also `convert_model`, `Summary` and `verify`.
 
     Args:
         module: A layer or a network, converted or not, wrapped or not.

@@ -27,9 +27,6 @@ from syncbn import moments as statistics
 from syncbn.graph import Batch, Reply, connect
 from syncbn.merge import CountBatch, Message, Shard, set_statistics
 
-__all__: list[str] = []
-
-
 #: Input dtypes that need more digits than the sums keep.
 _PRECISE = {torch.float64}
 

@@ -19,8 +19,6 @@ from syncbn.graph import Batch, Reply, connect
 from syncbn.kernels import Statistics
 from syncbn.merge import Message, Shard, requires_grad
 
-__all__: list[str] = []
-
 
 class RecordedCall(NamedTuple):
     """The numbers of a call, without its graph."""

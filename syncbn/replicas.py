@@ -16,8 +16,6 @@ from syncbn.merge import (
     share_parameters,
 )
 
-__all__: list[str] = []
-
 
 def merge_replicas(
     messages: Sequence[Message], count_batch: CountBatch | None = None

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-__all__: list[str] = []
-
 
 class Table(NamedTuple):
     """Rows of cells, and the lines before and after them. Names of layers are in backticks."""

@@ -50,8 +50,6 @@ class Difference:
     >>> difference.where, difference.error > 0.01
     ('output of `1` (BatchNorm1d)', True)
 
-    See also `Verification`.
-
     Attributes:
         where: The quantity and its layer, such as "output of `norm` (BatchNorm1d)".
         error: The largest difference, relative to the largest value. Infinite if the quantities
@@ -79,8 +77,6 @@ class Verification(ShownAsTable):
     >>> result = verify(nn.Linear(3, 4), torch.randn(8, 3))
     >>> bool(result), result.replicas
     (True, 2)
-
-    See also `verify` and `Difference`.
 
     Attributes:
         differences: The differences by kind of quantity: outputs of layers in the order in which
@@ -178,8 +174,6 @@ def verify(
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     >>> print(verify(net, torch.randn(8, 3)).first_difference.where)
     output of `1` (BatchNorm1d)
-
-    See also `summary` and `Verification`.
 
     Args:
         model: The model, usually in training mode. Of a `torch.nn.DataParallel`, the wrapped

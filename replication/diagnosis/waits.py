@@ -57,8 +57,6 @@ class WaitReport(ShownAsTable):
     >>> [(waits.path, waits.calls) for waits in report.layers]
     [('0', 1)]
 
-    See also `wait_report`.
-
     Attributes:
         forwards: The number of forwards.
     """
@@ -220,8 +218,6 @@ def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
         all        1      5.313      0.000     5.313
         Replicas wait longest in `0`. Replica 1 waits least: it is the one that the others wait
         for.
-
-    See also `WaitReport`.
 
     Args:
         quiet: Whether to print nothing. Print the report with ``print(report)``.

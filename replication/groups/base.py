@@ -111,8 +111,6 @@ class Group(ABC):
     members. All collectives can be differentiated any number of times. Under `torch.no_grad` the
     results of a member are constants.
 
-    See also `ReplicaAware`, `SoloGroup`, `ReplicaGroup` and `ProcessGroup`.
-
     Raises:
         TypeError: An argument has the wrong type. Raised before any waiting.
         ValueError: An argument has the wrong value. Raised before any waiting.
@@ -357,8 +355,6 @@ class SoloGroup(Group):
     (0, 1)
     >>> group.all_gather(torch.tensor([1.0, 2.0]))
     (tensor([1., 2.]),)
-
-    See also `Group`.
     """
 
     def __init__(self) -> None:

@@ -84,8 +84,6 @@ class ReplicaAware(_Base):
     >>> DataParallel(Center(), ["cpu"] * 2)(x).tolist() == Center()(x).tolist()
     True
 
-    See also `register_replication_callback` and `Group`.
-
     Attributes:
         group_size: If not None, the copies are divided into parts of this size, and ``group`` is
             the layer's part (see `Group.split`).

@@ -326,8 +326,6 @@ class ProcessGroup(Group):
     tensor([1., 2.])
     >>> distributed.destroy_process_group()
 
-    See also `Group` and `JoinableStep`.
-
     Args:
         process_group: A group of `torch.distributed` that this process is in; by default all
             processes.

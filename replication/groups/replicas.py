@@ -66,8 +66,6 @@ class CallbackContext:
     one of 2 copies of `0`
     one of 2 copies of `0`
 
-    See also `execute_replication_callbacks`, `ReplicaGroup` and `SyncMaster`.
-
     Attributes:
         num_copies: Number of copies.
         devices: The device of each copy. None where it is unknown: a copy without tensors in a
@@ -240,8 +238,6 @@ class ReplicaGroup(Group):
     ...         return self.group.all_reduce(x.sum())
     >>> DataParallel(Total(), ["cpu"] * 2)(torch.arange(4.0))
     tensor([6., 6.])
-
-    See also `Group` and `CallbackContext`.
     """
 
     def __init__(self, rank: int, size: int, communicator: Communicator | None = None) -> None:

@@ -82,8 +82,6 @@ def parallel_apply(
     >>> parallel_apply(replicas, [torch.zeros(1, 2), torch.ones(1, 3)])
     [tensor([0., 0.]), tensor([1., 1., 1.])]
 
-    See also `replicate`.
-
     Args:
         modules: The replicas to call.
         inputs: One tuple (or list) of positional arguments per replica. Any other object is

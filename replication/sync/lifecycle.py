@@ -36,9 +36,6 @@ from replication.sync.rendezvous import (
 )
 from replication.warning import frame_of_thread
 
-__all__: list[str] = []
-
-
 T = TypeVar("T")
 
 

@@ -38,8 +38,6 @@ class FutureResult:
     >>> result.put("ready")  # in one thread
     >>> result.get()  # in another
     'ready'
-
-    See also `SyncMaster`.
     """
 
     def __init__(self) -> None:
@@ -165,8 +163,6 @@ class SlavePipe:
     ...     reply = pool.submit(pipe.run_slave, 2)
     ...     print(master.run_master(1), reply.result())
     10 20
-
-    See also `SyncMaster`.
     """
 
     def __init__(
@@ -246,8 +242,6 @@ class SyncMaster:
     ...     reply = pool.submit(pipe.run_slave, 2)
     ...     print(master.run_master(1), reply.result())
     3 3
-
-    See also `CallbackContext`, `SlavePipe` and `FutureResult`.
 
     Args:
         master_callback: Called in the master's thread with ``[(0, master_msg), (identifier, msg),

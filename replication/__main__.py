@@ -42,7 +42,6 @@ class Centered(ReplicaAware, nn.Module):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints comparisons and verdicts. Returns the exit status, which is 1 if one fails."""
     return check_machine("replication", __doc__, Centered, lambda _: [torch.float32], arguments)
 
 

@@ -187,7 +187,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
             return self.gather(outputs, self.output_device)
 
     def _scattered(self, inputs: Any, kwargs: Any) -> Any:
-        """Returns the positional and the keyword arguments of each replica that has data."""
         _check_placement(self.module, self.src_device_obj)
         inputs, kwargs_tup = self.scatter(inputs, kwargs, self.device_ids)
         if not inputs and not kwargs_tup:  # torch's scatter returns this for no arguments
@@ -314,7 +313,6 @@ def data_parallel(
 
 
 def _check_placement(module: nn.Module, home: torch.device) -> None:
-    """Raises RuntimeError if a parameter or buffer is not on ``home``."""
     for path, layer in layers_of(module):
         for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
             if tensor is not None and tensor.device != home:

@@ -75,7 +75,6 @@ class JoinableStep(Joinable, Generic[T]):
             _ = self.join_process_group  # raises
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """Runs the step on a batch of this rank."""
         notification = Join.notify_join_context(self)
         if notification is not None:
             notification.wait()

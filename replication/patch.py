@@ -118,7 +118,6 @@ _lock = threading.RLock()
 
 
 def _renew_lock() -> None:
-    """Replaces the lock in a forked child, where the thread that held it does not exist."""
     global _lock
     _lock = threading.RLock()
 

@@ -20,7 +20,6 @@ from syncbn.channels import has_float64
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints comparisons and verdicts. Returns the exit status, which is 1 if one fails."""
     return check_machine("syncbn", __doc__, make_layers, dtypes, arguments)
 
 

@@ -41,10 +41,7 @@ __all__ = ["stand_in_for"]
 
 
 class TorchTestCase(unittest.TestCase):
-    """The base class of the older toolkit's tests."""
-
     def assertTensorClose(self, x: Tensor, y: Tensor) -> None:
-        """Compares two tensors with the older toolkit's tolerances."""
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
 
 
@@ -203,7 +200,6 @@ class Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Finds a stand-in for the import system."""
         package = self._package(fullname)
         if not package:
             self._warn_of_other_copy(fullname, path)
@@ -240,7 +236,6 @@ class Finder(MetaPathFinder, Loader):
             )
 
     def exec_module(self, module: ModuleType) -> None:
-        """Defines the names of a stand-in for the import system."""
         name = module.__name__
         package = self._package(name)
         parent = sys.modules.get(package)

@@ -210,7 +210,6 @@ _changing_names = threading.RLock()
 
 
 def _renew_lock() -> None:
-    """Replaces the lock in a forked child, where the thread that held it does not exist."""
     global _changing_names
     _changing_names = threading.RLock()
 

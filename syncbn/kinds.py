@@ -212,8 +212,6 @@ def _note_on(layer: SynchronizedBatchNorm) -> str:
 
 
 class LayerSummary(NamedTuple):
-    """A row of a `Summary`."""
-
     #: The path in the network. The network itself has an empty path.
     path: str
     #: The name of the layer's class.
@@ -254,7 +252,6 @@ class Summary(ShownAsTable):
         return [layer.path for layer in self.layers if layer.kind.name == kind]
 
     def _table(self) -> Table:
-        """Returns a row for each layer. Layers that normalize by sample are counted instead."""
         rows: list[tuple[str, ...]] = [
             (f"`{path_or_root(path)}`", layer, kind.name, kind.note)
             for path, layer, kind in self.layers

@@ -253,7 +253,6 @@ class LayerCall(NamedTuple):
     number: int
 
     def title(self, layers: Mapping[str, nn.Module]) -> str:
-        """Returns the name of the call's output in messages."""
         later = f", call {self.number}" if self.number > 1 else ""
         return f"output of `{self.path}` ({type(layers[self.path]).__name__}{later})"
 
@@ -356,7 +355,6 @@ class Step:
         return output.roll(-self.shift, self.dim)
 
     def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Tensor]]:
-        """Returns positional arguments, keyword arguments, and the inputs that get gradients."""
         arguments: Any = (batch,), {}
         if isinstance(batch, Mapping):
             arguments = (), dict(batch)
@@ -379,7 +377,6 @@ class Step:
 
 
 def _compare(actual: Step, expected: Step) -> dict[str, list[Difference]]:
-    """Returns the differences of two steps, by kind of quantity."""
     layers = expected.layers
     of_layers = [
         difference(call.title(layers), actual.calls.get(call, {}), outputs)
@@ -461,7 +458,6 @@ def _error(actual: Tensor, reference: Tensor, largest_of_kind: float) -> float:
 
 
 def _magnitude(tensor: Tensor | None) -> float:
-    """Returns the largest finite absolute value."""
     if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     finite = tensor[tensor.isfinite()]
@@ -473,7 +469,6 @@ def _items(container: Any) -> list[Any]:
 
 
 def _tensors(tree: Any) -> dict[Path, Tensor]:
-    """Returns the tensors in an output, by their paths."""
     return {path: leaf for path, leaf in flatten(tree)[0] if isinstance(leaf, Tensor)}
 
 

@@ -38,7 +38,6 @@ class Waits(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The sum over all replicas, in seconds."""
         return sum(self.seconds.values())
 
 
@@ -80,7 +79,6 @@ class WaitReport(ShownAsTable):
             self._size = max(self._size, size)
 
     def add(self, path: str, replica: int, seconds: float) -> None:
-        """Records a wait."""
         with self._lock:
             self._counts[path, replica] += 1
             self._seconds[path, replica] += seconds
@@ -128,7 +126,6 @@ class WaitReport(ShownAsTable):
         return order[0] if stands_out else None
 
     def _table(self) -> Table:
-        """Returns the layers in descending order of the time waited, and their sum."""
         forwards = f"{self.forwards} forward{'' if self.forwards == 1 else 's'}"
         head = f"{forwards}; milliseconds per forward that a replica waits for others"
         layers = self.layers
@@ -151,7 +148,6 @@ class WaitReport(ShownAsTable):
         return Table(titles, rows, [head], [after], numbers_from=1)
 
     def _per_forward(self, seconds: float) -> float:
-        """Returns milliseconds per forward."""
         return 1e3 * seconds / max(self.forwards, 1)
 
     def _cells(self, waits: Waits) -> list[str]:

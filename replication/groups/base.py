@@ -71,7 +71,6 @@ class Call(NamedTuple):
         return text
 
     def matching_key(self) -> tuple[object, ...]:
-        """Returns a key that is equal for matching calls."""
         if not self.any_length:
             return self
         layouts = tuple((dtype, len(shape), shape[1:]) for dtype, shape in self.layouts)
@@ -141,7 +140,6 @@ class Group(ABC):
         return is_recomputation()
 
     def _where(self) -> str:
-        """Returns the name of this member, for messages."""
         return repr(self)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
@@ -304,7 +302,6 @@ class Group(ABC):
 
 
 def refuses_callbacks(name: str) -> str:
-    """Returns the message that refuses a collective in a replication callback."""
     return (
         f"{name} in a replication callback; callbacks run one after the other, so that no other "
         "copy can answer: call collectives in forward"
@@ -319,7 +316,6 @@ def describe_argument(value: Any) -> str:
 
 
 def layouts_of(tensors: Sequence[Tensor]) -> Layouts:
-    """Returns the dtypes and shapes of tensors."""
     return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
 
 
@@ -369,11 +365,9 @@ class SoloGroup(Group):
         return  # there are no other members
 
     def barrier(self) -> None:
-        """Returns at once."""
         self._check_use("barrier")
 
     def all_gather_object(self, obj: T) -> tuple[T, ...]:
-        """Returns ``(obj,)``."""
         self._check_use("all_gather_object")
         return (obj,)
 

@@ -113,7 +113,6 @@ def is_non_member(process_group: Any) -> bool:
 
 
 def check_process_group(value: Any) -> None:
-    """Raises TypeError if the value is not a group of `torch.distributed`."""
     is_group = distributed.is_available() and (
         isinstance(value, distributed.ProcessGroup) or is_non_member(value)
     )
@@ -172,13 +171,11 @@ class CallHeader(NamedTuple):
 
     @classmethod
     def of(cls, call: Call) -> CallHeader:
-        """Describes a call."""
         shape = call.layouts[0][1] if call.any_length else ()
         digest = sha256(repr(call.matching_key()).encode()).digest()
         return cls(shape[0] if shape else 0, digest, call.where, str(call))
 
     def matching_key(self) -> bytes:
-        """Returns a key that is equal for matching calls."""
         return self.digest
 
     def __str__(self) -> str:
@@ -196,7 +193,6 @@ class CallHeader(NamedTuple):
 
 
 def _text(encoded: bytes) -> str:
-    """Decodes a text; characters that could deceive the reader of a log are replaced."""
     text = encoded.rstrip(b"\0").decode(errors="replace")
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
@@ -456,7 +452,6 @@ class ProcessGroup(Group):
 
     @uncompiled
     def barrier(self) -> None:
-        """Waits until all members have called it."""
         with self._calling(Call("barrier")):
             distributed.barrier(self.process_group)
 
@@ -664,7 +659,6 @@ def _destroyed(where: str) -> ReplicationError:
 
 
 def _remedy() -> str:
-    """Returns advice for a rank whose call no other rank answered."""
     if debugging():
         return (
             "if no other rank failed first (see their logs), some rank did not reach this call: "

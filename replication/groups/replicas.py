@@ -146,7 +146,6 @@ class Communicator:
         return type(self), (None, self.layer, self.replicas)  # a copy belongs to no forward
 
     def group(self, rank: int) -> Group:
-        """Returns the group of a member; see `CallbackContext.group`."""
         size = len(self.replicas)
         if type(rank) is not int and not is_int(rank):
             raise TypeError(f"a copy_id is an int (got {rank!r})")
@@ -383,7 +382,6 @@ class ReplicaGroup(Group):
         return results if grad_enabled else tuple(result.detach() for result in results)
 
     def barrier(self) -> None:
-        """Returns when all members have called it."""
         self.exchange("barrier", None, lambda messages: messages)
 
     def all_gather_object(self, obj: T) -> tuple[T, ...]:

@@ -88,7 +88,6 @@ class Wait:
 
     @property
     def site(self) -> str:
-        """The exchange and the number of the call, for messages."""
         return site(self.path, self.calls[self.replica])
 
     def block(self) -> None:
@@ -432,7 +431,6 @@ class Rendezvous:
                 )
 
     def limit_time(self, seconds: float) -> None:
-        """Sets the deadline of the forward to this many seconds from now."""
         self._timeout, self.deadline = seconds, time.monotonic() + seconds
 
     def time_out(self) -> Abort:

@@ -28,7 +28,7 @@ from replication.devices import (
 from replication.groups.processes import has_other_processes
 from replication.modules import layers_of, paired
 from replication.steps.gather import gather, join_leaves
-from replication.steps.parallel_apply import parallel_apply, refuse_functorch
+from replication.steps.parallel_apply import refuse_functorch, run_replicas
 from replication.steps.replicate import make_replicas
 from replication.steps.scatter import scatter_kwargs
 from replication.sync.lifecycle import first_failure_wins, limit_time
@@ -177,13 +177,18 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def _on_replicas(self, inputs: Any, kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function(_RANGE):
             module = self.module
+            # 1. Split the arguments between the replicas that have data.
             inputs, kwargs_tup = self._scattered(inputs, kwargs)
             if len(inputs) > 1:
                 refuse_functorch()  # before copies of the parameters meet the transform
                 warn_of_plain_batch_norm(self, module)
+            # 2. Make the replicas, and connect the copies of each layer.
             replicas = self.replicate(module, self.device_ids[: len(inputs)])
+            # 3. Run each replica in its thread. The steps have torch's signatures, so the time
+            # limit travels in the rendezvous, which the replicas lead to.
             limit_time(replicas, self.timeout)
             outputs = first_failure_wins(self.parallel_apply, replicas, inputs, kwargs_tup)
+            # 4. Join the outputs.
             return self.gather(outputs, self.output_device)
 
     def _scattered(self, inputs: Any, kwargs: Any) -> Any:
@@ -247,7 +252,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def parallel_apply(self, replicas: Sequence[ModuleT], inputs: Any, kwargs: Any) -> list[Any]:
         """Calls each replica with its part of the arguments."""
-        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
+        return run_replicas(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Joins the outputs, except for those that stay `Scattered`."""

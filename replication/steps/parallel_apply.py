@@ -104,6 +104,16 @@ def parallel_apply(
             that are not an `Exception`, such as `SystemExit` in a replica or `KeyboardInterrupt`
             in the caller, are raised at once.
     """
+    return first_failure_wins(run_replicas, modules, inputs, kwargs_tup, devices)
+
+
+def run_replicas(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+    devices: Sequence[DeviceLike] | None = None,
+) -> list[Any]:
+    """Runs `parallel_apply`, but may raise an error that only follows from the first."""
     n = len(modules)
     kwargs_tup = [{}] * n if kwargs_tup is None else kwargs_tup
     if devices is None:
@@ -122,7 +132,7 @@ def parallel_apply(
         args = inputs[index]
         args = args if isinstance(args, (list, tuple)) else (args,)
         calls.append(partial(state.run, index, replica, args, kwargs_tup[index]))
-    return first_failure_wins(_run_all, modules, calls, state.torch_threads)
+    return _run_all(modules, calls, state.torch_threads)
 
 
 def refuse_functorch() -> None:

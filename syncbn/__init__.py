@@ -1,7 +1,7 @@
 """Batch normalization over the whole batch of all replicas, with the results of one device."""
 
 from replication import DataParallel, DataParallelWithCallback, patch_replication_callback
-from replication.verify import Difference, Verification, verify
+from replication.diagnosis.verify import Difference, Verification, verify
 from replication.version import __version__ as __version__
 from syncbn.batchnorm import (
     SynchronizedBatchNorm1d,
@@ -11,7 +11,7 @@ from syncbn.batchnorm import (
 )
 from syncbn.compat import stand_in_for
 from syncbn.convert import convert_model, patch_sync_batchnorm, revert_model
-from syncbn.report import Summary, summary
+from syncbn.kinds import Summary, summary
 
 __all__ = [
     "DataParallel",

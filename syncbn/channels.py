@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__: list[str] = []
-
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which values of ``dtype`` are summed."""

@@ -10,14 +10,15 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from replication import DataParallel, ReplicaAware, patch_replication_callback
+from replication.data_parallel import DataParallel
 from replication.devices import check_module
 from replication.errors import path_or_root
-from replication.groups.membership import check_process_group
-from replication.patch import has_replication_callback
+from replication.groups.layer import ReplicaAware
+from replication.groups.processes import check_process_group
+from replication.patch import has_replication_callback, patch_replication_callback
 from replication.warning import UnsynchronizedWarning, warn
 from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
-from syncbn.report import (
+from syncbn.kinds import (
     OLDER_ATTRIBUTES,
     PLAIN,
     SYNCHRONIZED,
@@ -66,9 +67,6 @@ def convert_model(
     >>> net = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
     >>> type(net[1]).__name__
     'SynchronizedBatchNorm2d'
-
-    See also `SynchronizedBatchNorm1d`, `revert_model`, `patch_sync_batchnorm`, `stand_in_for` and
-    `summary`.
 
     Args:
         module: A layer, a network, or a DataParallel around one.
@@ -173,8 +171,6 @@ def revert_model(module: ModuleT) -> ModuleT:
     >>> type(revert_model(net)[0]).__name__
     'BatchNorm2d'
 
-    See also `convert_model`.
-
     Args:
         module: A layer or a network, changed in place. Pass a copy to keep it.
 
@@ -214,7 +210,6 @@ _changing_names = threading.RLock()
 
 
 def _renew_lock() -> None:
-    """Replaces the lock in a forked child, where the thread that held it does not exist."""
     global _changing_names
     _changing_names = threading.RLock()
 
@@ -242,8 +237,6 @@ def patch_sync_batchnorm() -> Iterator[None]:
     ...     net = nn.Sequential(nn.BatchNorm2d(8))
     >>> type(net[0]).__name__
     'SynchronizedBatchNorm2d'
-
-    See also `convert_model`.
     """
     block: dict[str, Any] = {}
     try:

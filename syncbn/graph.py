@@ -39,9 +39,6 @@ from syncbn.channels import empty_output, in_float64, per_channel, reduced_dims
 from syncbn.kernels import Statistics
 from syncbn.merge import Denominator, Message, Shard
 
-__all__: list[str] = []
-
-
 #: The reply to a replica: values per channel, statistics of the whole batch, and the output. The
 #: statistics are None if the output is complete. Both are None for fewer than 2 values.
 Reply = tuple[int | Tensor, Statistics | None, Tensor | None]

@@ -36,8 +36,6 @@ from syncbn.channels import (
     with_usual_strides,
 )
 
-__all__: list[str] = []
-
 #: The number of values, possibly equal, that may be added one by one.
 _FEW_EQUAL = 2**8
 

@@ -43,8 +43,6 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
     >>> scatter({"x": torch.arange(3), "train": True}, ["cpu"] * 2)
     [{'x': tensor([0, 1]), 'train': True}, {'x': tensor([2]), 'train': True}]
 
-    See also `Scattered`, `scatter_kwargs` and `gather`.
-
     Args:
         inputs: A tensor, or any nesting of containers: containers of the standard library,
             dataclasses, and classes that are registered with torch's pytree.
@@ -79,8 +77,6 @@ def scatter_kwargs(
     >>> from replication import scatter_kwargs
     >>> scatter_kwargs((torch.arange(3),), {"train": True}, ["cpu"] * 2)
     (((tensor([0, 1]),), (tensor([2]),)), ({'train': True}, {'train': True}))
-
-    See also `scatter`.
 
     Args:
         inputs: Positional arguments.

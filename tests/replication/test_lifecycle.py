@@ -29,8 +29,8 @@ from replication import (
     replicate,
 )
 from replication.devices import device_of
-from replication.sync.lifecycle import rendezvous_of, track
-from replication.sync.notes import add_note, failing_path
+from replication.errors import add_note
+from replication.sync.lifecycle import failing_path, rendezvous_of, track
 from tests.layers import (
     DEADLINE,
     AsTorchDoes,

@@ -19,7 +19,7 @@ from replication import (
     UnsynchronizedWarning,
     patch_replication_callback,
 )
-from replication.groups.membership import ProcessGroupHandle
+from replication.groups.processes import ProcessGroupHandle
 from replication.patch import has_replication_callback
 from syncbn import (
     DataParallelWithCallback,

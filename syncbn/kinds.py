@@ -1,4 +1,4 @@
-"""A table of the layers of a network that shows which ones are synchronized, and why."""
+"""The kinds of layers: which are synchronized or can be, why others stay, and a table of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from replication.callbacks import CALLBACK
 from replication.devices import check_module
+from replication.diagnosis.table import ShownAsTable, Table
 from replication.errors import path_or_root
 from replication.patch import has_replication_callback
-from replication.table import ShownAsTable, Table
 from replication.tree import leaves_of, open_builtin
 from syncbn.batchnorm import (
     CORRECTION,
@@ -212,8 +212,6 @@ def _note_on(layer: SynchronizedBatchNorm) -> str:
 
 
 class LayerSummary(NamedTuple):
-    """A row of a `Summary`."""
-
     #: The path in the network. The network itself has an empty path.
     path: str
     #: The name of the layer's class.
@@ -229,8 +227,6 @@ class Summary(ShownAsTable):
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     >>> [(layer.path, layer.kind.name) for layer in summary(net).layers]
     [('1', 'plain')]
-
-    See also `summary`.
 
     Attributes:
         layers: All layers that normalize or run replicas, in the order of ``named_modules()``.
@@ -256,7 +252,6 @@ class Summary(ShownAsTable):
         return [layer.path for layer in self.layers if layer.kind.name == kind]
 
     def _table(self) -> Table:
-        """Returns a row for each layer. Layers that normalize by sample are counted instead."""
         rows: list[tuple[str, ...]] = [
             (f"`{path_or_root(path)}`", layer, kind.name, kind.note)
             for path, layer, kind in self.layers
@@ -291,8 +286,6 @@ def summary(module: nn.Module) -> Summary:
     `1`        SynchronizedBatchNorm2d  synchronized
     1 of them  GroupNorm                by sample     nothing to synchronize
     1 synchronized, 0 not converted, 0 left alone.
-
-    See also `convert_model`, `Summary` and `verify`.
 
     Args:
         module: A layer or a network, converted or not, wrapped or not.

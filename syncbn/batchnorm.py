@@ -34,6 +34,7 @@ __all__ = [
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "SynchronizedBatchNormNd",
     "set_sbn_eps_mode",
 ]
 
@@ -143,6 +144,8 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, input: Tensor) -> Tensor:
+        # `_BatchNorm.forward` below, not `super()`: a class that is also derived from a library's
+        # batch norm must get the normalization alone, on one device as well.
         if not self.training:
             return self._evaluated(input)
         group = self.group
@@ -151,14 +154,14 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             return self._synchronized(input, group)
         current = current_replica()
         if current is None:
-            return super().forward(input)
+            return _BatchNorm.forward(self, input)
         # Copy 0 has the buffers of the original module.
-        return current.rendezvous.commit(partial(super().forward, input))
+        return current.rendezvous.commit(partial(_BatchNorm.forward, self, input))
 
     def _evaluated(self, input: Tensor) -> Tensor:
         is_shared = self._recorded_calls is not None and self._has_original_buffers
         if not (is_shared and self.track_running_stats and torch.is_grad_enabled()):
-            return super().forward(input)
+            return _BatchNorm.forward(self, input)
         # Save copies of the buffers for backward: a training forward may update them before.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         mean, var = (
@@ -289,8 +292,19 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
 class SynchronizedBatchNormNd(SynchronizedBatchNorm, _BatchNorm):
     """The counterpart of `torch.nn.SyncBatchNorm`, for inputs of any number of dimensions.
 
-    It is not derived from `torch.nn.SyncBatchNorm`, which DistributedDataParallel refuses without
-    a GPU.
+    It takes the arguments of `SynchronizedBatchNorm1d`. It is not derived from
+    `torch.nn.SyncBatchNorm`, which DistributedDataParallel refuses without a GPU.
+
+    >>> import torch
+    >>> from syncbn import SynchronizedBatchNormNd
+    >>> layer = SynchronizedBatchNormNd(4)
+    >>> layer(torch.randn(8, 4)).shape, layer(torch.randn(2, 4, 6, 6)).shape
+    (torch.Size([8, 4]), torch.Size([2, 4, 6, 6]))
+
+    See also `SynchronizedBatchNorm1d`, `SynchronizedBatchNorm2d` and `SynchronizedBatchNorm3d`.
+
+    Shape:
+        Input and output: ``(N, C, ...)``. Replicas may differ in all but C.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -307,7 +321,8 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
     >>> layer(torch.randn(8, 4)).shape
     torch.Size([8, 4])
 
-    See also `SynchronizedBatchNorm2d`, `SynchronizedBatchNorm3d` and `convert_model`.
+    See also `SynchronizedBatchNorm2d`, `SynchronizedBatchNorm3d`, `SynchronizedBatchNormNd` and
+    `convert_model`.
 
     Shape:
         Input and output: ``(N, C)`` or ``(N, C, L)``. Replicas may differ in N and L. N may be 0.
@@ -354,7 +369,7 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
     >>> layer(torch.randn(8, 4, 6, 6)).shape
     torch.Size([8, 4, 6, 6])
 
-    See also `SynchronizedBatchNorm1d` and `SynchronizedBatchNorm3d`.
+    See also `SynchronizedBatchNorm1d`, `SynchronizedBatchNorm3d` and `SynchronizedBatchNormNd`.
 
     Shape:
         Input and output: ``(N, C, H, W)``. Replicas may differ in N, H and W.
@@ -373,7 +388,7 @@ class SynchronizedBatchNorm3d(SynchronizedBatchNorm, nn.BatchNorm3d):
     >>> layer(torch.randn(2, 4, 6, 6, 6)).shape
     torch.Size([2, 4, 6, 6, 6])
 
-    See also `SynchronizedBatchNorm1d` and `SynchronizedBatchNorm2d`.
+    See also `SynchronizedBatchNorm1d`, `SynchronizedBatchNorm2d` and `SynchronizedBatchNormNd`.
 
     Shape:
         Input and output: ``(N, C, D, H, W)``. Replicas may differ in N, D, H and W.

@@ -47,8 +47,8 @@ def convert_model(
     group_size: int | None = None,
     process_group: Any = None,
     *,
-    classes: Mapping[type[nn.Module], Callable[[Any], nn.Module]] | None = None,
     report: bool = False,
+    classes: Mapping[type[Any], Callable[[Any], nn.Module]] | None = None,
 ) -> ModuleT:
     """Converts every `torch.nn.BatchNorm1d/2d/3d` in ``module`` to a synchronized layer, in place.
 
@@ -99,12 +99,12 @@ def convert_model(
         group_size: If given, set on every synchronized layer, including layers that were
             synchronized before (see `SynchronizedBatchNorm1d`).
         process_group: As ``group_size``.
+        report: Whether to print the `syncbn.summary` of the result, with a line per layer,
+            instead of warning about layers that stay unsynchronized.
         classes: A function for each further class. It gets a layer of exactly this class and
             returns a new, synchronized layer with parameters, buffers and modules of the same
             names. The old layer gets the new layer's class, modules and own attributes. It keeps
             its parameters, buffers, hooks, flags, ``eps`` and momentum.
-        report: Whether to print the `syncbn.summary` of the result, with a line per layer,
-            instead of warning about layers that stay unsynchronized.
 
     Returns:
         ``module``.

@@ -34,7 +34,7 @@ class _Before(NamedTuple):
     added: list[str]
 
 
-def check_classes(classes: Mapping[type[nn.Module], Function]) -> None:
+def check_classes(classes: Mapping[type[Any], Function]) -> None:
     """Raises TypeError unless ``classes`` maps classes of modules to functions."""
     if not isinstance(classes, Mapping):
         raise TypeError(f"classes must be a dict of {{class: function}} (got {classes!r})")
@@ -47,7 +47,7 @@ def check_classes(classes: Mapping[type[nn.Module], Function]) -> None:
 
 
 def replacements(
-    root: nn.Module, classes: Mapping[type[nn.Module], Function]
+    root: nn.Module, classes: Mapping[type[Any], Function]
 ) -> dict[nn.Module, nn.Module]:
     """Returns the new layer for each layer of these classes, and changes nothing.
 

@@ -268,6 +268,7 @@ class TimmLayer(nn.BatchNorm2d):
         self.act = nn.SiLU(inplace=True)
 
     def forward(self, x):
+        self.num_batches_tracked += self.training
         output = nn.functional.batch_norm(
             *(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
         )

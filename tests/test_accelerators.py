@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from replication import DataParallel, Scattered, replicate
+from replication import DataParallel, Scattered, replicate, scatter
 from syncbn import SynchronizedBatchNorm2d, batchnorm, channels, convert_model
 from syncbn.kernels import FUSED, KERNELS, PLAIN
 from tests import accelerator
@@ -280,6 +280,18 @@ def test_collectives_and_their_derivatives_equal_the_oracle(name, devices):
     expected = case.oracle(inputs)
     torch.testing.assert_close(home, expected)
     torch.testing.assert_close(derivatives(home, inputs), derivatives(expected, inputs))
+
+
+@on_simulated
+def test_scatter_copies_each_part_once():
+    """The part that stays is a clone; the part that leaves has none in between."""
+    batch = torch.randn(6, 3, device=HOME)
+    with accelerator.counting() as counted:
+        parts = scatter(batch, ACCELERATORS)
+    there = ACCELERATORS[1]
+    assert counted == {f"launch {HOME}->{HOME}": 1, f"copy {HOME}->{there}": 1}
+    parts[0].zero_()
+    assert batch.count_nonzero() == batch.numel()
 
 
 # -- devices by any name -----------------------------------------------------------------------

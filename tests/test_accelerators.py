@@ -159,6 +159,39 @@ def test_the_host_does_not_wait(devices, momentum, strategy):
     assert net[1].num_batches_tracked.item() == 2
 
 
+@every_strategy
+@every_list_of_accelerators
+def test_the_host_does_not_wait_at_a_new_shape(devices, strategy):
+    layer = SynchronizedBatchNorm2d(3).to(devices[0])
+    model = DataParallel(layer, devices, gather_to_one_device=False)
+
+    def step(*sizes: int) -> None:
+        shards = [
+            torch.randn(2, 3, size, 4, device=d, requires_grad=True)
+            for size, d in zip(sizes, devices, strict=True)
+        ]
+        outputs = model(Scattered(shards))
+        torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+
+    step(*range(1, 1 + len(devices)))
+    with no_host_wait():
+        step(*range(9, 9 + len(devices)))
+        step(*[20] * len(devices))
+
+
+@on_simulated
+def test_constants_are_filled_in_order_of_each_stream():
+    device, numbers = torch.device(HOME), (3, 3, 5, 3)
+    accelerator.findings()
+    with accelerator.delays(500):
+        with streams_of_the_callers([HOME]):
+            channels.constant_tensor(numbers, device, torch.float32)
+        with streams_of_the_callers([HOME]):
+            again = channels.constant_tensor(numbers, device, torch.float32)
+            assert (again * 1).tolist() == list(numbers)
+    assert accelerator.findings() == []
+
+
 def test_the_large_tensors_go_through_the_fused_kernels(monkeypatch):
     calls: list[str] = []
     for name in ("stats", "elemt", "backward_reduce", "backward_elemt"):

@@ -35,6 +35,7 @@ __all__ = [
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "SynchronizedBatchNormNd",
     "set_sbn_eps_mode",
 ]
 
@@ -142,6 +143,8 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, input: Tensor) -> Tensor:
+        # `_BatchNorm.forward` below, not `super()`: a class that is also derived from a library's
+        # batch norm must get the normalization alone, on one device as well.
         if not self.training:
             return self._evaluated(input)
         group = self.group
@@ -150,14 +153,14 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             return self._synchronized(input, group)
         current = current_replica()
         if current is None:
-            return super().forward(input)
+            return _BatchNorm.forward(self, input)
         # Copy 0 has the buffers of the original module.
-        return current.rendezvous.commit(partial(super().forward, input))
+        return current.rendezvous.commit(partial(_BatchNorm.forward, self, input))
 
     def _evaluated(self, input: Tensor) -> Tensor:
         is_shared = self._recorded_calls is not None and self._has_original_buffers
         if not (is_shared and self.track_running_stats and torch.is_grad_enabled()):
-            return super().forward(input)
+            return _BatchNorm.forward(self, input)
         # Save copies of the buffers for backward: a training forward may update them before.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         mean, var = (
@@ -286,8 +289,19 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
 class SynchronizedBatchNormNd(SynchronizedBatchNorm, _BatchNorm):
     """The counterpart of `torch.nn.SyncBatchNorm`, for inputs of any number of dimensions.
 
-    It is not derived from `torch.nn.SyncBatchNorm`, which DistributedDataParallel refuses without
-    a GPU.
+    It takes the arguments of `SynchronizedBatchNorm1d`. It is not derived from
+    `torch.nn.SyncBatchNorm`, which DistributedDataParallel refuses without a GPU.
+
+    >>> import torch
+    >>> from syncbn import SynchronizedBatchNormNd
+    >>> layer = SynchronizedBatchNormNd(4)
+    >>> layer(torch.randn(8, 4)).shape, layer(torch.randn(2, 4, 6, 6)).shape
+    (torch.Size([8, 4]), torch.Size([2, 4, 6, 6]))
+
+    See also `SynchronizedBatchNorm1d`, `SynchronizedBatchNorm2d` and `SynchronizedBatchNorm3d`.
+
+    Shape:
+        Input and output: ``(N, C, ...)``. Replicas may differ in all but C.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:

@@ -11,16 +11,16 @@ from replication._torch import IS_REPLICA
 from replication.devices import is_int
 from replication.errors import ReplicationError
 from replication.groups.base import Group, SoloGroup
-from replication.groups.membership import (
+from replication.groups.processes import (
     GroupMember,
+    ProcessGroup,
     ProcessGroupHandle,
     check_process_group,
     has_other_processes,
     processes_are_not_connected,
 )
-from replication.groups.processes import ProcessGroup
 from replication.groups.replicas import CallbackContext, ReplicaGroup
-from replication.sync.current import current_replica
+from replication.sync.rendezvous import current_replica
 from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
 
 if TYPE_CHECKING:
@@ -84,8 +84,6 @@ class ReplicaAware(_Base):
     >>> DataParallel(Center(), ["cpu"] * 2)(x).tolist() == Center()(x).tolist()
     True
 
-    See also `register_replication_callback` and `Group`.
-
     Attributes:
         group_size: If not None, the copies are divided into parts of this size, and ``group`` is
             the layer's part (see `Group.split`).
@@ -116,6 +114,8 @@ class ReplicaAware(_Base):
 
     #: The group of a replica.
     _replica_group: Group | None = None
+    #: Whether `torch.distributed` was not initialized when the replica was made.
+    _is_one_process = False
     #: The flag of the original, so that all replicas of all forwards warn once in total.
     _first_warning: WarnOnce | None = None
     #: The thread that made the replica.
@@ -141,7 +141,10 @@ class ReplicaAware(_Base):
         if isinstance(ctx, CallbackContext):
             # Not `ctx.group`, which a copy may have overwritten. Not `self._replica_group = ...`,
             # which is slow on a module.
-            vars(self)["_replica_group"] = CallbackContext.group(ctx, copy_id)
+            group = CallbackContext.group(ctx, copy_id)
+            vars(self)["_replica_group"] = group
+            # Once per forward, because reading `WORLD` takes calls in Python.
+            vars(self)["_is_one_process"] = GroupMember is None or GroupMember.WORLD is None
 
     @property
     def group(self) -> Group:
@@ -163,7 +166,7 @@ class ReplicaAware(_Base):
             and group.size > 1
             and self.group_size is None
             and self._process_group is None
-            and (GroupMember is None or GroupMember.WORLD is None)
+            and self._is_one_process
         ):
             return group  # the usual case, which each forward of a layer takes
         if group is None and self._warn_if_isolated():

@@ -31,14 +31,14 @@ from replication import (
 from replication._torch import timeout_of
 from replication.devices import memory_of
 from replication.groups.base import Call, check_same_call
-from replication.groups.call_header import CallHeader, check_lengths
+from replication.groups.processes import CallHeader, check_lengths
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.collective_cases import CASES, OPS, derivatives, leaves, upstream
 from tests.layers import outcome_of
 from tests.processes import run_python
 from tests.ranks import TIMEOUT, needs_gloo, recorded_collectives, run_ranks
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.slow]
 
 
 def run_cases(rank: int, size: int) -> dict[str, Any]:

@@ -67,3 +67,10 @@ def test_matrix_begins_with_the_oldest_versions_and_has_all_classifiers(config):
     assert torches[0][0].startswith(f"{oldest}.") and {first for _, first in torches} == {python}
     classified = re.findall(r":: Python :: (3\.\d+)", config["metadata"]["classifiers"])
     assert set(classified) <= set(re.findall(r'"(3\.\d+)"', matrix))
+
+
+def test_the_readme_names_the_oldest_versions(config):
+    oldest = config["options"]["install_requires"].strip().removeprefix("torch>=")
+    python = config["options"]["python_requires"].removeprefix(">=")
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert f"Python {python} and torch {oldest}, or later, are required." in readme

@@ -312,6 +312,14 @@ def test_self_check_passes_here(package, dtypes):
 
 
 @pytest.mark.parametrize("check", [replication.__main__, syncbn.__main__])
+def test_version_is_printed_without_a_check(check, capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        check.main(["--version"])
+    printed = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in printed and "compared" not in printed
+
+
+@pytest.mark.parametrize("check", [replication.__main__, syncbn.__main__])
 def test_self_check_says_that_only_the_cpu_was_checked(check, monkeypatch, capsys):
     monkeypatch.setattr(replication.__main__, "default_devices", lambda: [])
     assert check.main(["--replicas", "2"]) == 0

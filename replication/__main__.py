@@ -3,8 +3,7 @@
 Prints versions and devices, then compares replicas of a layer that communicates with the same
 layer on one device: on the CPU, on each accelerator, and across all accelerators. At the end it
 prints PASS or FAIL for each device, and a verdict. The exit status is 0 if all pass, 1 if one
-fails, and 2 if the arguments are wrong. `python -m syncbn` does
-the same with synchronized layers.
+fails, and 2 if the arguments are wrong. ``python -m syncbn`` does so with synchronized layers.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import replication.sync.rendezvous
 from replication import (
+    CallbackContext,
     DataParallel,
     ReplicaFailed,
     ReplicasDiverged,
@@ -28,9 +29,9 @@ from replication import (
     patch_replication_callback,
     replicate,
 )
-from replication.devices import device_of
 from replication.sync.lifecycle import rendezvous_of, track
 from replication.sync.notes import add_note, failing_path
+from syncbn import SynchronizedBatchNorm1d
 from tests.layers import (
     DEADLINE,
     AsTorchDoes,
@@ -494,32 +495,6 @@ def test_note_is_added_to_those_that_are_there():
     assert error.__notes__ == ["first", "second"]
 
 
-def with_constant(module: nn.Module) -> nn.Module:
-    module.constant = torch.ones(1)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("module", "device"),
-    [
-        (nn.Linear(1, 1, device="meta"), "meta"),
-        (nn.Sequential(nn.ReLU(), nn.BatchNorm1d(1, affine=False, device="meta")), "meta"),
-        (with_constant(nn.Linear(1, 1, device="meta")), "meta"),
-        (nn.Sequential(with_constant(nn.ReLU()), nn.Linear(1, 1, device="meta")), "meta"),
-        (with_constant(nn.ReLU()), "cpu"),
-        (nn.ReLU(), None),
-    ],
-    ids=["parameter", "buffer", "constant", "constant before", "constant alone", "none"],
-)
-def test_device_of_a_module_comes_from_its_first_tensor(module, device):
-    assert device_of(module) == (device and torch.device(device))
-
-
-def test_device_of_a_replica_comes_from_its_first_tensor():
-    (replica,) = replicate(nn.Sequential(nn.Linear(1, 1)), ["meta"])
-    assert device_of(replica) == torch.device("meta")
-
-
 def test_failing_path_names_the_innermost_submodule():
     net = nn.Sequential(nn.ReLU(), nn.Sequential(FailsAt(0, LayerError)))
     net[1][0].copy_id = 0
@@ -537,3 +512,42 @@ def test_every_error_of_the_package_is_a_replication_error():
     for error in (ReplicaFailed, ReplicasDiverged):
         assert issubclass(error, ReplicationError)
     assert issubclass(ReplicationError, RuntimeError)
+
+
+# -- replicas that are kept --------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Keeps its replicas, as none should be."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.kept: dict[int, nn.Module] = {}  # the replicas share it
+
+    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+        self.kept[copy_id] = self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("wrap", [ours, patched(AsTorchDoes)])
+@pytest.mark.parametrize("layer", [lambda: SynchronizedBatchNorm1d(3), Centering])
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("part", ["replica", "layer"])
+def test_a_replica_that_is_kept_after_its_forward_is_given_up(
+    wrap, layer, index, part, monkeypatch
+):
+    """inplace_abn#88: marked parallel, and its peers do not run."""
+    net = Keeps(layer())
+    wrap(net, 2)(torch.randn(7, 3))
+    replica = net.kept[index]
+    net.kept.clear()
+    if part == "replica":  # which may not run alone
+        monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.05)
+        with pytest.raises(ReplicasDiverged, match=f"replica {index} waits.*did not begin"):
+            replica(torch.randn(4, 3))
+    else:
+        with pytest.raises(ReplicationError, match=r"outside the forward|forward.* has ended"):
+            replica.layer(torch.randn(4, 3))

@@ -10,11 +10,13 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -41,6 +43,7 @@ from tests.layers import (
     together,
 )
 from tests.processes import run_python
+from tests.sharded import BATCH, norm, whole_batch
 
 threads: Any = sys.modules["replication.steps.parallel_apply"]  # the package names the function so
 
@@ -780,3 +783,71 @@ def test_an_interrupt_that_keeps_a_thread_from_beginning_keeps_nothing_alive(mon
     assert freed(*kept)
     for thread in [t for t in threading._limbo if t.name == "replica-0"]:  # for later tests
         del threading._limbo[thread]
+
+
+# -- threads of replicas -----------------------------------------------------------------------
+
+
+def test_two_branches_may_run_side_by_side_inside_a_replica():
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = norm(), norm()
+
+        def forward(self, x):
+            return torch.stack(parallel_apply([self.a, self.b], [(x,), (2 * x,)]), 1)
+
+    for _ in range(20):
+        y = DataParallel(Parallel(), ["cpu"] * 3)(BATCH)
+        torch.testing.assert_close(y[:, 0], whole_batch(BATCH))
+
+
+def test_replicas_share_the_threads_that_the_caller_has_now():
+    class Threads(nn.Module):
+        def forward(self, x):
+            return x + torch.get_num_threads()
+
+    model = DataParallel(Threads(), ["cpu"] * 2)
+    try:
+        for count, share in ((1, 1), (4, 2), (3, 1), (6, 3)):
+            torch.set_num_threads(count)
+            assert model(torch.zeros(2)).tolist() == [share] * 2
+            assert torch.get_num_threads() == count
+            # What a thread begins with is not the share.
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(torch.get_num_threads).result(timeout=DEADLINE) == count
+            # Replicas called from there have new threads of their own.
+            with ThreadPoolExecutor(1) as pool:
+                assert (
+                    pool.submit(model, torch.zeros(2)).result(timeout=DEADLINE).tolist()
+                    == [share] * 2
+                )
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.slow
+def test_an_interrupted_forward_lets_the_interpreter_end():
+    """A thread in the middle of an operation of torch made it abort."""
+    program = """
+        import _thread, sys, threading, torch
+        from torch import nn
+        from replication import DataParallel
+        started = threading.Barrier(3)
+        class Busy(nn.Module):
+            def forward(self, x):
+                started.wait(20)
+                for _ in range(30):
+                    x = torch.tanh(x @ x)
+                return x
+        def interrupt():
+            started.wait(20)
+            _thread.interrupt_main()
+        threading.Thread(target=interrupt, daemon=True).start()
+        try:
+            DataParallel(Busy(), ["cpu"] * 2)(torch.randn(2, 500, 500).repeat(1, 1, 1))
+        except KeyboardInterrupt:
+            sys.exit(3)
+    """
+    done = run_python("-c", textwrap.dedent(program))
+    assert done.returncode == 3, done.stderr

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import sys
 import threading
+import types
 from collections import defaultdict
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from replication import (
     DataParallel,
     execute_replication_callbacks,
+    parallel_apply,
     patch_replication_callback,
     replicate,
 )
@@ -25,6 +27,7 @@ from replication._torch import HOOKS
 from replication.steps.broadcast import broadcast
 from syncbn import SynchronizedBatchNorm2d
 from tests.layers import DEADLINE, AsTorchDoes, no_garbage_collection
+from tests.sharded import BATCH, norm, whole_batch
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -939,3 +942,99 @@ def test_the_copy_of_a_replica_runs_itself():
     x = torch.randn(3, 2)
     for call in (copy, copy.forward):
         assert torch.equal(call(x), torch.ones(3, 2))
+
+
+# -- what refers to the original ---------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Refers to a method of its own in an attribute, bound when it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = norm()
+        self.branches = {"main": self.run}
+
+    def run(self, x):
+        return self.bn(x)
+
+    def forward(self, x):
+        return self.branches["main"](x)
+
+
+def test_bound_methods_in_attributes_become_the_replicas():
+    model = DataParallel(Branches(), ["cpu"] * 4)
+    torch.testing.assert_close(model(BATCH), whole_batch(BATCH))
+    assert model.module.bn.num_batches_tracked == 1
+
+
+def test_a_forward_set_on_the_object_becomes_the_replicas():
+    net = nn.Sequential(norm())
+    net.forward = types.MethodType(lambda self, x: self[0](x), net)
+    torch.testing.assert_close(DataParallel(net, ["cpu"] * 4)(BATCH), whole_batch(BATCH))
+
+
+def test_a_closure_that_refers_to_the_original_is_warned_of():
+    net = nn.Sequential(norm())
+    plain = net[0].forward
+    net[0].forward = lambda x: plain(x)
+    with pytest.warns(UserWarning, match="is called by a replica but is not part of it"):
+        DataParallel(net, ["cpu"] * 4)(BATCH)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_torch_func_is_refused_instead_of_losing_derivatives(trains):
+    model = DataParallel(nn.Linear(3, 1).requires_grad_(trains), ["cpu"] * 2)
+    with pytest.raises(RuntimeError, match=r"torch.func transforms do not reach"):
+        torch.func.grad(lambda x: model(x).sum())(torch.randn(4, 3))
+
+
+class OwnDerivative(nn.Sequential):
+    def forward(self, x):
+        return torch.func.grad(lambda x: super(OwnDerivative, self).forward(x).sum())(x)
+
+
+def test_torch_func_inside_a_replica_is_refused_by_a_synchronized_layer():
+    with pytest.raises(RuntimeError, match=r"do not reach the other copies"):
+        DataParallel(OwnDerivative(norm()), ["cpu"] * 2)(BATCH)
+
+
+@pytest.mark.parametrize("attribute", ["list", "dict"])
+def test_containers_that_contain_themselves_are_left_as_they_are(attribute):
+    net = nn.Linear(3, 2)
+    cycle: list[object] | dict[str, object] = []
+    if attribute == "dict":
+        cycle = {}
+        cycle["self"] = cycle
+    else:
+        cycle.append(cycle)
+    net.cycle = cycle
+    assert replicate(net, ["cpu"] * 2)[1].cycle is cycle
+
+
+def test_a_replica_can_be_replicated_in_its_own_forward():
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = norm()
+
+        def forward(self, x, deeper=True):
+            if not deeper:
+                return self.bn(x)
+            replicas = replicate(self, ["cpu"] * 2)
+            execute_replication_callbacks(replicas)
+            return torch.cat(parallel_apply(replicas, [(part, False) for part in x.chunk(2)]))
+
+    expected = torch.cat([whole_batch(half) for half in BATCH.chunk(2)])
+    torch.testing.assert_close(DataParallel(Again(), ["cpu"] * 2)(BATCH), expected)
+
+
+def test_a_sparse_gradient_of_one_replica_and_a_dense_one_of_another_are_summed():
+    net = nn.Embedding(5, 2)
+    first, second = (replica.weight for replica in replicate(net, ["cpu"] * 2))
+    rows = torch.tensor([1, 3])
+    loss = nn.functional.embedding(rows, first, sparse=True).sum() + second.sum()
+    loss.backward()
+    expected = torch.ones(5, 2)
+    expected[rows] += 1
+    assert torch.equal(net.weight.grad.to_dense(), expected)

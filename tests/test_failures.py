@@ -80,15 +80,6 @@ def test_uncollected_results_are_freed():
     assert freed(*seen)
 
 
-def test_error_that_several_replicas_raise_is_one_of_theirs():
-    class AllFail(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise LayerError(len(x))
-
-    with pytest.raises(LayerError):
-        ours(nn.Sequential(Centering(), AllFail()), 3)(torch.randn(6, 2))
-
-
 def test_waiting_replica_sees_who_failed_and_with_what():
     seen = []
 

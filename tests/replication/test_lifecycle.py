@@ -47,7 +47,6 @@ from tests.layers import (
     freed,
     no_garbage_collection,
     together,
-    until_others_wait,
     values,
 )
 
@@ -132,13 +131,6 @@ def test_error_is_noted_with_replica_device_and_module(wrap):
     with pytest.raises(LayerError) as caught:
         wrap(net, 3)(torch.randn(6, 2))
     assert caught.value.__notes__ == ["in replica 1 of 3 on cpu, module `1.1`"]
-
-
-def test_error_of_the_root_is_noted_as_such():
-    with pytest.raises(LayerError) as caught:
-        ours(FailsAt(0, LayerError), 2)(torch.randn(4, 2))
-    (note,) = caught.value.__notes__
-    assert note == "in replica 0 of 2 on cpu, module `(root)`"
 
 
 @pytest.mark.parametrize("wrap", [ours, patched(ByPlainThreads)])
@@ -306,23 +298,6 @@ def test_replicas_end_with_the_forward(wrap):
         output = model(torch.randn(4, 2))
         assert freed(*seen)
         output.sum().backward()
-
-
-@pytest.mark.parametrize("waiting", [0, 2])
-@pytest.mark.parametrize("error", [LayerError, KeyboardInterrupt])
-@pytest.mark.parametrize("replica", [0, 1])
-def test_replicas_end_with_a_failed_forward(replica, error, waiting):
-    def fail() -> BaseException:
-        until_others_wait(waiting)
-        return error()
-
-    model = ours(nn.Sequential(nn.Linear(2, 2), FailsAt(replica, fail), Centering()), 3)
-    seen = live_replicas(model)
-    with no_garbage_collection():
-        with suppress(error):
-            model(torch.randn(6, 2))
-        assert len(seen) == 3
-        assert freed(*seen)
 
 
 def test_replicas_end_with_a_forward_that_has_diverged():

@@ -13,7 +13,6 @@ import sys
 import textwrap
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +24,6 @@ from torch import Tensor, nn
 
 from replication import (
     DataParallel,
-    ReplicaFailed,
-    ReplicationError,
-    SyncMaster,
     execute_replication_callbacks,
     parallel_apply,
     replicate,
@@ -37,7 +33,6 @@ from tests.layers import (
     HAS_GIL,
     Centering,
     Numbered,
-    WithMaster,
     freed,
     soon,
     together,
@@ -278,32 +273,6 @@ def fail() -> None:
     raise WorkerError("own")
 
 
-class FollowsUp(WithMaster):
-    """Copy 1 fails; copy 0, first by index, waits for it and then raises an error of its own."""
-
-    def forward(self) -> None:
-        if self.copy_id == 1:
-            raise WorkerError("first")
-        try:
-            self.master.run_master(None)
-        except ReplicaFailed:
-            raise KeyError("second") from None
-
-
-def test_error_of_the_first_replica_by_time_is_raised():
-    replicas = replicate(FollowsUp(list), ["cpu"] * 2)
-    execute_replication_callbacks(replicas)
-    with pytest.raises(WorkerError, match="first"):
-        parallel_apply(replicas, [()] * 2)
-
-
-def test_error_has_the_frames_of_its_thread():
-    with pytest.raises(WorkerError) as caught:
-        apply(lambda: None, fail)
-    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert names[-1] == "fail"
-
-
 @pytest.mark.parametrize("replica", [0, 1, 2])
 def test_error_is_noted_with_its_replica_and_device(replica):
     functions: list[Callable[[], Any]] = [lambda: None] * 3
@@ -456,53 +425,6 @@ def test_replica_that_cannot_be_called_wakes_the_others(replica):
     x = torch.ones(1, 1)
     (outcome,) = together(lambda: parallel_apply(talking_replicas(), [x, x], kwargs))
     assert isinstance(outcome.error, TypeError)
-
-
-class Hangs(Numbered):
-    """Copy 1 waits for copy 0, which goes on and on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.master = SyncMaster(lambda messages: messages)
-        self.waits, self.woken, self.released = (threading.Event() for _ in range(3))
-
-    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-        super().__data_parallel_replicate__(ctx, copy_id)
-        if copy_id == 0:
-            ctx.master = self.master
-        else:
-            self.pipe = ctx.master.register_slave(copy_id)
-
-    def forward(self) -> None:
-        if self.copy_id == 0:
-            assert self.released.wait(DEADLINE)
-            return
-        self.waits.set()
-        with pytest.raises(ReplicationError, match="the forward was ended by its caller"):
-            self.pipe.run_slave(None)
-        self.woken.set()
-
-
-def test_interrupt_of_the_caller_ends_the_forward_at_once():
-    module = Hangs()
-    replicas = replicate(module, ["cpu"] * 2)
-    execute_replication_callbacks(replicas)
-    main = threading.get_ident()
-
-    def interrupt() -> None:
-        # Copy 1 is the last to be started: from here on the caller waits for the replicas.
-        assert module.waits.wait(DEADLINE)
-        signal.pthread_kill(main, signal.SIGINT)
-
-    interrupter = threading.Thread(target=interrupt, daemon=True)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            interrupter.start()
-            parallel_apply(replicas, [()] * 2)
-        assert module.woken.wait(DEADLINE)
-    finally:
-        module.released.set()
-        interrupter.join(DEADLINE)
 
 
 # -- processes ---------------------------------------------------------------------------------

@@ -142,17 +142,6 @@ def test_a_hook_on_a_replicas_parameter_gets_the_gradient_of_that_replica():
     assert sorted(seen) == [1.0, 10.0, 100.0]
 
 
-def test_two_runs_have_bit_equal_gradients():
-    net, x, dy = net_of_all_sorts(), torch.randn(4, 50, 3), torch.randn(4, 50, 2)
-
-    def grads() -> list[Tensor]:
-        outputs = [r(part) for r, part in zip(replicate(net, ["cpu"] * 4), x, strict=True)]
-        return list(torch.autograd.grad(outputs, list(net.parameters()), list(dy)))
-
-    for first, second in zip(grads(), grads(), strict=True):
-        assert torch.equal(first, second)
-
-
 def test_replica_that_takes_no_part_adds_nothing():
     module = Weight(2)
     replicas = replicate(module, ["cpu"] * 3)
@@ -375,23 +364,6 @@ def test_rnn_is_replicated(rnn):
 def test_rnn_on_another_device_has_its_flat_weights_there():
     (replica,) = replicate(nn.LSTM(2, 2), ["meta"])
     assert {weight.device for weight in replica._flat_weights} == {META}
-
-
-@pytest.mark.parametrize(
-    "parametrize",
-    [
-        nn.utils.parametrizations.weight_norm,
-        nn.utils.parametrizations.spectral_norm,
-        nn.utils.parametrizations.orthogonal,
-        nn.utils.spectral_norm,
-    ],
-    ids=["weight_norm", "spectral_norm", "orthogonal", "old spectral_norm"],
-)
-def test_parametrized_layer_is_replicated(parametrize):
-    net = parametrize(nn.Linear(3, 3)).eval()
-    x = torch.randn(4, 3)
-    for replica in replicate(net, ["cpu"] * 2):
-        torch.testing.assert_close(replica(x), net(x))
 
 
 def test_compiled_module_is_replicated_eagerly():
@@ -864,15 +836,6 @@ def test_replicate_with_callbacks_makes_at_most_8_calls_per_module_and_replica(b
 # -- other devices -----------------------------------------------------------------------------
 
 
-def test_everything_arrives_on_the_copys_device():
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LSTM(2, 2))
-    here, there = replicate(net, ["cpu", "meta"])
-    for replica, device in ((here, CPU), (there, META)):
-        for module in replica.modules():
-            tensors = [*module._former_parameters.values(), *module.buffers(recurse=False)]
-            assert all(tensor.device == device for tensor in tensors)
-
-
 def test_buffers_on_another_device_are_copies():
     net = nn.BatchNorm1d(2)
     here, there = replicate(net, ["cpu", "meta"])
@@ -947,27 +910,6 @@ def test_the_copy_of_a_replica_runs_itself():
 # -- what refers to the original ---------------------------------------------------------------
 
 
-class Branches(nn.Module):
-    """Refers to a method of its own in an attribute, bound when it was made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn = norm()
-        self.branches = {"main": self.run}
-
-    def run(self, x):
-        return self.bn(x)
-
-    def forward(self, x):
-        return self.branches["main"](x)
-
-
-def test_bound_methods_in_attributes_become_the_replicas():
-    model = DataParallel(Branches(), ["cpu"] * 4)
-    torch.testing.assert_close(model(BATCH), whole_batch(BATCH))
-    assert model.module.bn.num_batches_tracked == 1
-
-
 def test_a_forward_set_on_the_object_becomes_the_replicas():
     net = nn.Sequential(norm())
     net.forward = types.MethodType(lambda self, x: self[0](x), net)
@@ -997,19 +939,6 @@ class OwnDerivative(nn.Sequential):
 def test_torch_func_inside_a_replica_is_refused_by_a_synchronized_layer():
     with pytest.raises(RuntimeError, match=r"do not reach the other copies"):
         DataParallel(OwnDerivative(norm()), ["cpu"] * 2)(BATCH)
-
-
-@pytest.mark.parametrize("attribute", ["list", "dict"])
-def test_containers_that_contain_themselves_are_left_as_they_are(attribute):
-    net = nn.Linear(3, 2)
-    cycle: list[object] | dict[str, object] = []
-    if attribute == "dict":
-        cycle = {}
-        cycle["self"] = cycle
-    else:
-        cycle.append(cycle)
-    net.cycle = cycle
-    assert replicate(net, ["cpu"] * 2)[1].cycle is cycle
 
 
 def test_a_replica_can_be_replicated_in_its_own_forward():

@@ -165,6 +165,21 @@ CALLS: dict[str, tuple[Any, Any, str, str]] = {
     "src": (lambda g, x: g.broadcast(x, 1), lambda g, x: g.broadcast(x, 2), "src=1", "src=2"),
     "shape": (all_reduce, lambda g, x: g.all_reduce(x[:2]), r"float64 \[3\]", r"float64 \[2\]"),
     "dtype": (all_reduce, lambda g, x: g.all_reduce(x.float()), "float64", "float32"),
+    "width": (
+        lambda g, x: g.all_gather(x[None]), lambda g, x: g.all_gather(x[None, :2]),
+        r"float64 \[1, 3\]", r"float64 \[1, 2\]",
+    ),
+    "scalar": (
+        lambda g, x: g.all_gather(x), lambda g, x: g.all_gather(x.sum()),
+        r"float64 \[3\]", r"float64 \[\]",
+    ),
+    "dtype in all_gather": (
+        lambda g, x: g.all_gather(x), lambda g, x: g.all_gather(x.float()), "float64", "float32"
+    ),
+    "one of several": (
+        lambda g, x: g.reduce_scatter([x] * N), lambda g, x: g.reduce_scatter([x, x, x[:1]]),
+        r"float64 \[3\], float64 \[3\], float64 \[3\]", r"float64 \[1\]",
+    ),
     "barrier": (all_reduce, lambda g, x: g.barrier(), "all_reduce", "barrier"),
     "objects": (
         lambda g, x: g.all_gather_object(x), lambda g, x: g.all_gather(x),

@@ -17,15 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from replication import (
     DataParallel,
     data_parallel,
-    gather,
-    parallel_apply,
     patch_replication_callback,
-    replicate,
-    scatter_kwargs,
 )
 from syncbn import convert_model
 from tests import stepping
-from tests.devices import HOME, several
+from tests.devices import several
+from tests.layers import CustomDataParallel
 from tests.pairwise import pairwise
 from tests.stepping import network, step, wraps
 
@@ -122,38 +119,11 @@ def test_training_with_any_batch_sizes_equals_training_on_one_device(replicas, s
     assert_trains_alike(net, model, sizes)
 
 
-class Customized(nn.DataParallel):
-    """A DataParallel as users write them; it knows nothing of callbacks."""
-
-    def __init__(self, module: nn.Module, replicas: int) -> None:
-        nn.Module.__init__(self)
-        self.module, self.device_ids, self.dim = module, several(replicas), 0
-        self.output_device, self.src_device_obj = HOME, torch.device(HOME)
-
-    def replicate(self, module, device_ids):
-        return replicate(module, device_ids)
-
-    def scatter(self, inputs, kwargs, device_ids):
-        return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
-
-    def parallel_apply(self, replicas, inputs, kwargs):
-        return parallel_apply(replicas, inputs, kwargs)
-
-    def gather(self, outputs, output_device):
-        return gather(outputs, output_device, self.dim)
-
-
 def test_patched_custom_data_parallel_trains_like_one_device():
     net = Classifier().double()
-    model = Customized(convert_model(copy.deepcopy(net)), 3)
+    model = CustomDataParallel(convert_model(copy.deepcopy(net)), 3)
     patch_replication_callback(model)
     assert_trains_alike(net, model, [8, 5, 1 + 3])
-
-
-def test_model_converted_after_wrapping_trains_like_one_device():
-    net = Classifier().double()
-    model = convert_model(DataParallel(copy.deepcopy(net), several(3)))
-    assert_trains_alike(net, model, [8, 5])
 
 
 def test_functional_form_trains_like_one_device():
@@ -167,17 +137,6 @@ def test_functional_form_trains_like_one_device():
 
     net = Classifier().double()
     assert_trains_alike(net, Functional(convert_model(copy.deepcopy(net))), [8, 5])
-
-
-@pytest.mark.cpu("replicas of replicas are on one device")
-def test_a_data_parallel_inside_a_data_parallel_synchronizes_its_own_replicas():
-    net = nn.Sequential(nn.BatchNorm1d(3)).double()
-    inner = DataParallel(convert_model(copy.deepcopy(net)), several(2))
-    outer = DataParallel(inner, several(2))
-    x = torch.randn(8, 3, dtype=torch.float64)
-    expected = torch.cat([copy.deepcopy(net)(half) for half in x.chunk(2)])
-    torch.testing.assert_close(outer(x), expected)
-    torch.testing.assert_close(inner(x), net(x))
 
 
 def test_networks_that_share_a_layer_give_the_numbers_of_one_device():

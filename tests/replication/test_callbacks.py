@@ -26,7 +26,7 @@ from replication._torch import HOOKS
 from replication.modules import layers_of
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.faults import WRAPS, N
-from tests.layers import AsTorchDoes, Centering, CustomDataParallel, Numbered, freed
+from tests.layers import Centering, CustomDataParallel, Numbered, freed
 from tests.sharded import BATCH, norm, whole_batch
 
 
@@ -328,13 +328,6 @@ def test_patched_data_parallel_calls_the_callbacks():
     assert recorded(model) == []
     patch_replication_callback(model)
     assert recorded(model) == BOTH
-
-
-def test_patched_layers_communicate():
-    model = AsTorchDoes(Centering(), 3)
-    patch_replication_callback(model)
-    x = torch.randn(7, 2)
-    torch.testing.assert_close(model(x), x - x.mean(0))
 
 
 def test_patching_twice_is_patching_once():

@@ -27,7 +27,6 @@ from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.layers import (
     AsTorchDoes,
     Centering,
-    CustomDataParallel,
     Numbered,
 )
 from tests.pairwise import pairwise
@@ -217,18 +216,6 @@ def test_repr_and_state_dict_match_torchs_class():
 
 
 # -- subclasses --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrap", [CustomDataParallel, AsTorchDoes])
-def test_customized_data_parallel_of_the_user_can_be_patched(wrap):
-    module = net()
-    model = wrap(module, 3)
-    patch_replication_callback(model)
-    x, dy = torch.randn(8, 3, requires_grad=True), torch.randn(8, 2)
-    expected, actual = module(x), model(x)
-    torch.testing.assert_close(actual, expected)
-    for a, e in zip(grads(module, actual, x, dy), grads(module, expected, x, dy), strict=True):
-        torch.testing.assert_close(a, e)
 
 
 def test_each_step_can_be_overridden():

@@ -12,6 +12,7 @@ from replication.data_parallel import (
     ReplicationCallbackDataParallel,
     data_parallel,
 )
+from replication.diagnosis.waits import WaitReport, wait_report
 from replication.errors import ReplicaFailed, ReplicasDiverged, ReplicasTimedOut, ReplicationError
 from replication.groups.base import Group, SoloGroup
 from replication.groups.layer import ReplicaAware
@@ -26,7 +27,6 @@ from replication.steps.scatter import scatter, scatter_kwargs
 from replication.sync.pipes import FutureResult, SlavePipe, SyncMaster
 from replication.tree import Scattered
 from replication.version import __version__ as __version__
-from replication.waits import WaitReport, wait_report
 from replication.warning import UnsynchronizedWarning
 
 __all__ = [

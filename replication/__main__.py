@@ -19,12 +19,10 @@ import torch
 from torch import Tensor, distributed, nn
 
 from replication.devices import accelerator, default_devices
+from replication.diagnosis.table import Table
+from replication.diagnosis.verify import verify
 from replication.groups.layer import ReplicaAware
-from replication.table import Table
-from replication.verify import verify
 from replication.version import DISTRIBUTION, __version__
-
-__all__: list[str] = []
 
 #: Each replica is a thread.
 _MOST_REPLICAS = 1024
@@ -44,7 +42,6 @@ class Centered(ReplicaAware, nn.Module):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints comparisons and verdicts. Returns the exit status, which is 1 if one fails."""
     return check_machine("replication", __doc__, Centered, lambda _: [torch.float32], arguments)
 
 

@@ -6,7 +6,7 @@ They are in one file, so that a test can name those that a new release of torch 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -197,6 +197,11 @@ def set_grad_modes(stack: ExitStack, *, grad: bool, inference: bool) -> None:
 def is_profiling() -> bool:
     """Whether `torch.profiler` is active. It usually records this thread only."""
     return profiler._is_profiler_enabled
+
+
+def named_range(name: str) -> AbstractContextManager[object]:
+    """Names a range in the profile of this thread, if there is one."""
+    return profiler.record_function(name) if is_profiling() else nullcontext()
 
 
 def sees_saved_tensors() -> bool:

@@ -22,12 +22,11 @@ from torch.utils.hooks import RemovableHandle
 
 from replication._torch import IS_REPLICA, compiled_module, current_backward
 from replication.devices import DeviceLike, check_module, device_of, parse_devices
-from replication.errors import path_or_root
+from replication.errors import add_note, path_or_root
 from replication.groups.replicas import CallbackContext
 from replication.modules import Position, label, paired
-from replication.sync.current import CurrentReplica, this_thread
 from replication.sync.lifecycle import track
-from replication.sync.notes import add_note
+from replication.sync.rendezvous import CurrentReplica, this_thread
 
 __all__ = [
     "exec_data_parallel_replication_callback",
@@ -36,6 +35,9 @@ __all__ = [
 ]
 
 CALLBACK = "__data_parallel_replicate__"
+
+#: The attribute of a method ``replicate`` that already runs the callbacks.
+RUNS_CALLBACKS = "runs_replication_callbacks"
 
 #: The attribute of a module with its registered callbacks, which its replicas share.
 _REGISTERED = "_replication_callbacks"
@@ -65,8 +67,6 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
     copy 0 of 2
     copy 1 of 2
     >>> handle.remove()
-
-    See also `execute_replication_callbacks` and `ReplicaAware`.
 
     Args:
         module: Any module, alone or part of a module that will be replicated.
@@ -111,8 +111,6 @@ def execute_replication_callbacks(
     >>> execute_replication_callbacks(replicate(Numbered(), ["cpu"] * 2))
     copy 0 of 2
     copy 1 of 2
-
-    See also `replicate`, `register_replication_callback` and `CallbackContext`.
 
     Guarantees:
         * All callbacks of copy 0 run before any callback of copy 1, and so on. Within a copy they

@@ -35,8 +35,6 @@ class DataParallelCriterion(DataParallel[nn.Module]):
     >>> loss = criterion(net(x), labels)  # the labels are split like the outputs
     >>> torch.testing.assert_close(loss, nn.functional.cross_entropy(net.module(x), labels))
 
-    See also `DataParallel` and `Scattered`.
-
     Args:
         criterion: A loss of torch with ``reduction="mean"`` or ``"sum"``. Or a module of your own
             that returns a pair of scalar tensors: the sum of the losses of its samples, and the

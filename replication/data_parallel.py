@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from replication._torch import check_balance, is_exporting, uncompiled
-from replication.callbacks import CALLBACK, run_callbacks
+from replication.callbacks import CALLBACK, RUNS_CALLBACKS, run_callbacks
 from replication.devices import (
     DeviceLike,
     accelerator,
@@ -25,11 +25,10 @@ from replication.devices import (
     parse_devices,
     usable_devices,
 )
-from replication.groups.membership import has_other_processes
+from replication.groups.processes import has_other_processes
 from replication.modules import layers_of, paired
-from replication.patch import RUNS_CALLBACKS
 from replication.steps.gather import gather, join_leaves
-from replication.steps.parallel_apply import parallel_apply, refuse_functorch
+from replication.steps.parallel_apply import refuse_functorch, run_replicas
 from replication.steps.replicate import make_replicas
 from replication.steps.scatter import scatter_kwargs
 from replication.sync.lifecycle import first_failure_wins, limit_time
@@ -69,9 +68,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
     >>> net = DataParallel(nn.Linear(3, 2), device_ids=["cpu", "cpu"])
     >>> net(torch.ones(5, 3)).shape
     torch.Size([5, 2])
-
-    See also `data_parallel`, `DataParallelCriterion`, `Scattered`, `patch_replication_callback`
-    and `UnsynchronizedWarning`.
+    >>> extract = DataParallel(nn.Linear(3, 2), ["cpu"] * 2, gather_to_one_device=False)
+    >>> [tuple(part.shape) for part in extract(torch.ones(5, 3))]
+    [(3, 2), (2, 2)]
 
     Args:
         module: The module. Its parameters and buffers must be on ``device_ids[0]``.
@@ -85,69 +84,30 @@ class DataParallel(nn.DataParallel[ModuleT]):
         dim: The batch dimension of inputs and outputs.
         gather_to_one_device: If False, outputs stay on the devices that computed them: each leaf
             of the output becomes a `Scattered`, also on a single device. ``None`` stays ``None``.
-
-            >>> extract = DataParallel(
-            ...     nn.Linear(3, 2), ["cpu"] * 2, gather_to_one_device=False
-            ... )
-            >>> [tuple(part.shape) for part in extract(torch.ones(5, 3))]
-            [(3, 2), (2, 2)]
-            >>> classify = DataParallel(nn.Linear(2, 1), ["cpu"] * 2)
-            >>> classify(extract(torch.ones(5, 3))).shape
-            torch.Size([5, 1])
-
         inputs_are_scattered: If True, each argument is a list, tuple or `Scattered` with one entry
             per replica. Entries may have any type and length. Their tensors move to the replica's
             device.
-
-            >>> net = DataParallel(nn.Linear(3, 2), ["cpu"] * 2, inputs_are_scattered=True)
-            >>> net([torch.ones(4, 3), torch.ones(1, 3)]).shape
-            torch.Size([5, 2])
-
         except_keywords: Names of outputs that stay `Scattered` while all others are gathered. A
             name is a key of a mapping or a field at any depth, or a dotted path from the output's
             root. A name that the output does not have raises a warning.
-
-            >>> class Features(nn.Module):
-            ...     def forward(self, x):
-            ...         return {"features": x + 1, "score": x.sum(1)}
-            >>> net = DataParallel(Features(), ["cpu"] * 2, except_keywords=["features"])
-            >>> {name: type(value).__name__ for name, value in net(torch.ones(5, 3)).items()}
-            {'features': 'Scattered', 'score': 'Tensor'}
-
         sort_and_gather: If True, all outputs, including `Scattered` ones, are sorted by device
-            index before they are gathered. Outputs on the same device keep their order. This is
-            only useful if ``device_ids`` do not ascend and the outputs have to match something in
-            device order. With ``[1, 0]`` the second half of the batch comes first, so labels must
-            be reordered as well.
-
-            >>> net = DataParallel(nn.Linear(3, 2), ["cpu"] * 2, sort_and_gather=True)
-            >>> net(torch.ones(5, 3)).shape
-            torch.Size([5, 2])
-
+            index before they are gathered. Outputs on the same device keep their order. With
+            ``device_ids=[1, 0]`` the second half of the batch comes first, so labels must be
+            reordered as well.
         cpu_keywords: Names of keyword arguments that are split like the others but not moved to
             the replicas' devices. If such an argument is not as long as the batch, it is split as
             evenly as possible. A name that is not an argument of the module, or that is passed by
             position, raises a warning.
-
-            >>> class Crops(nn.Module):
-            ...     def forward(self, x, boxes):
-            ...         return x.sum(1) + len(boxes)
-            >>> net = DataParallel(Crops(), ["cpu"] * 2, cpu_keywords=["boxes"])
-            >>> net(torch.ones(4, 3), boxes=torch.zeros(7, 4))
-            tensor([7., 7., 6., 6.])
-
         timeout: The time limit for the replicas' forward in seconds, by default none. It covers
-            computation, waits for other replicas, and hangs. After that `ReplicasTimedOut` is
-            raised, with a table of where each replica is, and replicas that still run are
-            abandoned. It is a last resort, so allow for the slowest forward. If you override
+            computation, waits for other replicas, and hangs. `ReplicasTimedOut` then says where
+            each replica is, and replicas that still run are abandoned. If you override
             `parallel_apply`, only the waits of replicas for each other are limited.
 
     Raises:
         ValueError: ``device_ids`` is empty or names a device that this machine lacks, or
             ``timeout`` is not above 0. In a call: arguments cannot be split or outputs cannot be
             joined (see `scatter`, `gather`).
-        TypeError: ``module`` is not a module, an item of ``device_ids`` is not a device, ``dim``
-            is not an int, names are not given as a list, or ``timeout`` is not a number.
+        TypeError: An argument has the wrong type.
         RuntimeError: In a call: a parameter or buffer is not on ``device_ids[0]``, a lazy layer
             is not initialized, or the call is inside a transform of `torch.func`, an export or
             `torch.jit.trace`.
@@ -217,17 +177,21 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def _on_replicas(self, inputs: Any, kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function(_RANGE):
             module = self.module
+            # 1. Split the arguments between the replicas that have data.
             inputs, kwargs_tup = self._scattered(inputs, kwargs)
             if len(inputs) > 1:
                 refuse_functorch()  # before copies of the parameters meet the transform
                 warn_of_plain_batch_norm(self, module)
+            # 2. Make the replicas, and connect the copies of each layer.
             replicas = self.replicate(module, self.device_ids[: len(inputs)])
+            # 3. Run each replica in its thread. The steps have torch's signatures, so the time
+            # limit travels in the rendezvous, which the replicas lead to.
             limit_time(replicas, self.timeout)
             outputs = first_failure_wins(self.parallel_apply, replicas, inputs, kwargs_tup)
+            # 4. Join the outputs.
             return self.gather(outputs, self.output_device)
 
     def _scattered(self, inputs: Any, kwargs: Any) -> Any:
-        """Returns the positional and the keyword arguments of each replica that has data."""
         _check_placement(self.module, self.src_device_obj)
         inputs, kwargs_tup = self.scatter(inputs, kwargs, self.device_ids)
         if not inputs and not kwargs_tup:  # torch's scatter returns this for no arguments
@@ -288,7 +252,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def parallel_apply(self, replicas: Sequence[ModuleT], inputs: Any, kwargs: Any) -> list[Any]:
         """Calls each replica with its part of the arguments."""
-        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
+        return run_replicas(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Joins the outputs, except for those that stay `Scattered`."""
@@ -326,8 +290,6 @@ def data_parallel(
     >>> data_parallel(nn.Linear(3, 2), torch.ones(5, 3), ["cpu"] * 2).shape
     torch.Size([5, 2])
 
-    See also `DataParallel`.
-
     Args:
         module: The module. Its parameters and buffers must be on ``device_ids[0]``.
         inputs: A tuple of positional arguments, or a single argument. ``None`` means no
@@ -356,7 +318,6 @@ def data_parallel(
 
 
 def _check_placement(module: nn.Module, home: torch.device) -> None:
-    """Raises RuntimeError if a parameter or buffer is not on ``home``."""
     for path, layer in layers_of(module):
         for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
             if tensor is not None and tensor.device != home:

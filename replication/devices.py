@@ -12,8 +12,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-__all__: list[str] = []
-
 
 def is_int(value: object) -> TypeGuard[int]:
     """Whether ``value`` is an integer of Python or NumPy, and not a bool."""
@@ -31,7 +29,6 @@ def check_list(name: str, items: object) -> None:
 
 
 def check_module(value: object) -> None:
-    """Raises TypeError if ``value`` is not a module."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"expected a torch.nn.Module (got {type(value).__name__})")
 
@@ -175,7 +172,6 @@ def memory_of(device: torch.device) -> int:
 
 
 def default_devices() -> list[torch.device]:
-    """Returns all accelerators of this machine."""
     kind = accelerator()
     return [] if kind is None else [torch.device(kind, i) for i in range(device_count(kind))]
 

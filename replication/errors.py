@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 __all__ = ["ReplicaFailed", "ReplicasDiverged", "ReplicasTimedOut", "ReplicationError"]
@@ -51,17 +52,7 @@ def listed(numbers: Iterable[int], kind: str = "replica") -> str:
 
 
 class ReplicationError(RuntimeError):
-    """The base class of all errors of this package.
-
-    >>> from replication import CallbackContext, ReplicationError
-    >>> try:
-    ...     CallbackContext(num_copies=2).group(0)
-    ... except ReplicationError as error:
-    ...     print(str(error).partition(";")[0])
-    `(root)`: the context is a copy, or was made by hand, and belongs to no forward
-
-    See also `ReplicaFailed`, `ReplicasDiverged` and `ReplicasTimedOut`.
-    """
+    """The base class of all errors of this package."""
 
 
 class ReplicaFailed(ReplicationError):
@@ -69,26 +60,6 @@ class ReplicaFailed(ReplicationError):
 
     The ``__cause__`` is the error of the other replica. The caller of the forward gets that error,
     not this follow-up.
-
-    >>> import torch
-    >>> from replication import DataParallel, ReplicaAware, ReplicaFailed
-    >>> class Fails(ReplicaAware, torch.nn.Module):
-    ...     def forward(self, x):
-    ...         if self.group.rank == 0:
-    ...             raise ValueError("a bad sample")
-    ...         try:
-    ...             self.group.barrier()
-    ...         except ReplicaFailed as error:
-    ...             print(f"replica 1: {type(error.__cause__).__name__}")
-    ...             raise
-    >>> try:
-    ...     DataParallel(Fails(), ["cpu"] * 2)(torch.ones(2))
-    ... except ValueError as error:
-    ...     print(f"caller: {error}")
-    replica 1: ValueError
-    caller: a bad sample
-
-    See also `ReplicationError`.
     """
 
 
@@ -97,21 +68,6 @@ class ReplicasDiverged(ReplicationError):
 
     For example, a replica skips a layer, calls layers in a different order, calls another
     collective, or passes a tensor of another shape or dtype.
-
-    >>> import torch
-    >>> from replication import DataParallel, ReplicaAware, ReplicasDiverged
-    >>> class Uneven(ReplicaAware, torch.nn.Module):
-    ...     def forward(self, x):
-    ...         if self.group.rank == 0:
-    ...             self.group.barrier()
-    ...         return x
-    >>> try:
-    ...     DataParallel(Uneven(), ["cpu"] * 2)(torch.ones(2))
-    ... except ReplicasDiverged as error:
-    ...     print(str(error).partition(";")[0])
-    the replicas have diverged: `(root)`, call 1: replica 0 waits
-
-    See also `ReplicationError`.
     """
 
 
@@ -119,21 +75,34 @@ class ReplicasTimedOut(ReplicationError):
     """The replicas did not end within the ``timeout`` of the `DataParallel`.
 
     Some of them may still run or hang. The caller does not wait for them.
-
-    >>> import threading
-    >>> import torch
-    >>> from replication import DataParallel, ReplicasTimedOut
-    >>> ended = threading.Event()
-    >>> class Hangs(torch.nn.Module):
-    ...     def forward(self, x):
-    ...         ended.wait()
-    >>> try:
-    ...     DataParallel(Hangs(), ["cpu"] * 2, timeout=0.1)(torch.ones(2))
-    ... except ReplicasTimedOut as error:
-    ...     print(str(error).partition(",")[0])
-    ... finally:
-    ...     ended.set()
-    the replicas must end within 0.1 s
-
-    See also `ReplicationError`.
     """
+
+
+#: Read the attributes of any exception, even if its class redefines them.
+_ATTRIBUTES = vars(BaseException)["__dict__"]
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a note as `BaseException.add_note` does, but runs no method of the error.
+
+    An error whose ``__notes__`` is not a list is left unchanged. Tracebacks show notes from Python
+    3.11 on.
+    """
+    notes = _ATTRIBUTES.__get__(error).setdefault("__notes__", [])
+    if type(notes) is list:
+        notes.append(note)
+
+
+def origin_note(error: BaseException, index: int, size: int | None) -> str | None:
+    """Returns the note that names this replica as the origin of an error, if there is one."""
+    notes = _ATTRIBUTES.__get__(error).get("__notes__")
+    begin = re.compile(re.escape(origin(index, size)) + r"\b")
+    for note in notes if type(notes) is list else ():
+        if type(note) is str and begin.match(note) is not None:
+            return note
+    return None
+
+
+def origin(index: int, size: int | None) -> str:
+    """Returns the beginning of a note on where an error came from."""
+    return f"in replica {index} of {size}"

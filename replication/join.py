@@ -20,9 +20,8 @@ class JoinableStep(Joinable, Generic[T]):
     """A training step for `torch.distributed.algorithms.Join`, for ranks that run out of data.
 
     While other ranks still have batches, a rank that has left its loop runs the same step on an
-    empty batch. So it takes part in every collective of the step, in the same order: in the
-    collectives of layers, of DistributedDataParallel, and of the step itself. Its optimizer steps
-    as well, so parameters and optimizers of all ranks stay equal.
+    empty batch. So it takes part in every collective of the step, in the same order, and
+    parameters and optimizers of all ranks stay equal.
 
     ::
 
@@ -44,19 +43,16 @@ class JoinableStep(Joinable, Generic[T]):
     >>> step(torch.ones(2, 3))
     tensor(6.)
 
-    See also `ProcessGroup`.
-
     Args:
-        step: A function that trains on one batch: forward, backward, and the optimizer's step. All
-            layers with statistics over a batch must be synchronized. Others refuse an empty batch
-            or update their statistics with it.
+        step: Trains on one batch: forward, backward, and the optimizer's step. All layers with
+            statistics over a batch must be synchronized. Others refuse an empty batch or update
+            their statistics with it.
         empty: The arguments of the step for an empty batch. All ranks must call the same layers
             with it as with other batches.
         process_group: The ranks that train together, by default all.
 
     Raises:
-        TypeError: ``step`` is not a function, ``empty`` is not a tuple or list, or
-            ``process_group`` is not a ProcessGroup.
+        TypeError: An argument has the wrong type.
         ValueError: This process is not in ``process_group``.
         RuntimeError: In ``Join``, `torch.distributed` is not initialized.
     """
@@ -79,7 +75,6 @@ class JoinableStep(Joinable, Generic[T]):
             _ = self.join_process_group  # raises
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """Runs the step on a batch of this rank."""
         notification = Join.notify_join_context(self)
         if notification is not None:
             notification.wait()

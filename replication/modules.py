@@ -9,8 +9,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from replication.errors import path_or_root
 
-__all__: list[str] = []
-
 #: The path of one module, and its copies, one per replica.
 Position = tuple[str, tuple[nn.Module, ...]]
 

@@ -13,14 +13,11 @@ from weakref import ref
 from torch import nn
 
 from replication._torch import HOOKS
-from replication.callbacks import execute_replication_callbacks
+from replication.callbacks import RUNS_CALLBACKS, execute_replication_callbacks
 from replication.modules import layers_of
 from replication.sync.lifecycle import first_failure_wins, rendezvous_of
 
 __all__ = ["PatchHandle", "patch_replication_callback"]
-
-#: The attribute of a method ``replicate`` that already runs the callbacks.
-RUNS_CALLBACKS = "runs_replication_callbacks"
 
 
 class Extended:
@@ -121,7 +118,6 @@ _lock = threading.RLock()
 
 
 def _renew_lock() -> None:
-    """Replaces the lock in a forked child, where the thread that held it does not exist."""
     global _lock
     _lock = threading.RLock()
 
@@ -173,8 +169,6 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
     >>> model = nn.DataParallel(nn.Linear(3, 2))
     >>> handle = patch_replication_callback(model)
     >>> handle.remove()
-
-    See also `DataParallel`.
 
     Returns:
         A handle whose ``remove()`` undoes the patch.

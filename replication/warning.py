@@ -66,8 +66,6 @@ class UnsynchronizedWarning(UserWarning):
     >>> with warnings.catch_warnings():
     ...     warnings.simplefilter("ignore", UnsynchronizedWarning)  # plain BatchNorm is intended
     ...     # train here
-
-    See also `DataParallel`.
     """
 
 

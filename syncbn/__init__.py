@@ -1,17 +1,18 @@
 """Batch normalization over the whole batch of all replicas, with the results of one device."""
 
 from replication import DataParallel, DataParallelWithCallback, patch_replication_callback
-from replication.verify import Difference, Verification, verify
+from replication.diagnosis.verify import Difference, Verification, verify
 from replication.version import __version__ as __version__
 from syncbn.batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    SynchronizedBatchNormNd,
     set_sbn_eps_mode,
 )
 from syncbn.compat import stand_in_for
 from syncbn.convert import convert_model, patch_sync_batchnorm, revert_model
-from syncbn.report import Summary, summary
+from syncbn.kinds import Summary, summary
 
 __all__ = [
     "DataParallel",
@@ -21,6 +22,7 @@ __all__ = [
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "SynchronizedBatchNormNd",
     "Verification",
     "convert_model",
     "patch_replication_callback",

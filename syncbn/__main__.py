@@ -18,11 +18,8 @@ from replication.__main__ import check_machine
 from syncbn.batchnorm import SynchronizedBatchNorm2d
 from syncbn.channels import has_float64
 
-__all__: list[str] = []
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints comparisons and verdicts. Returns the exit status, which is 1 if one fails."""
     return check_machine("syncbn", __doc__, make_layers, dtypes, arguments)
 
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup, SoloGroup
 from replication._torch import beside_selective_checkpoints, dispatch_modes, uncompiled
 from replication.devices import is_int
 from replication.errors import path_or_root
-from replication.groups.base import Layouts
-from replication.sync.current import current_replica
+from replication.groups.base import Group, Layouts, SoloGroup
+from replication.groups.layer import ReplicaAware
+from replication.groups.replicas import CallbackContext, ReplicaGroup
+from replication.sync.rendezvous import current_replica
 from syncbn.channels import in_float64
 from syncbn.graph import Reply, synchronized_batch_norm
 from syncbn.joined import may_join
@@ -34,6 +35,7 @@ __all__ = [
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "SynchronizedBatchNormNd",
     "set_sbn_eps_mode",
 ]
 
@@ -55,8 +57,6 @@ def set_sbn_eps_mode(mode: str) -> None:
     >>> from syncbn import set_sbn_eps_mode
     >>> set_sbn_eps_mode("clamp")  # before the first step
     >>> set_sbn_eps_mode("plus")
-
-    See also `stand_in_for`.
 
     Args:
         mode: ``"plus"``, the default, divides by ``sqrt(var + eps)``, as `torch.nn.BatchNorm2d`
@@ -143,6 +143,8 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, input: Tensor) -> Tensor:
+        # `_BatchNorm.forward` below, not `super()`: a class that is also derived from a library's
+        # batch norm must get the normalization alone, on one device as well.
         if not self.training:
             return self._evaluated(input)
         group = self.group
@@ -151,14 +153,14 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             return self._synchronized(input, group)
         current = current_replica()
         if current is None:
-            return super().forward(input)
+            return _BatchNorm.forward(self, input)
         # Copy 0 has the buffers of the original module.
-        return current.rendezvous.commit(partial(super().forward, input))
+        return current.rendezvous.commit(partial(_BatchNorm.forward, self, input))
 
     def _evaluated(self, input: Tensor) -> Tensor:
         is_shared = self._recorded_calls is not None and self._has_original_buffers
         if not (is_shared and self.track_running_stats and torch.is_grad_enabled()):
-            return super().forward(input)
+            return _BatchNorm.forward(self, input)
         # Save copies of the buffers for backward: a training forward may update them before.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         mean, var = (
@@ -287,8 +289,19 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
 class SynchronizedBatchNormNd(SynchronizedBatchNorm, _BatchNorm):
     """The counterpart of `torch.nn.SyncBatchNorm`, for inputs of any number of dimensions.
 
-    It is not derived from `torch.nn.SyncBatchNorm`, which DistributedDataParallel refuses without
-    a GPU.
+    It takes the arguments of `SynchronizedBatchNorm1d`. It is not derived from
+    `torch.nn.SyncBatchNorm`, which DistributedDataParallel refuses without a GPU.
+
+    >>> import torch
+    >>> from syncbn import SynchronizedBatchNormNd
+    >>> layer = SynchronizedBatchNormNd(4)
+    >>> layer(torch.randn(8, 4)).shape, layer(torch.randn(2, 4, 6, 6)).shape
+    (torch.Size([8, 4]), torch.Size([2, 4, 6, 6]))
+
+    See also `SynchronizedBatchNorm1d`, `SynchronizedBatchNorm2d` and `SynchronizedBatchNorm3d`.
+
+    Shape:
+        Input and output: ``(N, C, ...)``. Replicas may differ in all but C.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -304,8 +317,6 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
     >>> layer = SynchronizedBatchNorm1d(4)
     >>> layer(torch.randn(8, 4)).shape
     torch.Size([8, 4])
-
-    See also `SynchronizedBatchNorm2d`, `SynchronizedBatchNorm3d` and `convert_model`.
 
     Shape:
         Input and output: ``(N, C)`` or ``(N, C, L)``. Replicas may differ in N and L. N may be 0.
@@ -326,17 +337,14 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
             its first replica.
 
     Raises:
-        TypeError: ``group_size`` is not an int, or ``process_group`` is not a ProcessGroup. In a
-            call: ``momentum`` is not a number or None.
-        ValueError: ``group_size`` is less than 1. In a call: the number of dimensions or channels
-            is wrong. In training, also if all replicas together have one value per channel, or
-            if ``eps`` is not above 0.
-        RuntimeError: In a call: parameters or buffers are on another device than the input, or
-            their dtype does not match its dtype.
+        TypeError: An argument has the wrong type. In a call: ``momentum`` is not a number or None.
+        ValueError: ``group_size`` is less than 1. In a call: as `torch.nn.BatchNorm1d`. In
+            training also if all replicas together have one value per channel, or ``eps`` is not
+            above 0.
+        RuntimeError: In a call: device or dtype of parameters or buffers do not match the input.
         NotImplementedError: In a call: the dtype of the input is not float16, bfloat16, float32
             or float64.
-        ReplicationError: In a call: the calls of the replicas or processes do not match (see
-            `replication`).
+        ReplicationError: In a call: the calls of the replicas or processes do not match.
     """
 
 
@@ -351,8 +359,6 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
     >>> layer = SynchronizedBatchNorm2d(4)
     >>> layer(torch.randn(8, 4, 6, 6)).shape
     torch.Size([8, 4, 6, 6])
-
-    See also `SynchronizedBatchNorm1d` and `SynchronizedBatchNorm3d`.
 
     Shape:
         Input and output: ``(N, C, H, W)``. Replicas may differ in N, H and W.
@@ -370,8 +376,6 @@ class SynchronizedBatchNorm3d(SynchronizedBatchNorm, nn.BatchNorm3d):
     >>> layer = SynchronizedBatchNorm3d(4)
     >>> layer(torch.randn(2, 4, 6, 6, 6)).shape
     torch.Size([2, 4, 6, 6, 6])
-
-    See also `SynchronizedBatchNorm1d` and `SynchronizedBatchNorm2d`.
 
     Shape:
         Input and output: ``(N, C, D, H, W)``. Replicas may differ in N, D, H and W.

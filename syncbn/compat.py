@@ -41,10 +41,7 @@ __all__ = ["stand_in_for"]
 
 
 class TorchTestCase(unittest.TestCase):
-    """The base class of the older toolkit's tests."""
-
     def assertTensorClose(self, x: Tensor, y: Tensor) -> None:
-        """Compares two tensors with the older toolkit's tolerances."""
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
 
 
@@ -203,7 +200,6 @@ class Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Finds a stand-in for the import system."""
         package = self._package(fullname)
         if not package:
             self._warn_of_other_copy(fullname, path)
@@ -240,7 +236,6 @@ class Finder(MetaPathFinder, Loader):
             )
 
     def exec_module(self, module: ModuleType) -> None:
-        """Defines the names of a stand-in for the import system."""
         name = module.__name__
         package = self._package(name)
         parent = sys.modules.get(package)
@@ -274,8 +269,7 @@ def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
 
     The copy's modules ``batchnorm``, ``replicate``, ``comm`` (or ``sync_manager``),
     ``batchnorm_reimpl`` and ``unittest`` are replaced as well. Its other modules are imported from
-    where they are. (A plain ``sys.modules["sync_batchnorm"] = syncbn`` would load these modules a
-    second time, with separate classes.)
+    where they are.
 
     Copies differ in the defaults of their layers: CSAIL's have ``momentum=0.001``. The layers keep
     the defaults of the copy, whose source is read but not run, unless ``chosen`` overrides them.
@@ -298,8 +292,6 @@ def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
     >>> SynchronizedBatchNorm2d is syncbn.SynchronizedBatchNorm2d
     True
 
-    See also `convert_model` and `set_sbn_eps_mode`.
-
     Args:
         package: The full dotted name under which the copy is imported.
         chosen: Defaults of the layers' constructor, such as ``momentum=0.001``, and classes to
@@ -308,8 +300,8 @@ def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
 
     Raises:
         ValueError: ``package`` is not the name of a package.
-        TypeError: The layers' constructor has no such keyword argument, or refuses the value. The
-            value for the name of a layer is not a class.
+        TypeError: The layers' constructor refuses a value of ``chosen``, or the value for the
+            name of a layer is not a class.
         RuntimeError: The package is already imported, or already has a stand-in with other
             defaults or classes.
     """

@@ -39,9 +39,6 @@ from syncbn.channels import empty_output, in_float64, per_channel, reduced_dims
 from syncbn.kernels import Statistics
 from syncbn.merge import Denominator, Message, Shard
 
-__all__: list[str] = []
-
-
 #: The reply to a replica: values per channel, statistics of the whole batch, and the output. The
 #: statistics are None if the output is complete. Both are None for fewer than 2 values.
 Reply = tuple[int | Tensor, Statistics | None, Tensor | None]
@@ -374,7 +371,7 @@ def differentiable_gradients(
         dbiases.append(dbias.to(shard.device, shard.dtype))
     derivative = added(derivatives)
     if derivative is None:
-        derivative = torch.stack((mean, mean)) * 0
+        derivative = torch.zeros_like(torch.stack((mean, mean)))
     if batch.ranks is not None and first.needs_dx:
         derivative = batch.ranks.summed(derivative)
     shift, slope = (derivative / n).unbind()

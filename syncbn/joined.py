@@ -19,8 +19,6 @@ from replication._torch import sees_saved_tensors
 from syncbn.channels import memory_format
 from syncbn.merge import Message, RunningStatistics
 
-__all__: list[str] = []
-
 #: The largest shard, in values. The copies cost more above it; `benchmarks.layer` shows where.
 LARGEST = 2**17
 

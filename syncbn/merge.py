@@ -12,9 +12,6 @@ from syncbn import moments as statistics
 from syncbn.channels import in_float64
 from syncbn.kernels import KERNELS, Buffers, Statistics
 
-__all__: list[str] = []
-
-
 #: In standard deviations. A larger mean would cost more than three bits of precision.
 _LARGE_MEAN = 8
 

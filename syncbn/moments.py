@@ -14,8 +14,6 @@ from torch import Tensor
 
 from syncbn.channels import accumulation_dtype, constant_tensor, reduced_dims, values_per_channel
 
-__all__: list[str] = []
-
 #: The size, in values, up to which per-operation overhead dominates.
 _SMALL = 2**16
 

@@ -20,14 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication import ProcessGroup, ReplicationError
+from replication.errors import ReplicationError
 from replication.groups.base import Layouts
+from replication.groups.processes import ProcessGroup
 from syncbn import moments as statistics
 from syncbn.graph import Batch, Reply, connect
 from syncbn.merge import CountBatch, Message, Shard, set_statistics
-
-__all__: list[str] = []
-
 
 #: Input dtypes that need more digits than the sums keep.
 _PRECISE = {torch.float64}

@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from replication import ReplicationError
+from replication.errors import ReplicationError
 from replication.groups.replicas import hidden_from_hooks
 from syncbn.graph import Batch, Reply, connect
 from syncbn.kernels import Statistics
 from syncbn.merge import Message, Shard
-
-__all__: list[str] = []
 
 
 class RecordedCall(NamedTuple):

@@ -11,8 +11,6 @@ from syncbn.graph import Batch, Reply, connect
 from syncbn.joined import join, may_join_all
 from syncbn.merge import CountBatch, Message, are_alike, merge_moments
 
-__all__: list[str] = []
-
 
 def merge_replicas(
     messages: Sequence[Message], count_batch: CountBatch | None = None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 
 from replication import SyncMaster, gather, parallel_apply, replicate, scatter_kwargs
-from replication.sync.current import current_replica
+from replication.sync.rendezvous import current_replica
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
 from tests.deadlines import DEADLINE as DEADLINE
 from tests.deadlines import ends, soon

@@ -22,7 +22,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from replication import DataParallel
-from replication.sync.current import current_replica
+from replication.sync.rendezvous import current_replica
 from syncbn import convert_model
 from tests.devices import several
 from tests.layers import DEADLINE, freed, outcome_of, together, values

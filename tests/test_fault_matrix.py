@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from replication.sync.current import current_replica
-from replication.sync.rendezvous import Rendezvous
+from replication.sync.rendezvous import Rendezvous, current_replica
 from tests.deadlines import Deadline, soon
 from tests.faults import (
     WRAPS,

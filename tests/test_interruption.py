@@ -26,7 +26,7 @@ from replication import (
     replicate,
 )
 from replication.sync import rendezvous
-from replication.sync.current import current_replica, set_current_replica
+from replication.sync.rendezvous import current_replica, set_current_replica
 from syncbn import SynchronizedBatchNorm1d, batchnorm, convert_model
 from syncbn.batchnorm import SynchronizedBatchNorm
 from tests.deadlines import ends

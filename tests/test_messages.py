@@ -37,8 +37,8 @@ from replication import (
     wait_report,
 )
 from replication.devices import accelerator
-from replication.errors import describe_error
-from replication.sync.notes import add_note, add_others, origin_note
+from replication.errors import add_note, describe_error, origin_note
+from replication.sync.lifecycle import add_others
 from replication.sync.rendezvous import Failure
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, convert_model, verify
 from tests.layers import (

@@ -37,10 +37,9 @@ from replication import (
     wait_report,
 )
 from replication._torch import current_backward
-from replication.groups import membership
-from replication.sync.current import CurrentReplica, set_current_replica
-from replication.sync.rendezvous import Rendezvous
-from replication.waits import observer
+from replication.diagnosis.waits import observer
+from replication.groups import processes
+from replication.sync.rendezvous import CurrentReplica, Rendezvous, set_current_replica
 from replication.warning import once_for
 from syncbn import convert_model, patch_sync_batchnorm
 from tests.layers import (
@@ -224,7 +223,7 @@ def test_threads_that_ask_at_once_get_groups_that_are_connected():
 def test_process_group_has_one_state():
     for _ in range(20):
         group = nn.Module()  # any object
-        states = at_once(*[partial(membership.state_of, group)] * THREADS)
+        states = at_once(*[partial(processes.state_of, group)] * THREADS)
         assert all(state is states[0] for state in states)
 
 

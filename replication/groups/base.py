@@ -17,7 +17,7 @@ from torch import Tensor
 from replication._torch import has_other_derivatives
 from replication.devices import is_int
 from replication.errors import ReplicasDiverged, ReplicationError, listed
-from replication.sync.current import current_replica, is_recomputation
+from replication.sync.rendezvous import current_replica, is_recomputation
 
 __all__ = ["Group", "SoloGroup"]
 
@@ -71,7 +71,6 @@ class Call(NamedTuple):
         return text
 
     def matching_key(self) -> tuple[object, ...]:
-        """Returns a key that is equal for matching calls."""
         if not self.any_length:
             return self
         layouts = tuple((dtype, len(shape), shape[1:]) for dtype, shape in self.layouts)
@@ -81,7 +80,7 @@ class Call(NamedTuple):
 def check_same_call(calls: Sequence[Any], where: str, members: Sequence[int], kind: str) -> None:
     """Raises `ReplicasDiverged` unless all members make the same call.
 
-    Each of ``calls`` is a `Call` or a `replication.groups.call_header.CallHeader`. The message
+    Each of ``calls`` is a `Call` or a `replication.groups.processes.CallHeader`. The message
     names the members by ``kind`` and their numbers, and the call by ``where``.
     """
     first = calls[0].matching_key()
@@ -110,8 +109,6 @@ class Group(ABC):
     As in `torch.distributed.nn`, gradients are derivatives of the sum of the losses of *all*
     members. All collectives can be differentiated any number of times. Under `torch.no_grad` the
     results of a member are constants.
-
-    See also `ReplicaAware`, `SoloGroup`, `ReplicaGroup` and `ProcessGroup`.
 
     Raises:
         TypeError: An argument has the wrong type. Raised before any waiting.
@@ -143,7 +140,6 @@ class Group(ABC):
         return is_recomputation()
 
     def _where(self) -> str:
-        """Returns the name of this member, for messages."""
         return repr(self)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
@@ -306,7 +302,6 @@ class Group(ABC):
 
 
 def refuses_callbacks(name: str) -> str:
-    """Returns the message that refuses a collective in a replication callback."""
     return (
         f"{name} in a replication callback; callbacks run one after the other, so that no other "
         "copy can answer: call collectives in forward"
@@ -321,7 +316,6 @@ def describe_argument(value: Any) -> str:
 
 
 def layouts_of(tensors: Sequence[Tensor]) -> Layouts:
-    """Returns the dtypes and shapes of tensors."""
     return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
 
 
@@ -357,8 +351,6 @@ class SoloGroup(Group):
     (0, 1)
     >>> group.all_gather(torch.tensor([1.0, 2.0]))
     (tensor([1., 2.]),)
-
-    See also `Group`.
     """
 
     def __init__(self) -> None:
@@ -373,11 +365,9 @@ class SoloGroup(Group):
         return  # there are no other members
 
     def barrier(self) -> None:
-        """Returns at once."""
         self._check_use("barrier")
 
     def all_gather_object(self, obj: T) -> tuple[T, ...]:
-        """Returns ``(obj,)``."""
         self._check_use("all_gather_object")
         return (obj,)
 

@@ -11,16 +11,16 @@ from replication._torch import IS_REPLICA
 from replication.devices import is_int
 from replication.errors import ReplicationError
 from replication.groups.base import Group, SoloGroup
-from replication.groups.membership import (
+from replication.groups.processes import (
     GroupMember,
+    ProcessGroup,
     ProcessGroupHandle,
     check_process_group,
     has_other_processes,
     processes_are_not_connected,
 )
-from replication.groups.processes import ProcessGroup
 from replication.groups.replicas import CallbackContext, ReplicaGroup
-from replication.sync.current import current_replica
+from replication.sync.rendezvous import current_replica
 from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
 
 if TYPE_CHECKING:
@@ -83,8 +83,6 @@ class ReplicaAware(_Base):
     >>> x = torch.tensor([[1.0], [2.0], [6.0]])
     >>> DataParallel(Center(), ["cpu"] * 2)(x).tolist() == Center()(x).tolist()
     True
-
-    See also `register_replication_callback` and `Group`.
 
     Attributes:
         group_size: If not None, the copies are divided into parts of this size, and ``group`` is

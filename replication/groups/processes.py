@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import string_at
 from functools import partial
-from typing import Any, NoReturn, TypeVar
-from weakref import ref
+from hashlib import sha256
+from struct import Struct
+from typing import Any, NamedTuple, NoReturn, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, distributed
+from torch.autograd import Function
 from torch.nn.functional import pad
 
-from replication._torch import device_of_group, timeout_of, uncompiled
-from replication.devices import current_stream, use_device
-from replication.errors import ReplicationError
-from replication.groups import collectives
+from replication._torch import device_of_group, is_batched, named_range, timeout_of, uncompiled
+from replication.devices import current_stream, memory_of, use_device
+from replication.errors import ReplicationError, add_note
 from replication.groups.base import (
     Call,
     Group,
@@ -28,17 +33,7 @@ from replication.groups.base import (
     layouts_of,
     reduce_tensors,
 )
-from replication.groups.call_header import CallHeader, check_lengths
-from replication.groups.collectives import differentiable
-from replication.groups.membership import (
-    check_process_group,
-    debugging,
-    is_non_member,
-    is_usable,
-    state_of,
-)
-from replication.sync.notes import add_note
-from replication.waits import named_range
+from replication.warning import warn
 
 __all__ = ["ProcessGroup"]
 
@@ -48,6 +43,257 @@ T = TypeVar("T")
 #: `ProcessGroup.prefers_gather`).
 _FEW_RANKS, _FEW_BYTES = 8, 64 * 1024
 
+#: The layout of a header: the length, the digest, the layer and the text. Texts that are too
+#: long are cut.
+_HEADER = Struct("<q32s128s344s")
+
+_CPU = torch.device("cpu")
+
+
+# -- the groups of this process -------------------------------------------------------------------
+
+#: Its ``WORLD`` is None unless `torch.distributed` is initialized. None in builds without it.
+GroupMember: Any = getattr(distributed, "GroupMember", None)
+
+
+class ProcessGroupState:
+    """The number of calls made with a process group, and the groups split from it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        #: The number of calls, by the name of the layer and whether a backward makes them.
+        self.calls: Counter[tuple[str, bool]] = Counter()
+        #: The groups made of this one, by the size of the parts.
+        self.parts: dict[int, Any] = {}
+
+
+_states: WeakKeyDictionary[Any, ProcessGroupState] = WeakKeyDictionary()
+
+
+def state_of(process_group: Any) -> ProcessGroupState:
+    """Returns the state of a process group, which lives as long as the group."""
+    return _states.setdefault(process_group, ProcessGroupState())
+
+
+def has_other_processes(process_group: Any = None) -> bool:
+    """Whether a group, by default the group of all processes, is more than this process.
+
+    Also true if this process is not a member or the group is destroyed: using it raises.
+    """
+    if process_group is not None:
+        return not is_usable(process_group) or distributed.get_world_size(process_group) > 1
+    is_distributed = distributed.is_available() and distributed.is_initialized()
+    return is_distributed and distributed.get_world_size() > 1
+
+
+def processes_are_not_connected() -> bool:
+    """Whether torchrun started several processes and `torch.distributed` is not initialized."""
+    return (
+        not torch.compiler.is_compiling()  # older compilers cannot read the environment
+        and distributed.is_available()
+        and not distributed.is_initialized()
+        and distributed.is_torchelastic_launched()
+        and os.environ.get("WORLD_SIZE", "1") != "1"
+    )
+
+
+def is_usable(process_group: Any) -> bool:
+    """Whether this process is in a group, and the group is not destroyed."""
+    try:
+        distributed.get_backend(process_group)
+    except (ValueError, TypeError):  # older releases of torch raise TypeError
+        return False
+    return True
+
+
+def is_non_member(process_group: Any) -> bool:
+    """Whether it is the value that `torch.distributed.new_group` returns to non-members."""
+    outside = distributed.GroupMember.NON_GROUP_MEMBER
+    return type(process_group) is type(outside) and process_group == outside
+
+
+def check_process_group(value: Any) -> None:
+    is_group = distributed.is_available() and (
+        isinstance(value, distributed.ProcessGroup) or is_non_member(value)
+    )
+    if not is_group:
+        raise TypeError(
+            "process_group must be a torch.distributed.ProcessGroup or None "
+            f"(got {type(value).__name__}); for a DeviceMesh, pass mesh.get_group()"
+        )
+
+
+class ProcessGroupHandle:
+    """An attribute of a layer that holds a process group.
+
+    A copy of the layer keeps the group. A layer that is pickled and loaded has no group.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
+        self.process_group = process_group
+
+    def __deepcopy__(self, memo: Any) -> ProcessGroupHandle:
+        return self
+
+    def __reduce__(self) -> tuple[type[ProcessGroupHandle], tuple[()]]:
+        if self.process_group is not None:
+            warn(
+                "a process_group is not pickled with a layer; set it again where it is loaded, or "
+                "the layer will use all processes",
+            )
+        return ProcessGroupHandle, ()
+
+
+def debugging() -> bool:
+    """Whether ``TORCH_DISTRIBUTED_DEBUG`` enables slow checks."""
+    # Not `is`, because every call returns a new object.
+    return distributed.get_debug_level() != distributed.DebugLevel.OFF  # type: ignore[attr-defined]
+
+
+# -- headers --------------------------------------------------------------------------------------
+
+# Ranks compare their calls before tensors travel. A received header may come from an untrusted
+# process, so it has a fixed size and is never unpickled. Its texts are for messages. The one
+# number that a rank acts upon, the length of a tensor, is first checked by `check_lengths`.
+
+
+class CallHeader(NamedTuple):
+    """The description of a rank's call."""
+
+    #: The first dimension of the tensor, if it may differ between the ranks.
+    length: int
+    #: The hash of everything that must match.
+    digest: bytes
+    #: The layer and the number of its call.
+    where: str
+    #: The call, for messages.
+    text: str
+
+    @classmethod
+    def of(cls, call: Call) -> CallHeader:
+        shape = call.layouts[0][1] if call.any_length else ()
+        digest = sha256(repr(call.matching_key()).encode()).digest()
+        return cls(shape[0] if shape else 0, digest, call.where, str(call))
+
+    def matching_key(self) -> bytes:
+        return self.digest
+
+    def __str__(self) -> str:
+        return self.text
+
+    def pack(self) -> bytes:
+        """Returns the header as bytes, always of the same length."""
+        return _HEADER.pack(self.length, self.digest, self.where.encode(), self.text.encode())
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> CallHeader:
+        """Reads a header from any bytes of that length."""
+        length, digest, where, text = _HEADER.unpack(packed)
+        return cls(length, digest, _text(where), _text(text))
+
+
+def _text(encoded: bytes) -> str:
+    text = encoded.rstrip(b"\0").decode(errors="replace")
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def check_lengths(
+    lengths: Sequence[float], item_bytes: int, where: str, device: torch.device = _CPU
+) -> None:
+    """Raises ReplicationError if a rank announces an impossible number of items.
+
+    Each rank gathers as many items from all ranks as the longest has, in the memory of ``device``.
+    """
+    most = memory_of(device) // (max(item_bytes, 1) * len(lengths))
+    for rank, length in enumerate(lengths):
+        if not (0 <= length <= most and length == int(length)):  # false for NaN
+            raise ReplicationError(
+                f"{where}: a length must be a whole number from 0 to {most} here, and rank {rank} "
+                f"announces {length}; do all ranks run the same program, and no other process?"
+            )
+
+
+# -- collectives that return new tensors of any strides -------------------------------------------
+
+
+def summed(tensor: Tensor, process_group: Any) -> Tensor:
+    """Returns the sum of the tensors of all ranks."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    distributed.all_reduce(total, group=process_group)
+    return total
+
+
+def broadcasted(tensor: Tensor, src: int, process_group: Any) -> Tensor:
+    """Returns the tensor of the process whose rank among all processes is ``src``."""
+    received = tensor.clone(memory_format=torch.contiguous_format)
+    # Older releases of torch leave complex numbers to the backend, which may not support them.
+    real = torch.view_as_real(received) if received.is_complex() else received
+    distributed.broadcast(real, src, process_group)
+    return received
+
+
+def stacked(tensor: Tensor, process_group: Any) -> Tensor:
+    """Stacks the tensors of all ranks, which have the same shape, to ``(size, *shape)``."""
+    tensor = tensor.resolve_conj().contiguous()
+    stacked = tensor.new_empty(process_group.size(), *tensor.shape)
+    if stacked.numel():  # else there is nothing to send
+        # Not all_gather_into_tensor, which gloo lacks in older releases of torch.
+        distributed.all_gather(list(stacked), tensor, process_group)
+    return stacked
+
+
+def exchanged(tensor: Tensor, sent: list[int], received: list[int], process_group: Any) -> Tensor:
+    """Sends ``sent[i]`` values of a vector to rank i, and returns ``received[i]`` from it.
+
+    The values for rank 0, and from it, come first.
+    """
+    result = tensor.new_empty(sum(received))
+    if tensor.numel() or result.numel():
+        tensor = tensor.resolve_conj().contiguous()
+        distributed.all_to_all_single(result, tensor, received, sent, process_group)
+    return result
+
+
+class Collective(Function):
+    """Runs a collective in an autograd graph.
+
+    The derivative consists of such collectives, so it is differentiable any number of times.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        collective: Callable[[Tensor], Tensor],
+        derivative: Callable[[Tensor], Tensor],
+        tensor: Tensor,
+    ) -> Tensor:
+        ctx.derivative = derivative
+        return collective(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, ctx.derivative(grad)
+
+
+def differentiable(
+    collective: Callable[[Tensor], Tensor],
+    derivative: Callable[[Tensor], Tensor],
+    tensor: Tensor,
+) -> Tensor:
+    """Runs a collective in an autograd graph.
+
+    ``derivative`` returns the gradient of ``tensor``, given the gradient of the result. It
+    consists of `differentiable` collectives, to be differentiable itself.
+    """
+    if is_batched(tensor):
+        raise ReplicationError(
+            "collectives between processes take no batched gradients (is_grads_batched=True, "
+            "vectorize=True); compute one after the other"
+        )
+    return Collective.apply(collective, derivative, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# -- the group ------------------------------------------------------------------------------------
 
 #: A call with its number, and the headers of all ranks.
 _Numbered = tuple[Call, list[CallHeader]]
@@ -75,8 +321,6 @@ class ProcessGroup(Group):
     >>> ProcessGroup().all_reduce(torch.tensor([1.0, 2.0]))
     tensor([1., 2.])
     >>> distributed.destroy_process_group()
-
-    See also `Group` and `JoinableStep`.
 
     Args:
         process_group: A group of `torch.distributed` that this process is in; by default all
@@ -171,7 +415,7 @@ class ProcessGroup(Group):
     def _compared(self, call: Call) -> list[CallHeader]:
         """Gathers the headers of all ranks, and raises `ReplicasDiverged` if they do not match."""
         packed = self._to_tensor(CallHeader.of(call).pack())
-        rows = collectives.all_gather(packed, self.process_group).cpu()
+        rows = stacked(packed, self.process_group).cpu()
         headers = [CallHeader.unpack(_to_bytes(row)) for row in rows]
         check_same_call(headers, call.where, range(self.size), "rank")
         return headers
@@ -208,7 +452,6 @@ class ProcessGroup(Group):
 
     @uncompiled
     def barrier(self) -> None:
-        """Waits until all members have called it."""
         with self._calling(Call("barrier")):
             distributed.barrier(self.process_group)
 
@@ -223,10 +466,10 @@ class ProcessGroup(Group):
         with self._calling(Call("all_gather_object")) as (call, _):
             pickled = self._to_tensor(pickle.dumps(obj))
             length = pickled.new_tensor([len(pickled)], dtype=torch.int64)
-            lengths = collectives.all_gather(length, self.process_group).flatten().tolist()
+            lengths = stacked(length, self.process_group).flatten().tolist()
             check_lengths(lengths, 1, f"{call.where}, {call.name}", pickled.device)
             padded = _padded(pickled, max(lengths))
-            rows = collectives.all_gather(padded, self.process_group).cpu()
+            rows = stacked(padded, self.process_group).cpu()
             return tuple(
                 pickle.loads(_to_bytes(row[:n])) for row, n in zip(rows, lengths, strict=True)
             )
@@ -314,7 +557,7 @@ class ProcessGroup(Group):
     @uncompiled
     def _broadcast(self, tensor: Tensor, src: int) -> Tensor:
         def from_source(tensor: Tensor) -> Tensor:
-            return collectives.broadcast(tensor, self._global_rank(src), self.process_group)
+            return broadcasted(tensor, self._global_rank(src), self.process_group)
 
         def to_source(call: Call, grad: Tensor) -> Tensor:
             total = self._sum(call, grad)
@@ -332,10 +575,8 @@ class ProcessGroup(Group):
 
         def sum_of_ranks(tensor: Tensor) -> Tensor:
             if self.prefers_gather(tensor):
-                return reduce_tensors(
-                    collectives.all_gather(tensor, self.process_group).unbind(), "sum"
-                )
-            return collectives.all_reduce(tensor, self.process_group)
+                return reduce_tensors(stacked(tensor, self.process_group).unbind(), "sum")
+            return summed(tensor, self.process_group)
 
         return self._differentiable(call, sum_of_ranks, self._sum, tensor)
 
@@ -343,7 +584,7 @@ class ProcessGroup(Group):
         """Stacks the tensors of all ranks, which have the same shape, to ``(size, ...)``."""
 
         def stack_of_ranks(tensor: Tensor) -> Tensor:
-            return collectives.all_gather(tensor, self.process_group)
+            return stacked(tensor, self.process_group)
 
         def to_owners(call: Call, grad: Tensor) -> Tensor:
             counts = [grad[0].numel()] * self.size
@@ -355,13 +596,13 @@ class ProcessGroup(Group):
     def _all_to_all(
         self, sent: list[int], received: list[int], call: Call, tensor: Tensor
     ) -> Tensor:
-        """Sends values to every rank (see `collectives.all_to_all`)."""
+        """Sends values to every rank (see `exchanged`)."""
 
-        def exchanged(tensor: Tensor) -> Tensor:
-            return collectives.all_to_all(tensor, sent, received, self.process_group)
+        def exchange(tensor: Tensor) -> Tensor:
+            return exchanged(tensor, sent, received, self.process_group)
 
         way_back = partial(self._all_to_all, received, sent)
-        return self._differentiable(call, exchanged, way_back, tensor)
+        return self._differentiable(call, exchange, way_back, tensor)
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -418,7 +659,6 @@ def _destroyed(where: str) -> ReplicationError:
 
 
 def _remedy() -> str:
-    """Returns advice for a rank whose call no other rank answered."""
     if debugging():
         return (
             "if no other rank failed first (see their logs), some rank did not reach this call: "

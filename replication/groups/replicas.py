@@ -37,9 +37,8 @@ from replication.groups.base import (
     refuses_callbacks,
 )
 from replication.steps.broadcast import broadcast
-from replication.sync.current import is_recomputation, this_thread
 from replication.sync.exchange import Exchange
-from replication.sync.rendezvous import Rendezvous, site
+from replication.sync.rendezvous import Rendezvous, is_recomputation, site, this_thread
 
 __all__ = ["CallbackContext", "ReplicaGroup"]
 
@@ -66,8 +65,6 @@ class CallbackContext:
     >>> y = DataParallel(nn.Sequential(Greets()), ["cpu"] * 2)(torch.ones(4))
     one of 2 copies of `0`
     one of 2 copies of `0`
-
-    See also `execute_replication_callbacks`, `ReplicaGroup` and `SyncMaster`.
 
     Attributes:
         num_copies: Number of copies.
@@ -149,7 +146,6 @@ class Communicator:
         return type(self), (None, self.layer, self.replicas)  # a copy belongs to no forward
 
     def group(self, rank: int) -> Group:
-        """Returns the group of a member; see `CallbackContext.group`."""
         size = len(self.replicas)
         if type(rank) is not int and not is_int(rank):
             raise TypeError(f"a copy_id is an int (got {rank!r})")
@@ -242,8 +238,6 @@ class ReplicaGroup(Group):
     ...         return self.group.all_reduce(x.sum())
     >>> DataParallel(Total(), ["cpu"] * 2)(torch.arange(4.0))
     tensor([6., 6.])
-
-    See also `Group` and `CallbackContext`.
     """
 
     def __init__(self, rank: int, size: int, communicator: Communicator | None = None) -> None:
@@ -390,7 +384,6 @@ class ReplicaGroup(Group):
         return results if grad_enabled else tuple(result.detach() for result in results)
 
     def barrier(self) -> None:
-        """Returns when all members have called it."""
         self.exchange("barrier", None, lambda messages: messages)
 
     def all_gather_object(self, obj: T) -> tuple[T, ...]:

@@ -50,8 +50,6 @@ def gather(
     >>> gather([{"x": torch.ones(2), "n": 2}, {"x": torch.ones(1), "n": 1}], "cpu")
     {'x': tensor([1., 1., 1.]), 'n': [2, 1]}
 
-    See also `Scattered` and `scatter`.
-
     Args:
         outputs: One output per replica.
         target_device: The device of the joined tensors.

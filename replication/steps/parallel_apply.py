@@ -20,6 +20,7 @@ from torch import nn
 from replication._torch import (
     count_nodes_up_to,
     in_functorch_transform,
+    named_range,
     nodes_made,
     set_grad_modes,
 )
@@ -35,16 +36,18 @@ from replication.devices import (
 from replication.errors import (
     ReplicasTimedOut,
     ReplicationError,
+    add_note,
     has_type,
     listed,
+    origin,
+    origin_note,
 )
 from replication.sync.lifecycle import (
+    Locator,
     first_failure_wins,
     rendezvous_of,
     tracked_calls,
 )
-from replication.sync.notes import Locator, add_note, origin, origin_note
-from replication.waits import named_range
 
 __all__ = ["parallel_apply"]
 
@@ -79,8 +82,6 @@ def parallel_apply(
     >>> parallel_apply(replicas, [torch.zeros(1, 2), torch.ones(1, 3)])
     [tensor([0., 0.]), tensor([1., 1., 1.])]
 
-    See also `replicate`.
-
     Args:
         modules: The replicas to call.
         inputs: One tuple (or list) of positional arguments per replica. Any other object is
@@ -103,6 +104,16 @@ def parallel_apply(
             that are not an `Exception`, such as `SystemExit` in a replica or `KeyboardInterrupt`
             in the caller, are raised at once.
     """
+    return first_failure_wins(run_replicas, modules, inputs, kwargs_tup, devices)
+
+
+def run_replicas(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+    devices: Sequence[DeviceLike] | None = None,
+) -> list[Any]:
+    """Runs `parallel_apply`, but may raise an error that only follows from the first."""
     n = len(modules)
     kwargs_tup = [{}] * n if kwargs_tup is None else kwargs_tup
     if devices is None:
@@ -121,7 +132,7 @@ def parallel_apply(
         args = inputs[index]
         args = args if isinstance(args, (list, tuple)) else (args,)
         calls.append(partial(state.run, index, replica, args, kwargs_tup[index]))
-    return first_failure_wins(_run_all, modules, calls, state.torch_threads)
+    return _run_all(modules, calls, state.torch_threads)
 
 
 def refuse_functorch() -> None:

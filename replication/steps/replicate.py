@@ -73,8 +73,6 @@ def replicate(
     >>> len(replicas), len(list(replicas[0].parameters()))
     (2, 0)
 
-    See also `parallel_apply` and `execute_replication_callbacks`.
-
     Args:
         network: Any module. Parameters and submodules may be shared (tied) or ``None``.
         devices: Indices of accelerators, strings or `torch.device`. Devices may repeat and may be
@@ -85,8 +83,8 @@ def replicate(
         The replicas, in the order of ``devices``.
 
     Raises:
-        TypeError: ``network`` is not a module, is or contains a ScriptModule, or contains the
-            result of ``torch.compile(module)`` with its own hooks.
+        TypeError: ``network`` is no module, or contains a ScriptModule, or the result of
+            ``torch.compile(module)`` with its own hooks.
         ValueError: This machine has no such device.
         RuntimeError: A lazy layer is not initialized.
         NotImplementedError: The call is inside a transform of `torch.func`, or a parameter or

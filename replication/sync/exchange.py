@@ -16,8 +16,6 @@ from typing import Any
 from replication.errors import ReplicationError
 from replication.sync.rendezvous import Rendezvous, Wait, concurrent_call_error, site
 
-__all__: list[str] = []
-
 #: Returns one reply for each message, in order. Messages are in the order of the replicas.
 Merge = Callable[[list[Any]], Iterable[Any]]
 

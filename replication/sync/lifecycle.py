@@ -1,4 +1,4 @@
-"""Tracks when the forward of each replica begins and ends, and which error is the first."""
+"""Tracks when each replica begins, ends and fails, and finds where its first error came from."""
 
 from __future__ import annotations
 
@@ -6,25 +6,35 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, TypeVar
 
 from torch import nn
 
 from replication._torch import CALL_IMPL, current_backward
-from replication.errors import ReplicationError, has_type
-from replication.sync.current import (
+from replication.devices import device_in_use, device_of
+from replication.errors import (
+    ReplicationError,
+    add_note,
+    describe_error,
+    has_type,
+    listed,
+    origin,
+    origin_note,
+    path_or_root,
+)
+from replication.modules import layers_of
+from replication.sync.rendezvous import (
     CurrentReplica,
+    Failure,
+    Observe,
+    Rendezvous,
     current_replica,
     is_recomputation,
     set_current_replica,
     this_thread,
 )
-from replication.sync.notes import Locator, add_failure_note, add_others
-from replication.sync.rendezvous import Rendezvous
-from replication.waits import observer
-
-__all__: list[str] = []
-
+from replication.warning import frame_of_thread
 
 T = TypeVar("T")
 
@@ -159,11 +169,16 @@ class ForwardScope:
 _ENTRY_POINTS = (CALL_IMPL, "forward")
 
 
+#: Returns what observes a forward, given its number of replicas, or None. It is the only hook of
+#: `replication.diagnosis`, set by its ``waits``.
+observer: Callable[[int], Observe | None] | None = None
+
+
 def track(replicas: Sequence[nn.Module]) -> Rendezvous:
     """Makes a rendezvous, and makes the replicas report their beginning and end to it."""
     rendezvous = Rendezvous(len(replicas))
     rendezvous.locate = Locator(replicas)
-    rendezvous.observe = observer(len(replicas))
+    rendezvous.observe = observer and observer(len(replicas))
     rendezvous.in_backward = is_recomputation()
     current = current_replica()
     # Foreign code that interrupts a write, such as a finalizer, is not a part of that replica. Its
@@ -240,3 +255,96 @@ def first_failure_wins(
         raise failure
     finally:
         del failure, failures  # the traceback of the error refers to this frame
+
+
+_TRACEBACK = vars(BaseException)["__traceback__"]
+
+
+def add_others(error: BaseException, failures: Sequence[Failure], size: int | None) -> None:
+    """Adds a note for each other failure, except for follow-ups of another error.
+
+    Equal failures of several replicas share a note.
+    """
+    also: dict[tuple[str, str], list[int]] = {}
+    for failure in failures:
+        if failure.error is not error and not has_type(failure.error, ReplicationError):
+            also.setdefault(_where_and_what(failure, size), []).append(failure.replica)
+    own = [_where_and_what(f, size) for f in failures if f.error is error] if also else []
+    for what, replicas in also.items():
+        where, text = ("", "the same error") if what in own else what
+        add_note(error, f"{listed(sorted(replicas))} also failed{where}: {text}")
+
+
+def _where_and_what(failure: Failure, size: int | None) -> tuple[str, str]:
+    """Returns the module of a failure, if a note names it, and the error."""
+    note = origin_note(failure.error, failure.replica, size) or ""
+    module = note.partition(", module ")[2]
+    return f" in module {module}" if module else "", describe_error(failure.error)
+
+
+def add_failure_note(
+    error: BaseException, replica: nn.Module, index: int, size: int | None
+) -> None:
+    """Adds a note with the replica, the device and the submodule that an error came from."""
+    try:
+        device = device_in_use() or device_of(replica)
+        path = failing_path(error, replica)
+    except Exception:  # raised by a method of the replica; it must not hide the error
+        device, path = None, None
+    add_note(
+        error,
+        origin(index, size)
+        + (f" on {device}" if device is not None else "")
+        + (f", module `{path_or_root(path)}`" if path is not None else ""),
+    )
+
+
+def failing_path(error: BaseException, root: nn.Module) -> str | None:
+    """Returns the path of the innermost module in the traceback, if there is one."""
+    paths = paths_of(root)
+    innermost = None
+    traceback = _TRACEBACK.__get__(error)
+    while traceback is not None:
+        path = path_of_call(traceback.tb_frame, paths)
+        innermost = innermost if path is None else path
+        traceback = traceback.tb_next
+    return innermost
+
+
+def paths_of(root: nn.Module) -> dict[int, str]:
+    """Returns the path of each submodule, by the `id` of the submodule."""
+    return {id(module): path for path, module in layers_of(root)}
+
+
+def path_of_call(frame: FrameType, paths: dict[int, str]) -> str | None:
+    """Returns the path of the submodule that a frame calls, if it calls one."""
+    # Only torch's own frames: reading the locals of a frame that holds the error in a variable
+    # would make a reference cycle.
+    if frame.f_code.co_name != CALL_IMPL:
+        return None
+    return paths.get(id(frame.f_locals.get("self")))
+
+
+class Locator:
+    """Finds the submodule and the line that the thread of a replica is in, if it may be read."""
+
+    def __init__(self, replicas: Sequence[nn.Module]) -> None:
+        self._replicas = [weakref.ref(replica) for replica in replicas]
+
+    def __call__(self, index: int, thread: int) -> str:
+        innermost = frame_of_thread(thread)
+        replica = self._replicas[index]()
+        if innermost is None or replica is None:
+            return ""
+        try:
+            paths = paths_of(replica)
+        except Exception:  # the replica changes while it runs
+            paths = {}
+        path = ""
+        line = f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
+        frame: FrameType | None = innermost
+        del innermost  # it may be this very frame, which must not refer to itself
+        while frame is not None and not path:
+            path = path_of_call(frame, paths) or ""
+            frame = frame.f_back
+        return f"in `{path}`, at {line}" if path else f"at {line}"

@@ -18,9 +18,8 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from replication.errors import ReplicationError
-from replication.sync.current import current_replica
 from replication.sync.exchange import Exchange
-from replication.sync.rendezvous import Rendezvous, Wait
+from replication.sync.rendezvous import Rendezvous, Wait, current_replica
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
 
@@ -39,8 +38,6 @@ class FutureResult:
     >>> result.put("ready")  # in one thread
     >>> result.get()  # in another
     'ready'
-
-    See also `SyncMaster`.
     """
 
     def __init__(self) -> None:
@@ -166,8 +163,6 @@ class SlavePipe:
     ...     reply = pool.submit(pipe.run_slave, 2)
     ...     print(master.run_master(1), reply.result())
     10 20
-
-    See also `SyncMaster`.
     """
 
     def __init__(
@@ -247,8 +242,6 @@ class SyncMaster:
     ...     reply = pool.submit(pipe.run_slave, 2)
     ...     print(master.run_master(1), reply.result())
     3 3
-
-    See also `CallbackContext`, `SlavePipe` and `FutureResult`.
 
     Args:
         master_callback: Called in the master's thread with ``[(0, master_msg), (identifier, msg),

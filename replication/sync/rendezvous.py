@@ -34,6 +34,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
+from replication._torch import NO_BACKWARD, current_backward
 from replication.errors import (
     ReplicaFailed,
     ReplicasDiverged,
@@ -45,8 +46,6 @@ from replication.errors import (
 )
 
 T = TypeVar("T")
-
-__all__: list[str] = []
 
 
 #: The seconds after which a wait fails if it is unknown whether its value will arrive.
@@ -89,7 +88,6 @@ class Wait:
 
     @property
     def site(self) -> str:
-        """The exchange and the number of the call, for messages."""
         return site(self.path, self.calls[self.replica])
 
     def block(self) -> None:
@@ -134,6 +132,11 @@ class Abort(NamedTuple):
         if self.kind is ReplicasDiverged:  # the message tells where every replica is
             later = ""
         raise self.kind(self.reason + later) from self.cause
+
+
+#: Returns a context manager that records an exchange or a wait, given ``"exchange"`` or
+#: ``"wait"``, the replica and the path.
+Observe = Callable[[str, int, str], AbstractContextManager[object]]
 
 
 class Failure(NamedTuple):
@@ -187,9 +190,8 @@ class Rendezvous:
         self.in_backward = False
         #: Returns the module and the line where a replica is, given the thread that runs it.
         self.locate: Callable[[int, int], str] = lambda replica, thread: ""
-        #: Returns a context manager that records an exchange or a wait, given ``"exchange"`` or
-        #: ``"wait"``, the replica and the path. None unless waits are reported or profiled.
-        self.observe: Callable[[str, int, str], AbstractContextManager[object]] | None = None
+        #: Records exchanges and waits. None unless waits are reported or profiled.
+        self.observe: Observe | None = None
         self._renew_locks()
         #: The channel of each `SyncMaster` in this forward.
         self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -429,7 +431,6 @@ class Rendezvous:
                 )
 
     def limit_time(self, seconds: float) -> None:
-        """Sets the deadline of the forward to this many seconds from now."""
         self._timeout, self.deadline = seconds, time.monotonic() + seconds
 
     def time_out(self) -> Abort:
@@ -522,3 +523,66 @@ def _enter_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_enter_child)
+
+
+class CurrentReplica(NamedTuple):
+    """The replica whose forward or callback a thread runs."""
+
+    rendezvous: Rendezvous
+    replica: int
+    #: The backward that the thread was in when the forward or the callback began (see
+    #: `replication._torch.current_backward`).
+    backward: int
+    #: The path of the module whose callback runs. It is empty in a forward.
+    path: str = ""
+
+    @property
+    def in_callback(self) -> bool:
+        """Whether a replication callback runs, and not the forward."""
+        return bool(self.path)
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether it is one of several replicas, or inside one."""
+        rendezvous: Rendezvous | None = self.rendezvous
+        while rendezvous is not None and (rendezvous.size or 0) < 2:
+            rendezvous = rendezvous.outer
+        return rendezvous is not None
+
+
+class _Local(threading.local):
+    current: CurrentReplica | None = None
+
+
+#: Its attribute ``current`` is the innermost forward or callback that this thread runs, or None.
+this_thread = _Local()
+
+
+def current_replica() -> CurrentReplica | None:
+    """Returns the innermost forward or callback that this thread runs, if any."""
+    return this_thread.current
+
+
+class set_current_replica:
+    """Makes `current_replica` return ``current`` inside the ``with`` block.
+
+    It is a class because `contextlib.contextmanager` sets attributes of an error that passes
+    through, which not every error class allows.
+    """
+
+    def __init__(self, current: CurrentReplica | None) -> None:
+        self._current = current
+
+    def __enter__(self) -> None:
+        self._outer, this_thread.current = this_thread.current, self._current
+
+    def __exit__(self, *exc_info: object) -> None:
+        this_thread.current = self._outer
+
+
+def is_recomputation() -> bool:
+    """Whether this thread, or the caller of the replica that it runs, is in a backward."""
+    current = this_thread.current
+    return current_backward() != NO_BACKWARD or (
+        current is not None and current.rendezvous.in_backward
+    )

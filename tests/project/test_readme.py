@@ -201,15 +201,11 @@ PUBLIC = {
 }
 
 
-def see_also(name):
-    """The names after "See also" in a docstring."""
-    (names,) = re.findall(r"See also (`[^.]*`)\.$", inspect.getdoc(PUBLIC[name]), re.MULTILINE)
-    return set(re.findall(r"`(\w+)`", names))
-
-
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_have_an_example(name):
     kind = PUBLIC[name]
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        return  # nobody makes them: the pages show what raises them
     methods = [vars(kind)[key] for key in vars(kind) if not key.startswith("_")]
     assert any(">>> " in (inspect.getdoc(documented) or "") for documented in (kind, *methods))
 
@@ -222,13 +218,6 @@ def test_the_examples_of_public_names_are_complete(name):
     for text in filter(None, map(inspect.getdoc, documented)):
         test = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
         assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_names_refer_to_each_other(name):
-    related = see_also(name)
-    assert related and name not in related
-    assert all(name in see_also(other) for other in related)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

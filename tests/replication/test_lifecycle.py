@@ -29,8 +29,8 @@ from replication import (
     patch_replication_callback,
     replicate,
 )
-from replication.sync.lifecycle import rendezvous_of, track
-from replication.sync.notes import add_note, failing_path
+from replication.errors import add_note
+from replication.sync.lifecycle import failing_path, rendezvous_of, track
 from syncbn import SynchronizedBatchNorm1d
 from tests.layers import (
     DEADLINE,

@@ -31,7 +31,7 @@ from replication import (
 from replication._torch import timeout_of
 from replication.devices import memory_of
 from replication.groups.base import Call, check_same_call
-from replication.groups.call_header import CallHeader, check_lengths
+from replication.groups.processes import CallHeader, check_lengths
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.collective_cases import CASES, OPS, derivatives, leaves, upstream
 from tests.layers import outcome_of

@@ -12,8 +12,13 @@ import pytest
 import replication.sync.rendezvous
 from replication import ReplicaFailed, ReplicasDiverged, ReplicationError
 from replication.errors import listed
-from replication.sync.current import CurrentReplica, current_replica, set_current_replica
-from replication.sync.rendezvous import Rendezvous, Wait
+from replication.sync.rendezvous import (
+    CurrentReplica,
+    Rendezvous,
+    Wait,
+    current_replica,
+    set_current_replica,
+)
 from tests.layers import DEADLINE, outcome_of, soon, together, values
 
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from replication import Scattered, gather, scatter, scatter_kwargs
 
@@ -265,3 +266,22 @@ def test_the_beginning_of_a_key_is_not_its_name():
 def test_an_output_without_keys_is_said_to_have_none():
     with pytest.warns(UserWarning, match="names 'x', which the output does not have; it has none"):
         gather([torch.zeros(1)] * 2, "cpu", except_keywords=["x"])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_that_leave_are_copied_from_the_batch_itself(dim):
+    """A clone of pinned memory is not pinned, and its copy to an accelerator is slower."""
+    batch = torch.randn(4, 4)
+    sources = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._to_copy.default:
+                sources.append(args[0].untyped_storage().data_ptr())
+            assert function is not torch.ops.aten.clone.default
+            return function(*args, **(kwargs or {}))
+
+    with Recorder():
+        parts = scatter(batch, ["meta"] * 2, dim)
+    assert [part.device.type for part in parts] == ["meta"] * 2
+    assert sources == [batch.untyped_storage().data_ptr()] * 2

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from replication import WaitReport
-from replication.table import Table
+from replication.diagnosis.table import Table
 from syncbn import convert_model, summary, verify
 
 

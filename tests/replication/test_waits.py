@@ -239,7 +239,7 @@ def test_nothing_is_recorded_without_a_report(monkeypatch):
     def fails(*args: Any) -> None:
         raise AssertionError("noted")
 
-    monkeypatch.setattr("replication.waits.record_function", fails)
+    monkeypatch.setattr("replication.diagnosis.waits.record_function", fails)
     monkeypatch.setattr(WaitReport, "add", fails)
     with wait_report(quiet=True):
         pass

@@ -1,4 +1,4 @@
-"""A table of the layers of a network that shows which ones are synchronized, and why."""
+"""The kinds of layers: which are synchronized or can be, why others stay, and a table of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from replication.callbacks import CALLBACK
 from replication.devices import check_module
+from replication.diagnosis.table import ShownAsTable, Table
 from replication.errors import path_or_root
 from replication.patch import has_replication_callback
-from replication.table import ShownAsTable, Table
 from replication.tree import leaves_of, open_builtin
 from syncbn.batchnorm import (
     CORRECTION,
@@ -25,6 +25,7 @@ from syncbn.batchnorm import (
     SynchronizedBatchNorm3d,
     SynchronizedBatchNormNd,
 )
+from syncbn.timm import is_timm, synchronized_timm
 
 __all__ = ["Summary", "summary"]
 
@@ -40,6 +41,18 @@ SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
 }
 #: The torch class of each synchronized class.
 PLAIN = {synchronized: plain for plain, synchronized in SYNCHRONIZED.items()}
+
+
+def synchronized_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Returns the synchronized counterpart of a class, or None if it has none."""
+    return synchronized_timm(kind) if is_timm(kind) else SYNCHRONIZED.get(kind)
+
+
+def plain_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Returns the class of which ``kind`` is the synchronized counterpart, or None."""
+    plain = PLAIN.get(kind) or next(filter(is_timm, kind.__mro__), None)
+    return plain if plain and synchronized_class(plain) is kind else None
+
 
 _NAMES = {plain.__name__ for plain in SYNCHRONIZED}
 
@@ -76,7 +89,7 @@ def kind_of(module: nn.Module) -> Kind | None:
     """Returns the kind of a layer, or None if it neither normalizes nor runs replicas."""
     if isinstance(module, SynchronizedBatchNorm):
         return Kind("synchronized", _note_on(module))
-    if type(module) in SYNCHRONIZED:
+    if synchronized_class(type(module)) is not None:
         return Kind("plain", _CONVERTIBLE)
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, _BatchNorm):
         return Kind("left alone", "lazy: call the network once before you convert it")
@@ -85,9 +98,9 @@ def kind_of(module: nn.Module) -> Kind | None:
             return Kind("left alone", reason)
         return Kind("plain", f"of an older toolkit; {_CONVERTIBLE}")
     if isinstance(module, _BatchNorm):
-        kind = type_before_parametrizations(module)
-        if kind in SYNCHRONIZED:
+        if not is_derived(module):
             return Kind("left alone", "parametrized: convert before torch.nn.utils.parametrize")
+        kind = type_before_parametrizations(module)
         base = next(c.__name__ for c in kind.__mro__ if c.__module__.startswith("torch."))
         return Kind("left alone", f"derived from {base.lstrip('_')}, may compute anything")
     if isinstance(module, torch.jit.ScriptModule):
@@ -106,6 +119,16 @@ def kind_of(module: nn.Module) -> Kind | None:
             return Kind("wrapper", note)
         return Kind("wrapper", "connects the copies of its layers")
     return None
+
+
+def is_derived(module: nn.Module) -> bool:
+    """Returns whether a layer's class is derived from batch norm and has no counterpart here."""
+    return (
+        isinstance(module, _BatchNorm)
+        and not isinstance(module, (SynchronizedBatchNorm, nn.modules.lazy.LazyModuleMixin))
+        and not is_older(module)
+        and synchronized_class(type_before_parametrizations(module)) is None
+    )
 
 
 def is_older(module: nn.Module) -> bool:
@@ -212,8 +235,6 @@ def _note_on(layer: SynchronizedBatchNorm) -> str:
 
 
 class LayerSummary(NamedTuple):
-    """A row of a `Summary`."""
-
     #: The path in the network. The network itself has an empty path.
     path: str
     #: The name of the layer's class.
@@ -229,8 +250,6 @@ class Summary(ShownAsTable):
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     >>> [(layer.path, layer.kind.name) for layer in summary(net).layers]
     [('1', 'plain')]
-
-    See also `summary`.
 
     Attributes:
         layers: All layers that normalize or run replicas, in the order of ``named_modules()``.
@@ -256,7 +275,6 @@ class Summary(ShownAsTable):
         return [layer.path for layer in self.layers if layer.kind.name == kind]
 
     def _table(self) -> Table:
-        """Returns a row for each layer. Layers that normalize by sample are counted instead."""
         rows: list[tuple[str, ...]] = [
             (f"`{path_or_root(path)}`", layer, kind.name, kind.note)
             for path, layer, kind in self.layers
@@ -291,8 +309,6 @@ def summary(module: nn.Module) -> Summary:
     `1`        SynchronizedBatchNorm2d  synchronized
     1 of them  GroupNorm                by sample     nothing to synchronize
     1 synchronized, 0 not converted, 0 left alone.
-
-    See also `convert_model`, `Summary` and `verify`.
 
     Args:
         module: A layer or a network, converted or not, wrapped or not.

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-__all__: list[str] = []
-
 
 class Table(NamedTuple):
     """Rows of cells, and the lines before and after them. Names of layers are in backticks."""
@@ -25,7 +23,6 @@ class Table(NamedTuple):
     numbers_from: int | None = None
 
     def text(self) -> str:
-        """Returns the table as lines of text."""
         lines = [self.titles, *self.rows] if self.rows else []
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = (
@@ -61,7 +58,6 @@ class ShownAsTable:
     """A result that prints as a table, and shows as a table in a notebook and in IPython."""
 
     def _table(self) -> Table:
-        """Returns the table."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -80,5 +76,4 @@ def _paragraphs(lines: Sequence[str]) -> str:
 
 
 def _marked_up(text: str) -> str:
-    """Returns escaped text, with the names in backticks as code."""
     return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))

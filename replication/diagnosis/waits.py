@@ -10,19 +10,18 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from torch.autograd.profiler import record_function
 
 from replication._torch import is_profiling
-from replication.table import ShownAsTable, Table
+from replication.diagnosis.table import ShownAsTable, Table
+from replication.sync import lifecycle
+from replication.sync.rendezvous import Observe
 
 __all__ = ["WaitReport", "wait_report"]
-
-#: Returns a context manager, given ``"exchange"`` or ``"wait"``, the replica and the path.
-Observe = Callable[[str, int, str], AbstractContextManager[object]]
 
 #: The maximal number of layers in a printed or drawn report.
 _ROWS = 20
@@ -39,7 +38,6 @@ class Waits(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The sum over all replicas, in seconds."""
         return sum(self.seconds.values())
 
 
@@ -57,8 +55,6 @@ class WaitReport(ShownAsTable):
     ...     y = DataParallel(torch.nn.Sequential(Total()), ["cpu"] * 2)(torch.ones(4))
     >>> [(waits.path, waits.calls) for waits in report.layers]
     [('0', 1)]
-
-    See also `wait_report`.
 
     Attributes:
         forwards: The number of forwards.
@@ -83,7 +79,6 @@ class WaitReport(ShownAsTable):
             self._size = max(self._size, size)
 
     def add(self, path: str, replica: int, seconds: float) -> None:
-        """Records a wait."""
         with self._lock:
             self._counts[path, replica] += 1
             self._seconds[path, replica] += seconds
@@ -131,7 +126,6 @@ class WaitReport(ShownAsTable):
         return order[0] if stands_out else None
 
     def _table(self) -> Table:
-        """Returns the layers in descending order of the time waited, and their sum."""
         forwards = f"{self.forwards} forward{'' if self.forwards == 1 else 's'}"
         head = f"{forwards}; milliseconds per forward that a replica waits for others"
         layers = self.layers
@@ -154,7 +148,6 @@ class WaitReport(ShownAsTable):
         return Table(titles, rows, [head], [after], numbers_from=1)
 
     def _per_forward(self, seconds: float) -> float:
-        """Returns milliseconds per forward."""
         return 1e3 * seconds / max(self.forwards, 1)
 
     def _cells(self, waits: Waits) -> list[str]:
@@ -222,8 +215,6 @@ def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
         Replicas wait longest in `0`. Replica 1 waits least: it is the one that the others wait
         for.
 
-    See also `WaitReport`.
-
     Args:
         quiet: Whether to print nothing. Print the report with ``print(report)``.
     """
@@ -256,6 +247,9 @@ def observer(size: int) -> Observe | None:
         return stack
 
     return observe
+
+
+lifecycle.observer = observer
 
 
 class Arrivals:
@@ -291,8 +285,3 @@ class Arrivals:
         stack = ExitStack()
         stack.push(leave)
         return stack
-
-
-def named_range(name: str) -> AbstractContextManager[object]:
-    """Names a range in the profile of this thread, if there is one."""
-    return record_function(name) if is_profiling() else nullcontext()

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from replication._torch import compiled_module
 from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, check_module, usable_devices
-from replication.groups.membership import has_other_processes
+from replication.diagnosis.table import ShownAsTable, Table
+from replication.errors import add_note
+from replication.groups.processes import has_other_processes
 from replication.modules import check_initialized
-from replication.sync.current import current_replica, is_recomputation
-from replication.sync.notes import add_note
-from replication.table import ShownAsTable, Table
+from replication.sync.rendezvous import current_replica, is_recomputation
 from replication.tree import Path, flatten, unflatten
 from replication.warning import once_for
 
@@ -50,8 +50,6 @@ class Difference:
     >>> difference.where, difference.error > 0.01
     ('output of `1` (BatchNorm1d)', True)
 
-    See also `Verification`.
-
     Attributes:
         where: The quantity and its layer, such as "output of `norm` (BatchNorm1d)".
         error: The largest difference, relative to the largest value. Infinite if the quantities
@@ -79,8 +77,6 @@ class Verification(ShownAsTable):
     >>> result = verify(nn.Linear(3, 4), torch.randn(8, 3))
     >>> bool(result), result.replicas
     (True, 2)
-
-    See also `verify` and `Difference`.
 
     Attributes:
         differences: The differences by kind of quantity: outputs of layers in the order in which
@@ -179,8 +175,6 @@ def verify(
     >>> print(verify(net, torch.randn(8, 3)).first_difference.where)
     output of `1` (BatchNorm1d)
 
-    See also `summary` and `Verification`.
-
     Args:
         model: The model, usually in training mode. Of a `torch.nn.DataParallel`, the wrapped
             module and ``dim`` are used.
@@ -259,7 +253,6 @@ class LayerCall(NamedTuple):
     number: int
 
     def title(self, layers: Mapping[str, nn.Module]) -> str:
-        """Returns the name of the call's output in messages."""
         later = f", call {self.number}" if self.number > 1 else ""
         return f"output of `{self.path}` ({type(layers[self.path]).__name__}{later})"
 
@@ -362,7 +355,6 @@ class Step:
         return output.roll(-self.shift, self.dim)
 
     def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Tensor]]:
-        """Returns positional arguments, keyword arguments, and the inputs that get gradients."""
         arguments: Any = (batch,), {}
         if isinstance(batch, Mapping):
             arguments = (), dict(batch)
@@ -385,7 +377,6 @@ class Step:
 
 
 def _compare(actual: Step, expected: Step) -> dict[str, list[Difference]]:
-    """Returns the differences of two steps, by kind of quantity."""
     layers = expected.layers
     of_layers = [
         difference(call.title(layers), actual.calls.get(call, {}), outputs)
@@ -467,7 +458,6 @@ def _error(actual: Tensor, reference: Tensor, largest_of_kind: float) -> float:
 
 
 def _magnitude(tensor: Tensor | None) -> float:
-    """Returns the largest finite absolute value."""
     if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     finite = tensor[tensor.isfinite()]
@@ -479,7 +469,6 @@ def _items(container: Any) -> list[Any]:
 
 
 def _tensors(tree: Any) -> dict[Path, Tensor]:
-    """Returns the tensors in an output, by their paths."""
     return {path: leaf for path, leaf in flatten(tree)[0] if isinstance(leaf, Tensor)}
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from replication import execute_replication_callbacks, parallel_apply, replicate
+from syncbn import SynchronizedBatchNorm1d
 from tests.devices import several
 
 #: For tests with the fixture ``both_ways`` of what torch's own layer does not promise.
@@ -38,6 +39,19 @@ class Sharded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat(run_sharded(self.net, x.split(self.sizes)))
+
+
+#: For `norm`.
+BATCH = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def norm() -> SynchronizedBatchNorm1d:
+    return SynchronizedBatchNorm1d(3, dtype=torch.float64)
+
+
+def whole_batch(x: Tensor) -> Tensor:
+    """What `norm` makes of the shards of a batch, together."""
+    return nn.functional.batch_norm(x, None, None, training=True)
 
 
 def randomized(layer: nn.Module) -> nn.Module:

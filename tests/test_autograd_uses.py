@@ -526,27 +526,6 @@ def test_clipping_of_gradients():
     assert_alike(use)
 
 
-def test_scaling_of_the_loss():
-    """With a step that is skipped, as its gradients have overflown."""
-
-    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Any]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        scales = []
-        for step in range(4):
-            optimizer.zero_grad()
-            loss = (model(x.detach()) * dy).sum() * (float("inf") if step == 1 else 1)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        return [*scales, *model.parameters()]
-
-    assert_alike(use)
-
-
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 def test_anomaly_detection():
     """It finds nothing where there is nothing, and the same as without replicas elsewhere."""

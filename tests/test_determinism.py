@@ -143,7 +143,7 @@ def test_training_is_bit_equal_for_all_delays():
         assert_equal_bits(train(), expected)
 
 
-# -- what the threads have done before ----------------------------------------------------------
+# -- what the threads have done before ---------------------------------------------------------
 
 
 class Branches(nn.Module):

@@ -6,18 +6,31 @@ Where that is no error, a copy without grad, the others' numbers are right.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from replication import Group, ReplicaAware, ReplicasDiverged
+from replication import (
+    DataParallel,
+    Group,
+    ReplicaAware,
+    ReplicasDiverged,
+)
 from syncbn import SynchronizedBatchNorm1d
 from tests.deadlines import Deadline
+from tests.devices import several
 from tests.faults import N, as_torch_does, assert_next_step_is_exact, batch, numbers, ours
-from tests.layers import Numbered, outcome_of
+from tests.layers import (
+    Centering,
+    Numbered,
+    Repeat,
+    outcome_of,
+)
 from tests.pairwise import pairwise
 from tests.sharded import run_sharded
 
@@ -152,6 +165,21 @@ CALLS: dict[str, tuple[Any, Any, str, str]] = {
     "src": (lambda g, x: g.broadcast(x, 1), lambda g, x: g.broadcast(x, 2), "src=1", "src=2"),
     "shape": (all_reduce, lambda g, x: g.all_reduce(x[:2]), r"float64 \[3\]", r"float64 \[2\]"),
     "dtype": (all_reduce, lambda g, x: g.all_reduce(x.float()), "float64", "float32"),
+    "width": (
+        lambda g, x: g.all_gather(x[None]), lambda g, x: g.all_gather(x[None, :2]),
+        r"float64 \[1, 3\]", r"float64 \[1, 2\]",
+    ),
+    "scalar": (
+        lambda g, x: g.all_gather(x), lambda g, x: g.all_gather(x.sum()),
+        r"float64 \[3\]", r"float64 \[\]",
+    ),
+    "dtype in all_gather": (
+        lambda g, x: g.all_gather(x), lambda g, x: g.all_gather(x.float()), "float64", "float32"
+    ),
+    "one of several": (
+        lambda g, x: g.reduce_scatter([x] * N), lambda g, x: g.reduce_scatter([x, x, x[:1]]),
+        r"float64 \[3\], float64 \[3\], float64 \[3\]", r"float64 \[1\]",
+    ),
     "barrier": (all_reduce, lambda g, x: g.barrier(), "all_reduce", "barrier"),
     "objects": (
         lambda g, x: g.all_gather_object(x), lambda g, x: g.all_gather(x),
@@ -244,3 +272,65 @@ def test_a_replica_in_inference_mode_sends_constants(replica):
     x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
     y = torch.cat(run_sharded(Infers(), x.chunk(N)))
     torch.testing.assert_close(y, nn.functional.batch_norm(x, None, None, training=True))
+
+
+# -- any program -------------------------------------------------------------------------------
+
+
+def test_module_path_is_that_within_the_network():
+    net = nn.Sequential(nn.ReLU(), nn.Sequential(Repeat(Centering(), (1, 0))))
+    with pytest.raises(ReplicasDiverged, match=r"`1\.0\.layer`, call 1"):
+        DataParallel(net, several(2))(torch.randn(4, 2))
+
+
+def test_layer_that_is_the_root_has_a_name():
+    class Skips(Centering):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if self._parallel_id == 1 else super().forward(x)
+
+    with pytest.raises(ReplicasDiverged, match=r"`\(root\)`, call 1: replica 0 waits"):
+        DataParallel(Skips(), several(2))(torch.randn(4, 2))
+
+
+class LayerError(Exception):
+    """An error that only the tests raise."""
+
+
+class Program(Numbered):
+    """Replica i does what ``programs[i]`` says: calls of the layers a and b, and "!" to fail."""
+
+    def __init__(self, programs: Sequence[str]) -> None:
+        super().__init__()
+        self.programs = programs
+        self.a, self.b = Centering(), Centering()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.programs[self.copy_id or 0]:
+            if step == "!":
+                raise LayerError(self.copy_id)
+            x = getattr(self, step)(x)
+        return x
+
+
+programs = st.lists(st.text("ab", max_size=3), min_size=2, max_size=4)
+
+
+@given(programs=programs)
+def test_replicas_get_values_if_and_only_if_their_calls_match(programs):
+    x = torch.randn(len(programs), 2)
+    outcome = outcome_of(lambda: DataParallel(Program(programs), several(len(programs)))(x))
+    if len(set(programs)) > 1:
+        assert isinstance(outcome.error, ReplicasDiverged)
+    else:
+        torch.testing.assert_close(outcome.value, x - x.mean(0) if programs[0] else x)
+
+
+@given(programs=programs, replica=st.integers(0, 3), after=st.integers(0, 3))
+def test_failing_replica_wins_where_the_others_would_have_gone_on(programs, replica, after):
+    # All do the same as far as the failing one goes, and more: only it can end anything.
+    n, common = len(programs), programs[0][:after]
+    programs = [common + "ab" + rest for rest in programs]
+    programs[replica % n] = common + "!"
+    outcome = outcome_of(lambda: DataParallel(Program(programs), several(n))(torch.randn(n, 2)))
+    assert isinstance(outcome.error, LayerError)
+    assert outcome.error.args == (replica % n,)

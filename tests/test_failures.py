@@ -1,4 +1,4 @@
-"""Every wait ends, the first error wins, and the next step is correct."""
+"""The first error wins, wakes all who wait, and the next step is correct."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,20 +17,22 @@ from replication import (
     DataParallel,
     ReplicaAware,
     ReplicaFailed,
-    ReplicasDiverged,
     ReplicationError,
     SyncMaster,
+    execute_replication_callbacks,
+    parallel_apply,
     patch_replication_callback,
+    replicate,
 )
 from replication.sync.rendezvous import Abort
 from syncbn import SynchronizedBatchNorm1d
+from tests.deadlines import ends
 from tests.layers import (
     DEADLINE,
     Centering,
     CustomDataParallel,
     FailsAt,
     Numbered,
-    Repeat,
     freed,
     no_garbage_collection,
     outcome_of,
@@ -42,6 +41,7 @@ from tests.layers import (
     until_others_wait,
     values,
 )
+from tests.sharded import BATCH, norm, run_sharded
 
 
 class LayerError(Exception):
@@ -78,15 +78,6 @@ def test_uncollected_results_are_freed():
     gc.collect()
     assert len(seen) == 3
     assert freed(*seen)
-
-
-def test_error_that_several_replicas_raise_is_one_of_theirs():
-    class AllFail(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise LayerError(len(x))
-
-    with pytest.raises(LayerError):
-        ours(nn.Sequential(Centering(), AllFail()), 3)(torch.randn(6, 2))
 
 
 def test_waiting_replica_sees_who_failed_and_with_what():
@@ -172,71 +163,7 @@ def test_replica_that_handles_its_own_error_has_not_failed():
     torch.testing.assert_close(ours(Handles(), 2)(x), x - x.mean(0))
 
 
-# -- the master's callback fails ---------------------------------------------------------------
-
-
-# -- replicas diverge --------------------------------------------------------------------------
-
-
-def test_module_path_is_that_within_the_network():
-    net = nn.Sequential(nn.ReLU(), nn.Sequential(Repeat(Centering(), (1, 0))))
-    with pytest.raises(ReplicasDiverged, match=r"`1\.0\.layer`, call 1"):
-        ours(net, 2)(torch.randn(4, 2))
-
-
-def test_layer_that_is_the_root_has_a_name():
-    class Skips(Centering):
-        def forward(self, x: Tensor) -> Tensor:
-            return x if self._parallel_id == 1 else super().forward(x)
-
-    with pytest.raises(ReplicasDiverged, match=r"`\(root\)`, call 1: replica 0 waits"):
-        ours(Skips(), 2)(torch.randn(4, 2))
-
-
-class Program(Numbered):
-    """Replica i does what ``programs[i]`` says: calls of the layers a and b, and "!" to fail."""
-
-    def __init__(self, programs: Sequence[str]) -> None:
-        super().__init__()
-        self.programs = programs
-        self.a, self.b = Centering(), Centering()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for step in self.programs[self.copy_id or 0]:
-            if step == "!":
-                raise LayerError(self.copy_id)
-            x = getattr(self, step)(x)
-        return x
-
-
-programs = st.lists(st.text("ab", max_size=3), min_size=2, max_size=4)
-
-
-@given(programs=programs)
-def test_replicas_get_values_if_and_only_if_their_calls_match(programs):
-    x = torch.randn(len(programs), 2)
-    outcome = outcome_of(lambda: ours(Program(programs), len(programs))(x))
-    if len(set(programs)) > 1:
-        assert isinstance(outcome.error, ReplicasDiverged)
-    else:
-        torch.testing.assert_close(outcome.value, x - x.mean(0) if programs[0] else x)
-
-
-@given(programs=programs, replica=st.integers(0, 3), after=st.integers(0, 3))
-def test_failing_replica_wins_where_the_others_would_have_gone_on(programs, replica, after):
-    # All do the same as far as the failing one goes, and more: only it can end anything.
-    n, common = len(programs), programs[0][:after]
-    programs = [common + "ab" + rest for rest in programs]
-    programs[replica % n] = common + "!"
-    outcome = outcome_of(lambda: ours(Program(programs), n)(torch.randn(n, 2)))
-    assert isinstance(outcome.error, LayerError)
-    assert outcome.error.args == (replica % n,)
-
-
-# -- layers for the older toolkits -------------------------------------------------------------
-
-
-# -- the deadline of the test run --------------------------------------------------------------
+# -- errors that end programs ------------------------------------------------------------------
 
 
 def test_an_error_that_ends_programs_does_not_wait_for_the_other_replicas():
@@ -298,7 +225,7 @@ def test_a_backward_inside_the_forward_may_call_collectives():
     assert answers == [False] * 3
 
 
-# -- what a replica leaves behind that something has ended --------------------------------------
+# -- what a replica leaves behind that something has ended -------------------------------------
 
 
 def test_a_master_waits_for_a_slave_that_was_interrupted_meanwhile():
@@ -357,3 +284,76 @@ def test_errors_that_a_parallel_apply_swallows_keep_no_replica_alive():
         model(torch.randn(6, 2))
         assert len(seen) == 3
         assert freed(*seen)
+
+
+# -- errors that hide others -------------------------------------------------------------------
+
+
+class Failing(nn.Module):
+    """Raises ``errors[index]`` in the replica of that index."""
+
+    def __init__(self, errors: dict[int, object]) -> None:
+        super().__init__()
+        self.errors = errors
+
+    def forward(self, x):
+        error = self.errors.get(int(threading.current_thread().name[-1]))
+        if error is not None:
+            raise error
+        return x
+
+
+def test_an_error_that_cannot_be_printed_still_wakes_the_others():
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def fail(messages):
+        raise Unprintable
+
+    master = SyncMaster(fail)
+    pipe = master.register_slave(1)
+    caught = []
+
+    def slave() -> None:
+        try:
+            pipe.run_slave(1)
+        except ReplicaFailed as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=slave, daemon=True)
+    thread.start()
+    with pytest.raises(Unprintable):
+        master.run_master(0)
+    assert ends(thread), "the slave hangs"
+    assert "failed with Unprintable" in str(caught[0])
+
+
+def test_a_follow_up_of_another_kind_does_not_mask_the_first_error():
+    class Exits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = norm()
+
+        def forward(self, x):
+            try:
+                return self.bn(x)
+            except ReplicaFailed:
+                raise SystemExit(1) from None
+
+    with pytest.raises(KeyError, match="first"):
+        run_sharded(nn.Sequential(Failing({0: KeyError("first")}), Exits()), BATCH.split([4, 4]))
+
+
+def test_replicas_that_have_failed_say_so_when_they_are_used_again():
+    replicas = replicate(nn.Sequential(Failing({1: KeyError("k")}), norm()), ["cpu"] * 2)
+    execute_replication_callbacks(replicas)
+    inputs = [(part,) for part in BATCH.chunk(2)]
+    with pytest.raises(KeyError):
+        parallel_apply(replicas, inputs)
+    for replica in replicas:
+        replica[0].errors = {}
+    with pytest.raises(
+        ReplicaFailed, match=r"failed with KeyError.* reached `1`, call \d after that"
+    ):
+        parallel_apply(replicas, inputs)

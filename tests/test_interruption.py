@@ -163,7 +163,7 @@ def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(
     assert_step_is_exact(model, net)
 
 
-# -- at a time when the first replica is about to write -----------------------------------------
+# -- at a time when the first replica is about to write ----------------------------------------
 
 
 class Merging:
@@ -315,7 +315,7 @@ def test_a_slow_write_does_not_hold_up_the_timeout(monkeypatch):
     assert soon(all_replicas_have_ended)
 
 
-# -- at every place where Python lets an interrupt in --------------------------------------------
+# -- at every place where Python lets an interrupt in ------------------------------------------
 
 
 #: The modules that change the state of the caller's thread, and of a model that is patched.

@@ -51,6 +51,7 @@ from tests.layers import (
     Repeat,
     outcome_of,
 )
+from tests.pairwise import pairwise
 
 CPUS = ["cpu", "cpu"]
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
@@ -430,9 +431,7 @@ class Connected(DataParallel):
     call = ByPlainThreads.call
 
 
-@pytest.mark.parametrize("kind", [DataParallel, Connected])
-@pytest.mark.parametrize("is_reported", [False, True])
-@pytest.mark.parametrize("what", ODD)
+@pairwise(what=ODD, is_reported=[False, True], kind=[DataParallel, Connected])
 def test_an_odd_error_arrives_as_it_was_raised_and_wakes_the_others(what, is_reported, kind):
     raised = ODD[what]()
     net = nn.Sequential(FailsAt(1, lambda: raised), Centering())

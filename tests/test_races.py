@@ -7,6 +7,7 @@ possible.
 from __future__ import annotations
 
 import contextvars
+import copy
 import gc
 import sys
 import sysconfig
@@ -41,9 +42,16 @@ from replication.groups import processes
 from replication.sync.rendezvous import CurrentReplica, Rendezvous, set_current_replica
 from replication.warning import once_for
 from syncbn import convert_model, patch_sync_batchnorm
-from tests.deadlines import DEADLINE
-from tests.layers import Centering, CustomDataParallel, outcome_of, together, values
+from tests.layers import (
+    DEADLINE,
+    Centering,
+    CustomDataParallel,
+    outcome_of,
+    together,
+    values,
+)
 from tests.processes import run_python
+from tests.stepping import batch, network, wraps
 
 pytestmark = pytest.mark.slow
 
@@ -326,3 +334,38 @@ def test_blocks_that_patch_torch_leave_it_as_it_was():
 
     at_once(*[repeated(1000, enter_and_leave)] * THREADS)
     assert nn.BatchNorm1d is plain
+
+
+@pytest.mark.slow
+@wraps
+@pytest.mark.parametrize("shared", ["one model", "one network", "nothing"])
+def test_forwards_at_once_do_not_mix_their_messages(wrap, shared):
+    """pytorch#8388. Two threads, each with its own batches."""
+    nets = [network(), network()] if shared == "nothing" else [network()] * 2
+    twins = [copy.deepcopy(net) for net in nets]
+    models = [wrap(convert_model(net), n) for net, n in zip(nets, (2, 3), strict=True)]
+    if shared == "one model":
+        models = models[:1] * 2
+    batches = [[batch(samples) for samples in sizes] for sizes in ((7, 2, 5) * 4, (3, 8, 4) * 4)]
+    start = threading.Barrier(2, timeout=DEADLINE)
+
+    def run(index: int) -> list[Any]:
+        outputs = []
+        start.wait()
+        for x, dy in batches[index]:
+            leaf = x.clone().requires_grad_()
+            y = models[index](leaf)
+            grads = torch.autograd.grad(y, [leaf, *nets[index].parameters()], dy)
+            outputs.append([y.detach(), *grads])
+        return outputs
+
+    actual = values(together(lambda: run(0), lambda: run(1)))
+    for index, twin in enumerate(twins):
+        for (x, dy), found in zip(batches[index], actual[index], strict=True):
+            x.requires_grad_()
+            y = twin(x)
+            expected = [y.detach(), *torch.autograd.grad(y, [x, *twin.parameters()], dy)]
+            torch.testing.assert_close(found, expected)
+    if shared == "nothing":  # who shares a layer shares its buffers, as without replicas
+        for net, twin in zip(nets, twins, strict=True):
+            torch.testing.assert_close([*net.buffers()], [*twin.buffers()])

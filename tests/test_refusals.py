@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import assume, given, settings
+from torch import Tensor, nn
 
+import replication
 from replication import (
+    CallbackContext,
     DataParallel,
+    ProcessGroup,
+    ReplicaAware,
+    ReplicationError,
     Scattered,
-    execute_replication_callbacks,
+    SoloGroup,
+    SyncMaster,
     gather,
     parallel_apply,
     replicate,
-    scatter,
     scatter_kwargs,
 )
-from replication.devices import accelerator
-from syncbn import SynchronizedBatchNorm1d
-from tests.junk import CPUS, X, refused
+from syncbn import SynchronizedBatchNorm1d, convert_model, revert_model, set_sbn_eps_mode
+from tests.collective_cases import in_replicas
+from tests.junk import COLLECTIVES, CPUS, X, anything, fingerprint, quietly, refused, scalars
 from tests.layers import outcome_of
-from tests.sharded import run_sharded
 
 
 @pytest.mark.parametrize(
@@ -31,22 +38,6 @@ from tests.sharded import run_sharded
 def test_only_modules_can_be_replicated(module):
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
         replicate(module, CPUS)
-
-
-@pytest.mark.skipif(accelerator() == "cuda", reason="of a machine without CUDA")
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: replicate(nn.Linear(3, 2), ["cuda:0"]),
-        lambda: scatter(X, ["cuda:0"]),
-        lambda: scatter_kwargs((X,), None, ["cuda:0"]),
-        lambda: gather([X, X], "cuda:0"),
-    ],
-    ids=["replicate", "scatter", "scatter_kwargs", "gather"],
-)
-def test_each_step_refuses_a_device_that_is_not_there(call):
-    with pytest.raises(ValueError, match="this machine has no device 'cuda:0'"):
-        call()
 
 
 def test_a_single_name_is_not_taken_for_a_list_of_its_letters():
@@ -81,39 +72,6 @@ def test_a_dimension_that_is_no_int_is_refused_when_the_model_is_made(dim):
         DataParallel(nn.Linear(3, 2), CPUS, dim=dim)
 
 
-@pytest.mark.skipif(accelerator() is not None, reason="of a machine without accelerators")
-@pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
-def test_a_range_of_indices_is_a_list_of_indices():
-    """torch.nn.DataParallel(net, range(2)) calls the module directly there."""
-    model = DataParallel(nn.Linear(3, 2), range(2))
-    torch.testing.assert_close(model(X), model.module(X))
-
-
-@pytest.mark.parametrize("momentum", [1j, "a", torch.ones(()).requires_grad_()], ids=str)
-def test_a_momentum_that_is_no_number_is_refused_by_every_replica(momentum):
-    layer = SynchronizedBatchNorm1d(3, momentum=momentum)
-    assert isinstance(outcome_of(lambda: nn.BatchNorm1d(3, momentum=momentum)(X)).error, TypeError)
-    error = outcome_of(lambda: run_sharded(layer, X.split([3, 3]))).error
-    assert isinstance(error, TypeError)
-    assert any("also failed: the same error" in note for note in error.__notes__)
-
-
-def test_a_shard_on_another_device_is_refused_by_its_replica():
-    replicas = replicate(nn.Sequential(SynchronizedBatchNorm1d(3)), ["cpu"] * 2)
-    execute_replication_callbacks(replicas)
-    error = outcome_of(lambda: parallel_apply(replicas, [X, X.to("meta")])).error
-    assert isinstance(error, RuntimeError)
-    assert "expected an input on cpu, where its weight is (got meta)" in str(error)
-    assert error.__notes__ == ["in replica 1 of 2 on cpu, module `0`"]
-
-
-@pytest.mark.parametrize("options", [{}, {"affine": False, "track_running_stats": False}], ids=str)
-def test_float8_is_not_implemented_as_in_torchs_layer(options):
-    x = X.to(torch.float8_e4m3fn)
-    error = outcome_of(lambda: run_sharded(SynchronizedBatchNorm1d(3, **options), [x, x])).error
-    assert isinstance(error, NotImplementedError)
-
-
 def test_what_is_as_good_as_a_list_is_one():
     outputs = parallel_apply([nn.Identity()] * 2, deque([(X,), (X + 1,)]))
     torch.testing.assert_close(gather(deque(outputs), "cpu"), torch.cat([X, X + 1]))
@@ -123,15 +81,234 @@ def test_what_is_as_good_as_a_list_is_one():
     assert isinstance(gather([{"a": X}] * 2, "cpu", except_keywords=names)["a"], Scattered)
 
 
-@pytest.mark.parametrize("name", ["gpu", "gpu0", "cpu:", ""])
-def test_a_device_that_torch_does_not_know_is_refused(name):
-    with pytest.raises(ValueError, match=r"is not a device of torch; use .cpu. for the CPU"):
-        DataParallel(nn.Linear(3, 2), [name])
-
-
 def test_outputs_that_cannot_be_joined_are_named():
     outputs = [{"a": X, "b": torch.ones(2, 3)}, {"a": X, "b": torch.ones(2, 4)}]
     with pytest.raises(ValueError, match=r"`b`, .*dimension 0 \(got shapes \(2, 3\), \(2, 4\)\)"):
         gather(outputs, "cpu")
     with pytest.raises(ValueError, match="dimension 2"):
         gather([X, X], "cpu", dim=2)
+
+
+# -- any value for any argument ----------------------------------------------------------------
+
+
+def linear() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+class Function(NamedTuple):
+    """A public function, and arguments that it accepts."""
+
+    call: Callable[..., Any]
+    good: Callable[[], dict[str, Any]]
+
+
+FUNCTIONS = {
+    "scatter": Function(
+        replication.scatter, lambda: {"inputs": {"x": X}, "target_gpus": CPUS, "dim": 0}
+    ),
+    "scatter_kwargs": Function(
+        replication.scatter_kwargs,
+        lambda: {
+            "inputs": (X,), "kwargs": {"y": X}, "target_gpus": CPUS, "dim": 0,
+            "inputs_are_scattered": False, "cpu_keywords": ["y"],
+        },
+    ),
+    "gather": Function(
+        replication.gather,
+        lambda: {
+            "outputs": [X, X], "target_device": "cpu", "dim": 0, "gather_to_one_device": True,
+        },
+    ),
+    "replicate": Function(
+        lambda devices, detach: replication.replicate(linear(), devices, detach),
+        lambda: {"devices": CPUS, "detach": False},
+    ),
+    "parallel_apply": Function(
+        replication.parallel_apply,
+        lambda: {
+            "modules": [linear(), linear()], "inputs": [(X,), (X,)], "kwargs_tup": [{}, {}],
+            "devices": CPUS,
+        },
+    ),
+    "execute_replication_callbacks": Function(
+        replication.execute_replication_callbacks,
+        lambda: {"modules": replication.replicate(linear(), CPUS), "devices": CPUS},
+    ),
+    "patch_replication_callback": Function(
+        replication.patch_replication_callback,
+        lambda: {"data_parallel": nn.DataParallel(linear())},
+    ),
+    "register_replication_callback": Function(
+        replication.register_replication_callback, lambda: {"module": linear(), "callback": int}
+    ),
+    "SyncMaster": Function(
+        lambda master_callback: SyncMaster(master_callback).run_master(1),
+        lambda: {"master_callback": list},
+    ),
+    "register_slave": Function(
+        lambda identifier: SyncMaster(list).register_slave(identifier), lambda: {"identifier": 1}
+    ),
+    "CallbackContext.group": Function(CallbackContext(2).group, lambda: {"copy_id": 0}),
+    "Scattered": Function(lambda items: Scattered(items), lambda: {"items": [1]}),
+    "ProcessGroup": Function(ProcessGroup, lambda: {"process_group": None, "name": "layer"}),
+    "JoinableStep": Function(replication.JoinableStep, lambda: {"step": print, "empty": ()}),
+    "DataParallelCriterion": Function(
+        lambda criterion: replication.DataParallelCriterion(criterion, CPUS)(X, X),
+        lambda: {"criterion": nn.MSELoss()},
+    ),
+    "convert_model": Function(
+        convert_model, lambda: {"module": nn.Sequential(nn.BatchNorm1d(3)), "group_size": 2}
+    ),
+    "revert_model": Function(revert_model, lambda: {"module": SynchronizedBatchNorm1d(3)}),
+    "set_sbn_eps_mode": Function(set_sbn_eps_mode, lambda: {"mode": "plus"}),
+}  # fmt: skip
+
+
+def all_names(values: Any) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+#: What a value must be at least, if an argument of this name accepts it.
+ACCEPTED: dict[str, Callable[[Any], bool]] = {
+    "module": lambda value: isinstance(value, nn.Module),
+    "data_parallel": lambda value: isinstance(value, nn.DataParallel),
+    "callback": callable,
+    "step": callable,
+    "empty": lambda value: isinstance(value, (tuple, list)),
+    "criterion": lambda value: isinstance(value, nn.Module),
+    "master_callback": callable,
+    "copy_id": lambda value: False,  # the context is in no forward
+    "process_group": lambda value: False,  # there are no processes
+    "name": lambda value: False,
+    "group_size": lambda value: value is None or (type(value) is int and value > 0),
+    "mode": lambda value: False,  # but for two words
+    "devices": lambda value: not isinstance(value, (int, float, str)),
+    "device_ids": lambda value: not isinstance(value, (int, float, str)),
+    "target_gpus": lambda value: not isinstance(value, (int, float, str)),
+    "dim": lambda value: isinstance(value, int),
+    "except_keywords": lambda value: not isinstance(value, str) and all_names(value),
+}
+
+
+def may_be_accepted(argument: str, value: Any) -> bool:
+    return argument not in ACCEPTED or ACCEPTED[argument](value)
+
+
+#: What they do they do to their arguments.
+CHANGING = ("execute_replication", "patch_", "register_", "convert_", "revert_")
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [(name, key) for name, fn in FUNCTIONS.items() for key in fn.good()]
+)
+@settings(max_examples=20)
+@given(value=anything)
+def test_a_function_takes_an_argument_or_refuses_it_and_changes_nothing(name, argument, value):
+    function = FUNCTIONS[name]
+    arguments = {**function.good(), argument: value}
+    before = fingerprint(arguments)
+    outcome = quietly(lambda: function.call(**arguments))
+    if refused(outcome.error) or not name.startswith(CHANGING):
+        assert fingerprint(arguments) == before
+    assert outcome.error or may_be_accepted(argument, value)
+
+
+# The others want a forward, or other processes.
+@pytest.mark.parametrize(
+    "name", sorted(FUNCTIONS.keys() - {"CallbackContext.group", "ProcessGroup"})
+)
+def test_the_arguments_that_are_said_to_be_good_are_accepted(name):
+    FUNCTIONS[name].call(**FUNCTIONS[name].good())
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "module", "device_ids", "output_device", "dim", "gather_to_one_device", "except_keywords",
+        "inputs_are_scattered", "sort_and_gather", "cpu_keywords",
+    ],
+)  # fmt: skip
+@settings(max_examples=20)
+@given(value=anything)
+def test_an_option_of_data_parallel_is_refused_or_leaves_the_numbers_alone(option, value):
+    assume(not isinstance(value, nn.Module) or option == "module")  # becomes a submodule
+    module = nn.Linear(3, 2)
+    options = {"module": module, "device_ids": CPUS, option: value}
+    before = fingerprint(options)
+    outcome = quietly(lambda: DataParallel(**options)(X))
+    assert fingerprint(options) == before
+    if not refused(outcome.error):
+        assert may_be_accepted(option, value)
+        y = outcome.value
+        y = torch.cat(y) if isinstance(y, Scattered) else y
+        torch.testing.assert_close(y, options["module"](X))
+    torch.testing.assert_close(DataParallel(module, CPUS)(X), module(X))
+
+
+@settings(max_examples=30)
+@given(value=anything)
+def test_any_value_passes_through_a_network_or_is_refused(value):
+    """What has no batch goes whole to each replica, and comes back as a list."""
+
+    class Passes(nn.Module):
+        def forward(self, value: Any) -> Any:
+            return value
+
+    before = fingerprint(value)
+    outcome = quietly(lambda: replication.data_parallel(Passes(), (value,), CPUS))
+    assert fingerprint(value) == before
+    if not refused(outcome.error) and isinstance(value, Tensor) and value.dim() > 0:
+        assert fingerprint(outcome.value)[:3] == fingerprint(value)[:3]
+        assert fingerprint(outcome.value)[-1] == fingerprint(value)[-1]
+
+
+#: What is accepted depends on the size of the group.
+SIZED = ("reduce_scatter", "src")
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@settings(max_examples=30)
+@given(value=anything)
+def test_collective_refuses_the_same_values_alone_and_in_replicas_before_waiting(name, value):
+    call = COLLECTIVES[name]
+    before = fingerprint(value)
+    alone = outcome_of(lambda: call(SoloGroup(), value))
+    several = outcome_of(lambda: in_replicas(call, [(value,)] * 2))
+    assert fingerprint(value) == before
+    if refused(several.error):
+        assert several.error.__notes__[0].startswith("in replica ")
+    if name not in SIZED:
+        assert type(several.error) is type(alone.error)
+
+
+@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name != "split"])
+@pytest.mark.parametrize("replica", [0, 1])
+@settings(max_examples=20)
+@given(value=anything)
+def test_a_replica_whose_call_is_refused_is_named_to_the_caller(name, replica, value):
+    call = COLLECTIVES[name]
+    good: Any = {"op": "sum", "src": 0, "reduce_scatter": [X, X]}.get(name, X)
+    assume(outcome_of(lambda: in_replicas(call, [(value,)] * 2)).error is not None)
+    values = [(good,), (value,)] if replica else [(value,), (good,)]
+    error = outcome_of(lambda: in_replicas(call, values)).error
+    assert refused(error)
+    assert not isinstance(error, ReplicationError)
+    assert error.__notes__ == [f"in replica {replica} of 2 on cpu, module `(root)`"]
+
+
+@settings(max_examples=30)
+@given(value=scalars)
+def test_a_group_size_that_is_no_size_is_refused_in_the_layer_that_has_it(value):
+    class Sum(ReplicaAware, nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.group.all_reduce(x)
+
+    layer = Sum()
+    model = DataParallel(nn.Sequential(layer), CPUS)
+    layer.group_size = value
+    error = outcome_of(lambda: model(X)).error
+    if refused(error):
+        assert error.__notes__[0].endswith("of 2 on cpu, module `0`")
+    layer.group_size = None
+    torch.testing.assert_close(model(X), (X[:3] + X[3:]).repeat(2, 1))

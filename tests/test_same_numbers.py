@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -10,19 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.utils.data import DataLoader, TensorDataset
 
 from replication import (
     DataParallel,
     data_parallel,
-    gather,
-    parallel_apply,
     patch_replication_callback,
-    replicate,
-    scatter_kwargs,
 )
 from syncbn import convert_model
-from tests.devices import HOME, several
+from tests import stepping
+from tests.devices import several
+from tests.layers import CustomDataParallel
 from tests.pairwise import pairwise
+from tests.stepping import network, step, wraps
 
 pytestmark = pytest.mark.accelerator
 
@@ -117,38 +119,11 @@ def test_training_with_any_batch_sizes_equals_training_on_one_device(replicas, s
     assert_trains_alike(net, model, sizes)
 
 
-class Customized(nn.DataParallel):
-    """A DataParallel as users write them; it knows nothing of callbacks."""
-
-    def __init__(self, module: nn.Module, replicas: int) -> None:
-        nn.Module.__init__(self)
-        self.module, self.device_ids, self.dim = module, several(replicas), 0
-        self.output_device, self.src_device_obj = HOME, torch.device(HOME)
-
-    def replicate(self, module, device_ids):
-        return replicate(module, device_ids)
-
-    def scatter(self, inputs, kwargs, device_ids):
-        return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
-
-    def parallel_apply(self, replicas, inputs, kwargs):
-        return parallel_apply(replicas, inputs, kwargs)
-
-    def gather(self, outputs, output_device):
-        return gather(outputs, output_device, self.dim)
-
-
 def test_patched_custom_data_parallel_trains_like_one_device():
     net = Classifier().double()
-    model = Customized(convert_model(copy.deepcopy(net)), 3)
+    model = CustomDataParallel(convert_model(copy.deepcopy(net)), 3)
     patch_replication_callback(model)
     assert_trains_alike(net, model, [8, 5, 1 + 3])
-
-
-def test_model_converted_after_wrapping_trains_like_one_device():
-    net = Classifier().double()
-    model = convert_model(DataParallel(copy.deepcopy(net), several(3)))
-    assert_trains_alike(net, model, [8, 5])
 
 
 def test_functional_form_trains_like_one_device():
@@ -164,17 +139,6 @@ def test_functional_form_trains_like_one_device():
     assert_trains_alike(net, Functional(convert_model(copy.deepcopy(net))), [8, 5])
 
 
-@pytest.mark.cpu("replicas of replicas are on one device")
-def test_a_data_parallel_inside_a_data_parallel_synchronizes_its_own_replicas():
-    net = nn.Sequential(nn.BatchNorm1d(3)).double()
-    inner = DataParallel(convert_model(copy.deepcopy(net)), several(2))
-    outer = DataParallel(inner, several(2))
-    x = torch.randn(8, 3, dtype=torch.float64)
-    expected = torch.cat([copy.deepcopy(net)(half) for half in x.chunk(2)])
-    torch.testing.assert_close(outer(x), expected)
-    torch.testing.assert_close(inner(x), net(x))
-
-
 def test_networks_that_share_a_layer_give_the_numbers_of_one_device():
     shared = nn.BatchNorm1d(3).double()
     first, second = (
@@ -188,3 +152,65 @@ def test_networks_that_share_a_layer_give_the_numbers_of_one_device():
     torch.testing.assert_close(models[1](models[0](x)), second(first(x)))
     for one, other in zip(synchronized.buffers(), pair.buffers(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+# -- batches of any size -----------------------------------------------------------------------
+
+
+@wraps
+@pytest.mark.parametrize("sizes", [[8, 8, 3, 1, 8], [1, 8, 1, 2, 8], [4, 1, 1, 5]], ids=str)
+def test_full_and_short_batches_through_one_model(wrap, sizes):
+    """vacancy#44. A single chunk, and all of them again after it."""
+    net = network()
+    twin = copy.deepcopy(net)
+    model = wrap(convert_model(net), 4)
+    for samples in sizes:
+        x, dy = stepping.batch(samples)
+        torch.testing.assert_close(step(model, net, x, dy), step(twin, twin, x, dy))
+
+
+@wraps
+def test_an_epoch_whose_last_batch_is_a_single_sample(wrap):
+    """GANet#23. Without ``drop_last``."""
+    net = network()
+    twin = copy.deepcopy(net)
+    model = wrap(convert_model(net), 4)
+    loader = DataLoader(TensorDataset(*stepping.batch(21)), batch_size=5)
+    optimizers = [torch.optim.SGD(trained.parameters(), lr=0.1) for trained in (net, twin)]
+    sizes = []
+    for x, dy in loader:
+        torch.testing.assert_close(step(model, net, x, dy), step(twin, twin, x, dy))
+        for optimizer in optimizers:
+            optimizer.step()
+        sizes.append(len(x))
+    assert sizes == [5, 5, 5, 5, 1]
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+@wraps
+@pytest.mark.parametrize("prefix", ["", "module."], ids=["module", "DataParallel"])
+def test_what_replicas_have_learnt_serves_on_one_device(wrap, prefix):
+    """In torch's own layers, which know nothing of us; and back."""
+    net = network()
+    plain = copy.deepcopy(net)
+    model = wrap(convert_model(net), 3)
+    for samples in (7, 4):
+        step(model, net, *stepping.batch(samples))
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter -= 0.1 * parameter.grad
+    file = io.BytesIO()
+    torch.save((model if prefix else net).state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert all(key.startswith(prefix) for key in state)
+    consume_prefix_in_state_dict_if_present(state, prefix)
+    plain.load_state_dict(state, strict=True)
+    x, dy = stepping.batch(5)
+    assert torch.equal(plain.eval()(x), net.eval()(x))
+    other = convert_model(network())
+    other.load_state_dict(plain.state_dict(), strict=True)
+    expected = step(plain.train(), plain, x, dy)
+    torch.testing.assert_close(step(wrap(other, 2), other, x, dy), expected)

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import copy
-import gc
-import pickle
+import itertools
+import math
 import threading
-import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import replication
-from replication import DataParallel, data_parallel, patch_replication_callback
+import replication.sync.rendezvous
+from replication import (
+    CallbackContext,
+    DataParallel,
+    data_parallel,
+    patch_replication_callback,
+)
+from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.layers import (
     AsTorchDoes,
     Centering,
-    CustomDataParallel,
     Numbered,
-    freed,
 )
+from tests.pairwise import pairwise
+from tests.stepping import batch, network, ours, patched, step
 
 no_accelerator = pytest.mark.skipif(
     torch.cuda.is_available(), reason="needs a machine without an accelerator"
@@ -48,26 +57,6 @@ def test_replicas_compute_what_the_module_does(n, samples):
     actual = DataParallel(module, ["cpu"] * n)(x)
     torch.testing.assert_close(actual, expected)
     for a, e in zip(grads(module, actual, x, dy), grads(module, expected, x, dy), strict=True):
-        torch.testing.assert_close(a, e)
-
-
-def test_two_steps_are_bit_equal():
-    model = DataParallel(nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)), ["cpu"] * 4)
-    x, dy = torch.randn(21, 3, requires_grad=True), torch.randn(21, 2)
-    first, second = (grads(model, model(x), x, dy) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_training_goes_as_with_the_module():
-    module, x, target = net(), torch.randn(10, 3), torch.randn(10, 2)
-    model = DataParallel(copy.deepcopy(module), ["cpu"] * 3)
-    for trained in (module, model):
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-        for _ in range(5):
-            optimizer.zero_grad()
-            nn.functional.mse_loss(trained(x), target).backward()
-            optimizer.step()
-    for a, e in zip(model.module.parameters(), module.parameters(), strict=True):
         torch.testing.assert_close(a, e)
 
 
@@ -229,18 +218,6 @@ def test_repr_and_state_dict_match_torchs_class():
 # -- subclasses --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [CustomDataParallel, AsTorchDoes])
-def test_customized_data_parallel_of_the_user_can_be_patched(wrap):
-    module = net()
-    model = wrap(module, 3)
-    patch_replication_callback(model)
-    x, dy = torch.randn(8, 3, requires_grad=True), torch.randn(8, 2)
-    expected, actual = module(x), model(x)
-    torch.testing.assert_close(actual, expected)
-    for a, e in zip(grads(module, actual, x, dy), grads(module, expected, x, dy), strict=True):
-        torch.testing.assert_close(a, e)
-
-
 def test_each_step_can_be_overridden():
     class Tells(DataParallel):
         def __init__(self, *args: Any) -> None:
@@ -284,67 +261,6 @@ def test_torchs_scatter_may_override_ours_where_there_are_no_arguments():
 # -- one object, many forwards -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-    ids=["deepcopy", "pickle"],
-)
-def test_copy_computes_the_same(copied):
-    model, x = DataParallel(net(), ["cpu"] * 3), torch.randn(7, 3)
-    expected = model(x)
-    assert torch.equal(copied(model)(x), expected)
-
-
-def test_data_parallel_inside_a_replica_makes_separate_copies():
-    inner = DataParallel(Centering(), ["cpu"] * 2)
-    x = torch.randn(8, 2)
-    halves = [half - half.mean(0) for half in x.split(4)]
-    torch.testing.assert_close(DataParallel(inner, ["cpu"] * 2)(x), torch.cat(halves))
-
-
-def test_model_is_freed_after_its_last_reference():
-    model = DataParallel(net(), ["cpu"] * 2)
-    model(torch.randn(4, 3)).sum().backward()
-    gone = weakref.ref(model.module[2])
-    del model
-    gc.collect()  # a layer for the older toolkits refers to itself, through its callback
-    assert freed(gone)
-
-
-def test_graph_is_freed_with_the_output():
-    class Saves(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, token: Any) -> Tensor:
-            ctx.token = token
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, dy: Tensor) -> Any:
-            return dy, None
-
-    class Token:
-        pass
-
-    tokens: list[Any] = []
-
-    class Saving(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            token = Token()
-            tokens.append(weakref.ref(token))
-            return Saves.apply(x, token)
-
-    model = DataParallel(nn.Sequential(nn.Linear(2, 2), Saving(), Centering()), ["cpu"] * 2)
-    gc.collect()
-    gc.disable()
-    try:
-        y = model(torch.randn(4, 2))
-        assert all(token() is not None for token in tokens)
-        del y
-        assert freed(*tokens)
-    finally:
-        gc.enable()
-
-
 # -- data_parallel -----------------------------------------------------------------------------
 
 
@@ -371,3 +287,157 @@ def test_function_takes_output_device_and_dimension():
 def test_function_without_an_accelerator_calls_the_module():
     module, x = net(), torch.randn(5, 3)
     assert torch.equal(data_parallel(module, x), module(x))
+
+
+# -- batches of any size, any order of wrapping ------------------------------------------------
+
+
+class Notes(Numbered):
+    """Notes which replica got what; its copies talk, so that one too many would be waited for."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.told: list[int] = []  # the replicas share them
+        self.got: list[tuple[int, int]] = []
+        self.norm = SynchronizedBatchNorm1d(2, dtype=torch.float64)
+
+    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+        super().__data_parallel_replicate__(ctx, copy_id)
+        self.told.append(copy_id)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        # As a user's forward, it cannot do without what it names.
+        x = {
+            "tensors": lambda x, y: x + y,
+            "keywords": lambda *, x, y: x + y,
+            "flags": lambda x, *, flag, name: x if flag and name == "a" else None,
+            "none": lambda flag, *, name: torch.eye(2).double() if flag and name == "a" else None,
+        }[self.kind](*args, **kwargs)
+        self.got.append((self.copy_id, len(x)))
+        return self.norm(x[:, :, None].expand(-1, -1, 2) * torch.arange(1.0, 3).double())
+
+
+@pairwise(wrap=[ours, patched], kind=["tensors", "keywords", "flags", "none"], n=range(1, 5))
+def test_exactly_the_replicas_that_have_a_part_exist(wrap, kind, n):
+    """pytorch#15161, #52260, nnUNet#677."""
+    for samples in range(1, 3 * n + 1):
+        assert_the_replicas_that_have_a_part_exist(wrap, kind, n, samples)
+
+
+def assert_the_replicas_that_have_a_part_exist(wrap, kind, n, samples):
+    net = Notes(kind)
+    x = torch.randn(samples, 2, dtype=torch.float64)
+    args, kwargs = {
+        "tensors": ((x, x + 1), {}),
+        "keywords": ((), {"x": x, "y": x + 1}),
+        "flags": ((x,), {"flag": True, "name": "a"}),
+        "none": ((True,), {"name": "a"}),
+    }[kind]
+    twin = copy.deepcopy(net)
+    expected = twin(*args, **kwargs)
+    y = wrap(net, n)(*args, **kwargs)
+    torch.testing.assert_close(y, expected)
+    parts = [2] if kind == "none" else [len(part) for part in x.chunk(n)]
+    assert len(parts) <= n
+    if kind != "none":
+        assert len(parts) == math.ceil(samples / math.ceil(samples / n))
+    if n == 1:  # the module itself is called
+        assert net.got == [(None, parts[0])]
+    else:
+        assert sorted(net.got) == list(enumerate(parts))
+        assert net.told == list(range(len(parts)))
+
+
+STEPS = ("convert", "wrap", "to", "patch")
+
+
+@pytest.mark.parametrize("wrapper", [ours, AsTorchDoes], ids=["ours", "the user's"])
+@pytest.mark.parametrize("order", [*itertools.permutations(STEPS)], ids=" ".join)
+def test_every_order_of_setup_trains_like_one_device_or_names_the_missing_step(wrapper, order):
+    """vacancy#40, #45."""
+    net = network().float()
+    twin = copy.deepcopy(net).double()
+    model: Any = net
+    actions = {
+        "convert": convert_model,
+        "wrap": lambda model: wrapper(model, 3),
+        "to": lambda model: model.to(torch.float64),
+        "patch": lambda model: patch_replication_callback(model) and model,
+    }
+    for name in order:
+        if name == "patch" and order.index("patch") < order.index("wrap"):
+            with pytest.raises(TypeError, match=r"expected a torch.nn.DataParallel, .*Sequential"):
+                actions[name](model)
+            continue
+        model = actions[name](model) or model
+    if order.index("patch") < order.index("wrap"):
+        patch_replication_callback(model)
+    x, dy = batch(7)
+    torch.testing.assert_close(step(model, net, x, dy), step(twin, twin, x, dy))
+
+
+# -- arguments and outputs of any nesting ------------------------------------------------------
+
+
+LEAVES = st.sampled_from(["tensor", 1, 2.5, "text", None, True])
+
+
+KEYS = st.sampled_from("abc")
+
+
+NESTED = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: mapped(function, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(function, item) for item in value)
+    return function(value)
+
+
+class Echo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append((args, kwargs))
+        return args, kwargs
+
+
+@settings(max_examples=60)
+@given(args=st.lists(NESTED, max_size=2), kwargs=st.dictionaries(KEYS, NESTED, max_size=2))
+def test_the_module_sees_the_same_with_and_without_replicas(args, kwargs):
+    """pytorch#7457, mmcv#792. Arguments and outputs, whatever they are nested in."""
+
+    def filled(leaf: Any) -> Any:
+        return torch.arange(8.0).view(4, 2) if leaf == "tensor" else leaf
+
+    def emptied(leaf: Any) -> Any:
+        return "tensor" if isinstance(leaf, Tensor) else leaf
+
+    asked = (tuple(args), kwargs)
+    for devices in (None, ["cpu"], ["cpu"] * 2, ["cpu"] * 3):
+        net = Echo()
+        call_args, call_kwargs = mapped(filled, asked)
+        output = DataParallel(net, devices)(*call_args, **call_kwargs)
+        replicas = len(net.seen)
+
+        def joined(leaf: Any, replicas: int = replicas) -> Any:
+            return leaf if leaf in (None, "tensor") else [leaf] * replicas
+
+        for seen in net.seen:
+            assert mapped(emptied, seen) == asked
+        # Where nothing is joined, what is no tensor stays as it is.
+        is_alone = devices is None or len(devices) == 1
+        assert mapped(emptied, output) == (asked if is_alone else mapped(joined, asked))

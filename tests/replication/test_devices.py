@@ -1,25 +1,22 @@
-"""What users of such toolkits asked for of devices, checkpoints and arguments."""
+"""Devices: what they are called, which there are, and where replicas have their tensors."""
 
 from __future__ import annotations
 
-import copy
-import io
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from replication import (
     CallbackContext,
     DataParallel,
     execute_replication_callbacks,
+    gather,
     replicate,
+    scatter,
+    scatter_kwargs,
 )
 from replication.devices import (
     accelerator,
@@ -30,9 +27,9 @@ from replication.devices import (
     usable_devices,
     use_device,
 )
-from syncbn import SynchronizedBatchNorm1d, convert_model
+from syncbn import SynchronizedBatchNorm1d
+from tests.junk import X
 from tests.processes import run_python
-from tests.stepping import batch, network, step, wraps
 
 # -- replicas on their devices -----------------------------------------------------------------
 
@@ -140,92 +137,63 @@ def test_nothing_needs_what_builds_for_the_cpu_lack():
     assert (done.stdout.split(), done.stderr) == (["1"], "")
 
 
-# -- checkpoints -------------------------------------------------------------------------------
+# -- the device of a module --------------------------------------------------------------------
 
 
-@wraps
-@pytest.mark.parametrize("prefix", ["", "module."], ids=["module", "DataParallel"])
-def test_what_replicas_have_learnt_serves_on_one_device(wrap, prefix):
-    """In torch's own layers, which know nothing of us; and back."""
-    net = network()
-    plain = copy.deepcopy(net)
-    model = wrap(convert_model(net), 3)
-    for samples in (7, 4):
-        step(model, net, *batch(samples))
-        with torch.no_grad():
-            for parameter in net.parameters():
-                parameter -= 0.1 * parameter.grad
-    file = io.BytesIO()
-    torch.save((model if prefix else net).state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    assert all(key.startswith(prefix) for key in state)
-    consume_prefix_in_state_dict_if_present(state, prefix)
-    plain.load_state_dict(state, strict=True)
-    x, dy = batch(5)
-    assert torch.equal(plain.eval()(x), net.eval()(x))
-    other = convert_model(network())
-    other.load_state_dict(plain.state_dict(), strict=True)
-    expected = step(plain.train(), plain, x, dy)
-    torch.testing.assert_close(step(wrap(other, 2), other, x, dy), expected)
+def with_constant(module: nn.Module) -> nn.Module:
+    module.constant = torch.ones(1)
+    return module
 
 
-# -- arguments ---------------------------------------------------------------------------------
-
-LEAVES = st.sampled_from(["tensor", 1, 2.5, "text", None, True])
-KEYS = st.sampled_from("abc")
-NESTED = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(KEYS, inner, max_size=3),
-    ),
-    max_leaves=8,
+@pytest.mark.parametrize(
+    ("module", "device"),
+    [
+        (nn.Linear(1, 1, device="meta"), "meta"),
+        (nn.Sequential(nn.ReLU(), nn.BatchNorm1d(1, affine=False, device="meta")), "meta"),
+        (with_constant(nn.Linear(1, 1, device="meta")), "meta"),
+        (nn.Sequential(with_constant(nn.ReLU()), nn.Linear(1, 1, device="meta")), "meta"),
+        (with_constant(nn.ReLU()), "cpu"),
+        (nn.ReLU(), None),
+    ],
+    ids=["parameter", "buffer", "constant", "constant before", "constant alone", "none"],
 )
+def test_device_of_a_module_comes_from_its_first_tensor(module, device):
+    assert device_of(module) == (device and torch.device(device))
 
 
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: mapped(function, item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(mapped(function, item) for item in value)
-    return function(value)
+def test_device_of_a_replica_comes_from_its_first_tensor():
+    (replica,) = replicate(nn.Sequential(nn.Linear(1, 1)), ["meta"])
+    assert device_of(replica) == torch.device("meta")
 
 
-class Echo(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.seen.append((args, kwargs))
-        return args, kwargs
+# -- devices that are refused ------------------------------------------------------------------
 
 
-@settings(max_examples=60)
-@given(args=st.lists(NESTED, max_size=2), kwargs=st.dictionaries(KEYS, NESTED, max_size=2))
-def test_the_module_sees_the_same_with_and_without_replicas(args, kwargs):
-    """pytorch#7457, mmcv#792. Arguments and outputs, whatever they are nested in."""
+@pytest.mark.skipif(accelerator() == "cuda", reason="of a machine without CUDA")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: replicate(nn.Linear(3, 2), ["cuda:0"]),
+        lambda: scatter(X, ["cuda:0"]),
+        lambda: scatter_kwargs((X,), None, ["cuda:0"]),
+        lambda: gather([X, X], "cuda:0"),
+    ],
+    ids=["replicate", "scatter", "scatter_kwargs", "gather"],
+)
+def test_each_step_refuses_a_device_that_is_not_there(call):
+    with pytest.raises(ValueError, match="this machine has no device 'cuda:0'"):
+        call()
 
-    def filled(leaf: Any) -> Any:
-        return torch.arange(8.0).view(4, 2) if leaf == "tensor" else leaf
 
-    def emptied(leaf: Any) -> Any:
-        return "tensor" if isinstance(leaf, Tensor) else leaf
+@pytest.mark.skipif(accelerator() is not None, reason="of a machine without accelerators")
+@pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
+def test_a_range_of_indices_is_a_list_of_indices():
+    """torch.nn.DataParallel(net, range(2)) calls the module directly there."""
+    model = DataParallel(nn.Linear(3, 2), range(2))
+    torch.testing.assert_close(model(X), model.module(X))
 
-    asked = (tuple(args), kwargs)
-    for devices in (None, ["cpu"], ["cpu"] * 2, ["cpu"] * 3):
-        net = Echo()
-        call_args, call_kwargs = mapped(filled, asked)
-        output = DataParallel(net, devices)(*call_args, **call_kwargs)
-        replicas = len(net.seen)
 
-        def joined(leaf: Any, replicas: int = replicas) -> Any:
-            return leaf if leaf in (None, "tensor") else [leaf] * replicas
-
-        for seen in net.seen:
-            assert mapped(emptied, seen) == asked
-        # Where nothing is joined, what is no tensor stays as it is.
-        is_alone = devices is None or len(devices) == 1
-        assert mapped(emptied, output) == (asked if is_alone else mapped(joined, asked))
+@pytest.mark.parametrize("name", ["gpu", "gpu0", "cpu:", ""])
+def test_a_device_that_torch_does_not_know_is_refused(name):
+    with pytest.raises(ValueError, match=r"is not a device of torch; use .cpu. for the CPU"):
+        DataParallel(nn.Linear(3, 2), [name])

@@ -10,11 +10,12 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,9 +24,6 @@ from torch import Tensor, nn
 
 from replication import (
     DataParallel,
-    ReplicaFailed,
-    ReplicationError,
-    SyncMaster,
     execute_replication_callbacks,
     parallel_apply,
     replicate,
@@ -35,12 +33,12 @@ from tests.layers import (
     HAS_GIL,
     Centering,
     Numbered,
-    WithMaster,
     freed,
     soon,
     together,
 )
 from tests.processes import run_python
+from tests.sharded import BATCH, norm, whole_batch
 
 threads: Any = sys.modules["replication.steps.parallel_apply"]  # the package names the function so
 
@@ -275,32 +273,6 @@ def fail() -> None:
     raise WorkerError("own")
 
 
-class FollowsUp(WithMaster):
-    """Copy 1 fails; copy 0, first by index, waits for it and then raises an error of its own."""
-
-    def forward(self) -> None:
-        if self.copy_id == 1:
-            raise WorkerError("first")
-        try:
-            self.master.run_master(None)
-        except ReplicaFailed:
-            raise KeyError("second") from None
-
-
-def test_error_of_the_first_replica_by_time_is_raised():
-    replicas = replicate(FollowsUp(list), ["cpu"] * 2)
-    execute_replication_callbacks(replicas)
-    with pytest.raises(WorkerError, match="first"):
-        parallel_apply(replicas, [()] * 2)
-
-
-def test_error_has_the_frames_of_its_thread():
-    with pytest.raises(WorkerError) as caught:
-        apply(lambda: None, fail)
-    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert names[-1] == "fail"
-
-
 @pytest.mark.parametrize("replica", [0, 1, 2])
 def test_error_is_noted_with_its_replica_and_device(replica):
     functions: list[Callable[[], Any]] = [lambda: None] * 3
@@ -453,53 +425,6 @@ def test_replica_that_cannot_be_called_wakes_the_others(replica):
     x = torch.ones(1, 1)
     (outcome,) = together(lambda: parallel_apply(talking_replicas(), [x, x], kwargs))
     assert isinstance(outcome.error, TypeError)
-
-
-class Hangs(Numbered):
-    """Copy 1 waits for copy 0, which goes on and on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.master = SyncMaster(lambda messages: messages)
-        self.waits, self.woken, self.released = (threading.Event() for _ in range(3))
-
-    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-        super().__data_parallel_replicate__(ctx, copy_id)
-        if copy_id == 0:
-            ctx.master = self.master
-        else:
-            self.pipe = ctx.master.register_slave(copy_id)
-
-    def forward(self) -> None:
-        if self.copy_id == 0:
-            assert self.released.wait(DEADLINE)
-            return
-        self.waits.set()
-        with pytest.raises(ReplicationError, match="the forward was ended by its caller"):
-            self.pipe.run_slave(None)
-        self.woken.set()
-
-
-def test_interrupt_of_the_caller_ends_the_forward_at_once():
-    module = Hangs()
-    replicas = replicate(module, ["cpu"] * 2)
-    execute_replication_callbacks(replicas)
-    main = threading.get_ident()
-
-    def interrupt() -> None:
-        # Copy 1 is the last to be started: from here on the caller waits for the replicas.
-        assert module.waits.wait(DEADLINE)
-        signal.pthread_kill(main, signal.SIGINT)
-
-    interrupter = threading.Thread(target=interrupt, daemon=True)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            interrupter.start()
-            parallel_apply(replicas, [()] * 2)
-        assert module.woken.wait(DEADLINE)
-    finally:
-        module.released.set()
-        interrupter.join(DEADLINE)
 
 
 # -- processes ---------------------------------------------------------------------------------
@@ -780,3 +705,71 @@ def test_an_interrupt_that_keeps_a_thread_from_beginning_keeps_nothing_alive(mon
     assert freed(*kept)
     for thread in [t for t in threading._limbo if t.name == "replica-0"]:  # for later tests
         del threading._limbo[thread]
+
+
+# -- threads of replicas -----------------------------------------------------------------------
+
+
+def test_two_branches_may_run_side_by_side_inside_a_replica():
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = norm(), norm()
+
+        def forward(self, x):
+            return torch.stack(parallel_apply([self.a, self.b], [(x,), (2 * x,)]), 1)
+
+    for _ in range(20):
+        y = DataParallel(Parallel(), ["cpu"] * 3)(BATCH)
+        torch.testing.assert_close(y[:, 0], whole_batch(BATCH))
+
+
+def test_replicas_share_the_threads_that_the_caller_has_now():
+    class Threads(nn.Module):
+        def forward(self, x):
+            return x + torch.get_num_threads()
+
+    model = DataParallel(Threads(), ["cpu"] * 2)
+    try:
+        for count, share in ((1, 1), (4, 2), (3, 1), (6, 3)):
+            torch.set_num_threads(count)
+            assert model(torch.zeros(2)).tolist() == [share] * 2
+            assert torch.get_num_threads() == count
+            # What a thread begins with is not the share.
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(torch.get_num_threads).result(timeout=DEADLINE) == count
+            # Replicas called from there have new threads of their own.
+            with ThreadPoolExecutor(1) as pool:
+                assert (
+                    pool.submit(model, torch.zeros(2)).result(timeout=DEADLINE).tolist()
+                    == [share] * 2
+                )
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.slow
+def test_an_interrupted_forward_lets_the_interpreter_end():
+    """A thread in the middle of an operation of torch made it abort."""
+    program = """
+        import _thread, sys, threading, torch
+        from torch import nn
+        from replication import DataParallel
+        started = threading.Barrier(3)
+        class Busy(nn.Module):
+            def forward(self, x):
+                started.wait(20)
+                for _ in range(30):
+                    x = torch.tanh(x @ x)
+                return x
+        def interrupt():
+            started.wait(20)
+            _thread.interrupt_main()
+        threading.Thread(target=interrupt, daemon=True).start()
+        try:
+            DataParallel(Busy(), ["cpu"] * 2)(torch.randn(2, 500, 500).repeat(1, 1, 1))
+        except KeyboardInterrupt:
+            sys.exit(3)
+    """
+    done = run_python("-c", textwrap.dedent(program))
+    assert done.returncode == 3, done.stderr

@@ -813,3 +813,25 @@ def test_put_in_another_thread_holds_no_lock_of_the_mailbox_while_it_wakes_the_g
         thread.join(DEADLINE)
         assert not thread.is_alive()
     assert got == ["value"]
+
+
+# -- misuse ------------------------------------------------------------------------------------
+
+
+def test_a_replica_cannot_have_two_slaves_of_one_master():
+    class Greedy(nn.Module):
+        def __data_parallel_replicate__(self, ctx, copy_id):
+            if copy_id == 0:
+                ctx.master = SyncMaster(lambda messages: messages)
+            else:
+                ctx.master.register_slave(copy_id)
+                ctx.master.register_slave(copy_id + 10)
+
+    with pytest.raises(ReplicationError, match="replica 1 cannot register another slave"):
+        execute_replication_callbacks([Greedy(), Greedy()])
+
+
+@pytest.mark.parametrize("answer", [None, 5, [5], [(0, 1, 2)], "ab"], ids=str)
+def test_an_answer_that_is_not_made_of_pairs_is_an_error_that_says_what_it_must_be(answer):
+    with pytest.raises(ReplicationError, match=r"must return one \(identifier, reply\)"):
+        SyncMaster(lambda messages: answer).run_master(1)

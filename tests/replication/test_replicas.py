@@ -6,9 +6,7 @@ import copy
 import gc
 import pickle
 import queue
-import random
 import re
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +21,6 @@ from replication import (
     Group,
     ReplicaFailed,
     ReplicaGroup,
-    ReplicasDiverged,
     ReplicationError,
     SoloGroup,
     execute_replication_callbacks,
@@ -117,30 +114,6 @@ def test_gradient_of_a_product_with_zeros():
     (y,), *_ = in_replicas(lambda group, x: (group.all_reduce(x, "product"),), inputs)
     y.backward()
     assert [x.grad.item() for (x,) in inputs] == [6.0, 0.0, 0.0]
-
-
-def test_gradients_are_bit_equal_for_any_timing():
-    def step(delays: list[int]) -> list[Tensor]:
-        inputs = [(torch.full((50,), 1.1, requires_grad=True), d) for d in delays]
-
-        def member(group: Group, x: Tensor, delay: int) -> Tensor:
-            time.sleep(delay / 1000)
-            for _ in range(100 * delay):  # autograd goes by what a thread has done before
-                _ = x * 1
-            total = group.all_reduce(x.exp())
-            time.sleep((3 - delay) / 1000)
-            # Gradients of very different sizes: their sum depends on the order.
-            return (total * 10.0 ** (7 * group.rank) / 3).sin()
-
-        outputs = in_replicas(member, inputs)
-        torch.autograd.backward(outputs, [torch.ones(50)] * len(outputs))
-        return [x.grad for x, _ in inputs]
-
-    chance = random.Random(0)
-    first = step([0] * 4)
-    for _ in range(20):
-        again = step([chance.randrange(4) for _ in range(4)])
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 # -- dtypes, modes -----------------------------------------------------------------------------
@@ -438,71 +411,9 @@ def test_an_error_in_a_part_names_the_replicas_of_the_part():
     assert "`0.1, replicas 2-3`, call 1: replica 2 waits" in str(failure(member, [()] * 4))
 
 
-@pytest.mark.parametrize(
-    ("calls", "texts"),
-    [
-        (
-            [lambda g, x: g.all_reduce(x), lambda g, x: g.all_gather(x)],
-            [r"replica 0: all_reduce\(op='sum'\) of float32 \[2, 3\]", "replica 1: all_gather"],
-        ),
-        (
-            [lambda g, x: g.all_reduce(x), lambda g, x: g.all_reduce(x, "max")],
-            [r"replica 0: .*op='sum'", r"replica 1: .*op='max'"],
-        ),
-        (
-            [lambda g, x: g.broadcast(x), lambda g, x: g.broadcast(x, 1)],
-            [r"replica 0: .*src=0", r"replica 1: .*src=1"],
-        ),
-        (
-            [lambda g, x: g.all_reduce(x), lambda g, x: g.all_reduce(x[:1])],
-            [r"replica 0: .*\[2, 3\]", r"replica 1: .*\[1, 3\]"],
-        ),
-        (
-            [lambda g, x: g.all_gather(x), lambda g, x: g.all_gather(x[:, :2])],
-            [r"replica 0: .*\[2, 3\]", r"replica 1: .*\[2, 2\]"],
-        ),
-        (
-            [lambda g, x: g.all_gather(x.sum()), lambda g, x: g.all_gather(x[0])],
-            [r"replica 0: .*float32 \[\]", r"replica 1: .*\[3\]"],
-        ),
-        (
-            [lambda g, x: g.all_gather(x), lambda g, x: g.all_gather(x.double())],
-            [r"replica 0: .*float32", r"replica 1: .*float64"],
-        ),
-        (
-            [lambda g, x: g.reduce_scatter([x, x]), lambda g, x: g.reduce_scatter([x, x[:1]])],
-            [r"replica 0: .*float32 \[2, 3\], float32 \[2, 3\]", r"replica 1: .*float32 \[1, 3\]"],
-        ),
-        (
-            [lambda g, x: g.barrier(), lambda g, x: g.all_gather_object(x)],
-            [r"replica 0: barrier", r"replica 1: all_gather_object"],
-        ),
-    ],
-)  # fmt: skip
-def test_calls_that_do_not_match_are_named(calls, texts):
-    def member(group: Group, x: Tensor) -> Any:
-        group.barrier()
-        return calls[group.rank](group, x)
-
-    error = failure(member, [torch.zeros(2, 3)] * 2)
-    assert isinstance(error, ReplicasDiverged)
-    (message,) = error.args
-    assert message.startswith("`0.1`, call 2: the calls do not match: ")
-    for text in texts:
-        assert_found(text, message)
-
-
 def assert_found(pattern: str, text: str) -> None:
     with pytest.raises(AssertionError, match=pattern):
         raise AssertionError(text)
-
-
-def test_replicas_with_the_same_call_are_named_together():
-    def member(group: Group, x: Tensor) -> Tensor:
-        return group.all_reduce(x) if group.rank == 1 else group.broadcast(x)
-
-    error = failure(member, [torch.zeros(2)] * 3)
-    assert_found("replicas 0, 2: broadcast", str(error))
 
 
 def test_every_replica_gets_an_error_that_names_the_calls():
@@ -539,18 +450,6 @@ def test_calls_of_a_part_that_do_not_match_are_named_by_replica():
     assert [error for error in errors if re.match("replica [23] of 4 failed with", error)]
 
 
-def test_member_that_does_not_call_is_named():
-    def member(group: Group, x: Tensor) -> Tensor:
-        if group.rank != 1:
-            return group.all_reduce(x)
-        until_others_wait(2)
-        return x
-
-    error = failure(member, [torch.zeros(2)] * 3)
-    assert isinstance(error, ReplicasDiverged)
-    assert_found("`0.1`, call 1: replicas 0, 2 wait; replica 1 ended without", str(error))
-
-
 def test_whole_and_part_are_told_apart():
     def member(group: Group, x: Tensor) -> Any:
         return (group.split(2) if group.rank == 2 else group).all_reduce(x)
@@ -574,15 +473,6 @@ def test_member_that_raises_wakes_the_others():
 
     assert isinstance(failure(member, [torch.zeros(2)] * 3), KeyError)
     assert seen == [ReplicaFailed, ReplicaFailed]
-
-
-def test_after_a_mismatch_the_next_forward_is_clean():
-    member = Member()
-    model = DataParallel(member, several(2))
-    with pytest.raises(ReplicasDiverged):
-        model(lambda g, x: g.all_reduce(x), torch.zeros(3, 2))
-    (total,) = model(lambda g, x: g.all_reduce(x), torch.ones(4, 2)).unique()
-    assert total == 2
 
 
 # -- bad input ---------------------------------------------------------------------------------

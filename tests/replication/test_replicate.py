@@ -6,6 +6,7 @@ import importlib
 import itertools
 import sys
 import threading
+import types
 from collections import defaultdict
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from replication import (
     DataParallel,
     execute_replication_callbacks,
+    parallel_apply,
     patch_replication_callback,
     replicate,
 )
@@ -25,6 +27,7 @@ from replication._torch import HOOKS
 from replication.steps.broadcast import broadcast
 from syncbn import SynchronizedBatchNorm2d
 from tests.layers import DEADLINE, AsTorchDoes, no_garbage_collection
+from tests.sharded import BATCH, norm, whole_batch
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -137,17 +140,6 @@ def test_a_hook_on_a_replicas_parameter_gets_the_gradient_of_that_replica():
         weight.register_hook(lambda grad: seen.append(grad.item()))
     sum(weight.sum() * 10**i for i, weight in enumerate(weights)).backward()
     assert sorted(seen) == [1.0, 10.0, 100.0]
-
-
-def test_two_runs_have_bit_equal_gradients():
-    net, x, dy = net_of_all_sorts(), torch.randn(4, 50, 3), torch.randn(4, 50, 2)
-
-    def grads() -> list[Tensor]:
-        outputs = [r(part) for r, part in zip(replicate(net, ["cpu"] * 4), x, strict=True)]
-        return list(torch.autograd.grad(outputs, list(net.parameters()), list(dy)))
-
-    for first, second in zip(grads(), grads(), strict=True):
-        assert torch.equal(first, second)
 
 
 def test_replica_that_takes_no_part_adds_nothing():
@@ -372,23 +364,6 @@ def test_rnn_is_replicated(rnn):
 def test_rnn_on_another_device_has_its_flat_weights_there():
     (replica,) = replicate(nn.LSTM(2, 2), ["meta"])
     assert {weight.device for weight in replica._flat_weights} == {META}
-
-
-@pytest.mark.parametrize(
-    "parametrize",
-    [
-        nn.utils.parametrizations.weight_norm,
-        nn.utils.parametrizations.spectral_norm,
-        nn.utils.parametrizations.orthogonal,
-        nn.utils.spectral_norm,
-    ],
-    ids=["weight_norm", "spectral_norm", "orthogonal", "old spectral_norm"],
-)
-def test_parametrized_layer_is_replicated(parametrize):
-    net = parametrize(nn.Linear(3, 3)).eval()
-    x = torch.randn(4, 3)
-    for replica in replicate(net, ["cpu"] * 2):
-        torch.testing.assert_close(replica(x), net(x))
 
 
 def test_compiled_module_is_replicated_eagerly():
@@ -861,15 +836,6 @@ def test_replicate_with_callbacks_makes_at_most_8_calls_per_module_and_replica(b
 # -- other devices -----------------------------------------------------------------------------
 
 
-def test_everything_arrives_on_the_copys_device():
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LSTM(2, 2))
-    here, there = replicate(net, ["cpu", "meta"])
-    for replica, device in ((here, CPU), (there, META)):
-        for module in replica.modules():
-            tensors = [*module._former_parameters.values(), *module.buffers(recurse=False)]
-            assert all(tensor.device == device for tensor in tensors)
-
-
 def test_buffers_on_another_device_are_copies():
     net = nn.BatchNorm1d(2)
     here, there = replicate(net, ["cpu", "meta"])
@@ -939,3 +905,65 @@ def test_the_copy_of_a_replica_runs_itself():
     x = torch.randn(3, 2)
     for call in (copy, copy.forward):
         assert torch.equal(call(x), torch.ones(3, 2))
+
+
+# -- what refers to the original ---------------------------------------------------------------
+
+
+def test_a_forward_set_on_the_object_becomes_the_replicas():
+    net = nn.Sequential(norm())
+    net.forward = types.MethodType(lambda self, x: self[0](x), net)
+    torch.testing.assert_close(DataParallel(net, ["cpu"] * 4)(BATCH), whole_batch(BATCH))
+
+
+def test_a_closure_that_refers_to_the_original_is_warned_of():
+    net = nn.Sequential(norm())
+    plain = net[0].forward
+    net[0].forward = lambda x: plain(x)
+    with pytest.warns(UserWarning, match="is called by a replica but is not part of it"):
+        DataParallel(net, ["cpu"] * 4)(BATCH)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_torch_func_is_refused_instead_of_losing_derivatives(trains):
+    model = DataParallel(nn.Linear(3, 1).requires_grad_(trains), ["cpu"] * 2)
+    with pytest.raises(RuntimeError, match=r"torch.func transforms do not reach"):
+        torch.func.grad(lambda x: model(x).sum())(torch.randn(4, 3))
+
+
+class OwnDerivative(nn.Sequential):
+    def forward(self, x):
+        return torch.func.grad(lambda x: super(OwnDerivative, self).forward(x).sum())(x)
+
+
+def test_torch_func_inside_a_replica_is_refused_by_a_synchronized_layer():
+    with pytest.raises(RuntimeError, match=r"do not reach the other copies"):
+        DataParallel(OwnDerivative(norm()), ["cpu"] * 2)(BATCH)
+
+
+def test_a_replica_can_be_replicated_in_its_own_forward():
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = norm()
+
+        def forward(self, x, deeper=True):
+            if not deeper:
+                return self.bn(x)
+            replicas = replicate(self, ["cpu"] * 2)
+            execute_replication_callbacks(replicas)
+            return torch.cat(parallel_apply(replicas, [(part, False) for part in x.chunk(2)]))
+
+    expected = torch.cat([whole_batch(half) for half in BATCH.chunk(2)])
+    torch.testing.assert_close(DataParallel(Again(), ["cpu"] * 2)(BATCH), expected)
+
+
+def test_a_sparse_gradient_of_one_replica_and_a_dense_one_of_another_are_summed():
+    net = nn.Embedding(5, 2)
+    first, second = (replica.weight for replica in replicate(net, ["cpu"] * 2))
+    rows = torch.tensor([1, 3])
+    loss = nn.functional.embedding(rows, first, sparse=True).sum() + second.sum()
+    loss.backward()
+    expected = torch.ones(5, 2)
+    expected[rows] += 1
+    assert torch.equal(net.weight.grad.to_dense(), expected)

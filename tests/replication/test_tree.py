@@ -38,7 +38,7 @@ def seen(value: Any, devices: int) -> list[Any]:
     return [args[0] for args in inputs]
 
 
-# -- objects that travel as they are -------------------------------------------------------------
+# -- objects that travel as they are -----------------------------------------------------------
 
 
 class Plain:
@@ -164,7 +164,7 @@ def test_object_that_holds_nothing_to_join_is_returned_as_it_is(make, devices):
     assert all(one is other for one, other in zip(found, values, strict=True))
 
 
-# -- containers that are split and joined --------------------------------------------------------
+# -- containers that are split and joined ------------------------------------------------------
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -523,7 +523,7 @@ def test_tensors_are_freed_with_their_last_reference(call):
         assert freed(gone)
 
 
-# -- plain attributes of modules -----------------------------------------------------------------
+# -- plain attributes of modules ---------------------------------------------------------------
 
 
 class Holder(nn.Module):
@@ -604,7 +604,7 @@ def test_records_that_object_cannot_make_travel_as_one_object():
     assert gather([found, found], "cpu") == [found, found]
 
 
-# -- walks over objects that change or vanish ----------------------------------------------------
+# -- walks over objects that change or vanish --------------------------------------------------
 
 
 class Number:

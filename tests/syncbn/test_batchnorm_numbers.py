@@ -1,8 +1,4 @@
-"""What users of such toolkits asked for in numbers: statistics, layouts, dtypes, modes.
-
-Each case was reported of some toolkit; its reference is in the docstring. Cases that the tests
-of a module show are not repeated here.
-"""
+"""Statistics, memory layouts and dtypes of a layer. References are to reports by users."""
 
 from __future__ import annotations
 
@@ -277,3 +273,14 @@ def test_a_million_large_values_in_half_precision_do_not_overflow(mean):
     )
     torch.testing.assert_close(layer.running_var.double(), twin.running_var, rtol=1e-6, atol=0)
     torch.testing.assert_close(layer.weight.grad.double(), twin.weight.grad, rtol=1e-4, atol=1e-2)
+
+
+def test_infinite_values_give_the_running_statistics_of_torchs_layer():
+    x = torch.randn(8, 3)
+    x[3, 1], x[5, 2] = float("inf"), float("nan")
+    reference, synchronized = nn.BatchNorm1d(3), SynchronizedBatchNorm1d(3)
+    reference(x)
+    run_sharded(synchronized, x.split([4, 4]))
+    for name in ("running_mean", "running_var"):
+        one, other = getattr(synchronized, name), getattr(reference, name)
+        torch.testing.assert_close(one, other, equal_nan=True)

@@ -10,7 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from replication import ProcessGroup
+from replication import (
+    ProcessGroup,
+    execute_replication_callbacks,
+    parallel_apply,
+    replicate,
+)
 from syncbn import SynchronizedBatchNorm1d
 from tests.junk import (
     COLLECTIVES,
@@ -169,3 +174,31 @@ def test_rank_refuses_bad_input_before_waiting():
         _, kind, words = text.split(": ", 2)
         assert kind in ("TypeError", "ValueError"), text
         assert "`ProcessGroup`, rank 1: " in words, text
+
+
+# -- examples ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [1j, "a", torch.ones(()).requires_grad_()], ids=str)
+def test_a_momentum_that_is_no_number_is_refused_by_every_replica(momentum):
+    layer = SynchronizedBatchNorm1d(3, momentum=momentum)
+    assert isinstance(outcome_of(lambda: nn.BatchNorm1d(3, momentum=momentum)(X)).error, TypeError)
+    error = outcome_of(lambda: run_sharded(layer, X.split([3, 3]))).error
+    assert isinstance(error, TypeError)
+    assert any("also failed: the same error" in note for note in error.__notes__)
+
+
+def test_a_shard_on_another_device_is_refused_by_its_replica():
+    replicas = replicate(nn.Sequential(SynchronizedBatchNorm1d(3)), ["cpu"] * 2)
+    execute_replication_callbacks(replicas)
+    error = outcome_of(lambda: parallel_apply(replicas, [X, X.to("meta")])).error
+    assert isinstance(error, RuntimeError)
+    assert "expected an input on cpu, where its weight is (got meta)" in str(error)
+    assert error.__notes__ == ["in replica 1 of 2 on cpu, module `0`"]
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False, "track_running_stats": False}], ids=str)
+def test_float8_is_not_implemented_as_in_torchs_layer(options):
+    x = X.to(torch.float8_e4m3fn)
+    error = outcome_of(lambda: run_sharded(SynchronizedBatchNorm1d(3, **options), [x, x])).error
+    assert isinstance(error, NotImplementedError)

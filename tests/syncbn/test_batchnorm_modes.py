@@ -1,4 +1,4 @@
-"""What users of such toolkits asked for of training and evaluation; see the references."""
+"""Layers in training and in evaluation, together and in turn, as users have reported them."""
 
 from __future__ import annotations
 

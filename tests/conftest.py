@@ -67,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
         accelerator.register()
     # With more, the threads of several replicas compete for the cores.
     torch.set_num_threads(1)
+    if hasattr(signal, "SIGUSR1"):  # not on Windows
+        signal.signal(signal.SIGUSR1, _fail_running_test)
     threading.Thread(target=_end_hangs, args=(config,), name="watchdog", daemon=True).start()
 
 
@@ -84,21 +86,37 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def _end_hangs(config: pytest.Config) -> None:
-    """Ends the run, with the stack of every thread, when a test makes no progress.
+    """Fails a test that makes no progress, with the stack of every thread in its report.
 
-    ``faulthandler_timeout`` in ``setup.cfg`` is the last resort: it knows wall-clock time only.
+    If that does not end the test, because it hangs outside of Python or catches the failure, ends
+    the run after a report of the tests so far. ``faulthandler_timeout`` in ``setup.cfg`` is the
+    last resort: it knows wall-clock time only.
     """
-    item, deadline = None, Deadline()
+    item, deadline, has_failed = None, Deadline(), False
     while True:
         time.sleep(1)
         running = next(iter(_running), None)
         if running is not item:
-            item, deadline = running, Deadline(TEST_STALLED)
+            item, deadline, has_failed = running, Deadline(TEST_STALLED), False
         elif item is not None and deadline.has_passed():
-            config.pluginmanager.getplugin("capturemanager").suspend_global_capture()
+            ends_run = has_failed or not hasattr(signal, "SIGUSR1")
+            if ends_run:
+                config.pluginmanager.getplugin("capturemanager").suspend_global_capture()
             print(f"\n{item.nodeid} hangs", file=sys.__stderr__, flush=True)
             faulthandler.dump_traceback(sys.__stderr__)
-            os._exit(1)
+            if ends_run:
+                reporter = config.pluginmanager.getplugin("terminalreporter")
+                reporter.summary_failures()
+                reporter.summary_stats()
+                sys.__stdout__.flush()
+                os._exit(1)
+            deadline, has_failed = Deadline(TEST_STALLED), True
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+
+def _fail_running_test(signum: int, frame: Any) -> None:
+    if _running:  # otherwise it has ended meanwhile
+        pytest.fail("the test makes no progress")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

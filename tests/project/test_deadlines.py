@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -83,14 +84,32 @@ def test_a_command_that_hangs_is_named(monkeypatch):
 HANGING_TEST = """
 import threading
 
+def test_before():
+    pass
+
 def test_that_hangs():
-    print("captured")
-    threading.Event().wait()
+    while True:
+        try:
+            print("captured")
+            threading.Event().wait()
+        except {caught}:
+            pass
+
+def test_after():
+    pass
 """
 
 
 @pytest.mark.slow
-def test_a_test_that_hangs_ends_the_run_with_its_stack(tmp_path):
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs SIGUSR1")
+@pytest.mark.parametrize(
+    ("caught", "last_line"),
+    [("Exception", "1 failed, 2 passed"), ("BaseException", "1 passed")],
+    ids=["test fails", "run ends"],
+)
+def test_a_test_that_hangs_ends_with_its_stack_and_the_others_are_reported(
+    caught, last_line, tmp_path
+):
     """Long before ``faulthandler_timeout``."""
     conftest = (ROOT / "tests" / "conftest.py").read_text()
     folder = tmp_path / "tests"
@@ -103,8 +122,10 @@ def test_a_test_that_hangs_ends_the_run_with_its_stack(tmp_path):
         .replace("TEST_STALLED = 60.0", "TEST_STALLED = 0.5")
     )
     (folder / "conftest.py").write_text(conftest)
-    (folder / "test_hang.py").write_text(HANGING_TEST)
+    (folder / "test_hang.py").write_text(HANGING_TEST.format(caught=caught))
     done = run_python("-m", "pytest", "-p", "no:cacheprovider", "tests", cwd=tmp_path)
     assert done.returncode == 1
-    assert "test_hang.py::test_that_hangs hangs" in done.stderr
-    assert "in test_that_hangs" in done.stderr
+    printed = done.stdout + done.stderr
+    assert "test_hang.py::test_that_hangs hangs" in printed
+    assert "in test_that_hangs" in printed
+    assert last_line in done.stdout.splitlines()[-1]

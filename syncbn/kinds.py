@@ -31,14 +31,12 @@ __all__ = ["Summary", "summary"]
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
-#: The synchronized counterpart of each torch class.
 SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: SynchronizedBatchNorm1d,
     nn.BatchNorm2d: SynchronizedBatchNorm2d,
     nn.BatchNorm3d: SynchronizedBatchNorm3d,
     nn.SyncBatchNorm: SynchronizedBatchNormNd,
 }
-#: The torch class of each synchronized class.
 PLAIN = {synchronized: plain for plain, synchronized in SYNCHRONIZED.items()}
 
 _NAMES = {plain.__name__ for plain in SYNCHRONIZED}
@@ -48,7 +46,6 @@ _OLDER_STATE = frozenset(("_sync_master", "_is_parallel", "_parallel_id", "_slav
 #: Attributes of such a layer that a synchronized layer does not need.
 OLDER_ATTRIBUTES = _OLDER_STATE | {"_moving_average_fraction"}
 
-#: Layers that normalize each sample separately.
 _BY_SAMPLE = (
     nn.modules.instancenorm._InstanceNorm,
     nn.GroupNorm,
@@ -212,9 +209,7 @@ def _note_on(layer: SynchronizedBatchNorm) -> str:
 
 
 class LayerSummary(NamedTuple):
-    #: The path in the network. The network itself has an empty path.
     path: str
-    #: The name of the layer's class.
     layer: str
     kind: Kind
 

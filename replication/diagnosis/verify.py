@@ -31,7 +31,6 @@ __all__ = ["Difference", "Verification", "verify"]
 #: Other orders of the batch: rotations by so many samples. One may round as the batch itself does.
 _SHIFTS = (1, 2, 3)
 
-#: Attributes that every module has.
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 #: The kind of quantity that differs first. The model's outputs differ as well if it matters.
@@ -257,7 +256,6 @@ class LayerCall(NamedTuple):
         return f"output of `{self.path}` ({type(layers[self.path]).__name__}{later})"
 
 
-#: The tensors of each replica, by its index.
 Parts = dict[int, list[Tensor | None]]
 
 
@@ -280,7 +278,6 @@ class Step:
         self.tensors: dict[str, dict[str, Tensor | None]] = {}
         #: The plain containers in attributes whose items change in the forward.
         self.changed_attributes: list[str] = []
-        #: The number of replicas that ran.
         self.replicas = 0
         self._counts: Counter[tuple[str, int]] = Counter()
         # A DataParallel inside the network has replicas of its own.

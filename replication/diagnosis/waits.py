@@ -23,7 +23,6 @@ from replication.sync.rendezvous import Observe
 
 __all__ = ["WaitReport", "wait_report"]
 
-#: The maximal number of layers in a printed or drawn report.
 _ROWS = 20
 
 
@@ -31,9 +30,7 @@ class Waits(NamedTuple):
     """How long the copies of one layer waited for each other."""
 
     path: str
-    #: The number of waits of the replica that waited most often.
     calls: int
-    #: The seconds that each replica waited.
     seconds: dict[int, float]
 
     @property
@@ -171,7 +168,6 @@ class WaitReport(ShownAsTable):
             axes.legend()
 
 
-#: The reports of all open ``with`` blocks, in all threads.
 _reports: list[WaitReport] = []
 
 

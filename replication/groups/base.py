@@ -33,7 +33,6 @@ _DTYPES = (
 )
 
 
-#: The dtypes and shapes of some tensors.
 Layouts = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 

@@ -31,7 +31,6 @@ else:
 __all__ = ["ReplicaAware"]
 
 
-#: One warning per process.
 _first_warning_of_processes = WarnOnce()
 
 
@@ -112,7 +111,6 @@ class ReplicaAware(_Base):
                 "rename the attribute that hides it"
             )
 
-    #: The group of a replica.
     _replica_group: Group | None = None
     #: The flag of the original, so that all replicas of all forwards warn once in total.
     _first_warning: WarnOnce | None = None

@@ -164,9 +164,7 @@ class CallHeader(NamedTuple):
     length: int
     #: The hash of everything that must match.
     digest: bytes
-    #: The layer and the number of its call.
     where: str
-    #: The call, for messages.
     text: str
 
     @classmethod
@@ -295,7 +293,6 @@ def differentiable(
 
 # -- the group ------------------------------------------------------------------------------------
 
-#: A call with its number, and the headers of all ranks.
 _Numbered = tuple[Call, list[CallHeader]]
 
 

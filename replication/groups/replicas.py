@@ -47,7 +47,6 @@ T = TypeVar("T")
 MessageT = TypeVar("MessageT")
 ReplyT = TypeVar("ReplyT")
 
-#: The tensors of one member.
 Tensors = tuple[Tensor, ...]
 
 
@@ -137,7 +136,6 @@ class Communicator:
         self.layer = layer
         self.replicas = replicas
         is_part = rendezvous is not None and len(replicas) != rendezvous.size
-        #: The name of the group in messages.
         self.path = f"{layer}, replicas {replicas[0]}-{replicas[-1]}" if is_part else layer
         self.exchange = Exchange(self.path, replicas)
         self._parts: dict[tuple[int, int], Communicator] = {}

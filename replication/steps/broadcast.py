@@ -12,7 +12,6 @@ from torch.nn.parallel import comm
 
 from replication.devices import are_distinct_cuda, current_streams, to_device, use_streams
 
-#: One list of tensors per device.
 Copies = list[list[Tensor]]
 
 

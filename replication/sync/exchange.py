@@ -27,7 +27,6 @@ class Round:
 
     def __init__(self, replicas: Iterable[int]) -> None:
         self.messages: dict[int, Any] = {}
-        #: The replicas whose message has not arrived.
         self.missing = set(replicas)
         self.replies: dict[int, Any] = {}
         self.waits: dict[int, Wait] = {}
@@ -42,7 +41,6 @@ class Exchange:
 
     def __init__(self, path: str, replicas: Iterable[int], master: int | None = None) -> None:
         self.path = path
-        #: The number of calls of each replica.
         self.calls = dict.fromkeys(replicas, 0)
         self.master = master
         self._round = Round(self.calls)

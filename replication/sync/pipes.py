@@ -133,7 +133,6 @@ class Channel(Exchange):
 
     def __init__(self, path: str) -> None:
         super().__init__(path, [_MASTER], master=_MASTER)
-        #: The identifiers of the slaves, by replica.
         self.slaves: dict[int, Hashable] = {}
 
     def register(self, replica: int, identifier: Hashable, is_forward: bool) -> None:
@@ -253,7 +252,6 @@ class SyncMaster:
         self._master_callback = master_callback
         self._forget_forwards()
 
-    #: The attributes that a copy does not take over.
     _OF_FORWARDS = ("_lock", "_latest", "_outside_forward")
 
     def _forget_forwards(self) -> None:

@@ -156,13 +156,10 @@ class Progress:
     __slots__ = ("depth", "is_absent", "runs", "thread")
 
     def __init__(self) -> None:
-        #: The number of nested calls of the replica that are under way.
         self.depth = 0
         #: The number of runs that have begun.
         self.runs = 0
-        #: The thread of the latest run.
         self.thread = 0
-        #: Whether the replica will not run.
         self.is_absent = False
 
     def is_over(self, run: int) -> bool:
@@ -193,7 +190,6 @@ class Rendezvous:
         #: Records exchanges and waits. None unless waits are reported or profiled.
         self.observe: Observe | None = None
         self._renew_locks()
-        #: The channel of each `SyncMaster` in this forward.
         self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         # The thread that writes into the original module (see `commit`).
         self._writer: int | None = None
@@ -512,7 +508,6 @@ def concurrent_call_error(path: str, replica: int) -> ReplicationError:
     )
 
 
-#: All forwards, for a forked child.
 _all: WeakSet[Rendezvous] = WeakSet()
 
 

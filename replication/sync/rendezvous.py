@@ -508,12 +508,29 @@ def concurrent_call_error(path: str, replica: int) -> ReplicationError:
     )
 
 
-_all: WeakSet[Rendezvous] = WeakSet()
+class RenewedLock:
+    """Returns a lock when called. A forked child gets a new one: its holder may not exist there.
+
+    Re-entrant: a signal handler or a finalizer may interrupt the thread that holds it.
+    """
+
+    def __init__(self) -> None:
+        self.enter_child()
+        _all.add(self)
+
+    def enter_child(self) -> None:
+        self._lock = threading.RLock()
+
+    def __call__(self) -> AbstractContextManager[object]:
+        return self._lock
+
+
+_all: WeakSet[Rendezvous | RenewedLock] = WeakSet()
 
 
 def _enter_child() -> None:
-    for rendezvous in list(_all):
-        rendezvous.enter_child()
+    for shared in list(_all):
+        shared.enter_child()
 
 
 if hasattr(os, "register_at_fork"):

@@ -359,7 +359,7 @@ def test_patch_of_a_user_between_overlapping_blocks_comes_back(restored):
 
 def test_block_in_a_signal_handler_may_interrupt_the_opening_of_another():
     def interrupted():
-        with convert._changing_names, patch_sync_batchnorm():
+        with convert._changing_names(), patch_sync_batchnorm():
             return names_of_torch()
 
     with ThreadPoolExecutor(1) as pool:
@@ -369,7 +369,7 @@ def test_block_in_a_signal_handler_may_interrupt_the_opening_of_another():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_child_of_a_fork_does_not_inherit_a_held_lock():
-    with convert._changing_names:
+    with convert._changing_names():
         child = os.fork()
         if child == 0:
             signal.alarm(10)

@@ -206,12 +206,6 @@ class LayerSummary(NamedTuple):
 class Summary(ShownAsTable):
     """The result of `summary`. It prints as a table, and shows as a table in a notebook.
 
-    >>> from torch import nn
-    >>> from syncbn import summary
-    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-    >>> [(layer.path, layer.kind.name) for layer in summary(net).layers]
-    [('1', 'plain')]
-
     Attributes:
         layers: All layers that normalize or run replicas, in the order of ``named_modules()``.
             Each has a ``path``, ``layer`` (the name of its class), and ``kind``. ``kind.name`` is

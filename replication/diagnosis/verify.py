@@ -41,14 +41,6 @@ _OF_LAYERS = "outputs of layers"
 class Difference:
     """The difference of one quantity between the replicas and one device.
 
-    >>> import torch
-    >>> from torch import nn
-    >>> from syncbn import verify
-    >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    >>> difference = verify(net, torch.randn(8, 3)).first_difference
-    >>> difference.where, difference.error > 0.01
-    ('output of `1` (BatchNorm1d)', True)
-
     Attributes:
         where: The quantity and its layer, such as "output of `norm` (BatchNorm1d)".
         error: The largest difference, relative to the largest value. Infinite if the quantities
@@ -69,13 +61,6 @@ class Verification(ShownAsTable):
     """The result of `verify`. True if all quantities are equal up to rounding.
 
     It prints as a table, and shows as a table in a notebook.
-
-    >>> import torch
-    >>> from torch import nn
-    >>> from syncbn import verify
-    >>> result = verify(nn.Linear(3, 4), torch.randn(8, 3))
-    >>> bool(result), result.replicas
-    (True, 2)
 
     Attributes:
         differences: The differences by kind of quantity: outputs of layers in the order in which

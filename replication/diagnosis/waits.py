@@ -42,16 +42,6 @@ class WaitReport(ShownAsTable):
 
     It prints as a table, and shows as a table in a notebook, in milliseconds per forward.
 
-    >>> import torch
-    >>> from replication import DataParallel, ReplicaAware, wait_report
-    >>> class Total(ReplicaAware, torch.nn.Module):
-    ...     def forward(self, x):
-    ...         return self.group.all_reduce(x.sum())
-    >>> with wait_report(quiet=True) as report:
-    ...     y = DataParallel(torch.nn.Sequential(Total()), ["cpu"] * 2)(torch.ones(4))
-    >>> [(waits.path, waits.calls) for waits in report.layers]
-    [('0', 1)]
-
     Attributes:
         forwards: The number of forwards.
     """

@@ -80,12 +80,12 @@ class Exchange:
             if is_complete and merges:
                 self._round = Round(self.calls)
             else:
-                needs = current.missing  # the same set: it shrinks as messages arrive
+                missing = current.missing  # the same set: it shrinks as messages arrive
                 if not merges and self.master is not None:
-                    needs = {self.master}
+                    missing = {self.master}
                     if is_complete:  # the master waits for this message only
                         rendezvous.end_waits([current.waits[self.master]])
-                wait = rendezvous.begin_wait(replica, needs, self.path, self.calls)
+                wait = rendezvous.begin_wait(replica, missing, self.path, self.calls)
                 current.waits[replica] = wait
         if wait is not None:
             try:

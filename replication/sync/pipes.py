@@ -152,17 +152,7 @@ class Channel(Exchange):
 
 
 class SlavePipe:
-    """The connection of a slave to its master. Made by `SyncMaster.register_slave`.
-
-    >>> from replication import SyncMaster
-    >>> from concurrent.futures import ThreadPoolExecutor
-    >>> master = SyncMaster(lambda messages: [(i, 10 * message) for i, message in messages])
-    >>> pipe = master.register_slave(1)
-    >>> with ThreadPoolExecutor() as pool:
-    ...     reply = pool.submit(pipe.run_slave, 2)
-    ...     print(master.run_master(1), reply.result())
-    10 20
-    """
+    """The connection of a slave to its master. Made by `SyncMaster.register_slave`."""
 
     def __init__(
         self,

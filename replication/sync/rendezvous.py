@@ -63,20 +63,20 @@ def site(path: str, call: int) -> str:
 class Wait:
     """The wait of one replica, begun and ended under the rendezvous' lock, blocking outside it."""
 
-    __slots__ = ("calls", "error", "gate", "needs", "path", "rendezvous", "replica", "thread")
+    __slots__ = ("calls", "error", "gate", "missing", "path", "rendezvous", "replica", "thread")
 
     def __init__(
         self,
         rendezvous: Rendezvous,
         replica: int,
-        needs: Collection[int],
+        missing: Collection[int],
         path: str,
         calls: dict[int, int],
     ) -> None:
         self.rendezvous = rendezvous
         self.replica = replica
         #: Replicas whose message is missing. The exchange removes each as its message arrives.
-        self.needs = needs
+        self.missing = missing
         #: The name of the exchange and the number of calls of each replica, for messages.
         self.path = path
         self.calls = calls
@@ -324,15 +324,15 @@ class Rendezvous:
     # -- waiting -------------------------------------------------------------------------------
 
     def begin_wait(
-        self, replica: int, needs: Collection[int], path: str, calls: dict[int, int]
+        self, replica: int, missing: Collection[int], path: str, calls: dict[int, int]
     ) -> Wait:
-        """Begins a wait of ``replica`` for all replicas in ``needs``, or for any if it is empty.
+        """Begins a wait of ``replica`` for all replicas in ``missing``, or for any if it is empty.
 
         The lock is held. The caller releases it and then calls `Wait.block`.
         """
         if self.abort is not None:
             self.abort.raise_late(replica, site(path, calls[replica]))
-        wait = Wait(self, replica, needs, path, calls)
+        wait = Wait(self, replica, missing, path, calls)
         self._waits.append(wait)
         if self._some_are_over or len(self._waits) >= len(self._progress):  # else a replica runs
             self._fail_hopeless_waits()
@@ -363,7 +363,7 @@ class Rendezvous:
         is_hopeless = any(
             self._progress[needed].is_over(self._run_of(wait))
             for wait in self._waits
-            for needed in wait.needs
+            for needed in wait.missing
         )
         threads = {wait.thread for wait in self._waits}
         # A replica is blocked if its main thread waits, not if only another of its threads does.
@@ -414,7 +414,7 @@ class Rendezvous:
             if self.size is None or wait not in self._waits:
                 return
             run = self._run_of(wait)
-            late = [r for r in sorted(wait.needs) if self._progress[r].may_begin(run)]
+            late = [r for r in sorted(wait.missing) if self._progress[r].may_begin(run)]
             if not self._can_progress({wait.replica for wait in self._waits}):
                 self._abort_waits(ReplicasDiverged, self._divergence(), None)
             elif late:
@@ -525,6 +525,7 @@ class RenewedLock:
         return self._lock
 
 
+#: What a fork changes in the child.
 _all: WeakSet[Rendezvous | RenewedLock] = WeakSet()
 
 

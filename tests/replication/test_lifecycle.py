@@ -30,7 +30,7 @@ from replication import (
 )
 from replication.devices import device_of
 from replication.errors import add_note
-from replication.sync.lifecycle import failing_path, rendezvous_of, track
+from replication.sync.lifecycle import attach_rendezvous, failing_path, rendezvous_of
 from tests.layers import (
     DEADLINE,
     AsTorchDoes,
@@ -547,7 +547,7 @@ def test_failing_path_names_the_innermost_submodule():
 
 
 def test_watch_counts_the_replicas():
-    assert track([nn.ReLU(), nn.ReLU()]).size == 2
+    assert attach_rendezvous([nn.ReLU(), nn.ReLU()]).size == 2
 
 
 def test_every_error_of_the_package_is_a_replication_error():

@@ -29,6 +29,7 @@ class Waits(NamedTuple):
     """How long the copies of one layer waited for each other."""
 
     path: str
+    #: Of the replica that waited most often.
     calls: int
     seconds: dict[int, float]
 

@@ -156,6 +156,7 @@ class Progress:
     __slots__ = ("depth", "is_absent", "runs", "thread")
 
     def __init__(self) -> None:
+        #: The number of nested calls that are under way.
         self.depth = 0
         #: The number of runs that have begun.
         self.runs = 0

@@ -26,7 +26,7 @@ figure = import_module("benchmarks.figure") if find_spec("matplotlib") else None
 PARTS: dict[str, Callable[[float], Iterable[Table]]] = {
     "step": lambda seconds: [step.table(seconds)],
     "processes": lambda seconds: [processes.table(seconds)],
-    "layer": lambda seconds: [layer.table(seconds)],
+    "layer": layer.tables,
     "overhead": overhead.tables,
 }
 

@@ -7,6 +7,7 @@ Every layer runs in the same replicas, without splitting and concatenation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -26,7 +27,7 @@ from benchmarks.measuring import (
     show,
 )
 from replication import DataParallel, Scattered
-from syncbn import convert_model
+from syncbn import convert_model, joined
 
 ABOUT = (
     "One layer, forward and backward, in the replicas of `replication.DataParallel`, without "
@@ -95,9 +96,51 @@ def rows(seconds: float, device: str = "cpu") -> Iterator[Row]:
         yield from in_processes(1, threads, measure, seconds, device)
 
 
-def table(seconds: float) -> Table:
-    return Table("A layer alone", ABOUT, rows(seconds))
+ABOUT_SIZES = (
+    "The same, with all shards joined (`syncbn/joined.py`) and with one node for all replicas "
+    f"(`syncbn/graph.py`). Shards of up to {joined.LARGEST:,} values are joined by default."
+)
+
+#: Per replica, from 2**12 values to 2**20.
+SIZES = [(8, 8, 8, 8), (8, 32, 8, 8), (8, 64, 16, 16), (8, 64, 24, 24), (8, 64, 32, 32)]
+SIZES += [(16, 64, 32, 32)]
+
+
+def limited(limit: int, run: Callable[[], Figures]) -> Figures:
+    """Runs with another size of the largest shard that is joined."""
+    joined.LARGEST = limit
+    return run()
+
+
+def measure_sizes(rank: int, seconds: float) -> list[Row]:
+    limits = {"plain BatchNorm": 0, "joined": 2**62, "one node": -1}
+    made = []
+    for shape in SIZES:
+        shards = [torch.randn(shape, requires_grad=True) for _ in range(REPLICAS)]
+        upstream = [torch.randn(shape) for _ in range(REPLICAS)]
+        ways = {}
+        for name, limit in limits.items():
+            layer = WAYS["ours" if limit else name](nn.BatchNorm2d(shape[1]))
+            model = DataParallel(layer, ["cpu"] * REPLICAS, gather_to_one_device=False)
+            ways[name] = partial(limited, limit, partial(run, model, shards, upstream))
+        figures = alternating(ways, seconds)
+        case = f"{title(shape, CONTIGUOUS)}, {math.prod(shape):,} values"
+        made.append(Row(case, REPLICAS, torch.get_num_threads(), figures))
+    return made
+
+
+def rows_of_sizes(seconds: float) -> Iterator[Row]:
+    for threads in THREADS:
+        yield from in_processes(1, threads, measure_sizes, seconds)
+
+
+def tables(seconds: float) -> list[Table]:
+    return [
+        Table("A layer alone", ABOUT, rows(seconds)),
+        Table("Small and large shards", ABOUT_SIZES, rows_of_sizes(seconds)),
+    ]
 
 
 if __name__ == "__main__":
-    show(table(parser(__doc__).parse_args().seconds))
+    for part in tables(parser(__doc__).parse_args().seconds):
+        show(part)

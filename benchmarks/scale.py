@@ -3,7 +3,8 @@
     python -m benchmarks.scale --hop 2 20 --bandwidth 40
 
 A collective is a sequence of hops from process to process. A ring of n makes 2 (n - 1) of them
-with an n-th of the message, a tree 2 log2(n) with all of it. `tests/test_scale.py` counts bytes.
+with an n-th of the message, a tree 2 log2(n) with all of it. `tests/project/test_scale.py` counts
+bytes.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         # Only while compiling, because the disabled function imports the compiler, which takes
         # seconds.
-        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+        return (disabled if torch.compiler.is_dynamo_compiling() else function)(*args, **kwargs)
 
     return call
 

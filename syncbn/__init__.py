@@ -7,6 +7,7 @@ from syncbn.batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    SynchronizedBatchNormNd,
     set_sbn_eps_mode,
 )
 from syncbn.compat import stand_in_for
@@ -21,6 +22,7 @@ __all__ = [
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "SynchronizedBatchNormNd",
     "Verification",
     "convert_model",
     "patch_replication_callback",

@@ -19,7 +19,7 @@ from replication.sync.rendezvous import current_replica
 from syncbn.channels import in_float64
 from syncbn.graph import Reply, synchronized_batch_norm
 from syncbn.joined import may_join
-from syncbn.merge import Denominator, Message, RunningStatistics, requires_grad
+from syncbn.merge import Denominator, Message, RunningStatistics
 from syncbn.processes import merge_ranks
 from syncbn.recomputation import RecordedCalls
 from syncbn.replicas import measured, merge_replicas
@@ -35,6 +35,7 @@ __all__ = [
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "SynchronizedBatchNormNd",
     "set_sbn_eps_mode",
 ]
 
@@ -142,6 +143,8 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, input: Tensor) -> Tensor:
+        # `_BatchNorm.forward` below, not `super()`: a class that is also derived from a library's
+        # batch norm must get the normalization alone, on one device as well.
         if not self.training:
             return self._evaluated(input)
         group = self.group
@@ -150,14 +153,14 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             return self._synchronized(input, group)
         current = current_replica()
         if current is None:
-            return super().forward(input)
+            return _BatchNorm.forward(self, input)
         # Copy 0 has the buffers of the original module.
-        return current.rendezvous.commit(partial(super().forward, input))
+        return current.rendezvous.commit(partial(_BatchNorm.forward, self, input))
 
     def _evaluated(self, input: Tensor) -> Tensor:
         is_shared = self._recorded_calls is not None and self._has_original_buffers
         if not (is_shared and self.track_running_stats and torch.is_grad_enabled()):
-            return super().forward(input)
+            return _BatchNorm.forward(self, input)
         # Save copies of the buffers for backward: a training forward may update them before.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         mean, var = (
@@ -176,21 +179,18 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         layouts = ((input.dtype, (self.num_features,)),)  # must match on every copy
         if isinstance(group, ReplicaGroup):
             exchange = partial(self._reply_of_replicas, group, layouts)
-            joins = not denominator.clamps and self._may_join(input)
+            # Without a momentum, the average is cumulative.
+            joins = (
+                not denominator.clamps
+                and isinstance(self.momentum, (float, int))
+                and may_join(input)
+            )
         else:
             exchange, joins = partial(self._reply_of_ranks, group, layouts), False
         if not dispatch_modes():
             return synchronized_batch_norm(input, weight, bias, denominator, exchange, joins)
         with beside_selective_checkpoints():
             return synchronized_batch_norm(input, weight, bias, denominator, exchange, joins)
-
-    def _may_join(self, input: Tensor) -> bool:
-        """Whether torch's layer could normalize this shard together with others."""
-        return (
-            type(self.momentum) in (float, int)  # the average is cumulative without it
-            and (self.running_mean is None) == (self.running_var is None)
-            and may_join(input)
-        )
 
     def _reply_of_ranks(self, group: Any, layouts: Layouts, message: Message) -> Reply:
         """Returns the statistics of all processes, and the output to be filled."""
@@ -211,7 +211,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             message,
             partial(self._merge, group),
             layouts=layouts,
-            requires_grad=shard.records_graph and requires_grad(message),
+            requires_grad=shard.requires_grad,
         )
         if shard.moments is not None:  # not joined
             self._recorded_calls.record(shard, reply)
@@ -228,7 +228,8 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         if not self.track_running_stats:
             return None
         momentum: Any = self.momentum
-        batches = self.num_batches_tracked
+        buffers = self._buffers  # attributes that torch looks up in Python
+        batches = buffers.get("num_batches_tracked")
         if batches is not None:
             batches.add_(1)
             if momentum is None:
@@ -236,7 +237,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
                 momentum = in_float64(batches).reciprocal()
         if not isinstance(momentum, Tensor):  # a Fraction, for example
             momentum = float(momentum or 0.0)
-        return RunningStatistics(self.running_mean, self.running_var, momentum)
+        return RunningStatistics(buffers.get("running_mean"), buffers.get("running_var"), momentum)
 
     def _check_synchronized_input(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -259,8 +260,8 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         for key, tensor in (
             ("weight", weight),
             ("bias", bias),
-            ("running_mean", self.running_mean),
-            ("running_var", self.running_var),
+            ("running_mean", self._buffers.get("running_mean")),
+            ("running_var", self._buffers.get("running_var")),
         ):
             if tensor is None:
                 continue
@@ -288,8 +289,19 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
 class SynchronizedBatchNormNd(SynchronizedBatchNorm, _BatchNorm):
     """The counterpart of `torch.nn.SyncBatchNorm`, for inputs of any number of dimensions.
 
-    It is not derived from `torch.nn.SyncBatchNorm`, which DistributedDataParallel refuses without
-    a GPU.
+    It takes the arguments of `SynchronizedBatchNorm1d`. It is not derived from
+    `torch.nn.SyncBatchNorm`, which DistributedDataParallel refuses without a GPU.
+
+    >>> import torch
+    >>> from syncbn import SynchronizedBatchNormNd
+    >>> layer = SynchronizedBatchNormNd(4)
+    >>> layer(torch.randn(8, 4)).shape, layer(torch.randn(2, 4, 6, 6)).shape
+    (torch.Size([8, 4]), torch.Size([2, 4, 6, 6]))
+
+    See also `SynchronizedBatchNorm1d`, `SynchronizedBatchNorm2d` and `SynchronizedBatchNorm3d`.
+
+    Shape:
+        Input and output: ``(N, C, ...)``. Replicas may differ in all but C.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:

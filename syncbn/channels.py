@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -94,12 +95,38 @@ _constants: dict[Any, Tensor] = {}
 def constant_tensor(
     numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Returns a cached tensor of numbers, because a copy from the host would take longer."""
-    key = numbers, device, dtype
+    """Returns a cached tensor of numbers.
+
+    An accelerator fills it in order of its current stream: a copy from the host would block the
+    host, and is impossible while a CUDA graph is captured.
+    """
+    key = numbers, device, dtype, _current_stream(device)
     tensor = _constants.get(key)
     if tensor is None:
         with torch.inference_mode(False):
-            tensor = torch.tensor(numbers, dtype=dtype, device=device)
-        if type(tensor) is Tensor and len(_constants) < 1000:  # not a fake tensor
+            if device.type == "cpu":
+                tensor = torch.tensor(numbers, dtype=dtype, device=device)
+            else:
+                tensor = torch.empty(len(numbers), dtype=dtype, device=device)
+                start = 0
+                for number, equal in groupby(numbers):  # most shards have equal sizes
+                    end = start + len(list(equal))
+                    tensor[start:end].fill_(number)
+                    start = end
+        # Neither a fake tensor nor one that only the replay of a graph fills.
+        is_real = type(tensor) is Tensor and not _is_capturing(device)
+        if is_real and len(_constants) < 1000:
             _constants[key] = tensor
     return tensor
+
+
+def _current_stream(device: torch.device) -> Any:
+    """Returns the stream that orders what this thread runs on an accelerator, or None."""
+    if device.type in ("cpu", "meta"):
+        return None
+    current = getattr(torch.get_device_module(device), "current_stream", None)
+    return current and current(device)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

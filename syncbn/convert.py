@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -19,13 +19,16 @@ from replication.warning import UnsynchronizedWarning, warn
 from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
 from syncbn.kinds import (
     OLDER_ATTRIBUTES,
-    PLAIN,
     SYNCHRONIZED,
     counterpart,
+    is_derived,
     is_older,
+    plain_class,
     summary,
+    synchronized_class,
     why_older_stays,
 )
+from syncbn.replacement import check_classes, replace, replacements, revert_replaced
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
@@ -35,18 +38,25 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _CONVERTED = "_converted_by_convert_model"
 
 
+#: Attributes of a synchronized layer that a plain one does not have.
+_OF_COPIES = ("group_size", "_process_group", "_layer_name")
+
+
 def convert_model(
     module: ModuleT,
     group_size: int | None = None,
     process_group: Any = None,
     *,
     report: bool = False,
+    classes: Mapping[type[Any], Callable[[Any], nn.Module]] | None = None,
 ) -> ModuleT:
     """Converts every `torch.nn.BatchNorm1d/2d/3d` in ``module`` to a synchronized layer, in place.
 
     `torch.nn.SyncBatchNorm` layers are converted as well and keep their process group. Layers of
     older toolkits (such as `SynchronizedBatchNorm2d` of a vendored ``sync_batchnorm``) are
     converted and lose their pipes. They keep ``eps``, momentum, parameters and running statistics.
+    So is ``BatchNormAct2d`` of timm, with its dropout and activation. Pass ``classes`` for layers
+    of other classes.
 
     Each layer remains the same object and only changes its class: parameters, buffers, hooks,
     flags, names and existing references to them all stay valid. A `torch.nn.DataParallel` becomes
@@ -56,9 +66,9 @@ def convert_model(
     Each synchronized or other `replication.ReplicaAware` layer records its path in ``module`` for
     errors between processes.
 
-    A `replication.UnsynchronizedWarning` names the layers that stay unsynchronized: layers of a
-    class *derived* from batch norm, which may compute anything, lazy layers, and layers in plain
-    lists or dicts, which replication does not find either. A model without any layer to
+    A `replication.UnsynchronizedWarning` names the layers that stay unsynchronized: layers of
+    another class *derived* from batch norm, which may compute anything, lazy layers, and layers in
+    plain lists or dicts, which replication does not find either. A model without any layer to
     synchronize also raises a warning.
 
     >>> from torch import nn
@@ -67,6 +77,20 @@ def convert_model(
     >>> type(net[1]).__name__
     'SynchronizedBatchNorm2d'
 
+    A batch norm of your own that does more needs a synchronized class that does the same:
+
+    >>> class Activated(nn.BatchNorm2d):
+    ...     def forward(self, x):
+    ...         return super().forward(x).relu()
+    >>> from syncbn import SynchronizedBatchNorm2d
+    >>> class SyncActivated(SynchronizedBatchNorm2d):
+    ...     def forward(self, x):
+    ...         return super().forward(x).relu()
+    >>> layer = Activated(8)
+    >>> _ = convert_model(layer, classes={Activated: lambda old: SyncActivated(old.num_features)})
+    >>> type(layer).__name__
+    'SyncActivated'
+
     Args:
         module: A layer, a network, or a DataParallel around one.
         group_size: If given, set on every synchronized layer, including layers that were
@@ -74,23 +98,34 @@ def convert_model(
         process_group: As ``group_size``.
         report: Whether to print the `syncbn.summary` of the result, with a line per layer,
             instead of warning about layers that stay unsynchronized.
+        classes: A function for each further class. It gets a layer of exactly this class and
+            returns a new, synchronized layer with parameters, buffers and modules of the same
+            names. The old layer gets the new layer's class, modules and own attributes. It keeps
+            its parameters, buffers, hooks, flags, ``eps`` and momentum.
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError: ``module`` is not a module, ``group_size`` is not an int, or
-            ``process_group`` is not a ProcessGroup.
-        ValueError: ``group_size`` is less than 1.
+        TypeError: ``module`` is not a module, ``group_size`` is not an int, ``process_group`` is
+            not a ProcessGroup, ``classes`` does not map classes to functions, or a function does
+            not return a synchronized layer.
+        ValueError: ``group_size`` is less than 1, or the layer that a function returns has other
+            parameters, buffers or modules.
     """
     check_module(module)
     check_group_size(group_size)
+    check_classes(classes or {})
     if process_group is not None:
         check_process_group(process_group)
+    # Before any change, so that an error leaves the module as it was.
+    new_layers = replacements(module, classes or {})
     corrected = []
     has_copies = False  # whether anything in the module knows its copies
     for path, submodule in module.named_modules():
-        if (synchronized := SYNCHRONIZED.get(type(submodule))) is not None:
+        if submodule in new_layers:
+            replace(submodule, new_layers[submodule])
+        elif (synchronized := synchronized_class(type(submodule))) is not None:
             former_group = submodule.__dict__.pop("process_group", None)  # of a SyncBatchNorm
             submodule.__class__ = synchronized
             if former_group is not None:
@@ -132,7 +167,8 @@ def convert_model(
     if left_alone:
         warn(
             "convert_model converts registered layers of the classes torch.nn.BatchNorm1d, 2d and "
-            f"3d only; these layers stay unsynchronized: {', '.join(left_alone)}",
+            f"3d only; these layers stay unsynchronized: {', '.join(left_alone)}"
+            f"{_advice(module)}",
             UnsynchronizedWarning,
         )
     elif not has_copies:
@@ -143,6 +179,19 @@ def convert_model(
             UnsynchronizedWarning,
         )
     return module
+
+
+def _advice(module: nn.Module) -> str:
+    """Returns the line to write for layers of derived classes, if there are any."""
+    kinds = {type(m): None for m in module.modules() if is_derived(m)}
+    if not kinds:
+        return ""
+    pairs = ", ".join(f"{kind.__name__}: synchronized" for kind in kinds)
+    return (
+        f"; convert_model(net, classes={{{pairs}}}) converts the derived ones, where "
+        "synchronized(layer) returns a layer of a class derived from SynchronizedBatchNorm2d "
+        "that computes the same"
+    )
 
 
 def _convert_older(layer: nn.Module) -> bool:
@@ -161,7 +210,8 @@ def revert_model(module: ModuleT) -> ModuleT:
 
     A DataParallel that `convert_model` has changed gets its class back. Others stay as they are.
     A former `torch.nn.SyncBatchNorm` becomes one again. A former layer of an older toolkit becomes
-    a `torch.nn.BatchNorm1d`, ``2d`` or ``3d``, because its pipes are gone. Synchronized layers of
+    a `torch.nn.BatchNorm1d`, ``2d`` or ``3d``, because its pipes are gone. Layers that were
+    converted by ``classes`` get their class and attributes back. Other synchronized layers of
     derived classes, parametrized ones included, stay synchronized, with a warning that names them.
 
     >>> from torch import nn
@@ -179,10 +229,13 @@ def revert_model(module: ModuleT) -> ModuleT:
     check_module(module)
     left_alone = []
     for path, submodule in module.named_modules():
-        if type(submodule) in PLAIN:
+        if revert_replaced(submodule):
+            for name in _OF_COPIES:
+                submodule.__dict__.pop(name, None)
+        elif (plain := plain_class(type(submodule))) is not None:
             process_group = submodule.process_group
-            submodule.__class__ = PLAIN[type(submodule)]
-            for name in ("group_size", "_process_group", "_layer_name"):
+            submodule.__class__ = plain
+            for name in _OF_COPIES:
                 submodule.__dict__.pop(name, None)
             if isinstance(submodule, nn.SyncBatchNorm):
                 submodule.process_group = process_group

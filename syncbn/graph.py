@@ -64,7 +64,8 @@ def synchronized_batch_norm(
     ``exchange`` sends this replica's message and returns the reply. ``joins`` tells whether the
     shard may be computed together with others. The output has the layout of ``x``.
     """
-    if has_other_derivatives([t for t in (x, weight, bias) if t is not None]):
+    parameters = x if weight is None else weight, x if bias is None else bias
+    if has_other_derivatives((x, *parameters)):
         raise NotImplementedError(
             "torch.func transforms and forward-mode derivatives do not reach the other copies of "
             "a synchronized layer, so they would be lost; compute them on one device"
@@ -370,7 +371,7 @@ def differentiable_gradients(
         dbiases.append(dbias.to(shard.device, shard.dtype))
     derivative = added(derivatives)
     if derivative is None:
-        derivative = torch.stack((mean, mean)) * 0
+        derivative = torch.zeros_like(torch.stack((mean, mean)))
     if batch.ranks is not None and first.needs_dx:
         derivative = batch.ranks.summed(derivative)
     shift, slope = (derivative / n).unbind()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,10 @@ def may_join(x: Tensor) -> bool:
     )
 
 
-def have_one_layout(messages: Sequence[Message]) -> bool:
-    """Whether all shards, which may join, are contiguous, or channels_last and of one size."""
+def may_join_all(messages: Sequence[Message], running: RunningStatistics | None) -> bool:
+    """Whether shards that may be joined have one layout, and the buffers are torch's."""
+    if running is not None and (running.mean is None) != (running.var is None):
+        return False
     xs = list(map(itemgetter(1), messages))
     if all(map(Tensor.is_contiguous, xs)):
         return True
@@ -45,23 +48,25 @@ def have_one_layout(messages: Sequence[Message]) -> bool:
 
 def join(messages: Sequence[Message], running: RunningStatistics | None) -> Sequence[Tensor]:
     """Returns the outputs of all replicas, and updates the running statistics."""
-    shard, _, _, weight, bias = messages[0]
-    xs = [message[1] for message in messages]
-    shapes = [x.shape for x in xs]
-    sizes_differ = len({shape[1:] for shape in shapes}) > 1
-    if sizes_differ:  # seen as (1, C, values)
-        xs = [x.movedim(1, 0).flatten(1).unsqueeze(0) for x in xs]
-    dim = 2 if sizes_differ else 0
+    shard, first, _, weight, bias = messages[0]
     mean, var, momentum = running or (None, None, 0.0)
     assert not isinstance(momentum, Tensor)
-    y = nn.functional.batch_norm(
-        torch.cat(xs, dim), mean, var, weight, bias, True, momentum, shard.denominator.eps
-    )
+    options = mean, var, weight, bias, True, momentum, shard.denominator.eps
+    xs: list[Tensor] = list(map(itemgetter(1), messages))
+    for x in xs:
+        if x.shape[1:] != first.shape[1:]:
+            return _join_other_sizes(xs, *options)
+    y = nn.functional.batch_norm(torch.cat(xs), *options)
     # The results of `split` are views, which cannot be changed in place.
-    ys = torch.unsafe_split_with_sizes(y, [x.size(dim) for x in xs], dim)
-    if not sizes_differ:
-        return ys
+    return torch.unsafe_split_with_sizes(y, list(map(len, xs)))
+
+
+def _join_other_sizes(xs: Sequence[Tensor], *options: Any) -> list[Tensor]:
+    """Joins images of different sizes, seen as ``(1, C, values)``."""
+    flat = [x.movedim(1, 0).flatten(1).unsqueeze(0) for x in xs]
+    y = nn.functional.batch_norm(torch.cat(flat, 2), *options)
+    ys = torch.unsafe_split_with_sizes(y, [x.size(2) for x in flat], 2)
     return [
-        y.reshape(shape[1], shape[0], *shape[2:]).movedim(0, 1).contiguous()
-        for y, shape in zip(ys, shapes, strict=True)
+        y.reshape(x.size(1), len(x), *x.shape[2:]).movedim(0, 1).contiguous()
+        for x, y in zip(xs, ys, strict=True)
     ]

@@ -19,7 +19,7 @@ Notation: ``x`` and the gradient ``dy`` of the output are ``(N, C, ...)``. ``x_h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -251,22 +251,23 @@ class Fused(Kernels):
         return torch.stack((-inverse, -inverse.pow(3) / 2))
 
     def rows(self, totals: Tensor, stats: Statistics, weight: Affine) -> Tensor:
-        return totals  # the kernel multiplies by the weight
+        # The kernel multiplies by the weight, and divides by a count that it can hold.
+        return totals if _is_int32(stats.total) else totals / stats.total
 
     def input_gradient(
         self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, rows: Tensor
     ) -> Tensor:
         plain, along_x = rows.unbind()
-        n = stats.total
-        count = (
-            n.to(torch.int32).view(1)
-            if isinstance(n, Tensor)
-            else constant_tensor((n,), x.device, torch.int32)
-        )
+        n = stats.total if _is_int32(stats.total) else 1
+        count = constant_tensor((n,), x.device, torch.int32)
         dy = torch.zeros_like(x) if dy is None else in_format_of(dy, x).to(x.dtype)
         return torch.batch_norm_backward_elemt(
             dy, x, stats.mean, stats.inverse, weight, plain, along_x, count
         )
+
+
+def _is_int32(total: int | Tensor) -> TypeGuard[int]:
+    return isinstance(total, int) and total < 2**31
 
 
 class Plain(Kernels):

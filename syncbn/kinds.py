@@ -25,6 +25,7 @@ from syncbn.batchnorm import (
     SynchronizedBatchNorm3d,
     SynchronizedBatchNormNd,
 )
+from syncbn.timm import is_timm, synchronized_timm
 
 __all__ = ["Summary", "summary"]
 
@@ -38,6 +39,18 @@ SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
     nn.SyncBatchNorm: SynchronizedBatchNormNd,
 }
 PLAIN = {synchronized: plain for plain, synchronized in SYNCHRONIZED.items()}
+
+
+def synchronized_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Returns the synchronized counterpart of a class, or None if it has none."""
+    return synchronized_timm(kind) if is_timm(kind) else SYNCHRONIZED.get(kind)
+
+
+def plain_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Returns the class of which ``kind`` is the synchronized counterpart, or None."""
+    plain = PLAIN.get(kind) or next(filter(is_timm, kind.__mro__), None)
+    return plain if plain and synchronized_class(plain) is kind else None
+
 
 _NAMES = {plain.__name__ for plain in SYNCHRONIZED}
 
@@ -73,7 +86,7 @@ def kind_of(module: nn.Module) -> Kind | None:
     """Returns the kind of a layer, or None if it neither normalizes nor runs replicas."""
     if isinstance(module, SynchronizedBatchNorm):
         return Kind("synchronized", _note_on(module))
-    if type(module) in SYNCHRONIZED:
+    if synchronized_class(type(module)) is not None:
         return Kind("plain", _CONVERTIBLE)
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, _BatchNorm):
         return Kind("left alone", "lazy: call the network once before you convert it")
@@ -82,9 +95,9 @@ def kind_of(module: nn.Module) -> Kind | None:
             return Kind("left alone", reason)
         return Kind("plain", f"of an older toolkit; {_CONVERTIBLE}")
     if isinstance(module, _BatchNorm):
-        kind = type_before_parametrizations(module)
-        if kind in SYNCHRONIZED:
+        if not is_derived(module):
             return Kind("left alone", "parametrized: convert before torch.nn.utils.parametrize")
+        kind = type_before_parametrizations(module)
         base = next(c.__name__ for c in kind.__mro__ if c.__module__.startswith("torch."))
         return Kind("left alone", f"derived from {base.lstrip('_')}, may compute anything")
     if isinstance(module, torch.jit.ScriptModule):
@@ -103,6 +116,16 @@ def kind_of(module: nn.Module) -> Kind | None:
             return Kind("wrapper", note)
         return Kind("wrapper", "connects the copies of its layers")
     return None
+
+
+def is_derived(module: nn.Module) -> bool:
+    """Returns whether a layer's class is derived from batch norm and has no counterpart here."""
+    return (
+        isinstance(module, _BatchNorm)
+        and not isinstance(module, (SynchronizedBatchNorm, nn.modules.lazy.LazyModuleMixin))
+        and not is_older(module)
+        and synchronized_class(type_before_parametrizations(module)) is None
+    )
 
 
 def is_older(module: nn.Module) -> bool:

@@ -95,6 +95,7 @@ class Shard:
         "needs_dx",
         "parameters",
         "records_graph",
+        "requires_grad",
         "stats",
         "values",
     )
@@ -117,9 +118,16 @@ class Shard:
         self.moments: tuple[Tensor, Tensor] | None = None
         #: The statistics of the whole batch, once they are merged.
         self.stats: Statistics
-        #: Whether the replica records a graph, and the input needs a gradient.
+        #: Whether the replica records a graph, and whether it and its input need a gradient.
         self.records_graph = torch.is_grad_enabled()
         self.needs_dx = self.records_graph and x.requires_grad
+        self.requires_grad = self.needs_dx or (
+            self.records_graph
+            and (
+                (weight is not None and weight.requires_grad)
+                or (bias is not None and bias.requires_grad)
+            )
+        )
         #: The node that saves the input (see `syncbn.graph.Hold`), if the joint node does not.
         self.held: Any = None
 
@@ -147,16 +155,6 @@ class Shard:
 #: What a replica sends: its `Shard`, input, output to be filled (None if it may join), weight and
 #: bias in the accumulation dtype. A plain tuple, because making one takes no Python call.
 Message = tuple[Shard, Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-
-def requires_grad(message: Message) -> bool:
-    """Whether the input or a parameter requires gradients."""
-    _, x, _, weight, bias = message
-    return (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    )
 
 
 def variance(inverse: Tensor, denominator: Denominator) -> Tensor:
@@ -223,12 +221,14 @@ def _is_large(mean: Tensor, divisor: Tensor) -> bool:
     return not difference.amin().item() >= 0
 
 
-def share_parameters(shards: Sequence[Shard]) -> bool:
-    """Whether weight and bias of all replicas are certainly copies of the same parameters."""
-    first = shards[0].parameters
-    return all(
-        map(_are_copies, first * (len(shards) - 1), sum([s.parameters for s in shards[1:]], ()))
-    )
+def are_alike(shards: Sequence[Shard]) -> bool:
+    """Whether all shards have copies of the same parameters, one eps, eps mode and strategy."""
+    weight, bias = shards[0].parameters
+    for shard in shards[1:]:
+        own_weight, own_bias = shard.parameters
+        if not (_are_copies(weight, own_weight) and _are_copies(bias, own_bias)):
+            return False
+    return share_denominator(shards)
 
 
 def _are_copies(one: Tensor | None, other: Tensor | None) -> bool:
@@ -253,7 +253,10 @@ def _have_fused_merge(shards: Sequence[Shard]) -> bool:
 def share_denominator(shards: Sequence[Shard]) -> bool:
     """Whether all replicas have the same eps, eps mode and kernels."""
     kernels, denominator = shards[0].kernels, shards[0].denominator
-    return all(s.kernels is kernels and s.denominator == denominator for s in shards)
+    for shard in shards:
+        if shard.kernels is not kernels or shard.denominator != denominator:
+            return False
+    return True
 
 
 def _fused_merge(

@@ -17,7 +17,7 @@ from replication.errors import ReplicationError
 from replication.groups.replicas import hidden_from_hooks
 from syncbn.graph import Batch, Reply, connect
 from syncbn.kernels import Statistics
-from syncbn.merge import Message, Shard, requires_grad
+from syncbn.merge import Message, Shard
 
 
 class RecordedCall(NamedTuple):
@@ -52,7 +52,7 @@ class RecordedCalls:
         shard, x, y, weight, bias = message
         if call.batch is None:
             return call.total, None, None
-        if call.requires_grad and not requires_grad(message):
+        if call.requires_grad and not shard.requires_grad:
             # Only the other replicas' inputs needed a gradient, so that the outputs have a graph.
             message = shard, x.detach().requires_grad_(), y, weight, bias
         shard.stats = call.batch

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from operator import attrgetter, itemgetter
 
 from syncbn.channels import empty_output
 from syncbn.graph import Batch, Reply, connect
-from syncbn.joined import have_one_layout, join
-from syncbn.merge import (
-    CountBatch,
-    Message,
-    merge_moments,
-    share_denominator,
-    share_parameters,
-)
+from syncbn.joined import join, may_join_all
+from syncbn.merge import CountBatch, Message, are_alike, merge_moments
 
 
 def merge_replicas(
@@ -29,12 +24,12 @@ def merge_replicas(
     running = None if count_batch is None or total == 1 else count_batch()
     if total < 2:  # of 1 value the forward raises
         return [(total, None, None)] * len(shards)
-    are_alike = share_denominator(shards) and share_parameters(shards)
-    if are_alike and all(map(attrgetter("joins"), shards)) and have_one_layout(messages):
-        return [(total, None, y) for y in join(messages, running)]
+    alike = are_alike(shards)
+    if alike and all(map(attrgetter("joins"), shards)) and may_join_all(messages, running):
+        return list(zip(repeat(total), repeat(None), join(messages, running), strict=False))
     messages = list(map(measured, messages))
     merge_moments(shards, total, running)
-    outputs = connect(Batch(shards, are_alike), messages)
+    outputs = connect(Batch(shards, alike), messages)
     return [(total, shard.stats, y) for shard, y in zip(shards, outputs, strict=True)]
 
 

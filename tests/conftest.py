@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -14,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, register_random, settings
 
 from syncbn import joined
 from tests import accelerator
 from tests.deadlines import TEST_STALLED, Deadline, soon
 
 # The time of an example varies. The examples are the same in every run, so that a failure can be
-# run again.
+# run again. `--hypothesis-profile explore` draws others in every run, and more of them.
 settings.register_profile(
     "tests",
     deadline=None,
@@ -29,7 +30,25 @@ settings.register_profile(
     database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile(
+    "explore", settings.get_profile("tests"), derandomize=False, max_examples=1000, print_blob=True
+)
 settings.load_profile("tests")
+
+
+class TorchRandom:
+    """The generators of torch, as Hypothesis seeds them before each example.
+
+    Otherwise an example that fails is run again, and shrunk, with other numbers.
+    """
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+torch_random = TorchRandom()  # Hypothesis keeps a weak reference only
+register_random(torch_random)  # type: ignore[arg-type]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +60,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell lets background programs ignore SIGINT, which some tests send.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--simulated-accelerator"):  # before a test module asks what there is
         accelerator.register()
     # With more, the threads of several replicas compete for the cores.
@@ -89,6 +111,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+
+
+def pytest_collection_finish() -> None:
+    """Lets collections of garbage, which many tests make, pass over what torch and pytest hold."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from replication import DataParallel, Scattered, replicate
+from replication import DataParallel, Scattered, replicate, scatter
 from syncbn import SynchronizedBatchNorm2d, batchnorm, channels, convert_model
 from syncbn.kernels import FUSED, KERNELS, PLAIN
 from tests import accelerator
 from tests.collective_cases import CASES, derivatives, in_replicas, leaves
 from tests.devices import ACCELERATORS, HOME, LISTS, has_simulated
+from tests.pairwise import pairwise
 from tests.sharded import randomized
 from tests.syncbn.test_kernels import check_every_kernel, moments_of, statistics_of
 
@@ -93,10 +94,12 @@ def test_training_on_replicas_equals_training_on_one_device(devices):
         torch.testing.assert_close(one, other)
 
 
-@every_list
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("mean", [0, 1e2])
+@pairwise(
+    devices=LISTS.values(),
+    dtype=[torch.float32, torch.float16, torch.bfloat16],
+    last=[False, True],
+    mean=[0, 1e2],
+)
 def test_error_is_at_most_twice_the_error_of_torchs_layer(devices, dtype, last, mean):
     layout = torch.channels_last if last else torch.contiguous_format
     plain = randomized(nn.BatchNorm2d(5)).to(devices[0])
@@ -159,6 +162,39 @@ def test_the_host_does_not_wait(devices, momentum, strategy):
     assert net[1].num_batches_tracked.item() == 2
 
 
+@every_strategy
+@every_list_of_accelerators
+def test_the_host_does_not_wait_at_a_new_shape(devices, strategy):
+    layer = SynchronizedBatchNorm2d(3).to(devices[0])
+    model = DataParallel(layer, devices, gather_to_one_device=False)
+
+    def step(*sizes: int) -> None:
+        shards = [
+            torch.randn(2, 3, size, 4, device=d, requires_grad=True)
+            for size, d in zip(sizes, devices, strict=True)
+        ]
+        outputs = model(Scattered(shards))
+        torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+
+    step(*range(1, 1 + len(devices)))
+    with no_host_wait():
+        step(*range(9, 9 + len(devices)))
+        step(*[20] * len(devices))
+
+
+@on_simulated
+def test_constants_are_filled_in_order_of_each_stream():
+    device, numbers = torch.device(HOME), (3, 3, 5, 3)
+    accelerator.findings()
+    with accelerator.delays(500):
+        with streams_of_the_callers([HOME]):
+            channels.constant_tensor(numbers, device, torch.float32)
+        with streams_of_the_callers([HOME]):
+            again = channels.constant_tensor(numbers, device, torch.float32)
+            assert (again * 1).tolist() == list(numbers)
+    assert accelerator.findings() == []
+
+
 def test_the_large_tensors_go_through_the_fused_kernels(monkeypatch):
     calls: list[str] = []
     for name in ("stats", "elemt", "backward_reduce", "backward_elemt"):
@@ -207,9 +243,11 @@ def streams_of_the_callers(devices: Iterable[str]) -> Iterator[None]:
 
 @on_simulated
 @every_strategy
-@every_list
-@pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("layers", ["conv", "bn", "conv bn conv", "clamp"])
+@pairwise(
+    devices=LISTS.values(),
+    create_graph=[False, True],
+    layers=["conv", "bn", "conv bn conv", "clamp"],
+)
 def test_streams_of_the_callers_are_in_order(devices, layers, create_graph, strategy):
     """No access overtakes another, and no memory is freed before it has been read."""
     kinds = {"conv": partial(nn.Conv2d, 3, 3, 1)}
@@ -280,6 +318,18 @@ def test_collectives_and_their_derivatives_equal_the_oracle(name, devices):
     expected = case.oracle(inputs)
     torch.testing.assert_close(home, expected)
     torch.testing.assert_close(derivatives(home, inputs), derivatives(expected, inputs))
+
+
+@on_simulated
+def test_scatter_copies_each_part_once():
+    """The part that stays is a clone; the part that leaves has none in between."""
+    batch = torch.randn(6, 3, device=HOME)
+    with accelerator.counting() as counted:
+        parts = scatter(batch, ACCELERATORS)
+    there = ACCELERATORS[1]
+    assert counted == {f"launch {HOME}->{HOME}": 1, f"copy {HOME}->{there}": 1}
+    parts[0].zero_()
+    assert batch.count_nonzero() == batch.numel()
 
 
 # -- devices by any name -----------------------------------------------------------------------

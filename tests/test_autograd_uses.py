@@ -67,7 +67,7 @@ def assert_alike(use: Use, net: nn.Module | None = None, **options: Any) -> None
 
 
 def test_two_forwards_and_one_backward():
-    """T5.4; pytorch#24397."""
+    """pytorch#24397."""
 
     def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
         first, second = model(x), model(x.square() + 1)
@@ -78,7 +78,6 @@ def test_two_forwards_and_one_backward():
 
 
 def test_gradients_accumulate_over_forwards():
-    """T8.3."""
 
     def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
         outputs = [model(x[i:] * (i + 1)) for i in range(4)]
@@ -93,7 +92,6 @@ def test_gradients_accumulate_over_forwards():
 
 
 def test_a_retained_graph_takes_further_backwards():
-    """T8.3."""
 
     def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
         y = model(x)
@@ -116,7 +114,7 @@ def leaf_of(model: nn.Module, x: Tensor, name: str) -> Tensor:
 @pytest.mark.parametrize("names", SUBSETS, ids=" ".join)
 @pytest.mark.parametrize("by", ["grad", "backward"])
 def test_gradients_of_some_leaves_only(names, by):
-    """T8.3. Before and after a backward through the whole graph."""
+    """Before and after a backward through the whole graph."""
 
     def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
         leaves = [leaf_of(model, x, name) for name in names]
@@ -157,7 +155,6 @@ def test_backward_of_some_replicas_outputs(used):
     ids=" ".join,
 )
 def test_frozen_leaves_get_no_gradient_and_the_others_theirs(frozen):
-    """T2.12."""
 
     def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
         for name, parameter in inner(model).named_parameters():
@@ -171,7 +168,6 @@ def test_frozen_leaves_get_no_gradient_and_the_others_theirs(frozen):
 
 
 def test_where_all_is_frozen_there_is_no_graph():
-    """T2.12."""
 
     def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Any]:
         model.requires_grad_(False)
@@ -450,7 +446,7 @@ def test_a_graph_that_was_differentiated_takes_a_plain_backward():
 
 
 def test_training_with_a_gradient_penalty():
-    """As in WGAN-GP; T8.4. Several steps, each of which builds on those before."""
+    """As in WGAN-GP. Several steps, each of which builds on those before."""
 
     def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -507,7 +503,7 @@ def test_vectorized_jacobian():
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_training_forward_may_come_between_an_evaluation_and_its_backward(trains):
-    """T5.4. On one device `nn.BatchNorm` returns a gradient of the training's statistics."""
+    """On one device `nn.BatchNorm` returns a gradient of the training's statistics."""
     net = network()
     model = DataParallel(convert_model(copy.deepcopy(net)), several(3))
     x = torch.randn(SAMPLES, 3, dtype=torch.float64, requires_grad=True)

@@ -17,12 +17,10 @@ import replication
 from replication import (
     CallbackContext,
     DataParallel,
-    FutureResult,
     ProcessGroup,
     ReplicaAware,
     ReplicationError,
     Scattered,
-    SlavePipe,
     SoloGroup,
     SyncMaster,
 )
@@ -36,22 +34,6 @@ from tests.layers import outcome_of
 
 def linear() -> nn.Module:
     return nn.Linear(3, 2)
-
-
-def called_with_defaults(**options: Any) -> Any:
-    return DataParallel(**options)(X)
-
-
-def answered(master_callback: Any) -> Any:
-    return SyncMaster(master_callback).run_master(1)
-
-
-def registered(identifier: Any) -> Any:
-    return SyncMaster(lambda messages: messages).register_slave(identifier)
-
-
-def replicas_of(module: nn.Module) -> list[nn.Module]:
-    return replication.replicate(module, ["cpu"] * 2)
 
 
 class Function(NamedTuple):
@@ -219,21 +201,6 @@ def test_any_value_passes_through_a_network_or_is_refused(value):
     if not refused(outcome.error) and isinstance(value, Tensor) and value.dim() > 0:
         assert fingerprint(outcome.value)[:3] == fingerprint(value)[:3]
         assert fingerprint(outcome.value)[-1] == fingerprint(value)[-1]
-
-
-@settings(max_examples=30)
-@given(value=anything)
-def test_a_future_passes_anything(value):
-    future = FutureResult()
-    future.put(value)
-    assert future.get() is value
-
-
-@settings(max_examples=30)
-@given(value=anything)
-def test_pipe_outside_a_forward_refuses_every_message(value):
-    with pytest.raises(ReplicationError, match="is a copy and belongs to no forward"):
-        SlavePipe(1).run_slave(value)
 
 
 # -- collectives -------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from replication import DataParallel, register_replication_callback, replicate
 from syncbn import convert_model, verify
 from tests.ranks import needs_gloo, run_ranks
 
+pytestmark = pytest.mark.slow
+
 #: The first two trace and differentiate as the last one does, which needs a C++ compiler.
 BACKENDS = ["eager", "aot_eager", "inductor"]
 HAS_CPP_COMPILER = bool(shutil.which("g++") or shutil.which("clang++"))

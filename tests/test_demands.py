@@ -35,7 +35,7 @@ from tests.stepping import batch, network, ours, patched, step, wraps
 @wraps
 @pytest.mark.parametrize("sizes", [[8, 8, 3, 1, 8], [1, 8, 1, 2, 8], [4, 1, 1, 5]], ids=str)
 def test_full_and_short_batches_through_one_model(wrap, sizes):
-    """T1.1; vacancy#44. A single chunk, and all of them again after it."""
+    """vacancy#44. A single chunk, and all of them again after it."""
     net = network()
     twin = copy.deepcopy(net)
     model = wrap(convert_model(net), 4)
@@ -46,7 +46,7 @@ def test_full_and_short_batches_through_one_model(wrap, sizes):
 
 @wraps
 def test_an_epoch_whose_last_batch_is_a_single_sample(wrap):
-    """T6.4; GANet#23. Without ``drop_last``."""
+    """GANet#23. Without ``drop_last``."""
     net = network()
     twin = copy.deepcopy(net)
     model = wrap(convert_model(net), 4)
@@ -89,7 +89,7 @@ class Notes(Numbered):
 
 @pairwise(wrap=[ours, patched], kind=["tensors", "keywords", "flags", "none"], n=range(1, 5))
 def test_exactly_the_replicas_that_have_a_part_exist(wrap, kind, n):
-    """T6.5; pytorch#15161, #52260, nnUNet#677."""
+    """pytorch#15161, #52260, nnUNet#677."""
     for samples in range(1, 3 * n + 1):
         assert_the_replicas_that_have_a_part_exist(wrap, kind, n, samples)
 
@@ -126,7 +126,7 @@ STEPS = ("convert", "wrap", "to", "patch")
 @pytest.mark.parametrize("wrapper", [ours, AsTorchDoes], ids=["ours", "the user's"])
 @pytest.mark.parametrize("order", [*itertools.permutations(STEPS)], ids=" ".join)
 def test_every_order_of_setup_trains_like_one_device_or_names_the_missing_step(wrapper, order):
-    """T1.7; vacancy#40, #45."""
+    """vacancy#40, #45."""
     net = network().float()
     twin = copy.deepcopy(net).double()
     model: Any = net
@@ -173,7 +173,7 @@ class Keeps(nn.Module):
 def test_a_replica_that_is_kept_after_its_forward_is_given_up(
     wrap, layer, index, part, monkeypatch
 ):
-    """T1.8; inplace_abn#88: marked parallel, and its peers do not run."""
+    """inplace_abn#88: marked parallel, and its peers do not run."""
     net = Keeps(layer())
     wrap(net, 2)(torch.randn(7, 3))
     replica = net.kept[index]
@@ -187,10 +187,11 @@ def test_a_replica_that_is_kept_after_its_forward_is_given_up(
             replica.layer(torch.randn(4, 3))
 
 
+@pytest.mark.slow
 @wraps
 @pytest.mark.parametrize("shared", ["one model", "one network", "nothing"])
 def test_forwards_at_once_do_not_mix_their_messages(wrap, shared):
-    """T1.10; pytorch#8388. Two threads, each with its own batches."""
+    """pytorch#8388. Two threads, each with its own batches."""
     nets = [network(), network()] if shared == "nothing" else [network()] * 2
     twins = [copy.deepcopy(net) for net in nets]
     models = [wrap(convert_model(net), n) for net, n in zip(nets, (2, 3), strict=True)]

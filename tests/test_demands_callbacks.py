@@ -38,48 +38,8 @@ class Notes(Numbered):
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_callbacks_of_a_forward_come_copy_by_copy_before_any_replica_runs(wrap):
-    """T13.3. One context for each position; a tied layer is one; ``None`` is passed over."""
-    notes: list[Any] = []
-    tied = Notes("tied", notes)
-    net = nn.Sequential(Notes("first", notes), nn.Sequential(tied, nn.ReLU()), tied)
-    net.add_module("none", None)
-    net.forward = lambda x: net[1](net[0](x))  # torch's runs None, too
-    wrap(net)(torch.randn(7, 3))
-    called, ran = notes[: 2 * N], notes[2 * N :]
-    assert [note[:2] for note in called] == [
-        (i, name) for i in range(N) for name in ("first", "tied")
-    ]
-    assert all(called[i][2] is called[i % 2][2] for i in range(2 * N))
-    assert called[0][2] is not called[1][2]
-    assert len(ran) == 2 * N
-    assert all(isinstance(note, str) for note in ran)
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("copy_id", range(N))
-def test_a_callback_that_raises_ends_the_forward_before_any_replica_runs(wrap, copy_id):
-    """T13.4. The error says in which layer and copy."""
-    notes: list[Any] = []
-    layers = [
-        SynchronizedBatchNorm1d(3),
-        Notes(f"fails in {copy_id}", notes),
-        Notes("last", notes),
-    ]
-    net = nn.Sequential(layers[0], nn.Sequential(*layers[1:]))
-    before = copy.deepcopy(net.state_dict())
-    with pytest.raises(ValueError, match=f"fails in {copy_id}") as caught:
-        wrap(net)(torch.randn(7, 3))
-    (note,) = caught.value.__notes__
-    assert note == f"in __data_parallel_replicate__ of `1.0`, copy {copy_id} of {N}"
-    assert [note for note in notes if isinstance(note, str)] == []
-    assert notes[-1][:2] == (copy_id, f"fails in {copy_id}")
-    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
 def test_hooks_of_a_synchronized_layer_run_once_per_replica_and_step(wrap):
-    """T13.2. Forward and backward hooks, before and after, in every runner."""
+    """Forward and backward hooks, before and after, in every runner."""
     ran: list[str] = []
     layer = SynchronizedBatchNorm1d(3)
     layer.register_forward_pre_hook(lambda module, args: ran.append("before forward"))
@@ -96,7 +56,7 @@ def test_hooks_of_a_synchronized_layer_run_once_per_replica_and_step(wrap):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_layers_that_were_the_only_copy_go_on_alone(replicas):
-    """T13.6. Callbacks run on the original itself; replicas may be made of it after that."""
+    """Callbacks run on the original itself; replicas may be made of it after that."""
     net = convert_model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))).double()
     older = Centering()
     twin = nn.Sequential(copy.deepcopy(net[0]), nn.BatchNorm1d(3).double())
@@ -113,7 +73,7 @@ def test_layers_that_were_the_only_copy_go_on_alone(replicas):
 @pytest.mark.parametrize("outer", [1, 2, 3])
 @pytest.mark.parametrize("inner", [1, 2])
 def test_a_network_is_whole_after_it_was_inside_a_replica(outer, inner):
-    """T13.6. A DataParallel in a replica has copies of its own; then its module is used again.
+    """A DataParallel in a replica has copies of its own; then its module is used again.
 
     On a single device it has none, but calls its module, which is the outer replicas' layer.
     """
@@ -134,7 +94,7 @@ def test_a_network_is_whole_after_it_was_inside_a_replica(outer, inner):
 
 
 def test_nothing_but_the_replicas_holds_a_context():
-    """T13.3, T12.1: nothing of a forward's callbacks outlives it."""
+    """Nothing of a forward's callbacks outlives it."""
     notes: list[Any] = []
     net = Notes("layer", notes)
     replicas = replicate(net, ["cpu"] * 2)

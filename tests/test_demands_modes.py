@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from replication import DataParallel, execute_replication_callbacks, replicate, wait_report
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.faults import WRAPS
-from tests.layers import LAYERS, outcome_of
-from tests.sharded import randomized, run_sharded
+from tests.sharded import randomized
 
 
 @pytest.mark.parametrize("track", [True, False])
 @pytest.mark.parametrize("replica", range(3))
 def test_a_single_replica_evaluates_alone(track, replica):
-    """T5.1; pytorch#48988, #22538: the others never come."""
+    """pytorch#48988, #22538: the others never come."""
     layer = SynchronizedBatchNorm1d(3, track_running_stats=track).eval()
     replicas = replicate(layer, ["cpu"] * 3)
     execute_replication_callbacks(replicas)
@@ -31,7 +30,7 @@ def test_a_single_replica_evaluates_alone(track, replica):
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("frozen", [[1], [3], [1, 5], [1, 3, 5]], ids=str)
 def test_only_layers_in_training_communicate(wrap, frozen):
-    """T5.2; mmengine#1624, pytorch-deeplab-xception#140. Frozen before the conversion."""
+    """mmengine#1624, pytorch-deeplab-xception#140. Frozen before the conversion."""
     layers = [layer for i in range(3) for layer in (nn.Linear(3, 3), nn.BatchNorm1d(3))]
     net = randomized(nn.Sequential(*layers)).double()
     for index in frozen:
@@ -63,7 +62,7 @@ def test_only_layers_in_training_communicate(wrap, frozen):
 
 
 def test_evaluation_in_the_middle_of_an_epoch_changes_nothing():
-    """T5.4, T5.7: a training forward, an evaluation, and the backward of the former."""
+    """A training forward, an evaluation, and the backward of the former."""
     net = randomized(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))).double()
     model = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * 3)
     x, dy, other = torch.randn(3, 7, 3, dtype=torch.float64)
@@ -78,24 +77,6 @@ def test_evaluation_in_the_middle_of_an_epoch_changes_nothing():
     torch.testing.assert_close(*seen)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("track", [True, False])
-@pytest.mark.parametrize("dims", LAYERS)
-@pytest.mark.parametrize("rank", range(1, 7))
-def test_the_same_ranks_are_accepted_in_training_and_evaluation(training, track, dims, rank):
-    """T5.6; tamakoji/pytorch-syncbn#9. Those of torch's layer, and with its words."""
-    plain, synchronized = LAYERS[dims]
-    x = torch.randn(4, *(3, 2, 2, 2, 2)[: rank - 1])
-    reference = plain(3, track_running_stats=track).train(training)
-    layer = synchronized(3, track_running_stats=track).train(training)
-    expected = outcome_of(lambda: reference(x))
-    actual = outcome_of(lambda: torch.cat(run_sharded(layer, x.chunk(2))))
-    assert (expected.error is None) == (rank in {1: (2, 3), 2: (4,), 3: (5,)}[dims])
-    assert (type(actual.error), str(actual.error)) == (type(expected.error), str(expected.error))
-    if actual.error is None and (training or track):
-        torch.testing.assert_close(actual.value, expected.value)
-
-
 FIRSTS: dict[str, Callable[[DataParallel, Tensor], Tensor]] = {
     "a short batch": lambda model, x: model(x),
     "the module itself": lambda model, x: getattr(model, "module", model)(x),
@@ -108,7 +89,7 @@ FIRSTS: dict[str, Callable[[DataParallel, Tensor], Tensor]] = {
 @pytest.mark.parametrize("first", FIRSTS)
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_a_forward_of_one_replica_and_one_of_several_before_their_backward(first, momentum):
-    """T5.4, T1.1; pytorch#24397. As when gradients are accumulated, or of two forwards at once."""
+    """pytorch#24397. As when gradients are accumulated, or of two forwards at once."""
     net = randomized(nn.Sequential(nn.BatchNorm1d(3, momentum=momentum), nn.Tanh())).double()
     model = DataParallel(convert_model(copy.deepcopy(net)), ["cpu"] * 3)
     x = torch.randn(7, 3, 2, dtype=torch.float64)

@@ -57,7 +57,7 @@ def in_float64(layer: nn.Module) -> nn.Module:
     samples=[[4, 4], [3, 1, 2], [1, 0, 1]],
 )
 def test_constant_channel_gives_the_bias(dtype, value, samples):
-    """T2.3. The other channels are not constant."""
+    """The other channels are not constant."""
     layer = randomized(SynchronizedBatchNorm2d(3, dtype=dtype))
     shards = [torch.randn(n, 3, 3, 5, dtype=dtype) for n in samples]
     for shard in shards:
@@ -76,7 +76,7 @@ def test_constant_channel_gives_the_bias(dtype, value, samples):
 @pytest.mark.parametrize("half_width", [0.05, 0.5, 5.0])
 @pytest.mark.parametrize("mode", ["plus", "clamp"])
 def test_eps_enters_as_the_mode_says(half_width, mode):
-    """T2.4; vacancy#43. Variances below, exactly at, and above ``eps``."""
+    """vacancy#43. Variances below, exactly at, and above ``eps``."""
     layer = randomized(SynchronizedBatchNorm1d(3, eps=0.25, dtype=torch.float64))
     shards = [half_width * torch.tensor([[-1.0, 1, -1], [1, -1, 1]]).double() for _ in range(2)]
     upstream = [torch.randn_like(shard) for shard in shards]
@@ -98,7 +98,7 @@ def test_eps_enters_as_the_mode_says(half_width, mode):
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("momentum", [None, 0.0, 0.1, 1.0])
 def test_buffers_keep_their_identity_and_have_the_numbers_of_one_device(wrap, momentum):
-    """T2.8, T2.9. For every way to run replicas. Views see every step (averages, DDP)."""
+    """For every way to run replicas. Views see every step (averages, DDP)."""
     layer = SynchronizedBatchNorm1d(3, momentum=momentum, dtype=torch.float64)
     twin = in_float64(layer)
     buffers = dict(layer.named_buffers())
@@ -134,7 +134,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_input_and_upstream_gradient_may_have_any_two_layouts(
     channels, dims, of_input, of_upstream
 ):
-    """T2.10; pytorch#62967, apex#1768."""
+    """pytorch#62967, apex#1768."""
     layer = randomized(LAYERS[dims][1](channels))
     twin = in_float64(layer)
     shards, upstream = (
@@ -174,7 +174,7 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 def test_every_pair_of_dtypes_is_accepted_or_refused_like_in_torchs_layer(
     of_input, of_layer, affine, track
 ):
-    """T4.1; apex#254, pytorch#61924, #96203."""
+    """apex#254, pytorch#61924, #96203."""
     options: dict[str, Any] = {"affine": affine, "track_running_stats": track, "dtype": of_layer}
     layer = randomized(SynchronizedBatchNorm1d(3, **options))
     plain = nn.BatchNorm1d(3, **options)
@@ -235,7 +235,7 @@ class Reports(Numbered):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_autocast_reaches_every_replica_with_its_dtype(dtype, mode):
-    """T4.2; pytorch#50170, #71124, #105682. Through the wrapper, with a layer that talks."""
+    """pytorch#50170, #71124, #105682. Through the wrapper, with a layer that talks."""
     seen: list[Any] = []
     net = nn.Sequential(nn.Linear(3, 4), Reports(seen), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model = DataParallel(convert_model(copy.deepcopy(net[:])), several(3))
@@ -256,7 +256,7 @@ def test_autocast_reaches_every_replica_with_its_dtype(dtype, mode):
 
 @pytest.mark.parametrize("mean", [0.0, 3e4])
 def test_a_million_large_values_in_half_precision_do_not_overflow(mean):
-    """T4.3; 2^20 values of up to 6e4, whose sum is beyond float16 from the second value on."""
+    """2^20 values of up to 6e4, whose sum is beyond float16 from the second value on."""
     x = (torch.randn(4, 1, 512, 512) * 1.5e4 + mean).clamp(-6e4, 6e4).half()
     dy = torch.randn(x.shape).half()
     layer = randomized(SynchronizedBatchNorm2d(1))

@@ -16,6 +16,8 @@ from torch.nn.utils import fusion
 from replication import DataParallel
 from syncbn import convert_model, revert_model
 
+pytestmark = pytest.mark.slow
+
 
 def trained(converts: bool = True) -> nn.Sequential:
     """A network with one layer of each kind, in evaluation, that has trainable on replicas."""

@@ -17,7 +17,7 @@ from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.devices import several
 from tests.layers import together, values
 
-pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("both_ways")]
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("both_ways"), pytest.mark.slow]
 
 #: How often a test repeats what must give the same bits. A sum in the order of arrival differs in
 #: every second of them.

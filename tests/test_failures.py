@@ -29,7 +29,6 @@ from replication.sync.rendezvous import Abort
 from syncbn import SynchronizedBatchNorm1d
 from tests.layers import (
     DEADLINE,
-    AsTorchDoes,
     Centering,
     CustomDataParallel,
     FailsAt,
@@ -43,7 +42,6 @@ from tests.layers import (
     until_others_wait,
     values,
 )
-from tests.processes import ROOT, run_python
 
 
 class LayerError(Exception):
@@ -54,50 +52,7 @@ def ours(module: nn.Module, n: int) -> nn.Module:
     return DataParallel(module, ["cpu"] * n)
 
 
-def as_torch_does(module: nn.Module, n: int) -> nn.Module:
-    model = AsTorchDoes(module, n)
-    patch_replication_callback(model)
-    return model
-
-
-wraps = pytest.mark.parametrize("wrap", [ours, as_torch_does])
-
-
 # -- one replica fails -------------------------------------------------------------------------
-
-
-POSITIONS = {"before": 0, "between": 1, "after": 2}
-
-
-def talking_net(position: int, fails: nn.Module) -> nn.Module:
-    layers: list[nn.Module] = [Centering(), Centering()]
-    layers.insert(position, fails)
-    return nn.Sequential(nn.Linear(2, 2), *layers)
-
-
-@wraps
-@pytest.mark.parametrize("position", POSITIONS.values(), ids=POSITIONS)
-@pytest.mark.parametrize("replica", [0, 1, 2])
-def test_failure_anywhere_reaches_the_caller_and_the_next_step_is_correct(wrap, replica, position):
-    fails = FailsAt(replica, LayerError)
-    module = talking_net(position, fails)
-    model, x = wrap(module, 3), torch.randn(8, 2)
-    expected = module(x)
-    for _ in range(2):
-        with pytest.raises(LayerError) as caught:
-            model(x)
-        (note,) = caught.value.__notes__
-        assert note == f"in replica {replica} of 3 on cpu, module `{position + 1}`"
-    fails.active = False
-    torch.testing.assert_close(model(x), expected)
-
-
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-@pytest.mark.parametrize("replica", [0, 1])
-def test_failure_that_is_no_exception_reaches_the_caller(replica, error):
-    model = ours(nn.Sequential(FailsAt(replica, error), Centering()), 2)
-    with pytest.raises(error):
-        model(torch.randn(4, 2))
 
 
 def test_uncollected_results_are_freed():
@@ -132,12 +87,6 @@ def test_error_that_several_replicas_raise_is_one_of_theirs():
 
     with pytest.raises(LayerError):
         ours(nn.Sequential(Centering(), AllFail()), 3)(torch.randn(6, 2))
-
-
-def test_note_names_the_device_of_a_replica_without_tensors():
-    with pytest.raises(LayerError) as caught:
-        ours(nn.Sequential(FailsAt(1, LayerError)), 2)(torch.randn(4, 2))
-    assert caught.value.__notes__ == ["in replica 1 of 2 on cpu, module `0`"]
 
 
 def test_waiting_replica_sees_who_failed_and_with_what():
@@ -226,72 +175,7 @@ def test_replica_that_handles_its_own_error_has_not_failed():
 # -- the master's callback fails ---------------------------------------------------------------
 
 
-class FailingMaster(Centering):
-    fails = True
-
-    def _data_parallel_master(self, intermediates: Any) -> list[tuple[Any, Tensor]]:
-        if self.fails:
-            raise LayerError("in the callback")
-        return super()._data_parallel_master(intermediates)
-
-
-@wraps
-def test_error_in_a_masters_callback_reaches_the_caller_and_the_next_step_is_correct(wrap):
-    layer = FailingMaster()
-    model, x = wrap(nn.Sequential(nn.Linear(2, 2), layer), 3), torch.randn(6, 2)
-    with pytest.raises(LayerError, match="in the callback") as caught:
-        model(x)
-    assert caught.value.__notes__ == ["in replica 0 of 3 on cpu, module `1`"]
-    layer.fails = False
-    torch.testing.assert_close(model(x), model.module(x))
-
-
 # -- replicas diverge --------------------------------------------------------------------------
-
-
-@wraps
-@pytest.mark.parametrize(
-    ("counts", "message"),
-    [
-        ((1, 0), "`layer`, call 1: replica 0 waits; replica 1 ended without that call"),
-        ((0, 1), "`layer`, call 1: replica 1 waits; replica 0 ended without that call"),
-        ((2, 1), "`layer`, call 2: replica 0 waits; replica 1 ended after call 1"),
-        ((1, 2), "`layer`, call 2: replica 1 waits; replica 0 ended after call 1"),
-        ((5, 3), "`layer`, call 4: replica 0 waits; replica 1 ended after call 3"),
-    ],
-    ids=str,
-)
-def test_replica_that_calls_less_often_is_named(wrap, counts, message):
-    module = Repeat(Centering(), counts)
-    model, x = wrap(module, 2), torch.randn(4, 2)
-    with pytest.raises(ReplicasDiverged) as caught:
-        model(x)
-    assert str(caught.value).startswith(f"the replicas have diverged: {message}. ")
-    module.counts = (1, 1)
-    torch.testing.assert_close(model(x), x - x.mean(0))
-
-
-class InOrder(Numbered):
-    """Calls its layers in the order that ``orders`` has for each replica."""
-
-    def __init__(self, *orders: str) -> None:
-        super().__init__()
-        self.orders = orders
-        self.a, self.b = Centering(), Centering()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for name in self.orders[self.copy_id or 0]:
-            x = getattr(self, name)(x)
-        return x
-
-
-@wraps
-def test_replicas_that_call_in_another_order_are_named(wrap):
-    model = wrap(nn.Sequential(InOrder("ab", "ba")), 2)
-    with pytest.raises(ReplicasDiverged) as caught:
-        model(torch.randn(4, 2))
-    assert "`0.a`, call 1: replica 0 waits" in str(caught.value)
-    assert "`0.b`, call 1: replica 1 waits" in str(caught.value)
 
 
 def test_module_path_is_that_within_the_network():
@@ -349,59 +233,10 @@ def test_failing_replica_wins_where_the_others_would_have_gone_on(programs, repl
     assert outcome.error.args == (replica % n,)
 
 
-@given(programs=st.lists(st.text("ab!", max_size=3), min_size=2, max_size=4))
-def test_every_forward_ends_in_a_value_or_a_named_error(programs):
-    n = len(programs)
-    outcome = outcome_of(lambda: ours(Program(programs), n)(torch.ones(n, 1)))
-    match = len(set(programs)) == 1 and "!" not in programs[0]
-    assert (outcome.error is None) is match
-    assert isinstance(outcome.error, (type(None), LayerError, ReplicasDiverged))
-
-
 # -- layers for the older toolkits -------------------------------------------------------------
 
 
-def test_old_layer_gives_gradients_across_replicas():
-    x, dy = torch.randn(7, 3, requires_grad=True), torch.randn(7, 3)
-    (expected,) = torch.autograd.grad(x - x.mean(0), x, dy)
-    (actual,) = torch.autograd.grad(ours(Centering(), 3)(x), x, dy)
-    torch.testing.assert_close(actual, expected)
-
-
-def test_old_layer_runs_bit_equal_again_and_again():
-    model, x = ours(Centering(), 4), 1e4 * torch.randn(64, 8)
-    first = model(x)
-    assert all(torch.equal(model(x), first) for _ in range(10))
-
-
 # -- the deadline of the test run --------------------------------------------------------------
-
-
-HANGING_TEST = """
-import threading
-from replication import parallel_apply
-from torch import nn
-
-class Hangs(nn.Module):
-    def forward(self):
-        threading.Event().wait()
-
-def test_that_hangs():
-    parallel_apply([Hangs(), Hangs()], [(), ()])
-"""
-
-
-def test_hang_ends_the_test_run_with_the_stack_of_every_thread(tmp_path):
-    (tmp_path / "test_hang.py").write_text(HANGING_TEST)
-    process = run_python(
-        *("-m", "pytest", "-p", "no:cacheprovider"),
-        *("-c", str(ROOT / "setup.cfg"), "-o", "faulthandler_timeout=0.5"),
-        str(tmp_path / "test_hang.py"),
-        cwd=tmp_path,
-    )
-    assert process.returncode != 0
-    assert process.stderr.count("in forward") == 2
-    assert "in test_that_hangs" in process.stderr
 
 
 def test_an_error_that_ends_programs_does_not_wait_for_the_other_replicas():

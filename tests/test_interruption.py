@@ -33,6 +33,7 @@ from tests.deadlines import ends
 from tests.layers import DEADLINE, AsTorchDoes, soon, together, values
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signal"),
 ]
 
@@ -279,18 +280,18 @@ def test_foreign_code_that_interrupts_a_write_may_train_another_model(monkeypatc
     """Such as a finalizer. Its replicas once waited for the write that it had interrupted."""
     other = convert_model(network())
     train, x = ours(other, 2), torch.randn(7, 3, dtype=torch.float64)
-    merge_shards, interrupted = batchnorm.merge_shards, []
+    merge_replicas, interrupted = batchnorm.merge_replicas, []
 
     def interrupted_merge(*args: Any) -> Any:
         if not interrupted:
             interrupted.append(True)
             train(x)
-        return merge_shards(*args)
+        return merge_replicas(*args)
 
     net = convert_model(network())
     model = ours(net, 2)
     twin, other_twin = twin_of(net), twin_of(other)
-    monkeypatch.setattr(batchnorm, "merge_shards", interrupted_merge)
+    monkeypatch.setattr(batchnorm, "merge_replicas", interrupted_merge)
     values(together(lambda: model(x)))
     assert interrupted
     twin(x)
@@ -300,14 +301,14 @@ def test_foreign_code_that_interrupts_a_write_may_train_another_model(monkeypatc
 
 
 def test_a_slow_write_does_not_hold_up_the_timeout(monkeypatch):
-    merge_shards, goes_on = batchnorm.merge_shards, threading.Event()
+    merge_replicas, goes_on = batchnorm.merge_replicas, threading.Event()
 
     def slow_merge(*args: Any) -> Any:
         assert soon(goes_on.is_set), "the caller waits for the write"
-        return merge_shards(*args)
+        return merge_replicas(*args)
 
     monkeypatch.setattr(rendezvous, "LONGEST_WRITE", 0.05, raising=False)
-    monkeypatch.setattr(batchnorm, "merge_shards", slow_merge)
+    monkeypatch.setattr(batchnorm, "merge_replicas", slow_merge)
     with pytest.raises(ReplicasTimedOut):
         ours(convert_model(network()), timeout=0.05)(torch.randn(7, 3, dtype=torch.float64))
     goes_on.set()

@@ -35,6 +35,8 @@ from tests.layers import (
 from tests.processes import run_python
 from tests.sharded import randomized
 
+pytestmark = pytest.mark.slow
+
 REPLICAS = 3
 
 
@@ -119,7 +121,7 @@ def assert_independent(model: DataParallel, twin: nn.Module, net: nn.Module, ste
 @wrapped
 @pytest.mark.parametrize("steps", [0, 2])
 def test_copy_trains_exactly_and_independently(duplicate, whole, steps):
-    """T12.1: before and after a forward."""
+    """Before and after a forward."""
     net = network()
     model = replicated(net)
     train(model, range(steps))
@@ -142,7 +144,7 @@ def in_the_middle(action: Callable[[int | None], None]) -> Iterator[None]:
 def test_a_copy_made_while_replicas_wait_is_one_of_the_model_before(
     duplicate, whole, thread, replica
 ):
-    """T12.1: no replica can have normalized anything before all have come."""
+    """No replica can have normalized anything before all have come."""
     net = network()
     model = replicated(net)
     train(model)
@@ -257,7 +259,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
 def test_interpreter_exits_after_any_failure(tmp_path, failure):
-    """T1.12: within 2 s where nothing else runs; here, in time at all."""
+    """Within 2 s where nothing else runs; here, in time at all."""
     in_time = Deadline(20)
     run_script(
         tmp_path,
@@ -440,7 +442,7 @@ def is_of_a_forward(kind: type) -> bool:
 
 @lives
 def test_many_forwards_leave_nothing_behind(life):
-    """T10.2. Not by the grace of the garbage collector."""
+    """Not by the grace of the garbage collector."""
     make, live = LIVES[life]
     model = talking(make())
     live(model)

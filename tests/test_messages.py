@@ -1,7 +1,7 @@
 """What a user reads after one of the likely mistakes: whole texts, to be judged by reading them.
 
 Each says what has happened and where (layer, replica, device), what was expected and what came,
-and what to do (T14.1).
+and what to do.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def network() -> nn.Module:
     branches that depend on data, and for layers in eval() in one replica only.
 """)
 def test_a_replica_skips_a_layer():
-    """T1.4; vacancy#44, pt#44957"""
+    """vacancy#44, pt#44957"""
     net = nn.Sequential(nn.Linear(3, 3), Repeat(SynchronizedBatchNorm1d(3), (1, 0)))
     DataParallel(net, CPUS)(X)
 
@@ -165,7 +165,7 @@ def test_what_is_reduced_depends_on_the_share():
     there
 """)
 def test_a_stock_data_parallel_is_wrapped_around_a_converted_network():
-    """T2.14, T1.7; vacancy#40, inplace_abn#96. Without an accelerator torch's would not split."""
+    """vacancy#40, inplace_abn#96. Without an accelerator torch's would not split."""
     AsTorchDoes(network(), 2)(X)
 
 
@@ -179,7 +179,7 @@ def test_a_stock_data_parallel_is_wrapped_around_a_converted_network():
     replica 1 also failed: the same error
 """)
 def test_a_layer_has_the_wrong_number_of_channels():
-    """T2.5; vacancy#31"""
+    """vacancy#31"""
     DataParallel(nn.Sequential(nn.Linear(3, 5), SynchronizedBatchNorm1d(3)), CPUS)(X)
 
 
@@ -189,7 +189,7 @@ def test_a_layer_has_the_wrong_number_of_channels():
     replica 1 also failed: the same error
 """)
 def test_a_layer_is_of_the_wrong_dimensions():
-    """T2.5. torch's own words."""
+    """torch's own words."""
     DataParallel(nn.Sequential(nn.Linear(3, 3), SynchronizedBatchNorm2d(3)), CPUS)(X)
 
 
@@ -204,7 +204,6 @@ class CastsOne(Numbered):
     tensors of one dtype and one shape (in all_gather the first dimension may differ).
 """)
 def test_replicas_differ_in_dtype():
-    """T4.4"""
     DataParallel(nn.Sequential(CastsOne(), SynchronizedBatchNorm1d(3)), CPUS)(X)
 
 
@@ -230,7 +229,7 @@ def test_the_batch_is_of_another_dtype_than_the_layer():
     its group; take a larger batch, or call the layer in eval()
 """)
 def test_there_is_a_single_value_in_all():
-    """T6.3; apex#262"""
+    """apex#262"""
     DataParallel(network(), CPUS)(Scattered([X[:1], X[:0]]))
 
 
@@ -240,7 +239,7 @@ def test_there_is_a_single_value_in_all():
     torch.utils.checkpoint.checkpoint(..., use_reentrant=False)
 """)
 def test_a_layer_is_in_a_reentrant_checkpoint():
-    """T8.2; inplace_abn#48, pt#43946"""
+    """inplace_abn#48, pt#43946"""
 
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -292,7 +291,6 @@ def test_a_parameter_is_on_another_device():
     run the module itself; register the hooks on the module
 """)
 def test_compiled_network_has_its_own_hooks():
-    """T9.3"""
     compiled = torch.compile(network(), backend="eager")
     compiled.register_forward_hook(print)
     DataParallel(compiled, CPUS)(X)
@@ -351,7 +349,6 @@ def test_torch_distributed_is_not_initialized():
     buffer of the module, or pass Scattered(parts) with one part per replica
 """)
 def test_arguments_differ_in_batch_size():
-    """T6.6"""
     DataParallel(network(), CPUS)(X, mask=X[:5])
 
 
@@ -360,7 +357,6 @@ def test_arguments_differ_in_batch_size():
     got 3); only a Scattered may have fewer
 """)
 def test_a_list_of_parts_has_the_wrong_length():
-    """T11.4"""
     DataParallel(network(), CPUS, inputs_are_scattered=True)([X, X, X])
 
 
@@ -369,7 +365,6 @@ def test_a_list_of_parts_has_the_wrong_length():
     with loss, replica 1: dict with score)
 """)
 def test_outputs_have_different_keys():
-    """T11.6"""
     gather([{"loss": X}, {"score": X}], "cpu")
 
 
@@ -378,7 +373,7 @@ def test_outputs_have_different_keys():
     in replica 1 of 2 on cpu, module `1.0`
 """)
 def test_the_users_own_code_fails_in_one_replica():
-    """T1.2; vacancy#22, #46"""
+    """vacancy#22, #46"""
     fails = nn.Sequential(FailsAt(1, lambda: KeyError("label")))
     DataParallel(nn.Sequential(nn.Linear(3, 3), fails, SynchronizedBatchNorm1d(3)), CPUS)(X)
 

@@ -15,12 +15,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from replication import DataParallel
-from syncbn import convert_model, summary
+from syncbn import convert_model, revert_model, summary
 
 
 def package(name: str) -> Any:
     # In the tests, not above: it takes seconds.
-    return pytest.importorskip(name, reason="pip install '.[models]'")
+    try:
+        return pytest.importorskip(name, reason="pip install '.[models]'")
+    except RuntimeError:  # torchvision for CUDA, beside a torch for the CPU, lacks its operators
+        for operator in ("nms", "qnms"):
+            torch.library.define(
+                f"torchvision::{operator}",
+                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+            )
+        return pytest.importorskip(name)
 
 
 # -- networks ----------------------------------------------------------------------------------
@@ -113,6 +121,13 @@ def discriminator() -> nn.Module:
     """Its output is a list of tensors, and a list of lists of tensors."""
     nets = package("monai.networks.nets")
     return nets.MultiScalePatchDiscriminator(2, 1, 2, 4, in_channels=2, minimum_size_im=16)
+
+
+def image_model(name: str, **options: Any) -> nn.Module:
+    """A classifier of timm's, without dropout, which would draw other numbers in replicas."""
+    package("torchvision")
+    timm = package("timm")
+    return timm.create_model(name, num_classes=3, drop_rate=0, **options)
 
 
 # -- how they are trained ----------------------------------------------------------------------
@@ -300,3 +315,41 @@ def test_an_output_of_transformers_keeps_its_type(build):
     assert output[0] is output.logits is output["logits"]
     shapes = [hidden.shape for hidden in output.hidden_states]
     assert shapes == [hidden.shape for hidden in expected.hidden_states]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["efficientnet_b0", "mobilenetv3_small_050", "densenet121", "regnetx_002", "ghostnet_050"],
+)
+def test_networks_of_timm_are_synchronized_and_equal_one_device(name):
+    plain = image_model(name).double()
+    network = convert_model(copy.deepcopy(plain))
+    layers = [m for m in plain.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    assert len(summary(network).paths("synchronized")) == len(layers) > 30
+    x = torch.randn(7, 3, 32, 32, dtype=torch.float64)
+    expected, actual = plain(x), DataParallel(network, ["cpu"] * 3)(x)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    pairs = dict(network.named_buffers()), dict(plain.named_buffers())
+    torch.testing.assert_close(*pairs, rtol=1e-12, atol=1e-12)
+    dy = torch.randn_like(expected)
+    expected.backward(dy)
+    actual.backward(dy)
+    gradients = [{n: p.grad for n, p in net.named_parameters()} for net in (network, plain)]
+    off = errors(*gradients)
+    assert {name: error for name, error in off.items() if not error < ROUNDING} == {}
+    assert [type(m) for m in revert_model(network).modules()] == [type(m) for m in plain.modules()]
+
+
+def test_what_timm_freezes_and_unfreezes_is_converted_again():
+    """timm replaces the layers by layers of its own; activations stay."""
+    network = convert_model(image_model("mobilenetv3_small_050"))
+    tools = package("timm.layers")
+    count = len(summary(network).paths("synchronized"))
+    x = torch.randn(4, 3, 32, 32)
+    expected = network.eval()(x)
+    frozen = tools.freeze_batch_norm_2d(network)
+    torch.testing.assert_close(frozen(x), expected)
+    thawed = tools.unfreeze_batch_norm_2d(frozen)
+    assert summary(thawed).paths("synchronized") == []
+    assert len(summary(convert_model(thawed)).paths("synchronized")) == count
+    torch.testing.assert_close(thawed.eval()(x), expected)

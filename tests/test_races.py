@@ -45,6 +45,8 @@ from tests.deadlines import DEADLINE
 from tests.layers import Centering, CustomDataParallel, outcome_of, together, values
 from tests.processes import run_python
 
+pytestmark = pytest.mark.slow
+
 THREADS = 4
 
 

@@ -10,6 +10,8 @@ import pytest
 from tests import accelerator
 from tests.processes import ROOT, run_python
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(
     accelerator.reason_to_skip() is not None, reason=accelerator.reason_to_skip() or ""

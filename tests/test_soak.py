@@ -1,11 +1,15 @@
-"""Faults, delays and divergence in random order: no hang, exact steps, nothing left (T1.9, T10.2).
+"""Faults, delays and divergence in random order: no hang, exact steps, nothing left.
 
 The long version is ``python -m tests.soak --steps 10000``.
 """
 
 from __future__ import annotations
 
+import pytest
+
 from tests.soak import Soak
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_hundred_steps_among_faults_and_delays_leave_nothing():

@@ -1,4 +1,4 @@
-"""The time limit, as a last resort: where each replica is, and a caller who goes on (T1.11)."""
+"""The time limit, as a last resort: where each replica is, and a caller who goes on."""
 
 from __future__ import annotations
 

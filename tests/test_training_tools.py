@@ -26,6 +26,8 @@ from tests.layers import Numbered
 from tests.sharded import randomized
 from tests.stepping import batch, network, ours, patched, wraps
 
+pytestmark = pytest.mark.slow
+
 #: None divides by 3; the second keeps two of three replicas busy.
 SIZES = (7, 4, 5, 8)
 

@@ -51,6 +51,7 @@ from syncbn import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    SynchronizedBatchNormNd,
     Verification,
     convert_model,
     patch_sync_batchnorm,
@@ -91,6 +92,8 @@ class Older(nn.Module):
 def converts(net: nn.Sequential) -> None:
     assert_type(convert_model(net, report=True), nn.Sequential)
     assert_type(convert_model(net, 2), nn.Sequential)
+    classes = {nn.GroupNorm: lambda layer: SynchronizedBatchNorm2d(layer.num_channels)}
+    assert_type(convert_model(net, classes=classes), nn.Sequential)
     assert_type(revert_model(net), nn.Sequential)
     stand_in_for("sync_batchnorm", momentum=0.001)
     set_sbn_eps_mode("clamp")
@@ -101,9 +104,10 @@ def converts(net: nn.Sequential) -> None:
         SynchronizedBatchNorm1d(8),
         layer,
         SynchronizedBatchNorm3d(8, affine=False),
+        SynchronizedBatchNormNd(8),
     ]
     assert_type(layer.group, Group)
-    assert len(normalized) == 3
+    assert len(normalized) == 4
 
 
 def checks(net: nn.Module, batch: Tensor) -> None:

@@ -88,6 +88,8 @@ class ReplicaAware(_Base):
             )
 
     _replica_group: Group | None = None
+    #: Whether `torch.distributed` was not initialized when the replica was made.
+    _is_one_process = False
     #: The flag of the original, so that all replicas of all forwards warn once in total.
     _first_warning: WarnOnce | None = None
     #: The thread that made the replica.
@@ -113,7 +115,10 @@ class ReplicaAware(_Base):
         if isinstance(ctx, CallbackContext):
             # Not `ctx.group`, which a copy may have overwritten. Not `self._replica_group = ...`,
             # which is slow on a module.
-            vars(self)["_replica_group"] = CallbackContext.group(ctx, copy_id)
+            group = CallbackContext.group(ctx, copy_id)
+            vars(self)["_replica_group"] = group
+            # Once per forward, because reading `WORLD` takes calls in Python.
+            vars(self)["_is_one_process"] = GroupMember is None or GroupMember.WORLD is None
 
     @property
     def group(self) -> Group:
@@ -135,7 +140,7 @@ class ReplicaAware(_Base):
             and group.size > 1
             and self.group_size is None
             and self._process_group is None
-            and (GroupMember is None or GroupMember.WORLD is None)
+            and self._is_one_process
         ):
             return group  # the usual case, which each forward of a layer takes
         if group is None and self._warn_if_isolated():

@@ -180,7 +180,8 @@ class Communicator:
             where = site(self.path, self.exchange.calls[self.replicas[0]])
             check_same_call([Call(*call) for call in calls], where, self.replicas, "replica")
         most, grad, inference = max(nodes), any(require_grad), all(in_inference_mode)
-        count_nodes_up_to(most)
+        if nodes_made() < most:
+            count_nodes_up_to(most)
         if (
             torch.is_grad_enabled() is grad
             and torch.is_inference_mode_enabled() is inference
@@ -331,7 +332,8 @@ class ReplicaGroup(Group):
         in_inference_mode = torch.is_inference_mode_enabled()
         request: Request = (call, message, merge, requires_grad, in_inference_mode, nodes)
         reply, nodes = communicator.exchange(rendezvous, replica, request, communicator.merge)
-        count_nodes_up_to(nodes)
+        if nodes_made() < nodes:
+            count_nodes_up_to(nodes)
         return reply  # type: ignore[no-any-return]
 
     def _check_use(self, name: str) -> None:

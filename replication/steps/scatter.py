@@ -190,15 +190,14 @@ class Splitter:
 
     def _split(self, leaf: Leaf) -> Sequence[Any]:
         """Returns the parts of one leaf, each on its device."""
+        devices = [None] * self._count if self._stays(leaf.path) else self._devices
         if isinstance(leaf.value, Scattered):
             parts: Sequence[Any] = leaf.value
         elif _is_batch(leaf.value):
-            parts = _split(leaf.value, self._sizes_for(leaf), self._dim)
+            return _split(leaf.value, self._sizes_for(leaf), self._dim, devices)
         else:
             parts = [leaf.value] * self._count
-        if self._stays(leaf.path):
-            return parts
-        return list(map(moved, parts, self._devices))
+        return list(map(moved, parts, devices))
 
     def _sizes_for(self, leaf: Leaf) -> list[int]:
         """Returns the sizes of the parts of one tensor."""
@@ -308,13 +307,29 @@ def _is_batch(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _split(tensor: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
+def _split(
+    tensor: Tensor, sizes: list[int], dim: int, devices: Sequence[torch.device | None]
+) -> list[Tensor]:
+    """Returns the parts of a tensor, each on its device."""
     if tensor.is_sparse:  # torch has no views of sparse tensors
         order = torch.arange(tensor.size(dim), device=tensor.device)
-        return [tensor.index_select(dim, rows) for rows in order.split(sizes)]
-    # Clones, not views: an in-place change by one replica must change neither the parts of the
-    # others nor the caller's tensor.
-    return [part.clone() for part in tensor.split(sizes, dim)]
+        parts = [tensor.index_select(dim, rows) for rows in order.split(sizes)]
+        return list(map(moved, parts, devices))
+    return [
+        _separate(part, device)
+        for part, device in zip(tensor.split(sizes, dim), devices, strict=False)
+    ]
+
+
+def _separate(view: Tensor, device: torch.device | None) -> Tensor:
+    """Returns a copy of a part on its device.
+
+    A part that stays is copied as well: an in-place change by one replica must change neither the
+    parts of the others nor the caller's tensor. A part that leaves is copied once. Through a clone
+    it would come from pageable memory, also if the batch is in pinned memory.
+    """
+    copy: Tensor = moved(view, device)
+    return view.clone() if copy is view else copy
 
 
 def moved(tree: Any, device: torch.device | None) -> Any:

@@ -106,7 +106,7 @@ def compare(criterion, alone, target, shares, **keywords):
         torch.testing.assert_close(own.grad, other.grad)
 
 
-@pytest.mark.parametrize("shares", SHARES, ids=str)
+@pytest.mark.parametrize("shares", [[2, 1, 2], [4, 0, 1]], ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_of_torch_equal_one_device(loss, shares):
     criterion, make_target = LOSSES[loss]

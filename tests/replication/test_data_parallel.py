@@ -20,7 +20,6 @@ from tests.layers import (
     Centering,
     CustomDataParallel,
     Numbered,
-    Repeat,
     freed,
 )
 
@@ -147,7 +146,7 @@ def test_single_device_calls_the_module_itself():
     assert DataParallel(module, ["cpu"])(torch.zeros(4)) == (threading.get_ident(), None)
 
 
-@pytest.mark.parametrize("device_ids", [[], ()])
+@pytest.mark.parametrize("device_ids", [[], (), {}, set(), range(0)], ids=repr)
 def test_empty_list_of_devices_is_refused(device_ids):
     with pytest.raises(ValueError, match="device_ids must name at least one device"):
         DataParallel(nn.ReLU(), device_ids)
@@ -372,8 +371,3 @@ def test_function_takes_output_device_and_dimension():
 def test_function_without_an_accelerator_calls_the_module():
     module, x = net(), torch.randn(5, 3)
     assert torch.equal(data_parallel(module, x), module(x))
-
-
-def test_function_lets_layers_diverge_in_a_named_error():
-    with pytest.raises(replication.ReplicasDiverged):
-        data_parallel(Repeat(Centering(), (1, 2)), torch.randn(4, 2), ["cpu"] * 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,16 +35,6 @@ class Record:
 
 class Settings(dict):
     """A mapping of a class of its own, as configuration libraries have."""
-
-
-class Box:
-    """A container that its library has registered with torch's pytree."""
-
-    def __init__(self, content: Any) -> None:
-        self.content = content
-
-
-register_pytree_node(Box, lambda box: ([box.content], None), lambda items, _: Box(*items))
 
 
 class Echo(nn.Module):
@@ -103,27 +93,9 @@ def nested_arguments() -> dict[str, Any]:
         "record": Record(x, "a", [x, {"deep": x + 1}]),
         "pair": Pair(x, x * 2),
         "ordered": OrderedDict(b=x, a=x),
-        "defaults": defaultdict(list, {"x": x}),
         "settings": Settings(x=x, flag=True),
-        "box": Box(x),
         "mixed": [x, (x, None, "text", 3), {"y": x}],
     }
-
-
-def test_containers_keep_their_types_in_and_out():
-    model = echo(3)
-    output = model(**nested_arguments())
-    for kwargs in [output, *(kwargs for _, kwargs in model.module.seen)]:
-        for name, argument in nested_arguments().items():
-            assert type(kwargs[name]) is type(argument)
-    x = nested_arguments()["record"].image
-    assert torch.equal(output["record"].image, x)
-    assert torch.equal(output["record"].extra[1]["deep"], x + 1)
-    assert output["record"].derived == [7, 7, 7]
-    assert list(output["ordered"]) == ["b", "a"]
-    assert output["defaults"]["missing"] == []
-    assert torch.equal(output["box"].content, x)
-    assert output["settings"]["flag"] == [True] * 3
 
 
 def test_arguments_are_not_mutated():
@@ -156,11 +128,6 @@ def test_without_replicas_containers_are_not_even_rebuilt():
     cache: dict[str, Any] = {"x": torch.zeros(2)}
     DataParallel(module, dim=3)(cache)
     assert module.seen[0][0][0] is cache
-
-
-def test_different_lengths_are_an_error_that_names_both():
-    with pytest.raises(ValueError, match=r"\(5, 2\) of `argument 0` and \(4,\) of `labels`"):
-        echo(2)(torch.zeros(5, 2), labels=torch.zeros(4))
 
 
 def test_a_tensor_without_the_batch_dimension_is_an_error_that_names_it():
@@ -197,12 +164,6 @@ def test_any_kind_of_tensor_is_split_and_joined(x):
     assert y.dtype == x.dtype
     assert y.layout == x.layout
     assert torch.equal(y.to_dense(), x.to_dense())
-
-
-def test_a_0_dim_tensor_goes_to_every_replica_whole():
-    model = echo(3)
-    model(torch.zeros(6), scale=torch.tensor(2.0))
-    assert [kwargs["scale"].item() for _, kwargs in model.module.seen] == [2.0] * 3
 
 
 class Attributes(dict):
@@ -322,26 +283,6 @@ def test_0_dim_tensors_become_a_vector_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(produce(torch.tensor(1), torch.tensor(2)), torch.tensor([1, 2]))
-
-
-@pytest.mark.parametrize("outputs", [(1, 2), ("a", "b"), (1.5, None), (print, len)], ids=str)
-def test_other_objects_become_a_list_with_one_entry_per_replica(outputs):
-    assert produce(*outputs) == list(outputs)
-
-
-def test_none_stays_none():
-    assert produce(None, None) is None
-    assert produce({"a": None}, {"a": None}) == {"a": None}
-
-
-def test_keys_that_differ_are_an_error_that_names_them():
-    with pytest.raises(ValueError, match="with a, replica 1: dict with b at `x`"):
-        produce({"x": {"a": torch.zeros(1)}}, {"x": {"b": torch.zeros(1)}})
-
-
-def test_structures_that_differ_are_an_error():
-    with pytest.raises(ValueError, match=r"replica 0: Tensor, replica 1: list of length 1"):
-        produce(torch.zeros(1), [torch.zeros(1)])
 
 
 # -- gather_to_one_device ----------------------------------------------------------------------

@@ -15,6 +15,8 @@ from replication import JoinableStep, ReplicaAware
 from syncbn import convert_model
 from tests.ranks import needs_gloo, run_ranks
 
+pytestmark = pytest.mark.slow
+
 EPOCHS = 2
 
 #: The sizes of the batches of each rank.

@@ -99,28 +99,11 @@ def test_replicas_communicate_in_every_runner(wrap):
 
 
 @runners
-@pytest.mark.parametrize("replica", [0, 1, 2])
-def test_failure_is_seen_in_every_runner(wrap, replica):
-    model = wrap(nn.Sequential(FailsAt(replica, LayerError), Centering()), 3)
-    with pytest.raises(LayerError):
-        model(torch.randn(6, 2))
-
-
-@runners
 @pytest.mark.parametrize("counts", [(2, 1, 1), (1, 2, 2), (1, 1, 2), (0, 1, 1)], ids=str)
 def test_end_is_seen_in_every_runner(wrap, counts):
     model = wrap(Repeat(Centering(), counts), 3)
     with pytest.raises(ReplicasDiverged, match="`layer`, call"):
         model(torch.randn(6, 2))
-
-
-@runners
-def test_error_keeps_its_identity_in_every_runner(wrap):
-    raised = LayerError("own")
-    model = wrap(nn.Sequential(Centering(), FailsAt(1, lambda: raised), Centering()), 3)
-    with pytest.raises(LayerError) as caught:
-        model(torch.randn(6, 2))
-    assert caught.value is raised
 
 
 @runners

@@ -294,17 +294,6 @@ def test_error_of_the_first_replica_by_time_is_raised():
         parallel_apply(replicas, [()] * 2)
 
 
-def test_error_is_the_object_that_was_raised():
-    error = WorkerError("own")
-
-    def raise_it() -> None:
-        raise error
-
-    with pytest.raises(WorkerError) as caught:
-        apply(raise_it, lambda: None)
-    assert caught.value is error
-
-
 def test_error_has_the_frames_of_its_thread():
     with pytest.raises(WorkerError) as caught:
         apply(lambda: None, fail)
@@ -319,15 +308,6 @@ def test_error_is_noted_with_its_replica_and_device(replica):
     with pytest.raises(WorkerError) as caught:
         apply(*functions)
     assert caught.value.__notes__ == [f"in replica {replica} of 3 on cpu"]
-
-
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_error_that_is_not_an_exception_is_raised(error):
-    def raise_it() -> None:
-        raise error("own")
-
-    with pytest.raises(error, match="own"):
-        apply(lambda: None, raise_it)
 
 
 def test_error_is_raised_after_all_replicas_have_ended():
@@ -725,46 +705,54 @@ def run_script(rest: str, returncode: int = 0) -> subprocess.CompletedProcess[st
     return process
 
 
+@pytest.mark.slow
 def test_interpreter_exits_after_a_forward():
     process = run_script("print(model(x).tolist())")
     assert process.stdout == SUMS
     assert process.stderr == ""
 
 
+@pytest.mark.slow
 def test_interpreter_exits_right_after_an_error():
     process = run_script("x[3] = -1; model(x)", returncode=1)
     assert "\nValueError: negative\n" in process.stderr
     assert "ReplicaFailed" not in process.stderr
 
 
+@pytest.mark.slow
 def test_interpreter_exits_while_replicas_are_busy():
     process = run_script(EXITS_WITH_A_BUSY_REPLICA)
     assert process.stdout == "interrupted\n"
     assert process.stderr == ""
 
 
+@pytest.mark.slow
 def test_interpreter_waits_a_little_for_abandoned_replicas():
     """Torch aborts if the interpreter ends while one of them computes."""
     process = run_script(EXITS_RIGHT_BEFORE_A_REPLICA_ENDS)
     assert process.stdout == "abandoned\nended\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signal")
 def test_signal_handlers_and_finalizers_may_run_the_model_that_they_interrupt():
     assert run_script(INTERRUPTED_BY_ITSELF).stdout == "done\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork_beside_a_forward_works():
     """Whatever the other thread is at, the child finds no lock held."""
     assert run_script(FORKS_BESIDE_A_FORWARD).stdout == "done\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_child_that_a_replica_forks_cannot_go_on_with_the_forward():
     assert run_script(FORKS_IN_A_FORWARD).stdout == SUMS
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork_after_use_works():
     process = run_script(FORKS)

@@ -173,6 +173,10 @@ class NamedPair(Pair):
     """Derived from a namedtuple, with an attribute of its own."""
 
 
+class Row(tuple):
+    pass
+
+
 class Slotted(list):
     __slots__ = ("note", "unset")
 
@@ -260,9 +264,11 @@ def slotted(x: Tensor) -> Slotted:
     return made
 
 
-#: How a container is made around a tensor, and how the tensor is found in it.
-SPLIT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
+#: How a container is made around a tensor, and how the tensor is found in it. These are opened in
+#: attributes of modules as well.
+BUILTIN: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "list": (lambda x: [x], lambda v: v[0]),
+    "tuple": (lambda x: (1, x), lambda v: v[1]),
     "deque": (lambda x: deque([x], maxlen=3), lambda v: v[0]),
     "Counter": (lambda x: Counter({"x": x}), lambda v: v["x"]),
     "OrderedDict": (lambda x: OrderedDict(x=x), lambda v: v["x"]),
@@ -270,11 +276,18 @@ SPLIT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "dict of keys that are no str": (lambda x: {None: 1, (1, 2): x}, lambda v: v[1, 2]),
     "keys that look the same": (lambda x: {1: None, "1": x}, lambda v: v["1"]),
     "keys with dots": (lambda x: {"a.b": x, "a": {"b": x}}, lambda v: v["a"]["b"]),
+    "derived from a tuple": (lambda x: Row([1, x]), lambda v: v[1]),
     "derived from a namedtuple": (pair_with_note, lambda v: v.left),
     "derived with slots": (slotted, lambda v: v[0]),
     "attributes that mirror items": (mirror, lambda v: v.x),
     "dict that refuses items": (lambda x: Registry({"x": x}), lambda v: v["x"]),
     "return_types": (lambda x: torch.return_types.max((x, x)), lambda v: v.indices),
+    "around empty ones": (lambda x: [[], {}, (), deque(), x, None], lambda v: v[4]),
+    "deep": (lambda x: [{"deep": (None, [x])}], lambda v: v[0]["deep"][1][0]),
+}
+
+SPLIT = {
+    **BUILTIN,
     "registered": (lambda x: Plain(1, x), lambda v: v.parts[1]),
     "registered around registered": (lambda x: Plain(Plain(x)), lambda v: v.parts[0].parts[0]),
     "frozen dataclass with slots": (FrozenSlots, lambda v: v.x),
@@ -284,7 +297,6 @@ SPLIT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "dataclass with its own init": (lambda x: Untyped(x=x), lambda v: v.x),
     "UserDict": (lambda x: Encoding({"x": x}, ["e"]), lambda v: v["x"]),
     "UserList": (lambda x: UserList([x]), lambda v: v[0]),
-    "around empty ones": (lambda x: [[], {}, (), deque(), x, None], lambda v: v[4]),
 }
 
 
@@ -528,17 +540,8 @@ def on_meta(**values: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("wrap", "unwrap"),
-    [
-        SPLIT[name]
-        for name in (
-            "deque",
-            "Counter",
-            "return_types",
-            "derived with slots",
-            "dict that refuses items",
-        )
-    ]
-    + [(lambda x: torch.return_types.max((x, x)), lambda v: v.values)],
+    [*BUILTIN.values(), (lambda x: torch.return_types.max((x, x)), lambda v: v.values)],
+    ids=[*BUILTIN, "return_types, values"],
 )
 def test_containers_of_attributes_are_moved(wrap, unwrap):
     value = wrap(X)

@@ -290,6 +290,7 @@ def test_in_float32_what_is_left_is_rounding():
 # -- python -m replication, python -m syncbn ---------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "dtypes"), [("replication", ["float32"]), ("syncbn", ["float64", "float32"])]
 )
@@ -319,6 +320,7 @@ def test_self_check_says_that_only_the_cpu_was_checked(check, monkeypatch, capsy
     assert remark == "Only the CPU was checked: torch finds no GPU or other accelerator here."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["replication", "syncbn"])
 def test_self_check_explains_itself(package):
     done = run_python("-m", package, "--help")
@@ -483,6 +485,7 @@ def kinked(samples: int = 9) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3)), x
 
 
+@pytest.mark.usefixtures("one_node")  # joined, the replicas' numbers are those of one device
 @pytest.mark.parametrize("dim", [0, 1])
 def test_ill_conditioned_model_is_named(dim):
     net, x = kinked()

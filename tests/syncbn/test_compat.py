@@ -108,6 +108,7 @@ def test_defaults_match_the_older_toolkit(package, name, defaults):
     assert {key: own[key].default for key in defaults} == defaults
 
 
+@pytest.mark.slow
 def test_program_for_the_older_toolkit_runs_unchanged(tmp_path):
     """With one line in front; below it are the call forms of the older toolkit's own readme."""
     (tmp_path / "lib").mkdir()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
+import re
 import signal
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
 import pytest
 import torch
@@ -134,6 +137,170 @@ def test_other_classes_are_left_alone_with_a_warning_that_names_them(layer):
         convert_model(net)
     assert type(net[1]) is kind
     assert type(net[2]) is SynchronizedBatchNorm2d
+
+
+class SyncFused(SynchronizedBatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class Activated(nn.BatchNorm2d):
+    """A batch norm with modules and attributes of its own."""
+
+    def __init__(self, features, slope=0.25) -> None:
+        super().__init__(features, eps=1e-3, momentum=None)
+        self.drop = nn.Identity()
+        self.act = nn.PReLU(init=slope)
+        self.scale = "two"
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x))) * 2
+
+
+class SyncActivated(SynchronizedBatchNorm2d):
+    def __init__(self, old) -> None:
+        super().__init__(old.num_features, affine=old.affine)
+        self.drop, self.act = old.drop, old.act
+        self.scale, self.other = 2, "added"
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x))) * self.scale
+
+
+def fused(old):
+    return SyncFused(old.num_features, affine=old.affine)
+
+
+def test_layers_of_a_users_class_are_converted_by_the_users_function_and_back():
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), Activated(3), Fused(3), nn.BatchNorm2d(3)).double()
+    net[1].weight.requires_grad_(False)
+    net[2].eval()
+    net[1].marked = "by the user"
+    calls = []
+    net[1].register_forward_hook(lambda *_: calls.append(1))
+    plain = copy.deepcopy(net)
+    calls.clear()
+    before = [dict(vars(module)) for module in net]
+    parts = list(net.modules())
+    tensors = {name: id(t) for name, t in net.state_dict(keep_vars=True).items()}
+
+    assert convert_model(net, classes={Activated: SyncActivated, Fused: fused}) is net
+    assert [type(layer) for layer in net][1:] == [
+        SyncActivated,
+        SyncFused,
+        SynchronizedBatchNorm2d,
+    ]
+    assert list(net.modules()) == parts
+    assert {name: id(t) for name, t in net.state_dict(keep_vars=True).items()} == tensors
+    assert (net[1].eps, net[1].momentum, net[1].scale) == (1e-3, None, 2)
+    assert net[1].training and not net[2].training and not net[1].weight.requires_grad
+    x = torch.randn(7, 3, 4, 4, dtype=torch.float64)
+    model = DataParallel(net, ["cpu"] * 3)
+    torch.testing.assert_close(model(x), plain(x))
+    torch.testing.assert_close(net.state_dict(), plain.state_dict())
+    assert len(calls) == 4
+
+    copies = [net, pickle.loads(pickle.dumps(copy.deepcopy(net[2:])))]
+    for converted in copies:
+        revert_model(converted)
+    assert [type(layer) for layer in copies[1]] == [Fused, nn.BatchNorm2d]
+    assert [dict(vars(module)) for module in net] == before
+    assert list(net.modules()) == parts
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "text"),
+    [
+        (lambda old: old, TypeError, r"`1` \(Activated\) must be a new layer of a synchronized"),
+        (lambda old: nn.BatchNorm2d(3), TypeError, "got BatchNorm2d"),
+        (lambda old: SynchronizedBatchNorm2d(3), ValueError, "same parameters and buffers"),
+        (lambda old: nn.Sequential(), TypeError, "got Sequential"),
+    ],
+    ids=["same", "plain", "other parameters", "no batch norm"],
+)
+def test_layer_that_does_not_fit_is_refused_before_any_change(function, error, text):
+    net = nn.Sequential(nn.BatchNorm2d(3), Activated(3))
+    with pytest.raises(error, match=text):
+        convert_model(net, classes={Activated: function})
+    assert [type(layer) for layer in net] == [nn.BatchNorm2d, Activated]
+
+
+def test_forgotten_activation_without_parameters_is_refused():
+    layer = Activated(3)
+    layer.act = nn.ReLU()
+    with pytest.raises(ValueError, match="must have the same modules"):
+        convert_model(layer, classes={Activated: lambda old: SynchronizedBatchNorm2d(3)})
+
+
+@pytest.mark.parametrize("classes", [Fused, [Fused], {"Fused": SyncFused}, {Fused: None}])
+def test_classes_that_are_no_classes_are_refused(classes):
+    with pytest.raises(TypeError, match="classes must"):
+        convert_model(nn.BatchNorm2d(3), classes=classes)
+
+
+def test_the_warning_shows_the_line_to_write():
+    net = nn.Sequential(Fused(3), nn.BatchNorm2d(3))
+    with pytest.warns(UnsynchronizedWarning) as caught:
+        convert_model(net)
+    (line,) = re.findall(r"convert_model\(net, .*?\)", str(caught[0].message))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        eval(line, {**globals(), "net": net, "synchronized": fused})
+    assert type(net[0]) is SyncFused
+
+
+@pytest.fixture
+def timm_layer(monkeypatch):
+    """A layer of a class like timm's, under the name of timm's."""
+    module = ModuleType("timm.layers.norm_act")
+    kind = type("BatchNormAct2d", (TimmLayer,), {"__module__": module.__name__})
+    module.BatchNormAct2d = kind
+    monkeypatch.setitem(sys.modules, "timm", ModuleType("timm"))
+    monkeypatch.setitem(sys.modules, "timm.layers", ModuleType("timm.layers"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return kind(3)
+
+
+class TimmLayer(nn.BatchNorm2d):
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.drop = nn.Identity()
+        self.act = nn.SiLU(inplace=True)
+
+    def forward(self, x):
+        self.num_batches_tracked += self.training
+        output = nn.functional.batch_norm(
+            *(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+        )
+        return self.act(self.drop(output))
+
+
+def test_the_layer_of_timm_is_converted_with_its_activation(timm_layer):
+    kind = type(timm_layer)
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), timm_layer).double()
+    plain = copy.deepcopy(net)
+    assert summary(net).paths("plain") == ["1"]
+    convert_model(net)
+    # timm's own functions know the layer by its class.
+    assert isinstance(net[1], SynchronizedBatchNorm2d) and isinstance(net[1], kind)
+    x = torch.randn(5, 3, 4, 4, dtype=torch.float64)
+    for training in (True, False):
+        expected = plain.train(training)(x)
+        net.train(training)
+        for one in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), net):
+            torch.testing.assert_close(DataParallel(one, ["cpu"] * 2)(x), expected)
+            torch.testing.assert_close(one.state_dict(), plain.state_dict())
+    torch.testing.assert_close(net(x), expected)
+    revert_model(net)
+    assert type(net[1]) is kind and vars(net[1]).keys() == vars(plain[1]).keys()
+
+
+def test_class_derived_from_timms_is_left_alone(timm_layer):
+    derived = type("Derived", (type(timm_layer),), {})(3)
+    with pytest.warns(UnsynchronizedWarning, match=r"\(Derived, .* classes=\{Derived: "):
+        convert_model(derived)
+    with pytest.warns(UserWarning, match="stay synchronized"):
+        revert_model(type("More", (type(convert_model(timm_layer)),), {})(3))
 
 
 def test_what_stays_synchronized_is_named():

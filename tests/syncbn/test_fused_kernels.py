@@ -17,6 +17,7 @@ from tests.sharded import randomized
 from tests.syncbn.test_kernels import (
     FUSED,
     NATIVE,
+    PLAIN,
     check_every_kernel,
     moments_of,
     statistics_of,
@@ -45,6 +46,19 @@ def test_kernels_give_the_numbers_of_float64(shape, last, dtype):
     stats = statistics_of(*moments_of(x), x, 1e-5)
     torch.testing.assert_close((mean, inverse), stats[1:3], rtol=1e-5, atol=1e-6)
     check_every_kernel(FUSED, x, dy, stats, 1e-5)
+
+
+@pytest.mark.parametrize("total", [2**31 + 5, 2**33, torch.tensor(2.0**33).double()], ids=str)
+def test_count_beyond_int32_does_not_wrap(total):
+    x, dy = torch.randn(2, 4, 3, 5)
+    stats = statistics_of(*moments_of(x), x, 1e-5)._replace(total=total)
+    totals, results = torch.tensor([2.0**31, 2.0**32]).view(2, 1).expand(2, 3), []
+    for strategy in (FUSED, PLAIN):
+        # The second total of the fused kernels is in units of their own.
+        scaled = totals / torch.stack((torch.ones(3), stats.inverse))
+        rows = strategy.rows(scaled if strategy is FUSED else totals, stats, None)
+        results.append(strategy.input_gradient(dy, x, stats, None, rows))
+    torch.testing.assert_close(*results)
 
 
 OPTIONS: list[dict[str, Any]] = [

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, set_sbn_eps_mode
+from benchmarks import fused
+from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, kernels, set_sbn_eps_mode
 from syncbn.graph import synchronized_batch_norm
 from syncbn.merge import Denominator
 from syncbn.replicas import merge_replicas
@@ -63,11 +64,13 @@ def test_gradgradcheck(sizes):
     assert gradgradcheck(as_function(sizes), leaves(sum(sizes)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Backwards compatibility:UserWarning")
 def test_gradgradcheck_without_affine_parameters():
     assert gradgradcheck(as_function([2, 3], affine=False), leaves(5)[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Backwards compatibility:UserWarning")
 @pytest.mark.parametrize("eps", [1e-5, 10.0], ids=["free", "clamped"])
 def test_gradcheck_in_clamp_mode(clamp_mode, eps):
@@ -510,3 +513,126 @@ def test_inference_mode_in_one_replica_leaves_the_others_a_graph(dtype):
     expected = oracle.batch_norm(shards, silent, net.layer.weight, net.layer.bias)
     torch.testing.assert_close(shards[1].grad.double(), expected.input_grads[1])
     assert shards[0].grad is None
+
+
+class OwnWeights(nn.Module):
+    """Gives its layer, in each replica, a weight of its own."""
+
+    def __init__(self, weights: Tensor) -> None:
+        super().__init__()
+        self.layer = SynchronizedBatchNorm1d(weights.size(1), bias=False, dtype=weights.dtype)
+        self.weights = weights.unbind()
+
+    def __data_parallel_replicate__(self, ctx: object, copy_id: int) -> None:
+        self.layer.weight = self.weights[copy_id]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.fixture(params=["Native", "Plain", "Fused"])
+def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the CPU use a strategy, with stand-ins for the kernels of CUDA."""
+    if request.param == "Fused":
+        for name, stand_in in fused.KERNELS.items():
+            monkeypatch.setattr(torch, name, stand_in)
+    made = {"Native": kernels.Native(), "Plain": kernels.PLAIN, "Fused": kernels.FUSED}
+    monkeypatch.setitem(kernels.KERNELS, "cpu", made[request.param])
+
+
+@one_node_only
+@pytest.mark.usefixtures("strategy")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_replica_may_have_a_weight_of_zero_where_another_has_not(dtype):
+    weights = torch.tensor([[0.0, -2.0, 0.5], [3.0, 0.0, 1e-3]], dtype=dtype)
+    shards = [torch.randn(n, 3, dtype=dtype).requires_grad_() for n in (4, 3)]
+    upstream = [torch.randn_like(shard) for shard in shards]
+    grads = torch.autograd.grad(run_sharded(OwnWeights(weights), shards), shards, upstream)
+
+    exact = [shard.detach().double().requires_grad_() for shard in shards]
+    whole = torch.cat(exact)
+    deviation = (whole.var(0, correction=0) + 1e-5).sqrt()
+    outputs = [(x - whole.mean(0)) / deviation * w for x, w in zip(exact, weights, strict=True)]
+    expected = torch.autograd.grad(outputs, exact, [dy.double() for dy in upstream])
+    for ours, wanted in zip(grads, expected, strict=True):
+        torch.testing.assert_close(ours, wanted.to(dtype))
+
+
+@one_node_only
+@pytest.mark.usefixtures("strategy")
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_an_infinite_gradient_of_another_replica_is_seen(weight):
+    """Where weights are frozen and not known to be copies, as on several devices."""
+    weights = torch.tensor([[1.0, 1.0], [weight, 1.0]])
+    shards = [torch.randn(3, 2).requires_grad_() for _ in range(2)]
+    upstream = [torch.randn(3, 2) for _ in range(2)]
+    upstream[0][1, 0] = torch.inf
+    grads = torch.autograd.grad(run_sharded(OwnWeights(weights), shards), shards, upstream)
+    for grad in grads:
+        assert not grad[:, 0].isfinite().any()
+        assert grad[:, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_half_precision_are_rounded_once(dtype, create_graph):
+    """The sums of the replicas cancel, so that the error of a sum rounded per replica shows."""
+    layer = SynchronizedBatchNorm1d(3).to(dtype)
+    shards = [torch.randn(16, 3).to(dtype).requires_grad_() for _ in range(8)]
+    upstream = [torch.randn(16, 3).to(dtype) + 4 * (-1) ** i for i in range(8)]
+    leaves = [*shards, layer.weight, layer.bias]
+    outputs = run_sharded(layer, shards)
+    grads = torch.autograd.grad(outputs, leaves, upstream, create_graph=create_graph)
+    expected = oracle.batch_norm(
+        [x.detach().double() for x in shards], [dy.double() for dy in upstream]
+    )
+    exact = [*expected.input_grads, expected.weight_grad, expected.bias_grad]
+    for ours, wanted in zip(grads, exact, strict=True):
+        step = torch.finfo(dtype).eps * wanted.abs()  # of which rounding takes half
+        assert ((ours.double() - wanted).abs() <= 0.6 * step + 2e-5).all()
+
+
+@one_node_only
+def test_many_rows_with_a_gradient_along_the_output_are_as_exact_as_in_torchs_layer():
+    x = torch.randn(400_000, 2)
+    plain = nn.BatchNorm1d(2)
+    along = plain(x).detach()
+
+    def error(run: Any) -> float:
+        leaf = x.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(run(leaf), leaf, along)
+        return (dx.double() - exact).abs().max().item()
+
+    leaf = x.double().requires_grad_()
+    (exact,) = torch.autograd.grad(nn.BatchNorm1d(2).double()(leaf), leaf, along.double())
+    ours = Sharded(SynchronizedBatchNorm1d(2), [200_000, 200_000])
+    assert error(ours) <= 2 * error(plain) + torch.finfo(torch.float32).eps
+
+
+@one_node_only
+def test_weights_of_one_storage_with_other_strides_are_no_copies():
+    storage = torch.randn(6, dtype=torch.float64)
+    weights = torch.stack((storage[:3], storage[::2]))
+    net = OwnWeights(weights)
+    net.weights = (storage[:3], storage[::2])
+    shards = [torch.randn(4, 3, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    upstream = [torch.randn_like(shard) for shard in shards]
+    own = OwnWeights(weights.clone())
+    torch.testing.assert_close(
+        torch.autograd.grad(run_sharded(net, shards), shards, upstream),
+        torch.autograd.grad(run_sharded(own, shards), shards, upstream),
+    )
+
+
+@one_node_only
+def test_a_channel_of_nan_leaves_the_digits_of_a_channel_with_a_large_mean():
+    x, dy = torch.randn(2, 6, 3)
+    x[:, 1] += 1e5
+    x[1, 0] = torch.nan
+    leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    ours, plain = SynchronizedBatchNorm1d(3), nn.BatchNorm1d(3).double()
+    y, wanted = Sharded(ours, [2, 4])(leaf), plain(exact)
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+    (dx,) = torch.autograd.grad(y, leaf, dy)
+    (wanted,) = torch.autograd.grad(wanted, exact, dy.double())
+    torch.testing.assert_close(dx.double(), wanted, rtol=1e-5, atol=1e-5, equal_nan=True)

@@ -17,10 +17,11 @@ from syncbn import channels
 from syncbn.kernels import BLOCK, PLAIN, Fused, Kernels, Native, Statistics
 from syncbn.merge import Denominator, Shard, kernel_statistics
 from tests.layouts import LAYOUTS, channels_last, channels_of, with_odd_strides
+from tests.pairwise import pairwise
 
 # `Fused` needs a GPU, or stand-ins: see `test_fused_kernels.py`.
 NATIVE, FUSED = Native(), Fused()
-every_strategy = pytest.mark.parametrize("kernels", [NATIVE, PLAIN])
+every_strategy = pytest.mark.parametrize("kernels", [NATIVE, PLAIN], ids=["native", "plain"])
 #: Whether the mean counts as large, so that no precision may be lost by subtracting it late.
 large_or_not = pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
 
@@ -168,12 +169,12 @@ def test_sums_of_equal_values_of_many_samples_are_precise_in_any_layout(shape, l
         torch.testing.assert_close(dbias.double(), channels_of(dy).sum(1), rtol=2e-6, atol=0)
 
 
-@every_strategy
-@pytest.mark.parametrize(
-    "shape", [(1, 3, 4, 5), (1, 8, 1, 5), (3, 4, 1, 1), (1, 1, 6, 1)], ids=str
+@pairwise(
+    kernels=[NATIVE, PLAIN],
+    shape=[(1, 3, 4, 5), (1, 8, 1, 5), (3, 4, 1, 1), (1, 1, 6, 1)],
+    x_layout=["contiguous", "channels_last", "viewed", "image"],
+    dy_layout=["contiguous", "channels_last", "viewed", "image"],
 )
-@pytest.mark.parametrize("x_layout", ["contiguous", "channels_last", "viewed", "image"])
-@pytest.mark.parametrize("dy_layout", ["contiguous", "channels_last", "viewed", "image"])
 def test_dimensions_of_length_one_may_have_any_stride(kernels, shape, x_layout, dy_layout):
     layouts: dict[str, Callable[[Tensor], Tensor]] = {
         **LAYOUTS,
@@ -284,9 +285,7 @@ def test_an_empty_shard_has_finite_moments(kernels, shape):
 
 @every_strategy
 @large_or_not
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("upstream", LAYOUTS)
-@pytest.mark.parametrize("channels", [1, 65])
+@pairwise(layout=LAYOUTS, upstream=LAYOUTS, channels=[1, 65])
 def test_every_kernel_takes_every_layout(kernels, layout, upstream, channels, is_large):
     x = LAYOUTS[layout](torch.randn(4, channels, 3, 5))
     dy = LAYOUTS[upstream](torch.randn(4, channels, 3, 5))

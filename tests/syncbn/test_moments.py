@@ -7,16 +7,16 @@ import torch
 
 from syncbn import moments as statistics
 from tests.layouts import LAYOUTS, channels_last, channels_of
+from tests.pairwise import pairwise
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("channels", [1, 3, 65])
-@pytest.mark.parametrize(
-    ("dtype", "rtol"),
-    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-5), (torch.float16, 1e-5)],
-    ids=str,
+@pairwise(
+    layout=LAYOUTS,
+    channels=[1, 3, 65],
+    dtype=[torch.float64, torch.float32, torch.bfloat16, torch.float16],
 )
-def test_moments_are_mean_and_biased_variance(layout, channels, dtype, rtol):
+def test_moments_are_mean_and_biased_variance(layout, channels, dtype):
+    rtol = 1e-12 if dtype == torch.float64 else 1e-5
     x = LAYOUTS[layout](torch.randn(4, channels, 3, 5).to(dtype))
     mean, var = statistics.moments(x)
     assert mean.dtype == var.dtype == torch.float64
@@ -35,9 +35,21 @@ def test_the_variance_does_not_suffer_from_a_large_mean(mean):
     torch.testing.assert_close(mean_of_x, x.double().mean(0), rtol=0, atol=2**-24)
 
 
-@pytest.mark.parametrize("mean", [0, 1, 3.9, 4.1, 20, 1e3])
-@pytest.mark.parametrize("shape", [(8, 3, 56, 56), (2, 3, 7, 7), (16, 3, 512), (1, 3, 200, 300)])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", [(64, 3), (40_000, 2), (4, 3, 80, 80)], ids=str)
+def test_a_small_variance_at_a_large_mean_has_the_digits_that_float64_leaves(shape):
+    x = 1e8 + 1e-2 * torch.randn(shape, dtype=torch.float64)
+    values = channels_of(x) - 1e8  # exact
+    mean, var = statistics.moments(x)
+    # The mean is rounded to 1.5e-8, a millionth of the deviation.
+    torch.testing.assert_close(mean - 1e8, values.mean(1), rtol=0, atol=2e-8)
+    torch.testing.assert_close(var, values.var(1, correction=0), rtol=1e-10, atol=0)
+
+
+@pairwise(
+    mean=[0, 1, 3.9, 4.1, 20, 1e3],
+    shape=[(8, 3, 56, 56), (2, 3, 7, 7), (16, 3, 512), (1, 3, 200, 300)],
+    layout=["contiguous", "channels_last"],
+)
 def test_the_variance_has_the_digits_of_float32_whatever_the_mean(mean, shape, layout):
     x = torch.randn(shape) + mean + torch.randn(shape[0], *[1] * (len(shape) - 1))
     if layout == "channels_last" and len(shape) == 4:
@@ -50,13 +62,13 @@ def test_the_variance_has_the_digits_of_float32_whatever_the_mean(mean, shape, l
     torch.testing.assert_close(center, exact.mean(1), rtol=1e-6, atol=rtol)
 
 
-@pytest.mark.parametrize("first", [0, 1, 30])
-@pytest.mark.parametrize("mean", [0, 3, 50])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "shape", [(70000, 3), (9, 5, 41, 29), (2, 70, 100, 90), (1, 3, 7, 41, 29)]
+@pairwise(
+    layout=[torch.clone, channels_last],
+    shape=[(70000, 3), (9, 5, 41, 29), (2, 70, 100, 90), (1, 3, 7, 41, 29)],
+    dtype=[torch.float16, torch.bfloat16, torch.float32],
+    mean=[0, 3, 50],
+    first=[0, 1, 30],
 )
-@pytest.mark.parametrize("layout", [torch.clone, channels_last])
 def test_the_moments_of_many_values_are_those_of_float64(layout, shape, dtype, mean, first):
     """However they are cut, and however far the first sample is from the others."""
     x = torch.randn(shape) + mean

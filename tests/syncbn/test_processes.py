@@ -34,7 +34,7 @@ try:
 except ImportError:  # torch 2.4
     fully_shard = None
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.slow]
 
 #: How moments are merged: few ranks gather, many reduce, but not what is in float64; and with a
 #: total that the host does not know, as on GPUs.
@@ -158,10 +158,11 @@ def nobody_has_data(rank: int) -> tuple[Tensor, Tensor, int]:
     return y.detach(), running, layer.num_batches_tracked.item()
 
 
-def one_value_in_all(rank: int) -> tuple[str, Tensor]:
+def one_value_in_all(rank: int) -> tuple[str, Tensor, int]:
     layer = layer_like()
     error = outcome_of(lambda: layer(torch.ones(int(rank == 0), 2))).error
-    return str(error), torch.stack((layer.running_mean, layer.running_var))
+    running = torch.stack((layer.running_mean, layer.running_var))
+    return str(error), running, layer.num_batches_tracked.item()
 
 
 def of_tiny_deviation(size: int) -> list[Tensor]:
@@ -335,7 +336,8 @@ def test_one_value_per_rank_is_enough(found, way):
 @pytest.mark.parametrize("way", ["gather", "reduce"])
 def test_one_value_in_all_is_torchs_error_in_every_rank(found, way):
     for results in found:
-        error, _ = results[way, "one"]
+        error, _, batches = results[way, "one"]
+        assert batches == 0
         assert error.startswith(
             "Expected more than 1 value per channel when training, got input size"
         )
@@ -343,7 +345,7 @@ def test_one_value_in_all_is_torchs_error_in_every_rank(found, way):
 
 def test_one_value_in_all_that_the_host_does_not_know_does_no_harm(found):
     for results in found:
-        error, running = results["unseen", "one"]
+        error, running, _ = results["unseen", "one"]
         assert error == "None"
         assert running.isfinite().all()
 

@@ -1,6 +1,6 @@
 """Activation checkpoints inside replicas: the same gradients, nothing trainable twice, no waiting.
 
-T8.1, T8.2; mapillary/inplace_abn#48, #60, pytorch#43946 (stuck), #96136 (trainable twice).
+mapillary/inplace_abn#48, #60, pytorch#43946 (stuck), #96136 (trainable twice).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import replication
 import replication.version
 import syncbn
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture

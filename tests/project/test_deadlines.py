@@ -89,6 +89,7 @@ def test_that_hangs():
 """
 
 
+@pytest.mark.slow
 def test_a_test_that_hangs_ends_the_run_with_its_stack(tmp_path):
     """Long before ``faulthandler_timeout``."""
     conftest = (ROOT / "tests" / "conftest.py").read_text()

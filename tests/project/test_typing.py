@@ -15,6 +15,8 @@ import replication
 import syncbn
 from tests.processes import ROOT, completed
 
+pytestmark = pytest.mark.slow
+
 USES, MISUSES = (ROOT / "tests" / f"typed_{name}.py" for name in ("uses", "misuses"))
 
 #: Errors in one file: the line and the kind of each.

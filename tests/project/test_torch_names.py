@@ -27,7 +27,7 @@ import replication
 import syncbn
 
 #: In torch 2.4, each tried there; what is used where it is there only, behind a question, is not.
-NAMES = (Path(__file__).parent / "torch_names.txt").read_text().split()
+NAMES = (Path(__file__).parent.parent / "torch_names.txt").read_text().split()
 
 #: In newer ones, or older ones, and asked for.
 ASKED_FOR = {

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from replication import Group, ReplicaAware, ReplicasDiverged
 from syncbn import SynchronizedBatchNorm1d
 from tests.deadlines import Deadline
-from tests.devices import several
 from tests.faults import N, as_torch_does, assert_next_step_is_exact, batch, numbers, ours
 from tests.layers import Numbered, outcome_of
 from tests.pairwise import pairwise
@@ -88,22 +87,18 @@ def second_in_eval(net: TwoLayers, x: Tensor) -> Tensor:
 
 #: What the odd one does, and what the message says of it and of the others.
 WAYS: dict[str, tuple[Callable[[TwoLayers, Tensor], Tensor], str, str]] = {
-    # T1.4
     "skips both": (lambda net, x: x, "", "`a`, call 1: {others}"),
     "skips the first": (lambda net, x: net.b(x), "`b`, call 1: {odd} waits", "`a`, call 1: {all}"),
     "skips the last": (lambda net, x: net.a(x), "", "`b`, call 1: {others}"),
-    # T1.6
     "calls the first twice": (
         lambda net, x: net.b(net.a(net.a(x))), "`a`, call 2: {odd} waits", "`b`, call 1: {all}"
     ),
     "calls the last twice": (
         lambda net, x: net.b(net.b(net.a(x))), "`b`, call 2: {odd} waits", "ended after call 1"
     ),
-    # T1.5
     "calls in another order": (
         lambda net, x: net.a(net.b(x)), "`b`, call 1: {odd} waits", "`a`, call 1: {all}"
     ),
-    # T5.3
     "is in eval": (in_eval, "", "`a`, call 1: {others}"),
     "has a layer in eval": (second_in_eval, "", "`b`, call 1: {others}"),
 }  # fmt: skip
@@ -126,29 +121,6 @@ def test_replica_that_skips_a_layer_is_named(wrap, replica, way):
     text = str(error)
     for part in (of_odd or f"{names['odd']} ended without that call", of_others):
         assert re.search(part.format(**names), text), text
-    assert_recovers(net, twin, wrap)
-
-
-#: What the odd one calls its second layer with, and what it is told.
-BAD_INPUT: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception], str]] = {
-    # T2.5
-    "channels": (lambda x: x[:, :2], ValueError, "expected 3 channels"),
-    "dimensions": (lambda x: x[None, None], ValueError, "expected 2D or 3D input"),
-    # T4.4
-    "dtype": (lambda x: x.float(), RuntimeError, "expected weight in torch.float32"),
-    "integers": (lambda x: x.long(), NotImplementedError, "not implemented for inputs of torch.i"),
-}
-
-
-@pairwise(wrap=RUNNERS, replica=range(N), what=BAD_INPUT)
-def test_bad_input_in_one_replica_is_the_error_of_that_replica(wrap, replica, what):
-    net, twin = nets()
-    change, kind, text = BAD_INPUT[what]
-    net.odd_one, net.other = replica, lambda net, x: net.b(change(net.a(x)))
-    error = failure(net, wrap, batch()[0])
-    assert type(error) is kind
-    assert text in str(error)
-    assert error.__notes__ == [f"in replica {replica} of {N} on {several(N)[replica]}, module `b`"]
     assert_recovers(net, twin, wrap)
 
 

@@ -78,20 +78,14 @@ def as_function(name: str, size: int) -> tuple[Any, Tensors]:
 
 @cases
 @sizes
-def test_gradcheck(name, size):
+def test_derivatives_are_those_of_finite_differences(name, size):
     function, inputs = as_function(name, size)
     assert gradcheck(function, inputs)
-
-
-@cases
-@sizes
-def test_gradgradcheck(name, size):
-    function, inputs = as_function(name, size)
     assert gradgradcheck(function, inputs)
 
 
 @cases
-@pytest.mark.parametrize("used", [[0], [1], [2], [0, 2]], ids=str)
+@pytest.mark.parametrize("used", [[1], [0, 2]], ids=str)
 def test_only_some_members_outputs_enter_the_loss(name, used):
     case = CASES[name]
     inputs = leaves(case, 3)
@@ -268,10 +262,9 @@ def test_hooks_on_saved_tensors_of_one_member_see_nothing_of_the_others():
 
 
 @cases
-@pytest.mark.parametrize("size", [1, 3])
-def test_results_may_be_changed_in_place(name, size):
+def test_results_may_be_changed_in_place(name):
     case = CASES[name]
-    inputs = [tuple(x.detach() for x in own) for own in leaves(case, size)]
+    inputs = [tuple(x.detach() for x in own) for own in leaves(case, 3)]
     before = copy.deepcopy(inputs)
 
     def member(group: Group, *xs: Tensor) -> Tensors:

@@ -19,6 +19,8 @@ from tests.example_files import EXAMPLES, assert_refused, load_with_progress
 from tests.processes import completed, environment, run_python
 from tests.ranks import needs_gloo
 
+pytestmark = pytest.mark.slow
+
 for package in ("sklearn", "matplotlib", "tqdm"):
     pytest.importorskip(package, reason=f"the example needs {package}: pip install '.[examples]'")
 

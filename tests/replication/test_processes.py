@@ -38,7 +38,7 @@ from tests.layers import outcome_of
 from tests.processes import run_python
 from tests.ranks import TIMEOUT, needs_gloo, recorded_collectives, run_ranks
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.slow]
 
 
 def run_cases(rank: int, size: int) -> dict[str, Any]:

@@ -17,7 +17,9 @@ import syncbn
 from tests.processes import run_python
 from tests.ranks import needs_gloo, run_ranks
 
-ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples"))]
 PAGES += sorted((ROOT / "docs").glob("*.md"))

@@ -19,6 +19,8 @@ from benchmarks import scale
 from syncbn import SynchronizedBatchNorm2d
 from tests.ranks import recorded_collectives, run_ranks
 
+pytestmark = pytest.mark.slow
+
 if not (distributed.is_available() and distributed.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
 fake_pg = pytest.importorskip(

@@ -61,7 +61,7 @@ class Holds(nn.Module):
 
 
 def test_callbacks_and_forwards_find_all_tensors_on_the_replicas_device():
-    """T3.1, T3.2, T3.3; pytorch#36035, #40457, #38493."""
+    """pytorch#36035, #40457, #38493."""
     net = Holds()
     replicas = replicate(net, ["cpu", "meta"])
     execute_replication_callbacks(replicas)
@@ -133,8 +133,9 @@ print(net[1].num_batches_tracked.item())
 """
 
 
+@pytest.mark.slow
 def test_nothing_needs_what_builds_for_the_cpu_lack():
-    """T3.4; pytorch#109709, #143239."""
+    """pytorch#109709, #143239."""
     done = run_python("-c", CPU_BUILD)
     assert (done.stdout.split(), done.stderr) == (["1"], "")
 
@@ -145,7 +146,7 @@ def test_nothing_needs_what_builds_for_the_cpu_lack():
 @wraps
 @pytest.mark.parametrize("prefix", ["", "module."], ids=["module", "DataParallel"])
 def test_what_replicas_have_learnt_serves_on_one_device(wrap, prefix):
-    """T7.2, T12.2. In torch's own layers, which know nothing of us; and back."""
+    """In torch's own layers, which know nothing of us; and back."""
     net = network()
     plain = copy.deepcopy(net)
     model = wrap(convert_model(net), 3)
@@ -205,7 +206,7 @@ class Echo(nn.Module):
 @settings(max_examples=60)
 @given(args=st.lists(NESTED, max_size=2), kwargs=st.dictionaries(KEYS, NESTED, max_size=2))
 def test_the_module_sees_the_same_with_and_without_replicas(args, kwargs):
-    """T7.4; pytorch#7457, mmcv#792. Arguments and outputs, whatever they are nested in."""
+    """pytorch#7457, mmcv#792. Arguments and outputs, whatever they are nested in."""
 
     def filled(leaf: Any) -> Any:
         return torch.arange(8.0).view(4, 2) if leaf == "tensor" else leaf

@@ -10,6 +10,8 @@ import torch
 from tests.example_files import EXAMPLES, assert_refused, load_with_progress
 from tests.processes import run_python
 
+pytestmark = pytest.mark.slow
+
 for package in ("sklearn", "matplotlib", "tqdm"):
     pytest.importorskip(package, reason=f"the example needs {package}: pip install '.[examples]'")
 

@@ -1,0 +1,34 @@
+"""How many kernels a synchronized layer launches on accelerators, and that no host waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import launches
+
+
+def counted(launch: int, **others: int) -> dict[str, int]:
+    """What one forward or backward counts: two launches always have the size of the input."""
+    return {"launch": launch, "large": 2, **others}
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_launches_of_a_layer(replicas):
+    others = replicas - 1
+    first, other = launches.ours(replicas)
+    assert first == (counted(6, copy=2 * others), counted(min(4 + others, 6), copy=others))
+    assert other == (counted(2, copy=2), counted(3, copy=1))
+
+
+def test_launches_of_torchs_layer():
+    forward, backward = launches.torchs(2)
+    assert backward == counted(3, collective=1)
+    # Older versions of torch also make other vectors.
+    assert forward == counted(forward["launch"], collective=1, wait=3)
+    assert forward["launch"] >= 14
+
+
+def test_table_has_all_layers():
+    rows = [line for line in launches.lines() if line.startswith("|")]
+    assert len(rows) == 2 + 3 * len(launches.REPLICAS)
+    assert len({row.count("|") for row in rows}) == 1

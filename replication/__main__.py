@@ -13,7 +13,6 @@ import platform
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -81,7 +80,7 @@ def check_machine(
     results = [
         check_devices(make_layer, batch, devices, dtypes(devices[0])) for devices in device_lists
     ]
-    passes = all(result.verdict == "PASS" for result in results)
+    passes = all(verdict == "PASS" for verdict, *_ in results)
     print()
     print(Table(("result", "device", "checked"), results).text())
     if not accelerators:
@@ -94,24 +93,16 @@ def check_machine(
     return 0 if passes else 1
 
 
-class Result(NamedTuple):
-    """The result of the comparisons on one device, or across several."""
-
-    #: ``"PASS"`` or ``"FAIL"``.
-    verdict: str
-    #: The names of the devices.
-    devices: str
-    #: The comparisons that ran, and those that failed.
-    checked: str
-
-
 def check_devices(
     make_layer: Callable[[], nn.Module],
     batch: Tensor,
     devices: Sequence[torch.device],
     dtypes: Sequence[torch.dtype],
-) -> Result:
-    """Compares a layer on replicas with one device in each dtype, and prints the comparisons."""
+) -> tuple[str, str, str]:
+    """Compares a layer on replicas with one device in each dtype, and prints the comparisons.
+
+    Returns ``"PASS"`` or ``"FAIL"``, the names of the devices, and what was checked.
+    """
     names = ", ".join(dict.fromkeys(map(str, devices)))
     replicas = f"{len(devices)} replicas"
     checked, failures = [], []
@@ -129,8 +120,8 @@ def check_devices(
                 failures.append(f"differs from one device in {checked[-1]}")
     what = f"{replicas} in {' and '.join(checked)}"
     if failures:
-        return Result("FAIL", names, f"{what}: {', '.join(failures)}")
-    return Result("PASS", names, what)
+        return "FAIL", names, f"{what}: {', '.join(failures)}"
+    return "PASS", names, what
 
 
 def environment() -> str:

@@ -37,7 +37,6 @@ _SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 MAKE_SHELL = "_replicate_for_data_parallel"
 #: The dictionaries in which a module keeps the hooks of its calls and their options.
 HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name)
-#: True on a replica.
 IS_REPLICA = "_is_replica"
 #: The method that ``module(...)`` runs: hooks, then ``forward``.
 CALL_IMPL = "_call_impl"

@@ -25,7 +25,7 @@ from replication.devices import DeviceLike, check_module, device_of, parse_devic
 from replication.errors import add_note, path_or_root
 from replication.groups.replicas import CallbackContext
 from replication.modules import Position, label, paired
-from replication.sync.lifecycle import track
+from replication.sync.lifecycle import attach_rendezvous
 from replication.sync.rendezvous import CurrentReplica, this_thread
 
 __all__ = [
@@ -158,7 +158,7 @@ def run_callbacks(
                 if any(callbacks):
                     found.append((position, callbacks))
                 break
-    rendezvous = track(roots)
+    rendezvous = attach_rendezvous(roots)
     if not found:
         return
     devices = tuple(map(device_of, roots) if devices is None else devices)

@@ -59,9 +59,7 @@ class DataParallelCriterion(DataParallel[nn.Module]):
         dim: int = 0,
     ) -> None:
         check_module(criterion)
-        is_of_torch = type(criterion).__module__ == "torch.nn.modules.loss"
-        share = _ShareOfTorch(criterion) if is_of_torch else _Share(criterion)
-        super().__init__(share, device_ids, output_device, dim)
+        super().__init__(_Share(criterion), device_ids, output_device, dim)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Tensor:
         total, weight = super().forward(*inputs, **kwargs)
@@ -78,14 +76,34 @@ def _is_scalar(value: object) -> bool:
 
 
 class _Share(nn.Module):
-    """Computes the sum and the weight of the losses of one replica."""
+    """Computes the sum and the weight of the losses of one replica.
+
+    ``reduction`` is None if the criterion returns both itself. A criterion of torch returns one
+    loss per sample.
+    """
 
     def __init__(self, criterion: nn.Module) -> None:
         super().__init__()
+        self.reduction: str | None = None
+        if type(criterion).__module__ == "torch.nn.modules.loss":
+            self.reduction = getattr(criterion, "reduction", None)
+            known = ("sum",) if isinstance(criterion, nn.CTCLoss) else ("mean", "sum")
+            if self.reduction not in known:
+                raise ValueError(
+                    f"reduction of {type(criterion).__name__} must be "
+                    f"{' or '.join(map(repr, known))} (got {self.reduction!r}); for another, pass "
+                    "a module that returns the sum and the weight of the losses of its samples"
+                )
+            criterion = copy(criterion)
+            criterion.reduction = "none"  # type: ignore[assignment]
         self.criterion: Any = criterion
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         share: Any = self.criterion(*args, **kwargs)
+        if self.reduction is not None:
+            # A sum of float16 may overflow.
+            total = share.sum(dtype=torch.promote_types(share.dtype, torch.float32))
+            return total, None if self.reduction == "sum" else self._weight(share, args, kwargs)
         is_pair = isinstance(share, tuple) and len(share) == 2
         if not (is_pair and _is_scalar(share[0]) and (share[1] is None or _is_scalar(share[1]))):
             got = " and ".join(map(describe_argument, share if is_pair else [share]))
@@ -95,38 +113,13 @@ class _Share(nn.Module):
             )
         return share  # type: ignore[no-any-return]
 
-
-class _ShareOfTorch(_Share):
-    """Computes the sum and the weight of a loss of torch."""
-
-    def __init__(self, criterion: nn.Module) -> None:
-        reduction = getattr(criterion, "reduction", None)
-        known = ("sum",) if isinstance(criterion, nn.CTCLoss) else ("mean", "sum")
-        if reduction not in known:
-            raise ValueError(
-                f"reduction of {type(criterion).__name__} must be "
-                f"{' or '.join(map(repr, known))} (got {reduction!r}); for another reduction, "
-                "pass a module that returns the sum and the weight of the losses of its samples"
-            )
-        unreduced: Any = copy(criterion)
-        unreduced.reduction = "none"
-        super().__init__(unreduced)
-        self.reduction = reduction
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        losses = self.criterion(*args, **kwargs)
-        # A sum of float16 may overflow.
-        total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
-        if self.reduction == "sum":
-            return total, None
-        if isinstance(self.criterion, _OF_CLASSES):
-            target: Tensor = kwargs["target"] if "target" in kwargs else args[1]
-            if not target.is_floating_point():  # classes, not their probabilities
-                return total, self._weight_of_classes(target)
-        return total, losses.new_full((), losses.numel(), dtype=torch.int64)
-
-    def _weight_of_classes(self, target: Tensor) -> Tensor:
-        counted = target.ne(self.criterion.ignore_index)
+    def _weight(self, losses: Tensor, args: Any, kwargs: Any) -> Tensor:
+        """Returns the divisor of torch's mean."""
+        is_of_classes = isinstance(self.criterion, _OF_CLASSES)
+        target = (kwargs["target"] if "target" in kwargs else args[1]) if is_of_classes else None
+        if target is None or target.is_floating_point():  # probabilities of classes
+            return losses.new_full((), losses.numel(), dtype=torch.int64)
+        counted: Tensor = target.ne(self.criterion.ignore_index)
         weight: Tensor | None = self.criterion.weight
         if weight is None:
             return counted.sum()

@@ -44,7 +44,6 @@ __all__ = [
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-#: The name of a forward in profiles.
 _RANGE = "DataParallel.forward"
 
 

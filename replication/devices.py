@@ -57,7 +57,6 @@ _CPU_HINT = 'use "cpu" for the CPU, and device_ids=["cpu", "cpu"] for two replic
 
 _CPU = torch.device("cpu")
 
-#: The ways to write a device.
 DeviceLike = int | str | torch.device
 
 
@@ -206,7 +205,6 @@ def current_stream(device: torch.device) -> Any:
     return module.current_stream(device) if has_streams else None
 
 
-#: The streams of several devices.
 Streams = dict[torch.device, Any]
 
 

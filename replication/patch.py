@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import new_class
@@ -16,6 +14,7 @@ from replication._torch import HOOKS
 from replication.callbacks import RUNS_CALLBACKS, execute_replication_callbacks
 from replication.modules import layers_of
 from replication.sync.lifecycle import first_failure_wins, rendezvous_of
+from replication.sync.rendezvous import RenewedLock
 
 __all__ = ["PatchHandle", "patch_replication_callback"]
 
@@ -113,17 +112,7 @@ def unpatched_class(patched: Any) -> Any:
     return patched.__bases__[-1]
 
 
-# Re-entrant: a signal handler or a finalizer may interrupt the thread that holds it.
-_lock = threading.RLock()
-
-
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+_lock = RenewedLock()
 
 
 def change_class(data_parallel: Any, before: Any, after: Any) -> None:
@@ -131,7 +120,7 @@ def change_class(data_parallel: Any, before: Any, after: Any) -> None:
 
     It is the only change to the object, so an interrupt leaves it patched or not, nothing between.
     """
-    with _lock:
+    with _lock():
         if type(data_parallel) is before:
             object.__setattr__(data_parallel, "__class__", after)
 

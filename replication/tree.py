@@ -317,7 +317,6 @@ def leaves_of(tree: Any, opened: Callable[[Any], Container | None] = open_any) -
 class Spec(NamedTuple):
     """The containers around some leaves."""
 
-    #: None for a leaf.
     container: Container | None
     children: list[Spec]
 

@@ -19,7 +19,6 @@ __all__ = ["UnsynchronizedWarning"]
 #: Captured on import, because programs may replace these names.
 _PLAIN = frozenset((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm))
 
-#: The maximal number of layers that the warning names.
 _NAMED = 3
 
 

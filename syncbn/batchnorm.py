@@ -298,8 +298,6 @@ class SynchronizedBatchNormNd(SynchronizedBatchNorm, _BatchNorm):
     >>> layer(torch.randn(8, 4)).shape, layer(torch.randn(2, 4, 6, 6)).shape
     (torch.Size([8, 4]), torch.Size([2, 4, 6, 6]))
 
-    See also `SynchronizedBatchNorm1d`, `SynchronizedBatchNorm2d` and `SynchronizedBatchNorm3d`.
-
     Shape:
         Input and output: ``(N, C, ...)``. Replicas may differ in all but C.
     """

@@ -76,7 +76,6 @@ _NAMES: dict[str, dict[str, Any]] = {
     "batchnorm_reimpl": {"BatchNorm2dReimpl": nn.BatchNorm2d},
     "unittest": {"TorchTestCase": TorchTestCase},
 }
-#: The constructor's arguments that have defaults.
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(SynchronizedBatchNorm.__init__).parameters.items()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,6 +14,7 @@ from replication.errors import path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import check_process_group
 from replication.patch import has_replication_callback, patch_replication_callback
+from replication.sync.rendezvous import RenewedLock
 from replication.warning import UnsynchronizedWarning, warn
 from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
 from syncbn.kinds import (
@@ -259,16 +258,7 @@ _NAMES = {plain.__name__: plain for plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn
 
 #: The classes that ``torch.nn`` had before each open block of `patch_sync_batchnorm`.
 _blocks: list[dict[str, Any]] = []
-_changing_names = threading.RLock()
-
-
-def _renew_lock() -> None:
-    global _changing_names
-    _changing_names = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+_changing_names = RenewedLock()
 
 
 @contextmanager
@@ -293,14 +283,14 @@ def patch_sync_batchnorm() -> Iterator[None]:
     """
     block: dict[str, Any] = {}
     try:
-        with _changing_names:
+        with _changing_names():
             block.update((name, getattr(nn, name)) for name in _NAMES)
             _blocks.append(block)
             for name, plain in _NAMES.items():
                 setattr(nn, name, SYNCHRONIZED[plain])
         yield
     finally:
-        with _changing_names:
+        with _changing_names():
             _close(block)
 
 

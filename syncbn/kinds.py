@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -32,14 +32,12 @@ __all__ = ["Summary", "summary"]
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
-#: The synchronized counterpart of each torch class.
 SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: SynchronizedBatchNorm1d,
     nn.BatchNorm2d: SynchronizedBatchNorm2d,
     nn.BatchNorm3d: SynchronizedBatchNorm3d,
     nn.SyncBatchNorm: SynchronizedBatchNormNd,
 }
-#: The torch class of each synchronized class.
 PLAIN = {synchronized: plain for plain, synchronized in SYNCHRONIZED.items()}
 
 
@@ -61,7 +59,6 @@ _OLDER_STATE = frozenset(("_sync_master", "_is_parallel", "_parallel_id", "_slav
 #: Attributes of such a layer that a synchronized layer does not need.
 OLDER_ATTRIBUTES = _OLDER_STATE | {"_moving_average_fraction"}
 
-#: Layers that normalize each sample separately.
 _BY_SAMPLE = (
     nn.modules.instancenorm._InstanceNorm,
     nn.GroupNorm,
@@ -142,48 +139,37 @@ def why_older_stays(layer: nn.Module) -> str:
     kind = type(layer)
     classes = kind.__mro__[: kind.__mro__.index(_BatchNorm)]
     toolkit = next((c for c in classes if CALLBACK in vars(c)), None)
-    difference = _difference_from_older(layer, classes, toolkit)
-    if not difference:
+    own = _own_parts(layer, classes, toolkit)
+    if not own:
         return ""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "an unknown file"
     package = (toolkit or kind).__module__.removesuffix(".batchnorm")
     return (
-        f"a layer of an older toolkit {difference}: class {kind.__qualname__} of {file}; "
-        f"syncbn.stand_in_for({package!r}), called before the first import of {package}, makes "
-        "its base class a synchronized one"
+        f"a layer of an older toolkit that has its own {', '.join(sorted(own))}: class "
+        f"{kind.__qualname__} of {file}; syncbn.stand_in_for({package!r}), called before the "
+        f"first import of {package}, makes its base class a synchronized one"
     )
 
 
-def _difference_from_older(
-    layer: nn.Module, classes: tuple[type, ...], toolkit: type | None
-) -> str:
-    """Returns how a layer differs from the layers of the older toolkit, or "".
+def _own_parts(layer: nn.Module, classes: Sequence[type], toolkit: type | None) -> set[str]:
+    """Returns the names of parts that a layer has and the layers of the older toolkit lack.
 
-    Args:
-        layer: The layer.
-        classes: Its class and the base classes before torch's batch norm.
-        toolkit: The one of them that has the replication callback.
+    ``toolkit`` is the one of ``classes``, those before torch's batch norm, with the callback.
     """
-    forward = vars(toolkit).get("forward") if toolkit else None
-    if toolkit is None or forward is None:
-        return "without a forward and a callback in one class"
+    if toolkit is None or "forward" not in vars(toolkit) or "forward" in vars(layer):
+        return {"forward"}
     position = classes.index(toolkit)
-    derived, bases = classes[:position], classes[position + 1 :]
-    added = {n for c in derived for n, v in vars(c).items() if callable(v) or n[:2] != "__"}
-    added |= {n for n, v in vars(toolkit).items() if callable(v) and n[:1] != "_"} - {"forward"}
-    if added := added - {"__init__", "_check_input_dim", "extra_repr"}:
-        return f"that adds {', '.join(sorted(added))}"
-    if not all(base.__module__.startswith("torch.") for base in bases):
-        return "with a base class of its own"
-    if counterpart(layer) is None:
-        return "whose class name does not say 1d, 2d or 3d"
+    own = {
+        n for c in classes[:position] for n, v in vars(c).items() if callable(v) or n[:2] != "__"
+    }
+    own |= {n for n, v in vars(toolkit).items() if callable(v) and n[:1] != "_"} - {"forward"}
+    own -= {"__init__", "_check_input_dim", "extra_repr"}
+    own |= {c.__name__ for c in classes[position + 1 :] if not c.__module__.startswith("torch.")}
     # Plain attributes matter only if the forward reads them.
-    read = getattr(getattr(forward, "__code__", None), "co_names", ())
+    read = getattr(getattr(vars(toolkit)["forward"], "__code__", None), "co_names", ())
     state = {*layer._parameters, *layer._buffers, *layer._modules, *(vars(layer).keys() & read)}
     state -= {*vars(_plain), *_plain._parameters, *_plain._buffers, *OLDER_ATTRIBUTES, *CORRECTION}
-    if state:
-        return f"with state of its own, {', '.join(sorted(state))}"
-    return "whose forward was replaced" if "forward" in vars(layer) else ""
+    return own | state or (set() if counterpart(layer) else {"class name (without 1d, 2d or 3d)"})
 
 
 _plain = nn.BatchNorm2d(1, device="meta")
@@ -236,21 +222,13 @@ def _note_on(layer: SynchronizedBatchNorm) -> str:
 
 
 class LayerSummary(NamedTuple):
-    #: The path in the network. The network itself has an empty path.
     path: str
-    #: The name of the layer's class.
     layer: str
     kind: Kind
 
 
 class Summary(ShownAsTable):
     """The result of `summary`. It prints as a table, and shows as a table in a notebook.
-
-    >>> from torch import nn
-    >>> from syncbn import summary
-    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-    >>> [(layer.path, layer.kind.name) for layer in summary(net).layers]
-    [('1', 'plain')]
 
     Attributes:
         layers: All layers that normalize or run replicas, in the order of ``named_modules()``.

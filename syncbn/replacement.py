@@ -14,8 +14,6 @@ from torch import nn
 from replication import ReplicaAware
 from replication.errors import path_or_root
 
-__all__: list[str] = []
-
 #: Makes the synchronized layer for a layer.
 Function = Callable[[Any], nn.Module]
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from syncbn.batchnorm import SynchronizedBatchNorm2d
 
-__all__: list[str] = []
-
 _MODULE, _NAME = "timm.layers.norm_act", "BatchNormAct2d"
 
 

@@ -362,8 +362,8 @@ def test_a_list_of_parts_has_the_wrong_length():
 
 
 @reads("""
-    ValueError: the outputs of the replicas must have the same structure (only replica 0 has
-    `loss`; only replica 1 has `score`)
+    ValueError: the outputs of the replicas must have the same structure (replica 0: dict
+    with loss, replica 1: dict with score)
 """)
 def test_outputs_have_different_keys():
     gather([{"loss": X}, {"score": X}], "cpu")

@@ -11,13 +11,9 @@ from typing import Any, NamedTuple
 class Table(NamedTuple):
     """Rows of cells, and the lines before and after them. Names of layers are in backticks."""
 
-    #: One title per column.
     titles: Sequence[str]
-    #: Without rows, the titles are left out as well.
     rows: Sequence[Sequence[str]]
-    #: The lines before the table.
     before: Sequence[str] = ()
-    #: The lines after the table.
     after: Sequence[str] = ()
     #: The first column of numbers, which are aligned to the right. None if there is none.
     numbers_from: int | None = None

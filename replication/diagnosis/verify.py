@@ -31,7 +31,6 @@ __all__ = ["Difference", "Verification", "verify"]
 #: Other orders of the batch: rotations by so many samples. One may round as the batch itself does.
 _SHIFTS = (1, 2, 3)
 
-#: Attributes that every module has.
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 #: The kind of quantity that differs first. The model's outputs differ as well if it matters.
@@ -41,14 +40,6 @@ _OF_LAYERS = "outputs of layers"
 @dataclass(frozen=True)
 class Difference:
     """The difference of one quantity between the replicas and one device.
-
-    >>> import torch
-    >>> from torch import nn
-    >>> from syncbn import verify
-    >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    >>> difference = verify(net, torch.randn(8, 3)).first_difference
-    >>> difference.where, difference.error > 0.01
-    ('output of `1` (BatchNorm1d)', True)
 
     Attributes:
         where: The quantity and its layer, such as "output of `norm` (BatchNorm1d)".
@@ -70,13 +61,6 @@ class Verification(ShownAsTable):
     """The result of `verify`. True if all quantities are equal up to rounding.
 
     It prints as a table, and shows as a table in a notebook.
-
-    >>> import torch
-    >>> from torch import nn
-    >>> from syncbn import verify
-    >>> result = verify(nn.Linear(3, 4), torch.randn(8, 3))
-    >>> bool(result), result.replicas
-    (True, 2)
 
     Attributes:
         differences: The differences by kind of quantity: outputs of layers in the order in which
@@ -257,7 +241,6 @@ class LayerCall(NamedTuple):
         return f"output of `{self.path}` ({type(layers[self.path]).__name__}{later})"
 
 
-#: The tensors of each replica, by its index.
 Parts = dict[int, list[Tensor | None]]
 
 
@@ -280,7 +263,6 @@ class Step:
         self.tensors: dict[str, dict[str, Tensor | None]] = {}
         #: The plain containers in attributes whose items change in the forward.
         self.changed_attributes: list[str] = []
-        #: The number of replicas that ran.
         self.replicas = 0
         self._counts: Counter[tuple[str, int]] = Counter()
         # A DataParallel inside the network has replicas of its own.

@@ -6,7 +6,6 @@ nothing.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import defaultdict
@@ -19,11 +18,10 @@ from torch.autograd.profiler import record_function
 from replication._torch import is_profiling
 from replication.diagnosis.table import ShownAsTable, Table
 from replication.sync import lifecycle
-from replication.sync.rendezvous import Observe
+from replication.sync.rendezvous import Observe, RenewedLock
 
 __all__ = ["WaitReport", "wait_report"]
 
-#: The maximal number of layers in a printed or drawn report.
 _ROWS = 20
 
 
@@ -31,9 +29,8 @@ class Waits(NamedTuple):
     """How long the copies of one layer waited for each other."""
 
     path: str
-    #: The number of waits of the replica that waited most often.
+    #: Of the replica that waited most often.
     calls: int
-    #: The seconds that each replica waited.
     seconds: dict[int, float]
 
     @property
@@ -46,16 +43,6 @@ class WaitReport(ShownAsTable):
 
     It prints as a table, and shows as a table in a notebook, in milliseconds per forward.
 
-    >>> import torch
-    >>> from replication import DataParallel, ReplicaAware, wait_report
-    >>> class Total(ReplicaAware, torch.nn.Module):
-    ...     def forward(self, x):
-    ...         return self.group.all_reduce(x.sum())
-    >>> with wait_report(quiet=True) as report:
-    ...     y = DataParallel(torch.nn.Sequential(Total()), ["cpu"] * 2)(torch.ones(4))
-    >>> [(waits.path, waits.calls) for waits in report.layers]
-    [('0', 1)]
-
     Attributes:
         forwards: The number of forwards.
     """
@@ -63,23 +50,19 @@ class WaitReport(ShownAsTable):
     def __init__(self) -> None:
         self.forwards = 0
         self._size = 0
-        self._renew_lock()
+        self._lock = RenewedLock()
         # By path and replica.
         self._counts: dict[tuple[str, int], int] = defaultdict(int)
         self._seconds: dict[tuple[str, int], float] = defaultdict(float)
 
-    def _renew_lock(self) -> None:
-        # Re-entrant: a signal handler or a finalizer may interrupt the thread that holds it.
-        self._lock = threading.RLock()
-
     def add_forward(self, size: int) -> None:
         """Records a forward of ``size`` replicas."""
-        with self._lock:
+        with self._lock():
             self.forwards += 1
             self._size = max(self._size, size)
 
     def add(self, path: str, replica: int, seconds: float) -> None:
-        with self._lock:
+        with self._lock():
             self._counts[path, replica] += 1
             self._seconds[path, replica] += seconds
 
@@ -91,7 +74,7 @@ class WaitReport(ShownAsTable):
     @property
     def layers(self) -> list[Waits]:
         """One entry for each layer, in descending order of the time waited."""
-        with self._lock:
+        with self._lock():
             layers = [
                 Waits(
                     path,
@@ -171,18 +154,7 @@ class WaitReport(ShownAsTable):
             axes.legend()
 
 
-#: The reports of all open ``with`` blocks, in all threads.
 _reports: list[WaitReport] = []
-
-
-def _renew_locks() -> None:
-    """Makes new locks in a forked child, where the thread that holds a lock may not exist."""
-    for report in _reports:
-        report._renew_lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
 
 
 @contextmanager

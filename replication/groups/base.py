@@ -33,7 +33,6 @@ _DTYPES = (
 )
 
 
-#: The dtypes and shapes of some tensors.
 Layouts = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 
@@ -356,10 +355,25 @@ class SoloGroup(Group):
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
 
+    #: The layer whose group this is outside replicas. Inside a replica such a group, kept from
+    #: before the forward, would leave the replica silently unsynchronized.
+    _layer: str | None = None
+
+    @classmethod
+    def _outside_replicas(cls, layer: str) -> SoloGroup:
+        group = cls()
+        group._layer = layer
+        return group
+
     def _check_use(self, name: str) -> None:
         current = current_replica()
         if current is not None and current.in_callback:  # as in a larger group
             raise ReplicationError(f"{self!r}: {refuses_callbacks(name)}")
+        if self._layer and current is not None and (current.rendezvous.size or 0) > 1:
+            raise ReplicationError(
+                f"{self._layer}: replica {current.replica} calls {name} of a group from outside "
+                "the forward, which does not connect replicas; read self.group in forward"
+            )
 
     def _check_derivatives(self, name: str, tensors: Sequence[Tensor]) -> None:
         return  # there are no other members

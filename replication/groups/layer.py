@@ -31,7 +31,6 @@ else:
 __all__ = ["ReplicaAware"]
 
 
-#: One warning per process.
 _first_warning_of_processes = WarnOnce()
 
 
@@ -44,30 +43,6 @@ def warn_of_unconnected_processes(layer: str) -> None:
             "to the other processes; call torch.distributed.init_process_group() first",
             UnsynchronizedWarning,
         )
-
-
-class UnreplicatedGroup(SoloGroup):
-    """The group of a layer outside replicas.
-
-    It refuses calls inside a replica, where a group that was kept from before the forward would
-    leave the replica silently unsynchronized.
-    """
-
-    def __init__(self, layer: str) -> None:
-        super().__init__()
-        self._layer = layer
-
-    def __repr__(self) -> str:
-        return repr(SoloGroup())
-
-    def _check_use(self, name: str) -> None:
-        super()._check_use(name)
-        current = current_replica()
-        if current is not None and (current.rendezvous.size or 0) > 1:
-            raise ReplicationError(
-                f"{self._layer}: replica {current.replica} calls {name} of a group from outside "
-                "the forward, which does not connect replicas; read self.group in forward"
-            )
 
 
 class ReplicaAware(_Base):
@@ -112,7 +87,6 @@ class ReplicaAware(_Base):
                 "rename the attribute that hides it"
             )
 
-    #: The group of a replica.
     _replica_group: Group | None = None
     #: Whether `torch.distributed` was not initialized when the replica was made.
     _is_one_process = False
@@ -214,7 +188,7 @@ class ReplicaAware(_Base):
             return group
         if processes_are_not_connected():
             warn_of_unconnected_processes(self._public_name)
-        return UnreplicatedGroup(self._public_name)
+        return SoloGroup._outside_replicas(self._public_name)
 
     def _refuse_processes(self) -> NoReturn:
         raise ReplicationError(

@@ -164,9 +164,7 @@ class CallHeader(NamedTuple):
     length: int
     #: The hash of everything that must match.
     digest: bytes
-    #: The layer and the number of its call.
     where: str
-    #: The call, for messages.
     text: str
 
     @classmethod
@@ -257,7 +255,7 @@ def exchanged(tensor: Tensor, sent: list[int], received: list[int], process_grou
 class Collective(Function):
     """Runs a collective in an autograd graph.
 
-    The derivative consists of such collectives, so it is differentiable any number of times.
+    ``derivative`` consists of such collectives, so it is differentiable any number of times.
     """
 
     @staticmethod
@@ -275,27 +273,8 @@ class Collective(Function):
         return None, None, ctx.derivative(grad)
 
 
-def differentiable(
-    collective: Callable[[Tensor], Tensor],
-    derivative: Callable[[Tensor], Tensor],
-    tensor: Tensor,
-) -> Tensor:
-    """Runs a collective in an autograd graph.
-
-    ``derivative`` returns the gradient of ``tensor``, given the gradient of the result. It
-    consists of `differentiable` collectives, to be differentiable itself.
-    """
-    if is_batched(tensor):
-        raise ReplicationError(
-            "collectives between processes take no batched gradients (is_grads_batched=True, "
-            "vectorize=True); compute one after the other"
-        )
-    return Collective.apply(collective, derivative, tensor)  # type: ignore[no-any-return, no-untyped-call]
-
-
 # -- the group ------------------------------------------------------------------------------------
 
-#: A call with its number, and the headers of all ranks.
 _Numbered = tuple[Call, list[CallHeader]]
 
 
@@ -433,20 +412,21 @@ class ProcessGroup(Group):
     ) -> Tensor:
         """Runs a collective in an autograd graph. Its backward is a separate call.
 
-        Args:
-            call: The call that the collective is part of.
-            collective: The collective, without a graph.
-            derivative: Returns the gradient of ``tensor``, given the call of the backward and the
-                gradient of the result.
-            tensor: The argument of the collective.
+        ``derivative`` returns the gradient of ``tensor``, given the call of the backward and the
+        gradient of the result.
         """
+        if is_batched(tensor):
+            raise ReplicationError(
+                "collectives between processes take no batched gradients (is_grads_batched=True, "
+                "vectorize=True); compute one after the other"
+            )
 
         def backward(grad: Tensor) -> Tensor:
             of_backward = call.backward(grad)
             with self._calling(of_backward):
                 return derivative(of_backward, grad)
 
-        return differentiable(collective, backward, tensor)
+        return Collective.apply(collective, backward, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
     # -- collectives ---------------------------------------------------------------------------
 
@@ -659,16 +639,12 @@ def _destroyed(where: str) -> ReplicationError:
 
 
 def _remedy() -> str:
-    if debugging():
-        return (
-            "if no other rank failed first (see their logs), some rank did not reach this call: "
-            "is one in eval(), out of data (see replication.JoinableStep), or without a backward?"
-        )
-    return (
-        "if no other rank failed first (see their logs), some rank may be out of data (see "
-        "replication.JoinableStep), or the ranks may have called different layers: set "
-        "TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls"
+    text = (
+        "if no other rank failed first (see their logs), some rank did not reach this call: is "
+        "one in eval(), out of data (see replication.JoinableStep), or without a backward?"
     )
+    compare = "set TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls"
+    return text if debugging() else f"{text} Or do they call different layers? Then {compare}"
 
 
 def _call(name: str, tensors: Sequence[Tensor], option: str = "") -> Call:

@@ -47,7 +47,6 @@ T = TypeVar("T")
 MessageT = TypeVar("MessageT")
 ReplyT = TypeVar("ReplyT")
 
-#: The tensors of one member.
 Tensors = tuple[Tensor, ...]
 
 
@@ -137,7 +136,6 @@ class Communicator:
         self.layer = layer
         self.replicas = replicas
         is_part = rendezvous is not None and len(replicas) != rendezvous.size
-        #: The name of the group in messages.
         self.path = f"{layer}, replicas {replicas[0]}-{replicas[-1]}" if is_part else layer
         self.exchange = Exchange(self.path, replicas)
         self._parts: dict[tuple[int, int], Communicator] = {}
@@ -343,21 +341,19 @@ class ReplicaGroup(Group):
         current = this_thread.current
         if current is not None and current.rendezvous is rendezvous:
             if current.in_callback:
-                raise ReplicationError(f"{self._where()}: {refuses_callbacks(name)}")
+                self._refuse(ReplicationError, refuses_callbacks(name))
             if current.replica != replica:
-                raise ReplicationError(
-                    f"{self._where()}: replica {current.replica} calls {name} of the group of "
-                    f"copy {replica}; pass ctx.group the copy_id that the callback receives"
+                self._refuse(
+                    ReplicationError,
+                    f"replica {current.replica} calls {name} of the group of copy {replica}; pass "
+                    "ctx.group the copy_id that the callback receives",
                 )
         elif rendezvous.has_left(replica):
-            raise ReplicationError(
-                f"{self._where()}: {name} of a group whose forward has ended; "
-                + (
-                    "no replica answers in backward, so don't call collectives in hooks or custom "
-                    "backwards, and leave the layer out of activation checkpoints"
-                    if current_backward() != NO_BACKWARD
-                    else "get the group afresh in each forward"
-                )
+            self._refuse(
+                ReplicationError,
+                f"{name} of a group whose forward has ended; get the group afresh in each "
+                "forward, call no collectives in hooks or custom backwards, and leave the layer "
+                "out of activation checkpoints",
             )
 
     def _join(

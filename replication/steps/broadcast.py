@@ -16,7 +16,6 @@ from replication.devices import are_distinct_cuda, current_streams, to_device, u
 #: The bytes of a gradient up to which launching a copy takes longer than copying.
 _SMALL = 2**20
 
-#: One list of tensors per device.
 Copies = list[list[Tensor]]
 
 

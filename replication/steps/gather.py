@@ -132,30 +132,21 @@ def _warn_of_unknown(names: Collection[str], paths: list[Path]) -> None:
 
 
 def _describe_difference(error: DifferentStructure) -> str:
-    """Returns the message about outputs of two replicas that differ in structure."""
-    first, other = (
-        [] if container is None else [Path((*error.path, key)) for key in container.keys]
-        for container in map(open_any, (error.first, error.other))
+    first, other = error.first, error.other
+    text = (
+        "the outputs of the replicas must have the same structure (replica 0: "
+        f"{_outline(first)}, replica {error.index}: {_outline(other)}"
+        f"{f' at `{error.path}`' if error.path else ''})"
     )
-    missing = [f"only replica 0 has `{path}`" for path in first if path not in other]
-    missing += [f"only replica {error.index} has `{path}`" for path in other if path not in first]
-    if missing and type(error.first) is type(error.other):
-        difference = "; ".join(missing)
-    else:
-        difference = (
-            f"replica 0: {_outline(error.first)}, replica {error.index}: {_outline(error.other)}"
-            f"{f' at `{error.path}`' if error.path else ''}"
-        )
-    text = f"the outputs of the replicas must have the same structure ({difference})"
-    if isinstance(error.first, (list, tuple)) or isinstance(error.other, (list, tuple)):
+    if isinstance(first, (list, tuple)) or isinstance(other, (list, tuple)):
         text += "; to keep one list per sample, wrap it in a class of your own"
     return text
 
 
 def _outline(output: Any) -> str:
-    """Returns a container's type and keys or length, for messages."""
-    if isinstance(output, dict):
-        return f"{type(output).__name__} with keys {list(output)}"
+    """Returns the type of an output, and the keys or the length of a container."""
     if isinstance(output, (list, tuple)):
         return f"{type(output).__name__} of length {len(output)}"
-    return type(output).__name__
+    keys = container.keys if (container := open_any(output)) else []
+    names = ", ".join(name_of(key) for key in keys if not isinstance(key, SequenceKey))
+    return f"{type(output).__name__} with {names}" if names else type(output).__name__

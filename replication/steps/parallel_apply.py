@@ -239,7 +239,6 @@ class Outcome(NamedTuple):
     replica: int
     value: Any
     failure: BaseException | None
-    #: The number of autograd nodes that its thread created.
     nodes: int
 
 

@@ -167,7 +167,6 @@ class Splitter:
         self._prefix = prefix
         scattered = [leaf for leaf in leaves if isinstance(leaf.value, Scattered)]
         batch = [leaf for leaf in leaves if _is_batch(leaf.value)]
-        #: Whether there is anything to split.
         self.has_batch = bool(scattered or batch)
         self._count = len(devices)
         #: The sizes of the parts, in several ways if `Scattered` arguments differ.

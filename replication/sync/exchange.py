@@ -27,7 +27,6 @@ class Round:
 
     def __init__(self, replicas: Iterable[int]) -> None:
         self.messages: dict[int, Any] = {}
-        #: The replicas whose message has not arrived.
         self.missing = set(replicas)
         self.replies: dict[int, Any] = {}
         self.waits: dict[int, Wait] = {}
@@ -42,7 +41,6 @@ class Exchange:
 
     def __init__(self, path: str, replicas: Iterable[int], master: int | None = None) -> None:
         self.path = path
-        #: The number of calls of each replica.
         self.calls = dict.fromkeys(replicas, 0)
         self.master = master
         self._round = Round(self.calls)
@@ -82,12 +80,12 @@ class Exchange:
             if is_complete and merges:
                 self._round = Round(self.calls)
             else:
-                needs = current.missing  # the same set: it shrinks as messages arrive
+                missing = current.missing  # the same set: it shrinks as messages arrive
                 if not merges and self.master is not None:
-                    needs = {self.master}
+                    missing = {self.master}
                     if is_complete:  # the master waits for this message only
                         rendezvous.end_waits([current.waits[self.master]])
-                wait = rendezvous.begin_wait(replica, needs, self.path, self.calls)
+                wait = rendezvous.begin_wait(replica, missing, self.path, self.calls)
                 current.waits[replica] = wait
         if wait is not None:
             try:

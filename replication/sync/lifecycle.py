@@ -174,7 +174,7 @@ _ENTRY_POINTS = (CALL_IMPL, "forward")
 observer: Callable[[int], Observe | None] | None = None
 
 
-def track(replicas: Sequence[nn.Module]) -> Rendezvous:
+def attach_rendezvous(replicas: Sequence[nn.Module]) -> Rendezvous:
     """Makes a rendezvous, and makes the replicas report their beginning and end to it."""
     rendezvous = Rendezvous(len(replicas))
     rendezvous.locate = Locator(replicas)
@@ -200,7 +200,7 @@ def untrack(replica: nn.Module) -> None:
 
 
 def tracked_calls(replicas: Sequence[Any]) -> list[TrackedCall]:
-    """Returns the overrides that `track` installed, of the replicas that belong to a forward."""
+    """Returns the overrides of the replicas that belong to a forward."""
     calls = []
     for replica in replicas:
         call = getattr(replica, "__dict__", {}).get(CALL_IMPL)

@@ -133,7 +133,6 @@ class Channel(Exchange):
 
     def __init__(self, path: str) -> None:
         super().__init__(path, [_MASTER], master=_MASTER)
-        #: The identifiers of the slaves, by replica.
         self.slaves: dict[int, Hashable] = {}
 
     def register(self, replica: int, identifier: Hashable, is_forward: bool) -> None:
@@ -153,17 +152,7 @@ class Channel(Exchange):
 
 
 class SlavePipe:
-    """The connection of a slave to its master. Made by `SyncMaster.register_slave`.
-
-    >>> from replication import SyncMaster
-    >>> from concurrent.futures import ThreadPoolExecutor
-    >>> master = SyncMaster(lambda messages: [(i, 10 * message) for i, message in messages])
-    >>> pipe = master.register_slave(1)
-    >>> with ThreadPoolExecutor() as pool:
-    ...     reply = pool.submit(pipe.run_slave, 2)
-    ...     print(master.run_master(1), reply.result())
-    10 20
-    """
+    """The connection of a slave to its master. Made by `SyncMaster.register_slave`."""
 
     def __init__(
         self,
@@ -253,7 +242,6 @@ class SyncMaster:
         self._master_callback = master_callback
         self._forget_forwards()
 
-    #: The attributes that a copy does not take over.
     _OF_FORWARDS = ("_lock", "_latest", "_outside_forward")
 
     def _forget_forwards(self) -> None:

@@ -63,20 +63,20 @@ def site(path: str, call: int) -> str:
 class Wait:
     """The wait of one replica, begun and ended under the rendezvous' lock, blocking outside it."""
 
-    __slots__ = ("calls", "error", "gate", "needs", "path", "rendezvous", "replica", "thread")
+    __slots__ = ("calls", "error", "gate", "missing", "path", "rendezvous", "replica", "thread")
 
     def __init__(
         self,
         rendezvous: Rendezvous,
         replica: int,
-        needs: Collection[int],
+        missing: Collection[int],
         path: str,
         calls: dict[int, int],
     ) -> None:
         self.rendezvous = rendezvous
         self.replica = replica
         #: Replicas whose message is missing. The exchange removes each as its message arrives.
-        self.needs = needs
+        self.missing = missing
         #: The name of the exchange and the number of calls of each replica, for messages.
         self.path = path
         self.calls = calls
@@ -156,13 +156,11 @@ class Progress:
     __slots__ = ("depth", "is_absent", "runs", "thread")
 
     def __init__(self) -> None:
-        #: The number of nested calls of the replica that are under way.
+        #: The number of nested calls that are under way.
         self.depth = 0
         #: The number of runs that have begun.
         self.runs = 0
-        #: The thread of the latest run.
         self.thread = 0
-        #: Whether the replica will not run.
         self.is_absent = False
 
     def is_over(self, run: int) -> bool:
@@ -193,7 +191,6 @@ class Rendezvous:
         #: Records exchanges and waits. None unless waits are reported or profiled.
         self.observe: Observe | None = None
         self._renew_locks()
-        #: The channel of each `SyncMaster` in this forward.
         self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         # The thread that writes into the original module (see `commit`).
         self._writer: int | None = None
@@ -328,15 +325,15 @@ class Rendezvous:
     # -- waiting -------------------------------------------------------------------------------
 
     def begin_wait(
-        self, replica: int, needs: Collection[int], path: str, calls: dict[int, int]
+        self, replica: int, missing: Collection[int], path: str, calls: dict[int, int]
     ) -> Wait:
-        """Begins a wait of ``replica`` for all replicas in ``needs``, or for any if it is empty.
+        """Begins a wait of ``replica`` for all replicas in ``missing``, or for any if it is empty.
 
         The lock is held. The caller releases it and then calls `Wait.block`.
         """
         if self.abort is not None:
             self.abort.raise_late(replica, site(path, calls[replica]))
-        wait = Wait(self, replica, needs, path, calls)
+        wait = Wait(self, replica, missing, path, calls)
         self._waits.append(wait)
         if self._some_are_over or len(self._waits) >= len(self._progress):  # else a replica runs
             self._fail_hopeless_waits()
@@ -367,7 +364,7 @@ class Rendezvous:
         is_hopeless = any(
             self._progress[needed].is_over(self._run_of(wait))
             for wait in self._waits
-            for needed in wait.needs
+            for needed in wait.missing
         )
         threads = {wait.thread for wait in self._waits}
         # A replica is blocked if its main thread waits, not if only another of its threads does.
@@ -418,7 +415,7 @@ class Rendezvous:
             if self.size is None or wait not in self._waits:
                 return
             run = self._run_of(wait)
-            late = [r for r in sorted(wait.needs) if self._progress[r].may_begin(run)]
+            late = [r for r in sorted(wait.missing) if self._progress[r].may_begin(run)]
             if not self._can_progress({wait.replica for wait in self._waits}):
                 self._abort_waits(ReplicasDiverged, self._divergence(), None)
             elif late:
@@ -512,13 +509,30 @@ def concurrent_call_error(path: str, replica: int) -> ReplicationError:
     )
 
 
-#: All forwards, for a forked child.
-_all: WeakSet[Rendezvous] = WeakSet()
+class RenewedLock:
+    """Returns a lock when called. A forked child gets a new one: its holder may not exist there.
+
+    Re-entrant: a signal handler or a finalizer may interrupt the thread that holds it.
+    """
+
+    def __init__(self) -> None:
+        self.enter_child()
+        _all.add(self)
+
+    def enter_child(self) -> None:
+        self._lock = threading.RLock()
+
+    def __call__(self) -> AbstractContextManager[object]:
+        return self._lock
+
+
+#: What a fork changes in the child.
+_all: WeakSet[Rendezvous | RenewedLock] = WeakSet()
 
 
 def _enter_child() -> None:
-    for rendezvous in list(_all):
-        rendezvous.enter_child()
+    for shared in list(_all):
+        shared.enter_child()
 
 
 if hasattr(os, "register_at_fork"):

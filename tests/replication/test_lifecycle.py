@@ -30,7 +30,7 @@ from replication import (
     replicate,
 )
 from replication.errors import add_note
-from replication.sync.lifecycle import failing_path, rendezvous_of, track
+from replication.sync.lifecycle import attach_rendezvous, failing_path, rendezvous_of
 from syncbn import SynchronizedBatchNorm1d
 from tests.layers import (
     DEADLINE,
@@ -480,7 +480,7 @@ def test_failing_path_names_the_innermost_submodule():
 
 
 def test_watch_counts_the_replicas():
-    assert track([nn.ReLU(), nn.ReLU()]).size == 2
+    assert attach_rendezvous([nn.ReLU(), nn.ReLU()]).size == 2
 
 
 def test_every_error_of_the_package_is_a_replication_error():

@@ -209,9 +209,9 @@ def test_other_objects_become_a_list():
         (
             {"a": 1},
             {"b": 1},
-            "only replica 0 has `a`; only replica 1 has `b`",
+            "replica 0: dict with a, replica 1: dict with b",
         ),
-        ([1], [1, 2], "only replica 1 has `1`"),
+        ([1], [1, 2], "replica 0: list of length 1, replica 1: list of length 2"),
         ((1,), [1], "replica 0: tuple of length 1, replica 1: list of length 1"),
         (torch.zeros(1), (torch.zeros(1),), "replica 0: Tensor, replica 1: tuple of length 1"),
     ],

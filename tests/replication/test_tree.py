@@ -381,13 +381,13 @@ def test_the_replica_that_differs_is_named_with_the_path():
         ValueError, match=r"replica 0: Tensor, replica 2: list of length 1 at `a.0`"
     ):
         gather([{"a": [X]}, {"a": [X]}, {"a": [[X]]}], "cpu")
-    with pytest.raises(
-        ValueError, match=r"replica 0: dict with keys \['x'\], replica 1: UserDict"
-    ):
+    with pytest.raises(ValueError, match="replica 0: dict with x, replica 1: UserDict"):
         gather([{"x": X}, UserDict(x=X)], "cpu")
-    with pytest.raises(ValueError, match=r"only replica 2 has `a.1`\); to keep one list"):
+    with pytest.raises(
+        ValueError, match=r"replica 2: list of length 2 at `a`\); to keep one list"
+    ):
         gather([{"a": [X]}, {"a": [X]}, {"a": [X, X]}], "cpu")
-    with pytest.raises(ValueError, match=r"only replica 0 has `b`\)$"):
+    with pytest.raises(ValueError, match=r"dict with a, b, replica 1: dict with a\)$"):
         gather([{"a": X, "b": X}, {"a": X}], "cpu")
 
 

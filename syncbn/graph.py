@@ -126,9 +126,13 @@ def _held(shard: Shard, x: Tensor, weight: Tensor | None, bias: Tensor | None) -
     if not shard.records_graph or not sees_saved_tensors():
         return x
     anchor = next((t for t in (weight, bias) if t is not None and t.requires_grad), None)
-    z: Tensor = Hold.apply(x, anchor)  # type: ignore[no-untyped-call]
-    shard.held = z.grad_fn  # None if nothing needs a gradient
-    return z
+    return Hold.apply(x, anchor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _holder(x: Tensor) -> Any:
+    """Returns the node by which `_held` saves the input of a replica, or None."""
+    node = x.grad_fn
+    return node if type(node) is Hold._backward_cls else None
 
 
 class Ranks(Protocol):
@@ -148,6 +152,9 @@ class Batch(NamedTuple):
     #: Whether weight, bias, denominator and kernels of all shards are the same.
     are_alike: bool = False
     ranks: Ranks | None = None
+    #: For each shard the node that saves its input, if the joint node does not. Not an attribute
+    #: of the shard: a replica records shards, and a checkpoint that it kept may refer to it.
+    holders: Sequence[Any] = ()
     #: The forward's streams on the devices of all replicas, if there are several.
     streams: Streams | None = None
 
@@ -167,7 +174,10 @@ def connect(batch: Batch, messages: Sequence[Message]) -> list[Tensor]:
         for shard, tensor in zip(shards, column, strict=True)
     ]
     recording = [i for i, shard in enumerate(shards) if shard.records_graph]
-    batch = batch._replace(streams=current_streams([shard.device for shard in shards]))
+    batch = batch._replace(
+        holders=list(map(_holder, columns[0])),
+        streams=current_streams([shard.device for shard in shards]),
+    )
     made = _normalize(batch, [outputs[i] for i in recording], *tensors)
     for i, output in zip(recording, made, strict=True):
         outputs[i] = output
@@ -184,7 +194,7 @@ class Normalize(Function):
         ctx.set_materialize_grads(False)
         ctx.batch = batch
         n = len(batch.shards)
-        xs = [x if s.held is None else None for s, x in zip(batch.shards, tensors, strict=False)]
+        xs = [x if h is None else None for h, x in zip(batch.holders, tensors, strict=False)]
         ctx.save_for_backward(*xs, *tensors[n : 2 * n])
         return tuple(outputs)
 
@@ -198,9 +208,9 @@ class Normalize(Function):
         if batch.ranks is None and not any(dy is not None for dy in dys):
             return (None,) * (2 + 3 * n)  # called by the engine without any gradient
         xs, weights = list(saved[:n]), saved[n:]
-        for i, shard in enumerate(batch.shards):
-            if shard.held is not None:
-                (xs[i],) = shard.held.saved_tensors
+        for i, holder in enumerate(batch.holders):
+            if holder is not None:
+                (xs[i],) = holder.saved_tensors
         is_exact = torch.is_grad_enabled() or any(dy is not None and is_batched(dy) for dy in dys)
         streams = batch.streams or {}
         for dy in dys:
@@ -241,6 +251,7 @@ def gradients(
     if batch.are_alike:
         total = added(sums)
         assert total is not None  # as an output has a gradient
+        total = total.to(first.device)
         sums = [total, *[None] * (len(shards) - 1)]
         totals = [_sloped(total, first)] * len(shards)
     else:

@@ -67,6 +67,9 @@ def _join_other_sizes(xs: Sequence[Tensor], *options: Any) -> list[Tensor]:
     y = nn.functional.batch_norm(torch.cat(flat, 2), *options)
     ys = torch.unsafe_split_with_sizes(y, [x.size(2) for x in flat], 2)
     return [
-        y.reshape(x.size(1), len(x), *x.shape[2:]).movedim(0, 1).contiguous()
+        # A copy, because a view of a part cannot be changed in place under every transform.
+        y.reshape(x.size(1), len(x), *x.shape[2:])
+        .movedim(0, 1)
+        .clone(memory_format=torch.contiguous_format)
         for x, y in zip(xs, ys, strict=True)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,7 +88,6 @@ class Shard:
         "denominator",
         "device",
         "dtype",
-        "held",
         "joins",
         "kernels",
         "moments",
@@ -128,8 +127,6 @@ class Shard:
                 or (bias is not None and bias.requires_grad)
             )
         )
-        #: The node that saves the input (see `syncbn.graph.Hold`), if the joint node does not.
-        self.held: Any = None
 
     def measure(self, x: Tensor) -> None:
         """Computes the moments of the input, if that has not been done."""

@@ -6,6 +6,7 @@ mapillary/inplace_abn#48, #60, pytorch#43946 (stuck), #96136 (trainable twice).
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import threading
 import weakref
@@ -529,3 +530,31 @@ def test_a_layer_may_ask_whether_it_is_recomputed():
     alone = [(here, False), (here, True)]
     assert sorted(answers[:2]) == [("replica-0", False), ("replica-1", False)]
     assert answers[2:] == [(here, True)] * 2 + alone
+
+
+@pytest.mark.parametrize("skipped", [True, False], ids=["no backward", "partial backward"])
+def test_a_checkpoint_without_a_whole_backward_is_freed(skipped):
+    """As where a step is skipped for a loss that is NaN."""
+    watched: list[Any] = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(3, 3), SynchronizedBatchNorm1d(3)
+
+        def inner(self, x: Tensor) -> Tensor:
+            return self.norm(self.linear(x)).sin()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            watched.append(weakref.ref(x))
+            return recomputed(self.inner)(x)
+
+    model = DataParallel(Net(), several(2))
+    x = torch.randn(8, 3, requires_grad=True)
+    y = model(x)
+    if not skipped:
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+    del y, model
+    gc.collect()
+    assert [tensor() for tensor in watched] == [None] * 2

@@ -1,0 +1,117 @@
+"""Small shards on the CPU: torch's own arithmetic, bit by bit, wherever every replica may join."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from replication import DataParallel
+from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, joined
+from tests.layouts import LAYOUTS
+from tests.sharded import randomized, run_sharded
+
+
+@pytest.fixture
+def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of shards of each call that is joined."""
+    found: list[int] = []
+    join = joined.join
+
+    def counted(messages: Any, running: Any) -> Any:
+        found.append(len(messages))
+        return join(messages, running)
+
+    monkeypatch.setattr("syncbn.replicas.join", counted)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    "options", [{}, {"affine": False}, {"momentum": 1}, {"eps": 0.5}], ids=str
+)
+def test_numbers_are_torchs_bit_by_bit(dtype, layout, options, joins):
+    ours = randomized(SynchronizedBatchNorm2d(3, dtype=dtype, **options))
+    plain = nn.BatchNorm2d(3, dtype=dtype, **options)
+    plain.load_state_dict(ours.state_dict())
+    x = LAYOUTS[layout](torch.randn(6, 3, 4, 5, dtype=dtype))
+    dy, found = torch.randn_like(x), []
+    for net in (plain, DataParallel(ours, ["cpu"] * 3)):
+        leaf = x.clone().requires_grad_()
+        y = net(leaf)
+        grads = torch.autograd.grad(y, [leaf, *net.parameters()], dy)
+        found.append([y.detach(), *grads, *net.buffers()])
+    assert joins == [3]
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_outputs_have_the_layouts_of_the_inputs(joins):
+    shards = [LAYOUTS["channels_last"](torch.randn(n, 4, 3, 5)) for n in (2, 1)]
+    outputs = run_sharded(SynchronizedBatchNorm2d(4), shards)
+    assert [y.stride() for y in outputs] == [x.stride() for x in shards]
+    assert joins == [2]
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_shards_of_other_sizes_are_joined_and_may_be_changed_in_place(channels, joins):
+    layer = randomized(SynchronizedBatchNorm2d(channels, dtype=torch.float64))
+    shapes = [(2, channels, 2, 3), (1, channels, 4, 4), (0, channels, 1, 1)]
+    shards = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    outputs = run_sharded(layer, shards)
+    assert joins == [3]
+    assert not any(y._is_view() for y in outputs)
+    outputs = [y.relu_() for y in outputs]
+    upstream = [torch.randn_like(y) for y in outputs]
+    grads = torch.autograd.grad(outputs, shards, upstream)
+
+    flat = [x.detach().movedim(1, 0).reshape(1, channels, -1) for x in shards]
+    whole = torch.cat(flat, 2).requires_grad_()
+    plain = nn.BatchNorm1d(channels, dtype=torch.float64)
+    plain.load_state_dict(layer.state_dict())
+    y = plain(whole).relu()
+    dys = [dy.movedim(1, 0).reshape(1, channels, -1) for dy in upstream]
+    (expected,) = torch.autograd.grad(y, whole, torch.cat(dys, 2))
+    ours = [grad.movedim(1, 0).reshape(1, channels, -1) for grad in grads]
+    torch.testing.assert_close(torch.cat(ours, 2), expected)
+
+
+class Sets(nn.Module):
+    """Sets an attribute of its layer in the second replica."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.layer = SynchronizedBatchNorm1d(3)
+        self.attributes = attributes
+
+    def __data_parallel_replicate__(self, ctx: object, copy_id: int) -> None:
+        if copy_id == 1:
+            for name, value in self.attributes.items():
+                setattr(self.layer, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "attributes", [{"eps": 0.5}, {"momentum": None}, {"weight": torch.ones(3)}], ids=str
+)
+def test_one_replica_that_may_not_join_makes_the_node_for_all(attributes, joins):
+    shards = [torch.randn(4, 3) for _ in range(2)]
+    run_sharded(Sets(), shards)
+    run_sharded(Sets(**attributes), shards)
+    assert joins == [2]  # of the first
+
+
+def test_large_shards_half_precision_and_steps_without_a_graph_are_not_joined(joins):
+    layer = SynchronizedBatchNorm1d(2)
+    for x in (torch.randn(joined.LARGEST, 2), torch.randn(4, 2).bfloat16()):
+        DataParallel(layer, ["cpu"] * 2)(x.repeat(2, 1))
+    with torch.no_grad():
+        DataParallel(layer, ["cpu"] * 2)(torch.randn(4, 2))
+    assert joins == []
+    DataParallel(layer, ["cpu"] * 2)(torch.randn(joined.LARGEST, 2))  # of 2 shards, just small
+    assert joins == [2]

@@ -536,6 +536,8 @@ def modeling(tmp_path, monkeypatch):
     announced = set(stand_in._finder.packages)
     monkeypatch.setattr(stand_in._finder, "packages", {})
     monkeypatch.setattr(stand_in._finder, "_warned", set())
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sync_batchnorm"]:
+        monkeypatch.delitem(sys.modules, name)  # as in a program that has not imported it
     yield toolkit
     for package in ("modeling", *(set(stand_in._finder.packages) - announced)):
         forget(package)

@@ -148,8 +148,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         if not self.training:
             return self._evaluated(input)
         group = self.group
-        # Not `group.size > 1`: finding the size may be a collective. The usual type comes first.
-        if type(group) is ReplicaGroup or not isinstance(group, SoloGroup):
+        if type(group) is ReplicaGroup or not isinstance(group, SoloGroup):  # the usual type first
             return self._synchronized(input, group)
         current = current_replica()
         if current is None:

@@ -214,7 +214,8 @@ class Normalize(Function):
         is_exact = torch.is_grad_enabled() or any(dy is not None and is_batched(dy) for dy in dys)
         streams = batch.streams or {}
         for dy in dys:
-            if dy is not None and dy.device in streams:  # it may come from another stream
+            # It may come from another stream. torch cannot tell this of batched gradients.
+            if dy is not None and dy.device in streams and not is_batched(dy):
                 dy.record_stream(streams[dy.device])
         with use_streams(streams):
             compute = differentiable_gradients if is_exact else gradients

@@ -176,6 +176,8 @@ def both_ways(request: pytest.FixtureRequest) -> None:
     """Runs a test on both ways of computing small shards on the CPU."""
     if request.param == "one node":
         request.getfixturevalue("one_node")
+    elif request.config.getoption("--simulated-accelerator"):
+        pytest.skip("shards on accelerators are never joined")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import comm
 
+from replication._torch import is_batched
 from replication.devices import are_distinct_cuda, current_streams, to_device, use_streams
 
 #: The bytes of a gradient up to which launching a copy takes longer than copying.
@@ -152,7 +153,7 @@ def _summed_together(
 def _can_be_flat(grads: Sequence[Tensor | None]) -> bool:
     """Whether small gradients of one tensor have the same layout, without gaps."""
     given = [grad for grad in grads if grad is not None]
-    if any(type(g) is not Tensor or g.layout is not torch.strided for g in given):
+    if any(type(g) is not Tensor or g.layout is not torch.strided or is_batched(g) for g in given):
         return False
     first = given[0]
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}

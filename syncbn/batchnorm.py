@@ -17,7 +17,7 @@ from replication.groups.layer import ReplicaAware
 from replication.groups.replicas import CallbackContext, ReplicaGroup
 from replication.sync.rendezvous import current_replica
 from syncbn.channels import in_float64
-from syncbn.graph import Reply, synchronized_batch_norm
+from syncbn.graph import Reply, held, synchronized_batch_norm
 from syncbn.joined import may_join
 from syncbn.merge import Denominator, Message, RunningStatistics
 from syncbn.processes import merge_ranks
@@ -194,7 +194,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
     def _reply_of_ranks(self, group: Any, layouts: Layouts, message: Message) -> Reply:
         """Returns the statistics of all processes, and the output to be filled."""
         running = None if group.recomputes else self._running_statistics
-        return merge_ranks(group, message, layouts, running)
+        return merge_ranks(group, held(message), layouts, running)
 
     def _reply_of_replicas(self, group: ReplicaGroup, layouts: Layouts, message: Message) -> Reply:
         """Returns the statistics of all replicas, or the recorded ones in a recomputation."""
@@ -204,10 +204,11 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             if shard.joins:
                 message = measured(message)
             call = self._recorded_calls.recall(shard, layouts[0][0])
-            return self._recorded_calls.recomputed(call, message)
+            # Not before, because a checkpoint ends the recomputation when all is saved.
+            return self._recorded_calls.recomputed(call, held(message))
         reply = group.exchange(
             "batch_norm",
-            message,
+            held(message),
             partial(self._merge, group),
             layouts=layouts,
             requires_grad=shard.requires_grad,

@@ -80,7 +80,7 @@ def synchronized_batch_norm(
         message: Message = (shard, x, None, weight, bias)
     else:
         shard.measure(x)
-        message = (shard, _held(shard, x, weight, bias), empty_output(x), weight, bias)
+        message = (shard, x, empty_output(x), weight, bias)
     total, stats, output = exchange(message)
     if output is None:
         return _output_below_two_values(total, x, weight, bias)
@@ -121,16 +121,18 @@ class Hold(Function):
         return dx, None
 
 
-def _held(shard: Shard, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Returns an alias of the input whose node saves it, if this replica has hooks for that."""
-    if not shard.records_graph or not sees_saved_tensors():
-        return x
+def held(message: Message) -> Message:
+    """Returns the message with an input whose node saves it, if this replica has hooks."""
+    shard, x, y, weight, bias = message
+    if y is None or not shard.records_graph or not sees_saved_tensors():
+        return message
     anchor = next((t for t in (weight, bias) if t is not None and t.requires_grad), None)
-    return Hold.apply(x, anchor)  # type: ignore[no-any-return, no-untyped-call]
+    z: Tensor = Hold.apply(x, anchor)  # type: ignore[no-untyped-call]
+    return shard, z, y, weight, bias
 
 
 def _holder(x: Tensor) -> Any:
-    """Returns the node by which `_held` saves the input of a replica, or None."""
+    """Returns the node by which `held` saves the input of a replica, or None."""
     node = x.grad_fn
     return node if type(node) is Hold._backward_cls else None
 

@@ -18,7 +18,8 @@ from replication._torch import compiled_module
 from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, check_module, usable_devices
 from replication.diagnosis.table import ShownAsTable, Table
-from replication.errors import add_note
+from replication.errors import ReplicationError, add_note, path_or_root
+from replication.groups.layer import ReplicaAware
 from replication.groups.processes import has_other_processes
 from replication.modules import check_initialized
 from replication.sync.rendezvous import current_replica, is_recomputation
@@ -175,6 +176,7 @@ def verify(
         TypeError: ``model`` is not a module.
         ValueError: A device does not exist, only one replica has data, or the model returns a
             loss, because each replica computes a different one.
+        ReplicationError: A layer communicates with other processes.
         RuntimeError: It is called in `torch.inference_mode`, or a lazy layer is not initialized.
         Exception: The model raised. A note says what `verify` was running.
     """
@@ -187,6 +189,11 @@ def verify(
         dim, model = getattr(model, "dim", 0), compiled_module(model.module)
     for path, layer in model.named_modules():
         check_initialized(path, layer)
+        if isinstance(layer, ReplicaAware) and has_other_processes(layer.process_group):
+            raise ReplicationError(
+                "verify compares replicas of one process, and "
+                f"`{path_or_root(path)}` communicates with others; run it without torchrun"
+            )
     devices = usable_devices(device_ids)
     if len(devices) < 2:
         raise ValueError(f"expected at least two devices to compare with one (got {len(devices)})")
@@ -208,8 +215,7 @@ def verify(
         return step
 
     expected = run(f", cast to {dtype}, on one device")
-    process = " of this process; run it without torchrun" if has_other_processes() else ""
-    actual = run(f" on {len(devices)} replicas{process}", on_replicas=True)
+    actual = run(f" on {len(devices)} replicas", on_replicas=True)
     if actual.replicas < 2:
         raise ValueError(
             "expected at least two replicas with data (got one); pass a batch with at least as "

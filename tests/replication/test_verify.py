@@ -16,8 +16,9 @@ import replication.__main__
 import syncbn.__main__
 from replication import DataParallel, SoloGroup
 from syncbn import SynchronizedBatchNorm2d, convert_model, verify
-from tests.layers import Centering, Numbered
+from tests.layers import Centering, Numbered, outcome_of
 from tests.processes import run_python
+from tests.ranks import needs_gloo, run_ranks
 
 CPUS = ["cpu"] * 3
 
@@ -378,6 +379,19 @@ def assert_self_check_fails(check, capsys):
 
 
 @pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
+def verified_by_one_rank(rank: int) -> str:
+    net = nn.Sequential(SynchronizedBatchNorm2d(2))
+    x = torch.randn(4, 2, 3, 3)
+    return str(outcome_of(lambda: verify(net, x)).error) if rank == 0 else ""
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_layers_that_communicate_with_other_processes_are_refused_before_any_wait():
+    error, _ = run_ranks(2, verified_by_one_rank)
+    assert "`0` communicates with others; run it without torchrun" in error
+
+
 def test_self_check_fails_if_batch_norm_is_not_synchronized(monkeypatch, capsys):
     monkeypatch.setattr(syncbn.__main__, "SynchronizedBatchNorm2d", nn.BatchNorm2d)
     printed = assert_self_check_fails(syncbn.__main__, capsys)

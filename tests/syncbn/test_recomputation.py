@@ -447,6 +447,27 @@ def test_calls_of_equal_moments_are_told_apart_by_their_number_of_values():
 
 
 @pytest.mark.cpu("accelerators compare no moments of a single call: the host would wait")
+def test_other_values_are_noticed_where_the_layer_is_the_last_to_save_a_tensor():
+    """There a checkpoint ends the recomputation as soon as the layer has saved its input."""
+
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(3, 3), SynchronizedBatchNorm1d(3)
+            self.drawn = itertools.count()
+
+        def body(self, x: Tensor) -> Tensor:
+            return self.norm(self.linear(x) + (next(self.drawn) >= 2) * x.square())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x, use_reentrant=False)
+
+    y = DataParallel(Draws(), several(2))(torch.randn(8, 3, requires_grad=True))
+    with pytest.raises(ReplicationError, match=r"`norm`, .* matches no call"):
+        y.backward(torch.randn_like(y))
+
+
+@pytest.mark.cpu("accelerators compare no moments of a single call: the host would wait")
 @pytest.mark.parametrize("factor", [1.01, 2.0])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
 def test_a_recomputation_with_other_values_is_noticed(size, factor):

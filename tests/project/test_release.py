@@ -24,6 +24,9 @@ def config():
     return parser
 
 
+NAMED_TEST = re.compile(r"`(tests/[a-z_/]+\.py)`")
+
+
 def test_version_matches_the_changelog_and_the_citation(config):
     version = config["metadata"]["version"]
     changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
@@ -74,3 +77,10 @@ def test_the_readme_names_the_oldest_versions(config):
     python = config["options"]["python_requires"].removeprefix(">=")
     readme = (ROOT / "README.md").read_text("utf-8")
     assert f"Python {python} and torch {oldest}, or later, are required." in readme
+
+
+def test_tests_that_the_pages_name_exist():
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    named = {name for page in pages for name in NAMED_TEST.findall(page.read_text("utf-8"))}
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

@@ -201,8 +201,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         assert self._recorded_calls is not None  # set together with the group
         shard = message[0]
         if group.in_later_backward:
-            if shard.joins:
-                message = measured(message)
+            message = measured(message)
             call = self._recorded_calls.recall(shard, layouts[0][0])
             # Not before, because a checkpoint ends the recomputation when all is saved.
             return self._recorded_calls.recomputed(call, held(message))

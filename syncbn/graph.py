@@ -71,7 +71,6 @@ def synchronized_batch_norm(
             "a synchronized layer, so they would be lost; compute them on one device"
         )
     shard = Shard(x, weight, bias, denominator)
-    shard.joins = joins
     if weight is not None and weight.dtype != shard.dtype:
         weight = weight.to(shard.dtype)
     if bias is not None and bias.dtype != shard.dtype:

@@ -37,7 +37,10 @@ def may_join(x: Tensor) -> bool:
 
 
 def may_join_all(messages: Sequence[Message], running: RunningStatistics | None) -> bool:
-    """Whether shards that may be joined have one layout, and the buffers are torch's."""
+    """Whether all shards may be joined and have one layout, and the buffers are torch's."""
+    for message in messages:
+        if message[2] is not None:  # an output to be filled
+            return False
     if running is not None and (running.mean is None) != (running.var is None):
         return False
     xs = list(map(itemgetter(1), messages))

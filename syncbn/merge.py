@@ -88,7 +88,6 @@ class Shard:
         "denominator",
         "device",
         "dtype",
-        "joins",
         "kernels",
         "moments",
         "needs_dx",
@@ -111,8 +110,6 @@ class Shard:
         #: Weight and bias of the layer.
         self.parameters = weight, bias
         self.denominator = denominator
-        #: Whether `syncbn.joined` may compute this shard together with others.
-        self.joins = False
         #: The result of `Kernels.moments`, once it is computed.
         self.moments: tuple[Tensor, Tensor] | None = None
         #: The statistics of the whole batch, once they are merged.
@@ -129,10 +126,9 @@ class Shard:
         )
 
     def measure(self, x: Tensor) -> None:
-        """Computes the moments of the input, if that has not been done."""
-        if self.moments is None:
-            with torch.no_grad():
-                self.moments = self.kernels.moments(x, self.denominator.eps)
+        """Computes the moments of the input."""
+        with torch.no_grad():
+            self.moments = self.kernels.moments(x, self.denominator.eps)
 
     def mean_and_var(self) -> tuple[Tensor, Tensor]:
         """Returns mean and biased variance of each channel, in float64 where it is supported."""

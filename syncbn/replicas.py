@@ -25,7 +25,7 @@ def merge_replicas(
     if total < 2:  # of 1 value the forward raises
         return [(total, None, None)] * len(shards)
     alike = are_alike(shards)
-    if alike and all(map(attrgetter("joins"), shards)) and may_join_all(messages, running):
+    if alike and may_join_all(messages, running):
         return list(zip(repeat(total), repeat(None), join(messages, running), strict=False))
     messages = list(map(measured, messages))
     merge_moments(shards, total, running)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import inspect
 import re
@@ -208,6 +209,26 @@ def test_programs_fit_a_narrow_screen(page):
         line for kind, text in fenced(page) if kind.startswith("py") for line in text.splitlines()
     ]
     assert [line for line in lines if len(line) > 72 and "left alone" not in line] == []
+
+
+def texts_of(package):
+    """The strings in its code, without the values in between."""
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            yield "".join(str(part.value) for part in parts if isinstance(part, ast.Constant))
+
+
+def test_the_messages_that_the_reference_quotes_are_in_the_code():
+    page = (ROOT / "docs" / "reference.md").read_text("utf-8")
+    items = re.findall(r"^- (`[^`]*`(?:,\s+`[^`]*`)*):", page, re.MULTILINE)
+    quoted = {
+        " ".join(text.split()).strip(". ") for item in items for text in item.split("`")[1::2]
+    }
+    torchs = {"Trying to backward through the graph a second time", "terminate called"}
+    assert len(quoted) > 15 and torchs < quoted
+    texts = [*texts_of("replication"), *texts_of("syncbn")]
+    assert [q for q in quoted - torchs if " " in q and not any(q in text for text in texts)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

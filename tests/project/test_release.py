@@ -24,7 +24,7 @@ def config():
     return parser
 
 
-NAMED_TEST = re.compile(r"`(tests/[a-z_/]+\.py)`")
+NAMED_FILE = re.compile(r"`((?:tests|replication|syncbn)/[a-z_/]+\.py)`")
 
 
 def test_version_matches_the_changelog_and_the_citation(config):
@@ -79,8 +79,8 @@ def test_the_readme_names_the_oldest_versions(config):
     assert f"Python {python} and torch {oldest}, or later, are required." in readme
 
 
-def test_tests_that_the_pages_name_exist():
+def test_files_that_the_pages_name_exist():
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    named = {name for page in pages for name in NAMED_TEST.findall(page.read_text("utf-8"))}
+    named = {name for page in pages for name in NAMED_FILE.findall(page.read_text("utf-8"))}
     assert len(named) > 20
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

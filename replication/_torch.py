@@ -17,18 +17,14 @@ from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad, profiler
 from torch.nn.parallel.data_parallel import _check_balance as check_balance
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
-from torch.utils._pytree import (
-    SUPPORTED_NODES,
-    GetAttrKey,
-    MappingKey,
-    SequenceKey,
-)
+from torch.utils._pytree import SUPPORTED_NODES as pytree_nodes
+from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-__all__ = ["GetAttrKey", "MappingKey", "SequenceKey", "check_balance"]
+__all__ = ["GetAttrKey", "MappingKey", "SequenceKey", "check_balance", "pytree_nodes"]
 
 _SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
@@ -144,27 +140,13 @@ def has_other_derivatives(tensors: Iterable[Tensor]) -> bool:
     )
 
 
-def direct_apply(function: Any) -> Callable[..., Any]:
-    """Returns ``function.apply`` of an autograd Function, without its calls in Python.
-
-    It must not be called inside a `torch.func` transform.
-    """
-    return super(torch.autograd.Function, function).apply  # type: ignore[no-any-return]
-
-
-#: The result of `current_backward` outside a backward.
-NO_BACKWARD = -1
-
-
-#: Returns the number of the backward that this thread is in. A thread calls a layer in a backward
-#: when it recomputes an activation checkpoint.
+#: Returns the number of the backward that this thread is in, or `NO_BACKWARD`. A thread calls a
+#: layer in a backward when it recomputes an activation checkpoint.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
+NO_BACKWARD = -1
 
 #: Returns the number of autograd nodes that this thread has made, by which autograd orders them.
 nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
-
-#: `torch.atleast_1d` itself, without the Python function around it.
-_atleast_1d = torch._VF.atleast_1d  # type: ignore[attr-defined]
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -181,8 +163,9 @@ def count_nodes_up_to(number: int) -> None:
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return count_nodes_up_to(number)
-    # It makes one node for each tensor, in a single call.
-    _atleast_1d([torch.zeros((), device="cpu", requires_grad=True)] * missing)
+    # `torch.atleast_1d` without its Python function. It makes one node for each tensor.
+    one = torch.zeros((), device="cpu", requires_grad=True)
+    torch._VF.atleast_1d([one] * missing)  # type: ignore[attr-defined]
 
 
 def set_grad_modes(stack: ExitStack, *, grad: bool, inference: bool) -> None:
@@ -203,15 +186,14 @@ def named_range(name: str) -> AbstractContextManager[object]:
     return profiler.record_function(name) if is_profiling() else nullcontext()
 
 
+#: Returns the number of dispatch modes that are active in this thread.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
 def sees_saved_tensors() -> bool:
     """Whether this thread has hooks on saved tensors or a dispatch mode."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks = top is None or top(True) is not None  # older torch: unknown
-    return bool(hooks or torch._C._len_torch_dispatch_stack())
-
-
-#: Returns the number of dispatch modes that are active in this thread.
-dispatch_modes = torch._C._len_torch_dispatch_stack
+    return top is None or top(True) is not None or dispatch_modes() > 0  # older torch: unknown
 
 
 def beside_selective_checkpoints() -> AbstractContextManager[object]:
@@ -226,8 +208,3 @@ def beside_selective_checkpoints() -> AbstractContextManager[object]:
         for _ in modes:
             stack.enter_context(_pop_mode_temporarily())
     return stack
-
-
-def pytree_node(kind: type) -> Any:
-    """Returns how torch's pytree flattens objects of exactly this class, or None."""
-    return SUPPORTED_NODES.get(kind)

@@ -2,7 +2,7 @@
 
 Arguments and outputs may hold all containers that torch's pytree knows, dataclasses, `UserDict`
 and `UserList`. Plain attributes of modules are searched in containers of the standard library
-only. One class opens and rebuilds each kind of container: `Builtin`, `Registered` or `Record`.
+only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from replication._torch import GetAttrKey, MappingKey, SequenceKey, pytree_node
+from replication._torch import GetAttrKey, MappingKey, SequenceKey, pytree_nodes
 
 __all__ = ["Scattered"]
 
@@ -101,148 +101,140 @@ _LEAVES = PLAIN | {Tensor, nn.Parameter}
 _WHOLE = (PackedSequence, Scattered)
 
 
-class Container:
+class Opened(NamedTuple):
     """An opened container. Two have the same structure if their kinds and their keys match."""
 
-    def __init__(self, original: Any, kind: Any, values: Iterable[Any]) -> None:
-        self.original = original
-        self.kind = kind
-        self.values = list(values)
-        self._keys: list[Any] | None = None
+    kind: Any
+    values: list[Any]
+    #: Returns one key for each value: an index, a key of a mapping or the name of a field.
+    keys: Callable[[], list[Any]]
+    #: Returns the same container around other values, as a new object. A container that can be
+    #: made empty is noted in the second argument before the first value is requested.
+    rebuild: Callable[[Iterable[Any], Made], Any]
 
-    @property
-    def keys(self) -> list[Any]:
-        """One key for each value: an index, a key of a mapping or the name of a field."""
-        # Not a `functools.cached_property`: on Python 3.11 it holds a lock while it computes.
-        if self._keys is None:
-            self._keys = self._made_keys()
-        return self._keys
-
-    def _made_keys(self) -> list[Any]:
-        raise NotImplementedError
-
-    def values_of(self, keys: list[Any]) -> list[Any]:
-        """Returns the values in the order of ``keys``."""
-        if keys == self.keys:
+    def values_of(self, keys: list[Any]) -> list[Any] | None:
+        """Returns the values in the order of ``keys``, or None if it has other keys."""
+        own = self.keys()
+        if own == keys:
             return self.values
-        by_key = dict(zip(self.keys, self.values, strict=True))
-        return [by_key[key] for key in keys]
-
-    def rebuilt(self, values: Iterable[Any], made: Made) -> Any:
-        """Returns the same container around other values, as a new object.
-
-        A container that can be made empty is noted in ``made`` before the first value is
-        requested.
-        """
-        raise NotImplementedError
+        by_key = dict(zip(own, self.values, strict=True))
+        return [by_key[key] for key in keys] if by_key.keys() == set(keys) else None
 
 
-class Builtin(Container):
-    """A list, tuple, dict or deque. Methods of derived classes are never called."""
+def open_builtin(old: Any) -> Opened | None:
+    """Opens a list, tuple, dict or deque. Returns None for any other object.
 
-    def __init__(self, original: Any) -> None:
-        kind = type(original)
-        is_base = kind in _BASES  # nearly always
-        base: Any = kind if is_base else next(b for b in kind.__mro__ if b in _BASES)
-        self._base: Any = base
-        # Read in one call, because a replica of another forward may change the original meanwhile.
-        if issubclass(base, dict):
-            items = list(base.items(original))
-            self._names = [name for name, _ in items]
-            values = [value for _, value in items]
-        else:
-            snapshot = original.copy() if is_base and kind is not tuple else original
-            values = base.__iter__(snapshot)
-        super().__init__(original, dict if kind in _DICTS else kind, values)
+    Methods of derived classes are never called.
+    """
+    kind: Any = type(old)
+    if kind in PLAIN or not issubclass(kind, _BASES) or issubclass(kind, _WHOLE):
+        return None
+    is_base = kind in _BASES  # nearly always
+    base: Any = kind if is_base else next(b for b in kind.__mro__ if b in _BASES)
+    is_dict = issubclass(base, dict)
+    # Read in one call, because a replica of another forward may change the original meanwhile.
+    if is_dict:
+        items = list(base.items(old))
+        values = [value for _, value in items]
+    else:
+        values = list(base.__iter__(old.copy() if is_base and kind is not tuple else old))
 
-    def _made_keys(self) -> list[Any]:
-        if issubclass(self._base, dict):
-            return [MappingKey(name) for name in self._names]
-        names = _field_names(type(self.original)) if self._base is tuple else ()
-        return _attribute_keys(names, len(self.values))
+    def keys() -> list[Any]:
+        if is_dict:
+            return [MappingKey(name) for name, _ in items]
+        return _field_keys(kind, len(values))
 
-    def rebuilt(self, values: Iterable[Any], made: Made) -> Any:
-        old, base = self.original, self._base
+    def rebuild(values: Iterable[Any], made: Made) -> Any:
         if base is tuple:
-            if hasattr(type(old), "n_sequence_fields"):  # made in C, as torch.return_types.max is
-                return type(old)(values)
-            new = tuple.__new__(type(old), values)
+            if hasattr(kind, "n_sequence_fields"):  # made in C, as torch.return_types.max is
+                return kind(values)
+            new = tuple.__new__(kind, values)
         else:
-            new = base.__new__(type(old))
+            new = base.__new__(kind)
             made[id(old)] = old, new
             if base is deque:
                 deque.__init__(new, (), old.maxlen)
             if base is defaultdict:
                 defaultdict.__init__(new, old.default_factory)
-            if issubclass(base, dict):
-                for name, value in zip(self._names, values, strict=True):
+            if is_dict:
+                for (name, _), value in zip(items, values, strict=True):
                     base.__setitem__(new, name, value)
             else:
                 for value in values:
                     base.append(new, value)
-        if type(old) not in _BASES:
+        if not is_base:
             _copy_attributes(old, new)
         return new
 
+    return Opened(dict if kind in _DICTS else kind, values, keys, rebuild)
 
-class Registered(Container):
-    """A container that is registered with torch's pytree."""
 
-    def __init__(self, original: Any) -> None:
-        self._node = pytree_node(type(original))
-        values, self._context = self._node.flatten_fn(original)
-        super().__init__(original, (type(original), self._context), values)
+def _open_registered(old: Any) -> Opened:
+    """Opens a container that is registered with torch's pytree."""
+    node = pytree_nodes[type(old)]
+    values, context = node.flatten_fn(old)
+    values = list(values)
 
-    def _made_keys(self) -> list[Any]:
-        old, count = self.original, len(self.values)
-        if self._node.flatten_with_keys_fn is not None:
-            return [key for key, _ in self._node.flatten_with_keys_fn(old)[0]]
-        if isinstance(old, dict) and len(old) == count:
+    def keys() -> list[Any]:
+        if node.flatten_with_keys_fn is not None:
+            return [key for key, _ in node.flatten_with_keys_fn(old)[0]]
+        if isinstance(old, dict) and len(old) == len(values):
             return [MappingKey(key) for key in old]
-        if dataclasses.is_dataclass(old):
-            return _attribute_keys([field.name for field in dataclasses.fields(old)], count)
-        return _attribute_keys(_field_names(type(old)), count)
+        return _field_keys(type(old), len(values))
 
-    def rebuilt(self, values: Iterable[Any], made: Made) -> Any:
-        return self._node.unflatten_fn(list(values), self._context)
+    def rebuild(values: Iterable[Any], made: Made) -> Any:
+        return node.unflatten_fn(list(values), context)
+
+    return Opened((type(old), context), values, keys, rebuild)
 
 
-class Record(Container):
-    """An object opened by its fields: a dataclass, or the ``data`` of a `UserDict` or `UserList`.
+def _open_fields(old: Any) -> Opened:
+    """Opens a dataclass, or the ``data`` of a `UserDict` or `UserList`.
 
     The constructor does not run again.
     """
+    names = ["data"]
+    if dataclasses.is_dataclass(old):
+        names = [field.name for field in dataclasses.fields(old) if hasattr(old, field.name)]
 
-    def __init__(self, original: Any) -> None:
-        if dataclasses.is_dataclass(original):
-            names = (field.name for field in dataclasses.fields(original))
-            self._names = [name for name in names if hasattr(original, name)]
-        else:
-            self._names = ["data"]
-        values = (getattr(original, name) for name in self._names)
-        super().__init__(original, type(original), values)
-
-    def _made_keys(self) -> list[Any]:
-        return _attribute_keys(self._names, len(self.values))
-
-    def rebuilt(self, values: Iterable[Any], made: Made) -> Any:
-        new = object.__new__(type(self.original))
-        made[id(self.original)] = self.original, new
-        _copy_attributes(self.original, new)
-        for name, value in zip(self._names, values, strict=True):
+    def rebuild(values: Iterable[Any], made: Made) -> Any:
+        new = object.__new__(type(old))
+        made[id(old)] = old, new
+        _copy_attributes(old, new)
+        for name, value in zip(names, values, strict=True):
             object.__setattr__(new, name, value)  # works on a frozen dataclass as well
         return new
 
+    values = [getattr(old, name) for name in names]
+    return Opened(type(old), values, lambda: [GetAttrKey(name) for name in names], rebuild)
 
-def _field_names(kind: type) -> Sequence[str]:
-    """Returns the names of the fields of a namedtuple, or of a tuple that is made in C."""
+
+def open_any(value: Any) -> Opened | None:
+    """Opens all containers that arguments and outputs may have. Returns None for other objects."""
+    kind = type(value)
+    if kind in PLAIN or issubclass(kind, (Tensor, nn.Module, *_WHOLE)):
+        return None
+    if kind not in _BASES and kind in pytree_nodes:
+        return _open_registered(value)
+    if issubclass(kind, _BASES):
+        return open_builtin(value)
+    is_record = issubclass(kind, (UserDict, UserList)) or dataclasses.is_dataclass(kind)
+    return _open_fields(value) if is_record and _is_made_by_object(kind) else None
+
+
+def _is_made_by_object(kind: type) -> bool:
+    """Whether ``object.__new__`` accepts a class. It refuses subclasses of str, for example."""
+    is_heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code has defined
+    return next(base for base in kind.__mro__ if not base.__flags__ & is_heap_type) is object
+
+
+def _field_keys(kind: type, count: int) -> list[Any]:
+    """Returns a key for each of ``count`` values: the name of its field, or else its index.
+
+    Namedtuples, dataclasses and tuples that are made in C have fields.
+    """
     names = getattr(kind, "_fields", None) or getattr(kind, "__match_args__", ())
-    return names if isinstance(names, (tuple, list)) else ()
-
-
-def _attribute_keys(names: Sequence[str], count: int) -> list[Any]:
-    """Returns a key for each of ``count`` values: its name, or its index if names are missing."""
-    if len(names) == count:
+    if isinstance(names, (tuple, list)) and len(names) == count:
         return [GetAttrKey(name) for name in names]
     return list(map(SequenceKey, range(count)))
 
@@ -267,38 +259,10 @@ def _copy_attributes(old: Any, new: Any) -> None:
         copied[name] = dict.__getitem__(new, name) if mirrors else value
 
 
-def open_builtin(value: Any) -> Container | None:
-    """Opens containers of the standard library. Returns None for any other object."""
-    kind = type(value)
-    if kind in PLAIN or not issubclass(kind, _BASES) or issubclass(kind, _WHOLE):
-        return None
-    return Builtin(value)
-
-
-def open_any(value: Any) -> Container | None:
-    """Opens all containers that arguments and outputs may have; None for any other object."""
-    kind = type(value)
-    if kind in PLAIN or issubclass(kind, (Tensor, nn.Module, *_WHOLE)):
-        return None
-    if kind not in _BASES and pytree_node(kind) is not None:
-        return Registered(value)
-    if issubclass(kind, _BASES):
-        return Builtin(value)
-    if issubclass(kind, (UserDict, UserList)) or dataclasses.is_dataclass(kind):
-        return Record(value) if _is_made_by_object(kind) else None
-    return None
-
-
-def _is_made_by_object(kind: type) -> bool:
-    """Whether ``object.__new__`` accepts a class. It refuses subclasses of str, for example."""
-    is_heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code has defined
-    return next(base for base in kind.__mro__ if not base.__flags__ & is_heap_type) is object
-
-
 # -- walks -------------------------------------------------------------------------------------
 
 
-def leaves_of(tree: Any, opened: Callable[[Any], Container | None] = open_any) -> Iterator[Any]:
+def leaves_of(tree: Any, opened: Callable[[Any], Opened | None] = open_any) -> Iterator[Any]:
     """Yields the leaves of a tree except for plain numbers and strings, in any order.
 
     A container that the tree holds several times is searched once.
@@ -315,10 +279,14 @@ def leaves_of(tree: Any, opened: Callable[[Any], Container | None] = open_any) -
 
 
 class Spec(NamedTuple):
-    """The containers around some leaves."""
+    """The containers around some leaves. A leaf has no container."""
 
-    container: Container | None
+    container: Opened | None
     children: list[Spec]
+
+
+#: A path, and the leaf of each tree at that path.
+Row = tuple[Path, tuple[Any, ...]]
 
 
 def flatten(tree: Any) -> tuple[list[Leaf], Spec]:
@@ -329,10 +297,6 @@ def flatten(tree: Any) -> tuple[list[Leaf], Spec]:
     """
     rows, spec = flatten_together([tree])
     return [Leaf(path, values[0]) for path, values in rows], spec
-
-
-#: A path, and the leaf of each tree at that path.
-Row = tuple[Path, tuple[Any, ...]]
 
 
 def flatten_together(trees: Sequence[Any]) -> tuple[list[Row], Spec]:
@@ -353,58 +317,40 @@ def flatten_together(trees: Sequence[Any]) -> tuple[list[Row], Spec]:
 def _flatten_into(
     rows: list[Row], path: Path, trees: tuple[Any, ...], parents: tuple[int, ...]
 ) -> Spec:
-    containers = _open_together(path, trees)
-    if not containers:
+    opened = [] if _LEAVES.issuperset(map(type, trees)) else [open_any(tree) for tree in trees]
+    if not any(c is not None and _is_split(t) for c, t in zip(opened, trees, strict=False)):
         rows.append((path, trees))
         return Spec(None, [])
+    first, columns = opened[0], []
+    if first is not None:
+        keys, columns = first.keys(), [first.values]
+        for other in opened[1:]:
+            values = other.values_of(keys) if other and other.kind == first.kind else None
+            if values is None:
+                break
+            columns.append(values)
+    if len(columns) < len(trees):
+        index = len(columns) or next(i for i, container in enumerate(opened) if container)
+        raise DifferentStructure(path, index, trees[0], trees[index])
     if id(trees[0]) in parents:
         raise ValueError(
             f"a container that is split or joined must not contain itself (`{path}` does); wrap "
             "it in a class of your own"
         )
-    first = containers[0]
-    keys = first.keys
-    others = [container.values_of(keys) for container in containers[1:]]
-    columns = zip(first.values, *others, strict=True)
     parents = (*parents, id(trees[0]))
     children = [
-        _flatten_into(rows, Path((*path, key)), values, parents)
-        for key, values in zip(keys, columns, strict=True)
+        _flatten_into(rows, Path((*path, key)), tuple(values), parents)
+        for key, *values in zip(keys, *columns, strict=True)
     ]
     return Spec(first, children)
 
 
-def _open_together(path: Path, trees: tuple[Any, ...]) -> list[Container]:
-    """Opens the values of several trees at a path. Returns an empty list for leaves."""
-    if _LEAVES.issuperset(map(type, trees)):  # nearly always
-        return []
-    opened = [open_any(tree) for tree in trees]
-    if not any(container is not None and _is_opened(container) for container in opened):
-        return []
-    first = opened[0]
-    containers: list[Container] = []
-    for index, container in enumerate(opened):
-        if (
-            first is None
-            or container is None
-            or container.kind != first.kind
-            or (container is not first and set(container.keys) != set(first.keys))
-        ):
-            other = index or next(i for i, c in enumerate(opened) if c is not None)
-            raise DifferentStructure(path, other, trees[0], trees[other])
-        containers.append(container)
-    return containers
-
-
-def _is_opened(container: Container) -> bool:
+def _is_split(container: Any) -> bool:
     """Whether a container is standard or a namedtuple, or holds anything to split or join."""
-    kind = type(container.original)
+    kind = type(container)
     if kind in _BASES or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
         return True
-    return any(
-        isinstance(leaf, (Tensor, Scattered, PackedSequence))
-        for leaf in leaves_of(container.original)
-    )
+    return any(isinstance(x, (Tensor, Scattered, PackedSequence)) for x in leaves_of(container))
 
 
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
@@ -415,14 +361,14 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
 def _unflatten_from(leaves: Iterator[Any], spec: Spec) -> Any:
     if spec.container is None:
         return next(leaves)
-    return spec.container.rebuilt([_unflatten_from(leaves, c) for c in spec.children], {})
+    return spec.container.rebuild([_unflatten_from(leaves, c) for c in spec.children], {})
 
 
 def replace_leaves(
     function: Callable[[Any], Any],
     tree: Any,
     made: Made,
-    opened: Callable[[Any], Container | None] = open_any,
+    opened: Callable[[Any], Opened | None] = open_any,
 ) -> Any:
     """Returns the tree with ``function(leaf)`` in place of each leaf.
 
@@ -438,7 +384,7 @@ def replace_leaves(
     if all(_new_leaf(function, leaf, made) is leaf for leaf in leaves_of(tree, opened)):
         return tree
     values = (replace_leaves(function, value, made, opened) for value in container.values)
-    new = container.rebuilt(values, made)
+    new = container.rebuild(values, made)
     # The walk around a cycle may have replaced a tuple already.
     return made.setdefault(id(tree), (tree, new))[1]
 

@@ -28,12 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication._torch import (
-    direct_apply,
-    has_other_derivatives,
-    is_batched,
-    sees_saved_tensors,
-)
+from replication._torch import has_other_derivatives, is_batched, sees_saved_tensors
 from replication.devices import Streams, current_streams, use_streams
 from syncbn.channels import empty_output, in_float64, per_channel, reduced_dims
 from syncbn.kernels import Statistics
@@ -233,8 +228,8 @@ class Normalize(Function):
         return None, None, *dxs, *of_parameters[0], *of_parameters[1]
 
 
-# Without the calls in Python that `Function.apply` makes.
-_normalize = direct_apply(Normalize)
+# Without the calls in Python that `Function.apply` makes. Not for a `torch.func` transform.
+_normalize: Callable[..., Any] = super(Function, Normalize).apply
 
 
 def gradients(

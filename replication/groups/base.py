@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,15 @@ T = TypeVar("T")
 
 ReduceOp = Literal["sum", "mean", "max", "min", "product"]
 
+#: Whether an op is defined for a dtype.
+_OPS: dict[str, Callable[[torch.dtype], bool]] = {
+    "sum": lambda dtype: dtype is not torch.bool,
+    "mean": lambda dtype: dtype.is_floating_point or dtype.is_complex,
+    "max": lambda dtype: not dtype.is_complex,
+    "min": lambda dtype: not dtype.is_complex,
+    "product": lambda dtype: dtype is not torch.bool,
+}
+
 #: The dtypes that every backend supports. Complex numbers travel as pairs of reals.
 _DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -32,7 +41,7 @@ _DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
 )
 
-
+#: The dtypes and shapes of some tensors.
 Layouts = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 
@@ -47,7 +56,7 @@ class Call(NamedTuple):
     any_length: bool = False
     #: Whether autograd records the call. None between replicas, where it may differ.
     requires_grad: bool | None = None
-    #: The layer and the number of its call. Empty between replicas, where it always matches.
+    #: The layer and the number of its call, between processes.
     where: str = ""
 
     @property
@@ -64,33 +73,34 @@ class Call(NamedTuple):
         tensors = ", ".join(
             f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in self.layouts
         )
-        text = f"{self.name}({self.option})" + (f" of {tensors}" if tensors else "")
+        text = f"{self.where}: " if self.where else ""
+        text += f"{self.name}({self.option})" + (f" of {tensors}" if tensors else "")
         if self.requires_grad is not None and self.layouts:
             text += f" that {'requires' if self.requires_grad else 'does not require'} gradients"
         return text
 
     def matching_key(self) -> tuple[object, ...]:
+        """Returns a value that is equal for all calls that match."""
         if not self.any_length:
             return self
         layouts = tuple((dtype, len(shape), shape[1:]) for dtype, shape in self.layouts)
         return (*self._replace(layouts=()), layouts)
 
 
-def check_same_call(calls: Sequence[Any], where: str, members: Sequence[int], kind: str) -> None:
+def check_same_call(
+    calls: Sequence[tuple[object, str]], where: str, members: Sequence[int], kind: str
+) -> None:
     """Raises `ReplicasDiverged` unless all members make the same call.
 
-    Each of ``calls`` is a `Call` or a `replication.groups.processes.CallHeader`. The message
-    names the members by ``kind`` and their numbers, and the call by ``where``.
+    A call is given by its key, which must match, and its text. The message names the members by
+    ``kind`` and their numbers.
     """
-    first = calls[0].matching_key()
-    if all(call.matching_key() == first for call in calls[1:]):
+    if all(key == calls[0][0] for key, _ in calls):
         return
-    names_sites = len({call.where for call in calls}) > 1
-    callers: dict[tuple[str, object], list[int]] = {}
+    callers: dict[tuple[object, str], list[int]] = {}
     for member, call in zip(members, calls, strict=True):
-        text = f"{call} at {call.where}" if names_sites else str(call)
-        callers.setdefault((text, call.matching_key()), []).append(member)
-    found = "; ".join(f"{listed(ranks, kind)}: {text}" for (text, _), ranks in callers.items())
+        callers.setdefault(call, []).append(member)
+    found = "; ".join(f"{listed(ranks, kind)}: {text}" for (_, text), ranks in callers.items())
     raise ReplicasDiverged(
         f"{where}: the calls do not match: {found}. All must make the same calls in the same "
         "order, with tensors of one dtype and one shape (in all_gather the first dimension may "
@@ -144,11 +154,6 @@ class Group(ABC):
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Reduces the tensors of all members, and returns the result to every member.
 
-        >>> import torch
-        >>> from replication import SoloGroup
-        >>> SoloGroup().all_reduce(torch.tensor([1.0, 2.0]), op="mean")
-        tensor([1., 2.])
-
         Args:
             tensor: Any shape, the same on every member. Like all tensors here, it is dense and of
                 dtype float16, bfloat16, float32, float64, complex64, complex128, bool, uint8,
@@ -157,8 +162,7 @@ class Group(ABC):
                 gradient of a maximum or minimum is divided evenly among the members that attain
                 it, as in `torch.amax`.
         """
-        self._check_tensors("all_reduce", [tensor])
-        self._check_op("all_reduce", op, tensor)
+        self._check("all_reduce", [tensor], op)
         return self._all_reduce(tensor, op)
 
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -167,7 +171,7 @@ class Group(ABC):
         Args:
             tensor: Any shape. The first dimension may differ between members, and may be 0.
         """
-        self._check_tensors("all_gather", [tensor])
+        self._check("all_gather", [tensor])
         return self._all_gather(tensor)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Tensor:
@@ -181,27 +185,15 @@ class Group(ABC):
         Returns:
             ``op`` of the tensors at index ``rank`` of all members.
         """
-        if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
+        is_list = isinstance(tensors, Sequence)
+        if not is_list or len(tensors) != self.size:
             self._refuse(
-                TypeError,
-                f"reduce_scatter takes a list of {self.size} tensors, one for each member "
-                f"(got {describe_argument(tensors)}); split one tensor by "
-                f"list(tensor.chunk({self.size}))",
+                ValueError if is_list else TypeError,
+                f"reduce_scatter takes a list of {self.size} tensors, one for each member",
+                len(tensors) if is_list else describe_argument(tensors),
+                f"split one tensor by list(tensor.chunk({self.size}))",
             )
-        if len(tensors) != self.size:
-            self._refuse(
-                ValueError,
-                f"reduce_scatter takes one tensor for each of {self.size} members "
-                f"(got {len(tensors)})",
-            )
-        self._check_tensors("reduce_scatter", tensors)
-        if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
-            self._refuse(
-                ValueError,
-                "reduce_scatter takes tensors of one dtype on one device "
-                f"(got {', '.join(f'{t.dtype} on {t.device}' for t in tensors)})",
-            )
-        self._check_op("reduce_scatter", op, tensors[0])
+        self._check("reduce_scatter", tensors, op)
         return self._reduce_scatter(tuple(tensors), op)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
@@ -211,11 +203,9 @@ class Group(ABC):
             tensor: Any shape. Shape and dtype must match on every member.
             src: A rank of this group.
         """
-        self._check_tensors("broadcast", [tensor])
+        self._check("broadcast", [tensor])
         if not is_int(src) or not 0 <= src < self.size:
-            self._refuse(
-                ValueError, f"broadcast takes a src from 0 to {self.size - 1} (got {src!r})"
-            )
+            self._refuse(ValueError, f"broadcast takes a src from 0 to {self.size - 1}", repr(src))
         return self._broadcast(tensor, src)
 
     @abstractmethod
@@ -235,10 +225,9 @@ class Group(ABC):
         All members must pass the same ``size``. If it does not divide the size of the group, the
         last part is smaller.
         """
-        if not is_int(size):
-            self._refuse(TypeError, f"split takes an int (got {describe_argument(size)})")
-        if size < 1:
-            self._refuse(ValueError, f"split takes a size of at least 1 (got {size})")
+        if not is_int(size) or size < 1:
+            error = ValueError if is_int(size) else TypeError
+            self._refuse(error, "split and group_size take an int of at least 1", repr(size))
         return self if size >= self.size else self._split(size)
 
     @abstractmethod
@@ -258,49 +247,51 @@ class Group(ABC):
 
     # -- checks before any waiting -------------------------------------------------------------
 
-    def _refuse(self, kind: type[Exception], text: str) -> NoReturn:
-        raise kind(f"{self._where()}: {text}")
+    def _refuse(
+        self, error: type[Exception], requirement: str, got: object, remedy: str = ""
+    ) -> NoReturn:
+        text = f"{self._where()}: {requirement} (got {got})"
+        raise error(f"{text}; {remedy}" if remedy else text)
 
     def _check_use(self, name: str) -> None:
         """Raises if no other member could answer a collective that is called here."""
         return
 
-    def _check_tensors(self, name: str, tensors: Sequence[Any]) -> None:
+    def _check(self, name: str, tensors: Sequence[Any], *ops: Any) -> None:
+        """Raises unless a collective can be called here with these tensors and ops."""
         self._check_use(name)
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
-                self._refuse(TypeError, f"{name} takes tensors (got {describe_argument(tensor)})")
+                got, remedy = describe_argument(tensor), "torch.tensor makes one of a number"
+                self._refuse(TypeError, f"{name} takes tensors", got, remedy)
             if tensor.layout is not torch.strided:
-                self._refuse(TypeError, f"{name} takes dense tensors (got {tensor.layout})")
+                self._refuse(TypeError, f"{name} takes dense tensors", tensor.layout)
             if tensor.dtype not in _DTYPES:
                 known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-                self._refuse(TypeError, f"{name} takes tensors of {known} (got {tensor.dtype})")
+                self._refuse(TypeError, f"{name} takes tensors of {known}", tensor.dtype)
         self._check_derivatives(name, tensors)
+        if len(tensors) > 1 and len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+            got = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in tensors)
+            self._refuse(ValueError, f"{name} takes tensors of one dtype on one device", got)
+        for op in ops:
+            if op not in tuple(_OPS):
+                self._refuse(ValueError, f"{name} knows the ops {', '.join(_OPS)}", repr(op))
+            if not _OPS[op](dtype := tensors[0].dtype):
+                remedy = "convert the tensor first"
+                self._refuse(TypeError, f"{name} has no {op} of this dtype", dtype, remedy)
 
     def _check_derivatives(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Raises if derivatives of the call would not reach the other members."""
         if has_other_derivatives(tensors):
-            self._refuse(
-                NotImplementedError,
-                f"{name}: torch.func transforms and forward-mode derivatives do not reach the "
-                "other members, so their derivatives would be lost; compute them on one device",
+            raise NotImplementedError(
+                f"{self._where()}: {name}: torch.func transforms and forward-mode derivatives do "
+                "not reach the other members, so their derivatives would be lost; compute them on "
+                "one device"
             )
-
-    def _check_op(self, name: str, op: Any, tensor: Tensor) -> None:
-        known = get_args(ReduceOp)
-        if op not in known:
-            self._refuse(ValueError, f"{name} knows the ops {', '.join(known)} (got {op!r})")
-        dtype = tensor.dtype
-        is_inexact = dtype.is_floating_point or dtype.is_complex
-        if (
-            (op == "mean" and not is_inexact)
-            or (op in ("max", "min") and dtype.is_complex)
-            or (op in ("sum", "product") and dtype is torch.bool)
-        ):
-            self._refuse(TypeError, f"{name} has no {op} of {dtype}; convert the tensor first")
 
 
 def refuses_callbacks(name: str) -> str:
+    """Returns the message for a collective that is called in a replication callback."""
     return (
         f"{name} in a replication callback; callbacks run one after the other, so that no other "
         "copy can answer: call collectives in forward"
@@ -315,6 +306,7 @@ def describe_argument(value: Any) -> str:
 
 
 def layouts_of(tensors: Sequence[Tensor]) -> Layouts:
+    """Returns the dtypes and shapes of tensors, for a `Call`."""
     return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
 
 
@@ -358,12 +350,6 @@ class SoloGroup(Group):
     #: The layer whose group this is outside replicas. Inside a replica such a group, kept from
     #: before the forward, would leave the replica silently unsynchronized.
     _layer: str | None = None
-
-    @classmethod
-    def _outside_replicas(cls, layer: str) -> SoloGroup:
-        group = cls()
-        group._layer = layer
-        return group
 
     def _check_use(self, name: str) -> None:
         current = current_replica()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from replication._torch import IS_REPLICA
-from replication.devices import is_int
 from replication.errors import ReplicationError
 from replication.groups.base import Group, SoloGroup
 from replication.groups.processes import (
@@ -32,17 +31,6 @@ __all__ = ["ReplicaAware"]
 
 
 _first_warning_of_processes = WarnOnce()
-
-
-def warn_of_unconnected_processes(layer: str) -> None:
-    """Warns once per process that torchrun's processes are not connected."""
-    if _first_warning_of_processes():
-        warn(
-            f"`{layer}` is in one of several processes that torchrun has started, but "
-            "torch.distributed is not initialized (or no longer), so the layer is not connected "
-            "to the other processes; call torch.distributed.init_process_group() first",
-            UnsynchronizedWarning,
-        )
 
 
 class ReplicaAware(_Base):
@@ -131,9 +119,8 @@ class ReplicaAware(_Base):
         Raises:
             ReplicationError: There are several replicas in each of several processes.
             ValueError: This process is not in ``process_group``, or ``group_size`` is less than 1.
+            TypeError: ``group_size`` is not an int.
         """
-        if "group" in self._modules:  # torch registers submodules without calling the setter
-            raise TypeError(self._cannot_be_set())  # torch hides an AttributeError here
         group = self._replica_group
         if (
             group is not None
@@ -149,24 +136,7 @@ class ReplicaAware(_Base):
             group = self._processes()
         elif has_other_processes(self.process_group):
             self._processes()  # which refuses them
-        if self.group_size is None:
-            return group
-        if is_int(self.group_size) and self.group_size < 1:
-            raise ValueError(
-                f"group_size of {type(self).__name__} must be at least 1, or None for all copies "
-                f"(got {self.group_size})"
-            )
-        return group.split(self.group_size)
-
-    @group.setter
-    def group(self, value: object) -> None:
-        raise AttributeError(self._cannot_be_set())
-
-    def _cannot_be_set(self) -> str:
-        return (
-            f"`group` of {type(self).__name__} is the group of its copies (see ReplicaAware) and "
-            "cannot be set; give the attribute another name"
-        )
+        return group if self.group_size is None else group.split(self.group_size)
 
     @property
     def process_group(self) -> Any:
@@ -180,49 +150,49 @@ class ReplicaAware(_Base):
         self._process_group = None if value is None else ProcessGroupHandle(value)
 
     def _processes(self) -> Group:
+        """Returns the group of the processes, or of this layer alone."""
+        name = self._layer_name or type(self).__name__
         if has_other_processes(self.process_group):
-            group = ProcessGroup(self.process_group, self._public_name)
+            group = ProcessGroup(self.process_group, name)
             current = current_replica()
             if current is not None and current.is_one_of_several:
-                self._refuse_processes()
+                raise ReplicationError(
+                    f"`{name}`: several replicas in each of several processes are not connected; "
+                    "run one process per device under DistributedDataParallel, or set "
+                    "process_group to a group of this process alone, to connect its replicas"
+                )
             return group
-        if processes_are_not_connected():
-            warn_of_unconnected_processes(self._public_name)
-        return SoloGroup._outside_replicas(self._public_name)
-
-    def _refuse_processes(self) -> NoReturn:
-        raise ReplicationError(
-            f"`{self._public_name}`: several replicas in each of several processes are not "
-            "connected; run one process per device under DistributedDataParallel, or set "
-            "process_group to a group of this process alone, to connect its replicas only"
-        )
-
-    @property
-    def _public_name(self) -> str:
-        return self._layer_name or type(self).__name__
+        if processes_are_not_connected() and _first_warning_of_processes():
+            warn(
+                f"`{name}` is in one of several processes that torchrun has started, but "
+                "torch.distributed is not initialized (or no longer), so the layer is not "
+                "connected to the others; call torch.distributed.init_process_group() first",
+                UnsynchronizedWarning,
+            )
+        alone = SoloGroup()
+        alone._layer = name
+        return alone
 
     def _warn_if_isolated(self) -> bool:
         """Warns and returns True if this layer is in a replica but not connected to its copies."""
         current = current_replica()
         if getattr(self, IS_REPLICA, False):
-            self._warn_once(
+            what = (
                 "is in a replica that is not connected to the others, so its group is this "
                 "replica alone; call replication.patch_replication_callback(model) on the "
                 "DataParallel, or use replication.DataParallel; if its class overrides "
                 "__data_parallel_replicate__, call super's there"
             )
         elif current is not None and (current.rendezvous.size or 0) > 1:
-            self._warn_once(
+            what = (
                 "is called by a replica but is not part of it, so its group is this replica "
                 "alone; the model reaches the original layer, through a list where an "
                 "nn.ModuleList should be, or a function made before replication that refers to it"
             )
         else:
             return False
-        return True
-
-    def _warn_once(self, what: str) -> None:
         is_first = self._first_warning or once_for(self)
         if is_first():  # of the replicas, which come here at the same time
             path = f"`{self._layer_name}`: " if self._layer_name else ""
             warn(f"{path}{self!r} {what}", UnsynchronizedWarning, self._caller)
+        return True

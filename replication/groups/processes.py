@@ -43,11 +43,17 @@ T = TypeVar("T")
 #: `ProcessGroup.prefers_gather`).
 _FEW_RANKS, _FEW_BYTES = 8, 64 * 1024
 
-#: The layout of a header: the length, the digest, the layer and the text. Texts that are too
-#: long are cut.
-_HEADER = Struct("<q32s128s344s")
+#: The layout of a header: the length, the digest and the text, which is cut if it is too long.
+_HEADER = Struct("<q32s472s")
 
 _CPU = torch.device("cpu")
+
+#: A note on errors of a backend.
+_REMEDY = (
+    "if no other rank failed first (see their logs), some rank did not reach this call: is one in "
+    "eval(), out of data (see replication.JoinableStep), without a backward, or in another layer? "
+    "Set TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls"
+)
 
 
 # -- the groups of this process -------------------------------------------------------------------
@@ -113,6 +119,7 @@ def is_non_member(process_group: Any) -> bool:
 
 
 def check_process_group(value: Any) -> None:
+    """Raises TypeError unless a value is what `torch.distributed.new_group` may return."""
     is_group = distributed.is_available() and (
         isinstance(value, distributed.ProcessGroup) or is_non_member(value)
     )
@@ -144,12 +151,6 @@ class ProcessGroupHandle:
         return ProcessGroupHandle, ()
 
 
-def debugging() -> bool:
-    """Whether ``TORCH_DISTRIBUTED_DEBUG`` enables slow checks."""
-    # Not `is`, because every call returns a new object.
-    return distributed.get_debug_level() != distributed.DebugLevel.OFF  # type: ignore[attr-defined]
-
-
 # -- headers --------------------------------------------------------------------------------------
 
 # Ranks compare their calls before tensors travel. A received header may come from an untrusted
@@ -157,42 +158,29 @@ def debugging() -> bool:
 # number that a rank acts upon, the length of a tensor, is first checked by `check_lengths`.
 
 
-class CallHeader(NamedTuple):
+class Header(NamedTuple):
     """The description of a rank's call."""
 
     #: The first dimension of the tensor, if it may differ between the ranks.
     length: int
     #: The hash of everything that must match.
     digest: bytes
-    where: str
     text: str
 
     @classmethod
-    def of(cls, call: Call) -> CallHeader:
-        shape = call.layouts[0][1] if call.any_length else ()
-        digest = sha256(repr(call.matching_key()).encode()).digest()
-        return cls(shape[0] if shape else 0, digest, call.where, str(call))
-
-    def matching_key(self) -> bytes:
-        return self.digest
-
-    def __str__(self) -> str:
-        return self.text
-
-    def pack(self) -> bytes:
-        """Returns the header as bytes, always of the same length."""
-        return _HEADER.pack(self.length, self.digest, self.where.encode(), self.text.encode())
-
-    @classmethod
-    def unpack(cls, packed: bytes) -> CallHeader:
-        """Reads a header from any bytes of that length."""
-        length, digest, where, text = _HEADER.unpack(packed)
-        return cls(length, digest, _text(where), _text(text))
+    def unpack(cls, packed: bytes) -> Header:
+        """Reads a header from any bytes of the right number."""
+        length, digest, encoded = _HEADER.unpack(packed)
+        text = encoded.rstrip(b"\0").decode(errors="replace")
+        text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+        return cls(length, digest, text)
 
 
-def _text(encoded: bytes) -> str:
-    text = encoded.rstrip(b"\0").decode(errors="replace")
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+def packed_header(call: Call) -> bytes:
+    """Returns the header of a call as bytes, always of the same number."""
+    shape = call.layouts[0][1] if call.any_length else ()
+    digest = sha256(repr(call.matching_key()).encode()).digest()
+    return _HEADER.pack(shape[0] if shape else 0, digest, str(call).encode())
 
 
 def check_lengths(
@@ -211,23 +199,7 @@ def check_lengths(
             )
 
 
-# -- collectives that return new tensors of any strides -------------------------------------------
-
-
-def summed(tensor: Tensor, process_group: Any) -> Tensor:
-    """Returns the sum of the tensors of all ranks."""
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    distributed.all_reduce(total, group=process_group)
-    return total
-
-
-def broadcasted(tensor: Tensor, src: int, process_group: Any) -> Tensor:
-    """Returns the tensor of the process whose rank among all processes is ``src``."""
-    received = tensor.clone(memory_format=torch.contiguous_format)
-    # Older releases of torch leave complex numbers to the backend, which may not support them.
-    real = torch.view_as_real(received) if received.is_complex() else received
-    distributed.broadcast(real, src, process_group)
-    return received
+# -- the group ------------------------------------------------------------------------------------
 
 
 def stacked(tensor: Tensor, process_group: Any) -> Tensor:
@@ -238,18 +210,6 @@ def stacked(tensor: Tensor, process_group: Any) -> Tensor:
         # Not all_gather_into_tensor, which gloo lacks in older releases of torch.
         distributed.all_gather(list(stacked), tensor, process_group)
     return stacked
-
-
-def exchanged(tensor: Tensor, sent: list[int], received: list[int], process_group: Any) -> Tensor:
-    """Sends ``sent[i]`` values of a vector to rank i, and returns ``received[i]`` from it.
-
-    The values for rank 0, and from it, come first.
-    """
-    result = tensor.new_empty(sum(received))
-    if tensor.numel() or result.numel():
-        tensor = tensor.resolve_conj().contiguous()
-        distributed.all_to_all_single(result, tensor, received, sent, process_group)
-    return result
 
 
 class Collective(Function):
@@ -271,11 +231,6 @@ class Collective(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
         return None, None, ctx.derivative(grad)
-
-
-# -- the group ------------------------------------------------------------------------------------
-
-_Numbered = tuple[Call, list[CallHeader]]
 
 
 class ProcessGroup(Group):
@@ -369,34 +324,34 @@ class ProcessGroup(Group):
     # -- calls ---------------------------------------------------------------------------------
 
     @contextmanager
-    def _calling(self, call: Call, compares: bool = False) -> Iterator[_Numbered]:
+    def _calling(self, call: Call, compares: bool = False) -> Iterator[tuple[Call, list[Header]]]:
         """Counts a call, and compares it with the calls of the other ranks if asked to.
 
-        If a rank raises or dies, the other ranks get an error of the backend or run into the
+        Yields the call with its number, and the headers of all ranks if the calls are compared.
+        If another rank raises or dies, this one gets an error of the backend or runs into the
         timeout of the process group. Notes on that error name the call.
-
-        Yields:
-            The call with its number, and the headers of all ranks if the calls are compared.
         """
         state, kind = state_of(self.process_group), (self._name, call.in_backward)
         with state.lock:
             state.calls[kind] += 1
             call = call._replace(where=f"`{self._name}`, call {state.calls[kind]}")
+        # TORCH_DISTRIBUTED_DEBUG. Not `is`, because every call returns a new object.
+        debugs = distributed.get_debug_level() != distributed.DebugLevel.OFF  # type: ignore[attr-defined]
         try:
             with named_range(f"exchange {self._name}, rank {self.rank}"):
-                yield call, self._compared(call) if compares or debugging() else []
+                yield call, self._compared(call) if compares or debugs else []
         except Exception as error:
             if not issubclass(type(error), ReplicationError):
-                add_note(error, f"in {call} at {call.where}, rank {self.rank} of {self.size}")
-                add_note(error, _remedy())
+                add_note(error, f"in {call}, rank {self.rank} of {self.size}")
+                add_note(error, _REMEDY)
             raise
 
-    def _compared(self, call: Call) -> list[CallHeader]:
+    def _compared(self, call: Call) -> list[Header]:
         """Gathers the headers of all ranks, and raises `ReplicasDiverged` if they do not match."""
-        packed = self._to_tensor(CallHeader.of(call).pack())
-        rows = stacked(packed, self.process_group).cpu()
-        headers = [CallHeader.unpack(_to_bytes(row)) for row in rows]
-        check_same_call(headers, call.where, range(self.size), "rank")
+        rows = stacked(self._to_tensor(packed_header(call)), self.process_group).cpu()
+        headers = [Header.unpack(_to_bytes(row)) for row in rows]
+        calls = [(header.digest, header.text) for header in headers]
+        check_same_call(calls, f"`{self._name}`", range(self.size), "rank")
         return headers
 
     def _to_tensor(self, data: bytes) -> Tensor:
@@ -537,7 +492,11 @@ class ProcessGroup(Group):
     @uncompiled
     def _broadcast(self, tensor: Tensor, src: int) -> Tensor:
         def from_source(tensor: Tensor) -> Tensor:
-            return broadcasted(tensor, self._global_rank(src), self.process_group)
+            received = tensor.clone(memory_format=torch.contiguous_format)
+            # Older releases of torch leave complex numbers to the backend, which may refuse them.
+            real = torch.view_as_real(received) if received.is_complex() else received
+            distributed.broadcast(real, self._global_rank(src), self.process_group)
+            return received
 
         def to_source(call: Call, grad: Tensor) -> Tensor:
             total = self._sum(call, grad)
@@ -556,7 +515,9 @@ class ProcessGroup(Group):
         def sum_of_ranks(tensor: Tensor) -> Tensor:
             if self.prefers_gather(tensor):
                 return reduce_tensors(stacked(tensor, self.process_group).unbind(), "sum")
-            return summed(tensor, self.process_group)
+            total = tensor.clone(memory_format=torch.contiguous_format)
+            distributed.all_reduce(total, group=self.process_group)
+            return total
 
         return self._differentiable(call, sum_of_ranks, self._sum, tensor)
 
@@ -576,10 +537,17 @@ class ProcessGroup(Group):
     def _all_to_all(
         self, sent: list[int], received: list[int], call: Call, tensor: Tensor
     ) -> Tensor:
-        """Sends values to every rank (see `exchanged`)."""
+        """Sends ``sent[i]`` values of a vector to rank i, and returns ``received[i]`` from it.
+
+        The values for rank 0, and from it, come first.
+        """
 
         def exchange(tensor: Tensor) -> Tensor:
-            return exchanged(tensor, sent, received, self.process_group)
+            result = tensor.new_empty(sum(received))
+            if tensor.numel() or result.numel():
+                tensor = tensor.resolve_conj().contiguous()
+                distributed.all_to_all_single(result, tensor, received, sent, self.process_group)
+            return result
 
         way_back = partial(self._all_to_all, received, sent)
         return self._differentiable(call, exchange, way_back, tensor)
@@ -596,35 +564,22 @@ class ProcessGroup(Group):
         state = state_of(self.process_group)
         with state.lock:
             if size not in state.parts:
-                state.parts[size] = self.new_groups(parts)[own]
+                # All processes must make all groups. Processes outside this group do not come
+                # here, so its members use local synchronization.
+                is_world = self.process_group is distributed.group.WORLD
+                made = {
+                    part: distributed.new_group(
+                        list(map(self._global_rank, part)),
+                        timeout=timeout_of(self.process_group),
+                        backend=distributed.get_backend(self.process_group),
+                        use_local_synchronization=not is_world,
+                    )
+                    for part in (parts if is_world else [own])
+                }
+                state.parts[size] = made[own]
         if len(own) == 1:
             return SoloGroup()
         return ProcessGroup(state.parts[size], f"{self._name}, ranks {own[0]}-{own[-1]}")
-
-    def new_groups(self, parts: Sequence[range]) -> dict[range, Any]:
-        """Makes a group of `torch.distributed` for each of some parts that have no common rank."""
-        is_world = self.process_group is distributed.group.WORLD
-        # Normally all processes must make all groups. Processes outside this group do not call
-        # this, so its members use local synchronization. For that they must have made the same
-        # groups before.
-        made = {
-            part: self._new_group(part, use_local_synchronization=not is_world)
-            for part in parts
-            if is_world or self.rank in part
-        }
-        if parts and not any(self.rank in part for part in parts):
-            # torch names a group that only its members make by the number of groups that each of
-            # them is in, so all processes must be in equally many.
-            self._new_group(range(self.rank, self.rank + 1), use_local_synchronization=True)
-        return made
-
-    def _new_group(self, ranks: range, use_local_synchronization: bool) -> Any:
-        return distributed.new_group(
-            [self._global_rank(rank) for rank in ranks],
-            timeout=timeout_of(self.process_group),
-            backend=distributed.get_backend(self.process_group),
-            use_local_synchronization=use_local_synchronization,
-        )
 
     def _global_rank(self, rank: int) -> int:
         return distributed.get_global_rank(self.process_group, rank)
@@ -636,15 +591,6 @@ def _destroyed(where: str) -> ReplicationError:
         "torch.distributed.destroy_process_group after the last forward and backward that use it, "
         "and set the process_group of layers that stay in use: a new one, or None for all"
     )
-
-
-def _remedy() -> str:
-    text = (
-        "if no other rank failed first (see their logs), some rank did not reach this call: is "
-        "one in eval(), out of data (see replication.JoinableStep), or without a backward?"
-    )
-    compare = "set TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls"
-    return text if debugging() else f"{text} Or do they call different layers? Then {compare}"
 
 
 def _call(name: str, tensors: Sequence[Tensor], option: str = "") -> Call:

@@ -7,9 +7,10 @@ backward through a single graph: no thread waits in it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -111,10 +112,9 @@ class CallbackContext:
         return group
 
 
-#: The message of one member and the state of its thread: the arguments of its `Call`, the message,
-#: the function that merges, whether the message requires gradients, whether the thread is in
-#: inference mode, and the number of autograd nodes that it has made. It is a plain tuple, which is
-#: faster to make than a named one.
+#: The arguments of a member's `Call`, its message, the function that merges, whether the message
+#: requires gradients, whether the thread is in inference mode, and the number of autograd nodes
+#: that the thread has made. A plain tuple is faster to make than a named one.
 Request = tuple[
     tuple[str, str, Layouts, bool], Any, Callable[[list[Any]], Iterable[Any]], bool, bool, int
 ]
@@ -151,12 +151,17 @@ class Communicator:
             raise IndexError(f"`{self.layer}` has copies 0 to {size - 1} (got copy_id {rank})")
         if size == 1:
             return SoloGroup()
+        self.refuse_copy()
+        return ReplicaGroup(rank, size, self)
+
+    def refuse_copy(self) -> Rendezvous:
+        """Returns the rendezvous of the forward. Raises ReplicationError if there is none."""
         if self.rendezvous is None:
             raise ReplicationError(
-                f"`{self.layer}`: the context is a copy, or was made by hand, and belongs to no "
-                "forward; execute_replication_callbacks makes one that does"
+                f"`{self.layer}`: the context or group is a copy, or was made by hand, and "
+                "belongs to no forward; execute_replication_callbacks makes contexts that do"
             )
-        return ReplicaGroup(rank, size, self)
+        return self.rendezvous
 
     def part(self, start: int, stop: int) -> Communicator:
         """Returns the communicator of the members from ``start`` to ``stop - 1``."""
@@ -170,16 +175,17 @@ class Communicator:
     def merge(self, requests: list[Request]) -> Iterable[tuple[Any, int]]:
         """Returns the reply to each member, and the number of autograd nodes that all count up to.
 
-        The replies do not depend on the thread that merges. It may run without grad, in inference
-        mode, or with hooks on saved tensors.
+        `Exchange` calls it in the thread of the last member to arrive. The replies do not depend
+        on that thread, which may run without grad, in inference mode, or with saved-tensor hooks.
         """
-        calls, messages, merges, require_grad, in_inference_mode, nodes = zip(
-            *requests, strict=True
-        )
+        calls, messages, merges, requires_grad, inferring, nodes = zip(*requests, strict=True)
         if calls.count(calls[0]) < len(calls):
             where = site(self.path, self.exchange.calls[self.replicas[0]])
-            check_same_call([Call(*call) for call in calls], where, self.replicas, "replica")
-        most, grad, inference = max(nodes), any(require_grad), all(in_inference_mode)
+            described = [
+                (call.matching_key(), str(call)) for call in itertools.starmap(Call, calls)
+            ]
+            check_same_call(described, where, self.replicas, "replica")
+        most, grad, inference = max(nodes), any(requires_grad), all(inferring)
         if nodes_made() < most:
             count_nodes_up_to(most)
         if (
@@ -226,38 +232,19 @@ class ReplicaGroup(Group):
 
     No thread waits in backward, and any subset of the results may enter a loss. A tensor that has
     no influence on the loss gets no gradient (`torch.autograd.grad` needs ``allow_unused``).
-
-    >>> import torch
-    >>> from torch import nn
-    >>> from replication import DataParallel, ReplicaAware, ReplicaGroup
-    >>> class Total(ReplicaAware, nn.Module):
-    ...     def forward(self, x):
-    ...         assert isinstance(self.group, ReplicaGroup)
-    ...         return self.group.all_reduce(x.sum())
-    >>> DataParallel(Total(), ["cpu"] * 2)(torch.arange(4.0))
-    tensor([6., 6.])
     """
 
-    def __init__(self, rank: int, size: int, communicator: Communicator | None = None) -> None:
+    def __init__(self, rank: int, size: int, communicator: Communicator) -> None:
         self.rank, self.size = rank, size
         self._communicator = communicator
-        # A copy belongs to no forward.
-        self._rendezvous = communicator.rendezvous if communicator else None
-        self._replica = communicator.replicas[rank] if communicator else rank
+        self._rendezvous = communicator.rendezvous  # None in a copy
+        self._replica = communicator.replicas[rank]
 
-    def __reduce__(self) -> tuple[type[ReplicaGroup], tuple[int, int]]:
-        return type(self), (self.rank, self.size)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rank, self.size, self._communicator)
 
     def _where(self) -> str:
-        if self._communicator is None:
-            return super()._where()
         return f"`{self._communicator.path}`, replica {self._replica}"
-
-    def _refuse_copy(self) -> NoReturn:
-        raise ReplicationError(
-            f"{self._where()} is a copy and belongs to no forward; only the replicas' own groups "
-            "are connected"
-        )
 
     @property
     def recomputes(self) -> bool:
@@ -265,7 +252,8 @@ class ReplicaGroup(Group):
 
         It is also true in a thread that a replica has started.
         """
-        return is_recomputation() or (self._rendezvous or self._refuse_copy()).in_backward
+        rendezvous = self._rendezvous
+        return is_recomputation() or (rendezvous is not None and rendezvous.in_backward)
 
     @property
     def in_later_backward(self) -> bool:
@@ -274,7 +262,7 @@ class ReplicaGroup(Group):
         No other replica would answer a call.
         """
         current, began_in = this_thread.current, NO_BACKWARD
-        if current is not None and current.rendezvous is (self._rendezvous or self._refuse_copy()):
+        if current is not None and current.rendezvous is self._rendezvous:
             began_in = current.backward
         return current_backward() != began_in
 
@@ -283,7 +271,7 @@ class ReplicaGroup(Group):
 
         See `Rendezvous.commit`.
         """
-        return (self._rendezvous or self._refuse_copy()).commit(write)
+        return self._communicator.refuse_copy().commit(write)
 
     def exchange(
         self,
@@ -314,8 +302,8 @@ class ReplicaGroup(Group):
         Raises:
             ReplicationError: As `Group`. Also if no other member could answer the call.
         """
-        communicator = self._communicator or self._refuse_copy()
-        rendezvous, replica = self._rendezvous or self._refuse_copy(), self._replica
+        communicator, replica = self._communicator, self._replica
+        rendezvous = self._rendezvous or communicator.refuse_copy()
         current = this_thread.current
         if (
             current is None
@@ -328,33 +316,34 @@ class ReplicaGroup(Group):
         # to the same number after a merge, so that the order does not depend on who merged.
         counts = requires_grad and not torch.is_anomaly_enabled()
         nodes = nodes_made() or 1 if counts else 0
-        call = name, option, layouts, any_length
-        in_inference_mode = torch.is_inference_mode_enabled()
-        request: Request = (call, message, merge, requires_grad, in_inference_mode, nodes)
+        call, infers = (name, option, layouts, any_length), torch.is_inference_mode_enabled()
+        request: Request = (call, message, merge, requires_grad, infers, nodes)
         reply, nodes = communicator.exchange(rendezvous, replica, request, communicator.merge)
         if nodes_made() < nodes:
             count_nodes_up_to(nodes)
         return reply  # type: ignore[no-any-return]
 
     def _check_use(self, name: str) -> None:
-        rendezvous, replica = self._rendezvous or self._refuse_copy(), self._replica
+        rendezvous, replica = self._communicator.refuse_copy(), self._replica
         current = this_thread.current
-        if current is not None and current.rendezvous is rendezvous:
-            if current.in_callback:
-                self._refuse(ReplicationError, refuses_callbacks(name))
-            if current.replica != replica:
-                self._refuse(
-                    ReplicationError,
-                    f"replica {current.replica} calls {name} of the group of copy {replica}; pass "
-                    "ctx.group the copy_id that the callback receives",
-                )
-        elif rendezvous.has_left(replica):
-            self._refuse(
-                ReplicationError,
+        if current is None or current.rendezvous is not rendezvous:
+            if not rendezvous.has_left(replica):
+                return
+            text = (
                 f"{name} of a group whose forward has ended; get the group afresh in each "
                 "forward, call no collectives in hooks or custom backwards, and leave the layer "
-                "out of activation checkpoints",
+                "out of activation checkpoints"
             )
+        elif current.in_callback:
+            text = refuses_callbacks(name)
+        elif current.replica != replica:
+            text = (
+                f"replica {current.replica} calls {name} of the group of copy {replica}; pass "
+                "ctx.group the copy_id that the callback receives"
+            )
+        else:
+            return
+        raise ReplicationError(f"{self._where()}: {text}")
 
     def _join(
         self,
@@ -419,8 +408,7 @@ class ReplicaGroup(Group):
 
     def _split(self, size: int) -> Group:
         start = self.rank - self.rank % size
-        part = (self._communicator or self._refuse_copy()).part(start, start + size)
-        return part.group(self.rank - start)
+        return self._communicator.part(start, start + size).group(self.rank - start)
 
 
 def ordinary(tensor: Tensor) -> Tensor:

@@ -147,6 +147,6 @@ def _outline(output: Any) -> str:
     """Returns the type of an output, and the keys or the length of a container."""
     if isinstance(output, (list, tuple)):
         return f"{type(output).__name__} of length {len(output)}"
-    keys = container.keys if (container := open_any(output)) else []
+    keys = container.keys() if (container := open_any(output)) else []
     names = ", ".join(name_of(key) for key in keys if not isinstance(key, SequenceKey))
     return f"{type(output).__name__} with {names}" if names else type(output).__name__

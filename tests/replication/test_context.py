@@ -161,13 +161,13 @@ def test_copy_of_a_context_keeps_its_attributes_and_belongs_to_no_forward(copied
         ctx.kept = ctx.group(1)
     twin = copied(ctx)
     assert (twin.num_copies, twin.path, twin.devices) == (2, "1.0", ctx.devices)
-    with pytest.raises(ReplicationError, match=r"`1.0`: the context is a copy.*no forward"):
+    with pytest.raises(ReplicationError, match=r"`1\.0`: the context or group is a copy"):
         twin.group(0)
     if used:
-        with pytest.raises(ReplicationError, match="is a copy and belongs to no forward"):
+        with pytest.raises(ReplicationError, match=r"`1\.0`: the context or group is a copy"):
             twin.kept.barrier()
 
 
 def test_context_made_by_hand_for_several_copies_has_no_groups():
-    with pytest.raises(ReplicationError, match="execute_replication_callbacks makes one"):
+    with pytest.raises(ReplicationError, match="was made by hand"):
         CallbackContext(2).group(0)

@@ -122,7 +122,7 @@ def out_of_data(rank: int) -> list[str]:
 @needs_gloo
 def test_the_error_without_it_names_the_layer_and_says_what_to_do():
     (note, remedy), _ = run_ranks(2, out_of_data)
-    assert "at `1`, call 2, rank 0 of 2" in note
+    assert note.startswith("in `1`, call 2: ") and note.endswith(", rank 0 of 2")
     assert "replication.JoinableStep" in remedy
 
 

@@ -31,7 +31,7 @@ from replication import (
 from replication._torch import timeout_of
 from replication.devices import memory_of
 from replication.groups.base import Call, check_same_call
-from replication.groups.processes import CallHeader, check_lengths
+from replication.groups.processes import Header, check_lengths, packed_header
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.collective_cases import CASES, OPS, derivatives, leaves, upstream
 from tests.layers import outcome_of
@@ -497,60 +497,53 @@ def test_objects_are_gathered_in_the_order_of_ranks(two):
 
 
 def test_bad_input_is_refused_by_the_rank_that_has_it(two):
-    assert two[1][0]["bad_input"] == ("`ProcessGroup`, rank 1: all_reduce takes tensors (got int)")
+    assert "`ProcessGroup`, rank 1: all_reduce takes tensors (got int); " in two[1][0]["bad_input"]
 
 
 def test_calls_of_all_gather_that_do_not_match_are_named_in_every_rank(two):
     for found, _ in two:
         assert found["mismatch_in_all_gather"].startswith(
-            "`head`, call 2: the calls do not match: rank 0: all_gather() of float32 [2, 3] that "
-            "does not require gradients; rank 1: all_gather() of float32 [2, 4] that does not"
+            "`head`: the calls do not match: rank 0: `head`, call 2: all_gather() of float32 "
+            "[2, 3] that does not require gradients; rank 1: `head`, call 2: all_gather() of "
+            "float32 [2, 4] that does not"
         )
 
 
 def test_tensors_that_require_gradients_on_some_ranks_only_are_named(two):
     for found, _ in two:
         gathered, scattered = found["mismatch_in_requires_grad"]
-        assert (
-            "rank 0: all_gather() of float32 [2] that requires gradients; rank 1: all_gather() of "
-            "float32 [2] that does not require gradients." in gathered
-        )
-        assert "float32 [2], float32 [2] that requires gradients; rank 1: red" in scattered
+        assert re.search("rank 0: .*all_gather.. of float32 .2. that requires", gathered)
+        assert re.search("rank 1: .*all_gather.. of float32 .2. that does not", gathered)
+        assert "float32 [2], float32 [2] that requires gradients; rank 1: `Pro" in scattered
 
 
 def test_calls_of_other_layers_are_named(two):
     for found, _ in two:
-        assert (
-            "rank 0: all_gather() of float32 [2] that does not require gradients at `stem`"
-            in (found["mismatch_of_layers"])
-        )
-        assert "at `neck`, call 1" in found["mismatch_of_layers"]
+        error = found["mismatch_of_layers"]
+        assert "rank 0: `stem`, call 1: all_gather() of float32 [2] that does not" in error
+        assert "rank 1: `neck`, call 1: all_gather() of" in error
 
 
 def test_synchronized_layers_of_different_widths_are_named(two):
     for found, _ in two:
         assert found["mismatch_of_widths"].startswith(
-            "`SynchronizedBatchNorm1d`, call 1: the calls do not match: rank 0: "
+            "`SynchronizedBatchNorm1d`: the calls do not match: rank 0: "
         )
 
 
 def test_under_debug_layers_that_are_called_in_another_order_are_named_by_their_paths(two):
     for found, _ in two:
-        assert (
-            "rank 0: batch_norm() of float32 [3] that does not require gradients at "
-            in (found["mismatch_of_order"])
-        )
-        assert "at `1`, call 1" in found["mismatch_of_order"]
-        assert "at `0.0`, call 1" in found["mismatch_of_order"]
+        for path in ("1", "0.0"):
+            assert f"`{path}`, call 1: batch_norm() of float32 [3]" in found["mismatch_of_order"]
 
 
 def test_under_debug_all_calls_are_compared(two):
     for found, _ in two:
         first, second, third = found["mismatch_under_debug"]
-        assert first.startswith("`tail`, call 1: the calls do not match: rank 0: all_reduce(op='s")
-        assert "rank 0: broadcast(src=0) of float32 [2]" in second
-        assert "rank 1: barrier()" in second
-        assert "rank 1: all_gather_object()" in third
+        assert "the calls do not match: rank 0: `tail`, call 1: all_reduce(op='s" in first
+        assert "rank 0: `tail`, call 2: broadcast(src=0) of float32 [2]" in second
+        assert "rank 1: `tail`, call 2: barrier()" in second
+        assert "rank 1: `tail`, call 3: all_gather_object()" in third
 
 
 def test_groups_of_some_processes(two):
@@ -601,7 +594,7 @@ def test_under_debug_backwards_are_compared_and_named_after_their_calls(two):
         for index, (call, error) in enumerate(
             zip(calls, found["mismatch_in_backward"], strict=True), 2
         ):
-            assert f"rank 0: {call} at `spine`, call {index}; rank 1: barrier() at" in error
+            assert f"rank 0: `spine`, call {index}: {call}; rank 1: `spine`, call " in error
 
 
 def test_forged_headers_are_refused_and_their_sender_named(two):
@@ -650,18 +643,20 @@ def test_a_header_has_one_size_and_survives_packing():
         for shape in shapes
     ]
     calls += [
-        calls[1]._replace(where="`" + "\N{BLACK STAR}" * 100),
+        calls[1]._replace(where="`" + "\N{BLACK STAR}" * 200),
         calls[1]._replace(option="x" * 1000),
     ]
-    headers = [CallHeader.of(call) for call in calls]
-    assert len({len(header.pack()) for header in headers}) == 1
-    unpacked = [CallHeader.unpack(header.pack()) for header in headers]
-    assert unpacked[:4] == headers[:4]
+    packed = [packed_header(call) for call in calls]
+    assert len(set(map(len, packed))) == 1
+    headers = [Header.unpack(data) for data in packed]
     assert [header.length for header in headers] == [0, 2, 3, 0, 2, 2]
-    for header, short in zip(headers, unpacked, strict=True):
-        assert short.matching_key() == header.matching_key()
-        assert header.text.startswith(short.text.rstrip("\N{REPLACEMENT CHARACTER}"))
-        assert header.where.startswith(short.where.rstrip("\N{REPLACEMENT CHARACTER}"))
+    assert [header.text for header in headers[:4]] == list(map(str, calls[:4]))
+    for header, call in zip(headers[4:], calls[4:], strict=True):
+        assert str(call).startswith(header.text.rstrip("\N{REPLACEMENT CHARACTER}"))
+
+
+def digest_of(call: Call) -> bytes:
+    return Header.unpack(packed_header(call)).digest
 
 
 @pytest.mark.parametrize(
@@ -686,14 +681,11 @@ def test_headers_differ_where_calls_do(change):
         requires_grad=False,
         where="`head`, call 1",
     )
-    header = CallHeader.of(call)
-    assert CallHeader.of(call._replace(**change)).matching_key() != header.matching_key()
+    assert digest_of(call._replace(**change)) != digest_of(call)
     longer = call._replace(layouts=((torch.float32, (5, 3)),))
-    assert CallHeader.of(longer).matching_key() == header.matching_key()
-    vector, scalar = (
-        CallHeader.of(call._replace(layouts=((torch.float32, shape),))) for shape in [(2,), ()]
-    )
-    assert vector.matching_key() != scalar.matching_key()
+    assert digest_of(longer) == digest_of(call)
+    vector, scalar = (call._replace(layouts=((torch.float32, shape),)) for shape in [(2,), ()])
+    assert digest_of(vector) != digest_of(scalar)
 
 
 def test_calls_of_all_backwards_of_a_collective_have_one_name():
@@ -705,9 +697,10 @@ def test_calls_of_all_backwards_of_a_collective_have_one_name():
 
 def test_calls_whose_texts_are_cut_before_they_differ_are_named_one_by_one():
     calls = [Call("all_gather", option="x" * 1000 + end) for end in "ab"]
-    headers = [CallHeader.unpack(CallHeader.of(call).pack()) for call in calls]
+    headers = [Header.unpack(packed_header(call)) for call in calls]
+    described = [(header.digest, header.text) for header in headers]
     with pytest.raises(ReplicasDiverged, match=r"rank 0: all_gather\(x+; rank 1: all_gather\(x+"):
-        check_same_call(headers, "`head`, call 1", range(2), "rank")
+        check_same_call(described, "`head`", range(2), "rank")
 
 
 # -- some of three ranks, and a second life ----------------------------------------------------

@@ -485,15 +485,15 @@ def test_member_that_raises_wakes_the_others():
         (lambda g: g.all_reduce([1.0]), TypeError, r"all_reduce takes tensors \(got list\)"),
         (lambda g: g.all_reduce(torch.ones(1), "avg"), ValueError, "sum, mean, max.*'avg'"),
         (lambda g: g.all_reduce(torch.ones(1), []), ValueError, "sum, mean, max"),
-        (lambda g: g.all_reduce(torch.ones(1).int(), "mean"), TypeError, "int32; convert"),
-        (lambda g: g.all_reduce(torch.ones(1) > 0), TypeError, "no sum of torch.bool"),
+        (lambda g: g.all_reduce(torch.ones(1).int(), "mean"), TypeError, r"int32\); convert"),
+        (lambda g: g.all_reduce(torch.ones(1) > 0), TypeError, "no sum of .*bool"),
         (lambda g: g.all_reduce(torch.ones(1) + 0j, "min"), TypeError, "no min of .*complex"),
         (lambda g: g.all_reduce(torch.eye(2).to_sparse()), TypeError, "dense.*sparse"),
         (lambda g: g.all_gather(torch.ones(1).short()), TypeError, r"int64 \(got torch.int16\)"),
         (lambda g: g.all_gather(None), TypeError, "all_gather takes tensors.*NoneType"),
         (lambda g: g.reduce_scatter(torch.ones(2)), TypeError, r"list.*tensor.*\[2\].*chunk"),
         (lambda g: g.reduce_scatter(7), TypeError, "list.*int"),
-        (lambda g: g.reduce_scatter([]), ValueError, "one tensor for each.*got 0"),
+        (lambda g: g.reduce_scatter([]), ValueError, "one for each.*got 0"),
         (lambda g: g.reduce_scatter([1] * g.size), TypeError, "takes tensors.*int"),
         (lambda g: g.reduce_scatter([torch.ones(1)] * g.size, "no"), ValueError, "'no'"),
         (lambda g: g.broadcast(3), TypeError, "broadcast takes tensors.*int"),
@@ -502,8 +502,8 @@ def test_member_that_raises_wakes_the_others():
         (lambda g: g.broadcast(torch.ones(1), 0.0), ValueError, "src from 0 to.*0.0"),
         (lambda g: g.broadcast(torch.ones(1), False), ValueError, "src from 0 to.*False"),
         (lambda g: g.split(0), ValueError, "at least 1.*0"),
-        (lambda g: g.split(2.0), TypeError, "int.*float"),
-        (lambda g: g.split(True), TypeError, "int.*bool"),
+        (lambda g: g.split(2.0), TypeError, r"int.*2\.0"),
+        (lambda g: g.split(True), TypeError, "int.*True"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_with_the_same_error_before_waiting(call, error, text, size):
@@ -701,8 +701,8 @@ def test_collective_in_a_callback_of_a_single_copy_is_refused():
 def test_copy_of_a_group_belongs_to_no_forward(copied):
     group = copied(in_replicas(lambda group: group, [()] * 2)[1])
     assert (type(group), group.rank, group.size) == (ReplicaGroup, 1, 2)
-    for call in (group.barrier, lambda: group.split(1), lambda: group.all_reduce(torch.ones(1))):
-        with pytest.raises(ReplicationError, match="is a copy and belongs to no forward"):
+    for call in (group.barrier, lambda: group.all_reduce(torch.ones(1))):
+        with pytest.raises(ReplicationError, match="`: the context or group is a copy"):
             call()
     assert isinstance(copied(SoloGroup()), SoloGroup)
 

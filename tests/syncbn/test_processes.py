@@ -519,7 +519,7 @@ def requires_grad_differs(rank: int) -> str:
 
 def test_under_debug_inputs_that_require_gradients_on_some_ranks_only_are_named():
     for error in run_ranks(2, requires_grad_differs):
-        assert "rank 0: batch_norm() of float32 [2] that requires gradients; rank 1: " in error
+        assert "call 1: batch_norm() of float32 [2] that requires gradients; rank 1: " in error
 
 
 class Parts(ReplicaAware, nn.Module):
@@ -604,8 +604,8 @@ def test_error_after_the_death_of_a_peer_names_the_layer_and_the_call(where, cal
     assert kind == "RuntimeError"
     suffix = "_backward" if where == "backward" else ""
     assert note == (
-        f"in batch_norm{suffix}() of float32 [3] that requires gradients at "
-        f"`SynchronizedBatchNorm1d`, call {call}, rank 0 of 2"
+        f"in `SynchronizedBatchNorm1d`, call {call}: batch_norm{suffix}() of float32 [3] that "
+        "requires gradients, rank 0 of 2"
     )
 
 

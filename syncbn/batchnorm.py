@@ -12,17 +12,14 @@ from torch import Tensor, nn
 from replication._torch import beside_selective_checkpoints, dispatch_modes, uncompiled
 from replication.devices import is_int
 from replication.errors import path_or_root
-from replication.groups.base import Group, Layouts, SoloGroup
+from replication.groups.base import Group, SoloGroup
 from replication.groups.layer import ReplicaAware
 from replication.groups.replicas import CallbackContext, ReplicaGroup
 from replication.sync.rendezvous import current_replica
 from syncbn.channels import in_float64
-from syncbn.graph import Reply, held, synchronized_batch_norm
-from syncbn.joined import may_join
-from syncbn.merge import Denominator, Message, RunningStatistics
-from syncbn.processes import merge_ranks
+from syncbn.graph import synchronized_batch_norm
+from syncbn.merge import Denominator, RunningStatistics
 from syncbn.recomputation import RecordedCalls
-from syncbn.replicas import measured, merge_replicas
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -175,52 +172,12 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         weight, bias = self.weight, self.bias  # once: a parametrization recomputes them each time
         self._check_synchronized_input(input, weight, bias)
         denominator = _denominator(self.eps, _eps_mode == "clamp")
-        layouts = ((input.dtype, (self.num_features,)),)  # must match on every copy
-        if isinstance(group, ReplicaGroup):
-            exchange = partial(self._reply_of_replicas, group, layouts)
-            # Without a momentum, the average is cumulative.
-            joins = (
-                not denominator.clamps
-                and isinstance(self.momentum, (float, int))
-                and may_join(input)
-            )
-        else:
-            exchange, joins = partial(self._reply_of_ranks, group, layouts), False
+        count_batch = self._running_statistics if self._has_original_buffers else None
+        args = input, weight, bias, denominator, group, self._recorded_calls, count_batch
         if not dispatch_modes():
-            return synchronized_batch_norm(input, weight, bias, denominator, exchange, joins)
+            return synchronized_batch_norm(*args)
         with beside_selective_checkpoints():
-            return synchronized_batch_norm(input, weight, bias, denominator, exchange, joins)
-
-    def _reply_of_ranks(self, group: Any, layouts: Layouts, message: Message) -> Reply:
-        """Returns the statistics of all processes, and the output to be filled."""
-        running = None if group.recomputes else self._running_statistics
-        return merge_ranks(group, held(message), layouts, running)
-
-    def _reply_of_replicas(self, group: ReplicaGroup, layouts: Layouts, message: Message) -> Reply:
-        """Returns the statistics of all replicas, or the recorded ones in a recomputation."""
-        assert self._recorded_calls is not None  # set together with the group
-        shard = message[0]
-        if group.in_later_backward:
-            message = measured(message)
-            call = self._recorded_calls.recall(shard, layouts[0][0])
-            # Not before, because a checkpoint ends the recomputation when all is saved.
-            return self._recorded_calls.recomputed(call, held(message))
-        reply = group.exchange(
-            "batch_norm",
-            held(message),
-            partial(self._merge, group),
-            layouts=layouts,
-            requires_grad=shard.requires_grad,
-        )
-        if shard.moments is not None:  # not joined
-            self._recorded_calls.record(shard, reply)
-        return reply
-
-    def _merge(self, group: ReplicaGroup, messages: list[Message]) -> list[Reply]:
-        """Returns the replies to all replicas. Runs once per call, while the others wait."""
-        changes_buffers = self._has_original_buffers and not group.recomputes
-        running = self._running_statistics if changes_buffers else None
-        return group.commit(partial(merge_replicas, messages, running))
+            return synchronized_batch_norm(*args)
 
     def _running_statistics(self) -> RunningStatistics | None:
         """Counts a batch, and returns the buffers to update with its moments."""
@@ -256,11 +213,16 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             or (isinstance(momentum, Tensor) and momentum.requires_grad)
         ):
             raise TypeError(f"momentum must be a number or None (got {momentum!r})")
+        if self.eps <= 0:
+            raise ValueError(
+                f"batch_norm eps must be positive during training, but got {self.eps}"
+            )
+        buffers = self._buffers
         for key, tensor in (
             ("weight", weight),
             ("bias", bias),
-            ("running_mean", self._buffers.get("running_mean")),
-            ("running_var", self._buffers.get("running_var")),
+            ("running_mean", buffers.get("running_mean")),
+            ("running_var", buffers.get("running_var")),
         ):
             if tensor is None:
                 continue
@@ -268,28 +230,20 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
                 raise RuntimeError(
                     f"{key} should contain {features} elements not {tensor.numel()}"
                 )
-            if tensor.dtype != dtype and (dtype not in _HALF or tensor.dtype != torch.float32):
-                expected = f"{dtype} or torch.float32" if dtype in _HALF else dtype
+            if tensor.device != input.device or (
+                tensor.dtype != dtype and (dtype not in _HALF or tensor.dtype != torch.float32)
+            ):
                 raise RuntimeError(
-                    f"{name} expected {key} in {expected} for inputs of {dtype} "
-                    f"(got {tensor.dtype}); convert the layer or the input by .to()"
+                    f"{name} expected an input in {tensor.dtype} on {tensor.device}, as its {key} "
+                    f"(got {dtype} on {input.device}); convert one by .to()"
                 )
-            if tensor.device != input.device:
-                raise RuntimeError(
-                    f"{name} expected an input on {tensor.device}, where its {key} is "
-                    f"(got {input.device})"
-                )
-        if self.eps <= 0:
-            raise ValueError(
-                f"batch_norm eps must be positive during training, but got {self.eps}"
-            )
 
 
 class SynchronizedBatchNormNd(SynchronizedBatchNorm, _BatchNorm):
     """The counterpart of `torch.nn.SyncBatchNorm`, for inputs of any number of dimensions.
 
-    It takes the arguments of `SynchronizedBatchNorm1d`. It is not derived from
-    `torch.nn.SyncBatchNorm`, which DistributedDataParallel refuses without a GPU.
+    It takes the arguments of `SynchronizedBatchNorm1d`. It is not derived from torch's class,
+    which DistributedDataParallel refuses without a GPU.
 
     >>> import torch
     >>> from syncbn import SynchronizedBatchNormNd
@@ -334,13 +288,12 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
             its first replica.
 
     Raises:
-        TypeError: An argument has the wrong type. In a call: ``momentum`` is not a number or None.
-        ValueError: ``group_size`` is less than 1. In a call: as `torch.nn.BatchNorm1d`. In
+        TypeError: An argument, or in a call ``momentum``, has the wrong type.
+        ValueError: ``group_size`` is less than 1. In a call: as `torch.nn.BatchNorm1d`; in
             training also if all replicas together have one value per channel, or ``eps`` is not
             above 0.
         RuntimeError: In a call: device or dtype of parameters or buffers do not match the input.
-        NotImplementedError: In a call: the dtype of the input is not float16, bfloat16, float32
-            or float64.
+        NotImplementedError: In a call: the input is not in float16, bfloat16, float32 or float64.
         ReplicationError: In a call: the calls of the replicas or processes do not match.
     """
 
@@ -348,13 +301,11 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
 class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` whose training statistics span all replicas of a forward.
 
-    It takes the arguments of `torch.nn.BatchNorm2d`, and ``bias``, ``process_group`` and
-    ``group_size``. ``help(SynchronizedBatchNorm1d)`` describes them, and the errors.
+    It takes the arguments, and raises the errors, of `SynchronizedBatchNorm1d`.
 
     >>> import torch
     >>> from syncbn import SynchronizedBatchNorm2d
-    >>> layer = SynchronizedBatchNorm2d(4)
-    >>> layer(torch.randn(8, 4, 6, 6)).shape
+    >>> SynchronizedBatchNorm2d(4)(torch.randn(8, 4, 6, 6)).shape
     torch.Size([8, 4, 6, 6])
 
     Shape:
@@ -365,13 +316,11 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
 class SynchronizedBatchNorm3d(SynchronizedBatchNorm, nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d` whose training statistics span all replicas of a forward.
 
-    It takes the arguments of `torch.nn.BatchNorm3d`, and ``bias``, ``process_group`` and
-    ``group_size``. ``help(SynchronizedBatchNorm1d)`` describes them, and the errors.
+    It takes the arguments, and raises the errors, of `SynchronizedBatchNorm1d`.
 
     >>> import torch
     >>> from syncbn import SynchronizedBatchNorm3d
-    >>> layer = SynchronizedBatchNorm3d(4)
-    >>> layer(torch.randn(2, 4, 6, 6, 6)).shape
+    >>> SynchronizedBatchNorm3d(4)(torch.randn(2, 4, 6, 6, 6)).shape
     torch.Size([2, 4, 6, 6, 6])
 
     Shape:

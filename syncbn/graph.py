@@ -20,9 +20,11 @@ backwards of one graph, of any kind, may run at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import reduce
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from functools import partial, reduce
+from itertools import repeat
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,13 +32,22 @@ from torch.autograd import Function
 
 from replication._torch import has_other_derivatives, is_batched, sees_saved_tensors
 from replication.devices import Streams, current_streams, use_streams
-from syncbn.channels import empty_output, in_float64, per_channel, reduced_dims
-from syncbn.kernels import Statistics
-from syncbn.merge import Denominator, Message, Shard
-
-#: The reply to a replica: values per channel, statistics of the whole batch, and the output. The
-#: statistics are None if the output is complete. Both are None for fewer than 2 values.
-Reply = tuple[int | Tensor, Statistics | None, Tensor | None]
+from replication.groups.base import Group
+from replication.groups.replicas import ReplicaGroup, hidden_from_hooks
+from syncbn.channels import empty_output, in_float64, per_channel, reduced_dims, values_per_channel
+from syncbn.joined import join, may_join, may_join_all
+from syncbn.merge import (
+    CountBatch,
+    Denominator,
+    Message,
+    Reply,
+    Shard,
+    are_alike,
+    merge_moments,
+    set_statistics,
+)
+from syncbn.processes import RankExchange, Zeros
+from syncbn.recomputation import RecordedCalls
 
 #: For each shard its gradient of x, weight and bias, where it has one.
 Gradients = tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]
@@ -51,13 +62,22 @@ def synchronized_batch_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     denominator: Denominator,
-    exchange: Callable[[Message], Reply],
-    joins: bool = False,
+    group: Group,
+    calls: RecordedCalls | None,
+    count_batch: CountBatch | None,
 ) -> Tensor:
     """Normalizes a shard ``(N, C, ...)``, maybe empty, with the moments of the whole batch.
 
-    ``exchange`` sends this replica's message and returns the reply. ``joins`` tells whether the
-    shard may be computed together with others. The output has the layout of ``x``.
+    The output has the layout of ``x``.
+
+    Args:
+        x: The shard of this replica or rank.
+        weight: The weight of the layer.
+        bias: The bias of the layer.
+        denominator: Eps and eps mode.
+        group: The replicas or the processes.
+        calls: The earlier calls of this replica, for recomputations. None between processes.
+        count_batch: Returns the running statistics to update. None if they are not this copy's.
     """
     parameters = x if weight is None else weight, x if bias is None else bias
     if has_other_derivatives((x, *parameters)):
@@ -70,18 +90,98 @@ def synchronized_batch_norm(
         weight = weight.to(shard.dtype)
     if bias is not None and bias.dtype != shard.dtype:
         bias = bias.to(shard.dtype)
-    if joins:
-        message: Message = (shard, x, None, weight, bias)
+    layouts = ((x.dtype, (x.size(1),)),)  # must match on every copy
+    message: Message = (shard, x, None, weight, bias)
+    if not isinstance(group, ReplicaGroup):
+        exchange = RankExchange(group, layouts, shard.needs_dx)
+        reply = merge_ranks(
+            exchange, held(measured(message)), None if group.recomputes else count_batch
+        )
+    elif group.in_later_backward:
+        assert calls is not None  # set together with the group
+        reply = recomputed(calls, measured(message))
     else:
-        shard.measure(x)
-        message = (shard, x, empty_output(x), weight, bias)
-    total, stats, output = exchange(message)
+        joins = not denominator.clamps and may_join(x)
+        reply = group.exchange(
+            "batch_norm",
+            message if joins else held(measured(message)),
+            partial(merge_replicas, group, count_batch),
+            layouts=layouts,
+            requires_grad=shard.requires_grad,
+        )
+        if calls is not None and shard.moments is not None:  # not joined
+            calls.record(shard, reply)
+    total, stats, output = reply
     if output is None:
         return _output_below_two_values(total, x, weight, bias)
     if stats is not None and shard.values:
         with torch.no_grad():
             shard.kernels.normalize(x, stats, weight, bias, output)
     return output
+
+
+def measured(message: Message) -> Message:
+    """Returns the message of a shard that is not joined: with its moments and an output."""
+    shard, x, y, weight, bias = message
+    if y is not None:
+        return message
+    shard.measure(x)
+    return shard, x, empty_output(x), weight, bias
+
+
+def merge_replicas(
+    group: ReplicaGroup, count_batch: CountBatch | None, messages: Sequence[Message]
+) -> list[Reply]:
+    """Returns the reply to each replica, in replica order. Runs once per call, in one thread.
+
+    ``group`` and ``count_batch`` are those of the first replica.
+    """
+    if count_batch is not None and group.recomputes:
+        count_batch = None
+    shards = list(map(itemgetter(0), messages))
+    total = sum(map(attrgetter("values"), shards))
+    if total < 2:  # of 1 value the forward raises
+        if total == 0 and count_batch is not None:
+            group.commit(count_batch)
+        return [(total, None, None)] * len(shards)
+    alike = are_alike(shards)
+    if alike and may_join_all(messages):
+        ys = group.commit(partial(join, messages, count_batch))
+        return list(zip(repeat(total), repeat(None), ys, strict=False))
+    messages = list(map(measured, messages))
+    group.commit(partial(merge_moments, shards, total, count_batch))
+    outputs = connect(Batch(shards, alike), messages)
+    return [(total, shard.stats, y) for shard, y in zip(shards, outputs, strict=True)]
+
+
+def merge_ranks(exchange: RankExchange, message: Message, count_batch: CountBatch | None) -> Reply:
+    """Returns the reply to this rank."""
+    shard = message[0]
+    total, mean, var = exchange.merge(shard)
+    is_known = isinstance(total, int)
+    running = count_batch() if count_batch is not None and not (is_known and total == 1) else None
+    if is_known and total < 2:  # of 1 value the forward raises
+        return total, None, None
+    set_statistics([shard], total, mean, var, running)
+    (output,) = connect(Batch([shard], ranks=exchange), [message])
+    return total, shard.stats, output
+
+
+def recomputed(calls: RecordedCalls, message: Message) -> Reply:
+    """Returns the reply to a call that a checkpoint recomputes, with the recorded statistics."""
+    shard, x, _, _, _ = message
+    call = calls.recall(shard, x.dtype)
+    # Not before, because a checkpoint ends the recomputation when all is saved.
+    _, x, y, weight, bias = held(message)
+    if call.batch is None:
+        return call.total, None, None
+    if call.requires_grad and not shard.requires_grad:
+        # Only the other replicas' inputs needed a gradient, so that the outputs have a graph.
+        x = x.detach().requires_grad_()
+    shard.stats = call.batch
+    with hidden_from_hooks():
+        (output,) = connect(Batch([shard]), [(shard, x, y, weight, bias)])
+    return call.total, call.batch, output
 
 
 def _output_below_two_values(
@@ -131,23 +231,13 @@ def _holder(x: Tensor) -> Any:
     return node if type(node) is Hold._backward_cls else None
 
 
-class Ranks(Protocol):
-    """The sums of a backward over all ranks (see `syncbn.processes`)."""
-
-    def summed(self, sums: Tensor) -> Tensor:
-        """Adds what all ranks send. Differentiable."""
-
-    def zeros_like_sums(self, sums: Tensor) -> Tensor:
-        """Returns zeros that have the derivatives of sums over all ranks. No call."""
-
-
 class Batch(NamedTuple):
     """What the node of a call knows."""
 
     shards: Sequence[Shard]
     #: Whether weight, bias, denominator and kernels of all shards are the same.
     are_alike: bool = False
-    ranks: Ranks | None = None
+    ranks: RankExchange | None = None
     #: For each shard the node that saves its input, if the joint node does not. Not an attribute
     #: of the shard: a replica records shards, and a checkpoint that it kept may refer to it.
     holders: Sequence[Any] = ()
@@ -272,7 +362,7 @@ def gradients(
             derivative = batch.ranks.summed(derivative)
         totals = [derivative.to(factor.device) / factor for factor in factors]
     dxs: list[Tensor | None] = [None] * len(shards)
-    rows: dict[tuple[int, int], Tensor] = {}
+    shared: dict[tuple[int, int], Tensor] = {}
     for i, (shard, dy, x, weight) in enumerate(zip(shards, dys, xs, weights, strict=True)):
         if x is None or not shard.needs_dx:
             continue
@@ -280,10 +370,10 @@ def gradients(
             dxs[i] = torch.empty_like(x)
             continue
         key = id(shard.stats), id(totals[i])  # usually one per device
-        if key not in rows:
+        if key not in shared:
             total = totals[i].to(shard.device, shard.dtype)
-            rows[key] = shard.kernels.rows(total, shard.stats, weight)
-        dxs[i] = shard.kernels.input_gradient(dy, x, shard.stats, weight, rows[key])
+            shared[key] = shard.kernels.shared_terms(total, shard.stats, weight)
+        dxs[i] = shard.kernels.input_gradient(dy, x, shard.stats, weight, shared[key])
     dweights = [
         None if own is None else shard.kernels.weight_gradient(own, shard.stats)
         for shard, own in zip(shards, sums, strict=True)
@@ -329,65 +419,64 @@ def differentiable_gradients(
     xs: Sequence[Tensor | None],
     weights: Sequence[Tensor | None],
 ) -> Gradients:
-    """Computes the gradients of all shards by differentiable operations.
+    """Computes the gradients of all shards by autograd, so that they have derivatives.
 
-    Mean and variance of the batch have the values of the forward, and derivatives with respect to
-    every x. Vectors are in float64, on one device.
+    It differentiates the forward, written in operations of torch. Mean and variance of the batch
+    have the values of the forward, and derivatives with respect to every x. Vectors are in
+    float64, on one device.
     """
-    shards = batch.shards
-    first = shards[0]
+    shards, first = batch.shards, batch.shards[0]
     mean, var = first.moments_of(first.stats)
     n, home = first.stats.total, mean.device
     # Inputs are centered by a value of their own precision, before they are summed.
     center = mean.to(first.dtype)
     off = mean - center.to(mean)
-    centered = [None if x is None else x - per_channel(center, x) for x in xs]
-    sums = added(
-        [
-            in_float64(torch.stack((x.sum(dims := reduced_dims(x)), x.square().sum(dims))))
-            for shard, x in zip(shards, centered, strict=True)
-            if x is not None and shard.needs_dx
-        ]
+    creates_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, because the hooks of the tensors themselves belong to the backward around.
+        xs = [x if x is None else x.view_as(x) for x in xs]
+        weights = [w if w is None else w.view_as(w) for w in weights]
+        biases = [s.stats.mean.new_zeros(len(mean), requires_grad=True) for s in shards]
+        centered = [None if x is None else x - per_channel(center, x) for x in xs]
+        sums = added(
+            [
+                _centered_sums(x, off)
+                for shard, x in zip(shards, centered, strict=True)
+                if x is not None and shard.needs_dx
+            ]
+        )
+        if sums is not None:
+            # Zeros, which have the derivatives of the batch's mean and variance.
+            sums = sums / n
+            zeros = sums - sums.detach()
+            if batch.ranks is not None:
+                zeros = Zeros.apply(batch.ranks, sums)  # type: ignore[no-untyped-call]
+            drift, square = zeros.unbind()
+            off, var = off + drift, var + square - drift.square()
+        ys, upstream = [], []
+        for shard, dy, x, weight, bias in zip(shards, dys, centered, weights, biases, strict=True):
+            if dy is None and batch.ranks is not None and x is not None:
+                dy = torch.zeros_like(x)  # the other ranks wait for the sums
+            if dy is None or x is None:
+                continue
+            scale = shard.denominator.of(var).rsqrt()
+            if weight is not None:
+                scale = scale * in_float64(weight).to(home)
+            shift = in_float64(bias).to(home) - off * scale
+            ys.append(x * per_channel(scale, x) + per_channel(shift, x))
+            upstream.append(dy.to(ys[-1].dtype))
+    inputs = [*xs, *weights, *biases]
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    grads = iter(
+        torch.autograd.grad(ys, wanted, upstream, create_graph=creates_graph, allow_unused=True)
     )
-    if sums is not None:
-        # Zeros, which have the derivatives of the sums.
-        sums = sums - sums.detach() if batch.ranks is None else batch.ranks.zeros_like_sums(sums)
-        drift, square = (sums.to(home) / n).unbind()
-        var = var + off.square() + square
-        off = off + drift
-        var = var - off.square()
-    dweights: list[Tensor | None] = []
-    dbiases: list[Tensor | None] = []
-    derivatives: list[Tensor | None] = []
-    scales: list[Tensor] = []
-    for i, (shard, dy, weight) in enumerate(zip(shards, dys, weights, strict=True)):
-        inverse = shard.denominator.of(var).rsqrt()
-        scales.append(inverse if weight is None else inverse * in_float64(weight).to(home))
-        x = centered[i]
-        if x is not None:
-            x = centered[i] = x - per_channel(off, x)
-        if dy is None or x is None:
-            for of_shards in (dweights, dbiases, derivatives):
-                of_shards.append(None)
-            continue
-        dims = reduced_dims(x)
-        dy = dy.to(x.dtype)
-        dbias, along_x = (in_float64(s).to(home) for s in (dy.sum(dims), (dy * x).sum(dims)))
-        dvar = along_x * scales[i] * inverse.square() * shard.denominator.slope(var) / -2
-        derivatives.append(torch.stack((-dbias * scales[i], dvar)))
-        dweights.append((along_x * inverse).to(shard.device, shard.dtype))
-        dbiases.append(dbias.to(shard.device, shard.dtype))
-    derivative = added(derivatives)
-    if derivative is None:
-        derivative = torch.zeros_like(torch.stack((mean, mean)))
-    if batch.ranks is not None and first.needs_dx:
-        derivative = batch.ranks.summed(derivative)
-    shift, slope = (derivative / n).unbind()
-    dxs: list[Tensor | None] = [None] * len(shards)
-    for i, (shard, dy, x, scale) in enumerate(zip(shards, dys, centered, scales, strict=True)):
-        if x is not None and shard.needs_dx:
-            dx = per_channel(shift, x) + per_channel(2 * slope, x) * x
-            if dy is not None:
-                dx = dx + dy * per_channel(scale, x)
-            dxs[i] = dx.to(xs[i].dtype)  # type: ignore[union-attr]
-    return dxs, dweights, dbiases
+    found = [next(grads) if t is not None and t.requires_grad else None for t in inputs]
+    k = len(shards)
+    return found[:k], found[k : 2 * k], found[2 * k :]
+
+
+def _centered_sums(x: Tensor, off: Tensor) -> Tensor:
+    """Returns the sums of ``x - off`` and of its square, ``(2, C)``, near ``off`` = 0."""
+    n, dims = values_per_channel(x), reduced_dims(x)
+    plain, squares = (in_float64(s).to(off) for s in (x.sum(dims), x.square().sum(dims)))
+    return torch.stack((plain - n * off, squares - 2 * off * plain + n * off.square()))

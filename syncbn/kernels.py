@@ -60,7 +60,7 @@ class Statistics(NamedTuple):
     #: ``var + eps``, or ``max(var, eps)``. Unused by `Fused`.
     denominator: Tensor
     #: The rounding error of the mean, where the mean is large; otherwise None.
-    rest: Tensor | None = None
+    mean_error: Tensor | None = None
     #: Mean and biased variance, before they were rounded. None if they were never computed.
     mean_and_var: tuple[Tensor, Tensor] | None = None
 
@@ -110,7 +110,7 @@ class Kernels:
         """Computes the sums of ``dy`` and of ``dy * x_hat`` over a shard, ``(2, C)``.
 
         A strategy may have the second sum in units of its own, which `weight_gradient`,
-        `derivative_factors` and `rows` of the same strategy understand.
+        `derivative_factors` and `shared_terms` of the same strategy understand.
         """
         raise NotImplementedError
 
@@ -127,7 +127,7 @@ class Kernels:
         """
         return torch.stack((-inverse, -inverse.square() / 2))
 
-    def rows(self, totals: Tensor, stats: Statistics, weight: Affine) -> Tensor:
+    def shared_terms(self, totals: Tensor, stats: Statistics, weight: Affine) -> Tensor:
         """Computes what all replicas on a device share of `input_gradient`, ``(2, C)``.
 
         It is linear in ``totals``, ``(2, C)``, the results of `reduce` added over the batch.
@@ -135,14 +135,14 @@ class Kernels:
         return totals * (_scale(stats, weight) / -stats.total)
 
     def input_gradient(
-        self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, rows: Tensor
+        self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
     ) -> Tensor:
         """Computes the gradient of a shard.
 
         With the totals T1 of dy and T2 of dy * x_hat, over the n values of the whole batch:
             dx = (weight * dy - (weight * T1 + x_hat * weight * T2) / n) / sqrt(denominator)
         (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx.) ``dy`` is None if the output
-        is unused, ``rows`` is the result of `rows`.
+        is unused, ``shared`` is the result of `shared_terms`.
         """
         raise NotImplementedError
 
@@ -162,7 +162,9 @@ class Native(Kernels):
     def normalize(
         self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine, out: Tensor
     ) -> None:
-        if stats.rest is not None:  # x * scale + (bias - mean * scale), as below, loses digits
+        if (
+            stats.mean_error is not None
+        ):  # x * scale + (bias - mean * scale), as below, loses digits
             in_accumulation_dtype(
                 lambda _, x: PLAIN.affine(x, stats, weight, bias), None, x, out=out
             )
@@ -188,18 +190,18 @@ class Native(Kernels):
             dweight = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
             samples = dy if dy.dim() == 2 else dy.sum(reduced_dims(dy)[1:], dtype=dweight.dtype)
             dbias = samples.sum(0, dtype=dweight.dtype)
-        if stats.rest is not None:
-            dweight -= stats.rest * stats.inverse * dbias
+        if stats.mean_error is not None:
+            dweight -= stats.mean_error * stats.inverse * dbias
         return torch.stack((dbias, dweight))
 
     def input_gradient(
-        self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, rows: Tensor
+        self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
     ) -> Tensor:
-        if stats.rest is not None or x.dtype != rows.dtype:
+        if stats.mean_error is not None or x.dtype != shared.dtype:
             return in_accumulation_dtype(
-                lambda dy, x: PLAIN.input_gradient(dy, x, stats, weight, rows), dy, x
+                lambda dy, x: PLAIN.input_gradient(dy, x, stats, weight, shared), dy, x
             )
-        shift, slope = rows.unbind()
+        shift, slope = shared.unbind()
         x = with_usual_strides(x)  # the result inherits them
         args = (x, slope, shift, stats.mean, stats.denominator, False, 0.0, 0.0)
         dx = torch.native_batch_norm(*args)[0]
@@ -250,14 +252,14 @@ class Fused(Kernels):
     def derivative_factors(self, inverse: Tensor) -> Tensor:
         return torch.stack((-inverse, -inverse.pow(3) / 2))
 
-    def rows(self, totals: Tensor, stats: Statistics, weight: Affine) -> Tensor:
+    def shared_terms(self, totals: Tensor, stats: Statistics, weight: Affine) -> Tensor:
         # The kernel multiplies by the weight, and divides by a count that it can hold.
         return totals if _is_int32(stats.total) else totals / stats.total
 
     def input_gradient(
-        self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, rows: Tensor
+        self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
     ) -> Tensor:
-        plain, along_x = rows.unbind()
+        plain, along_x = shared.unbind()
         n = stats.total if _is_int32(stats.total) else 1
         count = constant_tensor((n,), x.device, torch.int32)
         dy = torch.zeros_like(x) if dy is None else in_format_of(dy, x).to(x.dtype)
@@ -296,8 +298,8 @@ class Plain(Kernels):
         """Returns ``x_hat * weight + bias``, in the accumulation dtype."""
         scale = _scale(stats, weight)
         y = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(scale, x))
-        if stats.rest is not None:
-            shift = stats.rest * -scale
+        if stats.mean_error is not None:
+            shift = stats.mean_error * -scale
             bias = shift if bias is None else bias + shift
         return y if bias is None else y.add_(per_channel(bias, x))
 
@@ -305,18 +307,18 @@ class Plain(Kernels):
         dims = reduced_dims(x)
         dbias = dy.sum(dims, dtype=stats.mean.dtype)
         dweight = (x - per_channel(stats.mean, x)).mul_(dy).sum(dims)
-        if stats.rest is not None:
-            dweight -= stats.rest * dbias
+        if stats.mean_error is not None:
+            dweight -= stats.mean_error * dbias
         dweight *= stats.inverse
         return torch.stack((dbias, dweight))
 
     def input_gradient(
-        self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, rows: Tensor
+        self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
     ) -> Tensor:
-        shift, slope = rows.unbind()
+        shift, slope = shared.unbind()
         slope = slope * stats.inverse
-        if stats.rest is not None:
-            shift = shift - stats.rest * slope
+        if stats.mean_error is not None:
+            shift = shift - stats.mean_error * slope
         dx = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(slope, x))
         dx.add_(per_channel(shift, x))
         if dy is not None:

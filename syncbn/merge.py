@@ -52,26 +52,20 @@ class RunningStatistics(NamedTuple):
     def update(self, mean: Tensor, var: Tensor, total: int | Tensor) -> None:
         """Updates the buffers in place, as torch does, with the unbiased variance of a batch.
 
-        ``mean`` is in the accumulation dtype, on the device of the buffers. ``var`` is the biased
-        variance, ``total`` the values per channel.
+        Mean and biased variance are in float64. ``total`` is the values per channel.
         """
         weight = self.momentum
+        if isinstance(weight, Tensor):
+            weight = weight.to(var)
         if isinstance(total, Tensor):  # the host does not know whether it is above 1
             weight = weight * (total > 0).to(var)
             total = total.clamp(min=2)
-        narrow = mean.dtype if isinstance(weight, Tensor) or 0 <= weight <= 1 else None
         for buffer, new in ((self.mean, mean), (self.var, var * (total / (total - 1)))):
-            if buffer is None:
-                continue
-            # Hidden from autograd, as torch's kernels do it: the graph of a forward on one device
-            # may have saved the buffer without needing its value.
-            running = buffer.data
-            like = mean if running.dtype == narrow else var  # a weight may not fit into float32
-            factor = weight.to(like) if isinstance(weight, Tensor) else weight
-            if like is mean:
-                running.lerp_(new.to(mean), factor)
-            else:
-                running.copy_(torch.lerp(running.to(var), new.to(var), factor))
+            if buffer is not None:
+                # Hidden from autograd, as torch's kernels do it: the graph of a forward on one
+                # device may have saved the buffer without needing its value.
+                running = buffer.data
+                running.copy_(torch.lerp(running.to(new), new, weight))
 
 
 #: The arguments of a kernel that updates no running statistics.
@@ -149,44 +143,44 @@ class Shard:
 #: bias in the accumulation dtype. A plain tuple, because making one takes no Python call.
 Message = tuple[Shard, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
+#: The reply to a replica: values per channel, statistics of the whole batch, and the output. The
+#: statistics are None if the output is complete. Both are None for fewer than 2 values.
+Reply = tuple[int | Tensor, Statistics | None, Tensor | None]
+
 
 def variance(inverse: Tensor, denominator: Denominator) -> Tensor:
     """Returns the variance, in float64, given ``1 / sqrt(var + eps)``."""
     return in_float64(inverse).square().reciprocal().sub_(denominator.eps).clamp_(min=0)
 
 
-def merge_moments(shards: Sequence[Shard], total: int, running: RunningStatistics | None) -> None:
+def merge_moments(
+    shards: Sequence[Shard], total: int, count_batch: CountBatch | None = None
+) -> None:
     """Sets the statistics of the whole batch, and updates the running statistics.
 
     Moments are merged in replica order. ``total``, the values per channel, is at least 2.
     """
-    if _have_fused_merge(shards):
-        merged = _fused_merge(shards, total, running)
+    running = count_batch and count_batch()
+    kernels, denominator = shards[0].kernels, shards[0].denominator
+    if kernels.has_merge and not denominator.clamps and share_denominator(shards):
+        merged = _merge_by_kernel(shards, total, running)
         for shard in shards:
             mean, inverse = (vector.to(shard.device, non_blocking=True) for vector in merged)
             shard.stats = Statistics(total, mean, inverse, inverse)
         return
-    mean, var = mean_and_var_of(shards)
-    set_statistics(shards, total, mean, var)
-    if running is not None:
-        running.update(shards[0].stats.mean, var, total)
-
-
-def mean_and_var_of(shards: Sequence[Shard]) -> tuple[Tensor, Tensor]:
-    """Returns mean and biased variance of all values of the shards, as `Shard.mean_and_var`."""
     means, variances = zip(*[shard.mean_and_var() for shard in shards], strict=True)
-    counts, home = [shard.values for shard in shards], means[0].device
-    if len(shards) == 1 or not any(counts):
-        return means[0], variances[0]
-    return statistics.merge(
-        counts, [mean.to(home) for mean in means], [var.to(home) for var in variances]
-    )
+    mean, var = statistics.merge([shard.values for shard in shards], means, variances)
+    set_statistics(shards, total, mean, var, running)
 
 
 def set_statistics(
-    shards: Sequence[Shard], total: int | Tensor, mean: Tensor, var: Tensor
+    shards: Sequence[Shard],
+    total: int | Tensor,
+    mean: Tensor,
+    var: Tensor,
+    running: RunningStatistics | None,
 ) -> None:
-    """Sets what the kernels of each shard take, given mean and biased variance of the batch."""
+    """Sets and updates statistics, given mean and biased variance of the batch in float64."""
     # Usually all replicas are on one device and have the same eps.
     made: dict[object, Statistics] = {}
     for shard in shards:
@@ -194,6 +188,8 @@ def set_statistics(
         if key not in made:
             made[key] = kernel_statistics(total, mean, var, shard)
         shard.stats = made[key]
+    if running is not None:
+        running.update(mean, var, total)
 
 
 def kernel_statistics(total: int | Tensor, mean: Tensor, var: Tensor, shard: Shard) -> Statistics:
@@ -201,17 +197,35 @@ def kernel_statistics(total: int | Tensor, mean: Tensor, var: Tensor, shard: Sha
     divisor = shard.denominator.of(var)
     vectors = torch.stack((mean, divisor.rsqrt(), divisor)).to(shard.device, shard.dtype)
     head, inverse, divisor = vectors.unbind()
-    rest = None
+    mean_error = None
     # Always on accelerators, where the test would block the host.
     if shard.kernels.is_asynchronous or _is_large(head, divisor):
-        rest = (mean - head.to(mean)).to(head)
-    return Statistics(total, head, inverse, divisor, rest, (mean, var))
+        mean_error = (mean - head.to(mean)).to(head)
+    return Statistics(total, head, inverse, divisor, mean_error, (mean, var))
 
 
 def _is_large(mean: Tensor, divisor: Tensor) -> bool:
     """Whether the mean of any channel is large, or NaN."""
     difference = torch.addcmul(divisor, mean, mean, value=-1 / _LARGE_MEAN**2)
     return not difference.amin().item() >= 0
+
+
+def _merge_by_kernel(
+    shards: Sequence[Shard], total: int, running: RunningStatistics | None
+) -> tuple[Tensor, Tensor]:
+    """Calls `Kernels.merge`, and updates the running statistics."""
+    home, kernels, denominator = shards[0].device, shards[0].kernels, shards[0].denominator
+    shards = [shard for shard in shards if shard.values]
+    moments = [
+        torch.stack([moment.to(home) for moment in of_shards])
+        for of_shards in zip(*[shard.moments for shard in shards], strict=True)
+    ]
+    counts = tuple([shard.values for shard in shards])
+    buffers = running and running.for_kernel(moments[0].dtype)
+    mean, inverse = kernels.merge(counts, moments, denominator.eps, buffers or _NO_BUFFERS)
+    if running is not None and buffers is None:
+        running.update(in_float64(mean), variance(inverse, denominator), total)
+    return mean, inverse
 
 
 def are_alike(shards: Sequence[Shard]) -> bool:
@@ -234,15 +248,6 @@ def _are_copies(one: Tensor | None, other: Tensor | None) -> bool:
     return one.grad_fn is not None and one.grad_fn is other.grad_fn  # made by one broadcast
 
 
-def _have_fused_merge(shards: Sequence[Shard]) -> bool:
-    """Whether the kernels of a strategy merge the moments of all shards."""
-    return (
-        shards[0].kernels.has_merge
-        and not shards[0].denominator.clamps
-        and share_denominator(shards)
-    )
-
-
 def share_denominator(shards: Sequence[Shard]) -> bool:
     """Whether all replicas have the same eps, eps mode and kernels."""
     kernels, denominator = shards[0].kernels, shards[0].denominator
@@ -250,21 +255,3 @@ def share_denominator(shards: Sequence[Shard]) -> bool:
         if shard.kernels is not kernels or shard.denominator != denominator:
             return False
     return True
-
-
-def _fused_merge(
-    shards: Sequence[Shard], total: int, running: RunningStatistics | None
-) -> tuple[Tensor, Tensor]:
-    """Calls `Kernels.merge`, and updates the running statistics."""
-    home, kernels, denominator = shards[0].device, shards[0].kernels, shards[0].denominator
-    shards = [shard for shard in shards if shard.values]
-    moments = [
-        torch.stack([moment.to(home) for moment in of_shards])
-        for of_shards in zip(*[shard.moments for shard in shards], strict=True)
-    ]
-    counts = tuple([shard.values for shard in shards])
-    buffers = running and running.for_kernel(moments[0].dtype)
-    mean, inverse = kernels.merge(counts, moments, denominator.eps, buffers or _NO_BUFFERS)
-    if running is not None and buffers is None:
-        running.update(mean, variance(inverse, denominator), total)
-    return mean, inverse

@@ -52,21 +52,22 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 def merge(
     counts: Sequence[int], means: Sequence[Tensor], variances: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Computes mean and biased variance of the union of several sets of values, on one device.
+    """Computes mean and biased variance of the union of several sets of values.
 
-    Some sets may be empty. See Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm
-    for Computing Sample Variances", 1979.
+    Some sets may be empty. The result is on the device of the first.
     """
-    total = sum(counts)
-    shares = tuple([count / total for count in counts])
-    share = constant_tensor(shares, means[0].device, torch.float64)
-    return merge_shares(
-        share, torch.stack(tuple(means)).double(), torch.stack(tuple(variances)).double()
-    )
+    home, total = means[0].device, sum(counts)
+    share = constant_tensor(tuple([n / total for n in counts]), home, torch.float64)
+    stacked = [torch.stack([t.to(share) for t in tensors]) for tensors in (means, variances)]
+    return merge_shares(share, *stacked)
 
 
 def merge_shares(share: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `merge` of n sets, given the fraction of all values that each has, ``(n,)``."""
+    """Computes `merge` of n sets, given the fraction of all values that each has, ``(n,)``.
+
+    See Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances", 1979.
+    """
     mean = share @ means
     apart = means - mean
     return mean, share @ torch.addcmul(variances, apart, apart)

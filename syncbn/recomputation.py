@@ -8,29 +8,28 @@ replica therefore records the moments of each of its calls, vectors of length C.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from replication.errors import ReplicationError
-from replication.groups.replicas import hidden_from_hooks
-from syncbn.graph import Batch, Reply, connect
 from syncbn.kernels import Statistics
-from syncbn.merge import Message, Shard
+from syncbn.merge import Reply, Shard
+
+#: The largest difference, in standard deviations, that is taken for rounding.
+_ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}
 
 
 class RecordedCall(NamedTuple):
     """The numbers of a call, without its graph."""
 
     shard: Shard
-    #: The total and the moments of the reply.
+    #: The total and the statistics of the reply.
     total: int | Tensor
     batch: Statistics | None
     #: Whether the output required gradients.
     requires_grad: bool
-    #: Whether the call ran with grad enabled.
-    grad_enabled: bool
 
 
 class RecordedCalls:
@@ -44,21 +43,7 @@ class RecordedCalls:
     def record(self, shard: Shard, reply: Reply) -> None:
         """Records a call, whose shard has been measured."""
         total, batch, output = reply
-        requires_grad = output is not None and output.requires_grad
-        self._calls.append((shard, total, batch, requires_grad, shard.records_graph))
-
-    def recomputed(self, call: RecordedCall, message: Message) -> Reply:
-        """Returns the reply to a call that is being recomputed, with the recorded statistics."""
-        shard, x, y, weight, bias = message
-        if call.batch is None:
-            return call.total, None, None
-        if call.requires_grad and not shard.requires_grad:
-            # Only the other replicas' inputs needed a gradient, so that the outputs have a graph.
-            message = shard, x.detach().requires_grad_(), y, weight, bias
-        shard.stats = call.batch
-        with hidden_from_hooks():
-            (output,) = connect(Batch([shard]), [message])
-        return call.total, call.batch, output
+        self._calls.append((shard, total, batch, output is not None and output.requires_grad))
 
     def recall(self, shard: Shard, dtype: torch.dtype) -> RecordedCall:
         """Returns the call that is being recomputed.
@@ -68,57 +53,45 @@ class RecordedCalls:
         Raises ReplicationError if no call matches, several calls match, the forward ran without a
         graph, or its input was different.
         """
-        values = shard.values
-        recorded = [RecordedCall(*call) for call in self._calls]
+        values, grad_enabled = shard.values, torch.is_grad_enabled()
+        recorded = map(RecordedCall._make, self._calls)
         same_size = [call for call in recorded if call.shard.values == values]
         # A call that ran without a graph is recomputed without one.
-        grad_enabled = torch.is_grad_enabled()
-        calls = [call for call in same_size if call.grad_enabled == grad_enabled] or same_size
+        calls = [c for c in same_size if c.shard.records_graph == grad_enabled] or same_size
         if not calls:
-            raise ReplicationError(
-                f"{self._where} is called in backward with {values} values per channel, "
-                "which matches no call of its forward inside a checkpoint. An activation "
-                "checkpoint must repeat the calls of the forward; make other calls in the forward."
+            self._refuse(
+                f"called in backward with {values} values per channel, which matches no call of "
+                "its forward inside a checkpoint; make the same calls in both"
             )
-        if grad_enabled and not calls[0].grad_enabled:
-            raise ReplicationError(
-                f"{self._where} is recomputed by an activation checkpoint with use_reentrant=True,"
-                " whose forward makes no graph for the replicas to share; use "
+        if grad_enabled and not calls[0].shard.records_graph:
+            self._refuse(
+                "recomputed by an activation checkpoint with use_reentrant=True, whose forward "
+                "makes no graph for the replicas to share; use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        rounding = _ROUNDING.get(dtype, math.inf)
-        return self._nearest(calls, shard, rounding, is_only_call=len(same_size) == 1)
-
-    def _nearest(
-        self, calls: list[RecordedCall], shard: Shard, rounding: float, is_only_call: bool
-    ) -> RecordedCall:
-        """Returns the call whose shard had the nearest moments."""
-        if not shard.values or (is_only_call and shard.kernels.is_asynchronous):
+        if not values or (len(same_size) == 1 and shard.kernels.is_asynchronous):
             return calls[0]  # a comparison would be empty, or make the host wait for a GPU
         moments = shard.mean_and_var()
         distances = [_distance(call.shard.mean_and_var(), moments) for call in calls]
         distances = torch.stack(distances).tolist()
         least = min(distances)
-        if least > rounding:
-            raise ReplicationError(
-                f"{self._where} is recomputed by an activation checkpoint with an input that "
-                "matches no call of its forward. Random numbers (dropout) cannot be reproduced if "
-                "replicas on one device share its generator, and parameters must not change "
-                "between forward and backward."
+        if least > _ROUNDING.get(dtype, math.inf):
+            self._refuse(
+                "recomputed by an activation checkpoint with an input that matches no call of its "
+                "forward; keep dropout out of it if replicas share a device, and change no "
+                "parameters between forward and backward"
             )
-        nearest = [c for c, d in zip(calls, distances, strict=True) if d == least]
-        if any(_batches_differ(nearest[0], call) for call in nearest[1:]):
-            raise ReplicationError(
-                f"{self._where} is recomputed by an activation checkpoint, and the recomputed "
-                f"call may be any of {len(nearest)}: this replica's input was the same in each, "
-                "the other replicas' inputs were not. Use a separate layer for each call, or keep "
-                "this layer out of the checkpoint."
+        call, *others = [c for c, d in zip(calls, distances, strict=True) if d == least]
+        if any(_batches_differ(call, other) for other in others):
+            self._refuse(
+                f"recomputed by an activation checkpoint, and the call may be any of "
+                f"{1 + len(others)}: this replica's input was the same in each, but not the "
+                "others'; use a layer for each call, or no checkpoint around this layer"
             )
-        return nearest[0]
+        return call
 
-
-#: The largest difference, in standard deviations, that is taken for rounding.
-_ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ReplicationError(f"{self._where} is {reason}")
 
 
 def _distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:

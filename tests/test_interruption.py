@@ -27,8 +27,7 @@ from replication import (
 )
 from replication.sync import rendezvous
 from replication.sync.rendezvous import current_replica, set_current_replica
-from syncbn import SynchronizedBatchNorm1d, batchnorm, convert_model
-from syncbn.batchnorm import SynchronizedBatchNorm
+from syncbn import SynchronizedBatchNorm1d, convert_model, graph
 from tests.deadlines import ends
 from tests.layers import DEADLINE, AsTorchDoes, soon, together, values
 
@@ -128,12 +127,12 @@ def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(
     """Those of one device, which has updated the first few layers, and no other, by then."""
 
     def slow_replies(*args: Any) -> Any:
-        replies = merge_replicas(*args)
+        replies = join(*args)
         time.sleep(chance.random() / 500)
         return replies
 
-    merge_replicas = batchnorm.merge_replicas
-    monkeypatch.setattr(batchnorm, "merge_replicas", slow_replies)
+    join = graph.join
+    monkeypatch.setattr(graph, "join", slow_replies)
     net = convert_model(network())
     model = ours(net)
     model(torch.randn(7, 3, dtype=torch.float64))
@@ -171,7 +170,7 @@ class Merging:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
         self.goes_on, self.is_active = threading.Event(), True
-        merge = SynchronizedBatchNorm._merge
+        merge = graph.merge_replicas
 
         def late_replies(*args: Any) -> Any:
             if self.is_active:
@@ -179,7 +178,7 @@ class Merging:
                 assert self.goes_on.wait(DEADLINE)
             return merge(*args)
 
-        monkeypatch.setattr(SynchronizedBatchNorm, "_merge", late_replies)
+        monkeypatch.setattr(graph, "merge_replicas", late_replies)
 
     def end(self) -> None:
         self.is_active = False
@@ -280,18 +279,18 @@ def test_foreign_code_that_interrupts_a_write_may_train_another_model(monkeypatc
     """Such as a finalizer. Its replicas once waited for the write that it had interrupted."""
     other = convert_model(network())
     train, x = ours(other, 2), torch.randn(7, 3, dtype=torch.float64)
-    merge_replicas, interrupted = batchnorm.merge_replicas, []
+    join, interrupted = graph.join, []
 
     def interrupted_merge(*args: Any) -> Any:
         if not interrupted:
             interrupted.append(True)
             train(x)
-        return merge_replicas(*args)
+        return join(*args)
 
     net = convert_model(network())
     model = ours(net, 2)
     twin, other_twin = twin_of(net), twin_of(other)
-    monkeypatch.setattr(batchnorm, "merge_replicas", interrupted_merge)
+    monkeypatch.setattr(graph, "join", interrupted_merge)
     values(together(lambda: model(x)))
     assert interrupted
     twin(x)
@@ -301,14 +300,14 @@ def test_foreign_code_that_interrupts_a_write_may_train_another_model(monkeypatc
 
 
 def test_a_slow_write_does_not_hold_up_the_timeout(monkeypatch):
-    merge_replicas, goes_on = batchnorm.merge_replicas, threading.Event()
+    join, goes_on = graph.join, threading.Event()
 
     def slow_merge(*args: Any) -> Any:
         assert soon(goes_on.is_set), "the caller waits for the write"
-        return merge_replicas(*args)
+        return join(*args)
 
     monkeypatch.setattr(rendezvous, "LONGEST_WRITE", 0.05, raising=False)
-    monkeypatch.setattr(batchnorm, "merge_replicas", slow_merge)
+    monkeypatch.setattr(graph, "join", slow_merge)
     with pytest.raises(ReplicasTimedOut):
         ours(convert_model(network()), timeout=0.05)(torch.randn(7, 3, dtype=torch.float64))
     goes_on.set()

@@ -209,8 +209,8 @@ def test_replicas_differ_in_dtype():
 
 
 @reads("""
-    RuntimeError: SynchronizedBatchNorm1d expected weight in torch.float64 for inputs of
-    torch.float64 (got torch.float32); convert the layer or the input by .to()
+    RuntimeError: SynchronizedBatchNorm1d expected an input in torch.float32 on cpu, as its weight
+    (got torch.float64 on cpu); convert one by .to()
     in replica 0 of 2 on cpu, module `1.0`
     replica 1 also failed: the same error
 """)

@@ -388,8 +388,8 @@ def test_one_value_per_channel_in_all_is_torchs_error_on_every_replica(shapes):
         (SynchronizedBatchNorm2d(3), (4, 3), ValueError, r"expected 4D input \(got 2D input"),
         (SynchronizedBatchNorm3d(3), (4, 3), ValueError, r"expected 5D input \(got 2D input"),
         (SynchronizedBatchNorm1d(3, eps=0.0), (4, 3), ValueError, "eps must be positive"),
-        (SynchronizedBatchNorm1d(3).double(), (4, 3), RuntimeError, "expected weight in"),
-        (SynchronizedBatchNorm1d(3).bfloat16(), (4, 3), RuntimeError, "expected weight in"),
+        (SynchronizedBatchNorm1d(3).double(), (4, 3), RuntimeError, "expected an input in"),
+        (SynchronizedBatchNorm1d(3).bfloat16(), (4, 3), RuntimeError, "expected an input in"),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -56,8 +56,8 @@ def test_count_beyond_int32_does_not_wrap(total):
     for strategy in (FUSED, PLAIN):
         # The second total of the fused kernels is in units of their own.
         scaled = totals / torch.stack((torch.ones(3), stats.inverse))
-        rows = strategy.rows(scaled if strategy is FUSED else totals, stats, None)
-        results.append(strategy.input_gradient(dy, x, stats, None, rows))
+        shared = strategy.shared_terms(scaled if strategy is FUSED else totals, stats, None)
+        results.append(strategy.input_gradient(dy, x, stats, None, shared))
     torch.testing.assert_close(*results)
 
 

@@ -15,9 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks import fused
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, kernels, set_sbn_eps_mode
-from syncbn.graph import synchronized_batch_norm
-from syncbn.merge import Denominator
-from syncbn.replicas import merge_replicas
 from tests import oracle
 from tests.deadlines import ends, soon
 from tests.layers import freed
@@ -132,12 +129,18 @@ def test_a_backward_to_parameters_alone_keeps_no_input():
         seen.append(StorageWeakRef(copied.untyped_storage()))
         return copied  # of which torch makes another object, with the same storage
 
-    x, weight = torch.randn(4, 3, requires_grad=True), torch.ones(3, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), fresh):
-        y = synchronized_batch_norm(
-            x, weight, None, Denominator(1e-5), lambda message: merge_replicas([message])[0]
-        )
-    torch.autograd.grad(y, weight, torch.randn_like(y))
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = SynchronizedBatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), fresh):
+                return self.layer(x)
+
+    net = Hooked()
+    outputs = run_sharded(net, [torch.randn(n, 3, requires_grad=True) for n in (4, 2)])
+    torch.autograd.grad(sum(y.square().sum() for y in outputs), net.layer.weight)
     assert len(seen) == 2
     assert soon(lambda: all(storage.expired() for storage in seen))
 

@@ -31,8 +31,8 @@ def statistics_of(
 ) -> Statistics:
     """What kernels take, given mean and variance in float64."""
     stats = kernel_statistics(10, mean, var, Shard(x, None, None, Denominator(eps)))
-    rest = (mean - stats.mean.to(mean)).to(stats.mean)
-    return stats._replace(rest=rest if is_large else None)
+    mean_error = (mean - stats.mean.to(mean)).to(stats.mean)
+    return stats._replace(mean_error=mean_error if is_large else None)
 
 
 def moments_of(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,10 +63,10 @@ def input_gradient(
     totals: Tensor,
     n: int | Tensor = 10,
 ) -> Tensor:
-    """Calls the kernel with the rows that it needs."""
+    """Calls the kernel with the terms that it shares with other shards."""
     stats = stats._replace(total=n)
-    rows = kernels.rows(totals, stats, weight)
-    return kernels.input_gradient(dy, x, stats, weight, rows)
+    shared = kernels.shared_terms(totals, stats, weight)
+    return kernels.input_gradient(dy, x, stats, weight, shared)
 
 
 def gradient_of(
@@ -252,7 +252,7 @@ def test_a_large_mean_costs_no_precision(kernels, mean):
     moments = kernels.moments(x, 1e-5)
     torch.testing.assert_close(moments, moments_of(x), rtol=1e-6, atol=1e-6)
     stats = kernel_statistics(10, *moments, Shard(x, None, None, Denominator(1e-5)))
-    assert stats.rest is not None
+    assert stats.mean_error is not None
     y = normalized(kernels, x, stats, None, None)
     torch.testing.assert_close(channels_of(y), hat_of(x, 1e-5), rtol=1e-6, atol=1e-6)
     _, along_x = kernels.reduce(dy, x, stats)

@@ -193,7 +193,7 @@ def test_a_shard_on_another_device_is_refused_by_its_replica():
     execute_replication_callbacks(replicas)
     error = outcome_of(lambda: parallel_apply(replicas, [X, X.to("meta")])).error
     assert isinstance(error, RuntimeError)
-    assert "expected an input on cpu, where its weight is (got meta)" in str(error)
+    assert "expected an input in torch.float32 on cpu, as its weight (got " in str(error)
     assert error.__notes__ == ["in replica 1 of 2 on cpu, module `0`"]
 
 

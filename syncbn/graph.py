@@ -20,7 +20,7 @@ backwards of one graph, of any kind, may run at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from itertools import repeat
 from operator import attrgetter, itemgetter

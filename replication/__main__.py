@@ -1,9 +1,10 @@
 """Checks that replicas run and communicate on this machine.
 
-Prints versions and devices, then compares replicas of a layer that communicates with the same
-layer on one device: on the CPU, on each accelerator, and across all accelerators. At the end it
-prints PASS or FAIL for each device, and a verdict. The exit status is 0 if all pass, 1 if one
-fails, and 2 if the arguments are wrong. ``python -m syncbn`` does so with synchronized layers.
+Compares replicas of a layer that communicates with the same layer on one device: on the CPU, on
+each accelerator, and across all accelerators. The last lines say PASS or FAIL for each. The exit
+status is 0 if all pass, 1 if one fails, and 2 if the arguments are wrong.
+
+"python -m syncbn" checks this, and synchronized layers as well.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import traceback
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from replication.devices import accelerator, default_devices
-from replication.diagnosis.table import Table
+from replication.diagnosis.table import Table, as_text
 from replication.diagnosis.verify import verify
 from replication.groups.layer import ReplicaAware
 from replication.version import DISTRIBUTION, __version__
@@ -41,6 +42,7 @@ class Centered(ReplicaAware, nn.Module):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Checks this machine, and returns the exit status."""
     return check_machine("replication", __doc__, Centered, lambda _: [torch.float32], arguments)
 
 
@@ -54,14 +56,11 @@ def check_machine(
     """Compares a layer on replicas with one device, on every device of this machine.
 
     ``make_layer`` makes the layer, for images of 16 channels. ``dtypes`` returns the dtypes to
-    compare in on a device. ``description`` is the text of ``--help``, title first (None under
-    ``-OO``). Returns the exit status: 0 if all comparisons are equal up to rounding, otherwise 1.
+    compare in on a device. Returns the exit status.
     """
-    title, _, rest = (description or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         prog=f"python -m {package}",
-        description=title,
-        epilog=rest,
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=environment())
@@ -77,20 +76,15 @@ def check_machine(
         device_lists.append(accelerators)
     samples = 3 * max(replicas, len(accelerators)) - 1  # the last shard is smaller
     batch = torch.randn(samples, 16, 9, 9) + 10
-    results = [
-        check_devices(make_layer, batch, devices, dtypes(devices[0])) for devices in device_lists
-    ]
-    passes = all(verdict == "PASS" for verdict, *_ in results)
-    print()
-    print(Table(("result", "device", "checked"), results).text())
+    results = [check_devices(make_layer, batch, d, dtypes(d[0])) for d in device_lists]
+    print(f"\n{as_text(Table(('result', 'device', 'checked'), results))}\n")
     if not accelerators:
-        print("\nOnly the CPU was checked: torch finds no GPU or other accelerator here.")
-    print(
-        "\nPASS: replicas run, communicate, and compute what one device computes"
-        if passes
-        else "\nFAIL: replicas raise, or differ from one device; see the comparisons above"
-    )
-    return 0 if passes else 1
+        print("Only the CPU was checked: torch finds no GPU or other accelerator here.\n")
+    if all(verdict == "PASS" for verdict, *_ in results):
+        print("PASS: replicas run, communicate, and compute what one device computes")
+        return 0
+    print("FAIL: replicas raise, or differ from one device; see the comparisons above")
+    return 1
 
 
 def check_devices(
@@ -104,41 +98,32 @@ def check_devices(
     Returns ``"PASS"`` or ``"FAIL"``, the names of the devices, and what was checked.
     """
     names = ", ".join(dict.fromkeys(map(str, devices)))
-    replicas = f"{len(devices)} replicas"
-    checked, failures = [], []
-    for dtype in dtypes:
-        checked.append(str(dtype).removeprefix("torch."))
-        print(f"\n{replicas} on {names} in {checked[-1]}, compared with one device:")
+    kinds = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    checked, failures = f"{len(devices)} replicas in {' and '.join(kinds)}", []
+    for dtype, kind in zip(dtypes, kinds, strict=True):
+        print(f"\n{len(devices)} replicas on {names} in {kind}, compared with one device:")
         try:
             verification = verify(make_layer(), batch, devices, dtype=dtype)
         except Exception as error:
             traceback.print_exc(file=sys.stdout)
-            failures.append(f"{type(error).__name__} in {checked[-1]}")
+            failures.append(f"{type(error).__name__} in {kind}")
         else:
             print(verification)
             if not verification:
-                failures.append(f"differs from one device in {checked[-1]}")
-    what = f"{replicas} in {' and '.join(checked)}"
+                failures.append(f"differs from one device in {kind}")
     if failures:
-        return "FAIL", names, f"{what}: {', '.join(failures)}"
-    return "PASS", names, what
+        return "FAIL", names, f"{checked}: {', '.join(failures)}"
+    return "PASS", names, checked
 
 
 def environment() -> str:
     """Describes the installed software and the available devices."""
-    kind = accelerator()
-    count = len(default_devices())
+    kind, count = accelerator(), len(default_devices())
     found = f"{count} {kind} device{'s' * (count != 1)}" if kind else "no GPU or other accelerator"
-    backends = [
-        name
-        for name in ("gloo", "nccl")
-        if distributed.is_available() and getattr(distributed, f"is_{name}_available")()
-    ]
     return (
         f"{DISTRIBUTION} {__version__}\n"
         f"Python {platform.python_version()}, torch {torch.__version__}\n"
-        f"Devices: CPU ({torch.get_num_threads()} threads), {found}\n"
-        f"Backends for several processes: {', '.join(backends) or 'none'}"
+        f"Devices: CPU ({torch.get_num_threads()} threads), {found}"
     )
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-import unittest
+from abc import ABCMeta
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from replication import (
     CallbackContext,
@@ -38,12 +35,6 @@ from syncbn.batchnorm import (
 from syncbn.convert import convert_model, patch_sync_batchnorm
 
 __all__ = ["stand_in_for"]
-
-
-class TorchTestCase(unittest.TestCase):
-    def assertTensorClose(self, x: Tensor, y: Tensor) -> None:
-        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
-
 
 _CLASSES = {
     "SynchronizedBatchNorm1d": SynchronizedBatchNorm1d,
@@ -73,9 +64,12 @@ _NAMES: dict[str, dict[str, Any]] = {
     },
     "comm": _PIPES,
     "sync_manager": _PIPES,
-    "batchnorm_reimpl": {"BatchNorm2dReimpl": nn.BatchNorm2d},
-    "unittest": {"TorchTestCase": TorchTestCase},
 }
+#: Names of the older toolkit's modules that have no counterpart here.
+_PRIVATE = (
+    *("_sum_ft", "_unsqueeze_ft", "_ChildMessage", "_MasterMessage"),
+    *("_MasterRegistry", "_SlavePipeBase"),
+)
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(SynchronizedBatchNorm.__init__).parameters.items()
@@ -83,44 +77,41 @@ _DEFAULTS = {
 }
 
 
-class _WithDefaults(type):
-    """The metaclass of a layer class whose constructor has other defaults.
-
-    The constructor makes instances of the layer class, so that they are pickled, converted and
-    reverted like every other layer. Subclasses are ordinary classes.
-    """
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        layer = vars(cls).get("layer")
-        return issubclass(subclass, layer) if layer else super().__subclasscheck__(subclass)
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return issubclass(type(instance), cls)
+def _missing(module: str, name: str) -> Any:
+    """The ``__getattr__`` of a stand-in module."""
+    if name in _PRIVATE:  # Python would hide the text of an AttributeError
+        raise ImportError(
+            f"{name} of {module} is private to the older toolkit, and syncbn has nothing like it: "
+            "delete this import, and call super().forward() in layers derived from "
+            "SynchronizedBatchNorm2d"
+        )
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 def with_defaults(layer: Any, defaults: Mapping[str, Any]) -> Any:
-    """Returns a class that makes instances of ``layer`` with other constructor defaults."""
+    """Returns a class that makes instances of ``layer`` with other constructor defaults.
+
+    They are pickled, converted and reverted like every other layer. To `isinstance` both classes
+    are the same. Subclasses are ordinary classes.
+    """
     if not defaults:
         return layer
-    signature = inspect.signature(layer.__init__)
-    signature = signature.replace(
-        parameters=[
-            parameter.replace(default=defaults.get(name, parameter.default))
-            for name, parameter in signature.parameters.items()
-        ]
-    )
+    signature = inspect.signature(layer)
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        call = signature.bind(self, *args, **kwargs)
-        call.apply_defaults()
-        layer.__init__(*call.args, **call.kwargs)
-        if type(self) is kind:
-            self.__class__ = layer
+    class Derived(layer, metaclass=ABCMeta):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            given = signature.bind_partial(*args, **kwargs).arguments
+            super().__init__(*args, **kwargs, **{k: defaults[k] for k in defaults.keys() - given})
+            if type(self) is Derived:
+                self.__class__ = layer
 
-    __init__.__signature__ = signature  # type: ignore[attr-defined]
-    attributes = {"__init__": __init__, "__doc__": layer.__doc__, "layer": layer}
-    kind = _WithDefaults(layer.__name__, (layer,), attributes)
-    return kind
+        @classmethod
+        def __subclasshook__(cls, other: type) -> Any:
+            return issubclass(other, layer) if cls is Derived else NotImplemented
+
+    Derived.__name__ = Derived.__qualname__ = layer.__name__
+    Derived.__doc__ = layer.__doc__
+    return Derived
 
 
 def _constructors(copy: ModuleSpec) -> Iterator[tuple[ast.arguments, bool]]:
@@ -143,7 +134,7 @@ def _constructors(copy: ModuleSpec) -> Iterator[tuple[ast.arguments, bool]]:
 
 
 def defaults_of_copy(package: str, copy: ModuleSpec, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads, from the source of a vendored copy, the constructor defaults that differ from ours.
+    """Reads the constructor defaults that differ from ours in the source of a vendored copy.
 
     Warns of a default that is not a constant and of bias-corrected running statistics, unless the
     caller has chosen a value.
@@ -153,25 +144,25 @@ def defaults_of_copy(package: str, copy: ModuleSpec, chosen: Mapping[str, Any]) 
     for arguments, corrects_bias in _constructors(copy):
         names = [argument.arg for argument in arguments.args[::-1]]
         for name, default in zip(names, arguments.defaults[::-1], strict=False):
+            if name not in _DEFAULTS:
+                continue
             try:
                 value = ast.literal_eval(default)
             except ValueError:
-                problems[name] = (
-                    f"the default of {name}, {ast.unparse(default)}, is not a constant"
-                )
+                problems[name] = f"its default, {ast.unparse(default)}, is not a constant"
                 continue
-            if name in _DEFAULTS and value != _DEFAULTS[name]:
+            if value != _DEFAULTS[name]:
                 defaults[name] = value
         if corrects_bias:
+            momentum = defaults.get("momentum", _DEFAULTS["momentum"])
             problems.setdefault(
                 "momentum",
                 "the copy corrects the bias of its running statistics, which syncbn does not: "
-                f"with momentum={defaults.get('momentum', _DEFAULTS['momentum'])} they stay near "
-                "their initial values in the first steps",
+                f"with {momentum=} they stay near their initial values in the first steps",
             )
-    for name in (problems.keys() & _DEFAULTS.keys()) - chosen.keys():
+    for name in problems.keys() - chosen.keys():
         warn(
-            f"{package}: {problems[name]}; pass the {name} that the layers should have: "
+            f"{package}: {problems[name]}; choose the {name} of the layers: "
             f"stand_in_for({package!r}, {name}=...)"
         )
     return defaults
@@ -187,7 +178,6 @@ class Finder(MetaPathFinder, Loader):
 
     def __init__(self) -> None:
         self.packages: dict[str, dict[str, Any]] = {}
-        self._copies: dict[str, ModuleSpec] = {}
         #: The copies under other names that a warning has named.
         self._warned: set[str] = set()
 
@@ -201,32 +191,25 @@ class Finder(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         package = self._package(fullname)
         if not package:
-            self._warn_of_other_copy(fullname, path)
-            return None
-        if fullname[len(package) + 1 :] not in _NAMES:
-            return None
-        is_package = fullname == package
-        spec = ModuleSpec(fullname, self, origin=__name__, is_package=is_package)
-        copy = PathFinder.find_spec(fullname, path) if is_package else None
-        if copy is not None:
-            self._copies[fullname] = copy
-            # Other modules of the copy stay importable.
-            spec.submodule_search_locations = list(copy.submodule_search_locations or ())
-        return spec
+            self._warn_of_other_copy(*fullname.rpartition(".")[::2])
+        elif fullname[len(package) + 1 :] in _NAMES:
+            is_package = fullname == package
+            copy = PathFinder.find_spec(fullname, path) if is_package else None
+            spec = ModuleSpec(
+                fullname, self, origin=__name__, loader_state=copy, is_package=is_package
+            )
+            if copy is not None:  # its other modules stay importable
+                spec.submodule_search_locations = list(copy.submodule_search_locations or ())
+            return spec
+        return None
 
-    def _warn_of_other_copy(self, module: str, path: Sequence[str] | None) -> None:
-        """Warns if a module belongs to a copy, and no import uses the name of a stand-in.
-
-        The name may be misspelled.
-        """
-        unused = [package for package in tuple(self.packages) if package not in sys.modules]
-        package, _, name = module.rpartition(".")
-        copy: ModuleSpec | None = None
-        if unused and package and name in _NAMES:
-            copy = getattr(sys.modules.get(package), "__spec__", None)
-        elif get_close_matches(name, [other.rpartition(".")[2] for other in unused], cutoff=0.8):
-            package, copy = module, PathFinder.find_spec(module, path)
-        if copy and package not in self._warned and any(_constructors(copy)):
+    def _warn_of_other_copy(self, package: str, name: str) -> None:
+        """Warns if a module ``name`` belongs to a copy, and no import uses a stand-in so far."""
+        unused = [other for other in tuple(self.packages) if other not in sys.modules]
+        if not unused or name not in _NAMES or package in self._warned:
+            return
+        copy: ModuleSpec | None = getattr(sys.modules.get(package), "__spec__", None)
+        if copy and any(_constructors(copy)):
             self._warned.add(package)
             warn(
                 f"`{package}` keeps its own layers: no import has used "
@@ -237,20 +220,18 @@ class Finder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         package = self._package(name)
-        parent = sys.modules.get(package)
-        layers: Mapping[str, Any]
-        if name == package or parent is None:
+        if name == package:
             chosen = self.packages[package]
             defaults = {key: value for key, value in chosen.items() if key in _DEFAULTS}
-            if copy := self._copies.get(package):
+            if copy := module.__spec__ and module.__spec__.loader_state:
                 defaults = {**defaults_of_copy(package, copy, defaults), **defaults}
-            classes = {key: chosen.get(key, layer) for key, layer in _CLASSES.items()}
-            layers = {key: with_defaults(layer, defaults) for key, layer in classes.items()}
+            layers = {k: with_defaults(chosen.get(k, c), defaults) for k, c in _CLASSES.items()}
         else:  # the classes of the package, which may have defaults of their own
-            layers = {key: vars(parent)[key] for key in _CLASSES}
+            layers = {key: vars(sys.modules[package])[key] for key in _CLASSES}
         names = _NAMES[name[len(package) + 1 :]]
         vars(module).update((key, layers.get(key, value)) for key, value in names.items())
         vars(module)["__all__"] = [key for key in names if not key.startswith("_")]
+        vars(module)["__getattr__"] = partial(_missing, name)
 
 
 _finder = Finder()
@@ -266,16 +247,14 @@ def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
         syncbn.stand_in_for("models.networks.sync_batchnorm")
         from models.networks import generator  # imports the copy as it always did
 
-    The copy's modules ``batchnorm``, ``replicate``, ``comm`` (or ``sync_manager``),
-    ``batchnorm_reimpl`` and ``unittest`` are replaced as well. Its other modules are imported from
-    where they are.
+    The copy's modules ``batchnorm``, ``replicate`` and ``comm`` (or ``sync_manager``) are replaced
+    as well. Its other modules are imported from where they are. If no import uses ``package``, and
+    a copy is imported under another name, a warning names both.
 
     Copies differ in the defaults of their layers: CSAIL's have ``momentum=0.001``. The layers keep
     the defaults of the copy, whose source is read but not run, unless ``chosen`` overrides them.
     Bias-corrected running statistics, which CSAIL's copies have, are not supported: the import
     warns unless you choose a momentum.
-
-    If no import uses ``package``, and a copy is imported under another name, a warning names both.
 
     In some copies the layers take more arguments: BigGAN's have ``forward(input, gain, bias)``.
     Pass a class of your own for such a name::

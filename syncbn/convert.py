@@ -18,17 +18,18 @@ from replication.sync.rendezvous import RenewedLock
 from replication.warning import UnsynchronizedWarning, warn
 from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
 from syncbn.kinds import (
+    DERIVED,
     OLDER_ATTRIBUTES,
     SYNCHRONIZED,
+    Summary,
     counterpart,
-    is_derived,
     is_older,
     plain_class,
     summary,
     synchronized_class,
     why_older_stays,
 )
-from syncbn.replacement import check_classes, replace, replacements, revert_replaced
+from syncbn.replacement import replace, replacements, revert_replaced
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
@@ -36,7 +37,6 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 #: Marks DataParallel objects that `revert_model` must change back.
 _CONVERTED = "_converted_by_convert_model"
-
 
 #: Attributes of a synchronized layer that a plain one does not have.
 _OF_COPIES = ("group_size", "_process_group", "_layer_name")
@@ -52,16 +52,16 @@ def convert_model(
 ) -> ModuleT:
     """Converts every `torch.nn.BatchNorm1d/2d/3d` in ``module`` to a synchronized layer, in place.
 
-    `torch.nn.SyncBatchNorm` layers are converted as well and keep their process group. Layers of
-    older toolkits (such as `SynchronizedBatchNorm2d` of a vendored ``sync_batchnorm``) are
-    converted and lose their pipes. They keep ``eps``, momentum, parameters and running statistics.
-    So is ``BatchNormAct2d`` of timm, with its dropout and activation. Pass ``classes`` for layers
-    of other classes.
-
     Each layer remains the same object and only changes its class: parameters, buffers, hooks,
-    flags, names and existing references to them all stay valid. A `torch.nn.DataParallel` becomes
-    a `replication.DataParallel` with the same devices, output device and dimension. An object of
-    a derived class gets the replication callback. Converting twice changes nothing.
+    flags, names and existing references to them all stay valid. Converting twice changes nothing.
+    Also converted are:
+
+    - `torch.nn.SyncBatchNorm`, which keeps its process group.
+    - Layers of older toolkits (such as a vendored ``sync_batchnorm``), which lose their pipes.
+    - ``BatchNormAct2d`` of timm, with its dropout and activation.
+    - Layers of the classes in ``classes``.
+    - A `torch.nn.DataParallel`, which becomes a `replication.DataParallel`. An object of a derived
+      class gets the replication callback.
 
     Each synchronized or other `replication.ReplicaAware` layer records its path in ``module`` for
     errors between processes.
@@ -72,7 +72,7 @@ def convert_model(
     synchronize also raises a warning.
 
     >>> from torch import nn
-    >>> from syncbn import convert_model
+    >>> from syncbn import SynchronizedBatchNorm2d, convert_model
     >>> net = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
     >>> type(net[1]).__name__
     'SynchronizedBatchNorm2d'
@@ -82,7 +82,6 @@ def convert_model(
     >>> class Activated(nn.BatchNorm2d):
     ...     def forward(self, x):
     ...         return super().forward(x).relu()
-    >>> from syncbn import SynchronizedBatchNorm2d
     >>> class SyncActivated(SynchronizedBatchNorm2d):
     ...     def forward(self, x):
     ...         return super().forward(x).relu()
@@ -107,47 +106,30 @@ def convert_model(
         ``module``.
 
     Raises:
-        TypeError: ``module`` is not a module, ``group_size`` is not an int, ``process_group`` is
-            not a ProcessGroup, ``classes`` does not map classes to functions, or a function does
-            not return a synchronized layer.
+        TypeError: An argument has another type, or a function does not return a synchronized
+            layer.
         ValueError: ``group_size`` is less than 1, or the layer that a function returns has other
             parameters, buffers or modules.
     """
     check_module(module)
     check_group_size(group_size)
-    check_classes(classes or {})
     if process_group is not None:
         check_process_group(process_group)
     # Before any change, so that an error leaves the module as it was.
     new_layers = replacements(module, classes or {})
     corrected = []
-    has_copies = False  # whether anything in the module knows its copies
-    for path, submodule in module.named_modules():
-        if submodule in new_layers:
-            replace(submodule, new_layers[submodule])
-        elif (synchronized := synchronized_class(type(submodule))) is not None:
-            former_group = submodule.__dict__.pop("process_group", None)  # of a SyncBatchNorm
-            submodule.__class__ = synchronized
-            if former_group is not None:
-                submodule.process_group = former_group
-        elif is_older(submodule) and not why_older_stays(submodule):
-            if _convert_older(submodule):
-                corrected.append(f"`{path_or_root(path)}`")
-        elif isinstance(submodule, nn.DataParallel) and not has_replication_callback(submodule):
-            if type(submodule) is nn.DataParallel:
-                submodule.__class__ = DataParallel
-            else:
-                patch_replication_callback(submodule)
-            submodule.__dict__[_CONVERTED] = True
-            has_copies = True
-        if isinstance(submodule, ReplicaAware):
-            submodule._layer_name = path or submodule._layer_name
-            has_copies = True
-        if isinstance(submodule, SynchronizedBatchNorm):
+    for path, layer in module.named_modules():
+        if layer in new_layers:
+            replace(layer, new_layers[layer])
+        elif _convert(layer):
+            corrected.append(f"`{path_or_root(path)}`")
+        if isinstance(layer, ReplicaAware):
+            layer._layer_name = path or layer._layer_name
+        if isinstance(layer, SynchronizedBatchNorm):
             if group_size is not None:
-                submodule.group_size = group_size
+                layer.group_size = group_size
             if process_group is not None:
-                submodule.process_group = process_group
+                layer.process_group = process_group
     if corrected:
         warn(
             "syncbn does not correct the bias of running statistics, as these layers of an older "
@@ -158,51 +140,63 @@ def convert_model(
     result = summary(module)
     if report:
         print(result)
-        return module
+    else:
+        _warn_of_unsynchronized(module, result)
+    return module
+
+
+def _convert(layer: nn.Module) -> bool:
+    """Converts a layer or a DataParallel. Returns whether it corrected biases, as CSAIL's do."""
+    if (synchronized := synchronized_class(type(layer))) is not None:
+        process_group = vars(layer).pop("process_group", None)  # of a SyncBatchNorm
+        layer.__class__ = synchronized
+        if process_group is not None:
+            layer.process_group = process_group
+    elif is_older(layer) and not why_older_stays(layer):
+        for name in OLDER_ATTRIBUTES:
+            vars(layer).pop(name, None)
+        layer.__class__ = counterpart(layer)  # type: ignore[assignment]
+        correction = [layer._buffers.pop(name, None) for name in CORRECTION]
+        return any(buffer is not None for buffer in correction)
+    elif isinstance(layer, nn.DataParallel) and not has_replication_callback(layer):
+        if type(layer) is nn.DataParallel:
+            layer.__class__ = DataParallel
+        else:
+            patch_replication_callback(layer)
+        vars(layer)[_CONVERTED] = True
+    return False
+
+
+def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:
     left_alone = [
         f"`{path_or_root(path)}` ({layer}, {kind.note})"
         for path, layer, kind in result.layers
         if kind.name == "left alone"
     ]
     if left_alone:
+        derived = dict.fromkeys(
+            f"{layer}: synchronized"
+            for _, layer, kind in result.layers
+            if kind.note.startswith(DERIVED)
+        )
+        advice = (
+            f"; convert_model(net, classes={{{', '.join(derived)}}}) converts the derived ones, "
+            "where synchronized(layer) returns a layer of a class derived from "
+            "SynchronizedBatchNorm2d that computes the same"
+        )
         warn(
             "convert_model converts registered layers of the classes torch.nn.BatchNorm1d, 2d and "
             f"3d only; these layers stay unsynchronized: {', '.join(left_alone)}"
-            f"{_advice(module)}",
+            f"{advice if derived else ''}",
             UnsynchronizedWarning,
         )
-    elif not has_copies:
+    elif not any(isinstance(m, ReplicaAware) or _CONVERTED in vars(m) for m in module.modules()):
         warn(
             f"convert_model found no batch norm in {type(module).__name__}, so nothing is "
             "synchronized; convert the model after its layers were made (summary(model) lists "
             "the layers that normalize)",
             UnsynchronizedWarning,
         )
-    return module
-
-
-def _advice(module: nn.Module) -> str:
-    """Returns the line to write for layers of derived classes, if there are any."""
-    kinds = {type(m): None for m in module.modules() if is_derived(m)}
-    if not kinds:
-        return ""
-    pairs = ", ".join(f"{kind.__name__}: synchronized" for kind in kinds)
-    return (
-        f"; convert_model(net, classes={{{pairs}}}) converts the derived ones, where "
-        "synchronized(layer) returns a layer of a class derived from SynchronizedBatchNorm2d "
-        "that computes the same"
-    )
-
-
-def _convert_older(layer: nn.Module) -> bool:
-    """Converts a layer of an older toolkit. Returns whether it corrected biases."""
-    synchronized = counterpart(layer)
-    assert synchronized is not None  # otherwise `why_older_stays` has a reason
-    for name in OLDER_ATTRIBUTES:
-        layer.__dict__.pop(name, None)
-    correction = [layer._buffers.pop(name, None) for name in CORRECTION]
-    layer.__class__ = synchronized
-    return any(buffer is not None for buffer in correction)
 
 
 def revert_model(module: ModuleT) -> ModuleT:
@@ -227,25 +221,11 @@ def revert_model(module: ModuleT) -> ModuleT:
         ``module``.
     """
     check_module(module)
-    left_alone = []
-    for path, submodule in module.named_modules():
-        if revert_replaced(submodule):
-            for name in _OF_COPIES:
-                submodule.__dict__.pop(name, None)
-        elif (plain := plain_class(type(submodule))) is not None:
-            process_group = submodule.process_group
-            submodule.__class__ = plain
-            for name in _OF_COPIES:
-                submodule.__dict__.pop(name, None)
-            if isinstance(submodule, nn.SyncBatchNorm):
-                submodule.process_group = process_group
-        elif isinstance(submodule, nn.DataParallel) and submodule.__dict__.pop(_CONVERTED, False):
-            if type(submodule) is DataParallel:
-                submodule.__class__ = nn.DataParallel  # type: ignore[assignment]
-            else:
-                patch_replication_callback(submodule).remove()
-        elif isinstance(submodule, SynchronizedBatchNorm):
-            left_alone.append(f"`{path_or_root(path)}` ({type(submodule).__name__})")
+    left_alone = [
+        f"`{path_or_root(path)}` ({type(layer).__name__})"
+        for path, layer in module.named_modules()
+        if not _revert(layer) and isinstance(layer, SynchronizedBatchNorm)
+    ]
     if left_alone:
         warn(
             "revert_model reverts layers of the classes that convert_model makes; these stay "
@@ -254,10 +234,32 @@ def revert_model(module: ModuleT) -> ModuleT:
     return module
 
 
-_NAMES = {plain.__name__: plain for plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)}
+def _revert(layer: nn.Module) -> bool:
+    """Undoes `_convert`, or `replace`. Returns whether the layer was converted."""
+    plain = plain_class(type(layer))
+    if isinstance(layer, nn.DataParallel) and vars(layer).pop(_CONVERTED, False):
+        if type(layer) is DataParallel:
+            layer.__class__ = nn.DataParallel  # type: ignore[assignment]
+        else:
+            patch_replication_callback(layer).remove()
+    elif (is_replaced := revert_replaced(layer)) or plain is not None:
+        process_group = getattr(layer, "process_group", None)
+        for name in _OF_COPIES:
+            vars(layer).pop(name, None)
+        if plain is not None and not is_replaced:
+            layer.__class__ = plain
+        if isinstance(layer, nn.SyncBatchNorm):
+            layer.process_group = process_group
+    else:
+        return False
+    return True
 
-#: The classes that ``torch.nn`` had before each open block of `patch_sync_batchnorm`.
-_blocks: list[dict[str, Any]] = []
+
+_PLAIN_NAMES = {kind.__name__: kind for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)}
+
+#: The open blocks of `patch_sync_batchnorm`, and the classes that the first of them replaced.
+_blocks: list[object] = []
+_replaced: dict[str, Any] = {}
 _changing_names = RenewedLock()
 
 
@@ -265,11 +267,9 @@ _changing_names = RenewedLock()
 def patch_sync_batchnorm() -> Iterator[None]:
     """Replaces ``torch.nn.BatchNorm1d/2d/3d`` by the synchronized classes inside the block.
 
-    Use it for model code that you cannot edit.
-
-    The patch applies to the whole process. Blocks may be nested, and blocks of several threads may
-    overlap: the plain classes are back when the last block ends, also after an error. A class that
-    other code assigns inside the block stays.
+    Use it for model code that you cannot edit. The patch applies to the whole process. Blocks may
+    be nested, and blocks of several threads may overlap: the plain classes are back when the last
+    block ends, also after an error. A class that other code assigns meanwhile stays.
 
     Only code that looks the names up in ``torch.nn`` sees the patch. A ``from torch.nn import
     BatchNorm2d`` that ran before keeps the plain class; use `convert_model` on the network.
@@ -281,24 +281,18 @@ def patch_sync_batchnorm() -> Iterator[None]:
     >>> type(net[0]).__name__
     'SynchronizedBatchNorm2d'
     """
-    block: dict[str, Any] = {}
+    block = object()
     try:
         with _changing_names():
-            block.update((name, getattr(nn, name)) for name in _NAMES)
             _blocks.append(block)
-            for name, plain in _NAMES.items():
+            for name, plain in _PLAIN_NAMES.items() if len(_blocks) == 1 else ():
+                _replaced[name] = getattr(nn, name)
                 setattr(nn, name, SYNCHRONIZED[plain])
         yield
     finally:
         with _changing_names():
-            _close(block)
-
-
-def _close(block: dict[str, Any]) -> None:
-    """Passes the classes that a block replaced to the next open block, or back to ``torch.nn``."""
-    index = next((i for i, other in enumerate(_blocks) if other is block), len(_blocks))
-    del _blocks[index : index + 1]  # not there if an interrupt came first
-    following: dict[str, Any] = _blocks[index] if index < len(_blocks) else vars(nn)
-    for name, replaced in block.items():
-        if following[name] is SYNCHRONIZED[_NAMES[name]]:  # otherwise other code has assigned it
-            following[name] = replaced
+            if block in _blocks:  # otherwise an interrupt came first
+                _blocks.remove(block)
+                for name, plain in _PLAIN_NAMES.items() if not _blocks else ():
+                    if getattr(nn, name) is SYNCHRONIZED[plain]:
+                        setattr(nn, name, _replaced[name])

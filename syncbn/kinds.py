@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -28,7 +30,6 @@ from syncbn.batchnorm import (
 from syncbn.timm import is_timm, synchronized_timm
 
 __all__ = ["Summary", "summary"]
-
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -67,11 +68,12 @@ _BY_SAMPLE = (
     nn.RMSNorm,
 )
 
-
 KindName = Literal["synchronized", "plain", "left alone", "by sample", "wrapper"]
 
-
+_CONTAINERS = (list, tuple, dict)
 _CONVERTIBLE = "convert_model synchronizes it"
+#: How the notes on layers begin for which `convert_model` has ``classes``.
+DERIVED = "derived from"
 _PER_SAMPLE = "nothing to synchronize: works per sample"
 
 
@@ -96,11 +98,11 @@ def kind_of(module: nn.Module) -> Kind | None:
             return Kind("left alone", reason)
         return Kind("plain", f"of an older toolkit; {_CONVERTIBLE}")
     if isinstance(module, _BatchNorm):
-        if not is_derived(module):
-            return Kind("left alone", "parametrized: convert before torch.nn.utils.parametrize")
         kind = type_before_parametrizations(module)
+        if synchronized_class(kind) is not None:
+            return Kind("left alone", "parametrized: convert before torch.nn.utils.parametrize")
         base = next(c.__name__ for c in kind.__mro__ if c.__module__.startswith("torch."))
-        return Kind("left alone", f"derived from {base.lstrip('_')}, may compute anything")
+        return Kind("left alone", f"{DERIVED} {base.lstrip('_')}, may compute anything")
     if isinstance(module, torch.jit.ScriptModule):
         name = class_name(module)
         note = f"a script of {name}: convert before torch.jit"
@@ -119,16 +121,6 @@ def kind_of(module: nn.Module) -> Kind | None:
     return None
 
 
-def is_derived(module: nn.Module) -> bool:
-    """Returns whether a layer's class is derived from batch norm and has no counterpart here."""
-    return (
-        isinstance(module, _BatchNorm)
-        and not isinstance(module, (SynchronizedBatchNorm, nn.modules.lazy.LazyModuleMixin))
-        and not is_older(module)
-        and synchronized_class(type_before_parametrizations(module)) is None
-    )
-
-
 def is_older(module: nn.Module) -> bool:
     """Returns whether a layer has pipes of its own, like batch norm of the older toolkits."""
     return isinstance(module, _BatchNorm) and vars(module).keys() >= _OLDER_STATE
@@ -138,8 +130,22 @@ def why_older_stays(layer: nn.Module) -> str:
     """Returns why a layer of an older toolkit can't be converted without loss, or ""."""
     kind = type(layer)
     classes = kind.__mro__[: kind.__mro__.index(_BatchNorm)]
-    toolkit = next((c for c in classes if CALLBACK in vars(c)), None)
-    own = _own_parts(layer, classes, toolkit)
+    toolkit = next((c for c in classes if {CALLBACK, "forward"} <= vars(c).keys()), None)
+    own = {"forward"} & vars(layer).keys()
+    for base in classes:
+        names = {n for n, v in vars(base).items() if callable(v) or n[:2] != "__"}
+        if base is toolkit:  # its class attributes and private methods may differ between copies
+            names = {n for n in names if callable(vars(base)[n]) and n[:1] != "_"} - {"forward"}
+        if not base.__module__.startswith("torch."):
+            own |= names - {"__init__", "_check_input_dim", "extra_repr"}
+    if toolkit is not None:  # plain attributes matter only if its forward reads them
+        read = getattr(vars(toolkit)["forward"], "__code__", None)
+        state = {*layer._parameters, *layer._buffers, *layer._modules}
+        state |= vars(layer).keys() & set(read.co_names if read else ())
+        state -= {*vars(_plain), *_plain._parameters, *_plain._buffers}
+        own |= state - {*OLDER_ATTRIBUTES, *CORRECTION}
+    if not own and not counterpart(layer):
+        own = {"class name (without 1d, 2d or 3d)"}
     if not own:
         return ""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "an unknown file"
@@ -151,56 +157,27 @@ def why_older_stays(layer: nn.Module) -> str:
     )
 
 
-def _own_parts(layer: nn.Module, classes: Sequence[type], toolkit: type | None) -> set[str]:
-    """Returns the names of parts that a layer has and the layers of the older toolkit lack.
-
-    ``toolkit`` is the one of ``classes``, those before torch's batch norm, with the callback.
-    """
-    if toolkit is None or "forward" not in vars(toolkit) or "forward" in vars(layer):
-        return {"forward"}
-    position = classes.index(toolkit)
-    own = {
-        n for c in classes[:position] for n, v in vars(c).items() if callable(v) or n[:2] != "__"
-    }
-    own |= {n for n, v in vars(toolkit).items() if callable(v) and n[:1] != "_"} - {"forward"}
-    own -= {"__init__", "_check_input_dim", "extra_repr"}
-    own |= {c.__name__ for c in classes[position + 1 :] if not c.__module__.startswith("torch.")}
-    # Plain attributes matter only if the forward reads them.
-    read = getattr(getattr(vars(toolkit)["forward"], "__code__", None), "co_names", ())
-    state = {*layer._parameters, *layer._buffers, *layer._modules, *(vars(layer).keys() & read)}
-    state -= {*vars(_plain), *_plain._parameters, *_plain._buffers, *OLDER_ATTRIBUTES, *CORRECTION}
-    return own | state or (set() if counterpart(layer) else {"class name (without 1d, 2d or 3d)"})
-
-
 _plain = nn.BatchNorm2d(1, device="meta")
 
 
 def counterpart(layer: nn.Module) -> type[nn.Module] | None:
     """Returns the synchronized class whose "1d", "2d" or "3d" is in a layer's class names."""
+    names = " ".join(base.__name__ for base in type(layer).__mro__)
+    found = re.search("[123]d", names, re.IGNORECASE)
     kinds = {plain.__name__[-2:]: kind for plain, kind in SYNCHRONIZED.items()}
-    for base in type(layer).__mro__:
-        for dimensions in ("1d", "2d", "3d"):
-            if dimensions in base.__name__.lower():
-                return kinds[dimensions]
-    return None
+    return kinds[found[0].lower()] if found else None
 
 
 def out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Finds batch norm in plain lists, tuples and dicts, which torch does not register.
-
-    Yields:
-        The path of the attribute, and a batch norm in it.
-    """
+    """Yields each batch norm in a plain list, tuple or dict, with the path of the attribute."""
     modules = dict(root.named_modules())
-    seen = set(map(id, modules.values()))
+    seen = set(modules.values())
     for path, module in modules.items():
         for name, value in vars(module).items():
-            if not isinstance(value, (list, tuple, dict)):
-                continue
-            for leaf in leaves_of(value, open_builtin):
+            for leaf in leaves_of(value, open_builtin) if isinstance(value, _CONTAINERS) else ():
                 for layer in leaf.modules() if isinstance(leaf, nn.Module) else ():
-                    if isinstance(layer, _BatchNorm) and id(layer) not in seen:
-                        seen.add(id(layer))
+                    if isinstance(layer, _BatchNorm) and layer not in seen:
+                        seen.add(layer)
                         yield f"{path}.{name}" if path else name, layer
 
 
@@ -227,6 +204,7 @@ class LayerSummary(NamedTuple):
     kind: Kind
 
 
+@dataclass(frozen=True, repr=False)
 class Summary(ShownAsTable):
     """The result of `summary`. It prints as a table, and shows as a table in a notebook.
 
@@ -237,18 +215,10 @@ class Summary(ShownAsTable):
             (nothing to synchronize), or ``"wrapper"``, and ``kind.note`` gives the reason.
     """
 
-    def __init__(self, layers: tuple[LayerSummary, ...]) -> None:
-        self.layers = layers
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self.layers)} layers>"
+    layers: tuple[LayerSummary, ...]
 
     def paths(self, kind: KindName) -> list[str]:
-        """Returns the paths of all layers of one kind.
-
-        Raises:
-            ValueError: ``kind`` is not one of the kinds.
-        """
+        """Returns the paths of all layers of one kind."""
         if kind not in get_args(KindName):
             raise ValueError(f"expected a kind of {get_args(KindName)} (got {kind!r})")
         return [layer.path for layer in self.layers if layer.kind.name == kind]
@@ -294,9 +264,6 @@ def summary(module: nn.Module) -> Summary:
 
     Returns:
         The list of layers, which prints as a table.
-
-    Raises:
-        TypeError: ``module`` is not a module.
     """
     check_module(module)
     kinds = [(path, part, kind_of(part)) for path, part in module.named_modules()]

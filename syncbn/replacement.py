@@ -32,48 +32,44 @@ class _Before(NamedTuple):
     added: list[str]
 
 
-def check_classes(classes: Mapping[type[Any], Function]) -> None:
-    """Raises TypeError unless ``classes`` maps classes of modules to functions."""
-    if not isinstance(classes, Mapping):
-        raise TypeError(f"classes must be a dict of {{class: function}} (got {classes!r})")
-    for kind, function in classes.items():
-        if not (isinstance(kind, type) and issubclass(kind, nn.Module) and callable(function)):
-            raise TypeError(
-                "classes must map classes of modules to functions that get a layer and return "
-                f"the synchronized one (got {kind!r}: {function!r})"
-            )
-
-
-def replacements(
-    root: nn.Module, classes: Mapping[type[Any], Function]
-) -> dict[nn.Module, nn.Module]:
+def replacements(root: nn.Module, classes: Mapping[type[Any], Function]) -> dict[Any, nn.Module]:
     """Returns the new layer for each layer of these classes, and changes nothing.
 
     Raises:
-        TypeError: A function does not return a new layer that is a `ReplicaAware` module.
+        TypeError: ``classes`` does not map classes of modules to functions, or a function does not
+            return a new layer that is a `ReplicaAware` module.
         ValueError: The new layer would not have all that the old one has.
     """
-    result = {}
-    for path, old in root.named_modules():
-        function = classes.get(type(old))
-        if function is not None:
-            where = f"the layer made for `{path_or_root(path)}` ({type(old).__name__})"
-            result[old] = new = function(old)
-            if new is old or not (isinstance(new, nn.Module) and isinstance(new, ReplicaAware)):
-                raise TypeError(
-                    f"{where} must be a new layer of a synchronized class, such as one derived "
-                    f"from SynchronizedBatchNorm2d (got {type(new).__name__})"
-                )
-            for kind, has, should_have in (
-                ("parameters and buffers", _shapes(new), _shapes(old)),
-                ("modules", set(new._modules), set(old._modules)),
-            ):
-                if has != should_have:
-                    raise ValueError(
-                        f"{where} must have the same {kind} (expected {should_have or 'none'}, "
-                        f"got {has or 'none'})"
-                    )
-    return result
+    if not isinstance(classes, Mapping) or not all(
+        isinstance(kind, type) and issubclass(kind, nn.Module) and callable(function)
+        for kind, function in classes.items()
+    ):
+        raise TypeError(
+            "classes must be a dict of {class: function}, where the function gets a layer of the "
+            f"class and returns the synchronized one (got {classes!r})"
+        )
+    olds = [(path, old) for path, old in root.named_modules() if type(old) in classes]
+    return {old: _replacement(path, old, classes[type(old)]) for path, old in olds}
+
+
+def _replacement(path: str, old: nn.Module, function: Function) -> nn.Module:
+    new = function(old)
+    where = f"the layer made for `{path_or_root(path)}` ({type(old).__name__})"
+    if new is old or not (isinstance(new, nn.Module) and isinstance(new, ReplicaAware)):
+        raise TypeError(
+            f"{where} must be a new layer of a synchronized class, such as one derived from "
+            f"SynchronizedBatchNorm2d (got {type(new).__name__})"
+        )
+    for kind, has, expected in (
+        ("parameters and buffers", _shapes(new), _shapes(old)),
+        ("modules", set(new._modules), set(old._modules)),
+    ):
+        if has != expected:
+            raise ValueError(
+                f"{where} must have the same {kind} (expected {expected or 'none'}, got "
+                f"{has or 'none'})"
+            )
+    return new
 
 
 def _shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -95,10 +91,9 @@ def revert_replaced(layer: nn.Module) -> bool:
     """Undoes `replace`. Returns whether the layer was replaced."""
     attributes = vars(layer)
     before: _Before | None = attributes.pop(_RECORD, None)
-    if before is None:
-        return False
-    layer.__class__ = before.kind
-    for name in before.added:
-        attributes.pop(name, None)
-    attributes.update(before.changed)
-    return True
+    if before is not None:
+        layer.__class__ = before.kind
+        for name in before.added:
+            attributes.pop(name, None)
+        attributes.update(before.changed)
+    return before is not None

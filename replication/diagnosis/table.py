@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Table(NamedTuple):
@@ -15,39 +16,41 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]
     before: Sequence[str] = ()
     after: Sequence[str] = ()
-    #: The first column of numbers, which are aligned to the right. None if there is none.
-    numbers_from: int | None = None
+    #: The first column of numbers, which are aligned to the right.
+    numbers_from: int = sys.maxsize
 
-    def text(self) -> str:
-        lines = [self.titles, *self.rows] if self.rows else []
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = (
-            "  ".join(
-                cell.rjust(width) if self._is_number(column) else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in lines
+
+def as_text(table: Table) -> str:
+    columns = []
+    for index, column in enumerate(zip(table.titles, *table.rows, strict=True)):
+        width = max(map(len, column))
+        align = str.rjust if index >= table.numbers_from else str.ljust
+        columns.append([align(cell, width) for cell in column])
+    lines = ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
+    return "\n".join([*table.before, *lines, *table.after])
+
+
+def as_html(table: Table) -> str:
+    """Returns the table as HTML. It sets no colors, so that it suits light and dark pages."""
+    head, *body = [
+        "".join(
+            f'<{tag} style="text-align: {"right" if index >= table.numbers_from else "left"}">'
+            f"{_marked_up(cell)}</{tag}>"
+            for index, cell in enumerate(cells)
         )
-        return "\n".join([*self.before, *map(str.rstrip, table), *self.after])
+        for tag, cells in [("th", table.titles), *(("td", row) for row in table.rows)]
+    ]
+    rows = "".join(f"<tr>{row}</tr>" for row in body)
+    shown = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if head else ""
+    before, after = (
+        "".join(f"<p>{_marked_up(line)}</p>" for line in lines)
+        for lines in (table.before, table.after)
+    )
+    return f"<div>{before}{shown}{after}</div>"
 
-    def html(self) -> str:
-        """Returns the table as HTML. It sets no colors, so that it suits light and dark pages."""
-        table = ""
-        if self.rows:
-            head, body = self._row("th", self.titles), [self._row("td", row) for row in self.rows]
-            table = f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
-        return f"<div>{_paragraphs(self.before)}{table}{_paragraphs(self.after)}</div>"
 
-    def _row(self, tag: str, cells: Sequence[str]) -> str:
-        sides = ["right" if self._is_number(column) else "left" for column in range(len(cells))]
-        columns = (
-            f'<{tag} style="text-align: {side}">{_marked_up(cell)}</{tag}>'
-            for cell, side in zip(cells, sides, strict=True)
-        )
-        return f"<tr>{''.join(columns)}</tr>"
-
-    def _is_number(self, column: int) -> bool:
-        return self.numbers_from is not None and column >= self.numbers_from
+def _marked_up(text: str) -> str:
+    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
 class ShownAsTable:
@@ -56,20 +59,8 @@ class ShownAsTable:
     def _table(self) -> Table:
         raise NotImplementedError
 
-    def __str__(self) -> str:
-        return self._table().text()
+    def __repr__(self) -> str:
+        return as_text(self._table())
 
     def _repr_html_(self) -> str:
-        return self._table().html()
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        """Shows the text instead of the ``repr``, in IPython and where a page has no HTML."""
-        return {"text/plain": str(self)}
-
-
-def _paragraphs(lines: Sequence[str]) -> str:
-    return "".join(f"<p>{_marked_up(line)}</p>" for line in lines)
-
-
-def _marked_up(text: str) -> str:
-    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
+        return as_html(self._table())

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from replication.warning import once_for
 
 __all__ = ["Difference", "Verification", "verify"]
 
-
 #: Other orders of the batch: rotations by so many samples. One may round as the batch itself does.
 _SHIFTS = (1, 2, 3)
 
@@ -44,8 +43,7 @@ class Difference:
 
     Attributes:
         where: The quantity and its layer, such as "output of `norm` (BatchNorm1d)".
-        error: The largest difference, relative to the largest value. Infinite if the quantities
-            cannot be compared.
+        error: The largest difference, relative to the largest value, or infinity.
         reason: Why the quantities cannot be compared by value. Empty if they can.
     """
 
@@ -57,21 +55,17 @@ class Difference:
         return f"{self.where}: {self.reason or f'error {self.error:.1e}'}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification(ShownAsTable):
     """The result of `verify`. True if all quantities are equal up to rounding.
 
-    It prints as a table, and shows as a table in a notebook.
-
     Attributes:
-        differences: The differences by kind of quantity: outputs of layers in the order in which
-            one device computes them, outputs of the model, gradients of inputs and parameters,
-            buffers.
+        differences: The differences by kind: outputs of layers in the order in which one device
+            computes them, outputs of the model, gradients of inputs and parameters, buffers.
         tolerance: The largest error that counts as rounding.
         replicas: The number of replicas that ran.
         is_random: Whether two runs on one device differ as well, because the model draws random
-            numbers. This and the following attributes are only filled if the replicas differ from
-            one device.
+            numbers. This and the next two are only filled if the replicas differ.
         is_ill_conditioned: Whether one device differs as much for another order of the batch.
         changed_attributes: The plain lists, dicts and deques in attributes of modules whose items
             change in the forward. Replicas share them.
@@ -93,25 +87,18 @@ class Verification(ShownAsTable):
         everything = (d for differences in self.differences.values() for d in differences)
         return next((d for d in everything if not d.error <= self.tolerance), None)
 
-    def _is_explained_by(self, other: Verification) -> bool:
+    def _is_explained_by(self, other: dict[str, list[Difference]]) -> bool:
         """Whether the model's outputs, gradients and buffers differ as much in ``other``.
 
         "As much" is up to a factor of 10, because each run rounds differently.
         """
-        worst = {
-            kind: max((d.error for d in found), default=0.0)
-            for kind, found in self.differences.items()
-            if kind != _OF_LAYERS
-        }
+        worst = {k: _largest(found) for k, found in self.differences.items() if k != _OF_LAYERS}
         found = {kind for kind, error in worst.items() if not error <= self.tolerance}
-        return bool(found) and all(
-            worst[kind] <= 10 * max(d.error for d in other.differences[kind]) for kind in found
-        )
+        return bool(found) and all(worst[kind] <= 10 * _largest(other[kind]) for kind in found)
 
     def _table(self) -> Table:
-        """Returns how many quantities of each kind were compared, and their largest error."""
         rows = [
-            (kind, str(len(found)), f"{max(d.error for d in found):.1e}")
+            (kind, str(len(found)), f"{_largest(found):.1e}")
             for kind, found in self.differences.items()
             if found
         ]
@@ -134,6 +121,10 @@ class Verification(ShownAsTable):
         return Table(titles, rows, after=after, numbers_from=1)
 
 
+def _largest(differences: list[Difference]) -> float:
+    return max((d.error for d in differences), default=0.0)
+
+
 def verify(
     model: nn.Module,
     batch: Any,
@@ -145,13 +136,12 @@ def verify(
     """Compares a model on replicas with the same model on one device that sees the whole batch.
 
     Copies of the model run forward and backward, with a random upstream gradient. The model itself
-    does not change. Layers that are not synchronized are not converted, so that `verify` finds
-    them.
+    does not change, and nothing is converted, so that layers without synchronization are found.
 
-    Layers that draw random numbers (dropout) differ, so put them in evaluation mode first. Layers
-    that reorder the samples of a batch also differ. If anything differs, the model runs again on
-    one device, with the same batch and with other orders of the batch. The result then says
-    whether the model is random or ill-conditioned.
+    Put layers that draw random numbers (dropout) in evaluation mode first. Layers that reorder the
+    samples of a batch also differ. If anything differs, the model runs again on one device, with
+    the same batch and with other orders of it, to tell whether the model is random or
+    ill-conditioned.
 
     >>> import torch
     >>> from torch import nn
@@ -165,8 +155,7 @@ def verify(
             module and ``dim`` are used.
         batch: A tensor, a tuple or list of positional arguments, or a mapping of keyword
             arguments.
-        device_ids: The devices of the replicas, by default two replicas on the CPU. The first
-            device also runs the model alone.
+        device_ids: The devices of the replicas. The first also runs the model alone.
         dtype: The dtype of all computations. In float64 hardly any rounding is left. Models that
             cast internally may need float32.
         tolerance: The largest error that counts as rounding, relative to the largest value of a
@@ -187,41 +176,31 @@ def verify(
     if isinstance(model, nn.DataParallel):
         # Without an accelerator, torch's class sets no `dim`.
         dim, model = getattr(model, "dim", 0), compiled_module(model.module)
-    for path, layer in model.named_modules():
-        check_initialized(path, layer)
-        if isinstance(layer, ReplicaAware) and has_other_processes(layer.process_group):
-            raise ReplicationError(
-                "verify compares replicas of one process, and "
-                f"`{path_or_root(path)}` communicates with others; run it without torchrun"
-            )
+    _check_layers(model)
     devices = usable_devices(device_ids)
     if len(devices) < 2:
         raise ValueError(f"expected at least two devices to compare with one (got {len(devices)})")
     if tolerance is None:
         tolerance = 1e-6 if dtype is torch.float64 else 1e-3
 
-    def run(how: str, on_replicas: bool = False, shift: int = 0) -> Step:
+    def run(how: str, on: Sequence[torch.device] = devices[:1], shift: int = 0) -> Step:
         net = _cast(_without_wrappers(copy.deepcopy(model)).to(devices[0]), dtype)
-        runner: nn.Module = net
-        if on_replicas:
-            runner = DataParallel(net, devices, dim=dim)
-            once_for(runner)()  # the result names plain batch norm, no warning does
         step = Step(net, devices[0], dtype, dim, shift)
         try:
-            step.run(runner, batch)
+            step.run(batch, on)
         except BaseException as error:
             add_note(error, f"while verify ran a copy of the model{how}")
             raise
         return step
 
     expected = run(f", cast to {dtype}, on one device")
-    actual = run(f" on {len(devices)} replicas", on_replicas=True)
-    if actual.replicas < 2:
+    actual = run(f" on {len(devices)} replicas", devices)
+    if len(actual.replicas) < 2:
         raise ValueError(
             "expected at least two replicas with data (got one); pass a batch with at least as "
             "many samples as devices"
         )
-    result = Verification(_compare(actual, expected), tolerance, actual.replicas)
+    result = Verification(_compare(actual, expected), tolerance, len(actual.replicas))
     if result:
         return result
     result = replace(result, changed_attributes=tuple(expected.changed_attributes))
@@ -231,23 +210,23 @@ def verify(
     for shift in _SHIFTS:
         with suppress(Exception):  # some models require an order
             step = run(" on one device, in another order", shift=shift)
-            if result._is_explained_by(Verification(_compare(step, expected), tolerance, 1)):
+            if result._is_explained_by(_compare(step, expected)):
                 return replace(result, is_ill_conditioned=True)
     return result
 
 
-class LayerCall(NamedTuple):
-    """One call of a layer. The calls of each layer are counted from 1."""
+def _check_layers(model: nn.Module) -> None:
+    for path, layer in model.named_modules():
+        check_initialized(path, layer)
+        if isinstance(layer, ReplicaAware) and has_other_processes(layer.process_group):
+            raise ReplicationError(
+                "verify compares replicas of one process, and "
+                f"`{path_or_root(path)}` communicates with others; run it without torchrun"
+            )
 
-    path: str
-    number: int
 
-    def title(self, layers: Mapping[str, nn.Module]) -> str:
-        later = f", call {self.number}" if self.number > 1 else ""
-        return f"output of `{self.path}` ({type(layers[self.path]).__name__}{later})"
-
-
-Parts = dict[int, list[Tensor | None]]
+#: The tensors of one quantity, by replica.
+Parts = dict[int, list[Tensor]]
 
 
 class Step:
@@ -260,20 +239,18 @@ class Step:
     def __init__(
         self, net: nn.Module, device: torch.device, dtype: torch.dtype, dim: int, shift: int
     ) -> None:
-        self.device, self.dtype = device, dtype
+        self.net, self.device, self.dtype = net, device, dtype
         self.dim, self.shift = dim, shift
-        self.layers = dict(net.named_modules())
-        #: The outputs of each call of a layer, in the order of the calls.
-        self.calls: dict[LayerCall, Parts] = {}
-        #: The other tensors, by kind of quantity and by name.
-        self.tensors: dict[str, dict[str, Tensor | None]] = {}
+        #: The quantities of each kind, by name. The outputs of layers are in the order of calls.
+        self.quantities: dict[str, dict[str, Parts]] = {_OF_LAYERS: {}}
         #: The plain containers in attributes whose items change in the forward.
         self.changed_attributes: list[str] = []
-        self.replicas = 0
-        self._counts: Counter[tuple[str, int]] = Counter()
+        self.replicas: set[int] = set()
+        self._calls: Counter[tuple[str, int]] = Counter()
+        layers = dict(net.named_modules())
         # A DataParallel inside the network has replicas of its own.
-        inner = tuple(f"{p}." for p, m in self.layers.items() if isinstance(m, nn.DataParallel))
-        for path, layer in self.layers.items():
+        inner = tuple(f"{path}." for path, m in layers.items() if isinstance(m, nn.DataParallel))
+        for path, layer in layers.items():
             if not path.startswith(inner):
                 layer.register_forward_hook(partial(self._record_call, path))
 
@@ -282,23 +259,25 @@ class Step:
             return
         current = current_replica()
         replica = 0 if current is None else current.replica
-        self._counts[path, replica] += 1
-        call = LayerCall(path, self._counts[path, replica])
-        self.calls.setdefault(call, {})[replica] = [
+        self.replicas.add(replica)
+        if not path:
+            return  # "outputs" has the model's
+        self._calls[path, replica] += 1
+        number = self._calls[path, replica]
+        later = f", call {number}" if number > 1 else ""
+        name = f"output of `{path}` ({type(layer).__name__}{later})"
+        self.quantities[_OF_LAYERS].setdefault(name, {})[replica] = [
             _dense(tensor).detach().to(self.device, copy=True)
             for tensor in _tensors(output).values()
         ]
 
-    def run(self, runner: nn.Module, batch: Any) -> None:
-        """Runs ``runner``, which is ``net`` or a `DataParallel` around it."""
-        net = self.layers[""]
+    def run(self, batch: Any, devices: Sequence[torch.device]) -> None:
+        runner = self.net
+        if len(devices) > 1:
+            runner = DataParallel(self.net, devices, dim=self.dim)
+            once_for(runner)()  # the result names plain batch norm, no warning does
         args, kwargs, inputs = self._arguments(batch)
-        containers = [
-            (f"{path}.{name}".lstrip("."), value, _items(value))
-            for path, layer in self.layers.items()
-            for name, value in vars(layer).items()
-            if name not in _MODULE_ATTRIBUTES and isinstance(value, (list, dict, deque))
-        ]
+        containers = _plain_containers(self.net)
         with torch.enable_grad():
             outputs = _tensors(runner(*args, **kwargs))
             if self.shift:
@@ -309,9 +288,15 @@ class Step:
             if list(map(id, items)) != list(map(id, _items(container)))
         ]
         # Before the backward: a recomputation updates the buffers of torch's layers once more.
-        buffers: dict[str, Tensor | None] = {name: b.clone() for name, b in net.named_buffers()}
-        trainable = [y for y in outputs.values() if y.requires_grad]
-        if any(y.dim() == 0 for y in trainable):
+        buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()}
+        self._backward([y for y in outputs.values() if y.requires_grad])
+        self._add("output", {str(path): y.detach() for path, y in outputs.items()})
+        leaves = {**inputs, **dict(self.net.named_parameters())}
+        self._add("gradient", {k: t.grad for k, t in leaves.items() if t.grad is not None})
+        self._add("buffer", buffers)
+
+    def _backward(self, outputs: list[Tensor]) -> None:
+        if any(y.dim() == 0 for y in outputs):
             raise ValueError(
                 "the model must not return a 0-dim tensor that requires gradients, such as a "
                 "loss: each replica has its own; verify the model without the loss"
@@ -319,20 +304,16 @@ class Step:
         generator = torch.Generator("cpu").manual_seed(0)
         upstream = [
             torch.randn(y.shape, generator=generator, dtype=self.dtype, device="cpu").to(y)
-            for y in trainable
+            for y in outputs
         ]
-        if trainable:
-            torch.autograd.backward(trainable, upstream)
-        self.tensors = {
-            # Each replica has its own 0-dim tensors.
-            "output": {str(path): _dense(y).detach() for path, y in outputs.items() if y.dim()},
-            "gradient": {
-                name: None if tensor.grad is None else _dense(tensor.grad)
-                for name, tensor in (*inputs.items(), *net.named_parameters())
-            },
-            "buffer": buffers,
+        if outputs:
+            torch.autograd.backward(outputs, upstream)
+
+    def _add(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        self.quantities[f"{kind}s"] = {
+            f"{kind} of `{name}`" if name else f"{kind} of the model": {0: [_dense(tensor)]}
+            for name, tensor in tensors.items()
         }
-        self.replicas = len(self.calls.pop(LayerCall("", 1), {}))  # "output" has it already
 
     def _in_order(self, output: Tensor, args: Any, kwargs: Any) -> Tensor:
         """Rotates an output back. Raises ValueError if it does not have one entry per sample."""
@@ -343,6 +324,7 @@ class Step:
         return output.roll(-self.shift, self.dim)
 
     def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Tensor]]:
+        """Returns arguments for the model, and the leaves among them, which get gradients."""
         arguments: Any = (batch,), {}
         if isinstance(batch, Mapping):
             arguments = (), dict(batch)
@@ -365,33 +347,20 @@ class Step:
 
 
 def _compare(actual: Step, expected: Step) -> dict[str, list[Difference]]:
-    layers = expected.layers
-    of_layers = [
-        difference(call.title(layers), actual.calls.get(call, {}), outputs)
-        for call, outputs in expected.calls.items()
-    ]
-    of_layers += [
-        Difference(call.title(layers), math.inf, "only replicas call the layer this often")
-        for call in actual.calls
-        if call not in expected.calls
-    ]
-    differences = {_OF_LAYERS: of_layers}
-    for quantity, tensors in expected.tensors.items():
-        largest = max(map(_magnitude, tensors.values()), default=0.0)
-        differences[f"{quantity}s"] = [
-            difference(
-                f"{quantity} of `{name}`" if name else f"{quantity} of the model",
-                {0: [actual.tensors[quantity].get(name)]},
-                {0: [tensor]},
-                largest,
-            )
-            for name, tensor in tensors.items()
+    result = {}
+    for kind, quantities in expected.quantities.items():
+        others = actual.quantities[kind]
+        tensors = [] if kind == _OF_LAYERS else [parts[0][0] for parts in quantities.values()]
+        largest = max(map(_magnitude, tensors), default=0.0)
+        result[kind] = [
+            difference(name, others.get(name), quantities.get(name), largest)
+            for name in {**quantities, **others}
         ]
-    return differences
+    return result
 
 
 def difference(
-    where: str, actual: Parts, expected: Parts, largest_of_kind: float = 0.0
+    where: str, actual: Parts | None, expected: Parts | None, largest_of_kind: float
 ) -> Difference:
     """Compares the joined tensors of the replicas with the tensors of one device.
 
@@ -399,24 +368,23 @@ def difference(
     is more: some quantities cancel except for rounding, such as the gradient of a bias before a
     normalization.
     """
+    if actual is None or expected is None:
+        only = "one device has" if actual is None else "replicas have"
+        return Difference(where, math.inf, f"only {only} it")
     (references,) = expected.values()
     parts = [actual[replica] for replica in sorted(actual)]
-    if not parts:
-        return Difference(where, math.inf, "no replica calls the layer this often")
     if {*map(len, parts)} != {len(references)}:
         return Difference(where, math.inf, "the replicas return another number of tensors")
     errors = [0.0]
     for reference, *entries in zip(references, *parts, strict=True):
-        present = [entry for entry in entries if entry is not None]
-        if reference is None or len(present) < len(entries):
-            errors.append(0.0 if reference is None and not present else math.inf)
-        elif reference.dim() or len(entries) == 1:  # else each replica has its own 0-dim tensor
-            candidates = _joined(present, reference.shape)
-            if not candidates:
-                shapes = ", ".join(str(tuple(tensor.shape)) for tensor in present)
-                reason = f"shapes {shapes} in the replicas, {tuple(reference.shape)} on one device"
-                return Difference(where, math.inf, reason)
-            errors.append(min(_error(y, reference, largest_of_kind) for y in candidates))
+        if not reference.dim() and (len(entries) > 1 or entries[0].dim()):
+            continue  # each replica has its own 0-dim tensor, and gathered they are a vector
+        candidates = _joined(entries, reference.shape)
+        if not candidates:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in entries)
+            reason = f"shapes {shapes} in the replicas, {tuple(reference.shape)} on one device"
+            return Difference(where, math.inf, reason)
+        errors.append(min(_error(y, reference, largest_of_kind) for y in candidates))
     return Difference(where, max(errors))
 
 
@@ -445,11 +413,21 @@ def _error(actual: Tensor, reference: Tensor, largest_of_kind: float) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def _magnitude(tensor: Tensor | None) -> float:
-    if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
+def _magnitude(tensor: Tensor) -> float:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     finite = tensor[tensor.isfinite()]
     return finite.abs().amax().item() if finite.numel() else 0.0
+
+
+def _plain_containers(net: nn.Module) -> list[tuple[str, Any, list[Any]]]:
+    """Returns the path, the value and the items of each list, dict and deque in an attribute."""
+    return [
+        (f"{path}.{name}".lstrip("."), value, _items(value))
+        for path, layer in net.named_modules()
+        for name, value in vars(layer).items()
+        if name not in _MODULE_ATTRIBUTES and isinstance(value, (list, dict, deque))
+    ]
 
 
 def _items(container: Any) -> list[Any]:

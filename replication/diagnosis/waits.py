@@ -22,11 +22,12 @@ from replication.sync.rendezvous import Observe, RenewedLock
 
 __all__ = ["WaitReport", "wait_report"]
 
+#: Layers in the table and in the plot.
 _ROWS = 20
 
 
 class Waits(NamedTuple):
-    """How long the copies of one layer waited for each other."""
+    """How long the copies of one layer waited for each other, by replica."""
 
     path: str
     #: Of the replica that waited most often.
@@ -56,7 +57,6 @@ class WaitReport(ShownAsTable):
         self._seconds: dict[tuple[str, int], float] = defaultdict(float)
 
     def add_forward(self, size: int) -> None:
-        """Records a forward of ``size`` replicas."""
         with self._lock():
             self.forwards += 1
             self._size = max(self._size, size)
@@ -73,7 +73,7 @@ class WaitReport(ShownAsTable):
 
     @property
     def layers(self) -> list[Waits]:
-        """One entry for each layer, in descending order of the time waited."""
+        """The ``path``, ``calls`` and ``seconds`` (by replica) of each layer, longest first."""
         with self._lock():
             layers = [
                 Waits(
@@ -86,56 +86,45 @@ class WaitReport(ShownAsTable):
         return sorted(layers, key=lambda layer: -layer.total)
 
     @property
-    def total(self) -> Waits:
-        """The sum over all layers."""
-        return self._together("all", self.layers)
-
-    def _together(self, name: str, layers: Sequence[Waits]) -> Waits:
-        replicas = layers[0].seconds if layers else self.replicas
-        seconds = {r: sum(layer.seconds[r] for layer in layers) for r in replicas}
-        return Waits(name, sum(layer.calls for layer in layers), seconds)
-
-    @property
     def straggler(self) -> int | None:
         """The replica that the others wait for, or None if no replica stands out.
 
         It waits less than half as long as any other replica, and these wait more than a
         millisecond per forward.
         """
-        seconds = self.total.seconds
+        seconds = _together(self.layers)
         order = sorted(seconds, key=seconds.__getitem__)
         least = 1e-3 * self.forwards  # waking up a thread takes about as long
         stands_out = len(order) > 1 and seconds[order[1]] > max(2 * seconds[order[0]], least)
         return order[0] if stands_out else None
 
     def _table(self) -> Table:
-        forwards = f"{self.forwards} forward{'' if self.forwards == 1 else 's'}"
+        forwards = f"{self.forwards} forward{'s' * (self.forwards != 1)}"
         head = f"{forwards}; milliseconds per forward that a replica waits for others"
-        layers = self.layers
+        layers, straggler = self.layers, self.straggler
         if not layers:
             none = f"{head}: none (only replicas of a DataParallel are measured, not processes)"
             return Table((), (), [none])
-        listed = [layer._replace(path=f"`{layer.path}`") for layer in layers[:_ROWS]]
-        others = layers[_ROWS:]
-        if others:
-            listed.append(self._together(f"{len(others)} others", others))
-        rows = [self._cells(waits) for waits in (*listed, self._together("all", layers))]
+        rows = [self._cells(f"`{layer.path}`", [layer]) for layer in layers[:_ROWS]]
+        if others := layers[_ROWS:]:
+            rows.append(self._cells(f"{len(others)} others", others))
+        rows.append(self._cells("all", layers))
         titles = ["layer", "calls", *(f"replica {r}" for r in layers[0].seconds), "together"]
-        straggler = self.straggler
         verdict = (
             "No replica stands out as the one that the others wait for."
             if straggler is None
             else f"Replica {straggler} waits least: it is the one that the others wait for."
         )
-        after = f"Replicas wait longest in {listed[0].path}. {verdict}"
+        after = f"Replicas wait longest in `{layers[0].path}`. {verdict}"
         return Table(titles, rows, [head], [after], numbers_from=1)
+
+    def _cells(self, name: str, layers: Sequence[Waits]) -> list[str]:
+        seconds = _together(layers).values()
+        figures = [f"{self._per_forward(s):.3f}" for s in (*seconds, sum(seconds))]
+        return [name, str(sum(layer.calls for layer in layers)), *figures]
 
     def _per_forward(self, seconds: float) -> float:
         return 1e3 * seconds / max(self.forwards, 1)
-
-    def _cells(self, waits: Waits) -> list[str]:
-        seconds = (*waits.seconds.values(), waits.total)
-        return [waits.path, str(waits.calls), *(f"{self._per_forward(s):.3f}" for s in seconds)]
 
     def plot(self, axes: Any) -> None:
         """Draws a bar for each layer, with a segment for each replica.
@@ -154,6 +143,11 @@ class WaitReport(ShownAsTable):
             axes.legend()
 
 
+def _together(layers: Sequence[Waits]) -> dict[int, float]:
+    """Returns the seconds that each replica waits in all of the layers."""
+    return {r: sum(w.seconds[r] for w in layers) for r in (layers[0].seconds if layers else ())}
+
+
 _reports: list[WaitReport] = []
 
 
@@ -161,24 +155,22 @@ _reports: list[WaitReport] = []
 def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
     """Measures how long replicas wait for each other in the forwards of a ``with`` block.
 
-    If the block ends without an error, it prints a table: how long each replica waits in each
-    layer, and which replica the others wait for. A wait lasts from the arrival of a replica at a
-    synchronized layer to the arrival of the last replica. Slow code after the last synchronized
-    layer, or in backward, does not show. Measure forwards of one model, after a warm-up.
+    A block that ends without an error prints the report, so don't print it again: it is a table of
+    how long each replica waits in each layer, and names the replica that the others wait for. A
+    wait lasts from the arrival of a replica at a synchronized layer to the arrival of the last
+    replica. Slow code after the last such layer, or in backward, does not show. Measure forwards
+    of one model, after a warm-up.
 
-    >>> import time
     >>> import torch
-    >>> from replication import DataParallel, ReplicaAware, wait_report
-    >>> class Total(ReplicaAware, torch.nn.Module):
-    ...     def forward(self, x):
-    ...         time.sleep(0.005 * x.max().item())  # longer in one replica
-    ...         return self.group.all_reduce(x.sum())
-    >>> net = DataParallel(torch.nn.Sequential(Total()), ["cpu"] * 2)
-    >>> y = net(torch.arange(2.0))  # the first forward is slow
+    >>> from torch import nn
+    >>> from replication import DataParallel, wait_report
+    >>> from syncbn import SynchronizedBatchNorm1d
+    >>> model = DataParallel(nn.Sequential(SynchronizedBatchNorm1d(3)), ["cpu"] * 2)
+    >>> y = model(torch.randn(4, 3))  # the first forward is slow
     >>> with wait_report(quiet=True) as report:
-    ...     y = net(torch.arange(2.0))
+    ...     y = model(torch.randn(4, 3))
 
-    ``print(report)`` then shows such a table, and ``report.plot(axes)`` draws it::
+    ``print(report)`` then shows the table, and ``report.plot(axes)`` draws it::
 
         1 forward; milliseconds per forward that a replica waits for others
         layer  calls  replica 0  replica 1  together
@@ -188,7 +180,7 @@ def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
         for.
 
     Args:
-        quiet: Whether to print nothing. Print the report with ``print(report)``.
+        quiet: Whether to print nothing at the end.
     """
     report = WaitReport()
     _reports.append(report)

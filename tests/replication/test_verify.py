@@ -152,13 +152,13 @@ class Odd(Numbered):
 @pytest.mark.parametrize(
     ("does", "where", "reason"),
     [
-        ("skips", "output of `inner` (Identity)", "no replica calls the layer this often"),
+        ("skips", "output of `inner` (Identity)", "only one device has it"),
         ("nan", "", ""),  # the same on one device
         ("nan in one", "output of the model", "error inf"),
         ("masks", "", ""),
         ("masks and triples", "output of the model", "error"),
-        ("registers", "buffer of `late`", "inf"),
-        ("halves", "output of `inner` (Identity, call 2)", "only replicas call the layer"),
+        ("registers", "buffer of `late`", "only one device has it"),
+        ("halves", "output of `inner` (Identity, call 2)", "only replicas have it"),
         ("returns odd things", "", ""),
     ],
 )

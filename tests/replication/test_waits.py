@@ -54,7 +54,6 @@ def test_a_report_names_the_straggler_and_the_layer_that_is_waited_in(straggler,
     for replica in {0, 1, 2} - {straggler}:
         assert first.seconds[replica] > 2 * 0.8 * LATE
     assert first.seconds.get(straggler, 0.0) < 0.5 * LATE
-    assert report.total.total == pytest.approx(first.total + second.total)
     text = capsys.readouterr().out
     assert text == f"{report}\n"
     assert f"Replicas wait longest in `0.0`. Replica {straggler} waits least" in text

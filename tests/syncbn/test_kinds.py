@@ -169,7 +169,7 @@ def test_running_statistics_of_instance_norm_are_reported():
 
 def test_a_report_and_its_layers_by_kind():
     found = summary(network())
-    assert repr(found) == "<Summary of 10 layers>"
+    assert len(found.layers) == 10
     assert found.paths("plain") == ["1", "7", "8"]
     assert found.paths("by sample") == ["4", "5.0", "5.1"]
     assert found.paths("wrapper") == []

@@ -136,5 +136,5 @@ def test_chunks_of_chosen_sizes():
 def test_weights_of_inplace_abn():
     state = syncbn.SynchronizedBatchNorm1d(3).state_dict()
     state["weight"] = torch.tensor([0.5, -2.0, 0.0])
-    layer = run("weights, of which", state=state)["layer"]
+    layer = run("weights, used as", state=state)["layer"]
     torch.testing.assert_close(layer.weight.data, torch.tensor([0.50001, 2.00001, 0.00001]))

@@ -21,14 +21,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from replication._torch import IS_REPLICA, compiled_module, current_backward
-from replication.devices import DeviceLike, check_module, device_of, parse_devices
-from replication.errors import add_note, path_or_root
+from replication.devices import DeviceLike, device_of, parse_devices
+from replication.errors import add_note, check_module, path_or_root
 from replication.groups.replicas import CallbackContext
 from replication.modules import Position, label, paired
 from replication.sync.lifecycle import attach_rendezvous
 from replication.sync.rendezvous import CurrentReplica, this_thread
 
 __all__ = [
+    "CallbackContext",
     "exec_data_parallel_replication_callback",
     "execute_replication_callbacks",
     "register_replication_callback",
@@ -52,9 +53,8 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
     """Gives a module a replication callback without changing its class.
 
     ``callback(copy, ctx, copy_id)`` is called for each copy of ``module``, after the copy's own
-    ``__data_parallel_replicate__`` if there is one. It is not called without replication, for
-    example on a single device. A deep copy of ``module`` keeps its callbacks and is otherwise
-    independent.
+    ``__data_parallel_replicate__``. It is not called on a single device. A deep copy of ``module``
+    keeps its callbacks and is otherwise independent.
 
     >>> import torch
     >>> from torch import nn
@@ -77,15 +77,15 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
         A handle whose ``remove()`` removes the callback.
 
     Raises:
-        TypeError: ``module`` is not a module, or is a DataParallel or a replica, or ``callback``
-            is not callable.
+        TypeError: ``module`` is a DataParallel or a replica.
     """
     check_module(module)
     module = compiled_module(module)  # the copies are made of the wrapped module
-    if isinstance(module, nn.DataParallel):
-        raise TypeError("a DataParallel has no callbacks of its own; register with its .module")
-    if getattr(module, IS_REPLICA, False):
-        raise TypeError("a replica has the callbacks of its original; register with the original")
+    if isinstance(module, nn.DataParallel) or getattr(module, IS_REPLICA, False):
+        raise TypeError(
+            "a DataParallel or a replica has no callbacks of its own; register with the module "
+            "that it was made of"
+        )
     if not callable(callback):
         raise TypeError(f"expected a callable (got {type(callback).__name__})")
     callbacks = module.__dict__.setdefault(_REGISTERED, OrderedDict())
@@ -126,10 +126,7 @@ def execute_replication_callbacks(
             copy's first tensor.
 
     Raises:
-        ValueError: ``modules`` is empty, the copies differ in structure, or ``devices`` has
-            another length.
-        TypeError: An item is not a module, or an attribute ``__data_parallel_replicate__`` is not
-            callable.
+        ValueError: The copies differ in structure, or ``devices`` has another length.
         Exception: A callback raised. A note names the module's path and the copy.
     """
     if devices is not None and len(devices) != len(modules):
@@ -149,7 +146,12 @@ def run_callbacks(
     """Runs the callbacks of copies that are already paired with each other."""
     roots = positions[0][1]
     size = len(roots)
-    kinds = set(filter(may_have_method, {type(copies[0]) for _, copies in positions}))
+    # On a module, `getattr` would be slow: nn.Module raises an error for each missing attribute.
+    kinds = {
+        kind
+        for kind in {type(copies[0]) for _, copies in positions}
+        if hasattr(kind, CALLBACK) or kind.__getattr__ is not nn.Module.__getattr__
+    }
     found: list[tuple[Position, list[Callbacks]]] = []
     for position in positions:
         for copy in position[1]:
@@ -174,18 +176,11 @@ def run_callbacks(
                     try:
                         callback(context, copy_id)
                     except BaseException as error:
-                        add_note(
-                            error, f"in {name} of {label(position)}, copy {copy_id} of {size}"
-                        )
+                        where = f"in {name} of {label(position)}, copy {copy_id} of {size}"
+                        add_note(error, where)
                         raise
     finally:
         this_thread.current = current  # not in an `__exit__`, which a Ctrl-C may keep from running
-
-
-def may_have_method(kind: type[nn.Module]) -> bool:
-    """Whether modules of a class have the method, as far as the class knows."""
-    # On a module, `getattr` would be slow: nn.Module raises an error for each missing attribute.
-    return hasattr(kind, CALLBACK) or kind.__getattr__ is not nn.Module.__getattr__
 
 
 def callbacks_of(position: Position, copy_id: int) -> Callbacks:

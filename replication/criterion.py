@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from replication.data_parallel import DataParallel
-from replication.devices import DeviceLike, check_module
+from replication.devices import DeviceLike
+from replication.errors import check_module
 from replication.groups.base import describe_argument
 
 __all__ = ["DataParallelCriterion"]

@@ -16,15 +16,12 @@ from replication.devices import (
     DeviceLike,
     accelerator,
     check_available,
-    check_module,
-    checked_names,
     default_devices,
-    device_order,
-    is_int,
     parse_device,
     parse_devices,
     usable_devices,
 )
+from replication.errors import check_module, checked_names, is_int
 from replication.groups.processes import has_other_processes
 from replication.modules import layers_of, paired
 from replication.steps.gather import gather, join_leaves
@@ -76,16 +73,14 @@ class DataParallel(nn.DataParallel[ModuleT]):
         device_ids: One device per replica: indices of accelerators, strings or `torch.device`.
             Devices may repeat. The default is all accelerators. On a machine without accelerators,
             the default and a list of indices run no replicas: the module is called directly, as
-            in torch. A list of several indices then raises a warning. So does the default if
-            layers of the module communicate, once per process.
+            in torch, with a warning if several replicas are expected.
         output_device: The device of the joined outputs, by default ``device_ids[0]``. May be the
             CPU.
         dim: The batch dimension of inputs and outputs.
         gather_to_one_device: If False, outputs stay on the devices that computed them: each leaf
             of the output becomes a `Scattered`, also on a single device. ``None`` stays ``None``.
         inputs_are_scattered: If True, each argument is a list, tuple or `Scattered` with one entry
-            per replica. Entries may have any type and length. Their tensors move to the replica's
-            device.
+            per replica, of any type and length. Tensors in it move to the replica's device.
         except_keywords: Names of outputs that stay `Scattered` while all others are gathered. A
             name is a key of a mapping or a field at any depth, or a dotted path from the output's
             root. A name that the output does not have raises a warning.
@@ -94,24 +89,20 @@ class DataParallel(nn.DataParallel[ModuleT]):
             ``device_ids=[1, 0]`` the second half of the batch comes first, so labels must be
             reordered as well.
         cpu_keywords: Names of keyword arguments that are split like the others but not moved to
-            the replicas' devices. If such an argument is not as long as the batch, it is split as
-            evenly as possible. A name that is not an argument of the module, or that is passed by
-            position, raises a warning.
+            the replicas' devices. One that is not as long as the batch is split as evenly as
+            possible. A name that cannot be a keyword argument of the call raises a warning.
         timeout: The time limit for the replicas' forward in seconds, by default none. It covers
             computation, waits for other replicas, and hangs. `ReplicasTimedOut` then says where
             each replica is, and replicas that still run are abandoned. If you override
             `parallel_apply`, only the waits of replicas for each other are limited.
 
     Raises:
-        ValueError: ``device_ids`` is empty or names a device that this machine lacks, or
-            ``timeout`` is not above 0. In a call: arguments cannot be split or outputs cannot be
-            joined (see `scatter`, `gather`).
-        TypeError: An argument has the wrong type.
+        ValueError: ``device_ids`` is empty or names a device that this machine lacks. In a call:
+            arguments cannot be split or outputs cannot be joined (see `scatter`, `gather`).
         RuntimeError: In a call: a parameter or buffer is not on ``device_ids[0]``, a lazy layer
             is not initialized, or the call is inside a transform of `torch.func`, an export or
             `torch.jit.trace`.
-        BaseException: In a call: the first error of a replica. The other replicas get 5 seconds to
-            end and are then abandoned (see `parallel_apply`).
+        BaseException: In a call: the first error of a replica (see `parallel_apply`).
     """
 
     # Defaults for a `torch.nn.DataParallel` whose ``__class__`` is set to this class.
@@ -163,14 +154,21 @@ class DataParallel(nn.DataParallel[ModuleT]):
             self.module.to(self.src_device_obj)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if len(self.device_ids) > 1:
-            if is_exporting():  # which sees this thread only
-                raise RuntimeError("replicas cannot be exported or traced; export model.module")
-            return self._on_replicas(inputs, kwargs)
-        if not self.device_ids:
-            return self._alone(*DataParallel.scatter(self, inputs, kwargs, None))
+        if len(self.device_ids) < 2:
+            return self._alone(inputs, kwargs)
+        if is_exporting():  # which sees this thread only
+            raise RuntimeError("replicas cannot be exported or traced; export model.module")
+        return self._on_replicas(inputs, kwargs)
+
+    def _alone(self, inputs: Any, kwargs: Any) -> Any:
+        """Calls the module itself on one device, where there is nothing to join."""
         with torch.autograd.profiler.record_function(_RANGE):
-            return self._alone(*self._scattered(inputs, kwargs))
+            (inputs, *_), (kwargs, *_) = self._scattered(inputs, kwargs)
+            output = self.module(*inputs, **kwargs)
+            if self.gather_to_one_device and not self.except_keywords:
+                return output
+            names = self.except_keywords
+            return join_leaves([output], lambda _, e: e[0], self.gather_to_one_device, names)
 
     @uncompiled  # the compiler cannot follow threads
     def _on_replicas(self, inputs: Any, kwargs: Any) -> Any:
@@ -191,23 +189,13 @@ class DataParallel(nn.DataParallel[ModuleT]):
             return self.gather(outputs, self.output_device)
 
     def _scattered(self, inputs: Any, kwargs: Any) -> Any:
+        if not self.device_ids:  # the method of a subclass may not expect that
+            return DataParallel.scatter(self, inputs, kwargs, None)
         _check_placement(self.module, self.src_device_obj)
         inputs, kwargs_tup = self.scatter(inputs, kwargs, self.device_ids)
         if not inputs and not kwargs_tup:  # torch's scatter returns this for no arguments
             return ((),), ({},)
         return inputs, kwargs_tup
-
-    def _alone(self, inputs: Any, kwargs: Any) -> Any:
-        """Calls the module itself on one device, where there is nothing to join."""
-        output = self.module(*inputs[0], **kwargs[0])
-        if self.gather_to_one_device and not self.except_keywords:
-            return output
-        return join_leaves(
-            [output],
-            lambda path, entries: entries[0],
-            self.gather_to_one_device,
-            self.except_keywords,
-        )
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any
@@ -215,7 +203,15 @@ class DataParallel(nn.DataParallel[ModuleT]):
         """Splits the arguments into one part for each replica that has data."""
         missing = [name for name in self.cpu_keywords if name not in (kwargs or {})]
         if missing:
-            self._warn_of_cpu_keywords(missing, inputs)
+            parameters = inspect.signature(self.module.forward).parameters
+            takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+            positional = list(parameters)[: len(inputs)]
+            for name in missing:
+                if name in positional or not (takes_any or name in parameters):
+                    warn(
+                        f"cpu_keywords names {name!r}, which is not a keyword argument in this "
+                        f"call of {type(self.module).__name__}.forward({', '.join(parameters)})"
+                    )
         return scatter_kwargs(
             inputs,
             kwargs,
@@ -224,20 +220,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
             inputs_are_scattered=self.inputs_are_scattered,
             cpu_keywords=self.cpu_keywords,
         )
-
-    def _warn_of_cpu_keywords(self, missing: list[str], inputs: tuple[Any, ...]) -> None:
-        """Warns of names that cannot be keyword arguments in this call."""
-        parameters = inspect.signature(self.module.forward).parameters
-        positional = list(parameters)[: len(inputs)]
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        for name in missing:
-            if name in positional:
-                why = "was passed by position, and is moved"
-            elif name not in parameters and not takes_any:
-                why = f"is not an argument of the module, which has {list(parameters)}"
-            else:
-                continue  # an optional argument
-            warn(f"cpu_keywords names {name!r}, which {why}")
 
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Makes the replicas and runs their callbacks."""
@@ -251,13 +233,15 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def parallel_apply(self, replicas: Sequence[ModuleT], inputs: Any, kwargs: Any) -> list[Any]:
         """Calls each replica with its part of the arguments."""
-        return run_replicas(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
+        devices = parse_devices(self.device_ids[: len(replicas)])
+        return run_replicas(replicas, inputs, kwargs, devices)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Joins the outputs, except for those that stay `Scattered`."""
         if self.sort_and_gather:
-            order = device_order(self.device_ids[: len(outputs)])
-            outputs = [outputs[replica] for replica in order]
+            devices = parse_devices(self.device_ids[: len(outputs)])
+            keys = [(device.type, device.index or 0) for device in devices]
+            outputs = [outputs[i] for i in sorted(range(len(keys)), key=keys.__getitem__)]
         return gather(
             outputs,
             output_device,
@@ -290,20 +274,15 @@ def data_parallel(
     torch.Size([5, 2])
 
     Args:
-        module: The module. Its parameters and buffers must be on ``device_ids[0]``.
+        module: The module, which must be on ``device_ids[0]``. Unlike the class, this function
+            never moves it.
         inputs: A tuple of positional arguments, or a single argument. ``None`` means no
             positional arguments.
         device_ids: See `DataParallel`.
         output_device: See `DataParallel`.
         dim: See `DataParallel`.
         module_kwargs: Keyword arguments.
-        policies: The keyword-only arguments of `DataParallel`.
-
-    Raises:
-        ValueError: As `DataParallel`.
-        TypeError: As `DataParallel`.
-        RuntimeError: As `DataParallel`. Also if the module is not on the only device: unlike the
-            class, this function never moves the module.
+        policies: The keyword-only arguments of `DataParallel`, which also lists the errors.
     """
     if not isinstance(inputs, tuple) or isinstance(inputs, Scattered):
         inputs = () if inputs is None else (inputs,)
@@ -360,23 +339,24 @@ def _devices_to_use(
                 UnsynchronizedWarning,
             )
         return devices
-    if isinstance(device_ids, Iterable) and not isinstance(device_ids, str):
-        device_ids = list(device_ids)
-        if not device_ids:
-            raise ValueError("device_ids must name at least one device (got none)")
-        indices = [device for device in device_ids if is_int(device)]
-        if any(index < 0 for index in indices):
-            raise ValueError(f"device_ids must be indices of devices (got {device_ids})")
-        if len(indices) == len(device_ids) and accelerator() is None:
-            if len(indices) > 1:
-                warn(
-                    f"device_ids={device_ids} are indices of accelerators, and this machine has "
-                    "none: the module is called directly, without replicas; "
-                    f"device_ids=['cpu'] * {len(indices)} makes replicas on the CPU",
-                    UnsynchronizedWarning,
-                )
-            return []
-    return usable_devices(device_ids)
+    if not isinstance(device_ids, Iterable) or isinstance(device_ids, str):
+        return usable_devices(device_ids)  # which refuses it
+    device_ids = list(device_ids)
+    if not device_ids:
+        raise ValueError("device_ids must name at least one device (got none)")
+    indices = [device for device in device_ids if is_int(device)]
+    if any(index < 0 for index in indices):
+        raise ValueError(f"device_ids must be indices of devices (got {device_ids})")
+    if len(indices) < len(device_ids) or accelerator() is not None:
+        return usable_devices(device_ids)
+    if len(indices) > 1:
+        warn(
+            f"device_ids={device_ids} are indices of accelerators, and this machine has none: "
+            "the module is called directly, without replicas; "
+            f"device_ids=['cpu'] * {len(indices)} makes replicas on the CPU",
+            UnsynchronizedWarning,
+        )
+    return []
 
 
 def _torch_spelling(device: torch.device) -> Any:

@@ -4,48 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from numbers import Integral
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-def is_int(value: object) -> TypeGuard[int]:
-    """Whether ``value`` is an integer of Python or NumPy, and not a bool."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def check_list(name: str, items: object) -> None:
-    """Raises TypeError if ``items`` is not a list: a mapping or a generator, for example."""
-    if isinstance(items, (Mapping, str)) or not (
-        hasattr(items, "__len__") and hasattr(items, "__getitem__")
-    ):
-        raise TypeError(
-            f"{name} must be a list with one item per replica (got {type(items).__name__})"
-        )
-
-
-def check_module(value: object) -> None:
-    if not isinstance(value, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module (got {type(value).__name__})")
-
-
-def checked_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Returns a list of names as a tuple.
-
-    Raises:
-        TypeError: ``names`` is not a list of names, but a single name, say.
-    """
-    if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
-        raise TypeError(f"{argument} must be a list of names (got {names!r})")
-    result = tuple(names)
-    if not all(isinstance(name, str) for name in result):
-        raise TypeError(f"{argument} must be a list of names (got {list(result)})")
-    return result
-
+from replication.errors import is_int
 
 #: Types of accelerators, for torch before 2.6, which has no `torch.accelerator`.
 _ACCELERATORS = ("cuda", "xpu", "mps")
@@ -61,10 +27,7 @@ DeviceLike = int | str | torch.device
 
 
 def accelerator() -> str | None:
-    """Returns the type of this machine's accelerator, or None.
-
-    It is the type of `torch.accelerator.current_accelerator`, for which indices stand.
-    """
+    """Returns the type of this machine's accelerator, for which indices stand, or None."""
     kinds: Iterable[str] = _ACCELERATORS
     if hasattr(torch, "accelerator"):
         device = torch.accelerator.current_accelerator()
@@ -82,12 +45,7 @@ def device_count(kind: str) -> int:
 
 
 def parse_device(device: DeviceLike) -> torch.device:
-    """Makes a `torch.device` from an index, a string or a device. Accelerators get an index.
-
-    Raises:
-        TypeError: ``device`` is none of these.
-        ValueError: It is an index on a machine without accelerator, or not the name of a device.
-    """
+    """Makes a `torch.device` from an index, a string or a device. Accelerators get an index."""
     if isinstance(device, str):
         try:
             device = torch.device(device)
@@ -119,39 +77,23 @@ def _device_of_index(index: object) -> torch.device:
 
 
 def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
-    """Parses a list of devices, which may contain a device several times.
-
-    Raises:
-        TypeError: ``devices`` is not a list of devices.
-    """
+    """Parses a list of devices, which may contain a device several times."""
     if isinstance(devices, (str, int, torch.device)):
         raise TypeError(f"expected a list of devices (got {devices!r})")
     return [device if device == _CPU else parse_device(device) for device in devices]
 
 
 def usable_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
-    """Parses a list of devices for replicas.
-
-    Raises:
-        TypeError: ``devices`` is not a list of devices.
-        ValueError: Replicas cannot run on one of them.
-    """
+    """Parses a list of devices, on all of which replicas must be able to run."""
     parsed = parse_devices(devices)
     for device in dict.fromkeys(parsed):
         check_available(device)
     return parsed
 
 
-def device_order(devices: Sequence[DeviceLike]) -> list[int]:
-    """Returns the replicas, sorted by the index of their device. The sort is stable."""
-    parsed = parse_devices(devices)
-    return sorted(range(len(parsed)), key=lambda i: (parsed[i].type, parsed[i].index or 0))
-
-
 def check_available(device: torch.device) -> None:
     """Raises ValueError if replicas cannot run on ``device`` on this machine."""
-    is_there = device.type in _WITHOUT_MODULE or (device.index or 0) < device_count(device.type)
-    if not is_there:
+    if device.type not in _WITHOUT_MODULE and (device.index or 0) >= device_count(device.type):
         raise ValueError(f"this machine has no device {str(device)!r}; {_CPU_HINT}")
 
 
@@ -286,8 +228,3 @@ class use_device:
         _in_use.device = self._outer
         if self._contexts is not None:
             self._contexts.__exit__(*exc_info)
-
-
-def are_distinct_cuda(devices: Sequence[torch.device]) -> bool:
-    """Whether all devices are CUDA devices and differ, as torch's broadcast requires."""
-    return all(d.type == "cuda" for d in devices) and len(set(devices)) == len(devices)

@@ -1,9 +1,13 @@
-"""Errors of a forward whose replicas run together, and helpers for error messages."""
+"""Errors of a forward whose replicas run together, checks of arguments, and words of messages."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from numbers import Integral
+from typing import TypeGuard
+
+from torch import nn
 
 __all__ = ["ReplicaFailed", "ReplicasDiverged", "ReplicasTimedOut", "ReplicationError"]
 
@@ -106,3 +110,36 @@ def origin_note(error: BaseException, index: int, size: int | None) -> str | Non
 def origin(index: int, size: int | None) -> str:
     """Returns the beginning of a note on where an error came from."""
     return f"in replica {index} of {size}"
+
+
+# -- checks of arguments --------------------------------------------------------------------------
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether ``value`` is an integer of Python or NumPy, and not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_list(name: str, items: object) -> None:
+    """Raises TypeError if ``items`` is not a list: a mapping or a generator, for example."""
+    if isinstance(items, (Mapping, str)) or not (
+        hasattr(items, "__len__") and hasattr(items, "__getitem__")
+    ):
+        raise TypeError(
+            f"{name} must be a list with one item per replica (got {type(items).__name__})"
+        )
+
+
+def check_module(value: object) -> None:
+    """Raises TypeError if ``value`` is not a module."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module (got {type(value).__name__})")
+
+
+def checked_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Returns a list of names as a tuple, or raises TypeError if it is a single name, say."""
+    is_list = isinstance(names, Iterable) and not isinstance(names, (str, bytes))
+    result = tuple(names) if is_list else ()
+    if not is_list or not all(isinstance(name, str) for name in result):
+        raise TypeError(f"{argument} must be a list of names (got {names!r})")
+    return result

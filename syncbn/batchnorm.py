@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from replication._torch import beside_selective_checkpoints, dispatch_modes, uncompiled
-from replication.devices import is_int
-from replication.errors import path_or_root
+from replication.errors import is_int, path_or_root
 from replication.groups.base import Group, SoloGroup
 from replication.groups.layer import ReplicaAware
 from replication.groups.replicas import CallbackContext, ReplicaGroup

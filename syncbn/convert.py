@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from replication.data_parallel import DataParallel
-from replication.devices import check_module
-from replication.errors import path_or_root
+from replication.errors import check_module, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import check_process_group
 from replication.patch import has_replication_callback, patch_replication_callback

@@ -14,9 +14,8 @@ from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from replication.callbacks import CALLBACK
-from replication.devices import check_module
 from replication.diagnosis.table import ShownAsTable, Table
-from replication.errors import path_or_root
+from replication.errors import check_module, path_or_root
 from replication.patch import has_replication_callback
 from replication.tree import leaves_of, open_builtin
 from syncbn.batchnorm import (

@@ -354,8 +354,8 @@ def test_arguments_differ_in_batch_size():
 
 
 @reads("""
-    ValueError: with inputs_are_scattered, argument 0 must have one entry per replica (expected 2,
-    got 3); only a Scattered may have fewer
+    ValueError: with inputs_are_scattered, argument 0 must be a list, tuple or Scattered with one
+    entry per replica (expected 2, got 3 entries); only a Scattered may have fewer
 """)
 def test_a_list_of_parts_has_the_wrong_length():
     DataParallel(network(), CPUS, inputs_are_scattered=True)([X, X, X])
@@ -363,7 +363,8 @@ def test_a_list_of_parts_has_the_wrong_length():
 
 @reads("""
     ValueError: the outputs of the replicas must have the same structure (replica 0: dict
-    with loss, replica 1: dict with score)
+    with loss, replica 1: dict with score); to keep one list per sample, wrap it in a class of your
+    own
 """)
 def test_outputs_have_different_keys():
     gather([{"loss": X}, {"score": X}], "cpu")

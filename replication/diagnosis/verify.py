@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from replication._torch import compiled_module
 from replication.data_parallel import DataParallel
-from replication.devices import DeviceLike, check_module, usable_devices
+from replication.devices import DeviceLike, usable_devices
 from replication.diagnosis.table import ShownAsTable, Table
-from replication.errors import ReplicationError, add_note, path_or_root
+from replication.errors import ReplicationError, add_note, check_module, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import has_other_processes
 from replication.modules import check_initialized

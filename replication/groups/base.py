@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from replication._torch import has_other_derivatives
-from replication.devices import is_int
-from replication.errors import ReplicasDiverged, ReplicationError, listed
+from replication.errors import ReplicasDiverged, ReplicationError, is_int, listed
 from replication.sync.rendezvous import current_replica, is_recomputation
 
 __all__ = ["Group", "SoloGroup"]

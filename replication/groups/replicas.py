@@ -24,8 +24,8 @@ from replication._torch import (
     sees_saved_tensors,
     set_grad_modes,
 )
-from replication.devices import is_int, to_device
-from replication.errors import ReplicationError, path_or_root
+from replication.devices import to_device
+from replication.errors import ReplicationError, is_int, path_or_root
 from replication.groups.base import (
     Call,
     Group,

@@ -12,12 +12,17 @@ from torch import Tensor
 from torch.nn.parallel import comm
 
 from replication._torch import is_batched
-from replication.devices import are_distinct_cuda, current_streams, to_device, use_streams
+from replication.devices import current_streams, to_device, use_streams
 
 #: The bytes of a gradient up to which launching a copy takes longer than copying.
 _SMALL = 2**20
 
 Copies = list[list[Tensor]]
+
+
+def are_distinct_cuda(devices: Sequence[torch.device]) -> bool:
+    """Whether all devices are CUDA devices and differ, as torch's broadcast requires."""
+    return all(d.type == "cuda" for d in devices) and len(set(devices)) == len(devices)
 
 
 def copy_buffers(buffers: list[Tensor], devices: Sequence[torch.device], detach: bool) -> Copies:
@@ -62,17 +67,11 @@ def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> Copie
     if are_distinct_cuda(devices) and tensors and all(t.device == devices[0] for t in tensors):
         tensors = [tensor.detach() for tensor in tensors]
         # Copies many small tensors at once. It returns complex tensors as their real views.
-        _, *others = comm.broadcast_coalesced(tensors, devices)
-        return [
-            tensors,
-            *(
-                [
-                    torch.view_as_complex(copy) if t.is_complex() else copy
-                    for t, copy in zip(tensors, copies, strict=True)
-                ]
-                for copies in others
-            ),
-        ]
+        copies = comm.broadcast_coalesced(tensors, devices)
+        for i, tensor in enumerate(tensors):
+            for copies_of_device in copies[1:] if tensor.is_complex() else ():
+                copies_of_device[i] = torch.view_as_complex(copies_of_device[i])
+        return [tensors, *copies[1:]]
     # Detached once per device: autograd sums the gradients of one tensor in order of arrival.
     homes = [tensor.device for tensor in tensors]
     return [
@@ -106,13 +105,13 @@ class Broadcast(torch.autograd.Function):
         of_copies = [grads[i * n : (i + 1) * n] for i in range(len(sources))]
         # A gradient is read, and its memory reused, in the order of its own device's stream.
         with use_streams(ctx.streams):
-            sums: dict[int, Tensor | None] = {}
+            sums: dict[int, Tensor] = {}
             if ctx.streams and not torch.is_grad_enabled():  # several devices, first derivatives
-                sums.update(_summed_together(of_copies, sources))
-            for i, source in enumerate(sources):
-                if i not in sums:
-                    sums[i] = _summed(of_copies[i], source)
-        return None, *[sums[i] for i in range(len(sources))]
+                sums = _summed_together(of_copies, sources)
+            return None, *[
+                sums[i] if i in sums else _summed(of_copies[i], source)
+                for i, source in enumerate(sources)
+            ]
 
 
 def _summed_together(
@@ -120,47 +119,42 @@ def _summed_together(
 ) -> dict[int, Tensor]:
     """Adds small gradients as `_summed` does, many of them in one copy and one addition.
 
-    Args:
-        grads: The gradients of the copies of each tensor.
-        sources: The device of each tensor.
-
-    Returns:
-        The sums by the index of the tensor. There are none for tensors that would not gain by it.
+    Returns the sums by the index of the tensor, except for tensors that would not gain by it.
     """
     groups = defaultdict(list)
+    likes = {}
     for i, (of_copies, source) in enumerate(zip(grads, sources, strict=True)):
+        given = [grad for grad in of_copies if grad is not None]
         devices = tuple([None if grad is None else grad.device for grad in of_copies])
-        if {*devices} - {None, source} and _can_be_flat(of_copies):
-            dtype = next(grad.dtype for grad in of_copies if grad is not None)
-            groups[source, dtype, devices].append(i)
+        if {*devices} - {None, source} and _can_be_flat(given):
+            likes[i] = given[0]
+            groups[source, given[0].dtype, devices].append(i)
     sums = {}
     for (source, _, devices), indices in groups.items():
-        total: Tensor | None = None
-        for copy_id, device in enumerate(devices):
-            if device is not None and len(indices) > 1:
-                of_copy = [_flat(grads[i][copy_id]) for i in indices]
-                flat = to_device(torch.cat(of_copy), source)
-                total = flat if total is None else total.add_(flat)
-        if total is not None:
-            like = [next(grad for grad in grads[i] if grad is not None) for i in indices]
-            parts = total.split([grad.numel() for grad in like])
-            for i, grad, part in zip(indices, like, parts, strict=True):
+        if len(indices) > 1:
+            total = _summed(
+                [
+                    None if device is None else torch.cat([_flat(grads[i][copy]) for i in indices])
+                    for copy, device in enumerate(devices)
+                ],
+                source,
+            )
+            assert total is not None  # as one of the devices is not
+            parts = total.split([likes[i].numel() for i in indices])
+            for i, part in zip(indices, parts, strict=True):
                 # `data`: each with a version counter of its own.
-                sums[i] = part.as_strided(grad.shape, grad.stride()).data
+                sums[i] = part.as_strided(likes[i].shape, likes[i].stride()).data
     return sums
 
 
-def _can_be_flat(grads: Sequence[Tensor | None]) -> bool:
+def _can_be_flat(grads: Sequence[Tensor]) -> bool:
     """Whether small gradients of one tensor have the same layout, without gaps."""
-    given = [grad for grad in grads if grad is not None]
-    if any(type(g) is not Tensor or g.layout is not torch.strided or is_batched(g) for g in given):
+    if any(type(g) is not Tensor or g.layout is not torch.strided or is_batched(g) for g in grads):
         return False
-    first = given[0]
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    has_no_gaps = first.is_contiguous() or (
-        first.dim() in formats and first.is_contiguous(memory_format=formats[first.dim()])
-    )
-    same = all((g.dtype, g.stride()) == (first.dtype, first.stride()) for g in given)
+    first = grads[0]
+    # Torch keeps the strides of a tensor without gaps, for example with its channels last.
+    has_no_gaps = torch.empty_like(first, device="meta").stride() == first.stride()
+    same = all((g.dtype, g.stride()) == (first.dtype, first.stride()) for g in grads)
     return has_no_gaps and same and first.nbytes <= _SMALL
 
 

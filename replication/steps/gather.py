@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from replication._torch import SequenceKey
-from replication.devices import (
-    DeviceLike,
-    check_available,
-    check_list,
-    checked_names,
-    parse_device,
-    to_device,
-)
+from replication.devices import DeviceLike, check_available, parse_device, to_device
+from replication.errors import check_list, checked_names
 from replication.tree import (
     DifferentStructure,
     Path,
@@ -58,18 +53,16 @@ def gather(
         except_keywords: Names of outputs that become `Scattered`; see `DataParallel`.
 
     Raises:
-        ValueError: ``outputs`` is empty, the outputs differ in structure, tensors cannot be
-            joined, or the device does not exist.
-        TypeError: ``outputs`` is not a list, or ``except_keywords`` is not a list of names.
+        ValueError: The outputs differ in structure, or tensors cannot be joined.
     """
     device = parse_device(target_device)
     check_available(device)
-    except_keywords = checked_names("except_keywords", except_keywords)
-
-    def join(path: Path, entries: tuple[Any, ...]) -> Any:
-        return _joined(path, entries, device, dim)
-
-    return join_leaves(outputs, join, gather_to_one_device, except_keywords)
+    return join_leaves(
+        outputs,
+        partial(_joined, device, dim),
+        gather_to_one_device,
+        checked_names("except_keywords", except_keywords),
+    )
 
 
 def join_leaves(
@@ -85,7 +78,12 @@ def join_leaves(
     try:
         rows, spec = flatten_together(outputs)
     except DifferentStructure as error:
-        raise ValueError(_describe_difference(error)) from None
+        raise ValueError(
+            "the outputs of the replicas must have the same structure (replica 0: "
+            f"{_outline(error.first)}, replica {error.index}: {_outline(error.other)}"
+            f"{f' at `{error.path}`' if error.path else ''}); to keep one list per sample, "
+            "wrap it in a class of your own"
+        ) from None
     if except_keywords:
         _warn_of_unknown(except_keywords, [path for path, _ in rows])
     joined: list[Any] = []
@@ -98,7 +96,7 @@ def join_leaves(
     return unflatten(spec, joined)
 
 
-def _joined(path: Path, entries: tuple[Any, ...], device: torch.device, dim: int) -> Any:
+def _joined(device: torch.device, dim: int, path: Path, entries: tuple[Any, ...]) -> Any:
     if not all(isinstance(entry, Tensor) for entry in entries):
         return list(entries)
     tensors = [to_device(entry, device) for entry in entries]
@@ -110,8 +108,7 @@ def _joined(path: Path, entries: tuple[Any, ...], device: torch.device, dim: int
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise ValueError(
             f"the outputs of the replicas{f', `{path}`,' if path else ''} cannot be joined "
-            f"along dimension {dim} (got shapes {shapes}); gather_to_one_device=False or "
-            "except_keywords keeps them apart"
+            f"along dimension {dim} (got shapes {shapes}); except_keywords keeps them apart"
         ) from error
 
 
@@ -122,25 +119,13 @@ def _is_under(path: Path, name: str) -> bool:
 
 
 def _warn_of_unknown(names: Collection[str], paths: list[Path]) -> None:
-    unknown = [name for name in names if not any(_is_under(path, name) for path in paths)]
+    unknown = [repr(name) for name in names if not any(_is_under(path, name) for path in paths)]
     if unknown:
         known = ", ".join(f"`{path}`" for path in paths if path) or "none"
         warn(
-            f"except_keywords names {', '.join(map(repr, unknown))}, which the output does not "
-            f"have; it has {known}",
+            f"except_keywords names {', '.join(unknown)}, which the output does not have; "
+            f"it has {known}"
         )
-
-
-def _describe_difference(error: DifferentStructure) -> str:
-    first, other = error.first, error.other
-    text = (
-        "the outputs of the replicas must have the same structure (replica 0: "
-        f"{_outline(first)}, replica {error.index}: {_outline(other)}"
-        f"{f' at `{error.path}`' if error.path else ''})"
-    )
-    if isinstance(first, (list, tuple)) or isinstance(other, (list, tuple)):
-        text += "; to keep one list per sample, wrap it in a class of your own"
-    return text
 
 
 def _outline(output: Any) -> str:
@@ -149,4 +134,4 @@ def _outline(output: Any) -> str:
         return f"{type(output).__name__} of length {len(output)}"
     keys = container.keys() if (container := open_any(output)) else []
     names = ", ".join(name_of(key) for key in keys if not isinstance(key, SequenceKey))
-    return f"{type(output).__name__} with {names}" if names else type(output).__name__
+    return type(output).__name__ + (f" with {names}" if names else "")

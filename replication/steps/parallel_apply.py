@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from replication._torch import (
 from replication.devices import (
     DeviceLike,
     accelerator,
-    check_list,
     current_stream,
     device_of,
     parse_devices,
@@ -37,6 +36,7 @@ from replication.errors import (
     ReplicasTimedOut,
     ReplicationError,
     add_note,
+    check_list,
     has_type,
     listed,
     origin,
@@ -59,6 +59,10 @@ _POLL = 1.0
 
 #: The caller's thread has made at least this many autograd nodes when the replicas start from 0.
 _MIN_CALLER_NODES = 2_000
+
+#: The index of a replica, its output or its error, and the number of autograd nodes it has made.
+Outcome = tuple[int, Any, BaseException | None, int]
+Outcomes = SimpleQueue[Outcome]
 
 
 def parallel_apply(
@@ -90,48 +94,41 @@ def parallel_apply(
         devices: The device that is current while each replica runs. The default is the device of
             the replica's first tensor.
 
-    Returns:
-        The outputs, in the order of ``modules``.
-
     Raises:
         ValueError: The lists differ in length.
-        TypeError: ``inputs`` or ``kwargs_tup`` is not a list.
         RuntimeError: The call is inside a transform of `torch.func`, or the interpreter ends.
         BaseException: The first error, by time, of any replica. A note names the replica and its
-            device. The other replicas get 5 seconds to end. Replicas that still run then are
-            abandoned, and a note says where they are: their outputs are dropped, and synchronized
-            layers in them no longer write into the original module. `ReplicasTimedOut` and errors
-            that are not an `Exception`, such as `SystemExit` in a replica or `KeyboardInterrupt`
-            in the caller, are raised at once.
+            device. The other replicas get 5 seconds to end, and are then abandoned: a note says
+            where they are, and their outputs are dropped. `ReplicasTimedOut` and errors that are
+            not an `Exception`, such as a Ctrl-C in the caller, are raised at once.
     """
-    return first_failure_wins(run_replicas, modules, inputs, kwargs_tup, devices)
+    if devices is None:
+        targets = [device_of(replica) or torch.device("cpu") for replica in modules]
+    else:
+        targets = parse_devices(devices)
+    return first_failure_wins(run_replicas, modules, inputs, kwargs_tup, targets)
 
 
 def run_replicas(
     modules: Sequence[nn.Module],
     inputs: Sequence[Any],
-    kwargs_tup: Sequence[dict[str, Any]] | None = None,
-    devices: Sequence[DeviceLike] | None = None,
+    kwargs_tup: Sequence[dict[str, Any]] | None,
+    devices: Sequence[torch.device],
 ) -> list[Any]:
     """Runs `parallel_apply`, but may raise an error that only follows from the first."""
     n = len(modules)
     kwargs_tup = [{}] * n if kwargs_tup is None else kwargs_tup
-    if devices is None:
-        targets = [device_of(replica) or torch.device("cpu") for replica in modules]
-    else:
-        targets = parse_devices(devices)
-    for name, items in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", targets)):
+    for name, items in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", devices)):
         check_list(name, items)
         if len(items) != n:
             raise ValueError(f"expected one of {name} for each of {n} replicas (got {len(items)})")
     if n > 1:
         refuse_functorch()
-    state = ThreadState(targets)
+    state = ThreadState(devices)
     calls = []
-    for index, replica in enumerate(modules):
-        args = inputs[index]
+    for index, (replica, args, kwargs) in enumerate(zip(modules, inputs, kwargs_tup, strict=True)):
         args = args if isinstance(args, (list, tuple)) else (args,)
-        calls.append(partial(state.run, index, replica, args, kwargs_tup[index]))
+        calls.append(partial(state.run, index, replica, args, kwargs))
     return _run_all(modules, calls, state.torch_threads)
 
 
@@ -163,7 +160,7 @@ def _run_all(
     count_nodes_up_to(nodes)
     outputs: list[Any] = [None] * len(calls)
     failures: list[BaseException] = []
-    done: SimpleQueue[Outcome] = SimpleQueue()
+    done: Outcomes = SimpleQueue()
     running: dict[int, ReplicaThread] = {}
     rendezvous = rendezvous_of(replicas)
     end = math.inf if rendezvous is None else rendezvous.deadline
@@ -172,16 +169,17 @@ def _run_all(
             running[index] = ReplicaThread(index, call, torch_threads, done)
             running[index].start()
         while running and (outcome := _next(done, running, end)) is not None:
-            thread = running.pop(outcome.replica)
-            outputs[outcome.replica] = outcome.value
-            nodes = nodes and max(nodes, outcome.nodes)
-            if outcome.failure is not None:
+            index, value, failure, made = outcome
+            thread = running.pop(index)
+            outputs[index] = value
+            nodes = nodes and max(nodes, made)
+            if failure is not None:
                 # Frames in the traceback must not run while they are read, without the GIL.
                 thread.join(_POLL)
-                failures.append(outcome.failure)
-                if not has_type(outcome.failure, Exception):
-                    raise outcome.failure
-                is_over = has_type(outcome.failure, ReplicasTimedOut)
+                failures.append(failure)
+                if not has_type(failure, Exception):
+                    raise failure
+                is_over = has_type(failure, ReplicasTimedOut)
                 end = min(end, time.monotonic() + (0.0 if is_over else SHUTDOWN_GRACE))
         if running and rendezvous is not None and not failures:
             rendezvous.time_out().raise_at()
@@ -196,14 +194,12 @@ def _run_all(
             torch.set_num_threads(callers_torch_threads)
         # The traceback of an error refers to this frame, which must not refer to errors.
         failures.clear()
-        outcome = None
+        outcome = value = failure = None
         del done
         count_nodes_up_to(nodes)
 
 
-def _next(
-    done: SimpleQueue[Outcome], running: dict[int, ReplicaThread], end: float
-) -> Outcome | None:
+def _next(done: Outcomes, running: dict[int, ReplicaThread], end: float) -> Outcome | None:
     """Returns the outcome of the next replica to end, or None if none ends by ``end``."""
     while True:
         time_left = max(0.0, end - time.monotonic())
@@ -233,24 +229,11 @@ def _note_left_running(
         add_note(failure, f"left running {SHUTDOWN_GRACE:g} s later: {rows}")
 
 
-class Outcome(NamedTuple):
-    """The value that a replica returned, or the error that it raised."""
-
-    replica: int
-    value: Any
-    failure: BaseException | None
-    nodes: int
-
-
 class ReplicaThread(threading.Thread):
     """The thread of one replica in one forward. Puts the outcome of ``call`` into ``done``."""
 
     def __init__(
-        self,
-        index: int,
-        call: Callable[[], Any],
-        torch_threads: int,
-        done: SimpleQueue[Outcome],
+        self, index: int, call: Callable[[], Any], torch_threads: int, done: Outcomes
     ) -> None:
         # From 3.14 on a thread would keep a copy of the caller's context, also if it never starts.
         own: dict[str, Any] = (
@@ -285,7 +268,7 @@ class ReplicaThread(threading.Thread):
             value = context.run(call)
         except BaseException as error:
             failure = error
-        outcome = Outcome(index, value, failure, nodes_made())
+        outcome = index, value, failure, nodes_made()
         # The traceback of an error refers to this frame, which must not keep the forward alive.
         del call, context, value, failure
         done.put(outcome)
@@ -310,7 +293,7 @@ class ThreadState:
         self.streams = {device: current_stream(device) for device in dict.fromkeys(devices)}
         # With the caller's number of intra-op threads each, replicas on the CPU would compete for
         # its cores.
-        on_cpu = sum([device.type == "cpu" for device in devices])
+        on_cpu = [device.type for device in devices].count("cpu")
         self.torch_threads = max(1, torch.get_num_threads() // max(1, on_cpu))
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
@@ -335,8 +318,8 @@ class ThreadState:
                     return module(*args, **kwargs)
         except BaseException as error:
             size = len(self.devices)
-            is_ours = has_type(error, ReplicationError)  # then it names the replicas
-            if not is_ours and origin_note(error, index, size) is None:
+            # Errors of this package name the replicas themselves.
+            if not has_type(error, ReplicationError) and not origin_note(error, index, size):
                 add_note(error, f"{origin(index, size)} on {device}")
             raise
 
@@ -344,24 +327,22 @@ class ThreadState:
         """Sets this thread's state, where it differs, until ``stack`` is closed."""
         set_grad_modes(stack, grad=self.grad, inference=self.inference)
         # A default of "cuda" means the replica's own device, not the caller's.
-        is_of_type = self.default_device.type == device.type
-        default = device if is_of_type else self.default_device
+        default = device if self.default_device.type == device.type else self.default_device
         if torch.empty(0).device != default:
             stack.enter_context(default)
         for kind, state in self.autocast.items():
             if _autocast_state(kind) != state:
-                enabled, dtype, cached = state
-                stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
+                stack.enter_context(torch.autocast(kind, *state))
         # Tensors from other replicas are on their devices, in the caller's streams.
         for other, stream in self.streams.items():
             if other != device and stream is not None:
                 stack.enter_context(use_device(other, stream))
 
 
-def _autocast_state(kind: str) -> tuple[bool, torch.dtype, bool]:
-    """Returns whether autocast is on in this thread, its dtype, and whether it caches casts."""
+def _autocast_state(kind: str) -> tuple[torch.dtype, bool, bool]:
+    """Returns the arguments of `torch.autocast` that give the state of this thread."""
     return (
-        torch.is_autocast_enabled(kind),
         torch.get_autocast_dtype(kind),
+        torch.is_autocast_enabled(kind),
         torch.is_autocast_cache_enabled(),
     )

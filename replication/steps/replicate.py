@@ -21,7 +21,8 @@ from replication._torch import (
     is_compiled_wrapper,
     shell_state,
 )
-from replication.devices import DeviceLike, check_module, to_device, usable_devices
+from replication.devices import DeviceLike, to_device, usable_devices
+from replication.errors import check_module
 from replication.modules import Position, check_initialized, layers_of
 from replication.steps.broadcast import broadcast, copy_buffers
 from replication.sync.lifecycle import untrack
@@ -52,20 +53,18 @@ def replicate(
 
     As in `torch.nn.parallel.replicate`, a replica's parameters are plain tensors, which are
     attributes under the original names (``parameters()`` of a replica is empty). Gradients flow
-    through them to the parameters of ``network``, and are summed there in replica order, so that
-    the sum is the same in every run.
+    through them to the parameters of ``network``, and are summed there in replica order.
 
     On the device of the original, replicas share the storage of its parameters. Copy 0 also shares
     the buffers, so its in-place updates persist. The other copies have their own buffers.
 
-    Tensors in plain attributes move to the replica's device if they are elsewhere. References in
-    plain attributes to the module's own parameters, buffers, submodules and bound methods become
-    references to the replica's. Both also apply inside a list, tuple, dict or deque. Everything
-    else is shared by all replicas and the original, including closures that refer to the original.
+    Tensors in plain attributes move to the replica's device. References to the module's own
+    parameters, buffers, submodules and bound methods become references to the replica's. Both also
+    apply inside a list, tuple, dict or deque. Everything else is shared by all replicas and the
+    original, including closures that refer to the original.
 
     Hooks of the original run in all replicas. Hooks that a replica registers in its forward stay
-    in that replica. A module compiled by ``module.compile()`` or ``torch.compile(module)`` runs
-    uncompiled in replicas.
+    in that replica. Compiled modules run uncompiled in replicas.
 
     >>> from torch import nn
     >>> from replication import replicate
@@ -79,13 +78,9 @@ def replicate(
             the CPU.
         detach: Whether the replicas are detached from the graph of the original.
 
-    Returns:
-        The replicas, in the order of ``devices``.
-
     Raises:
-        TypeError: ``network`` is no module, or contains a ScriptModule, or the result of
-            ``torch.compile(module)`` with its own hooks.
-        ValueError: This machine has no such device.
+        TypeError: ``network`` contains a ScriptModule, or the result of ``torch.compile(module)``
+            with its own hooks.
         RuntimeError: A lazy layer is not initialized.
         NotImplementedError: The call is inside a transform of `torch.func`, or a parameter or
             buffer has a forward-mode derivative.
@@ -161,7 +156,11 @@ def _layers_to_copy(root: nn.Module) -> tuple[list[tuple[str, nn.Module]], dict[
     wrappers: dict[int, int] = {}
     for _, module in layers:
         if _WRAPPED in module._modules and is_compiled_wrapper(module):
-            _check_wrapper(module)
+            if any(vars(module).get(name) for name in HOOKS):
+                raise TypeError(
+                    "the result of torch.compile(module) must not have its own hooks, because "
+                    "replicas run the module itself; register the hooks on the module"
+                )
             wrappers[id(module)] = id(compiled_module(module))
     if wrappers:
         layers = [
@@ -170,14 +169,6 @@ def _layers_to_copy(root: nn.Module) -> tuple[list[tuple[str, nn.Module]], dict[
             if id(module) not in wrappers
         ]
     return layers, wrappers
-
-
-def _check_wrapper(wrapper: nn.Module) -> None:
-    if any(vars(wrapper).get(name) for name in HOOKS):
-        raise TypeError(
-            "the result of torch.compile(module) must not have its own hooks, because replicas "
-            "run the module itself; register the hooks on the module"
-        )
 
 
 def _sets_attributes(kind: type[nn.Module]) -> bool:

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from replication._torch import SequenceKey
-from replication.devices import DeviceLike, checked_names, to_device, usable_devices
+from replication.devices import DeviceLike, to_device, usable_devices
+from replication.errors import checked_names
 from replication.tree import (
     Leaf,
-    Path,
     Scattered,
     flatten,
     leaves_of,
@@ -54,12 +54,11 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
 
     Raises:
         ValueError: Tensors differ in length along ``dim``, a tensor has no such dimension or does
-            not fit a `Scattered` beside it, a container contains itself, ``target_gpus`` is empty,
-            or a device does not exist.
+            not fit a `Scattered` beside it, or a container contains itself.
     """
     leaves, spec = flatten(inputs)
-    splitter = Splitter(leaves, usable_devices(target_gpus), dim)
-    return [unflatten(spec, part) for part in splitter.parts()]
+    parts = split_leaves(leaves, usable_devices(target_gpus), dim)
+    return [unflatten(spec, part) for part in parts]
 
 
 def scatter_kwargs(
@@ -83,9 +82,8 @@ def scatter_kwargs(
         kwargs: Keyword arguments.
         target_gpus: The devices of the parts. None gives one part, which is not moved.
         dim: The batch dimension of all tensors.
-        inputs_are_scattered: Whether each argument is a list with one entry per replica; see
-            `DataParallel`.
-        cpu_keywords: Keyword arguments that are split but not moved; see `DataParallel`.
+        inputs_are_scattered: See `DataParallel`.
+        cpu_keywords: See `DataParallel`.
 
     Returns:
         The positional arguments and the keyword arguments, one item for each replica that has
@@ -93,17 +91,14 @@ def scatter_kwargs(
 
     Raises:
         ValueError: As `scatter`, or an argument does not have one entry per replica.
-        TypeError: ``inputs`` is not a tuple or list, ``cpu_keywords`` is not a list of names, or
-            an argument that should be scattered is not a list, tuple or `Scattered`.
+        TypeError: An argument that should be scattered is not a list, tuple or `Scattered`.
     """
     if not isinstance(inputs, (tuple, list)):
         raise TypeError(
             f"inputs must be a tuple of positional arguments (got {type(inputs).__name__})"
         )
     cpu_keywords = checked_names("cpu_keywords", cpu_keywords)
-    targets: Sequence[torch.device | None] = (
-        [None] if target_gpus is None else usable_devices(target_gpus)
-    )
+    targets: Devices = [None] if target_gpus is None else usable_devices(target_gpus)
     args, named = tuple(inputs), dict(kwargs or {})
     if inputs_are_scattered:
         arguments = (*args, *named.values())
@@ -112,13 +107,16 @@ def scatter_kwargs(
         args = tuple(_as_scattered(f"argument {i}", x, count) for i, x in enumerate(args))
         named = {name: _as_scattered(name, x, count) for name, x in named.items()}
     if len(targets) == 1 and not any(isinstance(x, Scattered) for x in leaves_of((args, named))):
-        args, named = moved((args, named), targets[0])
-        return (args,), (named,)
+        moving = {name: value for name, value in named.items() if name not in cpu_keywords}
+        args, moving = moved((args, moving), targets[0])
+        return (args,), ({**named, **moving},)
     positional, args_spec = flatten(args)
     keyword, kwargs_spec = flatten(named) if named else ([], None)
-    splitter = Splitter([*positional, *keyword], targets, dim, cpu_keywords, "argument ")
-    parts = splitter.parts() if splitter.has_batch else splitter.parts()[:1]
-    end = len(positional)
+    leaves, end = [*positional, *keyword], len(positional)
+    if not any(isinstance(leaf.value, Scattered) or _is_batch(leaf) for leaf in leaves):
+        targets = targets[:1]
+    staying = [i for i, leaf in enumerate(keyword, end) if name_of(leaf.path[0]) in cpu_keywords]
+    parts = split_leaves(leaves, targets, dim, staying)
     return (
         tuple([unflatten(args_spec, part[:end]) for part in parts]),
         tuple([unflatten(kwargs_spec, part[end:]) if kwargs_spec else {} for part in parts]),
@@ -126,210 +124,157 @@ def scatter_kwargs(
 
 
 def _as_scattered(name: str, argument: Any, count: int) -> Scattered:
-    if not isinstance(argument, (list, tuple)):
-        raise TypeError(
-            f"with inputs_are_scattered, {name} must be a list, tuple or Scattered of one "
-            f"entry per replica (expected {count} entries, got {type(argument).__name__})"
-        )
-    if len(argument) != count:
-        raise ValueError(
-            f"with inputs_are_scattered, {name} must have one entry per replica (expected "
-            f"{count}, got {len(argument)}); only a Scattered may have fewer"
+    """Returns an argument of a call with ``inputs_are_scattered``."""
+    is_list = isinstance(argument, (list, tuple))
+    if not is_list or len(argument) != count:
+        got = f"{len(argument)} entries" if is_list else type(argument).__name__
+        raise (ValueError if is_list else TypeError)(
+            f"with inputs_are_scattered, {name} must be a list, tuple or Scattered with one entry "
+            f"per replica (expected {count}, got {got}); only a Scattered may have fewer"
         )
     return Scattered(argument)
 
 
-class Splitter:
-    """Splits the leaves of the arguments of one call.
+# -- the parts of the leaves -------------------------------------------------------------------
 
-    Args:
-        leaves: All leaves of the arguments.
-        devices: The devices of the parts. None leaves a part where it is.
-        dim: The batch dimension.
-        stay: The names of arguments that are split but not moved.
-        prefix: The text before the index of an argument in error messages.
+#: One device per part. None leaves a part where it is.
+Devices = Sequence[torch.device | None]
+
+#: The sizes of the parts of a tensor.
+Sizes = list[int]
+
+
+def split_leaves(
+    leaves: list[Leaf], devices: Devices, dim: int, staying: Collection[int] = ()
+) -> list[list[Any]]:
+    """Returns, for each replica that has data, its part of each leaf, on its device.
+
+    ``staying`` has the indices of leaves that are split but not moved.
     """
-
-    def __init__(
-        self,
-        leaves: list[Leaf],
-        devices: Sequence[torch.device | None],
-        dim: int,
-        stay: Collection[str] = (),
-        prefix: str = "",
-    ) -> None:
-        if not devices:
-            raise ValueError("expected at least one device (got none)")
-        self._leaves = leaves
-        self._devices = devices
-        self._dim = dim
-        self._stay = stay
-        self._prefix = prefix
-        scattered = [leaf for leaf in leaves if isinstance(leaf.value, Scattered)]
-        batch = [leaf for leaf in leaves if _is_batch(leaf.value)]
-        self.has_batch = bool(scattered or batch)
-        self._count = len(devices)
-        #: The sizes of the parts, in several ways if `Scattered` arguments differ.
-        self._splits: list[list[int]] = []
-        if scattered:
-            self._count = self._common_count(scattered)
-            for leaf in scattered:
-                sizes = _sizes_of(leaf.value, dim)
-                if sizes is not None and sizes not in self._splits:
-                    self._splits.append(sizes)
-        elif batch and self._count > 1:
-            # Arguments that stay may have another length, unless there are no other arguments.
-            moving = [leaf for leaf in batch if not self._stays(leaf.path)]
-            self._splits = [chunk_sizes(self._common_length(moving or batch), self._count)]
-            self._count = len(self._splits[0])
-
-    def parts(self) -> list[list[Any]]:
-        """Returns, for each replica, its part of each leaf."""
-        parts_of_leaves = [self._split(leaf) for leaf in self._leaves]
-        return [[parts[replica] for parts in parts_of_leaves] for replica in range(self._count)]
-
-    def _split(self, leaf: Leaf) -> Sequence[Any]:
-        """Returns the parts of one leaf, each on its device."""
-        devices = [None] * self._count if self._stays(leaf.path) else self._devices
-        if isinstance(leaf.value, Scattered):
-            parts: Sequence[Any] = leaf.value
-        elif _is_batch(leaf.value):
-            return _split(leaf.value, self._sizes_for(leaf), self._dim, devices)
-        else:
-            parts = [leaf.value] * self._count
-        return list(map(moved, parts, devices))
-
-    def _sizes_for(self, leaf: Leaf) -> list[int]:
-        """Returns the sizes of the parts of one tensor."""
-        length = self._length(leaf)
-        fitting = [sizes for sizes in self._splits if sum(sizes) == length]
-        if len(fitting) == 1:
-            return fitting[0]
-        if self._count == 1 or (self._stays(leaf.path) and not fitting):
-            return even_sizes(length, self._count)
-        expected = " or ".join(map(str, fitting or self._splits))
-        if fitting:
-            why = f"a length of {length} fits several of them (got {expected})"
-        elif expected:
-            why = f"expected a length that is split into {expected} (got {length})"
-        else:
-            why = f"no tensor in it tells the sizes of the parts (got a length of {length})"
-        raise ValueError(
-            f"{self._title(leaf)} cannot be split like the Scattered beside it: {why}; pass "
-            "Scattered(parts) to say which part is for which replica"
-        )
-
-    def _stays(self, path: Path) -> bool:
-        """Returns whether a path leads into a keyword argument that is not moved."""
-        if not self._stay or not path or isinstance(path[0], SequenceKey):
-            return False
-        return name_of(path[0]) in self._stay
-
-    def _title(self, leaf: Leaf) -> str:
-        if not leaf.path:
-            return "the input"
-        return f"`{self._prefix if isinstance(leaf.path[0], SequenceKey) else ''}{leaf.path}`"
-
-    def _common_count(self, scattered: list[Leaf]) -> int:
-        """Returns the number of entries of every `Scattered`."""
-        first = scattered[0]
-        count = len(first.value)
-        for leaf in scattered:
-            if len(leaf.value) != count:
-                raise ValueError(
-                    "every Scattered must have one entry per replica (got "
-                    f"{count} entries of {self._title(first)} and {len(leaf.value)} of "
-                    f"{self._title(leaf)})"
-                )
-        if not 1 <= count <= len(self._devices):
-            raise ValueError(
-                f"{self._title(first)} must have one entry per replica (expected 1 to "
-                f"{len(self._devices)}, got {count})"
-            )
-        return count
-
-    def _common_length(self, batch: list[Leaf]) -> int:
-        first = batch[0]
-        length = self._length(first)
-        for leaf in batch[1:]:
-            if self._length(leaf) != length:
-                raise ValueError(
-                    "tensors must have the same length along the batch dimension "
-                    f"{self._dim} (got shapes {tuple(first.value.shape)} of {self._title(first)} "
-                    f"and {tuple(leaf.value.shape)} of {self._title(leaf)}); register a tensor "
-                    "that every replica needs unsplit as a buffer of the module, or pass "
-                    "Scattered(parts) with one part per replica"
-                )
-        return length
-
-    def _length(self, leaf: Leaf) -> int:
-        length = _length_of(leaf.value, self._dim)
-        if length is None:
-            raise ValueError(
-                f"{self._title(leaf)} must have a dimension {self._dim} to be split along "
-                f"(got shape {tuple(leaf.value.shape)})"
-            )
-        return length
-
-
-def _sizes_of(entries: Scattered, dim: int) -> list[int] | None:
-    """Returns the length of each entry. None if an entry has no length, or several."""
-    sizes = []
-    for entry in entries:
-        lengths = {
-            _length_of(leaf.value, dim)
-            for leaf in flatten(entry)[0]
-            if _is_batch(leaf.value) and not any(isinstance(key, SequenceKey) for key in leaf.path)
-        }
-        length = lengths.pop() if len(lengths) == 1 else None
-        if length is None:
-            return None
-        sizes.append(length)
-    return sizes
-
-
-def _length_of(tensor: Tensor, dim: int) -> int | None:
-    return tensor.size(dim) if -tensor.dim() <= dim < tensor.dim() else None
-
-
-def even_sizes(length: int, parts: int) -> list[int]:
-    """Returns the sizes of `torch.tensor_split`, which are as even as possible."""
-    return [length // parts + (i < length % parts) for i in range(parts)]
-
-
-def chunk_sizes(length: int, parts: int) -> list[int]:
-    """Returns the sizes of `torch.chunk`, which may be fewer than ``parts``."""
-    part = max(1, -(-length // parts))
-    return [min(part, length - start) for start in range(0, length, part)] or [0]
-
-
-def _is_batch(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _split(
-    tensor: Tensor, sizes: list[int], dim: int, devices: Sequence[torch.device | None]
-) -> list[Tensor]:
-    """Returns the parts of a tensor, each on its device."""
-    if tensor.is_sparse:  # torch has no views of sparse tensors
-        order = torch.arange(tensor.size(dim), device=tensor.device)
-        parts = [tensor.index_select(dim, rows) for rows in order.split(sizes)]
-        return list(map(moved, parts, devices))
-    return [
-        _separate(part, device)
-        for part, device in zip(tensor.split(sizes, dim), devices, strict=False)
+    if not devices:
+        raise ValueError("expected at least one device (got none)")
+    # Leaves that stay may have another length, unless there are no other leaves.
+    moving = [leaf for i, leaf in enumerate(leaves) if i not in staying]
+    count, splits = plan_sizes(leaves, moving, len(devices), dim)
+    nowhere, devices = [None] * count, devices[:count]
+    columns = [
+        split_leaf(leaf, splits, dim, nowhere if i in staying else devices)
+        for i, leaf in enumerate(leaves)
     ]
+    return [[column[replica] for column in columns] for replica in range(count)]
 
 
-def _separate(view: Tensor, device: torch.device | None) -> Tensor:
-    """Returns a copy of a part on its device.
+def plan_sizes(
+    leaves: list[Leaf], moving: list[Leaf], devices: int, dim: int
+) -> tuple[int, list[Sizes]]:
+    """Returns the number of replicas that have data, and the sizes of the parts of their tensors.
+
+    There are several ways to split if `Scattered` arguments differ, and none if nothing tells.
+    """
+    scattered = [leaf for leaf in leaves if isinstance(leaf.value, Scattered)]
+    if scattered:
+        counts = [len(leaf.value) for leaf in scattered]
+        if len(set(counts)) > 1 or not 1 <= counts[0] <= devices:
+            got = " and ".join(f"{len(leaf.value)} in {_title(leaf)}" for leaf in scattered)
+            raise ValueError(
+                f"every Scattered must have one entry per replica, for 1 to {devices} replicas "
+                f"(got {got})"
+            )
+        splits: list[Sizes] = []
+        for leaf in scattered:
+            sizes = _sizes_of(leaf.value, dim)
+            if sizes and sizes not in splits:
+                splits.append(sizes)
+        return counts[0], splits
+    batch = list(filter(_is_batch, moving)) or list(filter(_is_batch, leaves))
+    if not batch or devices == 1:
+        return devices, []
+    first = batch[0]
+    length = _length(first, dim)
+    for leaf in batch:
+        if _length(leaf, dim) != length:
+            raise ValueError(
+                f"tensors must have the same length along the batch dimension {dim} (got shapes "
+                f"{tuple(first.value.shape)} of {_title(first)} and {tuple(leaf.value.shape)} of "
+                f"{_title(leaf)}); register a tensor that every replica needs unsplit as a buffer "
+                "of the module, or pass Scattered(parts) with one part per replica"
+            )
+    part = max(1, -(-length // devices))  # as in `torch.chunk`
+    sizes = [min(part, length - start) for start in range(0, length, part)] or [0]
+    return len(sizes), [sizes]
+
+
+def split_leaf(leaf: Leaf, splits: list[Sizes], dim: int, devices: Devices) -> list[Any]:
+    """Returns the parts of one leaf, each on its device."""
+    if isinstance(leaf.value, Scattered):
+        return list(map(moved, leaf.value, devices))
+    if not _is_batch(leaf):
+        return [moved(leaf.value, device) for device in devices]
+    length, count = _length(leaf, dim), len(devices)
+    fitting = [sizes for sizes in splits if sum(sizes) == length]
+    if not fitting and (count == 1 or devices[0] is None):  # a leaf that stays
+        fitting = [[length // count + (i < length % count) for i in range(count)]]  # evenly
+    if len(fitting) != 1:
+        raise ValueError(
+            f"{_title(leaf)} cannot be split like the Scattered beside it: its length must tell "
+            f"the sizes of its parts (got length {length}, and sizes "
+            f"{' and '.join(map(str, splits)) or 'of no tensor'}); pass Scattered(parts)"
+        )
+    return split_tensor(leaf.value, fitting[0], dim, devices)
+
+
+def split_tensor(tensor: Tensor, sizes: Sizes, dim: int, devices: Devices) -> list[Tensor]:
+    """Returns the parts of a tensor, each on its device.
 
     A part that stays is copied as well: an in-place change by one replica must change neither the
     parts of the others nor the caller's tensor. A part that leaves is copied once. Through a clone
     it would come from pageable memory, also if the batch is in pinned memory.
     """
-    copy: Tensor = moved(view, device)
-    return view.clone() if copy is view else copy
+    views: Sequence[Tensor]
+    if tensor.is_sparse:  # torch has no views of sparse tensors
+        order = torch.arange(tensor.size(dim), device=tensor.device)
+        views = [tensor.index_select(dim, rows) for rows in order.split(sizes)]
+    else:
+        views = tensor.split(sizes, dim)
+    parts = list(map(moved, views, devices))
+    return [p.clone() if p is view else p for p, view in zip(parts, views, strict=True)]
+
+
+def _title(leaf: Leaf) -> str:
+    if not leaf.path:
+        return "the input"
+    return f"`{'argument ' if isinstance(leaf.path[0], SequenceKey) else ''}{leaf.path}`"
+
+
+def _is_batch(leaf: Leaf) -> bool:
+    return isinstance(leaf.value, Tensor) and leaf.value.dim() > 0
+
+
+def _length(leaf: Leaf, dim: int) -> int:
+    """Returns the length of a tensor along the batch dimension."""
+    tensor: Tensor = leaf.value
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(
+            f"{_title(leaf)} must have a dimension {dim} to be split along "
+            f"(got shape {tuple(tensor.shape)})"
+        )
+    return tensor.size(dim)
+
+
+def _sizes_of(entries: Scattered, dim: int) -> Sizes | None:
+    """Returns the length of each entry. None if an entry has no length, or several."""
+    sizes: Sizes = []
+    for entry in entries:
+        tensors = [
+            leaf.value
+            for leaf in flatten(entry)[0]
+            if _is_batch(leaf) and not any(isinstance(key, SequenceKey) for key in leaf.path)
+        ]
+        lengths = {t.size(dim) if -t.dim() <= dim < t.dim() else -1 for t in tensors}
+        if len(lengths) != 1 or -1 in lengths:
+            return None
+        sizes += lengths
+    return sizes
 
 
 def moved(tree: Any, device: torch.device | None) -> Any:

@@ -48,7 +48,9 @@ def test_tensor_without_the_batch_dimension_is_refused(dim):
 
 def test_tensor_without_the_batch_dimension_beside_scattered_ones_is_refused():
     scattered = Scattered([torch.zeros(2, 3)] * 2)
-    with pytest.raises(ValueError, match=r"`1` must have a dimension 1 .*\(got shape \(4,\)\)"):
+    with pytest.raises(
+        ValueError, match=r"`argument 1` must have a dimension 1 .*\(got shape \(4,\)\)"
+    ):
         scatter((scattered, torch.zeros(4)), ["cpu"] * 2, dim=1)
 
 
@@ -62,7 +64,8 @@ def test_parts_are_copies_however_many_there_are(length):
 
 def test_tensors_of_different_lengths_are_refused():
     with pytest.raises(
-        ValueError, match=r"same length .* \(got shapes \(4, 1\) of `0` and \(3, 2\) of `1`\)"
+        ValueError,
+        match=r"same length .* \(got shapes \(4, 1\) of `argument 0` and \(3, 2\) of `argument 1`",
     ):
         scatter((torch.zeros(4, 1), torch.zeros(3, 2)), ["cpu"] * 2)
 
@@ -172,7 +175,7 @@ def test_cpu_keywords_name_no_positional_arguments():
 
 def test_cpu_keywords_that_fit_different_splits_are_refused():
     splits = [Scattered(torch.zeros(n) for n in sizes) for sizes in ([2, 2], [1, 3])]
-    with pytest.raises(ValueError, match=r"`boxes` cannot be split .* fits several"):
+    with pytest.raises(ValueError, match="`boxes` cannot be split like"):
         scatter_kwargs(splits, {"boxes": torch.zeros(4)}, ["cpu"] * 2, cpu_keywords=["boxes"])
 
 

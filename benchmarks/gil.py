@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 
 import torch
@@ -65,28 +66,17 @@ def measure(network: str, replicas: int, threads: int, seconds: float) -> Row:
         return Row(NETWORKS[network].title, replicas, threads, alternating(ways, seconds))
 
 
-def rows(
-    seconds: float, networks: Iterable[str], replicas: Iterable[int], threads: Iterable[int]
-) -> Iterator[Row]:
-    for network in networks:
-        for number in threads:
-            for count in replicas:
-                yield measure(network, count, number, seconds)
-
-
 def main() -> None:
     options = parser_of_networks(__doc__)
     given = options.parse_args()
     if not sysconfig.get_config_var("Py_GIL_DISABLED"):
         options.error("this Python always has the GIL; run it with python3.14t")
     os.environ.update(KEEP_MEMORY)
-    show(
-        Table(
-            "Without the GIL",
-            ABOUT,
-            rows(given.seconds, given.network, given.replicas, given.threads),
-        )
+    rows = (
+        measure(network, count, number, given.seconds)
+        for network, number, count in product(given.network, given.threads, given.replicas)
     )
+    show(Table("Without the GIL", ABOUT, rows))
 
 
 if __name__ == "__main__":

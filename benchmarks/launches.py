@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -52,12 +52,8 @@ ABOUT = (
 WAITING = ("_local_scalar_dense", "equal", "is_nonzero")
 
 
-class Operation(NamedTuple):
-    """An operation on a device, which counts once for each of its kinds."""
-
-    name: str
-    device: torch.device
-    kinds: list[str]
+#: The type of an operation's device, and its kinds, for each of which it counts once.
+Operation = tuple[str, list[str]]
 
 
 class Recorder(TorchDispatchMode):
@@ -81,7 +77,7 @@ class Recorder(TorchDispatchMode):
             result = fused.KERNELS.get(name, func)(*args, **kwargs)
         outputs = tensors_in(result)
         device = (*outputs, *inputs)[0].device
-        self.operations.append(Operation(name, device, kinds_of(func, name, inputs, outputs)))
+        self.operations.append((device.type, kinds_of(func, name, inputs, outputs)))
         return result
 
 
@@ -116,8 +112,8 @@ def kinds_of(func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor]) 
 Counts = tuple[Counter[str], Counter[str]]
 
 
-def counts(operations: Iterable[Operation]) -> Counter[str]:
-    return Counter(kind for operation in operations for kind in operation.kinds)
+def counts(operations: Iterable[Operation], device: str = "cpu") -> Counter[str]:
+    return Counter(kind for where, kinds in operations for kind in kinds if where == device)
 
 
 class Recorded(nn.Module):
@@ -152,8 +148,7 @@ def ours(replicas: int) -> tuple[Counts, Counts]:
                 # The first copy gets the gradients of the parameters, of all shards.
                 torch.autograd.grad(outputs, [*shards, *parameters], upstream, allow_unused=True)
     first, others = (
-        [counts(o for o in made if o.device.type == kind) for made in (forward, backward)]
-        for kind in ("cpu", "meta")
+        [counts(made, device) for made in (forward, backward)] for device in ("cpu", "meta")
     )
     for counted in others:
         for kind, number in counted.items():

@@ -71,29 +71,39 @@ def title(shape: tuple[int, ...], layout: torch.memory_format) -> str:
     return f"{text}, channels_last" if layout is CHANNELS_LAST else text
 
 
-def measure(rank: int, seconds: float, device: str) -> list[Row]:
-    made = []
-    for shape, layout in INPUTS:
-        shards, upstream = (
-            [torch.randn(shape).to(device, memory_format=layout) for _ in range(REPLICAS)]
-            for _ in range(2)
-        )
-        for shard in shards:
-            shard.requires_grad_()
-        ways = {}
-        for name, make in WAYS.items():
-            plain = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
-            layer = make(plain(shape[1])).to(device)
-            model = DataParallel(layer, [device] * REPLICAS, gather_to_one_device=False)
-            ways[name] = partial(run, model, shards, upstream)
-        figures = alternating(ways, seconds)
-        made.append(Row(title(shape, layout), REPLICAS, torch.get_num_threads(), figures))
-    return made
+def limited(limit: int, run: Callable[[], Figures]) -> Figures:
+    """Runs with this size of the largest shard that is joined."""
+    joined.LARGEST = limit
+    return run()
 
 
-def rows(seconds: float, device: str = "cpu") -> Iterator[Row]:
-    for threads in THREADS:
-        yield from in_processes(1, threads, measure, seconds, device)
+def measured(
+    case: str,
+    shape: tuple[int, ...],
+    layout: torch.memory_format,
+    layers: dict[str, tuple[str, int]],
+    seconds: float,
+) -> Row:
+    """Measures layers: each is a way of `WAYS`, and the size of the largest shard to join."""
+    shards, upstream = (
+        [torch.randn(shape).to(memory_format=layout) for _ in range(REPLICAS)] for _ in range(2)
+    )
+    for shard in shards:
+        shard.requires_grad_()
+    plain = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
+    ways = {}
+    for name, (way, limit) in layers.items():
+        layer = WAYS[way](plain(shape[1]))
+        model = DataParallel(layer, ["cpu"] * REPLICAS, gather_to_one_device=False)
+        ways[name] = partial(limited, limit, partial(run, model, shards, upstream))
+    return Row(case, REPLICAS, torch.get_num_threads(), alternating(ways, seconds))
+
+
+def measure(rank: int, seconds: float) -> list[Row]:
+    layers = {way: (way, joined.LARGEST) for way in WAYS}
+    return [
+        measured(title(shape, layout), shape, layout, layers, seconds) for shape, layout in INPUTS
+    ]
 
 
 ABOUT_SIZES = (
@@ -106,38 +116,25 @@ SIZES = [(8, 8, 8, 8), (8, 32, 8, 8), (8, 64, 16, 16), (8, 64, 24, 24), (8, 64, 
 SIZES += [(16, 64, 32, 32)]
 
 
-def limited(limit: int, run: Callable[[], Figures]) -> Figures:
-    """Runs with another size of the largest shard that is joined."""
-    joined.LARGEST = limit
-    return run()
-
-
 def measure_sizes(rank: int, seconds: float) -> list[Row]:
-    limits = {"plain BatchNorm": 0, "joined": 2**62, "one node": -1}
-    made = []
-    for shape in SIZES:
-        shards = [torch.randn(shape, requires_grad=True) for _ in range(REPLICAS)]
-        upstream = [torch.randn(shape) for _ in range(REPLICAS)]
-        ways = {}
-        for name, limit in limits.items():
-            layer = WAYS["ours" if limit else name](nn.BatchNorm2d(shape[1]))
-            model = DataParallel(layer, ["cpu"] * REPLICAS, gather_to_one_device=False)
-            ways[name] = partial(limited, limit, partial(run, model, shards, upstream))
-        figures = alternating(ways, seconds)
-        case = f"{title(shape, CONTIGUOUS)}, {math.prod(shape):,} values"
-        made.append(Row(case, REPLICAS, torch.get_num_threads(), figures))
-    return made
+    layers = {
+        "plain BatchNorm": ("plain BatchNorm", 0),
+        "joined": ("ours", 2**62),
+        "one node": ("ours", -1),
+    }
+    cases = {f"{title(s, CONTIGUOUS)}, {math.prod(s):,} values": s for s in SIZES}
+    return [measured(case, s, CONTIGUOUS, layers, seconds) for case, s in cases.items()]
 
 
-def rows_of_sizes(seconds: float) -> Iterator[Row]:
+def rows(measure: Callable[..., list[Row]], seconds: float) -> Iterator[Row]:
     for threads in THREADS:
-        yield from in_processes(1, threads, measure_sizes, seconds)
+        yield from in_processes(1, threads, measure, seconds)
 
 
 def tables(seconds: float) -> list[Table]:
     return [
-        Table("A layer alone", ABOUT, rows(seconds)),
-        Table("Small and large shards", ABOUT_SIZES, rows_of_sizes(seconds)),
+        Table("A layer alone", ABOUT, rows(measure, seconds)),
+        Table("Small and large shards", ABOUT_SIZES, rows(measure_sizes, seconds)),
     ]
 
 

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from itertools import tee
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -171,13 +172,7 @@ def parser(description: str | None, seconds: float = 3) -> argparse.ArgumentPars
 
 def show(table: Table) -> Table:
     """Print a table row by row, as the rows come, and return it with all of them."""
-    rows: list[Row] = []
-
-    def kept() -> Iterator[Row]:
-        for row in table.rows:
-            rows.append(row)
-            yield row
-
-    for line in lines(table._replace(rows=kept())):
+    rows, printed = tee(table.rows)
+    for line in lines(table._replace(rows=printed)):
         print(line, flush=True)
-    return table._replace(rows=rows)
+    return table._replace(rows=list(rows))

@@ -15,16 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks import yardsticks
 from benchmarks.layer import WAYS
-from benchmarks.measuring import (
-    Figures,
-    Row,
-    Table,
-    alternating,
-    in_processes,
-    parser,
-    show,
-    timed,
-)
+from benchmarks.measuring import Row, Table, alternating, in_processes, parser, show, timed
 from benchmarks.networks import resnet
 from replication import (
     DataParallel,
@@ -119,13 +110,12 @@ def exchanges(rank: int, seconds: float) -> list[Row]:
             "`group.all_reduce`": Reducing(),
         }
         x = torch.randn(replicas)
-        ways: dict[str, Callable[[], Figures]] = {
+        ways = {
             name: partial(timed, partial(DataParallel(module, ["cpu"] * replicas), x))
             for name, module in modules.items()
         }
-        made.append(
-            Row("exchanges", replicas, torch.get_num_threads(), alternating(ways, seconds))
-        )
+        figures = alternating(ways, seconds)
+        made.append(Row("exchanges", replicas, torch.get_num_threads(), figures))
     return made
 
 
@@ -170,18 +160,13 @@ def kept(layer: nn.Module, replicas: int) -> float:
 
 
 def memory(rank: int) -> list[Row]:
-    return [
-        Row(
-            " x ".join(map(str, SHAPE)),
-            replicas,
-            torch.get_num_threads(),
-            {
-                name: (kept(make(nn.BatchNorm2d(SHAPE[1])), replicas),)
-                for name, make in WAYS.items()
-            },
-        )
-        for replicas in REPLICAS
-    ]
+    made, case = [], " x ".join(map(str, SHAPE))
+    for replicas in REPLICAS:
+        figures = {
+            name: (kept(make(nn.BatchNorm2d(SHAPE[1])), replicas),) for name, make in WAYS.items()
+        }
+        made.append(Row(case, replicas, torch.get_num_threads(), figures))
+    return made
 
 
 def rows(measure: Callable[..., list[Row]], *arguments: Any) -> Iterator[Row]:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
+from itertools import product
 
 import torch
 from torch import distributed, nn
@@ -47,14 +48,10 @@ ON_GPUS = {
 }
 
 
-def together(way: Callable[[], Figures]) -> Callable[[], Figures]:
-    """A way that all processes begin at the same time."""
-
-    def begun_together() -> Figures:
-        distributed.barrier()
-        return way()
-
-    return begun_together
+def together(way: Callable[[], Figures]) -> Figures:
+    """Runs a way that all processes begin at the same time."""
+    distributed.barrier()
+    return way()
 
 
 def agree(goes_on: bool) -> bool:
@@ -78,7 +75,7 @@ def measure(rank: int, name: str, size: int, seconds: float, device: str, folder
     ways = {}
     for way, make in (WAYS if device == "cpu" else ON_GPUS).items():
         model = DistributedDataParallel(make(build()).to(device))
-        ways[way] = together(training(model, x))
+        ways[way] = partial(together, training(model, x))
     figures = alternating(ways, seconds, agree)
     distributed.destroy_process_group()
     return Row(title, size, torch.get_num_threads(), figures)
@@ -90,14 +87,13 @@ def rows(
     sizes: Iterable[int] = PROCESSES,
     device: str = "cpu",
 ) -> Iterator[Row]:
-    for name in networks:
-        for size in sizes:
-            with tempfile.TemporaryDirectory() as folder:
-                yield in_processes(size, 1, measure, name, size, seconds, device, folder)
+    for name, size in product(networks, sizes):
+        with tempfile.TemporaryDirectory() as folder:
+            yield in_processes(size, 1, measure, name, size, seconds, device, folder)
 
 
-def table(seconds: float, networks: Iterable[str] = NAMES) -> Table:
-    return Table("Between processes", ABOUT, rows(seconds, networks), counted="processes")
+def table(seconds: float) -> Table:
+    return Table("Between processes", ABOUT, rows(seconds), counted="processes")
 
 
 if __name__ == "__main__":

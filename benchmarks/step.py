@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,14 +84,12 @@ def rows(
     threads: Iterable[int] = THREADS,
     device: str = "cpu",
 ) -> Iterator[Row]:
-    for name in networks:
-        for number in threads:
-            for count in replicas:
-                yield in_processes(1, number, measure, name, count, seconds, device)
+    for name, number, count in product(networks, threads, replicas):
+        yield in_processes(1, number, measure, name, count, seconds, device)
 
 
-def table(seconds: float) -> Table:
-    return Table("Training steps", ABOUT, rows(seconds))
+def table(seconds: float, *choice: Iterable[Any]) -> Table:
+    return Table("Training steps", ABOUT, rows(seconds, *choice))
 
 
 def parser_of_networks(description: str | None) -> argparse.ArgumentParser:
@@ -105,8 +105,7 @@ def parser_of_networks(description: str | None) -> argparse.ArgumentParser:
 
 def main() -> None:
     given = parser_of_networks(__doc__).parse_args()
-    measured = rows(given.seconds, given.network, given.replicas, given.threads)
-    show(Table("Training steps", ABOUT, measured))
+    show(table(given.seconds, given.network, given.replicas, given.threads))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +102,11 @@ def freed(*references: Callable[[], Any]) -> bool:
     on already.
     """
     return soon(lambda: all(reference() is None for reference in references))
+
+
+def pickled(thing: Any) -> Any:
+    """A copy, as another process gets it."""
+    return pickle.loads(pickle.dumps(thing))
 
 
 class Centering(nn.Module):
@@ -246,14 +253,8 @@ class ByPlainThreads(CustomDataParallel):
         return replica(*args, **kwargs)
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
-        return values(
-            together(
-                *(
-                    lambda i=i: self.call(replicas[i], *inputs[i], **kwargs[i])
-                    for i in range(len(replicas))
-                )
-            )
-        )
+        calls = zip(replicas, inputs, kwargs, strict=True)
+        return values(together(*(partial(self.call, r, *x, **o) for r, x, o in calls)))
 
 
 class ByForward(ByPlainThreads):
@@ -274,12 +275,8 @@ class SwallowingErrors(ByPlainThreads):
     """Keeps errors to itself; where a replica has raised, the output is None."""
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
-        self.outcomes = together(
-            *(
-                lambda i=i: self.call(replicas[i], *inputs[i], **kwargs[i])
-                for i in range(len(replicas))
-            )
-        )
+        calls = zip(replicas, inputs, kwargs, strict=True)
+        self.outcomes = together(*(partial(self.call, r, *x, **o) for r, x, o in calls))
         return [outcome.value for outcome in self.outcomes]
 
     def gather(self, outputs: Any, output_device: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
 import weakref
 from typing import Any
@@ -26,7 +25,7 @@ from replication._torch import HOOKS
 from replication.modules import layers_of
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.faults import WRAPS, N
-from tests.layers import Centering, CustomDataParallel, Numbered, freed
+from tests.layers import Centering, CustomDataParallel, Numbered, freed, pickled
 from tests.sharded import BATCH, norm, whole_batch
 
 
@@ -135,10 +134,6 @@ def test_layer_whose_copies_have_the_callback_in_part_is_called_where_it_has_it(
         modules[index].__data_parallel_replicate__ = lambda ctx, copy_id: calls.append(copy_id)
     execute_replication_callbacks(modules)
     assert calls == those
-
-
-def test_modules_without_a_callback_are_fine():
-    execute_replication_callbacks(copies(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), 2))
 
 
 def test_none_children_are_passed_over():
@@ -435,7 +430,7 @@ def test_methods_of_a_patched_class_are_functions():
 
 copied_each_way = pytest.mark.parametrize(
     "copied",
-    [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    [copy.copy, copy.deepcopy, pickled],
     ids=["copy", "deepcopy", "pickle"],
 )
 
@@ -699,7 +694,7 @@ def test_handle_takes_the_callback_away():
     assert not hasattr(replica, "number")
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_copy_of_a_module_has_its_callbacks_and_is_independent(copied):
     linear = nn.Linear(1, 1)
     handle = register_replication_callback(linear, set_number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from tests.layers import (
     ByForward,
     ByPlainThreads,
     CustomDataParallel,
+    pickled,
 )
 
 
@@ -153,7 +153,7 @@ def test_copy_that_does_not_exist_is_refused(copy_id, error, text):
         ctx.group(copy_id)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda ctx: pickle.loads(pickle.dumps(ctx))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("used", [False, True])
 def test_copy_of_a_context_keeps_its_attributes_and_belongs_to_no_forward(copied, used):
     ctx, _ = contexts(NET, 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import pickle
 import warnings
 from typing import Any
 
@@ -28,7 +27,7 @@ from replication import (
 from replication.groups import layer as replica_aware
 from replication.warning import WarnOnce, once_for
 from syncbn import SynchronizedBatchNorm1d
-from tests.layers import HAS_GIL, CustomDataParallel
+from tests.layers import HAS_GIL, CustomDataParallel, pickled
 
 
 class Total(ReplicaAware, nn.Module):
@@ -154,7 +153,7 @@ def test_replica_without_a_group_warns_once_and_names_the_remedy():
     assert "patch_replication_callback(model)" in str(found.message)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_a_copy_of_what_has_warned_warns_again(copied):
     net = Total()
     for module in (net, copied(net)):
@@ -194,7 +193,7 @@ def test_warning_of_a_layer_points_at_the_line_that_calls_it(torchs_own):
     assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_warning_leaves_nothing_on_the_original(copied):
     layer = Total()
     before = dict(vars(layer))
@@ -262,7 +261,7 @@ def test_group_that_was_taken_before_there_were_replicas_is_refused_in_them():
 # -- life --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_copy_of_a_replica_says_that_it_has_no_copies(copied):
     with torch.no_grad():
         replicas = replicate(Total(), ["cpu"] * 2, detach=True)
@@ -327,7 +326,7 @@ class Sealed(nn.Module):
         return self.factor * x
 
 
-@pytest.mark.parametrize("copied", [copy.copy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("copied", [copy.copy, pickled])
 def test_copy_of_a_replica_with_getstate_is_made_by_its_class(copied):
     replicas = replicate(Sealed(3), ["cpu"] * 2)
     execute_replication_callbacks(replicas)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import pickle
 import signal
 import threading
 import traceback
@@ -46,6 +45,7 @@ from tests.layers import (
     SwallowingErrors,
     freed,
     no_garbage_collection,
+    pickled,
     together,
     values,
 )
@@ -414,7 +414,7 @@ def test_replica_shows_the_signature_of_its_forward():
 
 @pytest.mark.parametrize(
     "copied",
-    [copy.copy, copy.deepcopy, lambda replica: pickle.loads(pickle.dumps(replica))],
+    [copy.copy, copy.deepcopy, pickled],
     ids=["copy", "deepcopy", "pickle"],
 )
 def test_copy_of_a_replica_belongs_to_no_forward(copied):

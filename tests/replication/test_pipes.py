@@ -35,6 +35,7 @@ from tests.layers import (
     freed,
     join_all,
     outcome_of,
+    pickled,
     soon,
     together,
     values,
@@ -593,7 +594,7 @@ def test_forward_leaves_nothing_in_the_instance():
 
 @pytest.mark.parametrize(
     "copied",
-    [copy.copy, copy.deepcopy, lambda master: pickle.loads(pickle.dumps(master))],
+    [copy.copy, copy.deepcopy, pickled],
     ids=["copy", "deepcopy", "pickle"],
 )
 def test_copy_of_a_master_has_its_callback_and_no_slaves(copied):
@@ -608,7 +609,7 @@ def test_copy_of_a_master_has_its_callback_and_no_slaves(copied):
 
 @pytest.mark.parametrize(
     "copied",
-    [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))],
+    [copy.deepcopy, pickled],
     ids=["deepcopy", "pickle"],
 )
 def test_copy_of_a_pipe_belongs_to_no_forward(copied):
@@ -619,7 +620,7 @@ def test_copy_of_a_pipe_belongs_to_no_forward(copied):
 
 @pytest.mark.parametrize(
     "copied",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    [copy.deepcopy, pickled],
     ids=["deepcopy", "pickle"],
 )
 def test_copy_of_a_layer_that_has_run_runs(copied):

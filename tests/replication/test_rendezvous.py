@@ -58,12 +58,14 @@ def test_wait_whose_value_has_come_returns():
     wait = begin_wait(rendezvous, 0, 1)
     end_wait(rendezvous, wait)
     wait.block()
+    assert wait.error is None
 
 
 def test_value_wakes_the_thread_that_waits():
     rendezvous = entered(2)
     wait = begin_wait(rendezvous, 0, 1)
     values(together(wait.block, lambda: end_wait(rendezvous, wait)))
+    assert wait.error is None
 
 
 def test_value_that_comes_after_a_failure_does_not_undo_it():

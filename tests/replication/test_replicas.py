@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import queue
 import re
 import weakref
@@ -38,7 +37,7 @@ from tests.collective_cases import (
     upstream,
 )
 from tests.devices import several
-from tests.layers import DEADLINE, freed, outcome_of, together, until_others_wait, values
+from tests.layers import DEADLINE, freed, outcome_of, pickled, together, until_others_wait, values
 
 cases = pytest.mark.parametrize("name", CASES)
 sizes = pytest.mark.parametrize("size", [1, 3])
@@ -201,6 +200,7 @@ def test_constants_of_members_in_inference_mode_can_be_used_by_the_others():
 
     outputs = in_replicas(member, [(torch.ones(1),)] * 2)
     outputs[1].backward()
+    assert [y.item() for y in outputs] == [2, 2]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -697,7 +697,7 @@ def test_collective_in_a_callback_of_a_single_copy_is_refused():
         execute_replication_callbacks(replicate(Early(), ["cpu"]))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_copy_of_a_group_belongs_to_no_forward(copied):
     group = copied(in_replicas(lambda group: group, [()] * 2)[1])
     assert (type(group), group.rank, group.size) == (ReplicaGroup, 1, 2)

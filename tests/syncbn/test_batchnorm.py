@@ -112,7 +112,9 @@ def test_a_checkpoint_from_before_num_batches_tracked_loads():
     state = SynchronizedBatchNorm2d(3).state_dict()
     del state["num_batches_tracked"]
     state._metadata[""]["version"] = 1
-    SynchronizedBatchNorm2d(3).load_state_dict(state, strict=True)
+    layer = SynchronizedBatchNorm2d(3)
+    layer.load_state_dict(state, strict=True)
+    assert layer.num_batches_tracked.item() == 0
 
 
 @pytest.mark.parametrize(("plain", "synchronized", "shape"), PAIRS)
@@ -462,18 +464,16 @@ def run_without_callbacks(layer: nn.Module) -> None:
 
 
 @pytest.mark.cpu("calls replicas with inputs of one device")
-def test_it_warns_once_per_layer():
-    layer = SynchronizedBatchNorm1d(3)
+def test_it_warns_once_per_layer_and_not_in_evaluation():
+    layer = SynchronizedBatchNorm1d(3).eval()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        run_without_callbacks(layer)
+        assert caught == []
+        layer.train()
         for _ in range(3):
             run_without_callbacks(layer)
     assert len(caught) == 1
-
-
-@pytest.mark.cpu("calls replicas with inputs of one device")
-def test_in_evaluation_it_does_not_warn():
-    run_without_callbacks(SynchronizedBatchNorm1d(3).eval())
 
 
 # -- evaluation, life --------------------------------------------------------------------------

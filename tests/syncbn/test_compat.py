@@ -564,20 +564,19 @@ def test_copy_without_an_init_is_warned_of(modeling):
         importlib.import_module("modeling.sync_batchnorm.replicate")
 
 
-def test_modules_that_are_no_copies_are_imported_without_a_warning(modeling):
-    syncbn.stand_in_for("sync_batchnorm")
-    for name in ("modeling.batchnorm", "email.mime.text", "syncbn.batchnorm"):
+@pytest.mark.parametrize(
+    ("announced", "imported"),
+    [
+        (["sync_batchnorm"], ["modeling.batchnorm", "email.mime.text", "syncbn.batchnorm"]),
+        # The folder of the other copy may have been deleted on purpose.
+        (["sync_batchnorm"], ["sync_batchnorm", "modeling.sync_batchnorm"]),
+        (["sync_batchnorm", "modeling.sync_batchnorm"], ["modeling.sync_batchnorm.replicate"]),
+    ],
+    ids=["no copies", "the announced copy first", "all announced"],
+)
+def test_imports_that_are_no_reason_to_warn(modeling, announced, imported, recwarn):
+    for name in announced:
+        syncbn.stand_in_for(name)
+    for name in imported:
         importlib.import_module(name)
-
-
-def test_other_copies_stay_silent_once_the_announced_one_is_imported(modeling):
-    """Its folder may have been deleted on purpose."""
-    syncbn.stand_in_for("sync_batchnorm")
-    importlib.import_module("sync_batchnorm")
-    importlib.import_module("modeling.sync_batchnorm")
-
-
-def test_copies_that_are_all_announced_are_silent(modeling):
-    syncbn.stand_in_for("sync_batchnorm")
-    syncbn.stand_in_for("modeling.sync_batchnorm")
-    importlib.import_module("modeling.sync_batchnorm.replicate")
+    assert not recwarn.list

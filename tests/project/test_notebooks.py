@@ -34,22 +34,15 @@ def shown(outputs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     ]
 
 
-def test_saved_outputs_are_of_one_run_without_warnings(path):
+def test_saved_outputs_are_of_one_run_without_warnings_and_name_no_machine(path):
     cells = code_cells(path)
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert outputs
     assert all(output.get("name", "stdout") == "stdout" for output in outputs)
-    assert {output["output_type"] for output in outputs} <= {
-        *("stream", "display_data", "execute_result"),
-    }
-
-
-def test_a_notebook_is_small_and_names_no_machine(path):
+    assert "error" not in {output["output_type"] for output in outputs}
     text = path.read_text("utf-8")
-    assert len(text) < 100_000
     assert not re.search(r"/(home|root|tmp|usr|work|Users)/|[A-Z]:\\\\|Warning:", text)
-    assert set(json.loads(text)["metadata"]) == {"kernelspec", "language_info"}
 
 
 def test_a_notebook_runs_and_shows_what_is_saved(path, tmp_path):

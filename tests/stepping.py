@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from replication import (
-    DataParallel,
-    patch_replication_callback,
-)
+from replication import DataParallel, patch_replication_callback
 from tests.devices import several
 from tests.layers import AsTorchDoes
 from tests.sharded import randomized
@@ -36,6 +34,28 @@ def step(run: Callable[[Tensor], Tensor], net: nn.Module, x: Tensor, dy: Tensor)
     y.backward(dy)
     grads = [leaf.grad, *(parameter.grad.clone() for parameter in net.parameters())]
     return [y.detach(), *grads, *(buffer.clone() for buffer in net.buffers())]
+
+
+def inner(model: nn.Module) -> Any:
+    """The network itself, with or without replicas."""
+    return model.module if isinstance(model, nn.DataParallel) else model
+
+
+def assert_alike(
+    use: Callable[[nn.Module], Iterable[Any]],
+    net: nn.Module,
+    model: nn.Module,
+    **tolerances: float,
+) -> None:
+    """Asserts that ``use`` gives and leaves the same with a network and with its replicas."""
+    seen = []
+    for one in (net, model):
+        torch.manual_seed(1)
+        results = list(use(one))
+        grads = [parameter.grad for parameter in one.parameters()]
+        seen.append([results, grads, list(one.state_dict().values())])
+    for expected, actual in zip(*seen, strict=True):
+        torch.testing.assert_close(actual, expected, **tolerances)
 
 
 def patched(net: nn.Module, n: int) -> DataParallel:

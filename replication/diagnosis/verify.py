@@ -28,8 +28,8 @@ from replication.warning import once_for
 
 __all__ = ["Difference", "Verification", "verify"]
 
-#: Other orders of the batch: rotations by so many samples. One may round as the batch itself does.
-_SHIFTS = (1, 2, 3)
+#: Runs with disturbed numbers. One of them may round as the undisturbed numbers do.
+_DISTURBED_RUNS = 3
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
@@ -66,7 +66,8 @@ class Verification(ShownAsTable):
         replicas: The number of replicas that ran.
         is_random: Whether two runs on one device differ as well, because the model draws random
             numbers. This and the next two are only filled if the replicas differ.
-        is_ill_conditioned: Whether one device differs as much for another order of the batch.
+        is_ill_conditioned: Whether one device differs as much if inputs and parameters change by
+            a rounding error.
         changed_attributes: The plain lists, dicts and deques in attributes of modules whose items
             change in the forward. Replicas share them.
     """
@@ -109,8 +110,8 @@ class Verification(ShownAsTable):
             after.append("Two runs on one device differ as well: the model draws random numbers.")
         if self.is_ill_conditioned:
             after.append(
-                "On one device another order of the batch differs as much: the model is "
-                "ill-conditioned, or depends on the order of the samples."
+                "On one device a rounding error in inputs and parameters matters as much: the "
+                "model is ill-conditioned."
             )
         if self.changed_attributes:
             after.append(
@@ -140,7 +141,7 @@ def verify(
 
     Put layers that draw random numbers (dropout) in evaluation mode first. Layers that reorder the
     samples of a batch also differ. If anything differs, the model runs again on one device, with
-    the same batch and with other orders of it, to tell whether the model is random or
+    the same numbers and with rounding errors in them, to tell whether it is random or
     ill-conditioned.
 
     >>> import torch
@@ -183,11 +184,17 @@ def verify(
     if tolerance is None:
         tolerance = 1e-6 if dtype is torch.float64 else 1e-3
 
-    def run(how: str, on: Sequence[torch.device] = devices[:1], shift: int = 0) -> Step:
+    def run(
+        how: str, on: Sequence[torch.device] = devices[:1], noise: torch.Generator | None = None
+    ) -> Step:
         net = _cast(_without_wrappers(copy.deepcopy(model)).to(devices[0]), dtype)
-        step = Step(net, devices[0], dtype, dim, shift)
+        for parameter in net.parameters():
+            parameter.data = _disturbed(parameter.data, noise)
+        runner = net if len(on) == 1 else DataParallel(net, on, dim=dim)
+        once_for(runner)()  # the result names plain batch norm, no warning does
+        step = Step(net)
         try:
-            step.run(batch, on)
+            step.run(runner, *_arguments(batch, devices[0], dtype, noise))
         except BaseException as error:
             add_note(error, f"while verify ran a copy of the model{how}")
             raise
@@ -207,11 +214,11 @@ def verify(
     repeated = _compare(run(" on one device once more"), expected)
     if not Verification(repeated, tolerance, 1):
         return replace(result, is_random=True)
-    for shift in _SHIFTS:
-        with suppress(Exception):  # some models require an order
-            step = run(" on one device, in another order", shift=shift)
-            if result._is_explained_by(_compare(step, expected)):
-                return replace(result, is_ill_conditioned=True)
+    noise = torch.Generator("cpu").manual_seed(0)
+    for _ in range(_DISTURBED_RUNS):
+        step = run(" on one device, with rounding errors", noise=noise)
+        if result._is_explained_by(_compare(step, expected)):
+            return replace(result, is_ill_conditioned=True)
     return result
 
 
@@ -230,17 +237,10 @@ Parts = dict[int, list[Tensor]]
 
 
 class Step:
-    """One forward and one backward of ``net``, and all quantities to be compared.
+    """One forward and one backward of ``net``, and all quantities to be compared."""
 
-    ``net`` gets the samples in the batch dimension ``dim`` rotated by ``shift``. Gradients of
-    inputs and outputs of the model have the order of the batch again.
-    """
-
-    def __init__(
-        self, net: nn.Module, device: torch.device, dtype: torch.dtype, dim: int, shift: int
-    ) -> None:
-        self.net, self.device, self.dtype = net, device, dtype
-        self.dim, self.shift = dim, shift
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
         #: The quantities of each kind, by name. The outputs of layers are in the order of calls.
         self.quantities: dict[str, dict[str, Parts]] = {_OF_LAYERS: {}}
         #: The plain containers in attributes whose items change in the forward.
@@ -267,21 +267,14 @@ class Step:
         later = f", call {number}" if number > 1 else ""
         name = f"output of `{path}` ({type(layer).__name__}{later})"
         self.quantities[_OF_LAYERS].setdefault(name, {})[replica] = [
-            _dense(tensor).detach().to(self.device, copy=True)
-            for tensor in _tensors(output).values()
+            _dense(tensor).detach().clone() for tensor in _tensors(output).values()
         ]
 
-    def run(self, batch: Any, devices: Sequence[torch.device]) -> None:
-        runner = self.net
-        if len(devices) > 1:
-            runner = DataParallel(self.net, devices, dim=self.dim)
-            once_for(runner)()  # the result names plain batch norm, no warning does
-        args, kwargs, inputs = self._arguments(batch)
+    def run(self, runner: nn.Module, args: Any, kwargs: Any, inputs: Mapping[str, Tensor]) -> None:
+        """Runs ``runner``, which is ``net`` or a `DataParallel` around it."""
         containers = _plain_containers(self.net)
         with torch.enable_grad():
             outputs = _tensors(runner(*args, **kwargs))
-            if self.shift:
-                outputs = {path: self._in_order(y, args, kwargs) for path, y in outputs.items()}
         self.changed_attributes = [
             name
             for name, container, items in containers
@@ -289,25 +282,11 @@ class Step:
         ]
         # Before the backward: a recomputation updates the buffers of torch's layers once more.
         buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()}
-        self._backward([y for y in outputs.values() if y.requires_grad])
-        self._add("output", {str(path): y.detach() for path, y in outputs.items()})
+        _backward([y for y in outputs.values() if y.requires_grad])
         leaves = {**inputs, **dict(self.net.named_parameters())}
+        self._add("output", {str(path): y.detach() for path, y in outputs.items()})
         self._add("gradient", {k: t.grad for k, t in leaves.items() if t.grad is not None})
         self._add("buffer", buffers)
-
-    def _backward(self, outputs: list[Tensor]) -> None:
-        if any(y.dim() == 0 for y in outputs):
-            raise ValueError(
-                "the model must not return a 0-dim tensor that requires gradients, such as a "
-                "loss: each replica has its own; verify the model without the loss"
-            )
-        generator = torch.Generator("cpu").manual_seed(0)
-        upstream = [
-            torch.randn(y.shape, generator=generator, dtype=self.dtype, device="cpu").to(y)
-            for y in outputs
-        ]
-        if outputs:
-            torch.autograd.backward(outputs, upstream)
 
     def _add(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
         self.quantities[f"{kind}s"] = {
@@ -315,35 +294,50 @@ class Step:
             for name, tensor in tensors.items()
         }
 
-    def _in_order(self, output: Tensor, args: Any, kwargs: Any) -> Tensor:
-        """Rotates an output back. Raises ValueError if it does not have one entry per sample."""
-        tensors = _tensors((args, kwargs)).values()
-        (samples,) = {x.shape[self.dim] for x in tensors if x.dim() > self.dim}
-        if output.dim() <= self.dim or output.shape[self.dim] != samples:
-            raise ValueError("the order of the samples in an output is unknown")
-        return output.roll(-self.shift, self.dim)
 
-    def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Tensor]]:
-        """Returns arguments for the model, and the leaves among them, which get gradients."""
-        arguments: Any = (batch,), {}
-        if isinstance(batch, Mapping):
-            arguments = (), dict(batch)
-        elif isinstance(batch, (tuple, list)):
-            arguments = tuple(batch), {}
-        leaves, spec = flatten(arguments)
-        inputs, values = {}, []
-        for path, value in leaves:
-            if isinstance(value, Tensor):
-                value = value.detach().to(self.device, copy=True)
-                if value.is_floating_point():
-                    value = value.to(self.dtype).requires_grad_()
-                    inputs[f"argument {Path(path[1:])}"] = value
-                    value = value.clone()  # a layer may change its input in place
-                if self.shift and value.dim() > self.dim:
-                    value = value.roll(self.shift, self.dim)
-            values.append(value)
-        args, kwargs = unflatten(spec, values)
-        return args, kwargs, inputs
+def _backward(outputs: list[Tensor]) -> None:
+    if any(y.dim() == 0 for y in outputs):
+        raise ValueError(
+            "the model must not return a 0-dim tensor that requires gradients, such as a loss: "
+            "each replica has its own; verify the model without the loss"
+        )
+    generator = torch.Generator("cpu").manual_seed(0)
+    upstream = [
+        torch.randn(y.shape, generator=generator, dtype=y.dtype, device="cpu").to(y.device)
+        for y in outputs
+    ]
+    if outputs:
+        torch.autograd.backward(outputs, upstream)
+
+
+def _arguments(
+    batch: Any, device: torch.device, dtype: torch.dtype, noise: torch.Generator | None
+) -> tuple[Any, Any, dict[str, Tensor]]:
+    """Returns arguments for a model, and the leaves among them, which get gradients."""
+    arguments: Any = (batch,), {}
+    if isinstance(batch, Mapping):
+        arguments = (), dict(batch)
+    elif isinstance(batch, (tuple, list)):
+        arguments = tuple(batch), {}
+    leaves, spec = flatten(arguments)
+    inputs, values = {}, []
+    for path, value in leaves:
+        if isinstance(value, Tensor):
+            value = value.detach().to(device, copy=True)
+            if value.is_floating_point():
+                value = _disturbed(value.to(dtype), noise).requires_grad_()
+                inputs[f"argument {Path(path[1:])}"] = value
+                value = value.clone()  # a layer may change its input in place
+        values.append(value)
+    return *unflatten(spec, values), inputs
+
+
+def _disturbed(tensor: Tensor, noise: torch.Generator | None) -> Tensor:
+    """Returns a tensor that differs by a rounding error, if there is noise."""
+    if noise is None or not tensor.is_floating_point():
+        return tensor
+    signs = torch.randint(-1, 2, tensor.shape, generator=noise, device="cpu").to(tensor)
+    return tensor * (1 + torch.finfo(tensor.dtype).eps * signs)
 
 
 def _compare(actual: Step, expected: Step) -> dict[str, list[Difference]]:
@@ -379,6 +373,7 @@ def difference(
     for reference, *entries in zip(references, *parts, strict=True):
         if not reference.dim() and (len(entries) > 1 or entries[0].dim()):
             continue  # each replica has its own 0-dim tensor, and gathered they are a vector
+        entries = [entry.to(reference.device) for entry in entries]
         candidates = _joined(entries, reference.shape)
         if not candidates:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in entries)

@@ -6,7 +6,6 @@ nothing.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ class Waits(NamedTuple):
     """How long the copies of one layer waited for each other, by replica."""
 
     path: str
-    #: Of the replica that waited most often.
+    #: Of the replica that called the layer most often.
     calls: int
     seconds: dict[int, float]
 
@@ -61,9 +60,9 @@ class WaitReport(ShownAsTable):
             self.forwards += 1
             self._size = max(self._size, size)
 
-    def add(self, path: str, replica: int, seconds: float) -> None:
+    def add(self, path: str, replica: int, seconds: float, calls: int = 1) -> None:
         with self._lock():
-            self._counts[path, replica] += 1
+            self._counts[path, replica] += calls
             self._seconds[path, replica] += seconds
 
     @property
@@ -157,9 +156,9 @@ def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
 
     A block that ends without an error prints the report, so don't print it again: it is a table of
     how long each replica waits in each layer, and names the replica that the others wait for. A
-    wait lasts from the arrival of a replica at a synchronized layer to the arrival of the last
-    replica. Slow code after the last such layer, or in backward, does not show. Measure forwards
-    of one model, after a warm-up.
+    wait lasts from the arrival of a replica at a synchronized layer until the last replica has
+    arrived and merged. Slow code after the last such layer, or in backward, does not show. Measure
+    forwards of one model, after a warm-up.
 
     >>> import torch
     >>> from torch import nn
@@ -200,52 +199,25 @@ def observer(size: int) -> Observe | None:
     for report in reports:
         report.add_forward(size)
 
-    arrivals = Arrivals(reports)
-
     def observe(what: str, replica: int, path: str) -> AbstractContextManager[object]:
+        # Not a `contextlib.contextmanager`, which sets attributes of an error that passes through.
+        # Not every error class allows that.
         stack = ExitStack()
         if profiles:
             stack.enter_context(record_function(f"{what} {path}, replica {replica}"))
-        if reports and what == "exchange":
-            stack.enter_context(arrivals.of(replica, path))
+        begin = time.perf_counter()
+
+        def end() -> None:
+            # Only a part of an exchange is a wait.
+            seconds = time.perf_counter() - begin if what == "wait" else 0.0
+            for report in reports:
+                report.add(path, replica, seconds, calls=int(what == "exchange"))
+
+        if reports:
+            stack.callback(end)
         return stack
 
     return observe
 
 
 lifecycle.observer = observer
-
-
-class Arrivals:
-    """The times at which the replicas of one forward arrive at each exchange."""
-
-    def __init__(self, reports: list[WaitReport]) -> None:
-        self._reports = reports
-        self._lock = threading.RLock()
-        # The number of calls, by path and replica.
-        self._calls: dict[tuple[str, int], int] = defaultdict(int)
-        # The time at which each replica arrived, by path and number of the call.
-        self._begun: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
-
-    def of(self, replica: int, path: str) -> ExitStack:
-        """Returns the context of an exchange. The first replica to leave it records all waits.
-
-        It is not a `contextlib.contextmanager`, which sets attributes of an error that passes
-        through. Not every error class allows that.
-        """
-        with self._lock:
-            self._calls[path, replica] += 1
-            call = path, self._calls[path, replica]
-            self._begun[call][replica] = time.perf_counter()
-
-        def leave(kind: type[BaseException] | None, *error: object) -> None:
-            with self._lock:
-                begun = self._begun.pop(call, {})
-            end = max(begun.values(), default=0.0) if kind is None else time.perf_counter()
-            for waiting, begin in begun.items():
-                for report in self._reports:
-                    report.add(path, waiting, end - begin)
-
-        stack = ExitStack()
-        stack.push(leave)
-        return stack

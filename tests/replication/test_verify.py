@@ -496,7 +496,7 @@ def test_random_model_is_distinguished_from_an_unsynchronized_one():
 
 # -- differences that one device has as well ---------------------------------------------------
 
-ORDER = "another order of the batch differs as much"
+ROUNDING = "On one device a rounding error in inputs and parameters matters as much"
 
 
 def kinked(samples: int = 9) -> tuple[nn.Module, Tensor]:
@@ -508,24 +508,12 @@ def kinked(samples: int = 9) -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.usefixtures("one_node")  # joined, the replicas' numbers are those of one device
-@pytest.mark.parametrize("dim", [0, 1])
-def test_ill_conditioned_model_is_named(dim):
+def test_ill_conditioned_model_is_named():
     net, x = kinked()
-    if dim:
-        net = nn.Sequential(Transposed(), *net, Transposed())
-        x = x.T
-    found = verify(DataParallel(convert_model(net), CPUS, dim=dim), x, CPUS)
+    found = verify(convert_model(net), x, CPUS)
     assert found.first_difference.where.startswith("gradient of")
     assert found.is_ill_conditioned and not found.is_random
-    assert str(found).splitlines()[-1] == (
-        f"On one device {ORDER}: the model is ill-conditioned, or depends on the order of the "
-        "samples."
-    )
-
-
-class Transposed(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.T
+    assert str(found).splitlines()[-1] == f"{ROUNDING}: the model is ill-conditioned."
 
 
 def test_what_only_replicas_do_is_not_blamed_on_the_model():
@@ -535,23 +523,7 @@ def test_what_only_replicas_do_is_not_blamed_on_the_model():
         (nn.Sequential(Odd("masks and triples")), torch.randn(6, 3)),
     ):
         found = verify(net, x, CPUS)
-        assert not found and not found.is_ill_conditioned and ORDER not in str(found)
-
-
-@pytest.mark.parametrize("what", ["raises", "drops samples"])
-def test_order_that_the_model_does_not_accept_is_not_tried(what):
-    class Sorted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = nn.BatchNorm1d(4)
-
-        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            if what == "raises" and (lengths.diff() > 0).any():
-                raise ValueError("not sorted")
-            return self.bn(x)[lengths > 2]
-
-    found = verify(Sorted(), (torch.randn(9, 4), torch.arange(9, 0, -1)), CPUS)
-    assert not found and not found.is_ill_conditioned
+        assert not found and not found.is_ill_conditioned and ROUNDING not in str(found)
 
 
 # -- attributes that replicas share ------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_not
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -57,15 +58,16 @@ def paired(modules: Sequence[nn.Module]) -> list[Position]:
         first = copies[0]
         known = positions.setdefault(id(first), position)
         if known is not position:
-            if any(a is not b for a, b in zip(known[1], copies, strict=True)):
+            if any(map(is_not, known[1], copies)):
                 raise ValueError(f"the copies must match: they tie {label(position)} differently")
             continue
         names = list(first._modules)
         for copy_id, module in enumerate(copies):
             if type(module) is not type(first) or list(module._modules) != names:
+                kinds = [f"{type(m).__name__}({', '.join(m._modules)})" for m in (first, module)]
                 raise ValueError(
-                    f"the copies must match: {label(position)} is {describe_module(first)} in "
-                    f"copy 0 but {describe_module(module)} in copy {copy_id}"
+                    f"the copies must match: {label(position)} is {kinds[0]} in copy 0 but "
+                    f"{kinds[1]} in copy {copy_id}"
                 )
         for name in reversed(names):
             children = [module._modules[name] for module in copies]
@@ -82,8 +84,3 @@ def label(position: Position) -> str:
     """Returns the path of a module for messages, or the class of the root, which has no path."""
     path, copies = position
     return f"`{path}`" if path else f"the root ({type(copies[0]).__name__})"
-
-
-def describe_module(module: nn.Module) -> str:
-    """Returns a module's type and children, for messages."""
-    return f"{type(module).__name__}({', '.join(module._modules)})"

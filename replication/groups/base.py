@@ -58,11 +58,6 @@ class Call(NamedTuple):
     #: The layer and the number of its call, between processes.
     where: str = ""
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward makes the call. Such calls are counted apart."""
-        return self.name.endswith("_backward")
-
     def backward(self, grad: Tensor) -> Call:
         """Returns the call that a backward makes to compute the derivative of this one."""
         name = f"{self.name.removesuffix('_backward')}_backward"

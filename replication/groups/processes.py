@@ -331,7 +331,8 @@ class ProcessGroup(Group):
         If another rank raises or dies, this one gets an error of the backend or runs into the
         timeout of the process group. Notes on that error name the call.
         """
-        state, kind = state_of(self.process_group), (self._name, call.in_backward)
+        state = state_of(self.process_group)
+        kind = self._name, call.name.endswith("_backward")
         with state.lock:
             state.calls[kind] += 1
             call = call._replace(where=f"`{self._name}`, call {state.calls[kind]}")
@@ -367,8 +368,7 @@ class ProcessGroup(Group):
     ) -> Tensor:
         """Runs a collective in an autograd graph. Its backward is a separate call.
 
-        ``derivative`` returns the gradient of ``tensor``, given the call of the backward and the
-        gradient of the result.
+        ``derivative`` is given the call of the backward and the gradient of the result.
         """
         if is_batched(tensor):
             raise ReplicationError(
@@ -419,9 +419,7 @@ class ProcessGroup(Group):
         layouts: Layouts = (),
         requires_grad: bool = False,
     ) -> Tensor:
-        """Gathers or sums tensors of one shape, in one collective.
-
-        For layers that define their own autograd nodes.
+        """Gathers or sums tensors of one shape, for layers with autograd nodes of their own.
 
         Args:
             name: The name of the call in messages. It ends in ``_backward`` in a backward.
@@ -433,8 +431,7 @@ class ProcessGroup(Group):
         Returns:
             The stacked tensors of all ranks, ``(size, ...)``, or their sum.
         """
-        call = Call(name, layouts=layouts, requires_grad=requires_grad)
-        with self._calling(call):
+        with self._calling(Call(name, "", layouts, False, requires_grad)) as (call, _):
             return self._stack(call, tensor) if stack else self._sum(call, tensor)
 
     def prefers_gather(self, tensor: Tensor) -> bool:
@@ -453,8 +450,7 @@ class ProcessGroup(Group):
 
     @uncompiled
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        call = _call("all_reduce", (tensor,), f"op={op!r}")
-        with self._calling(call):
+        with self._calling(_call("all_reduce", (tensor,), f"op={op!r}")) as (call, _):
             if op == "mean" and tensor.dtype is torch.float16:  # a sum may overflow
                 return self._sum(call, tensor / self.size)
             if op in ("sum", "mean"):
@@ -464,27 +460,27 @@ class ProcessGroup(Group):
 
     @uncompiled
     def _all_gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        call = _call("all_gather", (tensor,))._replace(any_length=True)
         # With NCCL the headers travel through the current device.
         with (
             use_device(tensor.device, current_stream(tensor.device)),
-            self._calling(call, compares=True) as (numbered, headers),
+            self._calling(_call("all_gather", (tensor,), any_length=True), compares=True) as (
+                call,
+                headers,
+            ),
         ):
             if tensor.dim() == 0:
                 return tuple(entry.clone() for entry in self._stack(call, tensor))
             lengths = [header.length for header in headers]
             item_bytes = tensor.shape[1:].numel() * tensor.element_size()
-            where = f"{numbered.where}, {call.name}"
-            check_lengths(lengths, item_bytes, where, tensor.device)
+            check_lengths(lengths, item_bytes, f"{call.where}, {call.name}", tensor.device)
             rows = self._stack(call, _padded(tensor, max(lengths)))
             return tuple(row[:n].clone() for row, n in zip(rows, lengths, strict=True))
 
     @uncompiled
     def _reduce_scatter(self, tensors: tuple[Tensor, ...], op: ReduceOp) -> Tensor:
-        call = _call("reduce_scatter", tensors, f"op={op!r}")
         mine = tensors[self.rank]
         sent = [tensor.numel() for tensor in tensors]
-        with self._calling(call):
+        with self._calling(_call("reduce_scatter", tensors, f"op={op!r}")) as (call, _):
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             received = self._all_to_all(sent, [mine.numel()] * self.size, call, flat)
             return reduce_tensors(received.view(self.size, *mine.shape).unbind(), op)
@@ -505,8 +501,7 @@ class ProcessGroup(Group):
             # Zeros in the graph, because every rank takes part in the second derivative.
             return total.masked_fill(total.new_ones((), dtype=torch.bool), 0)
 
-        call = _call("broadcast", (tensor,), f"src={src}")
-        with self._calling(call):
+        with self._calling(_call("broadcast", (tensor,), f"src={src}")) as (call, _):
             return self._differentiable(call, from_source, to_source, tensor)
 
     def _sum(self, call: Call, tensor: Tensor) -> Tensor:
@@ -524,23 +519,18 @@ class ProcessGroup(Group):
     def _stack(self, call: Call, tensor: Tensor) -> Tensor:
         """Stacks the tensors of all ranks, which have the same shape, to ``(size, ...)``."""
 
-        def stack_of_ranks(tensor: Tensor) -> Tensor:
-            return stacked(tensor, self.process_group)
-
         def to_owners(call: Call, grad: Tensor) -> Tensor:
             counts = [grad[0].numel()] * self.size
             received = self._all_to_all(counts, counts, call, grad.reshape(-1))
             return reduce_tensors(received.view(grad.shape).unbind(), "sum")
 
-        return self._differentiable(call, stack_of_ranks, to_owners, tensor)
+        stack = partial(stacked, process_group=self.process_group)
+        return self._differentiable(call, stack, to_owners, tensor)
 
     def _all_to_all(
         self, sent: list[int], received: list[int], call: Call, tensor: Tensor
     ) -> Tensor:
-        """Sends ``sent[i]`` values of a vector to rank i, and returns ``received[i]`` from it.
-
-        The values for rank 0, and from it, come first.
-        """
+        """Sends ``sent[i]`` values of a vector to rank i, and returns ``received[i]`` from it."""
 
         def exchange(tensor: Tensor) -> Tensor:
             result = tensor.new_empty(sum(received))
@@ -593,9 +583,11 @@ def _destroyed(where: str) -> ReplicationError:
     )
 
 
-def _call(name: str, tensors: Sequence[Tensor], option: str = "") -> Call:
+def _call(
+    name: str, tensors: Sequence[Tensor], option: str = "", any_length: bool = False
+) -> Call:
     requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return Call(name, option, layouts_of(tensors), requires_grad=requires_grad)
+    return Call(name, option, layouts_of(tensors), any_length, requires_grad)
 
 
 def _padded(tensor: Tensor, length: int) -> Tensor:

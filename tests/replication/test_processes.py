@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 import re
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -77,8 +77,8 @@ def test_results_and_derivatives_equal_the_oracle(all_cases, name):
 # -- everything else, in one run of two ranks --------------------------------------------------
 
 
-def dtypes(rank: int) -> Any:
-    group, found = ProcessGroup(), []
+def dtype_stays(rank: int) -> None:
+    group = ProcessGroup()
     for dtype in (torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
         x = torch.ones(2, dtype=dtype)
         op = "max" if dtype is torch.bool else "sum"
@@ -88,60 +88,50 @@ def dtypes(rank: int) -> Any:
             group.reduce_scatter([x, x], op),
             *group.all_gather(x),
         ]
-        found.append({y.dtype for y in results} == {dtype})
-    return found
+        assert {y.dtype for y in results} == {dtype}
 
 
-def empty(rank: int) -> Any:
-    gathered = (
-        ProcessGroup().all_gather(torch.zeros(rank, 0)),
-        ProcessGroup().all_gather(torch.zeros(0, 3)),
-    )
-    # Rank 0 receives nothing, and sends.
-    scattered = ProcessGroup().reduce_scatter([torch.zeros(0), torch.ones(2)])
-    return [[tuple(x.shape) for x in tensors] for tensors in gathered], scattered.tolist()
-
-
-def long(rank: int) -> Any:
-    return [len(x) for x in ProcessGroup().all_gather(torch.zeros(2**19 + rank))]
-
-
-def strided(rank: int) -> Any:
-    x = torch.arange(6.0).view(2, 3).t()
+def empty_tensors_are_gathered_and_scattered(rank: int) -> None:
     group = ProcessGroup()
-    return [
-        group.all_reduce(x),
-        torch.cat(group.all_gather(x)),
-        group.broadcast(x[:, :1].expand(3, 2)),
-    ]
+    assert [x.shape for x in group.all_gather(torch.zeros(rank, 0))] == [(0, 0), (1, 0)]
+    assert [x.shape for x in group.all_gather(torch.zeros(0, 3))] == [(0, 3), (0, 3)]
+    # Rank 0 receives nothing, and sends.
+    assert group.reduce_scatter([torch.zeros(0), torch.ones(2)]).tolist() == [2.0, 2.0] * rank
 
 
-def odd_numbers(rank: int) -> Any:
+def long_tensors_are_gathered(rank: int) -> None:
+    gathered = ProcessGroup().all_gather(torch.zeros(2**19 + rank))
+    assert [len(x) for x in gathered] == [2**19, 2**19 + 1]
+
+
+def strides_do_not_matter(rank: int) -> None:
+    group, x = ProcessGroup(), torch.arange(6.0).view(2, 3).t()
+    torch.testing.assert_close(group.all_reduce(x), 2 * x)
+    torch.testing.assert_close(group.all_gather(x), (x, x))
+    column = x[:, :1].expand(3, 2)
+    torch.testing.assert_close(group.broadcast(column), column)
+
+
+def numbers_of_odd_kinds(rank: int) -> None:
     group, z = ProcessGroup(), torch.tensor([1 + 2j, 3 - 1j]).conj()
+    value = z.clone()
+    for y in (*group.all_gather(z), group.broadcast(z, 1)):
+        torch.testing.assert_close(y, value)
+    for y in (group.all_reduce(z), group.reduce_scatter([z, z])):
+        torch.testing.assert_close(y, 2 * value)
+    long = group.all_reduce(z[:1].expand(8193))  # too long to be gathered
+    torch.testing.assert_close(long, 2 * value[:1].expand(8193))
     large = torch.tensor([60000.0], dtype=torch.float16)
+    assert group.all_reduce(large, "mean") == 60000
+    assert group.broadcast(torch.tensor(-0.0)).signbit()
+    assert group.broadcast(torch.tensor(float("nan") if rank else 1.0)) == 1
     negative = z[:1].imag  # a view, in whose memory is the number without its sign
     assert negative.is_neg()
-    return [
-        group.all_reduce(z),
-        torch.cat(group.all_gather(z)),
-        group.broadcast(z, 1),
-        group.all_reduce(large, "mean"),
-        group.broadcast(torch.tensor(-0.0)).signbit(),
-        group.broadcast(torch.tensor(float("nan") if rank else 1.0)),
-        torch.cat(
-            [
-                group.all_reduce(negative),
-                *group.all_gather(negative),
-                group.broadcast(negative, 1),
-                group.reduce_scatter([negative, negative]),
-            ]
-        ),
-        group.reduce_scatter([z, z]),
-        group.all_reduce(z[:1].expand(8193)),  # too long to be gathered
-    ]
+    assert group.all_reduce(negative) == group.reduce_scatter([negative, negative]) == -4
+    assert torch.cat([*group.all_gather(negative), group.broadcast(negative, 1)]).eq(-2).all()
 
 
-def changed_in_place(rank: int) -> Any:
+def results_may_be_changed_in_place_before_the_backward(rank: int) -> None:
     group, x = ProcessGroup(), torch.tensor([2.0, 5.0 + rank], requires_grad=True)
     for op in OPS:
         total = group.all_reduce(x * 1, op).mul_(2) + group.reduce_scatter([x * 1] * 2, op).mul_(3)
@@ -152,44 +142,38 @@ def changed_in_place(rank: int) -> Any:
     gathered = group.all_gather(x * 1)
     x.grad = None
     sum(y.mul_(10.0 ** (i + 2 * rank)).sum() for i, y in enumerate(gathered)).backward()
-    return x.grad
+    assert x.grad.tolist() == [[101] * 2, [1010] * 2][rank]
 
 
-def traffic(rank: int) -> Any:
-    """The collectives of torch that each call makes."""
-    group, x, found = ProcessGroup(), torch.ones(2), {}
-    long = torch.ones(8192).double()
-    calls = {
-        "all_reduce": lambda: group.all_reduce(x),
-        "all_reduce of at most 64 KiB": lambda: group.all_reduce(long),
-        "all_reduce of more": lambda: group.all_reduce(torch.cat([long, long[:1]])),
-        "broadcast": lambda: group.broadcast(x),
-        "reduce_scatter": lambda: group.reduce_scatter([x, x]),
-        "barrier": group.barrier,
-        "all_gather": lambda: group.all_gather(x),
-        "all_gather of nothing": lambda: group.all_gather(x[:0]),
-        "reduce_scatter of nothing": lambda: group.reduce_scatter([x[:0], x[:0]]),
-    }
-    for name, call in calls.items():
+def each_call_is_one_collective_but_all_gather_which_exchanges_shapes(rank: int) -> None:
+    group, x = ProcessGroup(), torch.ones(2)
+    long = torch.ones(8192).double()  # 64 KiB
+    for call, expected in [
+        (lambda: group.all_reduce(x), ["all_gather"]),
+        (lambda: group.all_reduce(long), ["all_gather"]),
+        (lambda: group.all_reduce(torch.cat([long, long[:1]])), ["all_reduce"]),
+        (lambda: group.broadcast(x), ["broadcast"]),
+        (lambda: group.reduce_scatter([x, x]), ["all_to_all_single"]),
+        (group.barrier, ["barrier"]),
+        (lambda: group.all_gather(x), ["all_gather", "all_gather"]),
+        (lambda: group.all_gather(x[:0]), ["all_gather"]),  # the shapes
+        (lambda: group.reduce_scatter([x[:0], x[:0]]), []),
+    ]:
         with recorded_collectives() as made:
             call()
-        found[name] = [collective for collective, _ in made]
-    return found
+        assert [name for name, _ in made] == expected
 
 
-def batched(rank: int) -> Any:
-    """Gradients of which there are several at once."""
+def batched_gradients_are_refused(rank: int) -> None:
     x, group = torch.ones(2, requires_grad=True), ProcessGroup()
-    errors = []
     for y in (group.all_reduce(x), group.all_gather(x)[0], 2 * group.broadcast(x)):
         call = partial(torch.autograd.grad, y, x, torch.eye(2), is_grads_batched=True)
         error = outcome_of(call).error
+        assert str(error).startswith("collectives between processes take no batched gradients")
         assert not hasattr(error, "__notes__")  # no other rank is to blame
-        errors.append(str(error))
-    return errors
 
 
-def own_results(rank: int) -> Any:
+def argument_is_left_alone(rank: int) -> None:
     group, x, long = ProcessGroup(), torch.ones(2), torch.ones(20_000)
     for y in (
         group.all_reduce(x),
@@ -202,94 +186,123 @@ def own_results(rank: int) -> Any:
         group.barrier()
         assert (y == rank + 5.0).all()
     assert long.eq(1).all()
-    return x
+    assert x.eq(1).all()
 
 
-def objects(rank: int) -> Any:
-    return ProcessGroup().all_gather_object({"rank": rank})
+def objects_are_gathered_in_the_order_of_ranks(rank: int) -> None:
+    assert ProcessGroup().all_gather_object({"rank": rank}) == ({"rank": 0}, {"rank": 1})
 
 
-def bad_input(rank: int) -> Any:
-    return str(outcome_of(lambda: ProcessGroup().all_reduce(3)).error)
+def bad_input_is_refused_by_the_rank_that_has_it(rank: int) -> None:
+    with pytest.raises(TypeError, match=f"^`ProcessGroup`, rank {rank}: all_reduce takes tensors"):
+        ProcessGroup().all_reduce(3)
 
 
-def mismatch_in_all_gather(rank: int) -> Any:
+def diverges(call: Callable[[], Any], *texts: str) -> None:
+    """Asserts that a call raises an error that names both ranks and has some texts."""
+    with pytest.raises(ReplicasDiverged, match=r"rank 0: .*; rank 1: ") as error:
+        call()
+    for text in texts:
+        assert text in str(error.value)
+
+
+def calls_of_all_gather_that_do_not_match_are_named_in_every_rank(rank: int) -> None:
     group = ProcessGroup(name="head")
     group.barrier()
-    error = outcome_of(lambda: group.all_gather(torch.ones(2, 3 + rank))).error
-    assert isinstance(error, ReplicasDiverged)
-    return str(error)
+    diverges(
+        lambda: group.all_gather(torch.ones(2, 3 + rank)),
+        "`head`: the calls do not match: rank 0: `head`, call 2: all_gather() of float32 [2, 3] "
+        "that does not require gradients; rank 1: `head`, call 2: all_gather() of float32 [2, 4] ",
+    )
 
 
-def mismatch_of_layers(rank: int) -> Any:
+def calls_of_other_layers_are_named(rank: int) -> None:
     group = ProcessGroup(name="neck" if rank else "stem")
-    return str(outcome_of(lambda: group.all_gather(torch.ones(2))).error)
+    texts = [f"rank {i}: `{name}`, call 1: all_ga" for i, name in enumerate(["stem", "neck"])]
+    diverges(lambda: group.all_gather(torch.ones(2)), *texts)
 
 
-def under_debug(calls: Sequence[Callable[[], Any]]) -> list[str]:
-    """The errors of calls with ``TORCH_DISTRIBUTED_DEBUG=INFO``."""
+@contextmanager
+def debugging() -> Iterator[None]:
+    """As with ``TORCH_DISTRIBUTED_DEBUG=INFO``."""
     level = distributed.get_debug_level()
     distributed.set_debug_level(distributed.DebugLevel.INFO)
     try:
-        return [str(outcome_of(call).error) for call in calls]
+        yield
     finally:
         distributed.set_debug_level(level)
 
 
-def mismatch_of_widths(rank: int) -> Any:
+@debugging()
+def synchronized_layers_of_different_widths_are_named(rank: int) -> None:
     layer = SynchronizedBatchNorm1d(3 + rank)
-    return under_debug([lambda: layer(torch.randn(2, 3 + rank))])[0]
+    diverges(lambda: layer(torch.randn(2, 3 + rank)), "`SynchronizedBatchNorm1d`: the calls do n")
 
 
-def mismatch_in_requires_grad(rank: int) -> Any:
+def tensors_that_require_gradients_on_some_ranks_only_are_named(rank: int) -> None:
     group, x, y = ProcessGroup(), torch.ones(2, requires_grad=rank == 0), torch.ones(2)
     with torch.no_grad():
         assert torch.cat(group.all_gather(x)).eq(1).all()
-    return [
-        str(outcome_of(lambda: group.all_gather(x)).error),
-        *under_debug([lambda: group.reduce_scatter([y, x])]),
-    ]
+    required = "float32 [2] that requires gradients; rank 1"
+    diverges(lambda: group.all_gather(x), required, "does not require gradients. All")
+    with debugging():
+        diverges(lambda: group.reduce_scatter([y, x]), f"float32 [2], {required}")
 
 
-def mismatch_of_order(rank: int) -> Any:
-    """Two layers of one class and width, in another order on each rank."""
+@debugging()
+def layers_that_are_called_in_another_order_are_named_by_their_paths(rank: int) -> None:
+    """Two layers of one class and width."""
     net = convert_model(nn.Sequential(nn.Sequential(nn.BatchNorm1d(3)), nn.BatchNorm1d(3)))
     first, second = (net[0][0], net[1]) if rank else (net[1], net[0][0])
-    return under_debug([lambda: second(first(torch.randn(2, 3)))])[0]
+    texts = [f"`{path}`, call 1: batch_norm() of float32 [3]" for path in ("1", "0.0")]
+    diverges(lambda: second(first(torch.randn(2, 3))), *texts)
 
 
-def mismatch_under_debug(rank: int) -> Any:
+@debugging()
+def all_calls_are_compared(rank: int) -> None:
     group, x = ProcessGroup(name="tail"), torch.ones(2)
-    return under_debug(
-        [
-            lambda: group.all_reduce(x, "max" if rank else "sum"),
-            lambda: group.barrier() if rank else group.broadcast(x),
-            lambda: group.all_gather_object(x) if rank else group.reduce_scatter([x, x]),
-        ]
+    diverges(
+        lambda: group.all_reduce(x, "max" if rank else "sum"),
+        "rank 0: `tail`, call 1: all_reduce(op='sum') of float32 [2] ",
+    )
+    diverges(
+        lambda: group.barrier() if rank else group.broadcast(x),
+        "rank 0: `tail`, call 2: broadcast(src=0) of float32 [2] ",
+        "rank 1: `tail`, call 2: barrier()",
+    )
+    diverges(
+        lambda: group.all_gather_object(x) if rank else group.reduce_scatter([x, x]),
+        "rank 1: `tail`, call 3: all_gather_object()",
     )
 
 
-def mismatch_in_backward(rank: int) -> list[str]:
-    """Errors of backwards beside a rank that calls something else."""
+@debugging()
+def backwards_are_compared_and_named_after_their_calls(rank: int) -> None:
     group, x = ProcessGroup(name="spine"), torch.ones(2, requires_grad=True)
-    results = [
-        group.all_reduce(x),
-        group.all_reduce(x, "max"),
-        group.all_gather(x)[1],
-        group.reduce_scatter([x, x]),
-        group.broadcast(x),
-    ]
+    calls = {
+        "all_reduce_backward() of float32 [2]": group.all_reduce(x),
+        "all_reduce_backward() of float32 [2, 2]": group.all_reduce(x, "max"),
+        "all_gather_backward() of float32 [2, 2]": group.all_gather(x)[1],
+        "reduce_scatter_backward() of float32 [4]": group.reduce_scatter([x, x]),
+        "broadcast_backward() of float32 [2]": group.broadcast(x),
+    }
     # Gradients of a scattered result differ in length, which is no mismatch.
     tensors = [torch.ones(2 + i, requires_grad=True) for i in range(2)]
-    assert under_debug([lambda: group.reduce_scatter(tensors).sum().backward()]) == ["None"]
-    return under_debug(
-        [group.barrier if rank else partial(y.backward, torch.ones(2)) for y in results]
-    )
+    group.reduce_scatter(tensors).sum().backward()
+    for index, (call, y) in enumerate(calls.items(), 2):
+        diverges(
+            group.barrier if rank else partial(y.backward, torch.ones(2)),
+            f"rank 0: `spine`, call {index}: {call}; rank 1: `spine`, call ",
+        )
 
 
 def beyond_memory() -> int:
     """The smallest number of items of one byte that two ranks cannot gather on this machine."""
     return memory_of(torch.device("cpu")) // 2 + 1
+
+
+def length(value: int) -> Callable[[bytes], bytes]:
+    return lambda packed: value.to_bytes(8, "little", signed=True) + packed[8:]
 
 
 #: What a forger sends instead, given the bytes that it should send.
@@ -299,12 +312,13 @@ FORGERIES: dict[str, Callable[[bytes], bytes]] = {
     "no UTF-8": lambda packed: packed[:8] + b"\x80\xfe" * (len(packed) // 2 - 4),
     "escape sequences": lambda packed: packed[:8] + b"\x1b[2J\r\n" * 80 + packed[488:],
     "a pickle": lambda packed: pickle.dumps(print).ljust(len(packed), b"."),
-    "negative": lambda packed: (-1).to_bytes(8, "little", signed=True) + packed[8:],
-    "most negative": lambda packed: (-(2**63)).to_bytes(8, "little", signed=True) + packed[8:],
-    "huge": lambda packed: (2**63 - 1).to_bytes(8, "little") + packed[8:],
-    "many bytes": lambda packed: (2**38).to_bytes(8, "little") + packed[8:],
-    "more than memory": lambda packed: beyond_memory().to_bytes(8, "little") + packed[8:],
+    "negative": length(-1),
+    "most negative": length(-(2**63)),
+    "huge": length(2**63 - 1),
+    "more than memory": length(beyond_memory()),
+    "many bytes": length(2**38),
 }
+LENGTHS = ("negative", "most negative", "huge", "more than memory")
 
 
 @contextmanager
@@ -323,52 +337,54 @@ def forging(rank: int, forge: Callable[[bytes], bytes]) -> Iterator[None]:
         yield
 
 
-def beside_a_forger(rank: int) -> dict[tuple[str, str], str]:
-    """The errors of calls, in which nothing is unpickled."""
-    group, found = ProcessGroup(name="head"), {}
-    calls = {
-        "numbers": lambda: group.all_gather(torch.ones(2, 3)),
-        "vector": lambda: group.all_gather(torch.ones(2)),
-        "no numbers": lambda: group.all_gather(torch.ones(2, 0)),
-        "object": lambda: group.all_gather_object(2),
+def forged_headers_are_refused_and_their_sender_named(rank: int) -> None:
+    group = ProcessGroup(name="head")
+    calls: dict[Callable[[], Any], Sequence[str]] = {  # some lengths are possible for some calls
+        lambda: group.all_gather(torch.ones(2, 3)): [*FORGERIES],
+        lambda: group.all_gather(torch.ones(2)): [*FORGERIES][:-1],
+        lambda: group.all_gather(torch.ones(2, 0)): [*FORGERIES][:-1],
+        lambda: group.all_gather_object(2): LENGTHS,
     }
-    with mock.patch("pickle.loads", side_effect=AssertionError("unpickled")):
-        for (call, function), (name, forge) in itertools.product(calls.items(), FORGERIES.items()):
-            if (call == "object" and name not in LENGTHS) or (
-                call != "numbers" and name == "many bytes"  # not so many for other calls
+    for call, names in calls.items():
+        for name in names:
+            with (
+                forging(rank, FORGERIES[name]),
+                mock.patch("pickle.loads", side_effect=AssertionError("unpickled")),
+                pytest.raises(ReplicationError) as found,
             ):
-                continue
-            with forging(rank, forge):
-                found[call, name] = repr(outcome_of(function).error)
+                call()
+            error = str(found.value)
+            if name in (*LENGTHS, "many bytes"):
+                assert type(found.value) is ReplicationError
+                assert re.match(
+                    r"`head`, call \d+, all_gather(_object)?: a length must be a whole number "
+                    r"from 0 to \d+ here, and rank 1 announces -?\d+; ",
+                    error,
+                ), (name, error)
+            else:
+                assert type(found.value) is ReplicasDiverged
+                assert "rank 1: " in error
+                assert error.isprintable()
     assert torch.equal(torch.cat(group.all_gather(torch.ones(2))), torch.ones(4))
-    return found
 
 
-LENGTHS = ("negative", "most negative", "huge", "more than memory")
-
-
-def outside_with_replicas(rank: int) -> str:
-    layer = Aware()
-    layer.process_group = distributed.new_group([0])
-    model = DataParallel(layer, ["cpu"] * 2)
-    return str(outcome_of(lambda: model(torch.ones(2))).error)
-
-
-def parts(rank: int) -> Any:
+def groups_of_some_processes(rank: int) -> None:
     group = ProcessGroup(distributed.new_group([0, 1]))
     assert group.split(2) is group
-    return group.rank, group.size, type(group.split(1))
+    assert (group.rank, group.size, type(group.split(1))) == (rank, 2, SoloGroup)
 
 
-def copies(rank: int) -> Any:
-    """A layer that one rank has copied, to keep the best one, say, goes on with the others."""
+def copies_go_on_with_the_others(rank: int) -> None:
+    """A layer that one rank has copied, to keep the best one, say."""
     layer = SynchronizedBatchNorm1d(2)
     layer(torch.ones(3, 2))
     if rank == 0:
         layer = copy.deepcopy(layer)
     layer(torch.ones(3, 2))
     group = copy.deepcopy({"group": ProcessGroup()})["group"]
-    return group.all_gather_object(rank), str(outcome_of(lambda: pickle.dumps(group)).error)
+    assert group.all_gather_object(rank) == (0, 1)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(group)
 
 
 class Aware(ReplicaAware, nn.Module):
@@ -376,242 +392,74 @@ class Aware(ReplicaAware, nn.Module):
         return self.group.all_reduce(x)
 
 
-def aware(rank: int) -> Any:
+def aware_layer_finds_the_processes(rank: int) -> None:
     layer = Aware()
-    first = layer.group
+    assert type(layer.group) is ProcessGroup
     layer.group_size = 1
     assert isinstance(layer.group, SoloGroup)
     layer.group_size = None
-    single = DataParallel(layer, ["cpu"] * 2)(torch.ones(1))  # one replica: the processes
-    several = str(outcome_of(lambda: DataParallel(layer, ["cpu"] * 2)(torch.ones(2))).error)
+    model = DataParallel(layer, ["cpu"] * 2)
+    assert layer(torch.ones(1)) == model(torch.ones(1)) == 2  # in one replica: the processes
+    with pytest.raises(ReplicationError, match="several replicas in each of several processes"):
+        model(torch.ones(2))
     only_own = [distributed.new_group([member]) for member in range(2)]
     layer.process_group = only_own[rank]
-    replicas = DataParallel(layer, ["cpu"] * 2)(torch.ones(2)).tolist()
-    layer.process_group = None
-    return type(first), layer(torch.ones(1)).item(), single.item(), replicas, several
+    assert model(torch.ones(2)).tolist() == [2.0, 2.0]  # of this process
+    if rank == 1:
+        for shape in (1, 2):
+            layer.process_group = only_own[0]
+            with pytest.raises(ValueError, match="`Aware`: this process is not in the process_gr"):
+                model(torch.ones(shape))
 
 
-def alone_on_one_rank(rank: int) -> Any:
-    """A layer that only one rank runs, and groups that all make after that."""
+def layer_that_one_rank_runs_alone_leaves_the_others_in_peace(rank: int) -> None:
     if rank == 0:
         SynchronizedBatchNorm1d(3, group_size=1)(torch.randn(4, 3))
     everyone = ProcessGroup(distributed.new_group([0, 1]))
-    return everyone.all_gather_object(rank)
-
-
-def not_a_member(rank: int) -> Any:
-    alone = distributed.new_group([0])
-    return str(outcome_of(lambda: ProcessGroup(alone)).error)
-
-
-def with_warnings(rank: int) -> Any:
-    """The checks above, and what they warn of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = {check.__name__: check(rank) for check in CHECKS}
-    return found, [str(warning.message) for warning in caught]
+    assert everyone.all_gather_object(rank) == (0, 1)
 
 
 CHECKS = [
-    dtypes, empty, long, strided, odd_numbers, changed_in_place, traffic, batched, own_results,
-    objects,
-    bad_input, mismatch_in_all_gather, mismatch_of_layers, mismatch_of_widths,
-    mismatch_in_requires_grad, mismatch_of_order, mismatch_under_debug, parts, copies,
-    alone_on_one_rank, aware, not_a_member, mismatch_in_backward, beside_a_forger,
-    outside_with_replicas,
+    dtype_stays, empty_tensors_are_gathered_and_scattered, long_tensors_are_gathered,
+    strides_do_not_matter, numbers_of_odd_kinds,
+    results_may_be_changed_in_place_before_the_backward,
+    each_call_is_one_collective_but_all_gather_which_exchanges_shapes,
+    batched_gradients_are_refused, argument_is_left_alone,
+    objects_are_gathered_in_the_order_of_ranks, bad_input_is_refused_by_the_rank_that_has_it,
+    calls_of_all_gather_that_do_not_match_are_named_in_every_rank,
+    calls_of_other_layers_are_named, synchronized_layers_of_different_widths_are_named,
+    tensors_that_require_gradients_on_some_ranks_only_are_named,
+    layers_that_are_called_in_another_order_are_named_by_their_paths, all_calls_are_compared,
+    backwards_are_compared_and_named_after_their_calls, groups_of_some_processes,
+    copies_go_on_with_the_others, layer_that_one_rank_runs_alone_leaves_the_others_in_peace,
+    aware_layer_finds_the_processes, forged_headers_are_refused_and_their_sender_named,
 ]  # fmt: skip
 
 
+def failures(rank: int) -> dict[str, str]:
+    """What is wrong, by the name of the check."""
+    found = {}
+    for check in CHECKS:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                check(rank)
+            except BaseException:
+                found[check.__name__] = traceback.format_exc()
+        if caught:
+            found[check.__name__] = str([str(warning.message) for warning in caught])
+    return found
+
+
 @pytest.fixture(scope="module")
-def two() -> list[Any]:
-    return run_ranks(2, with_warnings)
+def two() -> list[dict[str, str]]:
+    return run_ranks(2, failures)
 
 
-def test_nothing_warns(two):
-    assert [caught for _, caught in two] == [[], []]
-
-
-def test_dtype_stays(two):
-    assert [found["dtypes"] for found, _ in two] == [[True] * 5] * 2
-
-
-def test_empty_tensors_are_gathered_and_scattered(two):
-    shapes = [[(0, 0), (1, 0)], [(0, 3), (0, 3)]]
-    assert [found["empty"] for found, _ in two] == [(shapes, []), (shapes, [2.0, 2.0])]
-
-
-def test_long_tensors_are_gathered(two):
-    assert [found["long"] for found, _ in two] == [[2**19, 2**19 + 1]] * 2
-
-
-def test_strides_do_not_matter(two):
-    x = torch.arange(6.0).view(2, 3).t()
-    expected = [2 * x, torch.cat([x, x]), x[:, :1].expand(3, 2)]
-    for found, _ in two:
-        torch.testing.assert_close(found["strided"], expected)
-
-
-def test_numbers_of_odd_kinds(two):
-    z = torch.tensor([1 - 2j, 3 + 1j])
-    for found, _ in two:
-        total, gathered, sent, mean, is_negative, one, negatives, *own = found["odd_numbers"]
-        torch.testing.assert_close([total, gathered, sent], [2 * z, torch.cat([z, z]), z])
-        assert mean == 60000
-        assert is_negative
-        assert one == 1
-        assert negatives.tolist() == [-4, -2, -2, -2, -4]
-        torch.testing.assert_close(own, [2 * z, 2 * z[:1].expand(8193)])
-
-
-def test_results_may_be_changed_in_place_before_the_backward(two):
-    assert [found["changed_in_place"].tolist() for found, _ in two] == [[101] * 2, [1010] * 2]
-
-
-def test_each_call_is_one_collective_but_all_gather_which_exchanges_shapes(two):
-    expected = {
-        "all_reduce": ["all_gather"],
-        "all_reduce of at most 64 KiB": ["all_gather"],
-        "all_reduce of more": ["all_reduce"],
-        "broadcast": ["broadcast"],
-        "reduce_scatter": ["all_to_all_single"],
-        "barrier": ["barrier"],
-        "all_gather": ["all_gather", "all_gather"],
-        "all_gather of nothing": ["all_gather"],  # the shapes
-        "reduce_scatter of nothing": [],
-    }
-    assert [found["traffic"] for found, _ in two] == [expected] * 2
-
-
-def test_batched_gradients_are_refused(two):
-    for found, _ in two:
-        for error in found["batched"]:
-            assert error.startswith("collectives between processes take no batched gradients")
-
-
-def test_argument_is_left_alone(two):
-    assert all(torch.equal(found["own_results"], torch.ones(2)) for found, _ in two)
-
-
-def test_objects_are_gathered_in_the_order_of_ranks(two):
-    assert two[0][0]["objects"] == ({"rank": 0}, {"rank": 1})
-
-
-def test_bad_input_is_refused_by_the_rank_that_has_it(two):
-    assert "`ProcessGroup`, rank 1: all_reduce takes tensors (got int); " in two[1][0]["bad_input"]
-
-
-def test_calls_of_all_gather_that_do_not_match_are_named_in_every_rank(two):
-    for found, _ in two:
-        assert found["mismatch_in_all_gather"].startswith(
-            "`head`: the calls do not match: rank 0: `head`, call 2: all_gather() of float32 "
-            "[2, 3] that does not require gradients; rank 1: `head`, call 2: all_gather() of "
-            "float32 [2, 4] that does not"
-        )
-
-
-def test_tensors_that_require_gradients_on_some_ranks_only_are_named(two):
-    for found, _ in two:
-        gathered, scattered = found["mismatch_in_requires_grad"]
-        assert re.search("rank 0: .*all_gather.. of float32 .2. that requires", gathered)
-        assert re.search("rank 1: .*all_gather.. of float32 .2. that does not", gathered)
-        assert "float32 [2], float32 [2] that requires gradients; rank 1: `Pro" in scattered
-
-
-def test_calls_of_other_layers_are_named(two):
-    for found, _ in two:
-        error = found["mismatch_of_layers"]
-        assert "rank 0: `stem`, call 1: all_gather() of float32 [2] that does not" in error
-        assert "rank 1: `neck`, call 1: all_gather() of" in error
-
-
-def test_synchronized_layers_of_different_widths_are_named(two):
-    for found, _ in two:
-        assert found["mismatch_of_widths"].startswith(
-            "`SynchronizedBatchNorm1d`: the calls do not match: rank 0: "
-        )
-
-
-def test_under_debug_layers_that_are_called_in_another_order_are_named_by_their_paths(two):
-    for found, _ in two:
-        for path in ("1", "0.0"):
-            assert f"`{path}`, call 1: batch_norm() of float32 [3]" in found["mismatch_of_order"]
-
-
-def test_under_debug_all_calls_are_compared(two):
-    for found, _ in two:
-        first, second, third = found["mismatch_under_debug"]
-        assert "the calls do not match: rank 0: `tail`, call 1: all_reduce(op='s" in first
-        assert "rank 0: `tail`, call 2: broadcast(src=0) of float32 [2]" in second
-        assert "rank 1: `tail`, call 2: barrier()" in second
-        assert "rank 1: `tail`, call 3: all_gather_object()" in third
-
-
-def test_groups_of_some_processes(two):
-    assert [found["parts"] for found, _ in two] == [(0, 2, SoloGroup), (1, 2, SoloGroup)]
-
-
-def test_copies_go_on_with_the_others(two):
-    for found, _ in two:
-        gathered, error = found["copies"]
-        assert gathered == (0, 1)
-        assert "cannot be pickled: it connects the processes of this run" in error
-
-
-def test_aware_layer_finds_the_processes(two):
-    for found, _ in two:
-        kind, alone, single, replicas, several = found["aware"]
-        assert (kind, alone, single) == (ProcessGroup, 2.0, 2.0)
-        assert replicas == [2.0, 2.0]  # of this process
-        assert "several replicas in each of several processes" in several
-        assert "DistributedDataParallel" in several and "process_group" in several
-
-
-def test_layer_that_one_rank_runs_alone_leaves_the_others_in_peace(two):
-    assert [found["alone_on_one_rank"] for found, _ in two] == [(0, 1)] * 2
-
-
-def test_process_outside_the_group_is_refused(two):
-    assert two[0][0]["not_a_member"] == "None"
-    assert "`ProcessGroup`: this process is not in the process_group" in two[1][0]["not_a_member"]
-
-
-def test_replicas_in_a_process_outside_the_group_are_refused(two):
-    assert two[0][0]["outside_with_replicas"] == "None"
-    assert (
-        "`Aware`: this process is not in the process_group" in (two[1][0]["outside_with_replicas"])
-    )
-
-
-def test_under_debug_backwards_are_compared_and_named_after_their_calls(two):
-    calls = [
-        "all_reduce_backward() of float32 [2]",
-        "all_reduce_backward() of float32 [2, 2]",
-        "all_gather_backward() of float32 [2, 2]",
-        "reduce_scatter_backward() of float32 [4]",
-        "broadcast_backward() of float32 [2]",
-    ]
-    for found, _ in two:
-        for index, (call, error) in enumerate(
-            zip(calls, found["mismatch_in_backward"], strict=True), 2
-        ):
-            assert f"rank 0: `spine`, call {index}: {call}; rank 1: `spine`, call " in error
-
-
-def test_forged_headers_are_refused_and_their_sender_named(two):
-    first, second = (found["beside_a_forger"] for found, _ in two)
-    for (call, name), error in first.items():
-        if name in LENGTHS or name == "many bytes":
-            assert re.match(
-                r"ReplicationError\('`head`, call \d+, all_gather(_object)?: a length must be a "
-                r"whole number from 0 to \d+ here, and rank 1 announces -?\d+; ",
-                error,
-            ), (call, name, error)
-        else:
-            assert error.startswith("ReplicasDiverged(")
-            assert "rank 1: " in error
-            assert "\\x1b" not in error
-            assert "\\n" not in error
-        assert error == second[call, name].replace("rank 1: a", "rank 0: a")
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_two_ranks(two, check):
+    for rank, found in enumerate(two):
+        assert check.__name__ not in found, f"rank {rank}: {found[check.__name__]}"
 
 
 # -- headers -----------------------------------------------------------------------------------
@@ -692,7 +540,6 @@ def test_calls_of_all_backwards_of_a_collective_have_one_name():
     first = Call("all_gather", where="`head`, call 1").backward(torch.ones(2))
     second = first.backward(torch.ones(2))
     assert [str(call) for call in (first, second)] == ["all_gather_backward() of float32 [2]"] * 2
-    assert first.in_backward
 
 
 def test_calls_whose_texts_are_cut_before_they_differ_are_named_one_by_one():
@@ -703,33 +550,32 @@ def test_calls_whose_texts_are_cut_before_they_differ_are_named_one_by_one():
         check_same_call(described, "`head`", range(2), "rank")
 
 
-# -- some of three ranks, and a second life ----------------------------------------------------
+# -- other groups, and the end of groups -------------------------------------------------------
 
 
-def some_of_three(rank: int) -> Any:
+def some_of_three_ranks(rank: int, _: str) -> None:
     last_two = distributed.new_group([1, 2])
-    found = {}
     if rank:
         group = ProcessGroup(last_two)
-        found["broadcast"] = group.broadcast(torch.tensor(rank), src=1).item()
-        found["of one"] = group.split(1).all_gather_object(rank)
+        assert group.broadcast(torch.tensor(rank), src=1) == 2
+        assert group.split(1).all_gather_object(rank) == (rank,)
     whole, again = ProcessGroup(), ProcessGroup()
     part = whole.split(2)
-    found["part"] = part.all_gather_object(rank)
-    found["shared"] = rank == 2 or part.process_group is again.split(2).process_group
-    found["timeout"] = rank == 2 or timeout_of(part.process_group).total_seconds() == TIMEOUT
-    return found
+    assert part.all_gather_object(rank) == ((2,) if rank == 2 else (0, 1))
+    if rank != 2:
+        assert part.process_group is again.split(2).process_group
+        assert timeout_of(part.process_group).total_seconds() == TIMEOUT
 
 
-def part_of_some(rank: int) -> Any:
-    """What the parts of a group gather without rank 0, which is not in the group."""
+def group_of_some_of_four_ranks_is_split_without_the_others(rank: int, _: str) -> None:
     group = distributed.new_group([1, 2, 3])
-    return ProcessGroup(group).split(2).all_gather_object(rank) if rank else None
+    if rank:
+        gathered = ProcessGroup(group).split(2).all_gather_object(rank)
+        assert gathered == ((3,) if rank == 3 else (1, 2))
 
 
-def forward_mode(rank: int) -> Any:
-    """The errors of each collective."""
-    group, found = ProcessGroup(), []
+def derivatives_in_forward_mode_are_refused(rank: int, _: str) -> None:
+    group = ProcessGroup()
     warnings.simplefilter("ignore")  # of torch, about what it imports for this
     for call in (
         group.all_gather,
@@ -738,103 +584,106 @@ def forward_mode(rank: int) -> Any:
         group.all_reduce,
         group.broadcast,
     ):
-        with forward_ad.dual_level():
-            x = forward_ad.make_dual(torch.ones(2), torch.ones(2))
-            found.append(repr(outcome_of(partial(call, x)).error))
-    return found
+        with (
+            forward_ad.dual_level(),
+            pytest.raises(NotImplementedError, match="forward-mode derivatives do not reach"),
+        ):
+            call(forward_ad.make_dual(torch.ones(2), torch.ones(2)))
 
 
-def kept_by_others(rank: int) -> Any:
-    errors = []
+def backward_after_destroy_is_an_error_while_the_group_is_referenced(rank: int, _: str) -> None:
     for kept in (distributed.new_group([0, 1]), distributed.group.WORLD):
-        x = torch.ones(2, requires_grad=True)
-        y = ProcessGroup(kept).all_reduce(x)
+        y = ProcessGroup(kept).all_reduce(torch.ones(2, requires_grad=True))
         distributed.barrier()
         distributed.destroy_process_group(kept)
-        errors.append(str(outcome_of(partial(y.backward, torch.ones(2))).error))
-    return errors
+        with pytest.raises(ReplicationError, match="the process group has been destroyed"):
+            y.backward(torch.ones(2))
 
 
-def destroyed(rank: int, store: str) -> dict[str, str]:
-    """The errors of layers and groups whose process group is gone."""
+def destroyed_process_group_is_named_with_its_layer(rank: int, store: str) -> None:
     pair, whole = distributed.new_group([0, 1]), distributed.group.WORLD
     own = [distributed.new_group([member]) for member in range(2)][rank]
-    layers = {
-        "of a group": SynchronizedBatchNorm1d(2, process_group=pair),
-        "of the world": SynchronizedBatchNorm1d(2, process_group=whole),
-        "converted": convert_model(nn.Sequential(nn.BatchNorm1d(2)), process_group=pair),
-        "aware": Aware(),
-        "alone": SynchronizedBatchNorm1d(2, process_group=own),
-    }
-    layers["aware"].process_group = pair
-    layers["copied"] = copy.deepcopy(layers["of a group"])
-    layers["replicas"] = DataParallel(copy.deepcopy(layers["aware"]), ["cpu"] * 2)
+    of_pair = SynchronizedBatchNorm1d(2, process_group=pair)
+    of_world = SynchronizedBatchNorm1d(2, process_group=whole)
+    aware = Aware()
+    aware.process_group = pair
     x = torch.randn(4, 2, requires_grad=True)
-    calls = {name: partial(layer, x) for name, layer in layers.items()}
-    graphs = {name: layers[name](x) for name in ("of a group", "of the world", "aware")}
-    groups = [ProcessGroup(pair, "kept"), ProcessGroup(whole, "whole")]
-    found = {}
 
-    def note(when: str) -> None:
-        for name, call in calls.items():
-            found[f"{name}, {when}"] = repr(outcome_of(call).error)
-        for name, y in graphs.items():
-            call = partial(y.sum().backward, retain_graph=True)
-            found[f"backward {name}, {when}"] = repr(outcome_of(call).error)
-        for group in groups:
-            call = partial(group.all_reduce, torch.ones(2))
-            found[f"{group._name}, {when}"] = repr(outcome_of(call).error)
-        found[f"made, {when}"] = repr(outcome_of(lambda: ProcessGroup(pair, "made")).error)
+    def calls_of(layer: nn.Module, name: str) -> list[tuple[str, Callable[[], Any]]]:
+        backward = partial(layer(x).sum().backward, retain_graph=True)
+        return [(f"`{name}`", partial(layer, x)), (f"`{name}`, rank {rank}", backward)]
+
+    replicas = DataParallel(copy.deepcopy(aware), ["cpu"] * 2)
+    converted = convert_model(nn.Sequential(nn.BatchNorm1d(2)), process_group=pair)
+    calls = [
+        *calls_of(of_pair, "SynchronizedBatchNorm1d"),
+        *calls_of(aware, "Aware"),
+        ("`0`", partial(converted, x)),
+        ("`kept`, rank", partial(ProcessGroup(pair, "kept").all_reduce, x)),
+        ("`made`", lambda: ProcessGroup(pair, "made")),
+        ("", partial(copy.deepcopy(of_pair), x)),
+        ("", partial(SynchronizedBatchNorm1d(2, process_group=own), x)),
+        ("", partial(replicas, x)),
+    ]
+    calls_of_world = [
+        *calls_of(of_world, "SynchronizedBatchNorm1d"),
+        ("`whole`, rank", partial(ProcessGroup(whole, "whole").all_reduce, x)),
+    ]
+
+    def all_are_refused() -> None:
+        for where, call in calls:
+            with pytest.raises(ReplicationError, match=f"^{where}.*: the process group has been"):
+                call()
 
     distributed.barrier()
     distributed.destroy_process_group(pair)
     distributed.destroy_process_group(own)
-    of_world = {name: calls.pop(name) for name in ["of the world"]}
-    graph_of_world, group_of_world = graphs.pop("of the world"), groups.pop()
-    note("before the others")
+    all_are_refused()
     distributed.barrier()
     distributed.destroy_process_group()
-    calls |= of_world
-    graphs["of the world"] = graph_of_world
-    groups.append(group_of_world)
-    note("after all")
-    for name in ("of a group", "of the world"):
-        layers[name].eval()(x)  # needs no group
-        layers[name].train()
+    calls += calls_of_world
+    all_are_refused()
+    for layer in (of_pair, of_world):
+        layer.eval()(x)  # needs no group
+        layer.train()
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     distributed.new_group([0, 1])
-    note("in a new world")
-    layers["of a group"].process_group = None
-    found["mended"] = repr(outcome_of(partial(layers["of a group"], x)).error)
-    return found
+    all_are_refused()
+    of_pair.process_group = None
+    of_pair(x)
 
 
-def parts_of_destroyed_groups(rank: int, store: str) -> Any:
-    """Errors, and the objects that a part gathers in a new world."""
+def part_of_a_group_is_not_used_by_three_ranks_after_either_is_destroyed(
+    rank: int, store: str
+) -> None:
     part = ProcessGroup(name="stem").split(2)
     distributed.barrier()
     if rank != 2:
         distributed.destroy_process_group(part.process_group)
-    error = outcome_of(lambda: ProcessGroup(name="stem").split(2)).error
+        with pytest.raises(ReplicationError, match="`stem, ranks 0-1`: the process group has bee"):
+            ProcessGroup(name="stem").split(2)
     kept = distributed.group.WORLD  # as if another object had kept it
     distributed.barrier()
     distributed.destroy_process_group()
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     assert kept is not distributed.group.WORLD
-    return repr(error), ProcessGroup().split(2).all_gather_object(rank)
+    gathered = ProcessGroup().split(2).all_gather_object(rank)
+    assert gathered == ((2,) if rank == 2 else (0, 1))
 
 
-def of_a_mesh(rank: int) -> Any:
+def groups_of_a_device_mesh(rank: int, _: str) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("rows", "columns"))
     rows, columns = (Aware(), Aware())
     rows.process_group, columns.process_group = (mesh.get_group(i) for i in range(2))
-    before = [layer(torch.ones(1)).item() for layer in (rows, columns)]
+    assert [layer(torch.ones(1)).item() for layer in (rows, columns)] == [2, 1]
     distributed.barrier()
     distributed.destroy_process_group()
-    return before, repr(outcome_of(lambda: rows(torch.ones(1))).error)
+    with pytest.raises(ReplicationError, match="`Aware`: the process group has been destroyed"):
+        rows(torch.ones(1))
 
 
-def let_go(rank: int) -> Any:
+def graph_does_not_keep_the_process_group(rank: int, _: str) -> None:
+    """Whose threads would run on while Python shuts down, which then aborts at times."""
     layer, x = SynchronizedBatchNorm1d(2), torch.randn(4, 2, requires_grad=True)
     y = layer(x)
     loss = (y * torch.randn(4, 2)).sum() + layer.group.all_reduce(x).sum()
@@ -842,82 +691,38 @@ def let_go(rank: int) -> Any:
     world = weakref.ref(distributed.group.WORLD)
     distributed.barrier()
     distributed.destroy_process_group()
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(ReplicationError, match="the process group has been destroyed"):
         loss.backward()
-    return world(), str(error.value)
+    assert world() is None
 
 
-def second_life(rank: int, store: str) -> Any:
+def layer_outlives_the_processes_it_was_used_with(rank: int, store: str) -> None:
     layer = Aware()
-    before = layer(torch.ones(1)).item()
+    assert layer(torch.ones(1)) == 2
     distributed.barrier()
     distributed.destroy_process_group()
-    alone = layer(torch.ones(1)).item()
+    assert layer(torch.ones(1)) == 1
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    return before, alone, layer(torch.ones(1)).item()
+    assert layer(torch.ones(1)) == 2
 
 
-def test_some_of_three_ranks():
-    first, second, third = run_ranks(3, some_of_three)
-    assert "broadcast" not in first
-    assert [found["broadcast"] for found in (second, third)] == [2, 2]
-    assert [found["of one"] for found in (second, third)] == [(1,), (2,)]
-    assert [found["part"] for found in (first, second, third)] == [(0, 1), (0, 1), (2,)]
-    assert all(found["shared"] and found["timeout"] for found in (first, second, third))
-
-
-def test_group_of_some_processes_is_split_without_the_others():
-    assert run_ranks(4, part_of_some) == [None, (1, 2), (1, 2), (3,)]
-
-
-def test_derivatives_in_forward_mode_are_refused():
-    for messages in run_ranks(2, forward_mode):
-        text = "transforms and forward-mode derivatives do not reach the other members"
-        assert all(text in message for message in messages), messages
-
-
-def test_backward_after_destroy_is_an_error_while_the_group_is_referenced():
-    for messages in run_ranks(2, kept_by_others):
-        assert all("the process group has been destroyed" in message for message in messages)
-
-
-def test_destroyed_process_group_is_named_with_its_layer(tmp_path):
-    for found in run_ranks(2, destroyed, str(tmp_path / "store")):
-        assert found.pop("mended") == "None"
-        assert len(found) == 10 + 13 + 13
-        for name, error in found.items():
-            assert error.startswith("ReplicationError("), (name, error)
-            assert "the process group has been destroyed; call torch.distributed" in error, name
-        for when in ("before the others", "after all", "in a new world"):
-            for name, where in {
-                "of a group": "`SynchronizedBatchNorm1d`: ",
-                "converted": "`0`: ",
-                "aware": "`Aware`: ",
-                "backward aware": "`Aware`, rank ",
-                "kept": "`kept`, rank ",
-                "made": "`made`: ",
-            }.items():
-                assert where in found[f"{name}, {when}"]
-
-
-def test_part_of_a_group_is_not_used_after_either_is_destroyed(tmp_path):
-    results = run_ranks(3, parts_of_destroyed_groups, str(tmp_path / "store"))
-    for error, _ in results[:2]:
-        assert "`stem, ranks 0-1`: the process group has been destroyed" in error
-    assert [gathered for _, gathered in results] == [(0, 1), (0, 1), (2,)]
-
-
-def test_groups_of_a_device_mesh():
-    for before, error in run_ranks(2, of_a_mesh):
-        assert before == [2, 1]
-        assert "`Aware`: the process group has been destroyed" in error
-
-
-def test_a_graph_does_not_keep_the_process_group():
-    # Its threads would run on while Python shuts down, which then aborts at times.
-    for world, message in run_ranks(2, let_go):
-        assert world is None
-        assert "the process group has been destroyed; call torch.distributed.destroy" in message
+@pytest.mark.parametrize(
+    ("size", "check"),
+    [
+        (3, some_of_three_ranks),
+        (4, group_of_some_of_four_ranks_is_split_without_the_others),
+        (2, derivatives_in_forward_mode_are_refused),
+        (2, backward_after_destroy_is_an_error_while_the_group_is_referenced),
+        (2, destroyed_process_group_is_named_with_its_layer),
+        (3, part_of_a_group_is_not_used_by_three_ranks_after_either_is_destroyed),
+        (2, groups_of_a_device_mesh),
+        (2, graph_does_not_keep_the_process_group),
+        (2, layer_outlives_the_processes_it_was_used_with),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_ranks(size, check, tmp_path):
+    run_ranks(size, check, str(tmp_path / "store"))
 
 
 FIRST_CALL = """
@@ -938,10 +743,6 @@ print(world(), [name for name in ("torch._dynamo", "torch.distributed.nn") if na
 def test_the_first_call_does_not_import_the_compiler(tmp_path):
     done = run_python("-c", FIRST_CALL, f"file://{tmp_path}/store")
     assert done.stdout == "None []\n", done.stderr
-
-
-def test_layer_outlives_the_processes_it_was_used_with(tmp_path):
-    assert run_ranks(2, second_life, str(tmp_path / "store")) == [(2, 1, 2)] * 2
 
 
 def test_without_torch_distributed_it_says_what_to_do():

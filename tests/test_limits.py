@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from contextvars import ContextVar
 
 import pytest
 import torch
@@ -46,36 +45,6 @@ def test_batch_norm_in_a_module_list():
             return self.norms[0](x)
 
     assert verify(convert_model(Net()), torch.randn(8, 3), CPUS)
-
-
-def test_context_variables_of_the_caller_reach_replicas():
-    variable: ContextVar[int] = ContextVar("variable")
-
-    class Adds(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + variable.get()
-
-    for value in (3, 4):
-        variable.set(value)
-        assert DataParallel(Adds(), CPUS)(torch.zeros(4, 1)).tolist() == [[value]] * 4
-
-
-def test_saved_tensor_hooks_inside_the_forward():
-    packed: list[Tensor] = []
-
-    class Saves(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda t: t):
-                return super().forward(x)
-
-        @staticmethod
-        def pack(tensor: Tensor) -> Tensor:
-            packed.append(tensor)
-            return tensor
-
-    net = convert_model(Saves(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-    DataParallel(net, CPUS)(torch.randn(8, 3)).sum().backward()
-    assert packed
 
 
 def test_dropout_between_checkpoints():
@@ -154,10 +123,3 @@ def test_buffers_that_copy_0_writes_in_place_last():
     DataParallel(net, CPUS)(torch.ones(4, 1))
     assert net.seen == 1
     assert not hasattr(net, "lost")
-
-
-def test_functional_call_of_a_module_that_contains_a_data_parallel():
-    net = nn.Sequential(DataParallel(nn.Linear(3, 1), CPUS))
-    zeros = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
-    y = torch.func.functional_call(net, zeros, (torch.randn(4, 3),))
-    assert not y.any()

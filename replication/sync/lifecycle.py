@@ -297,6 +297,8 @@ def add_failure_note(
         + (f" on {device}" if device is not None else "")
         + (f", module `{path_or_root(path)}`" if path is not None else ""),
     )
+    if type(error) is AttributeError and error.name == "group":
+        add_note(error, "a layer has a group if its class derives from replication.ReplicaAware")
 
 
 def failing_path(error: BaseException, root: nn.Module) -> str | None:

@@ -98,12 +98,6 @@ def test_overridden_callback_that_calls_super_works():
     assert DataParallel(Numbered(), ["cpu"] * 2)(torch.ones(2, 1)).tolist() == [[2], [3]]
 
 
-def test_copies_in_a_customized_data_parallel_communicate():
-    model = CustomDataParallel(Total(), 2)
-    patch_replication_callback(model)
-    assert model(torch.ones(4, 1)).tolist() == [[4]] * 4
-
-
 def test_data_parallel_inside_a_replica_has_separate_groups():
     inner = DataParallel(Total(), ["cpu"] * 2)
     outer = DataParallel(nn.Sequential(Total(), inner), ["cpu"] * 2)
@@ -126,6 +120,16 @@ def test_group_is_its_name():
         class Method(Total):
             def group(self) -> None:
                 pass
+
+
+def test_layer_without_the_mixin_is_told_of_it():
+    class Forgets(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.group.all_reduce(x)
+
+    with pytest.raises(AttributeError) as error:
+        DataParallel(Forgets(), ["cpu"] * 2)(torch.ones(2, 1))
+    assert "derives from replication.ReplicaAware" in error.value.__notes__[1]
 
 
 def test_context_may_have_a_group_of_its_users():
@@ -151,14 +155,6 @@ def test_replica_without_a_group_warns_once_and_names_the_remedy():
     assert found.category is UnsynchronizedWarning
     assert "Total() is in a replica that is not connected to the others" in str(found.message)
     assert "patch_replication_callback(model)" in str(found.message)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_a_copy_of_what_has_warned_warns_again(copied):
-    net = Total()
-    for module in (net, copied(net)):
-        with pytest.warns(UserWarning, match="is not connected to the others"):
-            CustomDataParallel(module, 2)(torch.ones(2, 1))
 
 
 class Calls(nn.Module):
@@ -194,12 +190,13 @@ def test_warning_of_a_layer_points_at_the_line_that_calls_it(torchs_own):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_warning_leaves_nothing_on_the_original(copied):
+def test_warning_leaves_nothing_on_the_original_and_a_copy_warns_again(copied):
     layer = Total()
     before = dict(vars(layer))
-    for other in (layer, copied(layer)):
-        with pytest.warns(UnsynchronizedWarning):
-            CustomDataParallel(other, 2)(torch.ones(2, 1))
+    early = copied(layer)
+    for make in (lambda: layer, lambda: early, lambda: copied(layer)):
+        with pytest.warns(UnsynchronizedWarning, match="is not connected to the others"):
+            CustomDataParallel(make(), 2)(torch.ones(2, 1))
     assert vars(layer) == before
 
 

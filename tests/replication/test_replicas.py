@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import queue
-import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -416,38 +415,28 @@ def assert_found(pattern: str, text: str) -> None:
         raise AssertionError(text)
 
 
-def test_every_replica_gets_an_error_that_names_the_calls():
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_replica_gets_an_error_that_names_the_calls_and_the_part(size):
     errors = []
 
     def member(group: Group, x: Tensor) -> Any:
-        outcome = outcome_of(
-            lambda: group.all_reduce(x) if group.rank else group.all_reduce(x, "max")
-        )
-        errors.append(outcome.error)
-        raise outcome.error
+        part = group.split(size)
+        if part.size == 3 or group.rank > 1:
+            outcome = outcome_of(lambda: part.all_reduce(x, "sum" if part.rank else "max"))
+            errors.append(outcome.error)
+            raise outcome.error
 
-    failure(member, [torch.zeros(2)] * 3)
-    kinds = sorted(type(error).__name__ for error in errors)
-    assert kinds == ["ReplicaFailed", "ReplicaFailed", "ReplicasDiverged"]
+    failure(member, [torch.zeros(2)] * (3 if size == 3 else 4))
+    assert sorted(type(error).__name__ for error in errors) == [
+        *["ReplicaFailed"] * (size - 1),
+        "ReplicasDiverged",
+    ]
+    names = {
+        2: "`0.1, replicas 2-3`, call 1.*replica 2: .*'max'.*replica 3: .*'sum'",
+        3: "`0.1`, call 1.*replica 0.*op='max'.*replicas 1, 2.*op='sum'",
+    }
     for error in errors:
-        assert_found("call 1.*replica 0.*op='max'.*replicas 1, 2.*op='sum'", str(error))
-
-
-def test_calls_of_a_part_that_do_not_match_are_named_by_replica():
-    errors = []
-
-    def member(group: Group, x: Tensor) -> Any:
-        part = group.split(2)
-        if group.rank < 2:
-            return x
-        outcome = outcome_of(lambda: part.all_reduce(x, "sum" if part.rank else "max"))
-        errors.append(str(outcome.error))
-        raise outcome.error
-
-    failure(member, [torch.zeros(2)] * 4)
-    for error in errors:
-        assert_found("`0.1, replicas 2-3`, call 1.*replica 2: .*'max'.*replica 3: .*'sum'", error)
-    assert [error for error in errors if re.match("replica [23] of 4 failed with", error)]
+        assert_found(names[size], str(error))
 
 
 def test_whole_and_part_are_told_apart():
@@ -576,13 +565,14 @@ def test_a_level_of_forward_mode_without_derivatives_changes_nothing(name):
         torch.testing.assert_close(in_replicas(CALLS[name], [(x,)] * 2), expected)
 
 
-def test_collective_in_a_callback_is_refused_at_once():
+@pytest.mark.parametrize("size", [1, 2])
+def test_collective_in_a_callback_is_refused_at_once(size):
     class Early(nn.Module):
         def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
             ctx.group(copy_id).barrier()
 
-    with pytest.raises(ReplicationError, match=r"`(.*)`, replica 0: barrier in a .*callback"):
-        execute_replication_callbacks(replicate(Early(), several(2)))
+    with pytest.raises(ReplicationError, match="barrier in a replication callback"):
+        execute_replication_callbacks(replicate(Early(), several(size)))
 
 
 def test_collective_after_the_forward_is_refused_at_once():
@@ -655,13 +645,6 @@ def test_group_can_be_used_by_a_thread_that_a_replica_has_started():
     assert in_replicas(member, [()] * 3) == [torch.full((1,), 3.0)] * 3
 
 
-def test_message_of_a_failed_call_answers_no_later_one():
-    groups = in_replicas(lambda group: group, [()] * 2)
-    for group in (groups[1], groups[0]):
-        with pytest.raises(ReplicationError):
-            group.all_reduce(torch.ones(1))
-
-
 @pytest.mark.parametrize("twice", [0, 1])
 def test_second_thread_of_a_member_that_waits_is_refused_at_once(twice):
     refused: queue.Queue[str] = queue.Queue()
@@ -686,15 +669,6 @@ def test_second_thread_of_a_member_that_waits_is_refused_at_once(twice):
 
 
 # -- life --------------------------------------------------------------------------------------
-
-
-def test_collective_in_a_callback_of_a_single_copy_is_refused():
-    class Early(nn.Module):
-        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-            ctx.group(copy_id).all_reduce(torch.ones(1))
-
-    with pytest.raises(ReplicationError, match="all_reduce in a replication callback"):
-        execute_replication_callbacks(replicate(Early(), ["cpu"]))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])

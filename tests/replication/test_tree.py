@@ -41,23 +41,21 @@ def seen(value: Any, devices: int) -> list[Any]:
 # -- objects that travel as they are -----------------------------------------------------------
 
 
-class Plain:
-    """Registered with torch's pytree, without names for its parts."""
+def registered(kind: Any) -> Any:
+    """Registers a class that has ``parts`` with torch's pytree, without names for them."""
+    _pytree.register_pytree_node(kind, lambda x: (list(x.parts), None), lambda xs, _: kind(*xs))
+    return kind
 
+
+@registered
+class Plain:
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
 
 
-_pytree.register_pytree_node(Plain, lambda x: (list(x.parts), None), lambda xs, _: Plain(*xs))
-
-
+@registered
 class WithTensor(Plain):
     """A class of which some objects hold a tensor and others hold none."""
-
-
-_pytree.register_pytree_node(
-    WithTensor, lambda x: (list(x.parts), None), lambda xs, _: WithTensor(*xs)
-)
 
 
 class Attrs:
@@ -445,6 +443,7 @@ def test_without_a_batch_one_replica_is_given_the_same_objects(devices):
     assert kwargs == ({"y": value},)
 
 
+@registered
 class Matched(Plain):
     """Names its parts for pattern matching."""
 
@@ -461,7 +460,6 @@ class Keyed(OrderedDict):
     """A dict that is registered without names."""
 
 
-_pytree.register_pytree_node(Matched, lambda x: (list(x.parts), None), lambda xs, _: Matched(*xs))
 _pytree.register_pytree_node(
     Listed, lambda x: ([x.score, x.hidden], None), lambda xs, _: Listed(*xs)
 )

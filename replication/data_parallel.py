@@ -308,13 +308,11 @@ def _check_placement(module: nn.Module, home: torch.device) -> None:
 
 
 def _seconds(timeout: float | None) -> float | None:
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, Real):
-        raise TypeError(f"timeout must be a number of seconds or None (got {timeout!r})")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be above 0 s (got {timeout})")
-    return timeout
+    is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if timeout is None or (is_number and timeout > 0):
+        return timeout
+    error = ValueError if is_number else TypeError
+    raise error(f"timeout must be a number of seconds above 0 or None (got {timeout!r})")
 
 
 #: Programs for any machine may not need replicas.

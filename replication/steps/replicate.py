@@ -40,6 +40,8 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 #: The dictionaries of a module that each replica copies. torch's replicas share the hooks: a hook
 #: that one replica registers in its forward would run in all others.
 _DICTIONARIES = ("_parameters", "_buffers", "_modules", *HOOKS)
+#: How attributes are set, unless a class overrides it, as RNNs do.
+_SETATTR: Any = nn.Module.__setattr__
 #: The name that a wrapper of `torch.compile` gives its module.
 _WRAPPED = "_orig_mod"
 #: Leaves of plain attributes that may be another object in a replica.
@@ -143,7 +145,8 @@ def make_replicas(
     positions = list(zip(paths, zip(*replicas, strict=True), strict=True))
     for original, template, (_, of_original) in zip(modules, templates, positions, strict=True):
         _fill(original, template, of_original, copied, devices)
-    is_known = None not in templates and not any(map(_sets_attributes, set(map(type, modules))))
+    usual = [type(module).__setattr__ is _SETATTR for module in modules]
+    is_known = None not in templates and all(usual)
     return [shells[0] for shells in replicas], positions if is_known else None
 
 
@@ -171,11 +174,6 @@ def _layers_to_copy(root: nn.Module) -> tuple[list[tuple[str, nn.Module]], dict[
     return layers, wrappers
 
 
-def _sets_attributes(kind: type[nn.Module]) -> bool:
-    """Whether a class overrides how attributes are set (RNNs do)."""
-    return kind.__setattr__ != nn.Module.__setattr__
-
-
 def _fill(
     module: nn.Module,
     template: dict[str, Any] | None,
@@ -191,7 +189,7 @@ def _fill(
     original = module.__dict__.copy()
     children, buffers, parameters = module._modules, module._buffers, module._parameters
     replaced = _attributes_to_replace(original)
-    sets_attributes = _sets_attributes(type(module))
+    sets_attributes = type(module).__setattr__ is not _SETATTR
     is_tracked = CALL_IMPL in original  # a replica that is replicated again
     is_compiled = original.get(COMPILED_CALL_IMPL) is not None
     for shell, copies, device in zip(shells, copied, devices, strict=True):

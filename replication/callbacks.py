@@ -147,11 +147,7 @@ def run_callbacks(
     roots = positions[0][1]
     size = len(roots)
     # On a module, `getattr` would be slow: nn.Module raises an error for each missing attribute.
-    kinds = {
-        kind
-        for kind in {type(copies[0]) for _, copies in positions}
-        if hasattr(kind, CALLBACK) or kind.__getattr__ is not nn.Module.__getattr__
-    }
+    kinds = {kind for kind in {type(c[0]) for _, c in positions} if hasattr(kind, CALLBACK)}
     found: list[tuple[Position, list[Callbacks]]] = []
     for position in positions:
         for copy in position[1]:

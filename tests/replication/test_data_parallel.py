@@ -60,24 +60,6 @@ def test_replicas_compute_what_the_module_does(n, samples):
         torch.testing.assert_close(a, e)
 
 
-def test_batch_dimension_may_be_another():
-    class Transposed(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * len(x)
-
-    x = torch.randn(2, 6)
-    assert torch.equal(DataParallel(Transposed(), ["cpu"] * 3, dim=1)(x), 2 * x)
-
-
-def test_keyword_arguments_are_split():
-    class Adds(nn.Module):
-        def forward(self, x: Tensor, *, y: Tensor, scale: int) -> dict[str, Tensor]:
-            return {"sum": x + scale * y}
-
-    x, y = torch.randn(5, 2), torch.randn(5, 2)
-    assert torch.equal(DataParallel(Adds(), ["cpu"] * 2)(x, y=y, scale=2)["sum"], x + 2 * y)
-
-
 def test_module_without_arguments_runs_once():
     class Asked(Numbered):
         def forward(self) -> str:
@@ -172,11 +154,6 @@ def test_the_function_moves_no_module():
     assert net.weight.device == torch.device("cpu")
 
 
-def test_negative_indices_are_refused():
-    with pytest.raises(ValueError, match=r"must be indices of devices \(got \[0, -1\]\)"):
-        DataParallel(nn.ReLU(), [0, -1])
-
-
 @pytest.mark.parametrize("arguments", [(["cuda:99"] * 2,), (["cpu"] * 2, "cuda:99")], ids=str)
 def test_device_that_the_machine_lacks_is_refused(arguments):
     with pytest.raises(ValueError, match="this machine has no device 'cuda:99'"):
@@ -258,16 +235,7 @@ def test_torchs_scatter_may_override_ours_where_there_are_no_arguments():
     assert torch.equal(ScatteredByTorch(Constant(), ["cpu"] * 2)(), torch.ones(1))
 
 
-# -- one object, many forwards -----------------------------------------------------------------
-
-
 # -- data_parallel -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x,)], ids=["tensor", "tuple"])
-def test_function_computes_what_the_module_does(wrap):
-    module, x = net(), torch.randn(5, 3)
-    torch.testing.assert_close(data_parallel(module, wrap(x), ["cpu"] * 2), module(x))
 
 
 def test_function_passes_keyword_arguments():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections import OrderedDict, deque, namedtuple
+from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils._pytree import register_pytree_node
 from torch.utils.data import DataLoader
 
 from replication import DataParallel, Scattered, data_parallel, gather, scatter, scatter_kwargs
@@ -57,33 +55,6 @@ def lengths(scattered: Scattered) -> list[int]:
 
 
 # -- arguments ---------------------------------------------------------------------------------
-
-ARGUMENTS = {
-    "a tensor": lambda x: ((x,), {}),
-    "a keyword": lambda x: ((), {"x": x}),
-    "with flags": lambda x: ((x, True, None, "mode"), {"scale": 2.0, "names": {"a", "b"}}),
-    "nested": lambda x: (([x, {"y": (x, 1)}],), {"z": [[x]]}),
-}
-
-
-@pytest.mark.parametrize("arguments", ARGUMENTS)
-@pytest.mark.parametrize("devices", range(2, 6))
-def test_exactly_the_replicas_that_have_data_run(arguments, devices):
-    for samples in (1, 2, 3, 4, 5, 9, 12):
-        model = echo(devices)
-        x = torch.arange(samples)
-        args, kwargs = ARGUMENTS[arguments](x)
-        model(*args, **kwargs)
-        assert len(model.module.seen) == len(x.chunk(devices))
-
-
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_without_a_tensor_one_replica_runs(devices):
-    model = echo(devices)
-    model()
-    model(flag=True)
-    model(torch.tensor(3.0))
-    assert len(model.module.seen) == 3
 
 
 def nested_arguments() -> dict[str, Any]:
@@ -165,78 +136,6 @@ def test_any_kind_of_tensor_is_split_and_joined(x):
     assert torch.equal(y.to_dense(), x.to_dense())
 
 
-class Attributes(dict):
-    """Keys that are attributes as well."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.__dict__ = self
-
-
-class Items(list):
-    """A list of a class of its own."""
-
-
-class Row(tuple):
-    """A tuple of a class of its own."""
-
-
-def test_subclasses_of_containers_are_split():
-    x = torch.arange(6)
-    model = echo(2)
-    output = model(Attributes(a=x), Items([x]), Row((x, 1)), deque([x]), torch.Size([6]))
-    for (attributes, items, row, queue, size), _ in model.module.seen:
-        assert len(attributes["a"]) == len(attributes.a) == len(items[0]) == len(row[0]) == 3
-        assert (type(items), type(row), type(queue)) == (Items, Row, deque)
-        assert size == torch.Size([6])
-    attributes, items, row, queue, size = output["args"]
-    for joined in (attributes["a"], attributes.a, items[0], row[0], queue[0]):
-        assert torch.equal(joined, x)
-    assert size == [torch.Size([6])] * 2
-
-
-def test_containers_of_their_own_class_without_tensors_go_as_they_are():
-    settings, record = Settings(lr=1), Record("path", "name")
-    model = echo(2)
-    model(torch.zeros(4), settings, record)
-    for (_, one, other), _ in model.module.seen:
-        assert one is settings
-        assert other is record
-
-
-class Output(OrderedDict):
-    """Registered as libraries of models do it: its parts have no names."""
-
-
-register_pytree_node(
-    Output,
-    lambda output: (list(output.values()), list(output)),
-    lambda values, names: Output(zip(names, values, strict=True)),
-)
-
-
-def test_containers_registered_without_names_are_named_by_their_keys():
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Output:
-            return Output(logits=x, hidden=x)
-
-    output = DataParallel(Model(), ["cpu"] * 2, except_keywords=["hidden"])(torch.arange(4))
-    assert type(output) is Output
-    assert isinstance(output["hidden"], Scattered)
-    assert torch.equal(output["logits"], torch.arange(4))
-    with pytest.raises(ValueError, match="must have the same structure"):
-        produce(Output(a=torch.zeros(1)), Output(b=torch.zeros(1)))
-
-
-def test_mappings_of_their_own_class_may_have_their_keys_in_any_order():
-    first, second = (
-        Settings({k: torch.tensor([i]) for k in keys}) for i, keys in enumerate(("ab", "ba"))
-    )
-    output = produce(first, second)
-    assert list(output) == ["a", "b"]
-    assert output["b"].tolist() == [0, 1]
-
-
 def test_a_packed_sequence_goes_whole_and_moves_as_one():
     packed = pack_sequence([torch.zeros(3), torch.zeros(2)])
     model = echo(2)
@@ -264,24 +163,6 @@ def test_a_part_may_be_changed_in_place():
 
 
 # -- outputs -----------------------------------------------------------------------------------
-
-
-class Produce(nn.Module):
-    """Returns the entry of its own replica."""
-
-    def forward(self, outputs: Any) -> Any:
-        return outputs[0]
-
-
-def produce(*outputs: Any) -> Any:
-    model = DataParallel(Produce(), ["cpu"] * len(outputs), inputs_are_scattered=True)
-    return model([[output] for output in outputs])
-
-
-def test_0_dim_tensors_become_a_vector_without_a_warning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(produce(torch.tensor(1), torch.tensor(2)), torch.tensor([1, 2]))
 
 
 # -- gather_to_one_device ----------------------------------------------------------------------
@@ -460,13 +341,6 @@ def test_a_loader_delivers_one_batch_per_device():
     assert [output["name"] for output in outputs] == [["3", "1"], ["2", "4"]]
 
 
-def test_gradients_flow_through_scattered_arguments():
-    parts = [torch.randn(n, 2, requires_grad=True) for n in (2, 1)]
-    weights = torch.randn(3, 2)
-    (echo(2, inputs_are_scattered=True)(parts) * weights).sum().backward()
-    assert torch.equal(torch.cat([part.grad for part in parts]), weights)
-
-
 # -- except_keywords ---------------------------------------------------------------------------
 
 
@@ -570,6 +444,14 @@ def test_all_leaves_have_the_order_of_the_devices(devices, order, sorts):
 
 
 # -- cpu_keywords ------------------------------------------------------------------------------
+
+
+def test_cpu_keywords_stay_on_a_single_device_as_well():
+    x, y = torch.zeros(4), {"z": torch.zeros(4)}
+    ((moved,),), (kwargs,) = scatter_kwargs((x,), {"y": y, "x": x}, ["meta"], cpu_keywords=["y"])
+    assert (moved.device.type, kwargs["x"].device.type) == ("meta", "meta")
+    assert list(kwargs) == ["y", "x"]
+    assert kwargs["y"] is y
 
 
 def test_cpu_keywords_are_split_but_not_moved():

@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, register_random, settings
 
 from syncbn import joined
+from syncbn.kernels import Kernels
 from tests import accelerator
 from tests.deadlines import TEST_STALLED, Deadline, soon
 
@@ -129,6 +130,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Names shapes, dtypes, lists and the like as they are printed, if that is short."""
+    if getattr(val, "__name__", "") == "<lambda>":
+        return argname  # beside other values that tell the cases apart
+    if isinstance(val, Kernels):
+        return type(val).__name__.lower()
+    if not isinstance(val, (list, tuple, dict, torch.dtype)):
+        return None
+    text = str(val).removeprefix("torch.")
+    if isinstance(val, tuple):
+        text = ", ".join(getattr(item, "__name__", str(item)) for item in val)
+    return text if 0 < len(text) <= 60 and " at 0x" not in text else None
 
 
 def pytest_collection_finish() -> None:

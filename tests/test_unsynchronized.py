@@ -161,7 +161,11 @@ def first_time(monkeypatch):
 
 
 @pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")
-@pytest.mark.parametrize("make", [DataParallel, lambda net, ids: data_parallel(net, X, ids)])
+@pytest.mark.parametrize(
+    "make",
+    [DataParallel, lambda net, ids: data_parallel(net, X, ids)],
+    ids=["DataParallel", "data_parallel"],
+)
 def test_indices_without_accelerators_warn_at_the_users_line(make):
     (warning,) = warnings_of(make, nn.Linear(3, 3), [0, 1, 2])
     assert warning.filename == __file__
@@ -177,7 +181,11 @@ def test_other_devices_are_no_reason_to_warn(device_ids, first_time):
 
 
 @pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")
-@pytest.mark.parametrize("make", [DataParallel, lambda net: data_parallel(net, X)])
+@pytest.mark.parametrize(
+    "make",
+    [DataParallel, lambda net: data_parallel(net, X)],
+    ids=["DataParallel", "data_parallel"],
+)
 def test_layers_that_communicate_warn_once_if_no_device_is_named_and_there_is_none(
     make, first_time
 ):

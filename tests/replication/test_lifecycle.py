@@ -9,6 +9,7 @@ import threading
 import traceback
 import weakref
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -508,7 +509,9 @@ class Keeps(nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [ours, patched(AsTorchDoes)])
-@pytest.mark.parametrize("layer", [lambda: SynchronizedBatchNorm1d(3), Centering])
+@pytest.mark.parametrize(
+    "layer", [partial(SynchronizedBatchNorm1d, 3), Centering], ids=["ours", "older"]
+)
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("part", ["replica", "layer"])
 def test_a_replica_that_is_kept_after_its_forward_is_given_up(

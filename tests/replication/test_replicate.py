@@ -595,7 +595,11 @@ def test_container_of_a_derived_class_keeps_its_attributes(kind):
     assert arrived(value).note == "two"
 
 
-@pytest.mark.parametrize("wrap", [lambda t: immutable_list([t]), lambda t: immutable_dict({0: t})])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda t: immutable_list([t]), lambda t: immutable_dict({0: t})],
+    ids=["list", "dict"],
+)
 def test_container_that_does_not_want_to_be_changed_keeps_its_type(wrap):
     value = wrap(torch.ones(1))
     moved = arrived(value)

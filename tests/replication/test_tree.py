@@ -356,7 +356,11 @@ def test_namedtuples_are_opened_without_tensors_as_well():
 
 
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("make", [WithTensor, lambda x: UserDict(x=x), lambda x: Linked("n", x)])
+@pytest.mark.parametrize(
+    "make",
+    [WithTensor, lambda x: UserDict(x=x), lambda x: Linked("n", x)],
+    ids=["WithTensor", "UserDict", "Linked"],
+)
 def test_container_that_holds_a_tensor_in_one_replica_only_is_opened_in_all(make, first):
     outputs = [make(X), make(None)]
     joined = gather(outputs if first == 0 else outputs[::-1], "cpu")
@@ -400,7 +404,9 @@ def fail(_: Any) -> Any:
 _pytree.register_pytree_node(Failing, fail, lambda xs, _: Failing(*xs))
 
 
-@pytest.mark.parametrize("call", [lambda v: seen(v, 2), lambda v: gather([v, v], "cpu")])
+@pytest.mark.parametrize(
+    "call", [lambda v: seen(v, 2), lambda v: gather([v, v], "cpu")], ids=["scatter", "gather"]
+)
 def test_error_of_a_registered_function_arrives_as_it_is(call):
     with pytest.raises(ZeroDivisionError, match="flatten"):
         call(Failing(X))

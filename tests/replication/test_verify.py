@@ -49,11 +49,15 @@ X = torch.randn(8, 2, 5, 5, generator=torch.Generator().manual_seed(0))
 SCALE = torch.rand(8, 1, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("wrap", [lambda net: net, lambda net: DataParallel(net, CPUS)])
-@pytest.mark.parametrize("batch", [X, (X, SCALE), [X, SCALE, "n"], {"x": X, "scale": SCALE}])
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize(
+    "batch",
+    [X, (X, SCALE), [X, SCALE, "n"], {"x": X, "scale": SCALE}],
+    ids=["tensor", "tuple", "list", "dict"],
+)
 @pytest.mark.parametrize("devices", [CPUS, ["cpu"] * 9])
-def test_a_synchronized_network_is_equal(net, wrap, batch, devices):
-    found = verify(wrap(net), batch, devices)
+def test_a_synchronized_network_is_equal(net, wraps, batch, devices):
+    found = verify(DataParallel(net, CPUS) if wraps else net, batch, devices)
     assert found
     assert found.first_difference is None
     assert max(d.error for kind in found.differences.values() for d in kind) < 1e-9

@@ -744,7 +744,7 @@ def replaced(layer):
         (WithChild2d, "activation"),
         (Switched2d, "switch"),
         (Activated2d, "activation"),
-        (lambda n: replaced(BatchNorm2dOlder(n)), "forward"),
+        pytest.param(lambda n: replaced(BatchNorm2dOlder(n)), "forward", id="replaced forward"),
     ],
 )
 def test_layer_of_an_older_toolkit_that_does_more_is_left_alone_by_name(make, reason):

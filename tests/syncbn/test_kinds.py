@@ -108,6 +108,7 @@ def test_a_report_is_printed_instead_of_a_warning_and_reads_as_a_table(capsys):
         (lambda net: DataParallel(net, ["cpu"] * 2), "connects the copies"),
         (lambda net: patched(CustomDataParallel(net, 2)), "connects the copies"),
     ],
+    ids=["torch's", "ours", "patched"],
 )
 def test_a_wrapper_says_whether_it_connects_copies(wrap, note):
     (wrapper,) = summary(wrap(nn.Linear(2, 2))).layers
@@ -115,7 +116,9 @@ def test_a_wrapper_says_whether_it_connects_copies(wrap, note):
 
 
 @pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")
-@pytest.mark.parametrize("wrap", [DataParallel, lambda net: patched(nn.DataParallel(net))])
+@pytest.mark.parametrize(
+    "wrap", [DataParallel, lambda net: patched(nn.DataParallel(net))], ids=["ours", "patched"]
+)
 def test_a_wrapper_that_calls_its_module_directly_says_so(wrap):
     (wrapper,) = summary(wrap(nn.Linear(2, 2))).layers
     assert wrapper.kind.note.startswith("makes no copies without an accelerator")
@@ -156,7 +159,9 @@ def refuse(name):
     raise KeyError(name)
 
 
-@pytest.mark.parametrize("answer", [refuse, lambda name: [], lambda name: "BatchNorm2d"])
+@pytest.mark.parametrize(
+    "answer", [refuse, lambda name: [], lambda name: "BatchNorm2d"], ids=["error", "list", "text"]
+)
 def test_a_module_that_answers_in_its_own_way_is_let_alone(answer):
     net = nn.Sequential(nn.BatchNorm2d(3), Forwarding(answer), nn.BatchNorm2d(3))
     assert kinds(convert_model(net)) == {"0": "synchronized", "2": "synchronized"}

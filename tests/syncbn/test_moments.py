@@ -91,7 +91,9 @@ def test_first_samples_far_from_the_others_cost_no_digits():
 
 
 @pytest.mark.parametrize("mean", [0, -2])
-@pytest.mark.parametrize("replaced", [torch.relu, lambda x: (x > 1.5).float()])
+@pytest.mark.parametrize(
+    "replaced", [torch.relu, lambda x: (x > 1.5).float()], ids=["relu", "mask"]
+)
 def test_tokens_are_added_as_exactly_as_by_torch(replaced, mean):
     """``(B, L, C)`` as ``(B, C, L)``, which torch adds in pairs. Many summands are equal."""
     x = replaced(torch.randn(64, 196, 16) + mean).transpose(1, 2)

@@ -123,26 +123,6 @@ def model_and_batch(network: type[nn.Module], replicas: int) -> tuple[nn.Module,
     return DataParallel(net, several(replicas)), torch.randn(9, 2, 6, 6) * 3 + 10
 
 
-def test_training_is_bit_equal_for_all_delays():
-    """Every step builds on those before; batches of fewer samples use fewer replicas."""
-
-    def train() -> list[Tensor]:
-        trained = copy.deepcopy(model)
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.01, momentum=0.9)
-        for samples in (9, 5, 2, 9):
-            y = trained(x[:samples])
-            optimizer.zero_grad()
-            y.backward(y.detach().cos())
-            optimizer.step()
-        return list(trained.state_dict().values())
-
-    model, x = model_and_batch(Shared, 3)
-    expected = train()
-    assert all(tensor.isfinite().all() for tensor in expected)
-    for _ in range(RUNS):
-        assert_equal_bits(train(), expected)
-
-
 # -- what the threads have done before ---------------------------------------------------------
 
 

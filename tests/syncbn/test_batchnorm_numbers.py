@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +14,12 @@ from replication import DataParallel
 from syncbn import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
-    convert_model,
     set_sbn_eps_mode,
 )
 from tests import oracle
 from tests.devices import several
 from tests.faults import WRAPS
-from tests.layers import LAYERS, Numbered, outcome_of
+from tests.layers import LAYERS, outcome_of
 from tests.pairwise import pairwise
 from tests.sharded import randomized, run_sharded
 
@@ -205,49 +203,6 @@ def test_every_pair_of_dtypes_is_accepted_or_refused_like_in_torchs_layer(
         torch.testing.assert_close(
             buffer.double(), exact.get_buffer(name).double(), rtol=eps, atol=eps
         )
-
-
-class Reports(Numbered):
-    """Appends what its thread's state is."""
-
-    def __init__(self, seen: list[Any]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(
-            (
-                torch.is_autocast_enabled("cpu"),
-                torch.get_autocast_dtype("cpu"),
-                torch.is_inference_mode_enabled(),
-                torch.is_grad_enabled(),
-                torch.ones(1).device.type,
-            )
-        )
-        return x
-
-
-@pytest.mark.cpu("about autocast of the CPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_autocast_reaches_every_replica_with_its_dtype(dtype, mode):
-    """pytorch#50170, #71124, #105682. Through the wrapper, with a layer that talks."""
-    seen: list[Any] = []
-    net = nn.Sequential(nn.Linear(3, 4), Reports(seen), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    model = DataParallel(convert_model(copy.deepcopy(net[:])), several(3))
-    model.module[1].seen = seen
-    x = torch.randn(8, 3)
-    with torch.autocast("cpu", dtype=dtype), mode(), torch.device("cpu"):
-        expected, y = net(x), model(x)
-    assert len(seen) == 4
-    assert set(seen) == {
-        (True, dtype, mode is torch.inference_mode, mode is torch.enable_grad, "cpu")
-    }
-    assert y.dtype == expected.dtype == dtype
-    torch.testing.assert_close(y, expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
-    with torch.device("meta"):
-        DataParallel(Reports(seen), several(2))(x)
-    assert [state[-1] for state in seen[4:]] == ["meta"] * 2
 
 
 @pytest.mark.parametrize("mean", [0.0, 3e4])

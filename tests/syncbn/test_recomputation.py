@@ -49,6 +49,29 @@ def saving(policy: Any) -> dict[str, Any]:
     return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
 
 
+def plain(function: Forward) -> Forward:
+    """Takes the place of `recomputed` where nothing is recomputed."""
+    return function
+
+
+class Body(nn.Module):
+    """Runs ``function(norm, x)``, and what follows it, in a checkpoint or as ``wrap`` says."""
+
+    def __init__(
+        self,
+        function: Callable[[nn.Module, Tensor], Tensor] = lambda norm, x: norm(x),
+        wrap: Callable[[Forward], Forward] = recomputed,
+        head: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.norm, self.head = SynchronizedBatchNorm1d(3, **options), head or nn.Identity()
+        self.function, self.wrap = function, wrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wrap(lambda x: self.head(self.function(self.norm, x)))(x)
+
+
 class Net(nn.Module):
     """Two layers, of which one is called twice; any part may be in a checkpoint."""
 
@@ -170,43 +193,22 @@ def test_one_replica_recomputes_while_the_others_do_not():
 @pytest.mark.parametrize("constant", [0, 1])
 def test_a_replica_whose_input_needs_no_gradient_recomputes(constant):
     """What it saves depends on the inputs of the others."""
-
-    class MayRecompute(nn.Module):
-        def __init__(self, checkpoints: bool) -> None:
-            super().__init__()
-            self.net = nn.Sequential(SynchronizedBatchNorm1d(3, affine=False), nn.Tanh())
-            self.checkpoints = checkpoints
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (recomputed(self.net) if self.checkpoints else self.net)(x)
-
     shards, upstream = torch.randn(2, 2, 4, 3, dtype=torch.float64)
     grads = []
-    for checkpoints in (False, True):
+    for wrap in (plain, recomputed):
+        net = Body(lambda norm, x: norm(x).tanh(), wrap, affine=False).double()
         leaves = [s.clone().requires_grad_(i != constant) for i, s in enumerate(shards)]
-        outputs = run_sharded(MayRecompute(checkpoints).double(), leaves)
-        torch.autograd.backward(outputs, list(upstream))
+        torch.autograd.backward(run_sharded(net, leaves), list(upstream))
         grads.append(leaves[1 - constant].grad)
     torch.testing.assert_close(*grads)
 
 
 def test_replicas_whose_inputs_need_no_gradient_recompute():
     """The recomputation saves as many tensors as the forward: the layer itself has no graph."""
-
-    class MayRecompute(nn.Module):
-        def __init__(self, wrap: Callable[[Forward], Forward]) -> None:
-            super().__init__()
-            self.net = nn.Sequential(SynchronizedBatchNorm1d(3, affine=False), nn.Linear(3, 2))
-            self.wrap = wrap
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.wrap(self.net)(x)
-
     x, dy = torch.randn(6, 3), torch.randn(6, 2)
-    grads = []
-    for wrap in (recomputed, lambda net: net):
-        torch.manual_seed(0)
-        net = MayRecompute(wrap)
+    head, grads = nn.Linear(3, 2), []
+    for wrap in (plain, recomputed):
+        net = Body(wrap=wrap, head=copy.deepcopy(head), affine=False)
         DataParallel(net, several(2))(x).backward(dy)
         grads.append([p.grad for p in net.parameters()])
     torch.testing.assert_close(*grads)
@@ -263,21 +265,12 @@ def test_a_checkpoint_frees_the_activations():
     """What a replica keeps for the recomputation is not of the size of its input."""
     seen = []
 
-    class Watched(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            x = x * 2
-            seen.append(weakref.ref(x))
-            return x
+    def watched(norm: nn.Module, x: Tensor) -> Tensor:
+        x = x * 2
+        seen.append(weakref.ref(x))
+        return norm(x).tanh()
 
-    class GlobalMoments(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(Watched(), SynchronizedBatchNorm1d(3), nn.Tanh())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return recomputed(self.body)(x)
-
-    y = DataParallel(GlobalMoments(), several(2))(torch.randn(6, 3, requires_grad=True))
+    y = DataParallel(Body(watched), several(2))(torch.randn(6, 3, requires_grad=True))
     assert len(seen) == 2
     assert freed(*seen)
     y.backward(torch.randn_like(y))
@@ -286,37 +279,9 @@ def test_a_checkpoint_frees_the_activations():
 
 @pytest.mark.parametrize("kept", [0, 1])
 def test_a_reentrant_checkpoint_is_refused_with_advice(kept):
-    class Reentrant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = SynchronizedBatchNorm1d(3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.norm, x, use_reentrant=True)
-
-    shards = [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
-    y = run_sharded(Reentrant(), shards)[kept]
+    net = Body(wrap=lambda norm: partial(checkpoint, norm, use_reentrant=True))
+    y = run_sharded(net, [torch.randn(2, 3, requires_grad=True) for _ in range(2)])[kept]
     with pytest.raises(ReplicationError, match=rf"`norm`, replica {kept} .*use_reentrant=False"):
-        y.backward(torch.randn_like(y))
-
-
-@pytest.mark.parametrize("factor", [1.001, 3.0])
-def test_calls_that_cannot_be_told_apart_are_an_error(factor):
-    """Replica 0 sees the same in both calls. Replica 1 does not."""
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = SynchronizedBatchNorm1d(3)
-
-        def forward(self, pair: Tensor) -> Tensor:
-            first, other = pair.unbind(1)
-            return recomputed(self.norm)(first) + recomputed(self.norm)(other)
-
-    pair = torch.randn(4, 1, 3).repeat(1, 2, 1)
-    pair[2:, 1] *= factor
-    y = DataParallel(Twice(), several(2))(pair.requires_grad_())
-    with pytest.raises(ReplicationError, match=r"`norm`, replica 0 .* may be any of 2"):
         y.backward(torch.randn_like(y))
 
 
@@ -335,6 +300,16 @@ class Calls(nn.Module):
         return torch.stack([recomputed(self.norm)(part) for part in x.unbind(1)], 1)
 
 
+@pytest.mark.parametrize("factor", [1.001, 3.0])
+def test_calls_that_cannot_be_told_apart_are_an_error(factor):
+    """Replica 0 sees the same in both calls. Replica 1 does not."""
+    pair = torch.randn(4, 1, 3).repeat(1, 2, 1)
+    pair[2:, 1] *= factor
+    y = DataParallel(Calls(), several(2))(pair.requires_grad_())
+    with pytest.raises(ReplicationError, match=r"`norm`, replica 0 .* may be any of 2"):
+        y.backward(torch.randn_like(y))
+
+
 def gradient(calls: nn.Module, x: Tensor, dy: Tensor) -> Tensor:
     (grad,) = torch.autograd.grad(DataParallel(calls, several(2))(x), x, dy)
     return grad
@@ -347,45 +322,25 @@ def test_calls_without_a_graph_are_no_reentrant_checkpoints():
 
 
 def test_calls_without_a_graph_are_made_again_as_such():
-    class Target(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = SynchronizedBatchNorm1d(3)
-
-        def body(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                target = self.norm(3 * x + 1)
-            return torch.tanh(self.norm(x.square()) * target)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (recomputed(self.body) if self.recomputes else self.body)(x)
+    def target(norm: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = norm(3 * x + 1)
+        return torch.tanh(norm(x.square()) * scale)
 
     x, dy = torch.randn(2, 6, 3)
-    net, grads = Target(), []
-    for net.recomputes in (False, True):
-        grads.append(gradient(net, x.clone().requires_grad_(), dy))
+    grads = [
+        gradient(Body(target, w), x.clone().requires_grad_(), dy) for w in (plain, recomputed)
+    ]
     torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_in_half_precision_a_recomputation_may_round_otherwise(dtype):
     """As it does where a device adds in no fixed order."""
-
-    class Rounds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = SynchronizedBatchNorm1d(3)
-            self.calls = itertools.count()
-
-        def body(self, x: Tensor) -> Tensor:
-            rounding = torch.finfo(x.dtype).eps * (next(self.calls) % 2)
-            return self.norm(x + x * rounding)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return recomputed(self.body)(x)
-
+    calls, eps = itertools.count(), torch.finfo(dtype).eps
+    net = Body(lambda norm, x: norm(x + x * eps * (next(calls) % 2)))
     x = (torch.randn(4, 3) + 10).to(dtype).requires_grad_()
-    y = DataParallel(Rounds(), several(2))(x)
+    y = DataParallel(net, several(2))(x)
     y.backward(torch.randn_like(y))
     assert x.grad.isfinite().all()
 
@@ -405,19 +360,12 @@ def parts(*tensors: Tensor) -> Any:
     return zip(*(t.split(1, 1) for t in tensors), strict=True)
 
 
-def test_values_that_are_no_numbers_are_told_apart():
-    x, dy = torch.randn(2, 6, 3, 3)
-    x[0, 0, 2] = float("nan")
-    x[5, 1, 1] = float("inf")
-    got = gradient(Calls(), x.clone().requires_grad_(), dy)
-    for i, (part, d) in enumerate(parts(x, dy)):
-        expected = gradient(Calls(), part.clone().requires_grad_(), d)
-        torch.testing.assert_close(got[:, i : i + 1], expected, equal_nan=True)
-
-
-def test_values_without_a_single_number_tell_calls_apart():
-    x = torch.randn(6, 2, 3)
-    x[0, 0] = float("nan")
+@pytest.mark.parametrize("values", [3, 1], ids=["some", "all"])
+def test_values_that_are_no_numbers_are_told_apart(values):
+    x = torch.randn(6, 3, 3)
+    x[0, 0, :values] = float("nan")
+    if values == 1:
+        x[5, 1, 1] = float("inf")
     dy = torch.randn_like(x)
     got = gradient(Calls(), x.clone().requires_grad_(), dy)
     for i, (part, d) in enumerate(parts(x, dy)):
@@ -428,66 +376,31 @@ def test_values_without_a_single_number_tell_calls_apart():
 def test_calls_of_equal_moments_are_told_apart_by_their_number_of_values():
     """The second call repeats the samples of replica 0, while replica 1 sees others."""
 
-    class Repeats(nn.Module):
-        def __init__(self, function: Callable[[Forward], Forward]) -> None:
-            super().__init__()
-            self.norm = SynchronizedBatchNorm1d(3)
-            self.wrap = function
-
-        def forward(self, pair: Tensor) -> Tensor:
-            first, other = pair.unbind(1)
-            norm = self.wrap(self.norm)
-            return norm(first) + norm(torch.cat((first, other)))[: len(first)]
+    def repeats(wrap: Callable[[Forward], Forward], norm: Forward, pair: Tensor) -> Tensor:
+        first, other = pair.unbind(1)
+        return wrap(norm)(first) + wrap(norm)(torch.cat((first, other)))[: len(first)]
 
     pair, dy = torch.randn(4, 2, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
     pair[:2, 0] = pair[:2, 1]
-    nets = [Repeats(function).double() for function in (recomputed, lambda norm: norm)]
+    nets = [Body(partial(repeats, wrap), plain).double() for wrap in (recomputed, plain)]
     grads = [gradient(net, pair.clone().requires_grad_(), dy) for net in nets]
     torch.testing.assert_close(*grads)
 
 
 @pytest.mark.cpu("accelerators compare no moments of a single call: the host would wait")
-def test_other_values_are_noticed_where_the_layer_is_the_last_to_save_a_tensor():
-    """There a checkpoint ends the recomputation as soon as the layer has saved its input."""
-
-    class Draws(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.norm = nn.Linear(3, 3), SynchronizedBatchNorm1d(3)
-            self.drawn = itertools.count()
-
-        def body(self, x: Tensor) -> Tensor:
-            return self.norm(self.linear(x) + (next(self.drawn) >= 2) * x.square())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.body, x, use_reentrant=False)
-
-    y = DataParallel(Draws(), several(2))(torch.randn(8, 3, requires_grad=True))
-    with pytest.raises(ReplicationError, match=r"`norm`, .* matches no call"):
-        y.backward(torch.randn_like(y))
-
-
-@pytest.mark.cpu("accelerators compare no moments of a single call: the host would wait")
-@pytest.mark.parametrize("factor", [1.01, 2.0])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
-def test_a_recomputation_with_other_values_is_noticed(size, factor):
-    """Dropout does so where replicas on one device draw from one generator."""
+@pytest.mark.parametrize("before", [torch.neg, torch.tanh], ids=["alone", "behind saved tensors"])
+@pytest.mark.parametrize("factor", [1.01, 2.0])
+def test_a_recomputation_with_other_values_is_noticed(size, before, factor):
+    """Dropout does so where replicas on one device draw from one generator.
 
-    class Draws(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = SynchronizedBatchNorm1d(3)
-            self.drawn = itertools.count()
-
-        def body(self, x: Tensor) -> Tensor:
-            return self.norm(x * (1.0 if next(self.drawn) < 2 else factor))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return recomputed(self.body)(x)
-
+    Also where the layer is the last to save a tensor: there a checkpoint ends the recomputation.
+    """
+    drawn = itertools.count()
+    net = Body(lambda norm, x: norm(before(x) * (1.0 if next(drawn) < 2 else factor)))
     # Of mean 0 on each replica: the variance has to tell.
     x = size * torch.randn(2, 1, 3) * torch.tensor([[1.0], [-1.0]])
-    y = DataParallel(Draws(), several(2))(x.flatten(0, 1).requires_grad_())
+    y = DataParallel(net, several(2))(x.flatten(0, 1).requires_grad_())
     with pytest.raises(ReplicationError, match=r"`norm`, .* matches no call .*dropout"):
         y.backward(torch.randn_like(y))
 
@@ -508,17 +421,12 @@ def test_moments_of_a_constant_channel_may_differ_by_rounding():
 
 @pytest.mark.cpu("calls replicas with inputs of one device")
 def test_another_call_in_backward_is_an_error():
-    class CalledInBackward(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = SynchronizedBatchNorm1d(3)
+    def calls_again(norm: nn.Module, x: Tensor) -> Tensor:
+        y = norm(x)
+        y.register_hook(lambda grad: grad + norm(torch.zeros(7, 3)).sum())
+        return y
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.norm(x)
-            y.register_hook(lambda grad: grad + self.norm(torch.zeros(7, 3)).sum())
-            return y
-
-    y = DataParallel(CalledInBackward(), several(2))(torch.randn(4, 3, requires_grad=True))
+    y = DataParallel(Body(calls_again, plain), several(2))(torch.randn(4, 3, requires_grad=True))
     with pytest.raises(ReplicationError, match=r"`norm`, .* in backward with 7 values"):
         y.backward(torch.randn_like(y))
 
@@ -558,20 +466,13 @@ def test_a_checkpoint_without_a_whole_backward_is_freed(skipped):
     """As where a step is skipped for a loss that is NaN."""
     watched: list[Any] = []
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.norm = nn.Linear(3, 3), SynchronizedBatchNorm1d(3)
+    def watch(x: Tensor) -> Tensor:
+        x = x.clone()
+        watched.append(weakref.ref(x))
+        return x
 
-        def inner(self, x: Tensor) -> Tensor:
-            return self.norm(self.linear(x)).sin()
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.clone()
-            watched.append(weakref.ref(x))
-            return recomputed(self.inner)(x)
-
-    model = DataParallel(Net(), several(2))
+    net = Body(lambda norm, x: norm(x.exp()).sin(), lambda f: lambda x: recomputed(f)(watch(x)))
+    model = DataParallel(net, several(2))
     x = torch.randn(8, 3, requires_grad=True)
     y = model(x)
     if not skipped:

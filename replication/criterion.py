@@ -24,8 +24,7 @@ class DataParallelCriterion(DataParallel[nn.Module]):
     """Computes a loss where the outputs are, so that no device has to hold all outputs.
 
     The loss and its gradients equal those of one device with the whole batch, however many samples
-    each replica has. (The mean of the replicas' mean losses would give uneven shares the same
-    weight.)
+    each replica has.
 
     >>> import torch
     >>> from torch import nn
@@ -41,15 +40,14 @@ class DataParallelCriterion(DataParallel[nn.Module]):
             that returns a pair of scalar tensors: the sum of the losses of its samples, and the
             weight of these samples, such as their number. The loss is the sum of the first divided
             by the sum of the second, or the sum of the first if the second is None.
-        device_ids: See `DataParallel`. These are the devices of the outputs.
+        device_ids: The devices of the outputs (see `DataParallel`).
         output_device: The device of the loss, by default ``device_ids[0]``.
         dim: The batch dimension of outputs and targets.
 
     Raises:
         ValueError: As `DataParallel`. Also if ``criterion`` is a loss of torch with another
             reduction, or a `torch.nn.CTCLoss` with the mean.
-        TypeError: As `DataParallel`. Calling it raises TypeError if a module of your own does not
-            return a pair of scalar tensors.
+        TypeError: As `DataParallel`. In a call, a module of your own returns another kind of pair.
     """
 
     def __init__(
@@ -72,19 +70,12 @@ class DataParallelCriterion(DataParallel[nn.Module]):
         return total.sum() if weight is None else total.sum() / weight.sum()  # type: ignore[no-any-return]
 
 
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0
-
-
 class _Share(nn.Module):
-    """Computes the sum and the weight of the losses of one replica.
-
-    ``reduction`` is None if the criterion returns both itself. A criterion of torch returns one
-    loss per sample.
-    """
+    """Computes the sum and the weight of the losses of one replica."""
 
     def __init__(self, criterion: nn.Module) -> None:
         super().__init__()
+        #: None if the criterion returns both itself. One of torch returns one loss per sample.
         self.reduction: str | None = None
         if type(criterion).__module__ == "torch.nn.modules.loss":
             self.reduction = getattr(criterion, "reduction", None)
@@ -106,7 +97,8 @@ class _Share(nn.Module):
             total = share.sum(dtype=torch.promote_types(share.dtype, torch.float32))
             return total, None if self.reduction == "sum" else self._weight(share, args, kwargs)
         is_pair = isinstance(share, tuple) and len(share) == 2
-        if not (is_pair and _is_scalar(share[0]) and (share[1] is None or _is_scalar(share[1]))):
+        scalars = (share[:1] if share[1] is None else share) if is_pair else ()
+        if not scalars or any(not isinstance(x, Tensor) or x.dim() for x in scalars):
             got = " and ".join(map(describe_argument, share if is_pair else [share]))
             raise TypeError(
                 f"{type(self.criterion).__name__} must return a pair of scalar tensors: the sum "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -20,10 +21,8 @@ class JoinableStep(Joinable, Generic[T]):
     """A training step for `torch.distributed.algorithms.Join`, for ranks that run out of data.
 
     While other ranks still have batches, a rank that has left its loop runs the same step on an
-    empty batch. So it takes part in every collective of the step, in the same order, and
-    parameters and optimizers of all ranks stay equal.
-
-    ::
+    empty batch. So it takes part in every collective, in the same order, and parameters and
+    optimizers of all ranks stay equal::
 
         step = JoinableStep(train_one_batch, empty=(images[:0], labels[:0]))
         with Join([step]):
@@ -31,9 +30,9 @@ class JoinableStep(Joinable, Generic[T]):
                 step(images, labels)
 
     Do not pass the DistributedDataParallel to ``Join`` as well, because the step already runs it.
-    As in its own ``join()``, gradients are divided by the number of all ranks, including those
-    without data. They equal the gradients of one device if the loss of a rank is the sum over its
-    samples, divided by the number of samples on all ranks and multiplied by the number of ranks.
+    Gradients are divided by the number of all ranks, including those without data. They equal the
+    gradients of one device if the loss of a rank is the sum over its samples, divided by the
+    number of samples on all ranks and multiplied by the number of ranks.
 
     Outside ``Join``, and without other processes, it only calls the step:
 
@@ -45,8 +44,7 @@ class JoinableStep(Joinable, Generic[T]):
 
     Args:
         step: Trains on one batch: forward, backward, and the optimizer's step. All layers with
-            statistics over a batch must be synchronized. Others refuse an empty batch or update
-            their statistics with it.
+            statistics over a batch must be synchronized.
         empty: The arguments of the step for an empty batch. All ranks must call the same layers
             with it as with other batches.
         process_group: The ranks that train together, by default all.
@@ -61,12 +59,10 @@ class JoinableStep(Joinable, Generic[T]):
         self, step: Callable[..., T], empty: Sequence[Any], process_group: Any = None
     ) -> None:
         super().__init__()
-        if not callable(step):
-            raise TypeError(f"step must be a function (got {type(step).__name__})")
-        if not isinstance(empty, (tuple, list)):
+        if not callable(step) or not isinstance(empty, (tuple, list)):
             raise TypeError(
-                "empty must be a tuple of the step's arguments for a batch without samples "
-                f"(got {type(empty).__name__})"
+                "step must be a function, and empty a tuple of its arguments for a batch without "
+                f"samples (got {type(step).__name__} and {type(empty).__name__})"
             )
         self._step = step
         self._empty = tuple(empty)
@@ -75,14 +71,13 @@ class JoinableStep(Joinable, Generic[T]):
             _ = self.join_process_group  # raises
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
-        notification = Join.notify_join_context(self)
-        if notification is not None:
+        if (notification := Join.notify_join_context(self)) is not None:
             notification.wait()
         return self._step(*args, **kwargs)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Returns the hook that runs the step on the empty batch. `Join` calls this."""
-        return _EmptyBatches(self._step, self._empty)
+        return _EmptyBatches(partial(self._step, *self._empty))
 
     @property
     def join_device(self) -> torch.device:
@@ -96,11 +91,9 @@ class JoinableStep(Joinable, Generic[T]):
 
 
 class _EmptyBatches(JoinHook):
-    """Runs the step on the empty batch as long as any rank has data."""
-
-    def __init__(self, step: Callable[..., Any], empty: tuple[Any, ...]) -> None:
-        self._step = step
-        self._empty = empty
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
 
     def main_hook(self) -> None:
-        self._step(*self._empty)
+        """Called as long as any rank has data."""
+        self._run()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from types import new_class
 from typing import Any
 from weakref import ref
 
@@ -19,35 +18,23 @@ from replication.sync.rendezvous import RenewedLock
 __all__ = ["PatchHandle", "patch_replication_callback"]
 
 
-class Extended:
-    """A method that extends the method of the unpatched object, which it gets as an argument.
+def extended(method: Callable[..., Any]) -> property:
+    """Makes a method that extends the one of the unpatched object, and gets it as an argument.
 
-    As a data descriptor it comes before an attribute of the object. A method that the user sets on
-    the object stays where it is, before, during and after the patch, and is extended as well.
+    As a property it comes before an attribute of the object. A method that the user sets on the
+    object stays where it is, before, during and after the patch, and is extended as well.
     """
+    name = method.__name__
 
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method, self._name = method, method.__name__
+    def get(owner: Any) -> Callable[..., Any]:
+        own = vars(owner).get(name)
+        unpatched = getattr(super(Patched, owner), name) if own is None else own
+        return partial(method, owner, unpatched)
 
-    def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        if owner is None:
-            return self
-        own = vars(owner).get(self._name)
-        unpatched = getattr(super(Patched, owner), self._name) if own is None else own
-        return partial(self._method, owner, unpatched)
+    def set_own(owner: Any, value: Any) -> None:
+        vars(owner)[name] = value
 
-    def __call__(self, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        """Called as a function of the class."""
-        return self.__get__(owner)(*args, **kwargs)
-
-    def __set__(self, owner: Any, value: Any) -> None:
-        vars(owner)[self._name] = value
-
-    def __delete__(self, owner: Any) -> None:
-        try:
-            del vars(owner)[self._name]
-        except KeyError:
-            raise AttributeError(self._name) from None
+    return property(get, set_own, lambda owner: vars(owner).pop(name))
 
 
 class Patched:
@@ -60,7 +47,7 @@ class Patched:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Does nothing, so that a hook of the original class does not run."""
 
-    @Extended
+    @extended
     def replicate(self, unpatched: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Makes the replicas, gives them their own hooks, and runs their callbacks."""
         replicas = unpatched(*args, **kwargs)
@@ -75,20 +62,14 @@ class Patched:
             execute_replication_callbacks(replicas)
         return replicas
 
-    @Extended
-    def parallel_apply(
-        self,
-        unpatched: Callable[..., Any],
-        replicas: Sequence[nn.Module],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    @extended
+    def parallel_apply(self, unpatched: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the replicas and raises the first error."""
-        return first_failure_wins(unpatched, replicas, *args, **kwargs)
+        return first_failure_wins(unpatched, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Patched classes are made at run time, so the original class is pickled instead.
-        patched, original = type(self), unpatched_class(type(self))
+        patched, original = type(self), type(self).__bases__[-1]
         reduced: Any = super().__reduce_ex__(protocol)
         make, args, *rest = reduced
         make, *args = (original if part is patched else part for part in (make, *args))
@@ -97,25 +78,20 @@ class Patched:
 
 def _make_patched(make: Callable[..., Any], *args: Any) -> Any:
     data_parallel = make(*args)
-    change_class(data_parallel, type(data_parallel), patched_class(type(data_parallel)))
+    _patch(data_parallel, type(data_parallel))
     return data_parallel
 
 
-def patched_class(kind: Any) -> Any:
-    """Returns a `Patched` class of the same name."""
+def _patch(data_parallel: Any, kind: Any) -> None:
+    """Gives an object of class ``kind`` a `Patched` class of the same name."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return new_class(kind.__name__, (Patched, kind), exec_body=lambda body: body.update(names))
-
-
-def unpatched_class(patched: Any) -> Any:
-    """Returns the class that a `Patched` class was made of."""
-    return patched.__bases__[-1]
+    _change_class(data_parallel, kind, type(kind.__name__, (Patched, kind), names))
 
 
 _lock = RenewedLock()
 
 
-def change_class(data_parallel: Any, before: Any, after: Any) -> None:
+def _change_class(data_parallel: Any, before: Any, after: Any) -> None:
     """Changes the class of an object, unless another thread has changed it meanwhile.
 
     It is the only change to the object, so an interrupt leaves it patched or not, nothing between.
@@ -136,7 +112,7 @@ class PatchHandle:
     def remove(self) -> None:
         """Removes the callbacks. May be called more than once."""
         if issubclass(self._patched, Patched):  # else the object's own class runs the callbacks
-            change_class(self._data_parallel(), self._patched, unpatched_class(self._patched))
+            _change_class(self._data_parallel(), self._patched, self._patched.__bases__[-1])
 
     def __enter__(self) -> PatchHandle:
         return self
@@ -170,17 +146,16 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
             "expected a torch.nn.DataParallel, or an object of a class derived from it "
             f"(got {type(data_parallel).__name__})"
         )
-    kind = type(data_parallel)
-    if not runs_callbacks(kind):
-        change_class(data_parallel, kind, patched_class(kind))
+    kind = type(data_parallel)  # read once: another thread may patch it
+    if not _runs_callbacks(kind):
+        _patch(data_parallel, kind)
     return PatchHandle(data_parallel)
-
-
-def runs_callbacks(kind: type[nn.DataParallel[Any]]) -> bool:
-    """Returns whether the objects of a class run the callbacks."""
-    return issubclass(kind, Patched) or getattr(kind.replicate, RUNS_CALLBACKS, False)
 
 
 def has_replication_callback(data_parallel: nn.DataParallel[Any]) -> bool:
     """Returns whether a DataParallel runs the callbacks, by its class or because of a patch."""
-    return runs_callbacks(type(data_parallel))
+    return _runs_callbacks(type(data_parallel))
+
+
+def _runs_callbacks(kind: type[nn.DataParallel[Any]]) -> bool:
+    return issubclass(kind, Patched) or getattr(kind.replicate, RUNS_CALLBACKS, False)

@@ -17,16 +17,13 @@ __all__ = ["UnsynchronizedWarning"]
 
 
 #: Captured on import, because programs may replace these names.
-_PLAIN = frozenset((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm))
+_PLAIN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
 
 _NAMED = 3
 
 
 def warn_of_plain_batch_norm(model: nn.Module, module: nn.Module) -> None:
-    """Warns once for each ``model`` if its ``module`` trains plain batch norm.
-
-    It is called in each forward, before replication.
-    """
+    """Warns once for each ``model`` if its ``module`` trains plain batch norm."""
     paths = [
         f"`{path_or_root(path)}` ({type(layer).__name__})"
         for path, layer in layers_of(module)
@@ -45,12 +42,8 @@ def warn_of_plain_batch_norm(model: nn.Module, module: nn.Module) -> None:
 
 
 #: The packages whose frames lie between a warning and the user's line.
-_SKIPPED = frozenset(
-    (
-        *("replication", "syncbn", "torch", "contextlib", "threading"),
-        *("importlib", "_frozen_importlib", "_frozen_importlib_external"),
-    )
-)
+_SKIPPED = {"replication", "syncbn", "torch", "contextlib", "threading", "importlib"}
+_SKIPPED |= {"_frozen_importlib", "_frozen_importlib_external"}
 
 
 class UnsynchronizedWarning(UserWarning):
@@ -59,12 +52,6 @@ class UnsynchronizedWarning(UserWarning):
     If you want that, filter the category::
 
         warnings.filterwarnings("ignore", category=replication.UnsynchronizedWarning)
-
-    >>> import warnings
-    >>> from replication import UnsynchronizedWarning
-    >>> with warnings.catch_warnings():
-    ...     warnings.simplefilter("ignore", UnsynchronizedWarning)  # plain BatchNorm is intended
-    ...     # train here
     """
 
 
@@ -125,9 +112,6 @@ _has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:
     """Returns the innermost frame of user code, from ``frame`` outwards."""
-    while frame is not None:
-        name = frame.f_globals.get("__name__")
-        if str(name).partition(".")[0] not in _SKIPPED:
-            return frame
+    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in _SKIPPED:
         frame = frame.f_back
-    return None
+    return frame

@@ -24,7 +24,6 @@ from replication import (
     patch_replication_callback,
     replicate,
 )
-from replication.sync.rendezvous import Abort
 from syncbn import SynchronizedBatchNorm1d
 from tests.deadlines import ends
 from tests.layers import (
@@ -35,8 +34,6 @@ from tests.layers import (
     Numbered,
     freed,
     no_garbage_collection,
-    outcome_of,
-    soon,
     together,
     until_others_wait,
     values,
@@ -226,41 +223,6 @@ def test_a_backward_inside_the_forward_may_call_collectives():
 
 
 # -- what a replica leaves behind that something has ended -------------------------------------
-
-
-def test_a_master_waits_for_a_slave_that_was_interrupted_meanwhile():
-    collected: list[Any] = []
-
-    def reply(messages: Any) -> Any:
-        collected.append([message for _, message in messages])
-        return messages
-
-    def withdraw(pipe: Any) -> None:
-        def run() -> None:
-            outcomes.append(outcome_of(lambda: pipe.run_slave("withdrawn")))
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        assert soon(lambda: len(rendezvous._waits) == 2)
-        wait = rendezvous._waits[1]
-        with rendezvous.lock:  # as if a signal had come
-            wait.error = Abort(ReplicationError, "interrupted", None)
-            rendezvous.end_waits([wait])
-        thread.join(DEADLINE)
-
-    master, outcomes = SyncMaster(reply), []
-    pipes = [master.register_slave(i) for i in (1, 2)]
-    rendezvous = master._outside_forward
-
-    def slaves() -> list[Any]:
-        assert soon(lambda: len(rendezvous._waits) == 1)  # the master's
-        withdraw(pipes[0])
-        first, second = together(lambda: pipes[1].run_slave("b"), lambda: pipes[0].run_slave("a"))
-        return values([first, second])
-
-    assert values(together(lambda: master.run_master("m"), slaves)) == ["m", ["b", "a"]]
-    assert collected == [["m", "a", "b"]]
-    assert str(outcomes[0].error) == "interrupted"
 
 
 def test_errors_that_a_parallel_apply_swallows_keep_no_replica_alive():

@@ -26,7 +26,8 @@ from replication import (
     replicate,
 )
 from replication.sync import rendezvous
-from replication.sync.rendezvous import current_replica, set_current_replica
+from replication.sync.lifecycle import ForwardScope
+from replication.sync.rendezvous import current_replica
 from syncbn import SynchronizedBatchNorm1d, convert_model, graph
 from tests.deadlines import ends
 from tests.layers import DEADLINE, AsTorchDoes, soon, together, values
@@ -430,14 +431,13 @@ def test_an_interrupt_while_a_callback_or_a_replica_begins_leaves_no_current_rep
     monkeypatch, samples
 ):
     """Once the thread counted as a replica's for good: later forwards failed, or trained alone."""
-    enter = set_current_replica.__enter__
+    enter = ForwardScope.__enter__
 
-    def interrupted(scope: set_current_replica) -> None:
+    def interrupted(scope: ForwardScope) -> None:
         enter(scope)
-        if current_replica() is not None:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(set_current_replica, "__enter__", interrupted)
+    monkeypatch.setattr(ForwardScope, "__enter__", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ours(SynchronizedBatchNorm1d(3) if samples > 1 else nn.Linear(3, 3))(
             torch.randn(samples, 3)

@@ -38,7 +38,7 @@ from replication import (
 from replication._torch import current_backward
 from replication.diagnosis.waits import observer
 from replication.groups import processes
-from replication.sync.rendezvous import CurrentReplica, Rendezvous, set_current_replica
+from replication.sync.rendezvous import CurrentReplica, Rendezvous, this_thread
 from replication.warning import once_for
 from syncbn import convert_model, patch_sync_batchnorm
 from tests.layers import (
@@ -208,7 +208,7 @@ def test_slaves_may_be_registered_by_several_threads():
         master = SyncMaster(echo)
         pipes = at_once(*(partial(master.register_slave, i) for i in range(1, 5)))
         assert master.nr_slaves == 4
-        assert sorted(pipe._replica for pipe in pipes) == [1, 2, 3, 4]
+        assert sorted(pipe._send.args[1] for pipe in pipes) == [1, 2, 3, 4]
 
 
 def test_slaves_may_be_counted_while_others_are_registered():
@@ -217,9 +217,9 @@ def test_slaves_may_be_counted_while_others_are_registered():
 
     def register() -> None:
         for identifier in registered:
-            in_forward = CurrentReplica(Rendezvous(2), 1, current_backward())
-            with set_current_replica(in_forward):
-                master.register_slave(identifier)
+            this_thread.current = CurrentReplica(Rendezvous(2), 1, current_backward())
+            master.register_slave(identifier)
+            this_thread.current = None
             master.register_slave(identifier)
 
     counts = beside(register, *[lambda: master.nr_slaves] * 2)

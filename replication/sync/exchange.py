@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from replication.errors import ReplicationError
-from replication.sync.rendezvous import Rendezvous, Wait, concurrent_call_error, site
+from replication.sync.rendezvous import Rendezvous, Wait, site
 
 #: Returns one reply for each message, in order. Messages are in the order of the replicas.
 Merge = Callable[[list[Any]], Iterable[Any]]
@@ -56,8 +56,7 @@ class Exchange:
         """Sends a message, and returns the reply once the messages of all replicas are merged.
 
         The exchange does not keep the rendezvous, which may refer to the exchange. ``merge`` is
-        called in one thread, and is None if the replica is not the master. Raises `ReplicaFailed`
-        if another replica raises, and `ReplicasDiverged` if a message can no longer arrive.
+        None if the replica is not the master.
         """
         if rendezvous.observe is None:
             return self._run(rendezvous, replica, message, merge)
@@ -69,7 +68,10 @@ class Exchange:
         with rendezvous.lock:
             current = self._round
             if replica in current.messages:
-                raise concurrent_call_error(self.path, replica)
+                raise ReplicationError(
+                    f"`{self.path}`: replica {replica} calls it in one thread while it waits there"
+                    " in another; the calls of a replica come one after the other"
+                )
             self.calls[replica] += 1
             if rendezvous.abort is not None:
                 rendezvous.abort.raise_late(replica, site(self.path, self.calls[replica]))

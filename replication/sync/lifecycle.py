@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
@@ -31,7 +32,6 @@ from replication.sync.rendezvous import (
     Rendezvous,
     current_replica,
     is_recomputation,
-    set_current_replica,
     this_thread,
 )
 from replication.warning import frame_of_thread
@@ -43,20 +43,14 @@ T = TypeVar("T")
 _REDUCE = "__reduce_ex__"
 
 
-def _without_overrides(owner: Callable[[], Any], protocol: Any) -> Any:
+def _reduce_untracked(owner: Callable[[], Any], protocol: Any) -> Any:
     """Reduces a replica as if its methods were not overridden."""
-    kind: Any = type(owner())
-    reduced = kind.__reduce_ex__(owner(), protocol)
-    if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-        return reduced
-    make, args, state, *rest = reduced
-    state = {name: value for name, value in state.items() if name != _REDUCE}
-    for name, value in list(state.items()):
-        if isinstance(value, TrackedCall):
-            del state[name]
-            if value.previous is not None:
-                state[name] = value.previous
-    return make, args, state, *rest
+    replica = owner()
+    kind: Any = type(replica)
+    twin = kind.__new__(kind)
+    vars(twin).update(vars(replica))
+    untrack(twin)
+    return kind.__reduce_ex__(twin, protocol)
 
 
 class TrackedCall:
@@ -68,35 +62,15 @@ class TrackedCall:
     ``pickle``) do not get it, because it would run the replica itself.
     """
 
-    #: The rendezvous of the forward. A call that is copied belongs to no forward.
-    rendezvous: Rendezvous | None = None
-    replica = 0
-
-    def __init__(self, owner: nn.Module, name: str) -> None:
+    def __init__(self, owner: nn.Module, name: str, rendezvous: Rendezvous, replica: int) -> None:
         #: Returns the module, or None when it is gone.
         self.owner: Callable[[], Any] = weakref.ref(owner)
-        self.name = name
+        self.name, self.rendezvous, self.replica = name, rendezvous, replica
         previous = owner.__dict__.get(name)
         #: A method that was set on the module before. The latest override replaces older ones.
         self.previous: Callable[..., Any] | None = (
             previous.previous if isinstance(previous, TrackedCall) else previous
         )
-
-    def install(self, rendezvous: Rendezvous, replica: int) -> None:
-        """Overrides the method in a forward."""
-        self.rendezvous, self.replica = rendezvous, replica
-        state = self.owner().__dict__
-        state[self.name] = self
-        state[_REDUCE] = partial(_without_overrides, self.owner)
-
-    def remove_from(self, module: nn.Module) -> None:
-        """Restores the method of ``module``, which may be a copy of the owner."""
-        module.__dict__.pop(_REDUCE, None)
-        if module.__dict__.get(self.name) is self:
-            if self.previous is None:
-                del module.__dict__[self.name]
-            else:
-                module.__dict__[self.name] = self.previous
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -114,15 +88,10 @@ class TrackedCall:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.original)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.owner(), self.name), {"previous": self.previous}
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.rendezvous is None:
-            return self.original(*args, **kwargs)
-        if this_thread.current == (self.rendezvous, self.replica, current_backward(), ""):
-            return self.original(*args, **kwargs)  # reported already
         current = this_thread.current
+        if current == (self.rendezvous, self.replica, current_backward(), ""):
+            return self.original(*args, **kwargs)  # reported already
         try:
             with self.scope():
                 return self.original(*args, **kwargs)
@@ -131,37 +100,53 @@ class TrackedCall:
 
     def scope(self) -> ForwardScope:
         """Returns the context that reports the beginning and the end of the forward."""
-        assert self.rendezvous is not None
         return ForwardScope(self.rendezvous, self.replica, self.owner)
 
 
 class ForwardScope:
-    """Reports the beginning and the end of a replica's forward around a ``with`` block."""
+    """Reports the beginning and the end of a replica's forward around a ``with`` block.
+
+    It is a class because `contextlib.contextmanager` sets attributes of an error that passes
+    through, which not every error class allows.
+    """
 
     def __init__(self, rendezvous: Rendezvous, index: int, replica: Callable[[], Any]) -> None:
         self._rendezvous = rendezvous
         self._index = index
         self._replica = replica
-        self._current = set_current_replica(CurrentReplica(rendezvous, index, current_backward()))
 
     def __enter__(self) -> None:
         self._outermost = self._rendezvous.enter(self._index)
-        self._current.__enter__()
+        self._outer = this_thread.current
+        this_thread.current = CurrentReplica(self._rendezvous, self._index, current_backward())
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._current.__exit__()
+        this_thread.current = self._outer
         try:
             if error is not None:
                 # Before the note, so that the other replicas wake up even if making it fails.
                 self._rendezvous.fail(self._index, error)
-                self._add_note(error)
+                if self._outermost and not has_type(error, ReplicationError):
+                    self._add_note(error)
         finally:
             self._rendezvous.leave(self._index)
 
     def _add_note(self, error: BaseException) -> None:
+        """Adds a note with the replica, the device and the submodule that an error came from."""
         replica = self._replica()
-        if self._outermost and replica is not None and not has_type(error, ReplicationError):
-            add_failure_note(error, replica, self._index, self._rendezvous.size)
+        if replica is None:
+            return
+        note = origin(self._index, self._rendezvous.size)
+        with suppress(Exception):  # raised by a method of the replica; it must not hide the error
+            device = device_in_use() or device_of(replica)
+            path = failing_path(error, replica)
+            note += f" on {device}" if device is not None else ""
+            note += f", module `{path_or_root(path)}`" if path is not None else ""
+        add_note(error, note)
+        if type(error) is AttributeError and error.name == "group":
+            add_note(
+                error, "a layer has a group if its class derives from replication.ReplicaAware"
+            )
 
 
 #: The methods that run a replica: ``replica(...)``, with the hooks of the root, and
@@ -186,27 +171,29 @@ def attach_rendezvous(replicas: Sequence[nn.Module]) -> Rendezvous:
     if current is not None and not current.rendezvous.is_written_by_this_thread():
         rendezvous.outer = current.rendezvous
     for index, replica in enumerate(replicas):
+        state = replica.__dict__
         for name in _ENTRY_POINTS:
-            TrackedCall(replica, name).install(rendezvous, index)
+            state[name] = TrackedCall(replica, name, rendezvous, index)
+        state[_REDUCE] = partial(_reduce_untracked, state[name].owner)
     return rendezvous
 
 
 def untrack(replica: nn.Module) -> None:
     """Removes the overrides from a copy of a replica, where they would run the replica itself."""
+    state = replica.__dict__
     for name in _ENTRY_POINTS:
-        call = replica.__dict__.get(name)
+        call = state.get(name)
         if isinstance(call, TrackedCall):
-            call.remove_from(replica)
+            del state[name]
+            state.pop(_REDUCE, None)
+            if call.previous is not None:
+                state[name] = call.previous
 
 
 def tracked_calls(replicas: Sequence[Any]) -> list[TrackedCall]:
-    """Returns the overrides of the replicas that belong to a forward."""
-    calls = []
-    for replica in replicas:
-        call = getattr(replica, "__dict__", {}).get(CALL_IMPL)
-        if isinstance(call, TrackedCall) and call.rendezvous is not None:
-            calls.append(call)
-    return calls
+    """Returns the override of each replica that belongs to a forward."""
+    calls = [getattr(replica, "__dict__", {}).get(CALL_IMPL) for replica in replicas]
+    return [call for call in calls if isinstance(call, TrackedCall)]
 
 
 def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
@@ -226,14 +213,13 @@ def first_failure_wins(
 ) -> T:
     """Runs ``parallel_apply(replicas, ...)`` and raises the first error, unchanged.
 
-    ``parallel_apply`` may be torch's or a user's. Torch's raises the error of the replica with the
-    lowest *index*, which may only follow from the first error. When ``parallel_apply`` raises, the
-    forward is closed: all waits fail, and no replica writes into the original module.
+    Torch's `parallel_apply` raises the error of the replica with the lowest *index*, which may
+    only follow from the first error. After an error the forward is closed.
     """
     calls = tracked_calls(replicas)
-    rendezvous = calls[0].rendezvous if calls else None
-    if rendezvous is None:
+    if not calls:
         return parallel_apply(replicas, *args, **kwargs)
+    rendezvous = calls[0].rendezvous
     rendezvous.expect_only([call.replica for call in calls])
     del calls
     current = this_thread.current
@@ -261,10 +247,7 @@ _TRACEBACK = vars(BaseException)["__traceback__"]
 
 
 def add_others(error: BaseException, failures: Sequence[Failure], size: int | None) -> None:
-    """Adds a note for each other failure, except for follow-ups of another error.
-
-    Equal failures of several replicas share a note.
-    """
+    """Adds a note for each kind of other failure, except for follow-ups of another error."""
     also: dict[tuple[str, str], list[int]] = {}
     for failure in failures:
         if failure.error is not error and not has_type(failure.error, ReplicationError):
@@ -282,29 +265,9 @@ def _where_and_what(failure: Failure, size: int | None) -> tuple[str, str]:
     return f" in module {module}" if module else "", describe_error(failure.error)
 
 
-def add_failure_note(
-    error: BaseException, replica: nn.Module, index: int, size: int | None
-) -> None:
-    """Adds a note with the replica, the device and the submodule that an error came from."""
-    try:
-        device = device_in_use() or device_of(replica)
-        path = failing_path(error, replica)
-    except Exception:  # raised by a method of the replica; it must not hide the error
-        device, path = None, None
-    add_note(
-        error,
-        origin(index, size)
-        + (f" on {device}" if device is not None else "")
-        + (f", module `{path_or_root(path)}`" if path is not None else ""),
-    )
-    if type(error) is AttributeError and error.name == "group":
-        add_note(error, "a layer has a group if its class derives from replication.ReplicaAware")
-
-
 def failing_path(error: BaseException, root: nn.Module) -> str | None:
     """Returns the path of the innermost module in the traceback, if there is one."""
-    paths = paths_of(root)
-    innermost = None
+    paths, innermost = paths_of(root), None
     traceback = _TRACEBACK.__get__(error)
     while traceback is not None:
         path = path_of_call(traceback.tb_frame, paths)
@@ -320,8 +283,7 @@ def paths_of(root: nn.Module) -> dict[int, str]:
 
 def path_of_call(frame: FrameType, paths: dict[int, str]) -> str | None:
     """Returns the path of the submodule that a frame calls, if it calls one."""
-    # Only torch's own frames: reading the locals of a frame that holds the error in a variable
-    # would make a reference cycle.
+    # Only torch's own frames: the locals of a frame that holds the error would make a cycle.
     if frame.f_code.co_name != CALL_IMPL:
         return None
     return paths.get(id(frame.f_locals.get("self")))
@@ -334,19 +296,16 @@ class Locator:
         self._replicas = [weakref.ref(replica) for replica in replicas]
 
     def __call__(self, index: int, thread: int) -> str:
-        innermost = frame_of_thread(thread)
-        replica = self._replicas[index]()
-        if innermost is None or replica is None:
+        frame, replica = frame_of_thread(thread), self._replicas[index]()
+        if frame is None or replica is None:
             return ""
-        try:
+        line = f"at {frame.f_code.co_filename}:{frame.f_lineno}"
+        paths: dict[int, str] = {}
+        with suppress(Exception):  # the replica changes while it runs
             paths = paths_of(replica)
-        except Exception:  # the replica changes while it runs
-            paths = {}
-        path = ""
-        line = f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
-        frame: FrameType | None = innermost
-        del innermost  # it may be this very frame, which must not refer to itself
-        while frame is not None and not path:
-            path = path_of_call(frame, paths) or ""
+        while frame is not None:  # in one variable: it may be this very frame
+            path = path_of_call(frame, paths)
             frame = frame.f_back
-        return f"in `{path}`, at {line}" if path else f"at {line}"
+            if path:
+                return f"in `{path}`, {line}"
+        return line

@@ -12,19 +12,16 @@ or at the same time. Outside any forward, a `SyncMaster` has a `Rendezvous` of i
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Any
 
 from replication.errors import ReplicationError
 from replication.sync.exchange import Exchange
-from replication.sync.rendezvous import Rendezvous, Wait, current_replica
+from replication.sync.rendezvous import Rendezvous, RenewedLock, Wait, current_replica
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
-
-
-_EMPTY: Any = object()
 
 
 class FutureResult:
@@ -41,10 +38,10 @@ class FutureResult:
     """
 
     def __init__(self) -> None:
-        # Held for a few assignments only: no other lock is taken inside.
-        self._lock = threading.RLock()
-        self._result = _EMPTY
-        self._has_getter = False
+        # Without a lock, which an interrupt could leave held: each change is a single call.
+        self._box: dict[str, list[Any]] = {}
+        # The calls of `get` that are under way. The first one waits, and others are refused.
+        self._getters: list[object] = []
         self._wait: Wait | None = None
 
     def __reduce__(self) -> tuple[type[FutureResult], tuple[()]]:
@@ -56,11 +53,9 @@ class FutureResult:
         Raises:
             ReplicationError: The previous result has not been fetched.
         """
+        new = [result]
         try:
-            with self._lock:
-                is_free = self._result is _EMPTY
-                if is_free:
-                    self._result = result
+            is_free = self._box.setdefault("result", new) is new
             self._wake_getter()
         except BaseException:  # an interrupt must not leave a getter without the result
             self._wake_getter()
@@ -72,9 +67,8 @@ class FutureResult:
             )
 
     def _wake_getter(self) -> None:
-        with self._lock:
-            wait = None if self._result is _EMPTY else self._wait
-        if wait is not None:
+        wait = self._wait
+        if wait is not None and self._box:
             with wait.rendezvous.lock:
                 wait.rendezvous.end_waits([wait])
 
@@ -86,38 +80,31 @@ class FutureResult:
             ReplicaFailed: Another replica raised.
             ReplicasDiverged: No replica can put the result any more.
         """
-        is_alone = False
+        getter = object()
         try:
-            with self._lock:
-                if not self._has_getter:
-                    self._has_getter = is_alone = True
-            if not is_alone:
+            self._getters.append(getter)
+            if self._getters[0] is not getter:
                 raise ReplicationError(
                     "a FutureResult serves one getter at a time (get was called while another "
                     "thread is in it); give each thread its own FutureResult"
                 )
             self._await_result()
-            with self._lock:
-                result, self._result = self._result, _EMPTY
-            return result
+            return self._box.pop("result")[0]
         finally:
-            if is_alone:
-                # Without the lock: a Ctrl-C could come when it is taken.
-                self._wait, self._has_getter = None, False
+            if self._getters[0] is getter:
+                self._wait = None
+            self._getters.remove(getter)
 
     def _await_result(self) -> None:
         current = current_replica()
         rendezvous = current.rendezvous if current else Rendezvous(None)
         # While this lock is held no replica can end, so a replica that puts counts as running.
         with rendezvous.lock:
-            if self._result is not _EMPTY:
+            if self._box:
                 return
             replica = current.replica if current else 0
-            wait = rendezvous.begin_wait(replica, (), "FutureResult", {replica: 1})
-            with self._lock:
-                self._wait = wait
-                has_arrived = self._result is not _EMPTY  # that put has not seen the wait
-            if has_arrived:
+            self._wait = wait = rendezvous.begin_wait(replica, (), "FutureResult", {replica: 1})
+            if self._box:  # `put` has not seen the wait
                 rendezvous.end_waits([wait])
         wait.block()
 
@@ -135,58 +122,54 @@ class Channel(Exchange):
         super().__init__(path, [_MASTER], master=_MASTER)
         self.slaves: dict[int, Hashable] = {}
 
-    def register(self, replica: int, identifier: Hashable, is_forward: bool) -> None:
-        """Adds a slave. The rendezvous' lock is held."""
+    def register(self, identifier: Hashable, replica: int | None) -> int:
+        """Adds a slave, and returns its replica: a new number if there are none (None).
+
+        The rendezvous' lock is held.
+        """
         if identifier == _MASTER or identifier in self.slaves.values():
             raise ReplicationError(
                 f"a slave's identifier must be new and not {_MASTER}, which is the master's "
                 f"(got {identifier!r} in `{self.path}`)"
             )
-        if is_forward and (replica == _MASTER or replica in self.slaves):
+        if replica is None:
+            replica = len(self.slaves) + 1
+        if replica == _MASTER or replica in self.slaves:
             raise ReplicationError(
                 f"replica {replica} cannot register another slave in `{self.path}`: each replica "
                 "has one slave, and the master's replica none"
             )
         self.slaves[replica] = identifier
         self.add(replica)
+        return replica
 
 
 class SlavePipe:
     """The connection of a slave to its master. Made by `SyncMaster.register_slave`."""
 
-    def __init__(
-        self,
-        identifier: Hashable,
-        rendezvous: Rendezvous | None = None,
-        channel: Channel | None = None,
-        replica: int = 0,
-    ) -> None:
+    def __init__(self, identifier: Hashable, send: Callable[..., Any] | None = None) -> None:
         self.identifier = identifier
-        self._rendezvous = rendezvous
-        self._channel = channel
-        self._replica = replica
+        self._send = send
 
     def __reduce__(self) -> tuple[type[SlavePipe], tuple[Hashable]]:
         return SlavePipe, (self.identifier,)  # a copy belongs to no forward
 
     def run_slave(self, msg: Any) -> Any:
-        """Sends ``msg`` to the master and returns its reply.
-
-        Tensors in both may be part of an autograd graph. Gradients flow through them.
+        """Sends ``msg`` to the master and returns its reply. Gradients flow through both.
 
         Raises:
             ReplicaFailed: Another replica raised.
             ReplicasDiverged: The master can no longer reply.
         """
-        if self._rendezvous is None or self._channel is None:
+        if self._send is None:
             raise ReplicationError(
                 f"the pipe of slave {self.identifier!r} is a copy and belongs to no forward; "
                 "register_slave makes one for each forward"
             )
-        return self._channel(self._rendezvous, self._replica, (self.identifier, msg), None)
+        return self._send((self.identifier, msg), None)
 
 
-def replies_to(messages: list[tuple[Any, Any]], callback: MasterCallback, path: str) -> list[Any]:
+def replies_to(callback: MasterCallback, path: str, messages: list[tuple[Any, Any]]) -> list[Any]:
     """Returns the callback's reply to each message."""
     answer = callback(messages)
     pairs = list(answer) if isinstance(answer, Iterable) else None
@@ -204,6 +187,10 @@ def replies_to(messages: list[tuple[Any, Any]], callback: MasterCallback, path: 
     return [replies[identifier] for identifier in expected]
 
 
+#: Held while slaves are registered outside a forward, which any thread may do.
+_registration = RenewedLock()
+
+
 class SyncMaster:
     """The master of the copies of one layer: it replies to the messages of all of them.
 
@@ -217,8 +204,8 @@ class SyncMaster:
                 self.slave_pipe = ctx.sync_master.register_slave(copy_id)
 
     In their forwards copy 0 calls `run_master` and the others call ``slave_pipe.run_slave``,
-    equally often. Outside a forward, pipes connect any threads. They cannot know whether a thread
-    is still alive, so a wait for a message that never comes ends only with `reset`.
+    equally often. Outside a forward, pipes connect any threads, and a wait for a message that
+    never comes ends only with `reset`.
 
     >>> from replication import SyncMaster
     >>> from concurrent.futures import ThreadPoolExecutor
@@ -240,24 +227,13 @@ class SyncMaster:
 
     def __init__(self, master_callback: MasterCallback) -> None:
         self._master_callback = master_callback
-        self._forget_forwards()
-
-    _OF_FORWARDS = ("_lock", "_latest", "_outside_forward")
-
-    def _forget_forwards(self) -> None:
-        # Guards registrations outside a forward, which any thread may make.
-        self._lock = threading.RLock()
         # The latest forward with slaves, for threads that do not run a replica.
         self._latest: Callable[[], Rendezvous | None] | None = None
         # The rendezvous of the slaves that were registered outside any forward.
         self._outside_forward: Rendezvous | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in self._OF_FORWARDS}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._forget_forwards()
+        return {**vars(self), "_latest": None, "_outside_forward": None}
 
     def register_slave(self, identifier: Hashable) -> SlavePipe:
         """Adds a slave to the current forward.
@@ -277,43 +253,40 @@ class SyncMaster:
             )
         current = current_replica()
         if current is not None:
-            rendezvous, replica = current.rendezvous, current.replica
-            self._latest = weakref.ref(rendezvous)
-            with rendezvous.lock:
-                new = Channel(current.path or "SyncMaster")
-                channel = rendezvous.channels.setdefault(self, new)
-                channel.register(replica, identifier, is_forward=True)
-            return SlavePipe(identifier, rendezvous, channel, replica)
-        with self._lock:
+            self._latest = weakref.ref(current.rendezvous)
+            return self._register(current.rendezvous, identifier, current.replica, current.path)
+        with _registration():
             rendezvous = self._open_registration()
             self._latest = None
-            with rendezvous.lock:
-                channel = rendezvous.channels[self]
-                replica = len(channel.slaves) + 1
-                channel.register(replica, identifier, is_forward=False)
-        return SlavePipe(identifier, rendezvous, channel, replica)
+            return self._register(rendezvous, identifier, None)
+
+    def _register(
+        self, rendezvous: Rendezvous, identifier: Hashable, replica: int | None, path: str = ""
+    ) -> SlavePipe:
+        with rendezvous.lock:
+            channel = rendezvous.channels.setdefault(self, Channel(path or "SyncMaster"))
+            replica = channel.register(identifier, replica)
+        return SlavePipe(identifier, partial(channel, rendezvous, replica))
+
+    def _open_registration(self) -> Rendezvous:
+        """Returns the rendezvous outside any forward, a new one if its slaves have run."""
+        rendezvous = self._outside_forward
+        channel = rendezvous.channels.get(self) if rendezvous is not None else None
+        if rendezvous is None or (channel is not None and any(channel.calls.values())):
+            if rendezvous is not None:
+                rendezvous.close("new slaves have been registered; this pipe is of an older set.")
+            self._outside_forward = rendezvous = Rendezvous(None)
+        return rendezvous
 
     def reset(self) -> None:
         """Drops the slaves that were registered outside a forward, whose pipes raise from then on.
 
         It is needed if an interrupt comes between `register_slave` and `run_master`.
         """
-        with self._lock:
+        with _registration():
             if self._outside_forward is not None:
                 self._outside_forward.close("the SyncMaster has been reset.")
             self._outside_forward = None
-
-    def _open_registration(self) -> Rendezvous:
-        if self._outside_forward is not None:
-            if not any(self._outside_forward.channels[self].calls.values()):
-                return self._outside_forward
-            self._outside_forward.close(
-                "new slaves have been registered; this pipe is of an older set."
-            )
-        rendezvous = Rendezvous(None)
-        rendezvous.channels[self] = Channel("SyncMaster")
-        self._outside_forward = rendezvous  # last, because other threads may read it
-        return rendezvous
 
     def _rendezvous(self) -> Rendezvous | None:
         current = current_replica()
@@ -332,7 +305,7 @@ class SyncMaster:
     def run_master(self, master_msg: Any) -> Any:
         """Collects the messages of the slaves, calls the callback and sends the replies.
 
-        Tensors in them may be part of an autograd graph. Gradients flow through them.
+        Gradients flow through messages and replies.
 
         Returns:
             The callback's reply to the master.
@@ -352,13 +325,8 @@ class SyncMaster:
         message = (_MASTER, master_msg)
         channel = rendezvous.channels.get(self) if rendezvous is not None else None
         if rendezvous is None or channel is None or not channel.slaves:
-            return replies_to([message], self._master_callback, "SyncMaster")[0]
-
-        def merge(messages: list[tuple[Any, Any]]) -> list[Any]:
-            return replies_to(messages, self._master_callback, path)
-
-        path = channel.path
-
+            return replies_to(self._master_callback, "SyncMaster", [message])[0]
+        merge = partial(replies_to, self._master_callback, channel.path)
         try:
             return channel(rendezvous, _MASTER, message, merge)
         except BaseException:

@@ -1,8 +1,5 @@
 """The rendezvous of one forward: which replicas run, which wait, and which have ended.
 
-The replicas of one forward run in threads and wait for each other's messages. If one of them
-raises, returns early or waits elsewhere, a message that the others wait for never arrives.
-
 Guarantees
     * Every wait ends with its value, `ReplicaFailed` (a replica raised), `ReplicasDiverged` (no
       replica can send the value any more) or, if there is a deadline, `ReplicasTimedOut`.
@@ -13,14 +10,13 @@ Guarantees
       and a thread that waits looks now and then whether the forward has failed or is closed.
 
 Each replica reports the beginning and the end of its forward (`enter`, `leave`). So waits need no
-time limit, except in two cases where it is unknown whether the value will arrive:
+time limit, except where it is unknown whether the value will arrive. Then they fail after
+`STALL_TIMEOUT`:
 
     * A replica has not begun. It may be about to run, or its turn may come after the waiting
       replica in the same thread.
     * A replica's main thread runs while another of its threads waits. The main thread may be
       computing, or waiting for the other thread.
-
-In both cases the wait fails after `STALL_TIMEOUT`.
 """
 
 from __future__ import annotations
@@ -63,7 +59,7 @@ def site(path: str, call: int) -> str:
 class Wait:
     """The wait of one replica, begun and ended under the rendezvous' lock, blocking outside it."""
 
-    __slots__ = ("calls", "error", "gate", "missing", "path", "rendezvous", "replica", "thread")
+    __slots__ = ("abort", "calls", "gate", "missing", "path", "rendezvous", "replica", "thread")
 
     def __init__(
         self,
@@ -80,7 +76,8 @@ class Wait:
         #: The name of the exchange and the number of calls of each replica, for messages.
         self.path = path
         self.calls = calls
-        self.error: Abort | None = None
+        #: Why the wait has ended without a value, if it has.
+        self.abort: Abort | None = None
         self.thread = threading.get_ident()
         #: Released when the wait ends. A bare lock is the cheapest thing to block on.
         self.gate = threading.Lock()
@@ -102,9 +99,10 @@ class Wait:
         except BaseException:  # KeyboardInterrupt, where a replica runs in the main thread
             rendezvous.forget(self)
             raise
-        error, self.error = self.error, None
-        if error is not None:
-            error.raise_at(self)
+        abort, self.abort = self.abort, None
+        if abort is not None:
+            where = f" Replica {self.replica} waited at {self.site}."
+            abort.raise_at(where if abort.cause is not None else "")
 
     def _await_gate(self) -> None:
         rendezvous = self.rendezvous
@@ -119,19 +117,16 @@ class Abort(NamedTuple):
 
     kind: type[ReplicationError]
     reason: str
-    cause: BaseException | None
+    cause: BaseException | None = None
 
-    def raise_at(self, wait: Wait | None = None) -> NoReturn:
+    def raise_at(self, where: str = "") -> NoReturn:
         """Raises a new error: the traceback of a shared one would grow with each replica."""
-        where = f" Replica {wait.replica} waited at {wait.site}." if wait and self.cause else ""
         raise self.kind(self.reason + where) from self.cause
 
     def raise_late(self, replica: int, where: str) -> NoReturn:
-        """Raises a new error in a replica that calls after the abort."""
-        later = f" Replica {replica} reached {where} after that."
-        if self.kind is ReplicasDiverged:  # the message tells where every replica is
-            later = ""
-        raise self.kind(self.reason + later) from self.cause
+        """Raises in a replica that calls after the abort."""
+        is_told = self.kind is ReplicasDiverged  # by the message, which names every replica
+        self.raise_at("" if is_told else f" Replica {replica} reached {where} after that.")
 
 
 #: Returns a context manager that records an exchange or a wait, given ``"exchange"`` or
@@ -168,8 +163,14 @@ class Progress:
         return not self.depth and (self.is_absent or self.runs >= run)
 
     def may_begin(self, run: int) -> bool:
-        """Whether the run of this number may still begin."""
-        return not self.depth and not self.is_absent and self.runs < run
+        return not self.depth and not self.is_over(run)
+
+    def state(self, ended: str = "has ended") -> str:
+        if self.depth:
+            return "runs"
+        if self.is_absent:
+            return "does not run"
+        return ended if self.runs else "has not begun"
 
 
 class Rendezvous:
@@ -191,6 +192,7 @@ class Rendezvous:
         #: Records exchanges and waits. None unless waits are reported or profiled.
         self.observe: Observe | None = None
         self._renew_locks()
+        #: The channel of each `SyncMaster` in this forward.
         self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         # The thread that writes into the original module (see `commit`).
         self._writer: int | None = None
@@ -219,7 +221,6 @@ class Rendezvous:
                 ReplicationError,
                 "a forked process cannot go on with the forward of its parent, where the other "
                 "replicas run.",
-                None,
             )
 
     # -- the life of a replica -----------------------------------------------------------------
@@ -242,16 +243,14 @@ class Rendezvous:
             for replica, progress in enumerate(self._progress):
                 progress.is_absent = replica not in replicas
                 self._some_are_over |= progress.is_absent
-            if self._waits:
-                self._fail_hopeless_waits()
+            self._fail_hopeless_waits()
 
     def leave(self, replica: int) -> None:
         """Reports that a forward ends, by returning or by raising (see `fail`)."""
         with self.lock:
             self._progress[replica].depth -= 1
             self._some_are_over = True
-            if self._waits:
-                self._fail_hopeless_waits()
+            self._fail_hopeless_waits()
 
     def has_left(self, replica: int) -> bool:
         """Whether a replica has finished its forward."""
@@ -268,7 +267,8 @@ class Rendezvous:
             if not is_known and not has_type(error, ReplicaFailed):
                 self._failures.append(Failure(replica, error))
         # The error's own code makes its text. It may be slow, and must not run under the lock.
-        reason = f"{self._name(replica)} failed with {describe_error(error)}."
+        of = f" of {self.size}" if self.size else ""
+        reason = f"replica {replica}{of} failed with {describe_error(error)}."
         with self.lock:
             self._abort_waits(ReplicaFailed, reason, error)
 
@@ -280,7 +280,7 @@ class Rendezvous:
         limit = LONGEST_WRITE if self._closed is None else 0.0
         self._closed = reason
         with self.lock:
-            self._abort_waits(ReplicationError, reason, None)
+            self._abort_waits(ReplicationError, reason)
         try:
             self._commits.acquire(timeout=limit)
         finally:
@@ -340,7 +340,7 @@ class Rendezvous:
         return wait
 
     def end_waits(self, waits: Iterable[Wait]) -> None:
-        """Ends waits whose value has arrived, or which have an error. The lock is held."""
+        """Ends waits whose value has arrived, or which are aborted. The lock is held."""
         for wait in waits:
             if wait in self._waits:  # else it has failed already
                 # In this order: a wait that an interrupt leaves in the list is ended again.
@@ -359,7 +359,7 @@ class Rendezvous:
 
         It is called on every event that can cause this: a wait begins, or a replica ends.
         """
-        if self.size is None or self.abort is not None:
+        if not self._waits or self.size is None or self.abort is not None:
             return
         is_hopeless = any(
             self._progress[needed].is_over(self._run_of(wait))
@@ -375,7 +375,7 @@ class Rendezvous:
             or self._progress[wait.replica].thread in threads
         }
         if is_hopeless or not self._can_progress(blocked):
-            self._abort_waits(ReplicasDiverged, self._divergence(), None)
+            self._abort_waits(ReplicasDiverged, self._divergence())
 
     def _run_of(self, wait: Wait) -> int:
         return self._progress[wait.replica].runs
@@ -389,7 +389,7 @@ class Rendezvous:
         )
 
     def _abort_waits(
-        self, kind: type[ReplicationError], reason: str, cause: BaseException | None
+        self, kind: type[ReplicationError], reason: str, cause: BaseException | None = None
     ) -> None:
         """Fails all waits, for the reason of the first call. The lock is held.
 
@@ -398,7 +398,7 @@ class Rendezvous:
         if self.abort is None:
             self.abort = Abort(kind, reason, cause)
         for wait in self._waits:
-            wait.error = self.abort
+            wait.abort = self.abort
         self.end_waits(self._waits[:])
 
     def expect_progress(self, wait: Wait) -> None:
@@ -411,20 +411,19 @@ class Rendezvous:
         with self.lock:
             if self.abort is not None or self._closed is not None:
                 # An interrupt has kept the thread that failed all waits from this one.
-                self._abort_waits(ReplicationError, self._closed or "", None)
+                self._abort_waits(ReplicationError, self._closed or "")
             if self.size is None or wait not in self._waits:
                 return
             run = self._run_of(wait)
             late = [r for r in sorted(wait.missing) if self._progress[r].may_begin(run)]
             if not self._can_progress({wait.replica for wait in self._waits}):
-                self._abort_waits(ReplicasDiverged, self._divergence(), None)
+                self._abort_waits(ReplicasDiverged, self._divergence())
             elif late:
                 self._abort_waits(
                     ReplicasDiverged,
                     f"{wait.site}: replica {wait.replica} waits, and {listed(late)} did not begin "
                     f"within {STALL_TIMEOUT:g} s. Replicas that communicate must run at the same "
                     "time, each in a thread of its own.",
-                    None,
                 )
 
     def limit_time(self, seconds: float) -> None:
@@ -435,78 +434,49 @@ class Rendezvous:
         # Without the lock, because it runs code of the replicas' modules.
         spots = [self.locate(r, progress.thread) for r, progress in enumerate(self._progress)]
         with self.lock:
-            sites = {wait.replica: wait.site for wait in self._waits}
-            table = ""
-            for replica, progress in enumerate(self._progress):
-                state = self._state(replica, None)
-                if replica in sites:
-                    state = f"waits at {sites[replica]}"
-                elif progress.depth:
-                    state = f"{state} {spots[replica]}".rstrip()
-                table += f"\n  replica {replica}: {state}"
+            states = [
+                f"{progress.state()} {spot if progress.depth else ''}".rstrip()
+                for progress, spot in zip(self._progress, spots, strict=True)
+            ]
+            for wait in self._waits:
+                states[wait.replica] = f"waits at {wait.site}"
             self._abort_waits(
                 ReplicasTimedOut,
-                f"the replicas must end within {self._timeout:g} s, the timeout, which has "
-                f"passed:{table}",
-                None,
+                f"the replicas must end within {self._timeout:g} s, the timeout, which has passed:"
+                + "".join(f"\n  replica {r}: {state}" for r, state in enumerate(states)),
             )
             assert self.abort is not None
             return self.abort
 
-    # -- messages ------------------------------------------------------------------------------
-
-    def _name(self, replica: int) -> str:
-        return f"replica {replica} of {self.size}" if self.size else f"replica {replica}"
-
     def _divergence(self) -> str:
-        sites: dict[str, list[Wait]] = {}
-        for wait in self._waits:
-            sites.setdefault(wait.site, []).append(wait)
-        parts = []
-        for where, waits in sites.items():
-            replicas = sorted(wait.replica for wait in waits)
-            verb = "waits" if len(replicas) == 1 else "wait"
-            parts.append(f"{where}: {listed(replicas)} {verb}")
-        waiting = {wait.replica for wait in self._waits}
-        calls = self._waits[0].calls if len(sites) == 1 else None
-        earliest = min(map(self._run_of, self._waits))
+        """Returns the message that says where every replica is. The lock is held."""
+        waits = sorted(self._waits, key=lambda wait: wait.replica)
+        sites: dict[str, list[int]] = {}
+        for wait in waits:
+            sites.setdefault(wait.site, []).append(wait.replica)
+        parts = [
+            f"{where}: {listed(replicas)} wait{'s' if len(replicas) == 1 else ''}"
+            for where, replicas in sites.items()
+        ]
+        earliest = min(map(self._run_of, waits))
         for replica, progress in enumerate(self._progress):
             # A replica that runs, or has not begun, may still arrive.
-            if replica not in waiting and progress.is_over(earliest):
-                parts.append(f"replica {replica} {self._state(replica, calls)}")
-        outside = [r for r in sorted(waiting) if not self._progress[r].depth]
+            if progress.is_over(earliest) and all(replica != wait.replica for wait in waits):
+                count = waits[0].calls.get(replica, 0)
+                ended = f"ended after call {count}" if count else "ended without that call"
+                state = progress.state(ended if len(sites) == 1 else "has ended")
+                parts.append(f"replica {replica} {state}")
+        outside = [wait.replica for wait in waits if not self._progress[wait.replica].depth]
         if outside:
             parts.append(
                 f"{listed(outside)} called it outside the forward (in a recomputation, by another"
                 " method, or through a part of the replica)"
             )
         return (
-            "the replicas have diverged: "
-            + "; ".join(parts)
-            + ". Every replica must make the same calls in the same order: look for branches that"
-            " depend on data, and for layers in eval() in one replica only."
+            f"the replicas have diverged: {'; '.join(parts)}. Every replica must make the same "
+            "calls in the same order: look for branches that depend on data, and for layers in "
+            "eval() in one replica only."
         )
-
-    def _state(self, replica: int, calls: dict[int, int] | None) -> str:
-        progress = self._progress[replica]
-        if progress.depth:
-            return "runs"
-        if progress.is_absent:
-            return "does not run"
-        if not progress.runs:
-            return "has not begun"
-        if calls is None:
-            return "has ended"
-        count = calls.get(replica, 0)
-        return f"ended after call {count}" if count else "ended without that call"
-
-
-def concurrent_call_error(path: str, replica: int) -> ReplicationError:
-    """Returns the error of a replica that calls one layer in two threads at the same time."""
-    return ReplicationError(
-        f"`{path}`: replica {replica} calls it in one thread while it waits there in another; the "
-        "calls of a replica come one after the other"
-    )
 
 
 class RenewedLock:
@@ -529,14 +499,8 @@ class RenewedLock:
 #: What a fork changes in the child.
 _all: WeakSet[Rendezvous | RenewedLock] = WeakSet()
 
-
-def _enter_child() -> None:
-    for shared in list(_all):
-        shared.enter_child()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_enter_child)
+    os.register_at_fork(after_in_child=lambda: [shared.enter_child() for shared in list(_all)])
 
 
 class CurrentReplica(NamedTuple):
@@ -575,23 +539,6 @@ this_thread = _Local()
 def current_replica() -> CurrentReplica | None:
     """Returns the innermost forward or callback that this thread runs, if any."""
     return this_thread.current
-
-
-class set_current_replica:
-    """Makes `current_replica` return ``current`` inside the ``with`` block.
-
-    It is a class because `contextlib.contextmanager` sets attributes of an error that passes
-    through, which not every error class allows.
-    """
-
-    def __init__(self, current: CurrentReplica | None) -> None:
-        self._current = current
-
-    def __enter__(self) -> None:
-        self._outer, this_thread.current = this_thread.current, self._current
-
-    def __exit__(self, *exc_info: object) -> None:
-        this_thread.current = self._outer
 
 
 def is_recomputation() -> bool:

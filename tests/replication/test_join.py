@@ -136,8 +136,8 @@ def test_without_other_processes_it_is_the_step():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((None, ()), r"step must be a function \(got NoneType\)"),
-        ((print, torch.empty(0, 3)), r"empty must be a tuple .* \(got Tensor\)"),
+        ((None, ()), "step must be a function"),
+        ((print, torch.empty(0, 3)), "step must be a function, and empty a tuple"),
         ((print, (), 3), "process_group must be a"),
     ],
 )

@@ -198,7 +198,7 @@ def test_a_slave_that_was_interrupted_after_its_message_was_collected_gets_no_ol
 def interrupt(wait: Wait) -> None:
     """Ends a wait as if a signal had come."""
     with wait.rendezvous.lock:
-        wait.error = Abort(ReplicationError, "interrupted", None)
+        wait.abort = Abort(ReplicationError, "interrupted", None)
         wait.rendezvous.end_waits([wait])
 
 
@@ -797,23 +797,6 @@ def test_get_that_was_interrupted_leaves_the_result_for_the_next():
     assert str(outcomes[0].error) == "interrupted"
     future.put("kept")
     assert future.get() == "kept"
-
-
-def test_put_in_another_thread_holds_no_lock_of_the_mailbox_while_it_wakes_the_getter():
-    """Between the forward's lock and the mailbox's there is no order, so no deadlock."""
-    future, got = FutureResult(), []
-    first = getting(future, got)
-    lock = future._wait.rendezvous.lock
-    with lock:
-        putter = threading.Thread(target=lambda: future.put("value"), daemon=True)
-        putter.start()
-        assert soon(lambda: future._result == "value")
-        assert future._lock.acquire(timeout=DEADLINE)
-        future._lock.release()
-    for thread in (putter, first):
-        thread.join(DEADLINE)
-        assert not thread.is_alive()
-    assert got == ["value"]
 
 
 # -- misuse ------------------------------------------------------------------------------------

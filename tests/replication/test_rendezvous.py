@@ -6,18 +6,31 @@ import gc
 import threading
 import time
 import weakref
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
+from hypothesis import assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
-import replication.sync.rendezvous
-from replication import ReplicaFailed, ReplicasDiverged, ReplicationError
+from replication import (
+    ReplicaFailed,
+    ReplicasDiverged,
+    ReplicasTimedOut,
+    ReplicationError,
+)
 from replication.errors import listed
+from replication.sync import rendezvous as module
 from replication.sync.rendezvous import (
-    CurrentReplica,
     Rendezvous,
     Wait,
-    current_replica,
-    set_current_replica,
 )
 from tests.layers import DEADLINE, outcome_of, soon, together, values
 
@@ -44,37 +57,208 @@ def entered(size: int) -> Rendezvous:
 
 def diverged(wait: Wait) -> str:
     """The message of the `ReplicasDiverged` that a wait ends in."""
-    assert wait.error is not None, "the wait has not ended"
+    assert wait.abort is not None, "the wait has not ended"
     with pytest.raises(ReplicasDiverged) as caught:
         wait.block()
     return str(caught.value)
 
 
+# -- any story ---------------------------------------------------------------------------------
+
+
+class Pending(NamedTuple):
+    """A wait that has not ended: of a replica, for others, in its main thread or in another."""
+
+    wait: Wait
+    replica: int
+    needs: frozenset[int]
+    is_main: bool
+
+
+class Story(RuleBasedStateMachine):
+    """Replicas begin, wait, send, end and fail in any order, and one thread plays all of them.
+
+    A wait is pending if and only if each replica that it needs may still come, and one that is
+    not blocked can change anything. The model keeps what is needed to tell that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = 0
+        self.real = module.threading
+        module.threading = SimpleNamespace(**{**vars(threading), "get_ident": lambda: self.thread})
+        self.pending: list[Pending] = []
+        self.failures: list[tuple[int, BaseException]] = []
+        #: The kind and the cause of the errors of all waits from now on.
+        self.end: tuple[type[BaseException], BaseException | None] | None = None
+        self.is_closed = False
+
+    def teardown(self) -> None:
+        module.threading = self.real
+
+    @initialize(size=st.integers(1, 4), begun=st.integers(0, 15))
+    def begin(self, size: int, begun: int) -> None:
+        self.size, self.rendezvous = size, Rendezvous(size)
+        self.depth, self.runs, self.is_absent = [0] * size, [0] * size, [False] * size
+        for replica in range(size):
+            if begun >> replica & 1:
+                self.enter(replica)
+
+    # -- the model
+
+    def may_come(self, replica: int, run: int) -> bool:
+        has_not_begun = self.runs[replica] < run and not self.is_absent[replica]
+        return self.depth[replica] > 0 or has_not_begun
+
+    def waits(self, replica: int, is_main: bool) -> bool:
+        return any(p.replica == replica and p.is_main >= is_main for p in self.pending)
+
+    def can_go_on(self, blocked: set[int]) -> bool:
+        latest = max(self.runs[p.replica] for p in self.pending)
+        return any(r not in blocked and self.may_come(r, latest) for r in range(self.size))
+
+    def is_hopeless(self) -> bool:
+        blocked = {p.replica for p in self.pending if p.is_main or not self.depth[p.replica]}
+        needed = [(replica, self.runs[p.replica]) for p in self.pending for replica in p.needs]
+        return not self.can_go_on(blocked) or not all(self.may_come(*of) for of in needed)
+
+    def ends(self, kind: type[BaseException], cause: BaseException | None = None) -> None:
+        self.end = self.end or (kind, cause)
+
+    def go_on(self, which: int) -> Wait:
+        """Takes a wait of a replica that runs on without it."""
+        pending = self.pending[which % len(self.pending)]
+        assume(self.depth[pending.replica])
+        self.pending.remove(pending)
+        return pending.wait
+
+    # -- what may happen
+
+    @rule(replica=st.integers(0, 3))
+    def enter(self, replica: int) -> None:
+        replica %= self.size
+        assume(not self.waits(replica, is_main=self.depth[replica] > 0))
+        self.thread = replica
+        self.depth[replica] += 1
+        is_outermost = self.depth[replica] == 1
+        assert self.rendezvous.enter(replica) is is_outermost
+        if is_outermost:
+            self.runs[replica] += 1
+            self.is_absent[replica] = False
+
+    @rule(replica=st.integers(0, 3))
+    def leave(self, replica: int) -> None:
+        replica %= self.size
+        assume(self.depth[replica] and not self.waits(replica, is_main=True))
+        self.depth[replica] -= 1
+        self.rendezvous.leave(replica)
+
+    @rule(replicas=st.sets(st.integers(0, 3)))
+    def expect_only(self, replicas: set[int]) -> None:
+        self.is_absent = [replica not in replicas for replica in range(self.size)]
+        self.rendezvous.expect_only(replicas)
+
+    @rule(replica=st.integers(0, 3), needs=st.sets(st.integers(0, 3)), is_main=st.booleans())
+    def begin_wait(self, replica: int, needs: set[int], is_main: bool) -> None:
+        replica %= self.size
+        assume(self.runs[replica] and not (is_main and self.waits(replica, is_main=True)))
+        needed = frozenset(r for r in needs if r < self.size) - {replica}
+        self.thread = replica if is_main else -1 - replica
+        if self.end is None:
+            wait = begin_wait(self.rendezvous, replica, *needed)
+            self.pending.append(Pending(wait, replica, needed, is_main))
+            return
+        kind, cause = self.end
+        error = outcome_of(lambda: begin_wait(self.rendezvous, replica, *needed)).error
+        assert type(error) is kind
+        assert error.__cause__ is (None if self.is_closed else cause)
+        assert ("reached `layer`, call 1 after" in str(error)) is (kind is not ReplicasDiverged)
+
+    @precondition(lambda self: self.pending)
+    @rule(which=st.integers(0))
+    def message_arrives(self, which: int) -> None:
+        wait = self.go_on(which)
+        end_wait(self.rendezvous, wait)
+        wait.block()
+
+    @precondition(lambda self: self.pending)
+    @rule(which=st.integers(0))
+    def wait_is_interrupted(self, which: int) -> None:
+        self.rendezvous.forget(self.go_on(which))
+
+    @precondition(lambda self: self.pending)
+    @rule(which=st.integers(0))
+    def wait_takes_long(self, which: int) -> None:
+        pending = self.pending[which % len(self.pending)]
+        self.rendezvous.expect_progress(pending.wait)
+        run = self.runs[pending.replica]
+        are_late = any(not self.depth[r] and self.may_come(r, run) for r in pending.needs)
+        if are_late or not self.can_go_on({p.replica for p in self.pending}):
+            self.ends(ReplicasDiverged)
+
+    @rule(replica=st.integers(0, 3), kind=st.sampled_from((KeyError, ReplicaFailed)))
+    def fail(self, replica: int, kind: type[Exception]) -> None:
+        error = kind("k")
+        for _ in range(2):  # an inner call and an outer one report it
+            self.rendezvous.fail(replica % self.size, error)
+        if not self.is_closed:
+            self.ends(ReplicaFailed, error)
+            self.failures += [(replica % self.size, error)] if kind is KeyError else []
+
+    @rule()
+    def time_out(self) -> None:
+        self.rendezvous.time_out()
+        self.ends(ReplicasTimedOut)
+
+    @rule()
+    def close(self) -> None:
+        assert self.rendezvous.close("it is over.") == self.failures
+        self.ends(ReplicationError)
+        self.failures, self.is_closed = [], True
+
+    # -- what holds
+
+    @invariant()
+    def waits_are_pending_if_and_only_if_they_may_end(self) -> None:
+        if self.pending and self.end is None and self.is_hopeless():
+            self.ends(ReplicasDiverged)
+        if self.end is None:
+            assert all(p.wait.gate.locked() and p.wait.abort is None for p in self.pending)
+            assert self.rendezvous._waits == [p.wait for p in self.pending]
+            return
+        errors = [outcome_of(p.wait.block).error for p in self.pending]
+        assert [(type(error), error.__cause__) for error in errors] == [self.end] * len(errors)
+        assert len(set(map(id, errors))) == len(errors)
+        assert not self.rendezvous._waits
+        self.pending.clear()
+
+    @invariant()
+    def replicas_that_have_ended_are_known(self) -> None:
+        for replica in range(self.size):
+            has_left = self.runs[replica] > 0 and not self.depth[replica]
+            assert self.rendezvous.has_left(replica) is has_left
+
+    @invariant()
+    def a_forward_writes_until_it_is_closed(self) -> None:
+        outcome = outcome_of(lambda: self.rendezvous.commit(lambda: "written"))
+        if self.is_closed:
+            assert "ended by its caller" in str(outcome.error)
+        else:
+            assert outcome.value == "written"
+
+
+TestStory = Story.TestCase
+TestStory.settings = settings(stateful_step_count=30)
+
+
 # -- a wait ends in a value --------------------------------------------------------------------
-
-
-def test_wait_whose_value_has_come_returns():
-    rendezvous = entered(2)
-    wait = begin_wait(rendezvous, 0, 1)
-    end_wait(rendezvous, wait)
-    wait.block()
-    assert wait.error is None
 
 
 def test_value_wakes_the_thread_that_waits():
     rendezvous = entered(2)
     wait = begin_wait(rendezvous, 0, 1)
     values(together(wait.block, lambda: end_wait(rendezvous, wait)))
-    assert wait.error is None
-
-
-def test_value_that_comes_after_a_failure_does_not_undo_it():
-    rendezvous = entered(2)
-    wait = begin_wait(rendezvous, 0, 1)
-    rendezvous.fail(1, KeyError("k"))
-    end_wait(rendezvous, wait)
-    with pytest.raises(ReplicaFailed):
-        wait.block()
+    assert wait.abort is None
 
 
 # -- a replica fails ---------------------------------------------------------------------------
@@ -86,16 +270,6 @@ def test_failure_wakes_every_wait():
     rendezvous.fail(3, KeyError("k"))
     outcomes = together(*(wait.block for wait in waits))
     assert [type(outcome.error) for outcome in outcomes] == [ReplicaFailed] * 2
-
-
-def test_each_waiting_replica_gets_a_new_error_with_the_failure_as_its_cause():
-    rendezvous = entered(3)
-    waits = [begin_wait(rendezvous, replica, 0) for replica in (1, 2)]
-    failure = KeyError("k")
-    rendezvous.fail(0, failure)
-    first, second = (outcome_of(wait.block).error for wait in waits)
-    assert first is not second
-    assert first.__cause__ is second.__cause__ is failure
 
 
 def test_error_of_a_waiting_replica_says_who_failed_and_where_it_waited():
@@ -118,21 +292,6 @@ def test_failure_without_a_message_is_named_by_its_type():
         wait.block()
 
 
-def test_no_wait_begins_after_a_failure():
-    rendezvous = entered(3)
-    rendezvous.fail(2, KeyError("k"))
-    with pytest.raises(ReplicaFailed):
-        begin_wait(rendezvous, 0, 1)
-
-
-def test_first_failure_is_the_one_that_is_kept():
-    rendezvous = entered(2)
-    first = KeyError("first")
-    rendezvous.fail(1, first)
-    rendezvous.fail(0, ValueError("second"))
-    assert rendezvous.close("over")[0].error is first
-
-
 def test_failure_whose_text_takes_long_is_the_first_all_the_same():
     is_read, second_failed = threading.Event(), threading.Event()
 
@@ -152,69 +311,7 @@ def test_failure_whose_text_takes_long_is_the_first_all_the_same():
     assert rendezvous.close("over")[0].error is first
 
 
-def test_follow_up_is_not_kept_as_the_first_failure():
-    rendezvous = entered(2)
-    rendezvous.fail(0, ReplicaFailed("follow-up"))
-    first = KeyError("k")
-    rendezvous.fail(1, first)
-    assert rendezvous.close("over")[0].error is first
-
-
 # -- a wait that can no longer be met ----------------------------------------------------------
-
-
-def test_wait_for_a_replica_that_has_ended_is_given_up_when_it_begins():
-    rendezvous = entered(2)
-    rendezvous.leave(1)
-    diverged(begin_wait(rendezvous, 0, 1))
-
-
-def test_wait_is_given_up_when_the_replica_that_it_needs_ends():
-    rendezvous = entered(2)
-    wait = begin_wait(rendezvous, 0, 1)
-    assert wait.error is None
-    rendezvous.leave(1)
-    diverged(wait)
-
-
-def test_wait_is_not_given_up_when_a_replica_that_it_does_not_need_ends():
-    rendezvous = entered(3)
-    wait = begin_wait(rendezvous, 0, 1)
-    rendezvous.leave(2)
-    assert wait.error is None
-
-
-def test_one_wait_that_cannot_be_met_ends_all_others():
-    rendezvous = entered(4)
-    bystander = begin_wait(rendezvous, 3, 0)
-    begin_wait(rendezvous, 1, 2)
-    rendezvous.leave(2)
-    diverged(bystander)
-
-
-def test_waits_are_given_up_when_all_replicas_wait():
-    rendezvous = entered(2)
-    first = begin_wait(rendezvous, 0, 1, path="a")
-    assert first.error is None
-    second = begin_wait(rendezvous, 1, 0, path="b")
-    assert diverged(first) == diverged(second)
-
-
-def test_wait_for_any_replica_ends_when_no_other_replica_runs():
-    rendezvous = entered(3)
-    wait = begin_wait(rendezvous, 0)
-    rendezvous.leave(1)
-    assert wait.error is None
-    rendezvous.leave(2)
-    diverged(wait)
-
-
-def test_replica_that_has_not_begun_is_waited_for():
-    rendezvous = Rendezvous(2)
-    rendezvous.enter(0)
-    wait = begin_wait(rendezvous, 0, 1)
-    assert wait.error is None
-    end_wait(rendezvous, wait)
 
 
 def test_wait_for_a_replica_that_will_not_run_is_given_up():
@@ -225,73 +322,28 @@ def test_wait_for_a_replica_that_will_not_run_is_given_up():
     assert "replica 2 does not run" in diverged(wait)
 
 
-def test_replica_that_runs_after_all_is_waited_for():
-    rendezvous = Rendezvous(2)
-    rendezvous.expect_only({0})
-    for replica in (0, 1):
-        rendezvous.enter(replica)
-        rendezvous.leave(replica)
-    rendezvous.enter(0)  # its second micro-batch
-    assert begin_wait(rendezvous, 0, 1).error is None
-
-
-def test_nested_call_of_a_replica_does_not_end_it():
-    rendezvous = entered(2)
-    assert not rendezvous.enter(1)
-    wait = begin_wait(rendezvous, 0, 1)
-    rendezvous.leave(1)
-    assert wait.error is None
-    rendezvous.leave(1)
-    diverged(wait)
-
-
-def test_nested_call_is_no_further_micro_batch():
-    rendezvous = entered(2)
-    rendezvous.enter(0)
-    rendezvous.leave(1)
-    diverged(begin_wait(rendezvous, 0, 1))
-
-
-def test_enter_tells_the_outermost_call():
-    rendezvous = Rendezvous(1)
-    assert rendezvous.enter(0)
-    assert not rendezvous.enter(0)
-    rendezvous.leave(0)
-    rendezvous.leave(0)
-    assert rendezvous.enter(0)
-
-
-def test_replica_that_is_one_micro_batch_behind_is_waited_for():
-    rendezvous = entered(2)
-    rendezvous.leave(0)
-    rendezvous.leave(1)
-    rendezvous.enter(0)  # its second micro-batch; replica 1 is between its first and its second
-    wait = begin_wait(rendezvous, 0, 1)
-    assert wait.error is None
-    rendezvous.enter(1)
-    rendezvous.leave(1)
-    diverged(wait)
-
-
-def test_replica_that_has_ended_the_same_micro_batch_is_not_waited_for():
-    rendezvous = entered(2)
-    rendezvous.leave(1)
-    diverged(begin_wait(rendezvous, 0, 1))
-
-
-def test_message_says_who_is_where():
-    rendezvous = Rendezvous(5)
-    for replica in (0, 1, 2, 3):
-        rendezvous.enter(replica)
-    calls = {0: 2, 1: 2, 2: 1}
+@pytest.mark.parametrize(
+    ("waits", "ends", "expected"),
+    [
+        (
+            [(0, "layer3.bn2", {2}), (1, "layer3.bn2", {0})],
+            2,
+            "`layer3.bn2`, call 2: replicas 0, 1 wait; replica 2 ended after call 1. Every",
+        ),
+        (
+            [(2, "b", {1}), (0, "a", {2})],
+            1,
+            "`a`, call 2: replica 0 waits; `b`, call 1: replica 2 waits; replica 1 has ended. ",
+        ),
+    ],
+    ids=["one layer", "two layers"],
+)
+def test_message_says_where_every_replica_is(waits, ends, expected):
+    rendezvous, calls = entered(3), {0: 2, 1: 2, 2: 1}
     with rendezvous.lock:
-        wait = rendezvous.begin_wait(0, {2, 3, 4}, "layer3.bn2", calls)
-        rendezvous.begin_wait(1, (0,), "layer3.bn2", calls)
-    rendezvous.leave(2)
-    assert diverged(wait).startswith(
-        "the replicas have diverged: `layer3.bn2`, call 2: replicas 0, 1 wait; "
-        "replica 2 ended after call 1. "
-    )
+        wait, _ = (rendezvous.begin_wait(r, needs, path, calls) for r, path, needs in waits)
+    rendezvous.leave(ends)
+    assert diverged(wait).startswith(f"the replicas have diverged: {expected}")
 
 
 def test_message_names_no_replica_that_may_still_come():
@@ -311,24 +363,6 @@ def test_message_names_no_replica_that_may_still_come():
     with pytest.raises(ReplicasDiverged) as caught:
         begin_wait(rendezvous, 3, 0)
     assert str(caught.value) == message
-
-
-def test_message_says_who_has_not_called_the_layer_at_all():
-    rendezvous = entered(2)
-    rendezvous.leave(1)
-    message = diverged(begin_wait(rendezvous, 0, 1))
-    assert "`layer`, call 1: replica 0 waits; replica 1 ended without that call." in message
-
-
-def test_message_names_each_layer_that_replicas_wait_at():
-    rendezvous = entered(3)
-    rendezvous.leave(2)
-    wait = begin_wait(rendezvous, 0, 1, path="a", call=3)
-    begin_wait(rendezvous, 1, 0, path="b", call=1)
-    assert diverged(wait).startswith(
-        "the replicas have diverged: `a`, call 3: replica 0 waits; `b`, call 1: replica 1 waits; "
-        "replica 2 has ended. "
-    )
 
 
 def test_message_says_who_waits_outside_the_forward():
@@ -351,19 +385,15 @@ def test_listed(replicas, expected):
 # -- pipes used by hand ------------------------------------------------------------------------
 
 
-def test_without_a_size_no_participant_counts_as_ended():
+def test_without_a_size_only_a_failure_ends_waits():
     rendezvous = Rendezvous(None)
-    first, second = begin_wait(rendezvous, 0, 1), begin_wait(rendezvous, 1, 0)
-    assert first.error is None
-    assert second.error is None
-
-
-def test_without_a_size_a_failure_wakes_all_the_same():
-    rendezvous = Rendezvous(None)
-    wait = begin_wait(rendezvous, 1, 0)
+    waits = [begin_wait(rendezvous, replica, 1 - replica) for replica in range(2)]
+    rendezvous.expect_progress(waits[0])
+    assert [wait.abort for wait in waits] == [None, None]
     rendezvous.fail(0, KeyError("k"))
-    with pytest.raises(ReplicaFailed, match=r"^replica 0 failed with KeyError"):
-        wait.block()
+    for wait in waits:
+        with pytest.raises(ReplicaFailed, match=r"^replica 0 failed with KeyError"):
+            wait.block()
 
 
 # -- closing -----------------------------------------------------------------------------------
@@ -431,7 +461,7 @@ def test_a_polled_wait_ends_when_the_failure_of_all_waits_was_interrupted(
     monkeypatch, size, is_late
 ):
     """Past the deadline as well, where waits once polled for ever, without a pause."""
-    monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.01)
+    monkeypatch.setattr(module, "STALL_TIMEOUT", 0.01)
     rendezvous = entered(2) if size else Rendezvous(None)
     wait = begin_wait(rendezvous, 0, 1)
     InterruptedGate(wait, is_released=False)
@@ -447,7 +477,7 @@ def test_a_polled_wait_ends_when_the_close_of_its_forward_was_interrupted(monkey
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.01)
+    monkeypatch.setattr(module, "STALL_TIMEOUT", 0.01)
     rendezvous = entered(2)
     wait = begin_wait(rendezvous, 0, 1)
     with monkeypatch.context() as patch:
@@ -456,14 +486,6 @@ def test_a_polled_wait_ends_when_the_close_of_its_forward_was_interrupted(monkey
             rendezvous.close("it is over.")
     (outcome,) = together(wait.block)
     assert str(outcome.error) == "it is over."
-
-
-def test_close_may_be_called_again():
-    rendezvous = entered(2)
-    failure = KeyError("k")
-    rendezvous.fail(0, failure)
-    assert rendezvous.close("over") == [(0, failure)]
-    assert rendezvous.close("over") == []
 
 
 def test_close_forgets_the_failure():
@@ -486,17 +508,8 @@ def test_close_forgets_the_failure():
 # -- writing -----------------------------------------------------------------------------------
 
 
-def test_a_closed_forward_writes_nothing():
-    rendezvous, written = entered(2), []
-    rendezvous.commit(lambda: written.append("before"))
-    rendezvous.close("over")
-    with pytest.raises(ReplicationError, match="ended by its caller"):
-        rendezvous.commit(lambda: written.append("after"))
-    assert written == ["before"]
-
-
 def test_close_waits_for_a_write_in_progress(monkeypatch):
-    monkeypatch.setattr(replication.sync.rendezvous, "LONGEST_WRITE", DEADLINE)
+    monkeypatch.setattr(module, "LONGEST_WRITE", DEADLINE)
     rendezvous, written = entered(2), []
     writing, closing = threading.Event(), threading.Event()
 
@@ -518,7 +531,7 @@ def test_close_waits_for_a_write_in_progress(monkeypatch):
 
 
 def test_close_does_not_wait_for_a_write_that_takes_long(monkeypatch):
-    monkeypatch.setattr(replication.sync.rendezvous, "LONGEST_WRITE", 0.01, raising=False)
+    monkeypatch.setattr(module, "LONGEST_WRITE", 0.01, raising=False)
     rendezvous, writing, closed = entered(2), threading.Event(), threading.Event()
 
     def write() -> None:
@@ -528,7 +541,7 @@ def test_close_does_not_wait_for_a_write_that_takes_long(monkeypatch):
     def close() -> None:
         assert writing.wait(DEADLINE)
         rendezvous.close("over")
-        monkeypatch.setattr(replication.sync.rendezvous, "LONGEST_WRITE", DEADLINE, raising=False)
+        monkeypatch.setattr(module, "LONGEST_WRITE", DEADLINE, raising=False)
         rendezvous.close("over")  # two functions of a forward close it, one inside the other
         closed.set()
 
@@ -539,7 +552,7 @@ def test_close_does_not_wait_for_a_write_that_takes_long(monkeypatch):
 
 
 def test_wait_gives_up_on_replicas_that_do_not_begin(monkeypatch):
-    monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.01)
+    monkeypatch.setattr(module, "STALL_TIMEOUT", 0.01)
     rendezvous = Rendezvous(3)
     rendezvous.enter(0)
     with pytest.raises(
@@ -550,26 +563,8 @@ def test_wait_gives_up_on_replicas_that_do_not_begin(monkeypatch):
         begin_wait(rendezvous, 0, 1, 2).block()
 
 
-def test_wait_goes_on_when_only_a_replica_that_it_does_not_need_has_not_begun():
-    rendezvous = Rendezvous(3)
-    rendezvous.enter(0)
-    rendezvous.enter(1)
-    wait = begin_wait(rendezvous, 0, 1)
-    rendezvous.expect_progress(wait)
-    assert wait.error is None
-
-
-def test_wait_goes_on_when_the_other_replica_is_busy_with_an_earlier_micro_batch():
-    rendezvous = entered(2)
-    rendezvous.leave(0)
-    rendezvous.enter(0)
-    wait = begin_wait(rendezvous, 0, 1)
-    rendezvous.expect_progress(wait)
-    assert wait.error is None
-
-
 def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):
-    monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.01)
+    monkeypatch.setattr(module, "STALL_TIMEOUT", 0.01)
     rendezvous = entered(2)
     wait = begin_wait(rendezvous, 0, 1)
     asked = threading.Event()
@@ -591,14 +586,6 @@ def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):
     sender.join(DEADLINE)
 
 
-def test_wait_of_a_pipe_used_by_hand_goes_on(monkeypatch):
-    monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.01)
-    rendezvous = Rendezvous(None)
-    wait = begin_wait(rendezvous, 0, 1)
-    rendezvous.expect_progress(wait)
-    assert wait.error is None
-
-
 def test_interrupted_wait_is_forgotten(monkeypatch):
     class Interrupted:
         def acquire(self, timeout: float = -1) -> bool:
@@ -610,22 +597,4 @@ def test_interrupted_wait_is_forgotten(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         wait.block()
     # Replica 0 does not wait any more, so that not all replicas do.
-    assert begin_wait(rendezvous, 1, 0).error is None
-
-
-# -- where a thread stands ---------------------------------------------------------------------
-
-
-def test_standing_at_is_undone_at_the_end_of_the_block():
-    outer, inner = (CurrentReplica(Rendezvous(1), 0, -1, path) for path in ("outer", "inner"))
-    with set_current_replica(outer):
-        with pytest.raises(KeyError), set_current_replica(inner):
-            assert current_replica() is inner
-            raise KeyError
-        assert current_replica() is outer
-    assert current_replica() is None
-
-
-def test_standing_at_concerns_one_thread():
-    with set_current_replica(CurrentReplica(Rendezvous(1), 0, -1)):
-        assert values(together(current_replica)) == [None]
+    assert begin_wait(rendezvous, 1, 0).abort is None

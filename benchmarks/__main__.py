@@ -65,7 +65,7 @@ def paragraph(rows: Sequence[Row]) -> str:
 
 def block(tables: Sequence[Table]) -> str:
     """All that the page shows of one run. The first table is that of training steps."""
-    picture = f"![Training steps in units of plain BatchNorm]({PICTURE.name})"
+    picture = f"![Steps with one torch thread, in units of plain BatchNorm]({PICTURE.name})"
     parts = [paragraph(list(tables[0].rows)), picture]
     return "\n\n".join([*parts, *("\n".join(lines(table)).strip() for table in tables)])
 

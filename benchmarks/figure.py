@@ -15,14 +15,15 @@ PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw training steps, in multiples of the first way, with a panel per setting."""
-    settings = sorted({(row.threads, row.count) for row in rows})
+    """Draw steps with one torch thread, in multiples of the first way, with a panel per count."""
+    threads = min(row.threads for row in rows)
+    counts = sorted({row.count for row in rows})
     unit, *ways = rows[0].figures
-    # Narrow enough to be legible on a phone, and white in dark pages too.
-    figure = Figure(figsize=(4.8, 4.2 * len(settings)), facecolor="white")
+    # Small enough to be legible on a phone, and white in dark pages too.
+    figure = Figure(figsize=(4.8, 4.2 * len(counts)), facecolor="white")
     figure.set_layout_engine("constrained")
-    panels = figure.subplots(len(settings), 1, sharex=True, squeeze=False)[:, 0]
-    for panel, (threads, replicas) in zip(panels, settings, strict=True):
+    panels = figure.subplots(len(counts), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, replicas in zip(panels, counts, strict=True):
         own = [row for row in rows if (row.threads, row.count) == (threads, replicas)]
         group = len(ways) + 1.8  # the bars of a case, and its name above them
         for number, row in enumerate(own):

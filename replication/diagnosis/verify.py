@@ -212,7 +212,9 @@ def verify(
         return result
     result = replace(result, changed_attributes=tuple(expected.changed_attributes))
     repeated = _compare(run(" on one device once more"), expected)
-    if not Verification(repeated, tolerance, 1):
+    # Not by gradients: a second run may round otherwise, which decides them at the kink of a ReLU.
+    drawn = {kind: found for kind, found in repeated.items() if kind != "gradients"}
+    if not Verification(drawn, tolerance, 1):
         return replace(result, is_random=True)
     noise = torch.Generator("cpu").manual_seed(0)
     for _ in range(_DISTURBED_RUNS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -518,6 +519,22 @@ def test_ill_conditioned_model_is_named():
     assert found.first_difference.where.startswith("gradient of")
     assert found.is_ill_conditioned and not found.is_random
     assert str(found).splitlines()[-1] == f"{ROUNDING}: the model is ill-conditioned."
+
+
+def test_gradients_that_differ_in_each_run_are_not_random_numbers():
+    """As where a second run rounds otherwise, and its rounding decides at the kink of a ReLU."""
+    factors = itertools.count(1)
+
+    class Unsteady(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if y.requires_grad:
+                y.register_hook(lambda grad: grad * next(factors))
+            return y
+
+    found = verify(Unsteady(3, 4), torch.randn(6, 3), ["cpu"] * 2)
+    assert found.first_difference.where.startswith("gradient of")
+    assert found.is_ill_conditioned and not found.is_random
 
 
 def test_what_only_replicas_do_is_not_blamed_on_the_model():

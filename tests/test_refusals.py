@@ -31,45 +31,37 @@ from tests.collective_cases import in_replicas
 from tests.junk import COLLECTIVES, CPUS, X, anything, fingerprint, quietly, refused, scalars
 from tests.layers import outcome_of
 
-
-@pytest.mark.parametrize(
-    "module", [None, 3, "net", [nn.ReLU()], X], ids=lambda v: type(v).__name__
-)
-def test_only_modules_can_be_replicated(module):
-    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
-        replicate(module, CPUS)
-
-
-def test_a_single_name_is_not_taken_for_a_list_of_its_letters():
-    """`x` is in "box", and so is left on the CPU unasked."""
-    with pytest.raises(TypeError, match="must be a list of names"):
-        scatter_kwargs((), {"x": X}, CPUS, cpu_keywords="box")
+DIFFERENT = [{"a": X, "b": torch.ones(2, 3)}, {"a": X, "b": torch.ones(2, 4)}]
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("call", "error", "text"),
     [
-        lambda: gather({"a": X, "b": X}, "cpu"),
-        lambda: parallel_apply([nn.ReLU()], {"x": X}),
-        lambda: parallel_apply([nn.ReLU()], [(X,)], {"x": X}),
+        (lambda: replicate([nn.ReLU()], CPUS), TypeError, r"torch\.nn\.Module"),
+        (lambda: gather({"a": X, "b": X}, "cpu"), TypeError, "must be a list"),
+        (lambda: parallel_apply([nn.ReLU()], {"x": X}), TypeError, "must be a list"),
+        (lambda: parallel_apply([nn.ReLU()], [(X,)], {"x": X}), TypeError, "must be a list"),
+        # torch splits it; here each row would become an argument, whole, for every replica.
+        (
+            lambda: scatter_kwargs(X, None, CPUS),
+            TypeError,
+            r"inputs must be a tuple .*\(got Tensor",
+        ),
+        (lambda: DataParallel(nn.ReLU(), CPUS, dim="0"), TypeError, "dim"),
+        (lambda: DataParallel(nn.ReLU(), CPUS, dim=0.5), TypeError, "dim"),
+        (lambda: DataParallel(nn.ReLU(), CPUS, dim=True), TypeError, "dim"),
+        (lambda: DataParallel(nn.ReLU(), CPUS, dim=None), TypeError, "dim"),
+        (lambda: gather([X, X], "cpu", dim=2), ValueError, "dimension 2"),
+        (
+            lambda: gather(DIFFERENT, "cpu"),
+            ValueError,
+            r"`b`, .*dimension 0 .*\(2, 3\), \(2, 4\)\)",
+        ),
     ],
-    ids=["gather", "inputs", "kwargs_tup"],
 )
-def test_a_dict_where_a_list_should_be_is_refused(call):
-    error = outcome_of(call).error
-    assert refused(error)
-
-
-def test_a_tensor_as_positional_arguments_is_not_taken_for_its_rows():
-    """torch splits it; here each row becomes an argument, whole, for every replica."""
-    with pytest.raises(TypeError, match=r"inputs must be a tuple .*\(got Tensor\)"):
-        scatter_kwargs(X, None, CPUS)
-
-
-@pytest.mark.parametrize("dim", ["0", None, 0.5, [0], True, nn.ReLU()], ids=repr)
-def test_a_dimension_that_is_no_int_is_refused_when_the_model_is_made(dim):
-    with pytest.raises(TypeError, match="dim"):
-        DataParallel(nn.Linear(3, 2), CPUS, dim=dim)
+def test_bad_input_is_refused_where_it_is_given(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
 
 
 def test_what_is_as_good_as_a_list_is_one():
@@ -79,14 +71,6 @@ def test_what_is_as_good_as_a_list_is_one():
     torch.testing.assert_close(torch.stack(rows), torch.stack([X, X + 1]))
     names = (name for name in ("a",))
     assert isinstance(gather([{"a": X}] * 2, "cpu", except_keywords=names)["a"], Scattered)
-
-
-def test_outputs_that_cannot_be_joined_are_named():
-    outputs = [{"a": X, "b": torch.ones(2, 3)}, {"a": X, "b": torch.ones(2, 4)}]
-    with pytest.raises(ValueError, match=r"`b`, .*dimension 0 \(got shapes \(2, 3\), \(2, 4\)\)"):
-        gather(outputs, "cpu")
-    with pytest.raises(ValueError, match="dimension 2"):
-        gather([X, X], "cpu", dim=2)
 
 
 # -- any value for any argument ----------------------------------------------------------------

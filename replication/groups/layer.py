@@ -18,7 +18,7 @@ from replication.groups.processes import (
     has_other_processes,
     processes_are_not_connected,
 )
-from replication.groups.replicas import CallbackContext, ReplicaGroup
+from replication.groups.replicas import CallbackContext
 from replication.sync.rendezvous import current_replica
 from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
 
@@ -132,11 +132,32 @@ class ReplicaAware(_Base):
             return group  # the usual case, which each forward of a layer takes
         if group is None and self._warn_if_isolated():
             return SoloGroup()
-        if not isinstance(group, ReplicaGroup):
-            group = self._processes()
-        elif has_other_processes(self.process_group):
-            self._processes()  # which refuses them
+        name = self._layer_name or type(self).__name__
+        if has_other_processes(self.process_group):
+            processes = ProcessGroup(self.process_group, name)
+            current = current_replica()
+            if (group is not None and group.size > 1) or (current and current.is_one_of_several):
+                raise ReplicationError(
+                    f"`{name}`: several replicas in each of several processes are not connected; "
+                    "run one process per device under DistributedDataParallel, or set "
+                    "process_group to a group of this process alone, to connect its replicas"
+                )
+            group = processes
+        elif group is None or group.size == 1:
+            group = self._alone(name)
         return group if self.group_size is None else group.split(self.group_size)
+
+    def _alone(self, name: str) -> Group:
+        if processes_are_not_connected() and _first_warning_of_processes():
+            warn(
+                f"`{name}` is in one of several processes that torchrun has started, but "
+                "torch.distributed is not initialized (or no longer), so the layer is not "
+                "connected to the others; call torch.distributed.init_process_group() first",
+                UnsynchronizedWarning,
+            )
+        group = SoloGroup()
+        group._layer = name
+        return group
 
     @property
     def process_group(self) -> Any:
@@ -148,30 +169,6 @@ class ReplicaAware(_Base):
         if value is not None:
             check_process_group(value)
         self._process_group = None if value is None else ProcessGroupHandle(value)
-
-    def _processes(self) -> Group:
-        """Returns the group of the processes, or of this layer alone."""
-        name = self._layer_name or type(self).__name__
-        if has_other_processes(self.process_group):
-            group = ProcessGroup(self.process_group, name)
-            current = current_replica()
-            if current is not None and current.is_one_of_several:
-                raise ReplicationError(
-                    f"`{name}`: several replicas in each of several processes are not connected; "
-                    "run one process per device under DistributedDataParallel, or set "
-                    "process_group to a group of this process alone, to connect its replicas"
-                )
-            return group
-        if processes_are_not_connected() and _first_warning_of_processes():
-            warn(
-                f"`{name}` is in one of several processes that torchrun has started, but "
-                "torch.distributed is not initialized (or no longer), so the layer is not "
-                "connected to the others; call torch.distributed.init_process_group() first",
-                UnsynchronizedWarning,
-            )
-        alone = SoloGroup()
-        alone._layer = name
-        return alone
 
     def _warn_if_isolated(self) -> bool:
         """Warns and returns True if this layer is in a replica but not connected to its copies."""

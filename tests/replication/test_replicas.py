@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import queue
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -152,28 +153,16 @@ def test_autocast_does_not_change_the_dtype(op):
 def test_member_without_grad_gets_and_gives_constants(without):
     def member(group: Group, x: Tensor, replica: int) -> Tensor:
         with torch.set_grad_enabled(replica != without):
-            return group.all_reduce(x * x)
+            return group.all_reduce(x)
 
-    inputs = [(torch.full((2,), 3.0, requires_grad=True), i) for i in range(3)]
+    inputs = [(torch.ones(2, requires_grad=True), i) for i in range(3)]
     outputs = in_replicas(member, inputs)
     assert [y.requires_grad for y in outputs] == [i != without for i in range(3)]
     torch.autograd.backward(
         [y for y in outputs if y.requires_grad], [torch.ones(2), torch.full((2,), 10.0)]
     )
     for i, (x, _) in enumerate(inputs):
-        assert x.grad is None if i == without else torch.equal(x.grad, torch.full((2,), 66.0))
-
-
-@pytest.mark.parametrize("without", [0, 1])
-def test_tensor_sent_without_grad_is_a_constant(without):
-    def member(group: Group, x: Tensor, replica: int) -> Tensor:
-        with torch.set_grad_enabled(replica != without):
-            return group.all_reduce(x)
-
-    inputs = [(torch.ones(2, requires_grad=True), i) for i in range(2)]
-    in_replicas(member, inputs)[1 - without].backward(torch.ones(2))
-    assert inputs[without][0].grad is None
-    assert torch.equal(inputs[1 - without][0].grad, torch.ones(2))
+        assert x.grad is None if i == without else x.grad.tolist() == [11, 11]
 
 
 @pytest.mark.parametrize("op", ["sum", "max", "product"])
@@ -322,11 +311,6 @@ def test_barrier_holds_every_member_until_the_last_arrives():
 # -- groups of some ----------------------------------------------------------------------------
 
 
-def test_rank_and_size():
-    assert in_replicas(lambda g: (g.rank, g.size), [()] * 3) == [(0, 3), (1, 3), (2, 3)]
-    assert in_replicas(lambda g: repr(g), [()] * 2)[1] == "ReplicaGroup(rank=1, size=2)"
-
-
 @pytest.mark.parametrize(
     ("replicas", "size", "expected"),
     [
@@ -353,6 +337,7 @@ def test_split(replicas, size, expected):
 
 def test_part_that_is_the_whole_is_the_group_itself():
     assert all(in_replicas(lambda group: group.split(group.size) is group, [()] * 2))
+    assert in_replicas(repr, [()] * 2)[1] == "ReplicaGroup(rank=1, size=2)"
 
 
 def test_split_twice_is_the_same_part_and_parts_can_be_split():
@@ -410,11 +395,6 @@ def test_an_error_in_a_part_names_the_replicas_of_the_part():
     assert "`0.1, replicas 2-3`, call 1: replica 2 waits" in str(failure(member, [()] * 4))
 
 
-def assert_found(pattern: str, text: str) -> None:
-    with pytest.raises(AssertionError, match=pattern):
-        raise AssertionError(text)
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_replica_gets_an_error_that_names_the_calls_and_the_part(size):
     errors = []
@@ -436,7 +416,7 @@ def test_every_replica_gets_an_error_that_names_the_calls_and_the_part(size):
         3: "`0.1`, call 1.*replica 0.*op='max'.*replicas 1, 2.*op='sum'",
     }
     for error in errors:
-        assert_found(names[size], str(error))
+        assert re.search(names[size], str(error))
 
 
 def test_whole_and_part_are_told_apart():
@@ -444,8 +424,8 @@ def test_whole_and_part_are_told_apart():
         return (group.split(2) if group.rank == 2 else group).all_reduce(x)
 
     error = failure(member, [torch.zeros(2)] * 4)
-    assert_found("`0.1`, call 1: replicas 0, 1, 3 wait", str(error))
-    assert_found("`0.1, replicas 2-3`, call 1: replica 2 waits", str(error))
+    assert "`0.1`, call 1: replicas 0, 1, 3 wait" in str(error)
+    assert "`0.1, replicas 2-3`, call 1: replica 2 waits" in str(error)
 
 
 def test_member_that_raises_wakes_the_others():
@@ -471,7 +451,7 @@ def test_member_that_raises_wakes_the_others():
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda g: g.all_reduce([1.0]), TypeError, r"all_reduce takes tensors \(got list\)"),
+        (lambda g: g.all_reduce(1.0), TypeError, r"tensors \(got float\); torch.tensor"),
         (lambda g: g.all_reduce(torch.ones(1), "avg"), ValueError, "sum, mean, max.*'avg'"),
         (lambda g: g.all_reduce(torch.ones(1), []), ValueError, "sum, mean, max"),
         (lambda g: g.all_reduce(torch.ones(1).int(), "mean"), TypeError, r"int32\); convert"),
@@ -505,7 +485,7 @@ def test_bad_input_is_refused_with_the_same_error_before_waiting(call, error, te
     in_replicas(member, [()] * size)
     assert [type(e) for e in raised] == [error] * size
     for e in raised:
-        assert_found(text, str(e))
+        assert re.search(text, str(e))
     if size > 1:
         assert {str(e).partition(":")[0] for e in raised} == {
             "`(root)`, replica 0",
@@ -579,7 +559,7 @@ def test_collective_after_the_forward_is_refused_at_once():
     groups = in_replicas(lambda group: group, [()] * 2)
     for outcome in together(*(group.barrier for group in groups)):
         assert isinstance(outcome.error, ReplicationError)
-        assert_found("barrier of a group whose forward has ended", str(outcome.error))
+        assert "barrier of a group whose forward has ended" in str(outcome.error)
         assert "get the group afresh in each forward" in str(outcome.error)
 
 
@@ -659,7 +639,7 @@ def test_second_thread_of_a_member_that_waits_is_refused_at_once(twice):
 
         if group.rank == 2:  # the others get no answer before the second thread is refused
             text = refused.get(timeout=DEADLINE)
-            assert_found(f"replica {twice} calls it in one thread while it waits there", text)
+            assert f"replica {twice} calls it in one thread while it waits there" in text
         if group.rank != twice:
             return group.all_reduce(x)
         first, second = values(together(call, call))

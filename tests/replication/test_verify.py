@@ -47,6 +47,7 @@ def net() -> nn.Module:
 
 
 X = torch.randn(8, 2, 5, 5, generator=torch.Generator().manual_seed(0))
+LINEAR = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
 SCALE = torch.rand(8, 1, generator=torch.Generator().manual_seed(1))
 
 
@@ -65,8 +66,10 @@ def test_a_synchronized_network_is_equal(net, wraps, batch, devices):
     assert str(found).endswith(f"\n{min(len(devices), 8)} replicas: equal (tolerance 1e-06)")
 
 
-def test_everything_is_compared(net):
-    found = verify(net, (X, SCALE), CPUS).differences
+def test_everything_is_compared_on_two_cpu_replicas_by_default(net):
+    result = verify(net, (X, SCALE))
+    assert result.replicas == 2
+    found = result.differences
     assert [d.where for d in found["outputs of layers"]] == [
         "output of `stem.0` (Conv2d)",
         "output of `stem.1` (SynchronizedBatchNorm2d)",
@@ -174,60 +177,30 @@ def test_different_calls_and_shapes_are_reported(does, where, reason):
     assert first is None or reason in str(first)
 
 
-def test_a_loss_of_each_replica_cannot_be_compared():
-    class Loss(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.square().mean()
-
-    with pytest.raises(ValueError, match="such as a loss: each replica has its own"):
-        verify(Loss(), torch.randn(6, 3), CPUS)
-
-
-@pytest.mark.parametrize("model", [None, Net, "net"])
-def test_what_is_no_module_is_refused(model):
-    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"):
-        verify(model, X, CPUS)
-
-
-def test_data_parallel_is_exported_by_both_packages():
-    assert syncbn.DataParallel is replication.DataParallel is DataParallel
+@pytest.mark.parametrize(
+    ("call", "error", "requirement"),
+    [
+        (lambda: verify(Net, X), TypeError, r"expected a torch\.nn\.Module"),
+        (lambda: verify(nn.ReLU(), X, ["cpu"]), ValueError, "at least two devices"),
+        (lambda: verify(nn.ReLU(), X[:1]), ValueError, "at least two replicas with data"),
+        (lambda: verify(Loss(), X), ValueError, "such as a loss: each replica has its own"),
+        (torch.inference_mode()(lambda: verify(LINEAR, X)), RuntimeError, "call it outside of"),
+    ],
+    ids=["module", "devices", "samples", "loss", "inference mode"],
+)
+def test_what_cannot_be_compared_is_refused(call, error, requirement):
+    with pytest.raises(error, match=requirement):
+        call()
 
 
-def test_without_devices_two_cpu_replicas_run(net):
-    found = verify(net, X)
-    assert found and found.replicas == 2
-    assert verify(nn.BatchNorm1d(3), torch.randn(8, 3)).first_difference is not None
+class Loss(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
 
 
-@pytest.mark.parametrize("devices", [[], ["cpu"]])
-def test_one_device_is_nothing_to_compare_with(devices):
-    with pytest.raises(ValueError, match="at least two devices"):
-        verify(nn.ReLU(), X, devices)
-
-
-def test_one_replica_is_nothing_to_compare_with():
-    with pytest.raises(ValueError, match=r"at least two replicas with data \(got one\)"):
-        verify(nn.BatchNorm2d(2), X[:1], CPUS)
-
-
-def test_verify_uses_the_batch_dimension_of_the_data_parallel():
-    net = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
-    x = torch.randn(4, 7, 3)
-    assert verify(DataParallel(net, CPUS, dim=1), x, CPUS)
-
-
-def test_verify_unwraps_torchs_data_parallel():
-    """On a machine without an accelerator it has no ``dim``."""
-    net = nn.DataParallel(nn.Sequential(nn.Linear(3, 2), nn.Tanh())).cpu()
-    assert verify(net, torch.randn(4, 3))
-
-
-def test_layers_in_checkpoints_are_equal():
-    class Checkpointed(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=False)["features"][1]
-
-    assert verify(convert_model(Checkpointed()), X, CPUS)
+class Checkpointed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)["features"][1]
 
 
 class Sequences(nn.Module):
@@ -245,9 +218,32 @@ class Sequences(nn.Module):
         return self.linear(y[-1])
 
 
-def test_batches_in_other_dimensions_are_equal():
-    found = verify(Sequences(), torch.randn(7, 5, 4), CPUS)
-    assert found, str(found)
+class Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.by).abs()
+
+
+@pytest.mark.parametrize(
+    ("net", "batch"),
+    [
+        (DataParallel(LINEAR, CPUS, dim=1), torch.randn(4, 7, 3)),
+        (nn.DataParallel(LINEAR).cpu(), torch.randn(4, 3)),  # without accelerators: no `dim`
+        (nn.Sequential(DataParallel(LINEAR, ["cpu"] * 2)), torch.randn(8, 3)),
+        (nn.Sequential(nn.ReLU(inplace=True), LINEAR), torch.randn(8, 3)),
+        (nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Tanh()), torch.arange(8) % 5),
+        (Turns(), torch.randn(6, 2)),
+        (convert_model(Checkpointed()), X),
+        (Sequences(), torch.randn(7, 5, 4)),
+    ],
+    ids=["dim", "torch's", "inner", "in place", "sparse", "complex", "checkpoint", "sequences"],
+)
+def test_odd_networks_are_equal(net, batch):
+    found = verify(net, batch, CPUS)
+    assert found, found
 
 
 def test_it_does_not_matter_that_gradients_are_off(net):
@@ -255,35 +251,6 @@ def test_it_does_not_matter_that_gradients_are_off(net):
         found = verify(net, X, CPUS)
     assert found
     assert max(d.error for d in found.differences["gradients"]) > 0
-
-
-@pytest.mark.parametrize(
-    "net",
-    [
-        nn.Sequential(DataParallel(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), ["cpu"] * 2)),
-        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2)),
-    ],
-    ids=["replicas inside", "in place"],
-)
-def test_odd_networks_are_equal(net):
-    assert verify(net, torch.randn(8, 3), CPUS)
-
-
-def test_sparse_gradients_are_compared():
-    net = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Tanh())
-    assert verify(net, torch.arange(8) % 5, CPUS)
-
-
-def test_complex_parameters_stay_complex():
-    class Turns(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.by = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x * self.by).abs()
-
-    assert verify(Turns(), torch.randn(6, 2), CPUS)
 
 
 def test_in_float32_what_is_left_is_rounding():
@@ -317,30 +284,72 @@ def test_self_check_passes_here(package, dtypes):
     assert lines[-1] == "PASS: replicas run, communicate, and compute what one device computes"
 
 
-@pytest.mark.parametrize("check", [replication.__main__, syncbn.__main__])
-def test_version_is_printed_without_a_check(check, capsys):
+checks = pytest.mark.parametrize("check", [replication.__main__, syncbn.__main__])
+
+
+@checks
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("--version", f"torch {torch.__version__}"), ("--help", "The exit status is 0 if")],
+)
+def test_self_check_explains_itself(check, option, text, capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
-        check.main(["--version"])
-    printed = capsys.readouterr().out
-    assert f"torch {torch.__version__}" in printed and "compared" not in printed
+        check.main([option])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert text in printed and "``" not in printed and "compared with" not in printed
 
 
-@pytest.mark.parametrize("check", [replication.__main__, syncbn.__main__])
+@checks
+@pytest.mark.parametrize("replicas", ["0", "1", "two", "1025", "9" * 5000])
+def test_self_check_refuses_bad_numbers(check, replicas, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        check.main(["--replicas", replicas])
+    assert "--replicas" in capsys.readouterr().err
+
+
+class Raises(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("no such kernel")
+
+
+class NotANumber(SynchronizedBatchNorm2d):
+    """Its outputs are NaN in replicas, so that no error is within a tolerance."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y + torch.nan if self.group.size > 1 else y
+
+
+OF_LAYERS, OF_GROUPS = syncbn.__main__, replication.__main__
+
+
+@pytest.mark.parametrize(
+    ("check", "owner", "name", "value", "text"),
+    [
+        (OF_LAYERS, OF_LAYERS, "SynchronizedBatchNorm2d", nn.BatchNorm2d, "output of `0`"),
+        (OF_LAYERS, OF_LAYERS, "SynchronizedBatchNorm2d", NotANumber, "outputs 1 inf"),
+        (OF_LAYERS, OF_GROUPS.Centered, "group", SoloGroup(), "output of `2`"),
+        (OF_GROUPS, OF_GROUPS.Centered, "group", SoloGroup(), "difference is output of the model"),
+        (OF_GROUPS, OF_GROUPS, "Centered", Raises, "RuntimeError: no such kernel"),
+    ],
+    ids=["plain layers", "nan", "no group", "no group here", "error"],
+)
+def test_self_check_fails(check, owner, name, value, text, monkeypatch, capsys):
+    monkeypatch.setattr(owner, name, value)
+    assert check.main(["--replicas", "2"]) == 1
+    *lines, verdict = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("FAIL: replicas raise, or differ from one device")
+    assert any(line.startswith("FAIL    cpu ") for line in lines)
+    assert text in " ".join(" ".join(lines).split())
+
+
+@checks
 def test_self_check_says_that_only_the_cpu_was_checked(check, monkeypatch, capsys):
     monkeypatch.setattr(replication.__main__, "default_devices", lambda: [])
     assert check.main(["--replicas", "2"]) == 0
     title, result, _, remark, _, _ = capsys.readouterr().out.splitlines()[-6:]
     assert (title.split()[:2], result.split()[:2]) == (["result", "device"], ["PASS", "cpu"])
     assert remark == "Only the CPU was checked: torch finds no GPU or other accelerator here."
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("package", ["replication", "syncbn"])
-def test_self_check_explains_itself(package):
-    done = run_python("-m", package, "--help")
-    assert done.returncode == 0, done.stderr
-    assert f"usage: python -m {package} " in done.stdout
-    assert "The exit status is 0" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize("broken", ["", "cuda:1"])
@@ -375,15 +384,6 @@ def test_self_check_has_a_result_for_each_device_and_for_all_together(broken, mo
     assert "Only the CPU" not in printed
 
 
-def assert_self_check_fails(check, capsys):
-    assert check.main(["--replicas", "2"]) == 1
-    *lines, verdict = capsys.readouterr().out.splitlines()
-    assert verdict.startswith("FAIL: replicas raise, or differ from one device")
-    assert any(line.startswith("FAIL    cpu ") for line in lines)
-    return "\n".join(lines)
-
-
-@pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
 def verified_by_one_rank(rank: int) -> str:
     net = nn.Sequential(SynchronizedBatchNorm2d(2))
     x = torch.randn(4, 2, 3, 3)
@@ -395,50 +395,6 @@ def verified_by_one_rank(rank: int) -> str:
 def test_layers_that_communicate_with_other_processes_are_refused_before_any_wait():
     error, _ = run_ranks(2, verified_by_one_rank)
     assert "`0` communicates with others; run it without torchrun" in error
-
-
-def test_self_check_fails_if_batch_norm_is_not_synchronized(monkeypatch, capsys):
-    monkeypatch.setattr(syncbn.__main__, "SynchronizedBatchNorm2d", nn.BatchNorm2d)
-    printed = assert_self_check_fails(syncbn.__main__, capsys)
-    assert "2 replicas: the first difference is output of `0`" in printed
-
-
-def test_self_check_fails_if_replicas_do_not_communicate(monkeypatch, capsys):
-    monkeypatch.setattr(replication.__main__.Centered, "group", SoloGroup())
-    printed = assert_self_check_fails(replication.__main__, capsys)
-    assert "2 replicas: the first difference is output of the model" in printed
-
-
-def test_self_check_fails_if_a_replica_raises(monkeypatch, capsys):
-    class Raises(nn.Identity):
-        def forward(self, x: Tensor) -> Tensor:
-            raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(replication.__main__, "Centered", Raises)
-    assert "RuntimeError: no such kernel" in assert_self_check_fails(replication.__main__, capsys)
-
-
-class NotANumber(SynchronizedBatchNorm2d):
-    """Its outputs are NaN in replicas, so that no error is within a tolerance."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        return y + torch.nan if self.group.size > 1 else y
-
-
-def test_self_check_fails_on_nan(monkeypatch, capsys):
-    monkeypatch.setattr(syncbn.__main__, "SynchronizedBatchNorm2d", NotANumber)
-    printed = assert_self_check_fails(syncbn.__main__, capsys)
-    assert any(line.split() == ["outputs", "1", "inf"] for line in printed.splitlines())
-
-
-@pytest.mark.parametrize("check", [replication.__main__, syncbn.__main__])
-@pytest.mark.parametrize("replicas", ["0", "1", "two", "1025", "9" * 20, "9" * 5000])
-def test_self_check_refuses_bad_numbers(check, replicas, capsys):
-    with pytest.raises(SystemExit) as ended:
-        check.main(["--replicas", replicas])
-    assert ended.value.code == 2
-    assert "--replicas" in capsys.readouterr().err
 
 
 class Dropping(nn.Module):
@@ -482,11 +438,6 @@ def test_an_error_that_takes_no_notes_comes_as_it_is():
 
     with pytest.raises(Frozen):
         verify(Raises(), torch.randn(4, 3), ["cpu"] * 2)
-
-
-def test_in_inference_mode_there_is_nothing_to_compare():
-    with torch.inference_mode(), pytest.raises(RuntimeError, match="call it outside of"):
-        verify(nn.ReLU(), torch.randn(4, 3), ["cpu"] * 2)
 
 
 def test_random_model_is_distinguished_from_an_unsynchronized_one():

@@ -101,49 +101,6 @@ def test_a_report_is_printed_instead_of_a_warning_and_reads_as_a_table(capsys):
     assert lines[-1].startswith("4 synchronized, 0 not converted, 3 left alone")
 
 
-@pytest.mark.parametrize(
-    ("wrap", "note"),
-    [
-        (nn.DataParallel, "does not connect copies"),
-        (lambda net: DataParallel(net, ["cpu"] * 2), "connects the copies"),
-        (lambda net: patched(CustomDataParallel(net, 2)), "connects the copies"),
-    ],
-    ids=["torch's", "ours", "patched"],
-)
-def test_a_wrapper_says_whether_it_connects_copies(wrap, note):
-    (wrapper,) = summary(wrap(nn.Linear(2, 2))).layers
-    assert wrapper.kind.note.startswith(note)
-
-
-@pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")
-@pytest.mark.parametrize(
-    "wrap", [DataParallel, lambda net: patched(nn.DataParallel(net))], ids=["ours", "patched"]
-)
-def test_a_wrapper_that_calls_its_module_directly_says_so(wrap):
-    (wrapper,) = summary(wrap(nn.Linear(2, 2))).layers
-    assert wrapper.kind.note.startswith("makes no copies without an accelerator")
-    assert "['cpu'] * n" in wrapper.kind.note
-
-
-def patched(model):
-    patch_replication_callback(model)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("layer", "note"),
-    [
-        (nn.BatchNorm2d, "parametrized: convert before torch.nn.utils.parametrize"),
-        (Activated, "derived from BatchNorm2d, may compute anything"),
-    ],
-)
-def test_a_parametrized_layer_says_what_it_is_underneath(layer, note):
-    parametrized = nn.utils.parametrizations.spectral_norm(layer(3))
-    assert summary(parametrized).layers[0].kind == ("left alone", note)
-    converted = nn.utils.parametrizations.spectral_norm(convert_model(nn.BatchNorm2d(3)))
-    assert summary(converted).layers[0].kind.name == "synchronized"
-
-
 class Forwarding(nn.Module):
     """A proxy that answers what it is asked in its own way."""
 
@@ -167,77 +124,67 @@ def test_a_module_that_answers_in_its_own_way_is_let_alone(answer):
     assert kinds(convert_model(net)) == {"0": "synchronized", "2": "synchronized"}
 
 
-def test_running_statistics_of_instance_norm_are_reported():
-    (layer,) = summary(nn.InstanceNorm1d(3, track_running_stats=True)).layers
-    assert layer.kind.name == "left alone" and "first replica" in layer.kind.note
-
-
-def test_a_report_and_its_layers_by_kind():
-    found = summary(network())
-    assert len(found.layers) == 10
-    assert found.paths("plain") == ["1", "7", "8"]
-    assert found.paths("by sample") == ["4", "5.0", "5.1"]
-    assert found.paths("wrapper") == []
-
-
 class Bare(nn.modules.batchnorm._BatchNorm):
     """Derived from torch's private base."""
 
 
-def test_base_class_is_named_without_its_underscore():
-    (layer,) = summary(Bare(3)).layers
-    assert layer.kind.note == "derived from BatchNorm, may compute anything"
+def in_groups() -> nn.Module:
+    layer = SynchronizedBatchNorm1d(3, group_size=2).eval()
+    layer._process_group = ProcessGroupHandle(object())
+    return layer
 
 
-def test_script_of_another_layer_is_not_listed():
+def patched(model: nn.Module) -> nn.Module:
+    patch_replication_callback(model)
+    return model
+
+
+spectral_norm = nn.utils.parametrizations.spectral_norm
+LINEAR = nn.Linear(2, 2)
+NOTES = "in eval(): does not synchronize; in groups of 2; in a process group"
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind", "note"),
+    [
+        (nn.BatchNorm2d(3), "plain", "convert_model synchronizes it"),
+        (in_groups(), "synchronized", NOTES),
+        (spectral_norm(convert_model(nn.BatchNorm2d(3))), "synchronized", ""),
+        (spectral_norm(nn.BatchNorm2d(3)), "left alone", "parametrized: convert before"),
+        (spectral_norm(Activated(3)), "left alone", "derived from BatchNorm2d, may compute"),
+        (Bare(3), "left alone", "derived from BatchNorm, may compute anything"),
+        (nn.InstanceNorm1d(3, track_running_stats=True), "left alone", "by sample, but its"),
+        (nn.DataParallel(LINEAR), "wrapper", "does not connect copies"),
+        (DataParallel(LINEAR, ["cpu"] * 2), "wrapper", "connects the copies"),
+        (patched(CustomDataParallel(LINEAR, 2)), "wrapper", "connects the copies"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_notes(layer, kind, note):
+    (found,) = summary(layer).layers
+    assert found.kind.name == kind and found.kind.note.startswith(note)
+    assert summary(layer).paths(kind) == [""]
+
+
+@pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")
+@pytest.mark.parametrize(
+    "wrap", [DataParallel, lambda net: patched(nn.DataParallel(net))], ids=["ours", "patched"]
+)
+def test_a_wrapper_that_calls_its_module_directly_says_so(wrap):
+    (wrapper,) = summary(wrap(nn.Linear(2, 2))).layers
+    assert wrapper.kind.note.startswith("makes no copies without an accelerator")
+
+
+def test_what_is_not_listed():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit
         scripted = torch.jit.trace(nn.ReLU(), torch.ones(2))
-    assert summary(scripted).layers == ()
+    for module in (scripted, nn.Linear(2, 2)):
+        assert str(summary(module)) == "No layer normalizes over the batch."
 
 
-def test_layers_that_normalize_by_sample_are_counted_in_the_order_of_their_names():
-    text = str(summary(nn.Sequential(nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.LayerNorm(3))))
-    assert [line.split()[:4] for line in text.splitlines()[1:3]] == [
-        ["(1", "layer)", "GroupNorm", "by"],
-        ["(2", "layers)", "LayerNorm", "by"],
-    ]
-
-
-def test_notes_on_one_layer_are_separated():
-    layer = SynchronizedBatchNorm1d(3, group_size=2).eval()
-    layer._process_group = ProcessGroupHandle(object())
-    (found,) = summary(layer).layers
-    assert found.kind.note.split("; ") == [
-        "in eval(): does not synchronize",
-        "in groups of 2",
-        "in a process group",
-    ]
-
-
-def test_a_report_lists_layers_in_plain_containers_instead_of_a_warning(capsys):
-    net = nn.Sequential(nn.BatchNorm1d(3))
-    net.others = [nn.BatchNorm1d(3)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        convert_model(net, report=True)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [row[:4] for row in rows[1:3]] == [
-        ["`0`", "SynchronizedBatchNorm1d", "synchronized"],
-        ["`others`", "BatchNorm1d", "left", "alone"],
-    ]
-    assert "nn.ModuleList" in rows[2]
-
-
-def test_nothing_to_list():
-    assert str(summary(nn.Linear(2, 2))) == "No layer normalizes over the batch."
-
-
-def test_what_is_no_module_is_refused():
-    with pytest.raises(TypeError, match="Module"):
-        summary([nn.BatchNorm1d(3)])
-
-
-def test_there_is_no_other_kind():
+def test_only_kinds_and_modules_are_accepted():
     with pytest.raises(ValueError, match=r"'left alone'.*got 'leftalone'"):
         summary(nn.ReLU()).paths("leftalone")
+    with pytest.raises(TypeError, match="Module"):
+        summary([nn.BatchNorm1d(3)])

@@ -252,16 +252,6 @@ def test_a_parameter_is_on_another_device():
     DataParallel(net, CPUS)(X)
 
 
-@reads("""
-    TypeError: the result of torch.compile(module) must not have its own hooks, because replicas
-    run the module itself; register the hooks on the module
-""")
-def test_compiled_network_has_its_own_hooks():
-    compiled = torch.compile(network(), backend="eager")
-    compiled.register_forward_hook(print)
-    DataParallel(compiled, CPUS)(X)
-
-
 @pytest.mark.parametrize(
     "use",
     [lambda net: DataParallel(net, CPUS)(X), lambda net: verify(net, X)],

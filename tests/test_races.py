@@ -112,28 +112,30 @@ def test_imports_leave_the_gil_off():
 # -- forwards ----------------------------------------------------------------------------------
 
 
-def test_several_threads_may_use_one_model():
-    net = nn.Sequential(nn.Linear(3, 4), Centering(), nn.Linear(4, 2))
-    model, xs = DataParallel(net, ["cpu"] * 3), torch.randn(3, 10, 7, 3)
-    expected = [[net(x) for x in batches] for batches in xs]
-    actual = at_once(*(lambda batches=batches: [model(x) for x in batches] for batches in xs))
-    torch.testing.assert_close(actual, expected)
+@wraps
+@pytest.mark.parametrize("shared", ["one model", "one network", "nothing"])
+def test_forwards_at_once_do_not_mix_their_messages(wrap, shared):
+    """pytorch#8388. Two threads, each with its own batches."""
+    nets = [network(), network()] if shared == "nothing" else [network()] * 2
+    twins = [copy.deepcopy(net) for net in nets]
+    models = [wrap(convert_model(net), n) for net, n in zip(nets, (2, 3), strict=True)]
+    if shared == "one model":
+        models = models[:1] * 2
+    batches = [[batch(samples) for samples in sizes] for sizes in ((7, 2, 5) * 4, (3, 8, 4) * 4)]
 
+    def run(module: nn.Module, index: int) -> list[Any]:
+        outputs = []
+        for x, dy in batches[index]:
+            leaf = x.clone().requires_grad_()
+            y = module(leaf)
+            outputs.append([y.detach(), *torch.autograd.grad(y, [leaf, *module.parameters()], dy)])
+        return outputs
 
-def test_each_thread_gets_the_gradients_of_its_own_batch():
-    net = convert_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))).double()
-    model = DataParallel(net, ["cpu"] * 2)
-    batches = torch.randn(2, THREADS, 6, 3, dtype=torch.float64)
-    upstream = torch.randn(THREADS, 6, 4, dtype=torch.float64)
-
-    def gradients(module: nn.Module, thread: int) -> list[Tensor]:
-        leaves = [x[thread].clone().requires_grad_() for x in batches]
-        outputs = [module(x) for x in leaves]
-        return list(torch.autograd.grad(outputs, leaves, [upstream[thread]] * 2))
-
-    expected = [gradients(net, thread) for thread in range(THREADS)]
-    actual = at_once(*(partial(gradients, model, thread) for thread in range(THREADS)))
-    torch.testing.assert_close(actual, expected)
+    actual = at_once(*(partial(run, model, index) for index, model in enumerate(models)))
+    torch.testing.assert_close(actual, [run(twin, index) for index, twin in enumerate(twins)])
+    if shared == "nothing":  # who shares a layer shares its buffers, as without replicas
+        for net, twin in zip(nets, twins, strict=True):
+            torch.testing.assert_close([*net.buffers()], [*twin.buffers()])
 
 
 def test_callbacks_may_be_registered_during_forwards():
@@ -303,38 +305,3 @@ def test_blocks_that_patch_torch_leave_it_as_it_was():
 
     at_once(*[repeated(1000, enter_and_leave)] * THREADS)
     assert nn.BatchNorm1d is plain
-
-
-@pytest.mark.slow
-@wraps
-@pytest.mark.parametrize("shared", ["one model", "one network", "nothing"])
-def test_forwards_at_once_do_not_mix_their_messages(wrap, shared):
-    """pytorch#8388. Two threads, each with its own batches."""
-    nets = [network(), network()] if shared == "nothing" else [network()] * 2
-    twins = [copy.deepcopy(net) for net in nets]
-    models = [wrap(convert_model(net), n) for net, n in zip(nets, (2, 3), strict=True)]
-    if shared == "one model":
-        models = models[:1] * 2
-    batches = [[batch(samples) for samples in sizes] for sizes in ((7, 2, 5) * 4, (3, 8, 4) * 4)]
-    start = threading.Barrier(2, timeout=DEADLINE)
-
-    def run(index: int) -> list[Any]:
-        outputs = []
-        start.wait()
-        for x, dy in batches[index]:
-            leaf = x.clone().requires_grad_()
-            y = models[index](leaf)
-            grads = torch.autograd.grad(y, [leaf, *nets[index].parameters()], dy)
-            outputs.append([y.detach(), *grads])
-        return outputs
-
-    actual = values(together(lambda: run(0), lambda: run(1)))
-    for index, twin in enumerate(twins):
-        for (x, dy), found in zip(batches[index], actual[index], strict=True):
-            x.requires_grad_()
-            y = twin(x)
-            expected = [y.detach(), *torch.autograd.grad(y, [x, *twin.parameters()], dy)]
-            torch.testing.assert_close(found, expected)
-    if shared == "nothing":  # who shares a layer shares its buffers, as without replicas
-        for net, twin in zip(nets, twins, strict=True):
-            torch.testing.assert_close([*net.buffers()], [*twin.buffers()])

@@ -396,51 +396,6 @@ def test_the_normalization_itself_may_be_parametrized_once_it_is_converted(n, wr
     assert_trains_alike(use, wrap, n)
 
 
-class Adversaries(nn.Module):
-    """A generator that normalizes, and a critic whose weights are normalized."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(
-            nn.Linear(2, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 6), nn.Unflatten(1, (3, 2))
-        )
-        self.critic = square(parametrizations.spectral_norm)
-        self.double()
-
-
-@setups
-def test_adversarial_networks_train_like_one_device(n, wrap):
-    """Two forwards of the critic before their backward, and one through it while it is frozen."""
-
-    def use(both: Any, batches: Batches) -> list[Any]:
-        parts = [inner(both).generator, inner(both).critic]
-        if isinstance(both, nn.DataParallel):
-            parts = [wrap(part, n) for part in parts]
-        generator, critic = parts
-        mean = AveragedModel(generator, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
-        optimizers = [
-            torch.optim.Adam(part.parameters(), lr=0.01, betas=(0.0, 0.9)) for part in parts
-        ]
-        seen: list[Any] = []
-        for x, z in batches:
-            optimizers[1].zero_grad()
-            real, fake = critic(x), critic(generator(z).detach())
-            loss = (1 - real).relu().mean() + (1 + fake).relu().mean()
-            loss.backward()
-            optimizers[1].step()
-            critic.requires_grad_(False)
-            optimizers[0].zero_grad()
-            score = -critic(generator(z)).square().mean()
-            score.backward()
-            optimizers[0].step()
-            critic.requires_grad_(True)
-            mean.update_parameters(generator)
-            seen += [loss, score, mean.eval()(z)]
-        return seen
-
-    assert_trains_alike(use, wrap, n, Adversaries)
-
-
 # -- optimizers --------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -106,13 +105,12 @@ def constant_tensor(
         with torch.inference_mode(False):
             if device.type == "cpu":
                 tensor = torch.tensor(numbers, dtype=dtype, device=device)
+            elif len(set(numbers)) == 1:  # most shards have equal sizes
+                tensor = torch.full((len(numbers),), numbers[0], dtype=dtype, device=device)
             else:
                 tensor = torch.empty(len(numbers), dtype=dtype, device=device)
-                start = 0
-                for number, equal in groupby(numbers):  # most shards have equal sizes
-                    end = start + len(list(equal))
-                    tensor[start:end].fill_(number)
-                    start = end
+                for one, number in zip(tensor, numbers, strict=True):
+                    one.fill_(number)
         # Neither a fake tensor nor one that only the replay of a graph fills.
         is_real = type(tensor) is Tensor and not _is_capturing(device)
         if is_real and len(_constants) < 1000:

@@ -68,16 +68,8 @@ def synchronized_batch_norm(
 ) -> Tensor:
     """Normalizes a shard ``(N, C, ...)``, maybe empty, with the moments of the whole batch.
 
-    The output has the layout of ``x``.
-
-    Args:
-        x: The shard of this replica or rank.
-        weight: The weight of the layer.
-        bias: The bias of the layer.
-        denominator: Eps and eps mode.
-        group: The replicas or the processes.
-        calls: The earlier calls of this replica, for recomputations. None between processes.
-        count_batch: Returns the running statistics to update. None if they are not this copy's.
+    The output has the layout of ``x``. ``calls`` are those of this replica, or None between
+    processes. ``count_batch`` is None if the buffers do not belong to this copy.
     """
     parameters = x if weight is None else weight, x if bias is None else bias
     if has_other_derivatives((x, *parameters)):
@@ -132,10 +124,7 @@ def measured(message: Message) -> Message:
 def merge_replicas(
     group: ReplicaGroup, count_batch: CountBatch | None, messages: Sequence[Message]
 ) -> list[Reply]:
-    """Returns the reply to each replica, in replica order. Runs once per call, in one thread.
-
-    ``group`` and ``count_batch`` are those of the first replica.
-    """
+    """Returns the replies in replica order, given the arguments of the first replica."""
     if count_batch is not None and group.recomputes:
         count_batch = None
     shards = list(map(itemgetter(0), messages))
@@ -158,9 +147,9 @@ def merge_ranks(exchange: RankExchange, message: Message, count_batch: CountBatc
     """Returns the reply to this rank."""
     shard = message[0]
     total, mean, var = exchange.merge(shard)
-    is_known = isinstance(total, int)
-    running = count_batch() if count_batch is not None and not (is_known and total == 1) else None
-    if is_known and total < 2:  # of 1 value the forward raises
+    is_one = isinstance(total, int) and total == 1  # of which the forward raises
+    running = count_batch() if count_batch is not None and not is_one else None
+    if isinstance(total, int) and total < 2:
         return total, None, None
     set_statistics([shard], total, mean, var, running)
     (output,) = connect(Batch([shard], ranks=exchange), [message])
@@ -250,24 +239,23 @@ def connect(batch: Batch, messages: Sequence[Message]) -> list[Tensor]:
 
     A replica that records no graph keeps its own output, and its input counts as a constant.
     """
-    shards, *columns = zip(*messages, strict=True)
-    outputs = list(columns.pop(1))
+    shards = batch.shards
+    outputs: list[Any] = [message[2] for message in messages]
     if not torch.is_grad_enabled():
         return outputs
-    tensors = [
-        tensor if shard.records_graph else None
-        for column in columns
-        for shard, tensor in zip(shards, column, strict=True)
-    ]
-    recording = [i for i, shard in enumerate(shards) if shard.records_graph]
+    xs, weights, biases = (
+        [message[k] if message[0].records_graph else None for message in messages]
+        for k in (1, 3, 4)
+    )
     batch = batch._replace(
-        holders=list(map(_holder, columns[0])),
+        holders=[_holder(message[1]) for message in messages],
         streams=current_streams([shard.device for shard in shards]),
     )
-    made = _normalize(batch, [outputs[i] for i in recording], *tensors)
-    for i, output in zip(recording, made, strict=True):
-        outputs[i] = output
-    return outputs
+    recording = [y for shard, y in zip(shards, outputs, strict=True) if shard.records_graph]
+    made = iter(_normalize(batch, recording, *xs, *weights, *biases))
+    return [
+        next(made) if shard.records_graph else y for shard, y in zip(shards, outputs, strict=True)
+    ]
 
 
 class Normalize(Function):
@@ -291,12 +279,14 @@ class Normalize(Function):
         given = iter(of_outputs)
         dys = [next(given) if shard.records_graph else None for shard in batch.shards]
         saved = ctx.saved_tensors
-        if batch.ranks is None and not any(dy is not None for dy in dys):
-            return (None,) * (2 + 3 * n)  # called by the engine without any gradient
         xs, weights = list(saved[:n]), saved[n:]
         for i, holder in enumerate(batch.holders):
             if holder is not None:
                 (xs[i],) = holder.saved_tensors
+        if all(dy is None for dy in dys):  # called by the engine without any gradient
+            if batch.ranks is None:
+                return (None,) * (2 + 3 * n)
+            dys = [torch.zeros_like(xs[0])]  # as the other ranks wait for the sums
         is_exact = torch.is_grad_enabled() or any(dy is not None and is_batched(dy) for dy in dys)
         streams = batch.streams or {}
         for dy in dys:
@@ -306,15 +296,13 @@ class Normalize(Function):
         with use_streams(streams):
             compute = differentiable_gradients if is_exact else gradients
             dxs, *of_parameters = compute(batch, dys, xs, weights)
-            needs = ctx.needs_input_grad[2 + n :]
-            for k, grads in enumerate(of_parameters):
-                wanted = needs[k * n : (k + 1) * n]
-                if batch.are_alike and any(wanted):  # add here, in the accumulation dtype
-                    total, taker = added(grads), wanted.index(True)
+            for k, grads in enumerate(of_parameters, 1):
+                needs = ctx.needs_input_grad[2 + k * n :][:n]
+                if batch.are_alike and any(needs):  # add here, in the accumulation dtype
+                    total, taker = added(grads), needs.index(True)
                     grads[:] = [None] * n
-                    if total is not None:
-                        grads[taker] = total.to(batch.shards[taker].device)
-                grads[:] = [g if w else None for g, w in zip(grads, wanted, strict=True)]
+                    grads[taker] = total.to(batch.shards[taker].device)
+                grads[:] = [g if need else None for g, need in zip(grads, needs, strict=True)]
         return None, None, *dxs, *of_parameters[0], *of_parameters[1]
 
 
@@ -325,20 +313,17 @@ _normalize: Callable[..., Any] = super(Function, Normalize).apply
 def gradients(
     batch: Batch,
     dys: Sequence[Tensor | None],
-    xs: Sequence[Tensor | None],
+    xs: Sequence[Any],
     weights: Sequence[Tensor | None],
 ) -> Gradients:
     """Computes the gradients of all shards by the kernels of their devices."""
-    shards = batch.shards
-    first = shards[0]
-    sums: list[Tensor | None] = [
-        None if dy is None or x is None else _reduced(shard, dy, x)
+    shards, first = batch.shards, batch.shards[0]
+    sums = [
+        None if dy is None else _reduced(shard, dy, x)
         for shard, dy, x in zip(shards, dys, xs, strict=True)
     ]
     if batch.are_alike:
-        total = added(sums)
-        assert total is not None  # as an output has a gradient
-        total = total.to(first.device)
+        total = added(sums).to(first.device)
         sums = [total, *[None] * (len(shards) - 1)]
         totals = [_sloped(total, first)] * len(shards)
     else:
@@ -350,30 +335,27 @@ def gradients(
             * (1 if w is None else in_float64(w))
             for s, w in zip(shards, weights, strict=True)
         ]
-        derivative = added(
-            [
-                None if own is None else _sloped(in_float64(own) * factor, shard)
-                for shard, own, factor in zip(shards, sums, factors, strict=True)
-            ]
-        )
-        if derivative is None:
-            derivative = torch.zeros_like(factors[0])
+        derivatives = [
+            None if own is None else _sloped(in_float64(own) * factor, shard)
+            for shard, own, factor in zip(shards, sums, factors, strict=True)
+        ]
+        derivative = added(derivatives)
         if batch.ranks is not None and first.needs_dx:
             derivative = batch.ranks.summed(derivative)
         totals = [derivative.to(factor.device) / factor for factor in factors]
     dxs: list[Tensor | None] = [None] * len(shards)
     shared: dict[tuple[int, int], Tensor] = {}
-    for i, (shard, dy, x, weight) in enumerate(zip(shards, dys, xs, weights, strict=True)):
-        if x is None or not shard.needs_dx:
-            continue
-        if not shard.values:
+    for i, (shard, dy, x, weight, total) in enumerate(
+        zip(shards, dys, xs, weights, totals, strict=True)
+    ):
+        if shard.needs_dx and not shard.values:
             dxs[i] = torch.empty_like(x)
-            continue
-        key = id(shard.stats), id(totals[i])  # usually one per device
-        if key not in shared:
-            total = totals[i].to(shard.device, shard.dtype)
-            shared[key] = shard.kernels.shared_terms(total, shard.stats, weight)
-        dxs[i] = shard.kernels.input_gradient(dy, x, shard.stats, weight, shared[key])
+        elif shard.needs_dx:
+            key = id(shard.stats), id(total)  # usually one per device
+            if key not in shared:
+                total = total.to(shard.device, shard.dtype)
+                shared[key] = shard.kernels.shared_terms(total, shard.stats, weight)
+            dxs[i] = shard.kernels.input_gradient(dy, x, shard.stats, weight, shared[key])
     dweights = [
         None if own is None else shard.kernels.weight_gradient(own, shard.stats)
         for shard, own in zip(shards, sums, strict=True)
@@ -402,11 +384,9 @@ def _without_zeros(weight: Tensor | None) -> Tensor | None:
     )
 
 
-def added(tensors: Sequence[Tensor | None]) -> Tensor | None:
+def added(tensors: Sequence[Tensor | None]) -> Tensor:
     """Returns the sum of all that are not None, in order, on the device of the first."""
     present = [tensor for tensor in tensors if tensor is not None]
-    if not present:
-        return None
     present = [tensor.to(present[0].device) for tensor in present]
     if len(present) > 3:  # two kernels for any number
         return torch.stack(present).sum(0)
@@ -416,7 +396,7 @@ def added(tensors: Sequence[Tensor | None]) -> Tensor | None:
 def differentiable_gradients(
     batch: Batch,
     dys: Sequence[Tensor | None],
-    xs: Sequence[Tensor | None],
+    xs: Sequence[Any],
     weights: Sequence[Tensor | None],
 ) -> Gradients:
     """Computes the gradients of all shards by autograd, so that they have derivatives.
@@ -437,27 +417,24 @@ def differentiable_gradients(
         xs = [x if x is None else x.view_as(x) for x in xs]
         weights = [w if w is None else w.view_as(w) for w in weights]
         biases = [s.stats.mean.new_zeros(len(mean), requires_grad=True) for s in shards]
-        centered = [None if x is None else x - per_channel(center, x) for x in xs]
-        sums = added(
-            [
-                _centered_sums(x, off)
-                for shard, x in zip(shards, centered, strict=True)
-                if x is not None and shard.needs_dx
-            ]
-        )
-        if sums is not None:
+        centered: list[Any] = [None if x is None else x - per_channel(center, x) for x in xs]
+        sums = [
+            _centered_sums(x, off)
+            for shard, x in zip(shards, centered, strict=True)
+            if shard.needs_dx
+        ]
+        if sums:
             # Zeros, which have the derivatives of the batch's mean and variance.
-            sums = sums / n
-            zeros = sums - sums.detach()
-            if batch.ranks is not None:
-                zeros = Zeros.apply(batch.ranks, sums)  # type: ignore[no-untyped-call]
+            total = added(sums) / n
+            if batch.ranks is None:
+                zeros = total - total.detach()
+            else:
+                zeros = Zeros.apply(batch.ranks, total)  # type: ignore[no-untyped-call]
             drift, square = zeros.unbind()
             off, var = off + drift, var + square - drift.square()
         ys, upstream = [], []
         for shard, dy, x, weight, bias in zip(shards, dys, centered, weights, biases, strict=True):
-            if dy is None and batch.ranks is not None and x is not None:
-                dy = torch.zeros_like(x)  # the other ranks wait for the sums
-            if dy is None or x is None:
+            if dy is None:
                 continue
             scale = shard.denominator.of(var).rsqrt()
             if weight is not None:

@@ -78,20 +78,6 @@ CountBatch = Callable[[], RunningStatistics | None]
 class Shard:
     """The numbers of one replica in one call. It does not keep the input."""
 
-    __slots__ = (
-        "denominator",
-        "device",
-        "dtype",
-        "kernels",
-        "moments",
-        "needs_dx",
-        "parameters",
-        "records_graph",
-        "requires_grad",
-        "stats",
-        "values",
-    )
-
     def __init__(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, denominator: Denominator
     ) -> None:

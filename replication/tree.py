@@ -134,7 +134,8 @@ def open_builtin(old: Any) -> Opened | None:
     is_dict = issubclass(base, dict)
     # Read in one call, because a replica of another forward may change the original meanwhile.
     if is_dict:
-        items = list(base.items(old))
+        # `items` alone may collect garbage, and thereby let another thread run.
+        items = list((base if base is OrderedDict else dict).copy(old).items())
         values = [value for _, value in items]
     else:
         values = list(base.__iter__(old.copy() if is_base and kind is not tuple else old))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
 import weakref
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
@@ -700,6 +701,26 @@ def test_container_that_changes_while_it_is_opened_is_walked_as_it_was(kind, wal
         found = walk(tree)
     assert len(tree) > 4
     assert found[:2] == expected[:2]
+
+
+@pytest.mark.parametrize("kind", [dict, Registry, defaultdict])
+def test_dict_that_changes_in_a_garbage_collection_is_walked_as_it_was(kind):
+    """Making the items of a dict may collect garbage, and other threads run meanwhile."""
+    tree = kind.__new__(kind)
+    tree.update(enumerate([X] * 100))
+
+    def meddle(phase: str, info: object) -> None:
+        tree[object()] = X
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(meddle)
+    gc.set_threshold(10)
+    try:
+        found = [*leaves_of(tree, open_builtin)]
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(meddle)
+    assert len(found) >= 100
 
 
 def test_module_whose_attributes_change_while_it_is_replicated_is_copied_as_it_was():

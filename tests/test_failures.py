@@ -17,23 +17,17 @@ from replication import (
     DataParallel,
     ReplicaAware,
     ReplicaFailed,
-    ReplicationError,
-    SyncMaster,
     execute_replication_callbacks,
     parallel_apply,
-    patch_replication_callback,
     replicate,
 )
 from syncbn import SynchronizedBatchNorm1d
-from tests.deadlines import ends
 from tests.layers import (
     DEADLINE,
     Centering,
-    CustomDataParallel,
     FailsAt,
     Numbered,
     freed,
-    no_garbage_collection,
     together,
     until_others_wait,
     values,
@@ -75,30 +69,6 @@ def test_uncollected_results_are_freed():
     gc.collect()
     assert len(seen) == 3
     assert freed(*seen)
-
-
-def test_waiting_replica_sees_who_failed_and_with_what():
-    seen = []
-
-    class Watches(Numbered):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = Centering()
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.copy_id == 1:
-                raise LayerError("own")
-            try:
-                return self.layer(x)
-            except ReplicationError as error:
-                seen.append(error)
-                raise
-
-    with pytest.raises(LayerError):
-        ours(Watches(), 2)(torch.randn(4, 2))
-    (error,) = seen
-    assert type(error) is ReplicaFailed
-    assert str(error).startswith("replica 1 of 2 failed with LayerError: own.")
 
 
 def test_waiting_peer_is_woken_while_another_replica_still_runs():
@@ -225,29 +195,6 @@ def test_a_backward_inside_the_forward_may_call_collectives():
 # -- what a replica leaves behind that something has ended -------------------------------------
 
 
-def test_errors_that_a_parallel_apply_swallows_keep_no_replica_alive():
-    class Swallows(CustomDataParallel):
-        def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
-            def run(i: int) -> None:
-                with contextlib.suppress(LayerError, ReplicaFailed):
-                    replicas[i](*inputs[i], **kwargs[i])
-
-            seen.extend(weakref.ref(replica) for replica in replicas)
-            values(together(*(lambda i=i: run(i) for i in range(len(replicas)))))
-            return inputs
-
-        def gather(self, outputs: Any, output_device: Any) -> None:
-            """There is nothing to gather."""
-
-    seen: list[Any] = []
-    model = Swallows(nn.Sequential(FailsAt(1, LayerError), Centering()), 3)
-    patch_replication_callback(model)
-    with no_garbage_collection():
-        model(torch.randn(6, 2))
-        assert len(seen) == 3
-        assert freed(*seen)
-
-
 # -- errors that hide others -------------------------------------------------------------------
 
 
@@ -263,32 +210,6 @@ class Failing(nn.Module):
         if error is not None:
             raise error
         return x
-
-
-def test_an_error_that_cannot_be_printed_still_wakes_the_others():
-    class Unprintable(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError("no text")
-
-    def fail(messages):
-        raise Unprintable
-
-    master = SyncMaster(fail)
-    pipe = master.register_slave(1)
-    caught = []
-
-    def slave() -> None:
-        try:
-            pipe.run_slave(1)
-        except ReplicaFailed as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=slave, daemon=True)
-    thread.start()
-    with pytest.raises(Unprintable):
-        master.run_master(0)
-    assert ends(thread), "the slave hangs"
-    assert "failed with Unprintable" in str(caught[0])
 
 
 def test_a_follow_up_of_another_kind_does_not_mask_the_first_error():

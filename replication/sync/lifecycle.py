@@ -78,10 +78,6 @@ class TrackedCall:
         if self.previous is not None:
             return self.previous
         owner = self.owner()
-        if owner is None:
-            raise ReplicationError(
-                f"the replica is gone; keep the replica, not only its `{self.name}`"
-            )
         return partial(getattr(type(owner), self.name), owner)
 
     @property

@@ -97,7 +97,8 @@ class Wait:
                 with rendezvous.observe("wait", self.replica, self.path):
                     self._await_gate()
         except BaseException:  # KeyboardInterrupt, where a replica runs in the main thread
-            rendezvous.forget(self)
+            with rendezvous.lock:
+                rendezvous.end_waits([self])
             raise
         abort, self.abort = self.abort, None
         if abort is not None:
@@ -291,9 +292,8 @@ class Rendezvous:
     def commit(self, write: Callable[[], T]) -> T:
         """Returns ``write()``, which changes the original module; raises in a closed forward.
 
-        A replica may still run after the forward has raised in the caller. It must not change the
-        module that the caller then saves or trains further. The same holds for a forward inside
-        such a replica.
+        A replica may still run after the forward has raised in the caller, who saves the module or
+        trains it further. The same holds for a forward inside such a replica.
         """
         with self._commits:
             if self._closed is not None:
@@ -340,18 +340,15 @@ class Rendezvous:
         return wait
 
     def end_waits(self, waits: Iterable[Wait]) -> None:
-        """Ends waits whose value has arrived, or which are aborted. The lock is held."""
+        """Ends waits whose value has arrived, or which are aborted or interrupted.
+
+        The lock is held.
+        """
         for wait in waits:
             if wait in self._waits:  # else it has failed already
                 # In this order: a wait that an interrupt leaves in the list is ended again.
                 if wait.gate.locked():
                     wait.gate.release()
-                self._waits.remove(wait)
-
-    def forget(self, wait: Wait) -> None:
-        """Removes the wait of a thread that was interrupted."""
-        with self.lock:
-            if wait in self._waits:
                 self._waits.remove(wait)
 
     def _fail_hopeless_waits(self) -> None:

@@ -75,6 +75,16 @@ class Pending(NamedTuple):
     is_main: bool
 
 
+class Interrupted:
+    """A gate at which a thread is interrupted while it waits."""
+
+    def acquire(self, timeout: float = -1) -> bool:
+        raise KeyboardInterrupt
+
+    def locked(self) -> bool:
+        return False
+
+
 class Story(RuleBasedStateMachine):
     """Replicas begin, wait, send, end and fail in any order, and one thread plays all of them.
 
@@ -184,7 +194,10 @@ class Story(RuleBasedStateMachine):
     @precondition(lambda self: self.pending)
     @rule(which=st.integers(0))
     def wait_is_interrupted(self, which: int) -> None:
-        self.rendezvous.forget(self.go_on(which))
+        wait = self.go_on(which)
+        wait.gate = Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            wait.block()
 
     @precondition(lambda self: self.pending)
     @rule(which=st.integers(0))
@@ -584,17 +597,3 @@ def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):
     sender.start()
     wait.block()
     sender.join(DEADLINE)
-
-
-def test_interrupted_wait_is_forgotten(monkeypatch):
-    class Interrupted:
-        def acquire(self, timeout: float = -1) -> bool:
-            raise KeyboardInterrupt
-
-    rendezvous = entered(2)
-    wait = begin_wait(rendezvous, 0, 1)
-    monkeypatch.setattr(wait, "gate", Interrupted())
-    with pytest.raises(KeyboardInterrupt):
-        wait.block()
-    # Replica 0 does not wait any more, so that not all replicas do.
-    assert begin_wait(rendezvous, 1, 0).abort is None

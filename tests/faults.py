@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from replication import DataParallel, data_parallel, patch_replication_callback, replicate
 from syncbn import SynchronizedBatchNorm1d
 from tests.devices import several
-from tests.layers import AsTorchDoes, ByPlainThreads, Centering, Numbered
+from tests.layers import AsTorchDoes, ByPlainThreads, Centering, CustomDataParallel, Numbered
 
 #: How many replicas there are.
 N = 3
@@ -164,14 +164,20 @@ def assert_next_step_is_exact(
 # -- what runs the replicas --------------------------------------------------------------------
 
 
-def ours(net: nn.Module) -> Run:
-    return DataParallel(net, several(N))
+def ours(net: nn.Module, n: int = N, **options: Any) -> DataParallel[Any]:
+    return DataParallel(net, several(n), **options)
 
 
-def as_torch_does(net: nn.Module) -> Run:
-    model = AsTorchDoes(net, N)
-    patch_replication_callback(model)
-    return model
+def patched(kind: type[CustomDataParallel]) -> Callable[..., Any]:
+    def make(net: nn.Module, n: int = N) -> nn.Module:
+        model = kind(net, n)
+        patch_replication_callback(model)
+        return model
+
+    return make
+
+
+as_torch_does = patched(AsTorchDoes)
 
 
 class Customized(DataParallel):
@@ -184,8 +190,8 @@ class Customized(DataParallel):
         return replicate(module, device_ids)
 
 
-def customized(net: nn.Module) -> Run:
-    model = Customized(net, several(N))
+def customized(net: nn.Module, n: int = N) -> nn.Module:
+    model = Customized(net, several(n))
     patch_replication_callback(model)
     return model
 

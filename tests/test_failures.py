@@ -22,6 +22,7 @@ from replication import (
     replicate,
 )
 from syncbn import SynchronizedBatchNorm1d
+from tests.faults import ours
 from tests.layers import (
     DEADLINE,
     Centering,
@@ -37,10 +38,6 @@ from tests.sharded import BATCH, norm, run_sharded
 
 class LayerError(Exception):
     """An error that only the tests raise."""
-
-
-def ours(module: nn.Module, n: int) -> nn.Module:
-    return DataParallel(module, ["cpu"] * n)
 
 
 # -- one replica fails -------------------------------------------------------------------------

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from replication import (
-    DataParallel,
     FutureResult,
     ReplicasTimedOut,
     ReplicationError,
@@ -30,6 +29,7 @@ from replication.sync.lifecycle import ForwardScope
 from replication.sync.rendezvous import current_replica
 from syncbn import SynchronizedBatchNorm1d, convert_model, graph
 from tests.deadlines import ends
+from tests.faults import as_torch_does, ours
 from tests.layers import DEADLINE, AsTorchDoes, soon, together, values
 
 pytestmark = [
@@ -53,16 +53,6 @@ def network() -> nn.Sequential:
         *(nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4), Delay(), nn.BatchNorm1d(4)),
     ]
     return nn.Sequential(*layers).double()
-
-
-def ours(net: nn.Module, n: int = 3, **kwargs: Any) -> nn.Module:
-    return DataParallel(net, ["cpu"] * n, **kwargs)
-
-
-def as_torch_does(net: nn.Module) -> nn.Module:
-    model = AsTorchDoes(net, 3)
-    patch_replication_callback(model)
-    return model
 
 
 def state_of(net: nn.Module) -> dict[str, Tensor]:

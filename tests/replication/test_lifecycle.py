@@ -19,17 +19,16 @@ from torch.utils.checkpoint import checkpoint
 import replication.sync.rendezvous
 from replication import (
     CallbackContext,
-    DataParallel,
     ReplicaFailed,
     ReplicasDiverged,
     ReplicationError,
     execute_replication_callbacks,
     parallel_apply,
-    patch_replication_callback,
     replicate,
 )
 from replication.sync.lifecycle import failing_path, rendezvous_of
 from syncbn import SynchronizedBatchNorm1d
+from tests.faults import as_torch_does, customized, ours, patched
 from tests.layers import (
     DEADLINE,
     AsTorchDoes,
@@ -49,35 +48,11 @@ from tests.layers import (
     values,
 )
 
-
-def ours(module: nn.Module, n: int) -> nn.Module:
-    return DataParallel(module, ["cpu"] * n)
-
-
-def patched(cls: type[CustomDataParallel]) -> Any:
-    def make(module: nn.Module, n: int) -> nn.Module:
-        model = cls(module, n)
-        patch_replication_callback(model)
-        return model
-
-    return make
-
-
-class Overridden(DataParallel):
-    """Ours, with the user's own way to run the replicas."""
-
-    parallel_apply = AsTorchDoes.parallel_apply
-
-
-def overridden(module: nn.Module, n: int) -> nn.Module:
-    return Overridden(module, ["cpu"] * n)
-
-
 RUNNERS = {
     "ours": ours,
-    "ours overridden": overridden,
+    "ours overridden": customized,
     "our parallel_apply": patched(CustomDataParallel),
-    "as torch does": patched(AsTorchDoes),
+    "as torch does": as_torch_does,
     "plain threads": patched(ByPlainThreads),
     "forward": patched(ByForward),
 }
@@ -102,14 +77,6 @@ def test_replicas_communicate_in_every_runner(wrap):
 def test_end_is_seen_in_every_runner(wrap, counts):
     model = wrap(Repeat(Centering(), counts), 3)
     with pytest.raises(ReplicasDiverged, match="`layer`, call"):
-        model(torch.randn(6, 2))
-
-
-@runners
-def test_follow_up_of_an_earlier_replica_does_not_mask_the_error(wrap):
-    # The last replica fails, and all others, which come first by index, raise a follow-up.
-    model = wrap(nn.Sequential(FailsAt(2, LayerError), Centering()), 3)
-    with pytest.raises(LayerError):
         model(torch.randn(6, 2))
 
 

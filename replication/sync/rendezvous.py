@@ -52,7 +52,7 @@ LONGEST_WRITE = 1.0
 
 
 def site(path: str, call: int) -> str:
-    """Returns the name of an exchange and the number of the call, for messages."""
+    """Returns the text for an exchange and the number of a call."""
     return f"`{path}`, call {call}"
 
 
@@ -231,12 +231,10 @@ class Rendezvous:
         with self.lock:
             progress = self._progress[replica]
             progress.depth += 1
-            if progress.depth > 1:
-                return False
-            progress.runs += 1
-            progress.thread = threading.get_ident()
-            progress.is_absent = False
-            return True
+            if progress.depth == 1:
+                progress.runs += 1
+                progress.thread, progress.is_absent = threading.get_ident(), False
+            return progress.depth == 1
 
     def expect_only(self, replicas: Collection[int]) -> None:
         """Reports that only these replicas are about to run."""
@@ -276,7 +274,7 @@ class Rendezvous:
     def close(self, reason: str) -> list[Failure]:
         """Forbids all waits and writes from now on, and returns the failures in order of time.
 
-        The first call waits at most `LONGEST_WRITE` for a write in progress (see `commit`).
+        The first call waits at most `LONGEST_WRITE` for a `commit` under way.
         """
         limit = LONGEST_WRITE if self._closed is None else 0.0
         self._closed = reason
@@ -309,11 +307,7 @@ class Rendezvous:
         return self._writer == threading.get_ident()
 
     def take_failures(self) -> list[Failure]:
-        """Returns the failures of the replicas, and drops them.
-
-        Keeping an error would make a cycle: its traceback refers to frames that refer to the
-        replicas.
-        """
+        """Returns the failures, and drops them, because their frames refer to the replicas."""
         with self.lock:
             # `abort` outlives the lock, because freeing its cause may run any code.
             abort, failures = self.abort, self._failures
@@ -352,25 +346,20 @@ class Rendezvous:
                 self._waits.remove(wait)
 
     def _fail_hopeless_waits(self) -> None:
-        """Fails all waits if one of them can no longer end. The lock is held.
+        """Fails all waits if one of them can no longer end.
 
-        It is called on every event that can cause this: a wait begins, or a replica ends.
+        Called with the lock held when a wait has begun or a replica has ended.
         """
         if not self._waits or self.size is None or self.abort is not None:
             return
-        is_hopeless = any(
-            self._progress[needed].is_over(self._run_of(wait))
-            for wait in self._waits
-            for needed in wait.missing
-        )
+        is_hopeless, blocked = False, set()
         threads = {wait.thread for wait in self._waits}
-        # A replica is blocked if its main thread waits, not if only another of its threads does.
-        blocked = {
-            wait.replica
-            for wait in self._waits
-            if not self._progress[wait.replica].depth
-            or self._progress[wait.replica].thread in threads
-        }
+        for wait in self._waits:
+            run, own = self._run_of(wait), self._progress[wait.replica]
+            is_hopeless |= any(self._progress[needed].is_over(run) for needed in wait.missing)
+            # A replica is blocked if its main thread waits, not if only another thread of it does.
+            if not own.depth or own.thread in threads:
+                blocked.add(wait.replica)
         if is_hopeless or not self._can_progress(blocked):
             self._abort_waits(ReplicasDiverged, self._divergence())
 

@@ -41,8 +41,6 @@ class Scattered(tuple[Any, ...]):
     >>> net = DataParallel(torch.nn.Identity(), ["cpu"] * 2)
     >>> net(Scattered([torch.zeros(1), torch.ones(2)]))
     tensor([0., 1., 1.])
-
-    See also `DataParallel`, `DataParallelCriterion`, `scatter` and `gather`.
     """
 
     __slots__ = ()

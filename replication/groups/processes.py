@@ -403,11 +403,9 @@ class ProcessGroup(Group):
             length = pickled.new_tensor([len(pickled)], dtype=torch.int64)
             lengths = stacked(length, self.process_group).flatten().tolist()
             check_lengths(lengths, 1, f"{call.where}, {call.name}", pickled.device)
-            padded = _padded(pickled, max(lengths))
-            rows = stacked(padded, self.process_group).cpu()
-            return tuple(
-                pickle.loads(_to_bytes(row[:n])) for row, n in zip(rows, lengths, strict=True)
-            )
+            rows = stacked(_padded(pickled, max(lengths)), self.process_group).cpu()
+            parts = [_to_bytes(row[:n]) for row, n in zip(rows, lengths, strict=True)]
+            return tuple(map(pickle.loads, parts))
 
     @uncompiled
     def exchange(
@@ -595,6 +593,7 @@ def _padded(tensor: Tensor, length: int) -> Tensor:
     missing = length - len(tensor)
     if missing and 0 in tensor.shape[1:]:  # older releases of torch do not pad such tensors
         return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+    # Not `torch.cat`, which ignores an empty vector, in backward as well.
     return pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing]) if missing else tensor
 
 

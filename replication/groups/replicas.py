@@ -165,12 +165,10 @@ class Communicator:
 
     def part(self, start: int, stop: int) -> Communicator:
         """Returns the communicator of the members from ``start`` to ``stop - 1``."""
-        part = self._parts.get((start, stop))
-        if part is None:  # another thread may have been faster
-            part = self._parts.setdefault(
-                (start, stop), Communicator(self.rendezvous, self.layer, self.replicas[start:stop])
-            )
-        return part
+        if (start, stop) not in self._parts:
+            part = Communicator(self.rendezvous, self.layer, self.replicas[start:stop])
+            self._parts.setdefault((start, stop), part)  # another thread may have been faster
+        return self._parts[start, stop]
 
     def merge(self, requests: list[Request]) -> Iterable[tuple[Any, int]]:
         """Returns the reply to each member, and the number of autograd nodes that all count up to.

@@ -710,7 +710,7 @@ def test_dict_that_changes_in_a_garbage_collection_is_walked_as_it_was(kind):
     tree.update(enumerate([X] * 100))
 
     def meddle(phase: str, info: object) -> None:
-        tree[object()] = X
+        dict.__setitem__(tree, object(), X)
 
     threshold = gc.get_threshold()
     gc.callbacks.append(meddle)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import threading
+import re
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from replication import (
@@ -25,7 +25,7 @@ from replication._torch import HOOKS
 from replication.modules import layers_of
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.faults import WRAPS, N
-from tests.layers import Centering, CustomDataParallel, Numbered, freed, pickled
+from tests.layers import Centering, CustomDataParallel, freed, pickled
 from tests.sharded import BATCH, norm, whole_batch
 
 
@@ -172,13 +172,6 @@ def test_both_names_are_the_same_function():
 # -- who is refused, before anyone is called ---------------------------------------------------
 
 
-def refused(*modules: Any) -> str:
-    """The message of the ValueError that these copies give."""
-    with pytest.raises(ValueError, match="the copies must match") as caught:
-        execute_replication_callbacks(modules)
-    return str(caught.value)
-
-
 def test_no_copies_are_refused():
     with pytest.raises(ValueError, match=r"at least one copy of a module \(got none\)"):
         execute_replication_callbacks([])
@@ -189,33 +182,34 @@ def test_copy_that_is_no_module_is_refused():
         execute_replication_callbacks([nn.Identity(), "module"])
 
 
-def test_copies_of_different_types_are_refused():
-    message = refused(nn.Sequential(nn.ReLU()), nn.Sequential(nn.GELU()))
-    assert message.endswith("`0` is ReLU() in copy 0 but GELU() in copy 1")
-
-
-def test_copies_with_different_children_are_refused():
-    message = refused(*[nn.Sequential(*[nn.ReLU() for _ in range(n)]) for n in (2, 2, 1)])
-    assert message.endswith(
-        "the root (Sequential) is Sequential(0, 1) in copy 0 but Sequential(0) in copy 2"
-    )
-
-
-def test_copies_with_children_in_another_order_are_refused():
+def copies_that_do_not_match() -> dict[str, tuple[str, list[nn.Module]]]:
+    """What the message ends with, and the copies."""
     a, b = nn.ReLU(), nn.GELU()
-    refused(nn.ModuleDict({"a": a, "b": b}), nn.ModuleDict({"b": b, "a": a}))
+    lacks = nn.Sequential(nn.ReLU())
+    lacks._modules["0"] = None
+    return {
+        "type": (
+            "`0` is ReLU() in copy 0 but GELU() in copy 1",
+            [nn.Sequential(a), nn.Sequential(b)],
+        ),
+        "children": (
+            "the root (Sequential) is Sequential(0, 1) in copy 0 but Sequential(0) in copy 2",
+            [nn.Sequential(*[nn.ReLU() for _ in range(n)]) for n in (2, 2, 1)],
+        ),
+        "order": ("copy 1", [nn.ModuleDict({"a": a, "b": b}), nn.ModuleDict({"b": b, "a": a})]),
+        "none": ("only some of them have `0`", [nn.Sequential(a), lacks]),
+        "ties": (
+            "they tie `1` differently",
+            [nn.Sequential(a, a), nn.Sequential(nn.ReLU(), nn.ReLU())],
+        ),
+    }
 
 
-def test_copies_of_which_some_lack_a_child_are_refused():
-    with_child, without = nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())
-    without._modules["0"] = None
-    assert refused(with_child, without).endswith("only some of them have `0`")
-
-
-def test_copies_that_tie_their_children_differently_are_refused():
-    shared = nn.ReLU()
-    tied, untied = nn.Sequential(shared, shared), nn.Sequential(nn.ReLU(), nn.ReLU())
-    assert refused(tied, untied).endswith("they tie `1` differently")
+@pytest.mark.parametrize("difference", copies_that_do_not_match())
+def test_copies_that_do_not_match_are_refused(difference):
+    message, modules = copies_that_do_not_match()[difference]
+    with pytest.raises(ValueError, match=f"the copies must match: .*{re.escape(message)}"):
+        execute_replication_callbacks(modules)
 
 
 def test_callback_that_is_not_callable_is_refused():
@@ -269,22 +263,16 @@ class RefusesCopy(nn.Module):
 
 @pytest.mark.parametrize("copy_id", [0, 1, 2])
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
-def test_error_in_a_callback_names_the_module_and_the_copy(copy_id, error):
+@pytest.mark.parametrize("is_root", [False, True])
+def test_error_in_a_callback_names_the_module_and_the_copy(copy_id, error, is_root):
     raised = error("callback")
-    net = nn.Sequential(nn.ReLU(), nn.Sequential(RefusesCopy(copy_id, raised)))
+    layer = RefusesCopy(copy_id, raised)
+    net = layer if is_root else nn.Sequential(nn.ReLU(), nn.Sequential(layer))
     with pytest.raises(error) as caught:
         execute_replication_callbacks(copies(net, 3))
     assert caught.value is raised
-    assert raised.__notes__ == [f"in __data_parallel_replicate__ of `1.0`, copy {copy_id} of 3"]
-
-
-def test_error_in_the_roots_callback_names_its_class():
-    raised = ValueError("callback")
-    with pytest.raises(ValueError, match="callback"):
-        execute_replication_callbacks(copies(RefusesCopy(1, raised), 2))
-    assert raised.__notes__ == [
-        "in __data_parallel_replicate__ of the root (RefusesCopy), copy 1 of 2"
-    ]
+    where = "the root (RefusesCopy)" if is_root else "`1.0`"
+    assert raised.__notes__ == [f"in __data_parallel_replicate__ of {where}, copy {copy_id} of 3"]
 
 
 # -- patch_replication_callback ----------------------------------------------------------------
@@ -723,26 +711,6 @@ def test_a_derived_class_that_replaces_replicate_can_be_patched(calls_super):
 # -- in networks -------------------------------------------------------------------------------
 
 
-class Notes(Numbered):
-    """Notes its callbacks and forwards, with the context; passes its input on."""
-
-    def __init__(self, name: str, notes: list[Any]) -> None:
-        super().__init__()
-        self.name, self.notes = name, notes
-        self.none = None
-        self.register_module("nothing", None)
-
-    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
-        super().__data_parallel_replicate__(ctx, copy_id)
-        self.notes.append((copy_id, self.name, ctx))
-        if self.name == f"fails in {copy_id}":
-            raise ValueError(self.name)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.notes.append(threading.current_thread().name)
-        return x
-
-
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_hooks_of_a_synchronized_layer_run_once_per_replica_and_step(wrap):
     """Forward and backward hooks, before and after, in every runner."""
@@ -800,12 +768,10 @@ def test_a_network_is_whole_after_it_was_inside_a_replica(outer, inner):
 
 
 def test_nothing_but_the_replicas_holds_a_context():
-    """Nothing of a forward's callbacks outlives it."""
-    notes: list[Any] = []
-    net = Notes("layer", notes)
-    replicas = replicate(net, ["cpu"] * 2)
+    out: list[Any] = []
+    replicas = copies(Recorder(out, "x"), 2)
     execute_replication_callbacks(replicas)
-    context = weakref.ref(notes[0][2])
-    notes.clear()
+    context = weakref.ref(out[0][2])
+    out.clear()
     del replicas
     assert freed(context)

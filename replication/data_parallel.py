@@ -25,7 +25,7 @@ from replication.errors import check_module, checked_names, is_int
 from replication.groups.processes import has_other_processes
 from replication.modules import layers_of, paired
 from replication.steps.gather import gather, join_leaves
-from replication.steps.parallel_apply import refuse_functorch, run_replicas
+from replication.steps.parallel_apply import run_replicas
 from replication.steps.replicate import make_replicas
 from replication.steps.scatter import scatter_kwargs
 from replication.sync.lifecycle import first_failure_wins, limit_time
@@ -50,13 +50,10 @@ class DataParallel(nn.DataParallel[ModuleT]):
     In addition to what `torch.nn.DataParallel` does:
 
     * It runs on any devices: accelerators, the CPU, or one device several times.
-    * After replication it calls ``__data_parallel_replicate__(ctx, copy_id)`` on every layer that
-      has this method (see `execute_replication_callbacks`), so that copies of a layer can
-      communicate.
+    * Copies of a layer can communicate (see `execute_replication_callbacks`).
     * A replica that fails or ends early never leaves the others waiting. Its error is raised
       unchanged, with notes that name the replica, its device and the module.
-    * A `Scattered` among the arguments is not split again: entry i goes to replica i. Tensors
-      beside it are split by its sizes (see `scatter`).
+    * Entry i of a `Scattered` among the arguments goes to replica i (see `scatter`).
 
     >>> import torch
     >>> from torch import nn
@@ -84,17 +81,15 @@ class DataParallel(nn.DataParallel[ModuleT]):
         except_keywords: Names of outputs that stay `Scattered` while all others are gathered. A
             name is a key of a mapping or a field at any depth, or a dotted path from the output's
             root. A name that the output does not have raises a warning.
-        sort_and_gather: If True, all outputs, including `Scattered` ones, are sorted by device
-            index before they are gathered. Outputs on the same device keep their order. With
-            ``device_ids=[1, 0]`` the second half of the batch comes first, so labels must be
-            reordered as well.
+        sort_and_gather: If True, all outputs, including `Scattered` ones, are in the order of the
+            device indices. With ``device_ids=[1, 0]`` the second half of the batch comes first, so
+            labels must be reordered as well.
         cpu_keywords: Names of keyword arguments that are split like the others but not moved to
             the replicas' devices. One that is not as long as the batch is split as evenly as
             possible. A name that cannot be a keyword argument of the call raises a warning.
         timeout: The time limit for the replicas' forward in seconds, by default none. It covers
             computation, waits for other replicas, and hangs. `ReplicasTimedOut` then says where
-            each replica is, and replicas that still run are abandoned. If you override
-            `parallel_apply`, only the waits of replicas for each other are limited.
+            each replica is. If you override `parallel_apply`, only waits for others are limited.
 
     Raises:
         ValueError: ``device_ids`` is empty or names a device that this machine lacks. In a call:
@@ -177,7 +172,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
             # 1. Split the arguments between the replicas that have data.
             inputs, kwargs_tup = self._scattered(inputs, kwargs)
             if len(inputs) > 1:
-                refuse_functorch()  # before copies of the parameters meet the transform
                 warn_of_plain_batch_norm(self, module)
             # 2. Make the replicas, and connect the copies of each layer.
             replicas = self.replicate(module, self.device_ids[: len(inputs)])

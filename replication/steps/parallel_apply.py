@@ -122,23 +122,17 @@ def run_replicas(
         check_list(name, items)
         if len(items) != n:
             raise ValueError(f"expected one of {name} for each of {n} replicas (got {len(items)})")
-    if n > 1:
-        refuse_functorch()
+    if n > 1 and in_functorch_transform():
+        raise RuntimeError(
+            "torch.func transforms do not reach the threads of replicas, so their derivatives "
+            "would be lost; transform a function that calls the module without replicas"
+        )
     state = ThreadState(devices)
     calls = []
     for index, (replica, args, kwargs) in enumerate(zip(modules, inputs, kwargs_tup, strict=True)):
         args = args if isinstance(args, (list, tuple)) else (args,)
         calls.append(partial(state.run, index, replica, args, kwargs))
     return _run_all(modules, calls, state.torch_threads)
-
-
-def refuse_functorch() -> None:
-    """Raises RuntimeError inside a transform of `torch.func`."""
-    if in_functorch_transform():
-        raise RuntimeError(
-            "torch.func transforms do not reach the threads of replicas, so their derivatives "
-            "would be lost; transform a function that calls the module without replicas"
-        )
 
 
 def _run_all(

@@ -840,7 +840,7 @@ def test_a_closure_that_refers_to_the_original_is_warned_of():
 @pytest.mark.parametrize("trains", [False, True])
 def test_torch_func_is_refused_instead_of_losing_derivatives(trains):
     model = DataParallel(nn.Linear(3, 1).requires_grad_(trains), ["cpu"] * 2)
-    with pytest.raises(RuntimeError, match="torch.func transforms and"):
+    with pytest.raises(RuntimeError, match=r"torch\.func transforms and"):
         torch.func.grad(lambda x: model(x).sum())(torch.randn(4, 3))
 
 

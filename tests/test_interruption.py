@@ -215,10 +215,8 @@ class Unhurried(SynchronizedBatchNorm1d):
     """Is interrupted in the middle of its update."""
 
     main = threading.main_thread()
-    writes = False
 
     def _running_statistics(self) -> Any:
-        Unhurried.writes = True
         for _ in range(20):
             signal.pthread_kill(self.main.ident or 0, signal.SIGINT)
             time.sleep(0.005)

@@ -247,18 +247,19 @@ class SyncMaster:
             TypeError: The identifier cannot be hashed.
             ReplicationError: The identifier is taken, or the replica has a slave already.
         """
-        if not isinstance(identifier, Hashable):
-            raise TypeError(
-                f"a slave's identifier must be hashable (got {type(identifier).__name__})"
-            )
+        hash(identifier)  # raises TypeError
         current = current_replica()
         if current is not None:
             self._latest = weakref.ref(current.rendezvous)
             return self._register(current.rendezvous, identifier, current.replica, current.path)
         with _registration():
-            rendezvous = self._open_registration()
+            outside = self._outside_forward
+            channel = outside.channels.get(self) if outside is not None else None
+            if channel is not None and any(channel.calls.values()):
+                self._drop_slaves("new slaves have been registered; this pipe is of an older set.")
+            outside = self._outside_forward = self._outside_forward or Rendezvous(None)
             self._latest = None
-            return self._register(rendezvous, identifier, None)
+            return self._register(outside, identifier, None)
 
     def _register(
         self, rendezvous: Rendezvous, identifier: Hashable, replica: int | None, path: str = ""
@@ -268,15 +269,10 @@ class SyncMaster:
             replica = channel.register(identifier, replica)
         return SlavePipe(identifier, partial(channel, rendezvous, replica))
 
-    def _open_registration(self) -> Rendezvous:
-        """Returns the rendezvous outside any forward, a new one if its slaves have run."""
-        rendezvous = self._outside_forward
-        channel = rendezvous.channels.get(self) if rendezvous is not None else None
-        if rendezvous is None or (channel is not None and any(channel.calls.values())):
-            if rendezvous is not None:
-                rendezvous.close("new slaves have been registered; this pipe is of an older set.")
-            self._outside_forward = rendezvous = Rendezvous(None)
-        return rendezvous
+    def _drop_slaves(self, reason: str) -> None:
+        if self._outside_forward is not None:
+            self._outside_forward.close(reason)
+        self._outside_forward = None
 
     def reset(self) -> None:
         """Drops the slaves that were registered outside a forward, whose pipes raise from then on.
@@ -284,9 +280,7 @@ class SyncMaster:
         It is needed if an interrupt comes between `register_slave` and `run_master`.
         """
         with _registration():
-            if self._outside_forward is not None:
-                self._outside_forward.close("the SyncMaster has been reset.")
-            self._outside_forward = None
+            self._drop_slaves("the SyncMaster has been reset.")
 
     def _rendezvous(self) -> Rendezvous | None:
         current = current_replica()

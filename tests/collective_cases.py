@@ -85,9 +85,9 @@ def _broadcast(src: int) -> Case:
     )
 
 
-def _all_gather(rows: Callable[[int, int], int]) -> Case:
+def _all_gather(shape: Callable[[int, int], tuple[int, ...]]) -> Case:
     return Case(
-        lambda rank, size: [(rows(rank, size), 2)],
+        lambda rank, size: [shape(rank, size)],
         lambda group, x: group.all_gather(x),
         lambda members: [tuple(x for (x,) in members)] * len(members),
     )
@@ -104,20 +104,14 @@ CASES = {
     **{f"reduce_scatter-{op}": _reduce_scatter(op) for op in OPS},
     "broadcast-0": _broadcast(0),
     "broadcast-last": _broadcast(-1),
-    "all_gather-even": _all_gather(lambda rank, size: 2),
-    "all_gather-uneven": _all_gather(lambda rank, size: max(3 - rank, 0)),
-    "all_gather-one_empty": _all_gather(lambda rank, size: 2 * (rank != size - 1) + (size == 1)),
+    "all_gather-even": _all_gather(lambda rank, size: (2, 2)),
+    "all_gather-uneven": _all_gather(lambda rank, size: (max(3 - rank, 0), 2)),
+    "all_gather-one_empty": _all_gather(
+        lambda rank, size: (2 * (rank != size - 1) + (size == 1), 2)
+    ),
     # torch.cat treats an empty vector in a way of its own.
-    "all_gather-vectors": Case(
-        lambda rank, size: [(rank,)],
-        lambda group, x: group.all_gather(x),
-        lambda members: [tuple(x for (x,) in members)] * len(members),
-    ),
-    "all_gather-scalars": Case(
-        lambda rank, size: [()],
-        lambda group, x: group.all_gather(x),
-        lambda members: [tuple(x for (x,) in members)] * len(members),
-    ),
+    "all_gather-vectors": _all_gather(lambda rank, size: (rank,)),
+    "all_gather-scalars": _all_gather(lambda rank, size: ()),
     # Whose result depends on two collectives, one on the other's result.
     "two": Case(
         lambda rank, size: [(rank + 1, 2)],

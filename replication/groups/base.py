@@ -304,26 +304,20 @@ def layouts_of(tensors: Sequence[Tensor]) -> Layouts:
     return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
 
 
-_PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "product": torch.mul,
-}
-
-
 def reduce_tensors(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
     """Applies ``op`` to tensors of one shape and device, from left to right, in their dtype.
 
     It adds pairs, because `torch.sum` and `torch.prod` return float32 under a CUDA autocast.
     """
+    if op in ("max", "min"):
+        extreme = torch.amax if op == "max" else torch.amin
+        # A copy, because autograd saves the result itself.
+        return extreme(torch.stack(tuple(tensors)), 0).clone()
+    count = len(tensors)
     if op == "mean" and tensors[0].dtype is torch.float16:  # a sum may overflow
-        return reduce(torch.add, [tensor / len(tensors) for tensor in tensors])
-    if op in _PAIRWISE:
-        total = reduce(_PAIRWISE[op], tensors)
-        return total / len(tensors) if op == "mean" else total
-    extreme = torch.amax if op == "max" else torch.amin
-    # A copy, because autograd saves the result itself.
-    return extreme(torch.stack(tuple(tensors)), 0).clone()
+        return reduce(torch.add, [tensor / count for tensor in tensors])
+    total = reduce(torch.mul if op == "product" else torch.add, tensors)
+    return total / count if op == "mean" else total
 
 
 class SoloGroup(Group):

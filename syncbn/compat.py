@@ -114,11 +114,11 @@ def with_defaults(layer: Any, defaults: Mapping[str, Any]) -> Any:
     return Derived
 
 
-def _constructors(copy: ModuleSpec) -> Iterator[tuple[ast.arguments, bool]]:
+def _constructors(copy: ModuleSpec) -> Iterator[tuple[dict[str, ast.expr], bool]]:
     """Parses the synchronized layers of a vendored copy.
 
     Yields:
-        The arguments of each constructor, and whether its module corrects the bias of running
+        The defaults of each constructor, and whether its module corrects the bias of running
         statistics.
     """
     folders = copy.submodule_search_locations
@@ -126,11 +126,12 @@ def _constructors(copy: ModuleSpec) -> Iterator[tuple[ast.arguments, bool]]:
     for file in files if folders else [Path(str(copy.origin))]:
         with suppress(OSError, SyntaxError, ValueError):
             source = file.read_bytes()
-            for layer in ast.parse(source).body:
-                if isinstance(layer, ast.ClassDef) and "SynchronizedBatchNorm" in layer.name:
-                    for method in layer.body:
-                        if isinstance(method, ast.FunctionDef) and method.name == "__init__":
-                            yield method.args, b"_running_iter" in source
+            layers = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)]
+            for method in (m for n in layers if "SynchronizedBatchNorm" in n.name for m in n.body):
+                if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                    defaults = method.args.defaults
+                    names = [argument.arg for argument in method.args.args][-len(defaults) :]
+                    yield dict(zip(names, defaults, strict=False)), b"_running_iter" in source
 
 
 def defaults_of_copy(package: str, copy: ModuleSpec, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,24 +142,22 @@ def defaults_of_copy(package: str, copy: ModuleSpec, chosen: Mapping[str, Any]) 
     """
     defaults: dict[str, Any] = {}
     problems: dict[str, str] = {}
-    for arguments, corrects_bias in _constructors(copy):
-        names = [argument.arg for argument in arguments.args[::-1]]
-        for name, default in zip(names, arguments.defaults[::-1], strict=False):
-            if name not in _DEFAULTS:
-                continue
+    for own_defaults, corrects_bias in _constructors(copy):
+        for name in own_defaults.keys() & _DEFAULTS.keys():
             try:
-                value = ast.literal_eval(default)
+                value = ast.literal_eval(own_defaults[name])
             except ValueError:
-                problems[name] = f"its default, {ast.unparse(default)}, is not a constant"
-                continue
-            if value != _DEFAULTS[name]:
-                defaults[name] = value
+                source = ast.unparse(own_defaults[name])
+                problems[name] = f"its default, {source}, is not a constant"
+            else:
+                if value != _DEFAULTS[name]:
+                    defaults[name] = value
         if corrects_bias:
-            momentum = defaults.get("momentum", _DEFAULTS["momentum"])
             problems.setdefault(
                 "momentum",
                 "the copy corrects the bias of its running statistics, which syncbn does not: "
-                f"with {momentum=} they stay near their initial values in the first steps",
+                f"with momentum={defaults.get('momentum', _DEFAULTS['momentum'])} they stay near "
+                "their initial values in the first steps",
             )
     for name in problems.keys() - chosen.keys():
         warn(
@@ -278,35 +277,31 @@ def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
 
     Raises:
         ValueError: ``package`` is not the name of a package.
-        TypeError: The layers' constructor refuses a value of ``chosen``, or the value for the
-            name of a layer is not a class.
-        RuntimeError: The package is already imported, or already has a stand-in with other
-            defaults or classes.
+        TypeError: A value of ``chosen`` is not what the layers' constructor accepts, or no class.
+        RuntimeError: The package is already imported.
     """
     if not isinstance(package, str) or not all(map(str.isidentifier, package.split("."))):
         raise ValueError(f"package must be the dotted name of a package (got {package!r})")
-    defaults = {name: value for name, value in chosen.items() if name not in _CLASSES}
-    if unknown := [name for name in defaults if name not in _DEFAULTS]:
+    if unknown := [name for name in chosen if name not in {**_DEFAULTS, **_CLASSES}]:
         raise TypeError(
             f"expected keyword arguments of the layers' constructor, {', '.join(_DEFAULTS)}, or "
             f"names of layers, {', '.join(_CLASSES)} (got {', '.join(unknown)})"
         )
-    SynchronizedBatchNorm2d(1, **defaults)  # raises on bad values
     for name in chosen.keys() & _CLASSES.keys():
         if not isinstance(chosen[name], type):
             raise TypeError(f"{name} must be a class (got {chosen[name]!r})")
+    # Raises on bad values.
+    SynchronizedBatchNorm2d(1, **{k: v for k, v in chosen.items() if k in _DEFAULTS})
     loaded = sys.modules.get(package)
-    if loaded is not None and getattr(loaded, "__loader__", None) is not _finder:
-        raise RuntimeError(
-            f"{package} has been imported already; call stand_in_for({package!r}) before the "
-            "first import of it"
-        )
     previous = _finder.packages.get(package, {})
-    if loaded is not None and chosen not in ({}, previous):
-        raise RuntimeError(
-            f"{package} has been imported already, with {previous} (got {chosen}); call "
-            "stand_in_for with these arguments before the first import"
-        )
+    if loaded is not None:
+        is_replaced = getattr(loaded, "__loader__", None) is _finder
+        if not is_replaced or chosen not in ({}, previous):
+            came = f", with {previous} (got {chosen})" if is_replaced else ""
+            raise RuntimeError(
+                f"{package} has been imported already{came}; call stand_in_for({package!r}) with "
+                "all arguments before the first import of it"
+            )
     _finder.packages[package] = chosen or previous
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)

@@ -305,17 +305,6 @@ def test_plain_batch_norm_on_replicas_trains_otherwise(training):
             assert off[name] > 100 * ROUNDING, name
 
 
-@trainings
-def test_every_batch_norm_of_a_network_is_synchronized(training):
-    for network in training.networks():
-        count = sum(
-            isinstance(part, nn.modules.batchnorm._BatchNorm) for part in network.modules()
-        )
-        found = summary(convert_model(network))
-        assert len(found.paths("synchronized")) == count > 0
-        assert found.paths("plain") == found.paths("left alone") == []
-
-
 @pytest.mark.parametrize("build", [resnet, segformer])
 def test_an_output_of_transformers_keeps_its_type(build):
     network = build()

@@ -163,11 +163,9 @@ def verify(
             tensor. The default is 1e-6 in float64 and 1e-3 in other dtypes.
 
     Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: A device does not exist, only one replica has data, or the model returns a
-            loss, because each replica computes a different one.
+        ValueError: Only one replica has data, or the model returns a loss, because each replica
+            computes a different one.
         ReplicationError: A layer communicates with other processes.
-        RuntimeError: It is called in `torch.inference_mode`, or a lazy layer is not initialized.
         Exception: The model raised. A note says what `verify` was running.
     """
     check_module(model)

@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from replication import DataParallel, ReplicaAware, WaitReport, wait_report
 from syncbn import SynchronizedBatchNorm1d
-from tests.deadlines import ends
 
 #: Seconds that the straggler is late.
 LATE = 0.05
@@ -66,70 +65,33 @@ def test_a_report_names_the_straggler_and_the_layer_that_is_waited_in(straggler,
     assert figures[3] == pytest.approx(1e3 * first.total / 2, abs=2e-3)
 
 
-def test_replica_that_never_waits_is_the_straggler():
-    class Slow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = SynchronizedBatchNorm1d(2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.bn.group.rank == 0:
-                time.sleep(LATE)
-            return self.bn(x)
-
-    with wait_report(quiet=True) as report:
-        DataParallel(Slow(), ["cpu"] * 3)(torch.randn(6, 2))
-    assert report.straggler == 0
-    assert "replica 0" in str(report)
-
-
-def test_a_report_may_be_read_while_replicas_wait():
+def report_of(*waits: tuple[str, int, float], size: int = 2, forwards: int = 1) -> WaitReport:
+    """A report of waits, each with its path, replica and seconds."""
     report = WaitReport()
-    report.add_forward(2)
-    errors: list[BaseException] = []
-
-    def read() -> None:
-        try:
-            for _ in range(200):
-                str(report)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    for layer in range(2000):
-        report.add(f"layer{layer % 100}.{layer}", layer % 2, 0.1)
-    assert ends(thread), "the reader hangs"
-    assert not errors
+    for _ in range(forwards):
+        report.add_forward(size)
+    for wait in waits:
+        report.add(*wait)
+    return report
 
 
-def test_equal_replicas_have_no_straggler():
-    report = WaitReport()
-    report.add_forward(2)
-    report.add("a", 0, 0.6)
-    report.add("a", 1, 1.0)
-    assert report.straggler is None
-    assert "No replica stands out" in str(report)
-    report.add("a", 1, 1.0)
-    assert report.straggler == 0
-
-
-def test_less_than_a_millisecond_makes_no_straggler():
-    report = WaitReport()
-    for _ in range(2):
-        report.add_forward(2)
-    report.add("a", 0, 0.0001)
-    report.add("a", 1, 0.0019)
-    assert report.straggler is None
-    report.add("a", 1, 0.0002)
-    assert report.straggler == 0
+@pytest.mark.parametrize(
+    ("first", "second", "forwards", "straggler"),
+    [
+        (0.6, 1.0, 1, None),
+        (0.6, 2.0, 1, 0),
+        (0.0001, 0.0019, 2, None),  # less than a millisecond per forward
+        (0.0001, 0.0021, 2, 0),
+    ],
+)
+def test_the_straggler_waits_much_less_than_the_others(first, second, forwards, straggler):
+    report = report_of(("a", 0, first), ("a", 1, second), forwards=forwards)
+    assert report.straggler == straggler
+    assert ("No replica stands out" in str(report)) == (straggler is None)
 
 
 def test_many_layers_are_cut_and_added_up():
-    report = WaitReport()
-    report.add_forward(1)
-    for layer in range(30):
-        report.add(f"layer{layer}", 0, 0.001 * (layer + 1))
+    report = report_of(*((f"layer{i}", 0, 0.001 * (i + 1)) for i in range(30)), size=1)
     axes = Axes()
     report.plot(axes)
     names, _, _ = axes.bars["replica 0"]
@@ -202,13 +164,8 @@ class Axes:
 
 
 def test_a_report_is_drawn_as_bars_of_replicas():
-    report, axes = WaitReport(), Axes()
-    report.add_forward(2)
-    report.add_forward(2)
-    report.add("a", 0, 0.002)
-    report.add("b", 0, 0.004)
-    report.add("b", 1, 0.006)
-    report.plot(axes)
+    axes = Axes()
+    report_of(("a", 0, 0.002), ("b", 0, 0.004), ("b", 1, 0.006), forwards=2).plot(axes)
     assert axes.has_legend
     assert axes.bars["replica 0"] == (["a", "b"], [1.0, 2.0], [0.0, 0.0])
     assert axes.bars["replica 1"] == (["a", "b"], [0.0, 3.0], [1.0, 2.0])

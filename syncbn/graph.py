@@ -196,11 +196,12 @@ class Hold(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dx: Tensor | None) -> tuple[Tensor | None, None]:
         return dx, None
 
 

@@ -216,5 +216,7 @@ def _is_at_rest(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)
     if not thread.is_alive() or frame is None:
         return True
+    if thread.name.endswith("(_read_thread)"):  # of the compiler of torch 2.4
+        return True
     # A thread of a pool, which the compiler has, waits for its next call.
     return thread.name.startswith("ThreadPoolExecutor-") and frame.f_code.co_name == "_worker"

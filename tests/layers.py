@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
@@ -28,6 +29,12 @@ LAYERS = {
     2: (nn.BatchNorm2d, SynchronizedBatchNorm2d),
     3: (nn.BatchNorm3d, SynchronizedBatchNorm3d),
 }
+
+#: For tests of the ways that are taken where a replica knows that it has no hooks.
+knows_hooks = pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
+    reason="torch 2.4 does not say whether a thread has hooks on saved tensors",
+)
 
 
 class Outcome(NamedTuple):

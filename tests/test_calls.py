@@ -14,6 +14,7 @@ from torch import nn
 
 from replication import DataParallel
 from syncbn import convert_model
+from tests.layers import knows_hooks
 
 
 def calls_beside(function: Callable[[], Any]) -> int:
@@ -52,6 +53,7 @@ def calls_of_a_layer(convert: Callable[[nn.Module], nn.Module]) -> float:
     return (many - few) / 10
 
 
+@knows_hooks
 @pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
 def test_a_layer_makes_few_calls_beyond_those_of_batch_norm():
     """Together in a replica that merges and one that waits; which one merges is chance."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from replication import DataParallel, ReplicaAware
-from tests.layers import until_others_wait
+from tests.layers import knows_hooks, until_others_wait
 
 DEVICES = ["cpu"] * 2
 
@@ -50,6 +50,7 @@ class Counted(ReplicaAware, nn.Module):
         return y
 
 
+@knows_hooks
 @pytest.mark.parametrize("grad", [True, False])
 def test_an_exchange_takes_few_calls(grad):
     layer = Counted()

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from replication import DataParallel
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, joined
+from tests.layers import knows_hooks
 from tests.layouts import LAYOUTS
 from tests.sharded import randomized, run_sharded
+
+pytestmark = knows_hooks
 
 
 @pytest.fixture

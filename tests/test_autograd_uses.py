@@ -8,7 +8,6 @@ it leaves behind, must agree.
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from replication import DataParallel
 from replication.sync.rendezvous import current_replica
 from syncbn import convert_model
 from tests.devices import several
-from tests.layers import DEADLINE, freed, no_garbage_collection, outcome_of, together, values
+from tests.layers import freed, no_garbage_collection, outcome_of, together, values
 from tests.sharded import one_node_only, randomized, run_sharded
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("both_ways")]
@@ -394,23 +393,6 @@ def test_forward_and_backward_in_different_threads(elsewhere):
         y = call(lambda: model(x), "forward")
         call(lambda: y.backward(dy), "backward")
         return [y]
-
-    assert_alike(use)
-
-
-def test_backwards_of_several_graphs_at_once():
-    """Each in a thread of its own."""
-
-    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
-        outputs = [model(x * (i + 1)) for i in range(4)]
-        start = threading.Barrier(4, timeout=DEADLINE)
-
-        def backward(y: Tensor) -> None:
-            start.wait()
-            y.backward(dy)
-
-        values(together(*(lambda y=y: backward(y) for y in outputs)))
-        return outputs
 
     assert_alike(use)
 

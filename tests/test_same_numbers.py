@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
-from torch.utils.data import DataLoader, TensorDataset
 
 from replication import (
     DataParallel,
@@ -167,23 +166,6 @@ def test_full_and_short_batches_through_one_model(wrap, sizes):
     for samples in sizes:
         x, dy = stepping.batch(samples)
         torch.testing.assert_close(step(model, net, x, dy), step(twin, twin, x, dy))
-
-
-@wraps
-def test_an_epoch_whose_last_batch_is_a_single_sample(wrap):
-    """GANet#23. Without ``drop_last``."""
-    net = network()
-    twin = copy.deepcopy(net)
-    model = wrap(convert_model(net), 4)
-    loader = DataLoader(TensorDataset(*stepping.batch(21)), batch_size=5)
-    optimizers = [torch.optim.SGD(trained.parameters(), lr=0.1) for trained in (net, twin)]
-    sizes = []
-    for x, dy in loader:
-        torch.testing.assert_close(step(model, net, x, dy), step(twin, twin, x, dy))
-        for optimizer in optimizers:
-            optimizer.step()
-        sizes.append(len(x))
-    assert sizes == [5, 5, 5, 5, 1]
 
 
 # -- checkpoints -------------------------------------------------------------------------------

@@ -291,17 +291,10 @@ def test_every_kernel_takes_every_layout(kernels, layout, upstream, channels, is
     dy = LAYOUTS[upstream](torch.randn(4, channels, 3, 5))
     stats = statistics_of(*moments_of(x), x, 0.25, is_large)
     check_every_kernel(kernels, x, dy, stats, 0.25)
-
-
-@every_strategy
-@large_or_not
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_results_keep_the_memory_format(kernels, layout, is_large):
-    x = LAYOUTS[layout](torch.randn(4, 3, 2, 5))
-    stats = statistics_of(*moments_of(x), x, is_large=is_large)
-    assert normalized(kernels, x, stats, None, None).stride() == x.stride()
-    dx = input_gradient(kernels, None, x, stats, None, torch.ones(2, 3), 10)
-    assert dx.stride() == x.stride()
+    if layout in ("contiguous", "channels_last"):
+        y = normalized(kernels, x, stats, None, None)
+        dx = input_gradient(kernels, None, x, stats, None, torch.ones(2, channels), 10)
+        assert y.stride() == dx.stride() == x.stride()
 
 
 @every_strategy

@@ -13,16 +13,14 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from replication import ProcessGroup, ReplicaAware
+from replication import ReplicaAware
 from replication.groups import processes as process_group
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from syncbn import processes as merge_ranks
 from tests import oracle
-from tests.deadlines import soon
 from tests.layers import outcome_of
 from tests.ranks import needs_gloo, recorded_collectives, run_ranks
 from tests.sharded import assert_reads_no_value, randomized
@@ -366,20 +364,6 @@ def test_one_collective_forward_and_one_backward_of_a_few_values_per_channel(cha
             assert backward == [(name, 8 * 2 * channels)]
 
 
-def kept(rank: int) -> bool:
-    """Whether a small input lives on with the output after the backward."""
-    x = torch.randn(4, 3, requires_grad=True) * 1
-    storage = StorageWeakRef(x.untyped_storage())
-    y = SynchronizedBatchNorm1d(3)(x)
-    del x
-    y.backward(torch.randn(4, 3))
-    return not soon(storage.expired)
-
-
-def test_the_input_is_freed_in_backward():
-    assert run_ranks(2, kept) == [False, False]
-
-
 class OfMeta:
     """A group of two ranks, as far as shapes go."""
 
@@ -406,19 +390,6 @@ def test_the_host_waits_for_no_device(gathers, second, monkeypatch):
 
 
 # -- which processes ---------------------------------------------------------------------------
-
-
-def trained_on_the_cpu(rank: int) -> Tensor:
-    """What was a layer of torch's, which DDP refuses without a GPU."""
-    net = convert_model(nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4)).double())
-    model = DistributedDataParallel(net)
-    model(torch.full((2, 3), float(rank), dtype=torch.float64)).square().sum().backward()
-    return net[0].weight.grad
-
-
-def test_converted_layers_of_torchs_train_under_ddp_on_the_cpu():
-    first, second = run_ranks(2, trained_on_the_cpu)
-    assert torch.equal(first, second)
 
 
 def requires_grad_differs(rank: int) -> str:
@@ -517,28 +488,6 @@ def test_error_after_the_death_of_a_peer_names_the_layer_and_the_call(where, cal
         f"in `SynchronizedBatchNorm1d`, call {call}: batch_norm{suffix}() of float32 [3] that "
         "requires gradients, rank 0 of 2"
     )
-
-
-# -- torch.compile -----------------------------------------------------------------------------
-
-
-def compiled(rank: int) -> tuple[Tensor, list[float], list[float]]:
-    warnings.simplefilter("ignore")  # the compiler's own
-    layer = SynchronizedBatchNorm1d(2, dtype=torch.float64)
-    gathered = torch.compile(lambda x: ProcessGroup().all_gather(x)[1 - rank] * 2, backend="eager")
-    return (
-        torch.compile(layer, backend="eager")(shards_of(2)[rank]).detach(),
-        gathered(torch.full((rank + 1,), rank + 1.0)).tolist(),
-        torch.compile(Parts(), backend="eager")(torch.ones(2, requires_grad=True)).tolist(),
-    )
-
-
-def test_compiled_layers_communicate():
-    (y0, gathered0, total0), (y1, gathered1, total1) = run_ranks(2, compiled)
-    plain = nn.BatchNorm1d(2, dtype=torch.float64)
-    torch.testing.assert_close(torch.cat([y0, y1]), plain(torch.cat(shards_of(2))).detach())
-    assert (gathered0, gathered1) == ([4.0, 4.0], [2.0])
-    assert total0 == total1 == [2.0, 2.0]
 
 
 # -- DistributedDataParallel, checkpoints, FSDP2 -----------------------------------------------

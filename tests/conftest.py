@@ -17,8 +17,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
 
-from syncbn import joined
-from syncbn.kernels import Kernels
+from benchmarks import fused
+from syncbn import joined, kernels
 from tests import accelerator
 from tests.deadlines import TEST_STALLED, Deadline, soon
 
@@ -136,7 +136,7 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Names shapes, dtypes, lists and the like as they are printed, if that is short."""
     if getattr(val, "__name__", "") == "<lambda>":
         return argname  # beside other values that tell the cases apart
-    if isinstance(val, Kernels):
+    if isinstance(val, kernels.Kernels):
         return type(val).__name__.lower()
     if not isinstance(val, (list, tuple, dict, torch.dtype)):
         return None
@@ -184,6 +184,30 @@ def no_thread_left() -> Iterator[None]:
 def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computes small shards on the CPU as large ones, and as on accelerators."""
     monkeypatch.setattr(joined, "LARGEST", -1)
+
+
+@pytest.fixture
+def fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes stand-ins, which compute on the CPU, of torch's kernels for CUDA."""
+    for name, stand_in in fused.KERNELS.items():
+        monkeypatch.setattr(torch, name, stand_in)
+
+
+class WithoutMerge(kernels.Fused):
+    """Measures as CUDA does, but has no kernel that merges."""
+
+    has_merge = False
+
+
+STRATEGIES = [kernels.Native(), kernels.PLAIN, kernels.FUSED, WithoutMerge()]
+
+
+@pytest.fixture(params=STRATEGIES, ids=lambda strategy: type(strategy).__name__)
+def strategy(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fused_kernels: None
+) -> None:
+    """Makes the CPU use a strategy."""
+    monkeypatch.setitem(kernels.KERNELS, "cpu", request.param)
 
 
 @pytest.fixture(params=["joined", "one node"])

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import fused
 from replication import DataParallel
 from syncbn import SynchronizedBatchNorm2d, kernels, merge
-from syncbn.kernels import Fused
 from tests.sharded import randomized
 from tests.syncbn.test_kernels import (
     FUSED,
@@ -25,9 +23,7 @@ from tests.syncbn.test_kernels import (
 
 
 @pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch, one_node: None) -> None:
-    for name, stand_in in fused.KERNELS.items():
-        monkeypatch.setattr(torch, name, stand_in)
+def stand_ins(monkeypatch: pytest.MonkeyPatch, one_node: None, fused_kernels: None) -> None:
     monkeypatch.setitem(kernels.KERNELS, "cpu", FUSED)
 
 
@@ -90,26 +86,6 @@ def test_replicas_train_as_torchs_layer_does(options, sizes):
         grads = [parameter.grad for parameter in module.parameters()]
         results.append([y.detach(), leaf.grad, *grads, *module.buffers()])
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
-
-
-class WithoutMerge(Fused):
-    """Measures as CUDA does, but has no kernel that merges."""
-
-    has_merge = False
-
-    def merge(self, *args: Any) -> Any:
-        raise AssertionError("CUDA's kernel must not merge for another device")
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_strategy_without_a_merge_is_merged_in_float64(momentum, monkeypatch):
-    monkeypatch.setitem(kernels.KERNELS, "cpu", WithoutMerge())
-    layer = SynchronizedBatchNorm2d(3, momentum=momentum)
-    plain = torch.nn.BatchNorm2d(3, momentum=momentum)
-    x = torch.randn(5, 3, 2, 2) + 3
-    y = DataParallel(layer, ["cpu"] * 3)(x)
-    torch.testing.assert_close(y, plain(x), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(layer.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-6)
 
 
 class ByReplica(dict[str, kernels.Kernels]):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from benchmarks import fused
-from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, kernels, set_sbn_eps_mode
+from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, set_sbn_eps_mode
 from tests import oracle
 from tests.deadlines import soon
 from tests.layers import freed, no_garbage_collection
@@ -351,16 +350,6 @@ class OwnWeights(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)
-
-
-@pytest.fixture(params=["Native", "Plain", "Fused"])
-def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the CPU use a strategy, with stand-ins for the kernels of CUDA."""
-    if request.param == "Fused":
-        for name, stand_in in fused.KERNELS.items():
-            monkeypatch.setattr(torch, name, stand_in)
-    made = {"Native": kernels.Native(), "Plain": kernels.PLAIN, "Fused": kernels.FUSED}
-    monkeypatch.setitem(kernels.KERNELS, "cpu", made[request.param])
 
 
 @one_node_only

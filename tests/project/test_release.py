@@ -76,6 +76,14 @@ def test_the_readme_names_the_oldest_versions(config):
     assert f"Python {python} and torch {oldest}, or later, are required." in readme
 
 
+@pytest.mark.parametrize("package", ["replication", "syncbn"])
+def test_every_module_has_a_file_of_tests(package):
+    others = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("or with its only user:")[1]
+    for path in (ROOT / package).rglob("[!_]*.py"):
+        own = f"{package}/test_{path.stem}*.py"
+        assert list((ROOT / "tests").glob(own)) or f"`{path.stem}`" in others, path
+
+
 def test_files_that_the_pages_name_exist():
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     named = {name for page in pages for name in NAMED_FILE.findall(page.read_text("utf-8"))}

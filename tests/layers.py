@@ -149,6 +149,10 @@ class Centering(nn.Module):
         return [(identifier, total / count) for identifier, _ in intermediates]
 
 
+class LayerError(Exception):
+    """An error that only the tests raise."""
+
+
 class Numbered(nn.Module):
     """Knows which copy it is; None for the original."""
 

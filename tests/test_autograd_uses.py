@@ -21,6 +21,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from replication import DataParallel
 from replication.sync.rendezvous import current_replica
 from syncbn import convert_model
+from tests import stepping
 from tests.devices import several
 from tests.layers import freed, no_garbage_collection, outcome_of, together, values
 from tests.sharded import one_node_only, randomized, run_sharded
@@ -42,17 +43,13 @@ def network(*after: nn.Module) -> nn.Module:
 def assert_alike(use: Use, net: nn.Module | None = None, **options: Any) -> None:
     """Asserts that ``use(model, x, dy)`` gives and leaves the same with and without replicas."""
     net = network() if net is None else net
-    x = torch.randn(SAMPLES, 3, dtype=torch.float64)
-    dy = torch.randn(SAMPLES, 2, dtype=torch.float64)
     replicated = DataParallel(convert_model(copy.deepcopy(net)), several(3), **options)
-    seen = []
-    for model in (net, replicated):
-        leaf = x.clone().requires_grad_()
-        results = list(use(model, leaf, dy))
-        grads = [leaf.grad, *(parameter.grad for parameter in model.parameters())]
-        seen.append([results, grads, list(model.parameters()), list(model.buffers())])
-    for expected, actual in zip(*seen, strict=True):
-        torch.testing.assert_close(actual, expected)
+
+    def run(model: nn.Module) -> list[Any]:
+        x = torch.randn(SAMPLES, 3, dtype=torch.float64, requires_grad=True)
+        return [*use(model, x, torch.randn(SAMPLES, 2, dtype=torch.float64)), x.grad]
+
+    stepping.assert_alike(run, net, replicated)
 
 
 # -- several forwards, several backwards -------------------------------------------------------

@@ -27,6 +27,7 @@ from tests.devices import several
 from tests.faults import N, as_torch_does, assert_next_step_is_exact, batch, numbers, ours
 from tests.layers import (
     Centering,
+    LayerError,
     Numbered,
     Repeat,
     outcome_of,
@@ -290,10 +291,6 @@ def test_layer_that_is_the_root_has_a_name():
 
     with pytest.raises(ReplicasDiverged, match=r"`\(root\)`, call 1: replica 0 waits"):
         DataParallel(Skips(), several(2))(torch.randn(4, 2))
-
-
-class LayerError(Exception):
-    """An error that only the tests raise."""
 
 
 class Program(Numbered):

@@ -27,6 +27,7 @@ from tests.layers import (
     DEADLINE,
     Centering,
     FailsAt,
+    LayerError,
     Numbered,
     freed,
     together,
@@ -34,11 +35,6 @@ from tests.layers import (
     values,
 )
 from tests.sharded import BATCH, norm, run_sharded
-
-
-class LayerError(Exception):
-    """An error that only the tests raise."""
-
 
 # -- one replica fails -------------------------------------------------------------------------
 

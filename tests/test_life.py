@@ -22,6 +22,7 @@ from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.deadlines import Deadline
 from tests.layers import (
     FailsAt,
+    LayerError,
     Numbered,
     Repeat,
     freed,
@@ -40,10 +41,6 @@ from tests.stepping import assert_alike, inner
 pytestmark = pytest.mark.slow
 
 REPLICAS = 3
-
-
-class LayerError(Exception):
-    """An error that only the tests raise."""
 
 
 class Interlude(Numbered):

@@ -39,6 +39,7 @@ from tests.layers import (
     Centering,
     CustomDataParallel,
     FailsAt,
+    LayerError,
     Numbered,
     Repeat,
     SwallowingErrors,
@@ -58,10 +59,6 @@ RUNNERS = {
     "forward": patched(ByForward),
 }
 runners = pytest.mark.parametrize("wrap", RUNNERS.values(), ids=RUNNERS)
-
-
-class LayerError(Exception):
-    """An error that only this file raises."""
 
 
 # -- every way to run them ---------------------------------------------------------------------

@@ -158,12 +158,12 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def _alone(self, inputs: Any, kwargs: Any) -> Any:
         """Calls the module itself on one device, where there is nothing to join."""
         with torch.autograd.profiler.record_function(_RANGE):
-            (inputs, *_), (kwargs, *_) = self._scattered(inputs, kwargs)
-            output = self.module(*inputs, **kwargs)
-            if self.gather_to_one_device and not self.except_keywords:
-                return output
-            names = self.except_keywords
-            return join_leaves([output], lambda _, e: e[0], self.gather_to_one_device, names)
+            inputs, kwargs_tup = self._scattered(inputs, kwargs)
+            output = self.module(*inputs[0], **kwargs_tup[0])
+        if self.gather_to_one_device and not self.except_keywords:
+            return output
+        joins, names = self.gather_to_one_device, self.except_keywords
+        return join_leaves([output], lambda path, entries: entries[0], joins, names)
 
     @uncompiled  # the compiler cannot follow threads
     def _on_replicas(self, inputs: Any, kwargs: Any) -> Any:

@@ -74,10 +74,10 @@ def parallel_apply(
     """Calls ``modules[i](*inputs[i], **kwargs_tup[i])`` for all i in parallel, one thread each.
 
     The threads are new in each call, are named ``replica-0``, ``replica-1``, ..., and never keep
-    the interpreter alive. They inherit the caller's grad mode, inference mode, autocast state and
-    dtype for each type of device, default device, streams, and context variables. A default device
-    of the replica's type becomes the replica's own device. Replicas on the CPU divide the caller's
-    number of intra-op threads among themselves. A single replica runs in the calling thread.
+    the interpreter alive. They inherit the caller's grad mode, inference mode, autocast state,
+    default device (a replica's own, if it is of the same type), streams, and context variables.
+    Replicas on the CPU divide the caller's number of intra-op threads among themselves. A single
+    replica runs in the calling thread.
 
     >>> import torch
     >>> from torch import nn
@@ -88,11 +88,10 @@ def parallel_apply(
 
     Args:
         modules: The replicas to call.
-        inputs: One tuple (or list) of positional arguments per replica. Any other object is
-            passed as the only argument.
+        inputs: One tuple or list of arguments per replica, or its only argument.
         kwargs_tup: One dict of keyword arguments per replica.
-        devices: The device that is current while each replica runs. The default is the device of
-            the replica's first tensor.
+        devices: The device that is current while each replica runs, by default that of the
+            replica's first tensor.
 
     Raises:
         ValueError: The lists differ in length.
@@ -215,10 +214,8 @@ def _note_left_running(
 ) -> None:
     """Adds a note to errors about the replicas that the caller abandons, and where they are."""
     locate = Locator(replicas)
-    rows = "; ".join(
-        f"replica {index} {locate(index, thread.ident or 0)}".rstrip()
-        for index, thread in running.items()
-    )
+    where = {index: locate(index, thread.ident or 0) for index, thread in running.items()}
+    rows = "; ".join(f"replica {index} {line}".rstrip() for index, line in where.items())
     for failure in failures:  # any of them may be raised in the end
         add_note(failure, f"left running {SHUTDOWN_GRACE:g} s later: {rows}")
 

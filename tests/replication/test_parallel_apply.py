@@ -120,13 +120,6 @@ def test_single_replica_runs_in_the_calling_thread():
     assert apply(threading.get_ident) == [threading.get_ident()]
 
 
-def test_replica_may_run_nested_replicas():
-    def inner() -> list[str]:
-        return apply(*[lambda: threading.current_thread().name] * 2)
-
-    assert apply(inner, inner) == [["replica-0", "replica-1"]] * 2
-
-
 class Token:
     """Something that can be referred to weakly."""
 
@@ -187,14 +180,6 @@ def test_default_device_is_the_callers():
 
 
 variable: contextvars.ContextVar[Any] = contextvars.ContextVar("variable", default="default")
-
-
-def test_context_variables_are_the_callers():
-    token = variable.set("caller")
-    try:
-        assert seen(variable.get) == ["caller"] * 2
-    finally:
-        variable.reset(token)
 
 
 def test_context_variables_of_a_replica_are_its_own():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -129,31 +129,40 @@ def why_older_stays(layer: nn.Module) -> str:
     """Returns why a layer of an older toolkit can't be converted without loss, or ""."""
     kind = type(layer)
     classes = kind.__mro__[: kind.__mro__.index(_BatchNorm)]
-    toolkit = next((c for c in classes if {CALLBACK, "forward"} <= vars(c).keys()), None)
-    own = {"forward"} & vars(layer).keys()
-    for base in classes:
-        names = {n for n, v in vars(base).items() if callable(v) or n[:2] != "__"}
-        if base is toolkit:  # its class attributes and private methods may differ between copies
-            names = {n for n in names if callable(vars(base)[n]) and n[:1] != "_"} - {"forward"}
-        if not base.__module__.startswith("torch."):
-            own |= names - {"__init__", "_check_input_dim", "extra_repr"}
-    if toolkit is not None:  # plain attributes matter only if its forward reads them
-        read = getattr(vars(toolkit)["forward"], "__code__", None)
-        state = {*layer._parameters, *layer._buffers, *layer._modules}
-        state |= vars(layer).keys() & set(read.co_names if read else ())
-        state -= {*vars(_plain), *_plain._parameters, *_plain._buffers}
-        own |= state - {*OLDER_ATTRIBUTES, *CORRECTION}
+    toolkit = next((c for c in classes if {CALLBACK, "forward"} <= vars(c).keys()), kind)
+    own = _own_methods(layer, classes, toolkit) | _own_state(layer, toolkit)
     if not own and not counterpart(layer):
         own = {"class name (without 1d, 2d or 3d)"}
     if not own:
         return ""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "an unknown file"
-    package = (toolkit or kind).__module__.removesuffix(".batchnorm")
+    package = toolkit.__module__.removesuffix(".batchnorm")
     return (
         f"a layer of an older toolkit that has its own {', '.join(sorted(own))}: class "
         f"{kind.__qualname__} of {file}; syncbn.stand_in_for({package!r}), called before the "
         f"first import of {package}, makes its base class a synchronized one"
     )
+
+
+def _own_methods(layer: nn.Module, classes: Sequence[type], toolkit: type) -> set[str]:
+    """Returns what the classes of a layer define beyond the layers of older toolkits."""
+    own = {"forward"} & vars(layer).keys()
+    for kind in classes:
+        names = {n for n, v in vars(kind).items() if callable(v) or n[:2] != "__"}
+        if kind is toolkit:  # its class attributes and private methods may differ between copies
+            names = {n for n in names if callable(vars(kind)[n]) and n[:1] != "_"} - {"forward"}
+        if not kind.__module__.startswith("torch."):
+            own |= names - {"__init__", "_check_input_dim", "extra_repr"}
+    return own
+
+
+def _own_state(layer: nn.Module, toolkit: type) -> set[str]:
+    """Returns the attributes that matter and that neither batch norm nor older toolkits have."""
+    # Plain attributes matter only if the forward reads them.
+    read = getattr(getattr(vars(toolkit).get("forward"), "__code__", None), "co_names", ())
+    state = {*layer._parameters, *layer._buffers, *layer._modules, *(vars(layer).keys() & read)}
+    known = {*vars(_plain), *_plain._parameters, *_plain._buffers, *OLDER_ATTRIBUTES, *CORRECTION}
+    return state - known
 
 
 _plain = nn.BatchNorm2d(1, device="meta")

@@ -40,6 +40,11 @@ def package(request):
     forget(request.param)
 
 
+def imported(package, **chosen):
+    syncbn.stand_in_for(package, **chosen)
+    return importlib.import_module(package)
+
+
 def forget(package):
     """Takes a stand-in away."""
     stand_in._finder.packages.pop(package, None)
@@ -226,8 +231,7 @@ class Sub:
 
 
 def test_chosen_defaults_are_what_layers_have_unless_they_are_given(shipped):
-    syncbn.stand_in_for("shipped.sync", momentum=0.001, eps=1e-3, affine=False)
-    toolkit = importlib.import_module("shipped.sync")
+    toolkit = imported("shipped.sync", momentum=0.001, eps=1e-3, affine=False)
     for name in LAYERS:
         layer = getattr(toolkit, name)(3)
         assert type(layer) is getattr(syncbn, name)
@@ -240,8 +244,7 @@ def test_chosen_defaults_are_what_layers_have_unless_they_are_given(shipped):
 
 
 def test_class_with_other_defaults_is_the_same_in_every_module_and_to_isinstance(shipped):
-    syncbn.stand_in_for("shipped.sync", momentum=0.001)
-    toolkit = importlib.import_module("shipped.sync")
+    toolkit = imported("shipped.sync", momentum=0.001)
     kind = importlib.import_module("shipped.sync.batchnorm").SynchronizedBatchNorm2d
     assert kind is toolkit.SynchronizedBatchNorm2d
     own = syncbn.SynchronizedBatchNorm2d
@@ -252,8 +255,7 @@ def test_class_with_other_defaults_is_the_same_in_every_module_and_to_isinstance
 
 
 def test_subclass_of_a_class_with_other_defaults_is_an_ordinary_class(shipped, monkeypatch):
-    syncbn.stand_in_for("shipped.sync", momentum=0.001)
-    kind = importlib.import_module("shipped.sync").SynchronizedBatchNorm2d
+    kind = imported("shipped.sync", momentum=0.001).SynchronizedBatchNorm2d
 
     class Named(kind):
         def __init__(self, channels):
@@ -270,8 +272,7 @@ def test_subclass_of_a_class_with_other_defaults_is_an_ordinary_class(shipped, m
 
 
 def test_momentum_survives_what_happens_to_a_layer(shipped):
-    syncbn.stand_in_for("shipped.sync", momentum=0.001)
-    layer = importlib.import_module("shipped.sync").SynchronizedBatchNorm2d(3)
+    layer = imported("shipped.sync", momentum=0.001).SynchronizedBatchNorm2d(3)
     pickled = pickle.dumps(layer)
     forget("shipped.sync")  # a program that loads it needs no stand-in
     others = [pickle.loads(pickled), copy.deepcopy(layer)]
@@ -299,49 +300,40 @@ def test_defaults_of_the_copy_are_kept(shipped, file):
         """,
         file,
     )
-    syncbn.stand_in_for("shipped.sync")
-    layer = importlib.import_module("shipped.sync").SynchronizedBatchNorm3d(3)
+    layer = imported("shipped.sync").SynchronizedBatchNorm3d(3)
     assert (layer.momentum, layer.eps, layer.affine) == (3e-4, 1e-3, True)
 
 
 def test_copy_that_is_a_single_file_is_read(shipped, tmp_path):
     (tmp_path / "sync_bn.py").write_text(textwrap.dedent(CORRECTED), encoding="utf-8")
-    syncbn.stand_in_for("sync_bn", momentum=0.01)
-    assert importlib.import_module("sync_bn").SynchronizedBatchNorm1d(3).momentum == 0.01
-    forget("sync_bn")
-    syncbn.stand_in_for("sync_bn")
     with pytest.warns(UserWarning, match="corrects the bias"):
-        assert importlib.import_module("sync_bn").SynchronizedBatchNorm1d(3).momentum == 0.001
+        assert imported("sync_bn").SynchronizedBatchNorm1d(3).momentum == 0.001
     forget("sync_bn")
 
 
 def test_copy_with_the_usual_defaults_gets_the_very_classes(shipped):
     shipped(CORRECTED.replace("momentum=0.001", "momentum=0.1").replace("_running_iter", ""))
-    syncbn.stand_in_for("shipped.sync")
-    toolkit = importlib.import_module("shipped.sync")
+    toolkit = imported("shipped.sync")
     assert toolkit.SynchronizedBatchNorm2d is syncbn.SynchronizedBatchNorm2d
 
 
 def test_copy_that_corrects_bias_warns_at_the_import_unless_a_momentum_is_chosen(shipped):
     shipped(CORRECTED)
-    syncbn.stand_in_for("shipped.sync", eps=1e-4)
     with pytest.warns(UserWarning, match=r"momentum=0\.001.*'shipped\.sync', momentum=") as caught:
-        toolkit = importlib.import_module("shipped.sync")
+        toolkit = imported("shipped.sync", eps=1e-4)
     assert [warning.filename for warning in caught] == [__file__]
     layer = toolkit.SynchronizedBatchNorm2d(3)
     assert (layer.momentum, layer.eps) == (0.001, 1e-4)
     importlib.import_module("shipped.sync.batchnorm")  # without another warning
     forget("shipped.sync")
-    syncbn.stand_in_for("shipped.sync", momentum=0.02)
-    chosen = importlib.import_module("shipped.sync").SynchronizedBatchNorm2d(3)
+    chosen = imported("shipped.sync", momentum=0.02).SynchronizedBatchNorm2d(3)
     assert chosen.momentum == 0.02
 
 
 def test_default_that_cannot_be_read_is_warned_of(shipped):
     shipped(CORRECTED.replace("0.001", "cfg.MOMENTUM").replace("_running_iter", ""))
-    syncbn.stand_in_for("shipped.sync")
     with pytest.warns(UserWarning, match=r"default, cfg\.MOMENTUM, is not a constant.*momentum="):
-        toolkit = importlib.import_module("shipped.sync")
+        toolkit = imported("shipped.sync")
     assert toolkit.SynchronizedBatchNorm2d(3).momentum == 0.1
 
 
@@ -349,8 +341,7 @@ def test_default_that_cannot_be_read_is_warned_of(shipped):
 def test_source_that_cannot_be_parsed_is_passed_over(shipped, tmp_path, source):
     (tmp_path / "shipped" / "sync" / "aaa.py").write_bytes(source)
     shipped(CORRECTED.replace("_running_iter", ""))
-    syncbn.stand_in_for("shipped.sync")
-    toolkit = importlib.import_module("shipped.sync")
+    toolkit = imported("shipped.sync")
     assert toolkit.SynchronizedBatchNorm2d(3).momentum == 0.001
 
 
@@ -401,8 +392,7 @@ class Conditional(nn.Module):
 
 def test_layer_with_more_arguments_takes_the_place_of_the_copys(shipped):
     shipped(CORRECTED.replace("_running_iter", ""))
-    syncbn.stand_in_for("shipped.sync", SynchronizedBatchNorm2d=Gained)
-    toolkit = importlib.import_module("shipped.sync")
+    toolkit = imported("shipped.sync", SynchronizedBatchNorm2d=Gained)
     batchnorm = importlib.import_module("shipped.sync.batchnorm")
     assert toolkit.SynchronizedBatchNorm2d is batchnorm.SynchronizedBatchNorm2d
     layer = toolkit.SynchronizedBatchNorm2d(3, affine=False)
@@ -417,8 +407,7 @@ def test_layer_with_more_arguments_takes_the_place_of_the_copys(shipped):
 
 
 def test_class_of_ones_own_and_defaults_go_together(package):
-    syncbn.stand_in_for(package, SynchronizedBatchNorm2d=Gained, momentum=0.01)
-    kind = importlib.import_module(package).SynchronizedBatchNorm2d
+    kind = imported(package, SynchronizedBatchNorm2d=Gained, momentum=0.01).SynchronizedBatchNorm2d
     assert type(kind(3)) is Gained and kind(3).momentum == 0.01
     syncbn.stand_in_for(package)  # keeps what was chosen
     with pytest.raises(RuntimeError, match="Gained"):

@@ -250,15 +250,10 @@ def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
     as well. Its other modules are imported from where they are. If no import uses ``package``, and
     a copy is imported under another name, a warning names both.
 
-    Copies differ in the defaults of their layers: CSAIL's have ``momentum=0.001``. The layers keep
-    the defaults of the copy, whose source is read but not run, unless ``chosen`` overrides them.
-    Bias-corrected running statistics, which CSAIL's copies have, are not supported: the import
-    warns unless you choose a momentum.
-
-    In some copies the layers take more arguments: BigGAN's have ``forward(input, gain, bias)``.
-    Pass a class of your own for such a name::
-
-        syncbn.stand_in_for("sync_batchnorm", SynchronizedBatchNorm2d=MyBatchNorm2d)
+    The layers keep the constructor defaults of the copy, whose source is read but not run, unless
+    ``chosen`` overrides them. If the copy corrects the bias of running statistics, as CSAIL's do,
+    the import warns unless you choose a momentum. If its layers take more arguments than the
+    input, pass a class of your own under their name.
 
     The layers divide by ``sqrt(var + eps)``, as `torch.nn.BatchNorm2d` does. That is not the older
     toolkit's default: see `set_sbn_eps_mode`.

@@ -62,13 +62,8 @@ def convert_model(
     - A `torch.nn.DataParallel`, which becomes a `replication.DataParallel`. An object of a derived
       class gets the replication callback.
 
-    Each synchronized or other `replication.ReplicaAware` layer records its path in ``module`` for
-    errors between processes.
-
-    A `replication.UnsynchronizedWarning` names the layers that stay unsynchronized: layers of
-    another class *derived* from batch norm, which may compute anything, lazy layers, and layers in
-    plain lists or dicts, which replication does not find either. A model without any layer to
-    synchronize also raises a warning.
+    A `replication.UnsynchronizedWarning` names the layers that stay unsynchronized, with the
+    reason, or says that there is no layer to synchronize.
 
     >>> from torch import nn
     >>> from syncbn import SynchronizedBatchNorm2d, convert_model
@@ -201,11 +196,10 @@ def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:
 def revert_model(module: ModuleT) -> ModuleT:
     """Undoes `convert_model`: converts synchronized layers in ``module`` to plain ones, in place.
 
-    A DataParallel that `convert_model` has changed gets its class back. Others stay as they are.
-    A former `torch.nn.SyncBatchNorm` becomes one again. A former layer of an older toolkit becomes
-    a `torch.nn.BatchNorm1d`, ``2d`` or ``3d``, because its pipes are gone. Layers that were
-    converted by ``classes`` get their class and attributes back. Other synchronized layers of
-    derived classes, parametrized ones included, stay synchronized, with a warning that names them.
+    Layers and DataParallels get their former class back, but a layer of an older toolkit becomes a
+    `torch.nn.BatchNorm1d`, ``2d`` or ``3d``, because its pipes are gone. Other DataParallels stay
+    as they are. Other synchronized layers of derived classes, parametrized ones included, stay
+    synchronized, with a warning that names them.
 
     >>> from torch import nn
     >>> from syncbn import convert_model, revert_model

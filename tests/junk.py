@@ -70,6 +70,21 @@ anything = st.one_of(
 )
 
 
+def nested(
+    leaves: st.SearchStrategy[Any],
+    *kinds: Callable[[st.SearchStrategy[Any]], st.SearchStrategy[Any]],
+    min_size: int = 0,
+) -> st.SearchStrategy[Any]:
+    """Lists, tuples and dicts of leaves in each other, and containers of further kinds."""
+
+    def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        lists = st.lists(inner, min_size=min_size, max_size=3)
+        dicts = st.dictionaries(st.sampled_from("abc"), inner, min_size=min_size, max_size=3)
+        return st.one_of(lists, lists.map(tuple), dicts, *(kind(inner) for kind in kinds))
+
+    return st.recursive(leaves, containers, max_leaves=8)
+
+
 def refused(error: BaseException | None) -> bool:
     """Whether a call was refused; fails where it failed by accident, or without a word."""
     if error is not None:

@@ -116,17 +116,3 @@ STEPS = ("replicate", "scatter", "parallel_apply", "gather")
 def test_arguments_have_the_names_and_the_order_of_torch(ours, of_torch):
     names = list(inspect.signature(of_torch).parameters)
     assert list(inspect.signature(ours).parameters)[: len(names)] == names
-
-
-def test_steps_run_with_the_keywords_of_torch():
-    net, devices = nn.Linear(3, 2), ["cpu"] * 2
-    x = torch.randn(5, 3)
-    parts = replication.scatter(inputs=x, target_gpus=devices, dim=0)
-    replicas = replication.replicate(network=net, devices=devices, detach=False)
-    outputs = replication.parallel_apply(
-        modules=replicas, inputs=parts, kwargs_tup=None, devices=devices
-    )
-    joined = replication.gather(outputs=outputs, target_device="cpu", dim=0)
-    torch.testing.assert_close(joined, net(x))
-    args, kwargs = replication.scatter_kwargs(inputs=(x,), kwargs={}, target_gpus=devices, dim=0)
-    assert [len(part) for (part,) in args] == [3, 2] and kwargs == ({}, {})

@@ -24,6 +24,7 @@ from replication import (
     patch_replication_callback,
 )
 from syncbn import SynchronizedBatchNorm1d, convert_model
+from tests.junk import nested
 from tests.layers import (
     AsTorchDoes,
     Centering,
@@ -349,20 +350,8 @@ def test_every_order_of_setup_trains_like_one_device_or_names_the_missing_step(w
 
 
 LEAVES = st.sampled_from(["tensor", 1, 2.5, "text", None, True])
-
-
-KEYS = st.sampled_from("abc")
-
-
-NESTED = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(KEYS, inner, max_size=3),
-    ),
-    max_leaves=8,
-)
+ARGS = st.lists(nested(LEAVES), max_size=2)
+KWARGS = st.dictionaries(st.sampled_from("abc"), nested(LEAVES), max_size=2)
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
@@ -384,7 +373,7 @@ class Echo(nn.Module):
 
 
 @settings(max_examples=60)
-@given(args=st.lists(NESTED, max_size=2), kwargs=st.dictionaries(KEYS, NESTED, max_size=2))
+@given(args=ARGS, kwargs=KWARGS)
 def test_the_module_sees_the_same_with_and_without_replicas(args, kwargs):
     """pytorch#7457, mmcv#792. Arguments and outputs, whatever they are nested in."""
 

@@ -512,12 +512,13 @@ FORKS_IN_A_FORWARD = """
 warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about threads and fork
 import traceback
 from replication import ReplicationError
+from replication.sync.rendezvous import current_replica
 
 class Forks(Layer):
     def forward(self, x):
         if threading.current_thread().name != "replica-1":
             return super().forward(x)
-        rendezvous = self.run.__self__._rendezvous
+        rendezvous = current_replica().rendezvous
         while len(rendezvous._waits) < 2:  # the other replicas wait for this one
             threading.Event().wait(0.01)
         locked, forked = threading.Event(), threading.Event()

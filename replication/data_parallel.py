@@ -318,34 +318,29 @@ def _devices_to_use(
 ) -> list[torch.device]:
     """Returns the devices of the replicas, or no device if the module is called directly."""
     if device_ids is None:
-        devices = default_devices()
-        if (
-            not devices
-            and any(hasattr(type(layer), CALLBACK) for _, layer in layers_of(module))
-            and not has_other_processes()
-            and _of_missing_accelerator()
-        ):
-            warn(
-                "this machine has no accelerator: the module is called directly, without "
-                "replicas; device_ids=['cpu'] * n makes n replicas on the CPU",
-                UnsynchronizedWarning,
-            )
-        return devices
-    if not isinstance(device_ids, Iterable) or isinstance(device_ids, str):
-        return usable_devices(device_ids)  # which refuses it
-    device_ids = list(device_ids)
-    if not device_ids:
-        raise ValueError("device_ids must name at least one device (got none)")
-    indices = [device for device in device_ids if is_int(device)]
-    if any(index < 0 for index in indices):
-        raise ValueError(f"device_ids must be indices of devices (got {device_ids})")
-    if len(indices) < len(device_ids) or accelerator() is not None:
-        return usable_devices(device_ids)
-    if len(indices) > 1:
+        if devices := default_devices():
+            return devices
+        communicates = any(hasattr(type(layer), CALLBACK) for _, layer in layers_of(module))
+        warns = communicates and not has_other_processes() and _of_missing_accelerator()
+        why, count = "this machine has no accelerator", "n"
+    else:
+        if not isinstance(device_ids, Iterable) or isinstance(device_ids, str):
+            return usable_devices(device_ids)  # which refuses it
+        device_ids = list(device_ids)
+        if not device_ids:
+            raise ValueError("device_ids must name at least one device (got none)")
+        indices = [device for device in device_ids if is_int(device)]
+        if any(index < 0 for index in indices):
+            raise ValueError(f"device_ids must be indices of devices (got {device_ids})")
+        if len(indices) < len(device_ids) or accelerator() is not None:
+            return usable_devices(device_ids)
+        warns = len(indices) > 1
+        why = f"device_ids={device_ids} are indices of accelerators, and this machine has none"
+        count = str(len(indices))
+    if warns:
         warn(
-            f"device_ids={device_ids} are indices of accelerators, and this machine has none: "
-            "the module is called directly, without replicas; "
-            f"device_ids=['cpu'] * {len(indices)} makes replicas on the CPU",
+            f"{why}: the module is called directly, without replicas; "
+            f"device_ids=['cpu'] * {count} makes replicas on the CPU",
             UnsynchronizedWarning,
         )
     return []

@@ -116,18 +116,17 @@ def counts(operations: Iterable[Operation], device: str = "cpu") -> Counter[str]
     return Counter(kind for where, kinds in operations for kind in kinds if where == device)
 
 
-class Recorded(nn.Module):
+class Recorded(nn.Sequential):
     """A layer whose operations are recorded."""
 
     def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
+        super().__init__(layer)
         #: All replicas share the list.
         self.operations: list[Operation] = []
 
     def forward(self, x: Tensor) -> Tensor:
         with Recorder(self.operations):
-            return self.layer(x)  # type: ignore[no-any-return]
+            return super().forward(x)  # type: ignore[no-any-return]
 
 
 def ours(replicas: int) -> tuple[Counts, Counts]:
@@ -143,7 +142,7 @@ def ours(replicas: int) -> tuple[Counts, Counts]:
             copies = replicate(model, devices)
             execute_replication_callbacks(copies, devices)
             outputs = parallel_apply(copies, [(shard,) for shard in shards])
-            parameters = [p for c in copies for p in (c.layer.weight, c.layer.bias)]
+            parameters = [p for c in copies for p in (c[0].weight, c[0].bias)]
             with Recorder(backward):
                 # The first copy gets the gradients of the parameters, of all shards.
                 torch.autograd.grad(outputs, [*shards, *parameters], upstream, allow_unused=True)

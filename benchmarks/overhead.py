@@ -130,23 +130,22 @@ ABOUT_MEMORY = "What a layer keeps for backward. Plain BatchNorm keeps its input
 SHAPE = (8, 64, 56, 56)
 
 
-class Counting(nn.Module):
+class Counting(nn.Sequential):
     """Count the bytes that a layer saves for backward, in all its replicas."""
 
     def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
+        super().__init__(layer)
         #: Bytes by the address of the storage. All replicas share the dictionary.
         self.saved: dict[int, int] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            self.saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
+        with saved_tensors_hooks(self.pack, lambda tensor: tensor):
+            return super().forward(x)  # type: ignore[no-any-return]
 
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            return self.layer(x)  # type: ignore[no-any-return]
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self.saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
 
 
 def kept(layer: nn.Module, replicas: int) -> float:

@@ -22,7 +22,7 @@ from functools import partial, reduce
 from operator import add
 from queue import Queue
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -110,12 +110,8 @@ class DataParallel(nn.Module):
         return torch.cat(parallel_apply(copies, inputs))
 
 
-class Statistics(NamedTuple):
-    """What one replica sends: the sums over its values, per channel, and their number."""
-
-    sum: Tensor
-    squares: Tensor
-    count: int
+#: What a replica sends, per channel: the sums of its values and of their squares, and how many.
+Statistics = tuple[Tensor, Tensor, int]
 
 
 class Master:
@@ -167,8 +163,15 @@ def merge(
     return mean, (scatter / count + eps).rsqrt()
 
 
-class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm over all replicas, by sums and sums of squares. Inputs are ``(N, C, ...)``."""
+class OfAnyDimension(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm of inputs ``(N, C, ...)``."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+
+class SynchronizedBatchNorm(OfAnyDimension):
+    """BatchNorm over all replicas, by sums and sums of squares."""
 
     _exchange: Callable[[Any], Any] | None = None
 
@@ -179,14 +182,11 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):
         else:
             self._exchange = ctx.sync_master.register_slave(copy_id)
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        pass
-
     def forward(self, input: Tensor) -> Tensor:
         if self._exchange is None or not self.training:
             return super().forward(input)
         x = input.reshape(input.size(0), input.size(1), -1)
-        own = Statistics(x.sum((0, 2)), (x * x).sum((0, 2)), x.size(0) * x.size(2))
+        own = x.sum((0, 2)), (x * x).sum((0, 2)), x.size(0) * x.size(2)
         mean, inverse = self._exchange(own)
         y = (x - mean[:, None]) * (inverse * self.weight)[:, None] + self.bias[:, None]
         return y.reshape(input.shape)
@@ -237,11 +237,8 @@ class Gathered(torch.autograd.Function):
         return dx, dweight, dbias, None, None, None
 
 
-class ProcessBatchNorm(nn.modules.batchnorm._BatchNorm):
+class ProcessBatchNorm(OfAnyDimension):
     """BatchNorm over all processes, by means and variances."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        pass
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from replication._torch import check_balance, is_exporting, uncompiled
+from replication._torch import check_balance, is_exporting, named_range, uncompiled
 from replication.callbacks import CALLBACK, RUNS_CALLBACKS, run_callbacks
 from replication.devices import (
     DeviceLike,
@@ -157,7 +157,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def _alone(self, inputs: Any, kwargs: Any) -> Any:
         """Calls the module itself on one device, where there is nothing to join."""
-        with torch.autograd.profiler.record_function(_RANGE):
+        with named_range(_RANGE):
             inputs, kwargs_tup = self._scattered(inputs, kwargs)
             output = self.module(*inputs[0], **kwargs_tup[0])
         if self.gather_to_one_device and not self.except_keywords:
@@ -167,7 +167,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     @uncompiled  # the compiler cannot follow threads
     def _on_replicas(self, inputs: Any, kwargs: Any) -> Any:
-        with torch.autograd.profiler.record_function(_RANGE):
+        with named_range(_RANGE):
             module = self.module
             # 1. Split the arguments between the replicas that have data.
             inputs, kwargs_tup = self._scattered(inputs, kwargs)

@@ -76,44 +76,35 @@ def check_machine(
         device_lists.append(accelerators)
     samples = 3 * max(replicas, len(accelerators)) - 1  # the last shard is smaller
     batch = torch.randn(samples, 16, 9, 9) + 10
-    results = [check_devices(make_layer, batch, d, dtypes(d[0])) for d in device_lists]
-    print(f"\n{as_text(Table(('result', 'device', 'checked'), results))}\n")
+    results = []
+    for devices in device_lists:
+        names = ", ".join(dict.fromkeys(map(str, devices)))
+        for dtype in dtypes(devices[0]):
+            what = f"{len(devices)} replicas on {names} in {str(dtype).removeprefix('torch.')}"
+            print(f"\n{what}, compared with one device:")
+            is_equal = prints_equal(make_layer(), batch, devices, dtype)
+            results.append(("PASS" if is_equal else "FAIL", what))
+    print(f"\n{as_text(Table(('result', 'checked'), results))}\n")
     if not accelerators:
         print("Only the CPU was checked: torch finds no GPU or other accelerator here.\n")
-    if all(verdict == "PASS" for verdict, *_ in results):
+    if all(verdict == "PASS" for verdict, _ in results):
         print("PASS: replicas run, communicate, and compute what one device computes")
         return 0
     print("FAIL: replicas raise, or differ from one device; see the comparisons above")
     return 1
 
 
-def check_devices(
-    make_layer: Callable[[], nn.Module],
-    batch: Tensor,
-    devices: Sequence[torch.device],
-    dtypes: Sequence[torch.dtype],
-) -> tuple[str, str, str]:
-    """Compares a layer on replicas with one device in each dtype, and prints the comparisons.
-
-    Returns ``"PASS"`` or ``"FAIL"``, the names of the devices, and what was checked.
-    """
-    names = ", ".join(dict.fromkeys(map(str, devices)))
-    kinds = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-    checked, failures = f"{len(devices)} replicas in {' and '.join(kinds)}", []
-    for dtype, kind in zip(dtypes, kinds, strict=True):
-        print(f"\n{len(devices)} replicas on {names} in {kind}, compared with one device:")
-        try:
-            verification = verify(make_layer(), batch, devices, dtype=dtype)
-        except Exception as error:
-            traceback.print_exc(file=sys.stdout)
-            failures.append(f"{type(error).__name__} in {kind}")
-        else:
-            print(verification)
-            if not verification:
-                failures.append(f"differs from one device in {kind}")
-    if failures:
-        return "FAIL", names, f"{checked}: {', '.join(failures)}"
-    return "PASS", names, checked
+def prints_equal(
+    layer: nn.Module, batch: Tensor, devices: Sequence[torch.device], dtype: torch.dtype
+) -> bool:
+    """Compares a layer on replicas with one device, and prints the comparison or the error."""
+    try:
+        found = verify(layer, batch, devices, dtype=dtype)
+    except Exception:
+        traceback.print_exc(file=sys.stdout)
+        return False
+    print(found)
+    return bool(found)
 
 
 def environment() -> str:

@@ -186,11 +186,15 @@ class HooksTensors(nn.Module):
         return self.head(y)
 
 
-def test_hooks_of_tensors_inside_the_forward():
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("creates_graph", [False, True])
+def test_hooks_of_tensors_inside_the_forward(creates_graph):
+    """They run once, also where the node differentiates its forward inside its backward."""
+
     def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
         y = model(x)
         y.retain_grad()
-        y.backward(dy)
+        y.backward(dy, create_graph=creates_graph)
         return [y, y.grad]
 
     assert_alike(use, HooksTensors().double())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from replication import execute_replication_callbacks, parallel_apply, replicate
-from syncbn import SynchronizedBatchNorm1d
+from syncbn import SynchronizedBatchNorm1d, set_sbn_eps_mode
 from tests.devices import several
 
 #: For tests with the fixture ``both_ways`` of what torch's own layer does not promise.
@@ -52,6 +53,15 @@ def norm() -> SynchronizedBatchNorm1d:
 def whole_batch(x: Tensor) -> Tensor:
     """What `norm` makes of the shards of a batch, together."""
     return nn.functional.batch_norm(x, None, None, training=True)
+
+
+@contextmanager
+def eps_mode(mode: str) -> Iterator[None]:
+    set_sbn_eps_mode(mode)
+    try:
+        yield
+    finally:
+        set_sbn_eps_mode("plus")
 
 
 def randomized(layer: nn.Module) -> nn.Module:

@@ -29,7 +29,7 @@ from syncbn import (
 from tests import oracle
 from tests.devices import several
 from tests.pairwise import pairwise
-from tests.sharded import assert_reads_no_value, randomized, run_sharded
+from tests.sharded import assert_reads_no_value, eps_mode, randomized, run_sharded
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("both_ways")]
 
@@ -157,12 +157,9 @@ def test_replicas_compute_what_one_device_computes(shapes, clamps, dtype):
     assert_close = partial(torch.testing.assert_close, check_dtype=False)
     for shard in shards:
         shard.requires_grad_()
-    set_sbn_eps_mode("clamp" if clamps else "plus")
-    try:
+    with eps_mode("clamp" if clamps else "plus"):
         outputs = run_sharded(layer, shards)
         torch.autograd.backward(outputs, upstream)
-    finally:
-        set_sbn_eps_mode("plus")
     for output, y, shard, dx in zip(
         outputs, expected.outputs, shards, expected.input_grads, strict=True
     ):

@@ -14,14 +14,13 @@ from replication import DataParallel
 from syncbn import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
-    set_sbn_eps_mode,
 )
 from tests import oracle
 from tests.devices import several
 from tests.faults import WRAPS
 from tests.layers import LAYERS, outcome_of
 from tests.pairwise import pairwise
-from tests.sharded import randomized, run_sharded
+from tests.sharded import eps_mode, randomized, run_sharded
 
 pytestmark = pytest.mark.accelerator
 
@@ -75,12 +74,9 @@ def test_eps_enters_as_the_mode_says(half_width, mode):
     shards = [half_width * torch.tensor([[-1.0, 1, -1], [1, -1, 1]]).double() for _ in range(2)]
     upstream = [torch.randn_like(shard) for shard in shards]
     leaves = [shard.clone().requires_grad_() for shard in shards]
-    set_sbn_eps_mode(mode)
-    try:
+    with eps_mode(mode):
         outputs = run_sharded(layer, leaves)
         torch.autograd.backward(outputs, upstream)
-    finally:
-        set_sbn_eps_mode("plus")
     expected = oracle.batch_norm(
         shards, upstream, layer.weight, layer.bias, eps=0.25, clamps=mode == "clamp"
     )

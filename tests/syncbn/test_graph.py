@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, set_sbn_eps_mode
+from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
 from tests import oracle
 from tests.deadlines import soon
 from tests.layers import freed, no_garbage_collection
 from tests.pairwise import pairwise
-from tests.sharded import Sharded, one_node_only, randomized, run_sharded
+from tests.sharded import Sharded, eps_mode, one_node_only, randomized, run_sharded
 
 SIZES = [[5], [2, 3], [1, 1], [3, 1, 2], [2, 0, 3]]
 
@@ -92,12 +92,9 @@ def test_first_and_second_derivatives(sizes):
 )
 def test_derivatives_of_other_layers(mode, options):
     inputs = leaves(5)[: 1 if "affine" in options else 3]
-    set_sbn_eps_mode(mode)
-    try:
+    with eps_mode(mode):
         assert gradcheck(as_function([2, 3], **options), inputs)
         assert gradgradcheck(as_function([2, 3], **options), inputs)
-    finally:
-        set_sbn_eps_mode("plus")
 
 
 @pytest.mark.parametrize("used", [[0], [1], [2], [0, 2]], ids=str)

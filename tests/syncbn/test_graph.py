@@ -141,6 +141,21 @@ def test_a_replica_without_a_graph_leaves_the_others_theirs(mode, dtype):
     assert shards[0].grad is None
 
 
+@one_node_only
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("mean", [1e2, 1e4])
+def test_gradients_are_exact_at_large_means(mean, create_graph):
+    """Where the rounding of the mean would show: in what is proportional to ``x - mean``."""
+    shards = [(torch.randn(n, 3, 7) + mean).requires_grad_() for n in (5, 4)]
+    # Along x itself, so that the sum of dy * x_hat is as large as it can be.
+    upstream = [shard.detach() - mean + torch.randn_like(shard) for shard in shards]
+    expected = oracle.batch_norm(shards, upstream)
+    outputs = run_sharded(SynchronizedBatchNorm1d(3), shards)
+    grads = torch.autograd.grad(outputs, shards, upstream, create_graph=create_graph)
+    for grad, exact in zip(grads, expected.input_grads, strict=True):
+        torch.testing.assert_close(grad.double(), exact, rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("frozen", [None, 0, 1])
 def test_second_derivatives_of_small_shards_in_float32(frozen):
     layer = randomized(SynchronizedBatchNorm1d(3))

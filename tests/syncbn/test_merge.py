@@ -107,7 +107,7 @@ def test_the_error_of_a_large_mean_is_kept(mean, monkeypatch):
     assert (stats.mean_error is None) == (mean == 7.9)
     monkeypatch.setitem(KERNELS, "cpu", PLAIN)  # which may be asynchronous
     stats = kernel_statistics(8, means, ones, shard_of(x, Denominator(1e-5)))
-    assert stats.mean_error is not None
+    assert stats.mean_error is not None and stats.mean_error.dtype == torch.float32
     exact = stats.mean.double() + stats.mean_error.double()
     torch.testing.assert_close(exact, means, rtol=1e-12, atol=1e-14, equal_nan=True)
 

@@ -18,6 +18,7 @@ from syncbn.merge import (
     kernel_statistics,
     merge_moments,
     set_statistics,
+    variance,
 )
 
 
@@ -69,6 +70,18 @@ def test_moments_are_those_of_the_whole_batch(sizes, clamps, buffers):
 
 def copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def test_kernels_update_usual_buffers_alone():
+    usual = running()
+    assert usual.for_kernel(torch.float32) == (usual.mean, usual.var, 0.25)
+    for other in (running(torch.float64), running(momentum=torch.tensor(0.25))):
+        assert other.for_kernel(torch.float32) is None
+
+
+def test_a_rounded_variance_is_never_negative():
+    inverse = torch.tensor([1e-5]).rsqrt() * (1 + 1e-6)
+    assert variance(inverse, Denominator(1e-5)) == 0
 
 
 @pytest.mark.parametrize("total", [0, 1, 2, 8])
@@ -199,5 +212,7 @@ def test_a_shard_knows_what_needs_a_gradient():
 def test_a_shard_counts_the_values_of_a_channel(shape, values):
     shard = shard_of(torch.randn(shape), Denominator(1e-5))
     assert shard.values == values
+    assert shard.dtype == torch.float32
+    assert Shard(torch.randn(shape).double(), None, None, Denominator(1e-5)).dtype == torch.float64
     mean, var = shard.mean_and_var()
     assert mean.isfinite().all() and var.isfinite().all()

@@ -180,8 +180,9 @@ PUBLIC = {
 }
 
 
-#: What a public function returns. Its example is the function's.
+#: What public functions return, and `ReplicaAware.group`. The example is theirs.
 RESULTS = {"Difference", "SlavePipe", "Summary", "Verification", "WaitReport"}
+RESULTS |= {"Group", "ReplicaGroup"}
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, d
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -344,10 +345,13 @@ def test_a_container_held_twice_becomes_two_parts():
     assert first is not second
 
 
-def test_keys_of_replicas_are_matched_in_any_order():
-    parts = [OrderedDict(a=X, b=X + 1), {"b": X + 1, "a": X}]
+@pytest.mark.parametrize(
+    "kind", [OrderedDict, partial(defaultdict, int)], ids=["Ordered", "default"]
+)
+def test_keys_of_replicas_are_matched_in_any_order_and_in_any_dict(kind):
+    parts = [kind(a=X, b=X + 1), {"b": X + 1, "a": X}]
     joined = gather(parts, "cpu")
-    assert type(joined) is OrderedDict
+    assert type(joined) is type(parts[0])
     assert torch.equal(joined["a"], torch.cat([X, X]))
     assert torch.equal(joined["b"], torch.cat([X, X]) + 1)
 

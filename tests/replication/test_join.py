@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import zip_longest
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -131,6 +132,12 @@ def test_without_other_processes_it_is_the_step():
     step = JoinableStep(lambda *args, **kwargs: calls.append((args, kwargs)) or 7, empty=())
     assert step(1, 2, key=3) == 7
     assert calls == [((1, 2), {"key": 3})]
+
+
+def test_a_step_begins_when_the_others_know_of_it(monkeypatch):
+    handle = mock.Mock()
+    monkeypatch.setattr(Join, "notify_join_context", lambda step: handle)
+    assert JoinableStep(lambda: handle.wait.call_count, ())() == 1
 
 
 @pytest.mark.parametrize(

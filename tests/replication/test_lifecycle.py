@@ -337,12 +337,16 @@ def test_replica_shows_the_signature_of_its_forward():
     ids=["copy", "deepcopy", "pickle"],
 )
 def test_copy_of_a_replica_belongs_to_no_forward(copied):
-    replicas = watched(nn.Sequential(Signed(), Numbered()), detach=True)
+    net = nn.Sequential(Signed(), Numbered())
+    net.forward = torch.neg
+    replicas = watched(net, detach=True)
     twin = copied(replicas[0])
     assert rendezvous_of([twin]) is None
     assert rendezvous_of(replicas) is not None
     x = torch.randn(2)
     assert torch.equal(twin[0](x, scale=2), 2 * x)
+    assert torch.equal(twin(x), -x)
+    assert vars(twin).keys() - vars(net).keys() == {"_is_replica", "_former_parameters"}
 
 
 def test_forward_that_the_user_has_set_on_the_object_is_called():

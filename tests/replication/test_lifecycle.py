@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
+import math
+import re
 import signal
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,11 +31,20 @@ from replication import (
     parallel_apply,
     replicate,
 )
-from replication.sync.lifecycle import failing_path, rendezvous_of
+from replication.sync.lifecycle import (
+    Locator,
+    failing_path,
+    first_failure_wins,
+    limit_time,
+    rendezvous_of,
+    tracked_calls,
+)
+from replication.sync.rendezvous import current_replica
 from syncbn import SynchronizedBatchNorm1d
 from tests.faults import as_torch_does, customized, ours, patched
 from tests.layers import (
     DEADLINE,
+    HAS_GIL,
     AsTorchDoes,
     ByForward,
     ByMicroBatches,
@@ -45,6 +58,7 @@ from tests.layers import (
     SwallowingErrors,
     freed,
     no_garbage_collection,
+    outcome_of,
     pickled,
     together,
     values,
@@ -84,6 +98,11 @@ def test_error_is_noted_with_replica_device_and_module(wrap):
     with pytest.raises(LayerError) as caught:
         wrap(net, 3)(torch.randn(6, 2))
     assert caught.value.__notes__ == ["in replica 1 of 3 on cpu, module `1.1`"]
+
+
+def test_error_of_a_replica_without_tensors_names_no_device():
+    error = outcome_of(partial(watched(FailsAt(1, LayerError))[1], torch.ones(1))).error
+    assert error.__notes__ == ["in replica 1 of 2, module `(root)`"]
 
 
 @pytest.mark.parametrize("wrap", [ours, patched(ByPlainThreads)])
@@ -383,6 +402,12 @@ def test_replicas_of_plain_modules_have_no_rendezvous():
     assert rendezvous_of([nn.ReLU(), None]) is None
 
 
+def test_a_replica_that_is_replicated_again_is_tracked_in_its_own_forward_only():
+    replicas = watched(nn.Identity(), detach=True)
+    assert tracked_calls(replicate(replicas[0], ["cpu"] * 2, detach=True)) == []
+    assert [call.replica for call in tracked_calls([nn.ReLU(), *replicas])] == [0, 1]
+
+
 # -- small parts -------------------------------------------------------------------------------
 
 
@@ -393,6 +418,69 @@ def test_failing_path_names_the_innermost_submodule():
         net(torch.zeros(1))
     assert failing_path(caught.value, net) == "1.0"
     assert failing_path(caught.value, net[1][0]) == ""
+
+
+def test_the_first_failure_wins_and_an_interrupt_of_the_caller_before_it():
+    first, second, interrupt = KeyError("first"), SystemExit("second"), KeyboardInterrupt()
+
+    def fail(replicas: Any, raised: BaseException) -> None:
+        for replica, error in enumerate((first, second, ReplicaFailed("follow-up"), second)):
+            rendezvous_of(replicas).fail(replica, error)
+        raise raised
+
+    for raised, expected in ((second, first), (KeyError("another"), first), (interrupt,) * 2):
+        call = partial(first_failure_wins, fail, watched(Signed()), raised)
+        assert outcome_of(call).error is expected
+    assert first.__notes__ == ["replica 1 also failed: SystemExit: second"] * 2
+    assert first_failure_wins(lambda replicas: replicas, [nn.ReLU]) == [nn.ReLU]
+
+
+def test_errors_that_are_swallowed_are_forgotten():
+    replicas = watched(Signed())
+    rendezvous = rendezvous_of(replicas)
+    assert first_failure_wins(lambda replicas: rendezvous.fail(0, KeyError()), replicas) is None
+    assert rendezvous.take_failures() == []
+
+
+def test_time_is_limited_from_now_on():
+    replicas = watched(Signed())
+    limit_time(replicas, None)
+    assert rendezvous_of(replicas).deadline == math.inf
+    limit_time([nn.ReLU()], 100.0)
+    limit_time(replicas, 100.0)
+    assert 0 < rendezvous_of(replicas).deadline - time.monotonic() <= 100
+
+
+def test_a_forward_inside_a_replica_writes_in_that_of_the_replica():
+    class Replicates(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            outer = current_replica().rendezvous
+            seen.append(rendezvous_of(watched(nn.ReLU())).outer is outer)
+            # Foreign code that interrupts a write is not a part of the replica.
+            seen.append(outer.commit(lambda: rendezvous_of(watched(nn.ReLU())).outer) is None)
+            return x
+
+    seen: list[bool] = []
+    watched(Replicates(), 1)[0](torch.ones(1))
+    assert seen == [True, True]
+    assert rendezvous_of(watched(nn.ReLU())).outer is None
+
+
+@pytest.mark.skipif(not HAS_GIL, reason="the frames of other threads are not read")
+def test_locator_names_the_submodule_and_the_line_of_a_thread():
+    class Asks(nn.Module):
+        def forward(self, thread: int) -> str:
+            return locate(0, thread)
+
+    net = nn.Sequential(nn.Sequential(Asks()))
+    locate = Locator([net])
+    thread = threading.get_ident()
+    assert re.fullmatch(r"in `0\.0`, at .*\.py:\d+", net(thread))
+    assert re.fullmatch(r"at .*\.py:\d+", locate(0, thread))
+    assert locate(0, 0) == ""
+    del net
+    gc.collect()
+    assert locate(0, thread) == ""
 
 
 # -- replicas that are kept --------------------------------------------------------------------

@@ -152,14 +152,14 @@ _ENTRY_POINTS = (CALL_IMPL, "forward")
 
 #: Returns what observes a forward, given its number of replicas, or None. It is the only hook of
 #: `replication.diagnosis`, set by its ``waits``.
-observer: Callable[[int], Observe | None] | None = None
+observer: Callable[[int], Observe | None] = lambda size: None
 
 
 def attach_rendezvous(replicas: Sequence[nn.Module]) -> Rendezvous:
     """Makes a rendezvous, and makes the replicas report their beginning and end to it."""
     rendezvous = Rendezvous(len(replicas))
     rendezvous.locate = Locator(replicas)
-    rendezvous.observe = observer and observer(len(replicas))
+    rendezvous.observe = observer(len(replicas))
     rendezvous.in_backward = is_recomputation()
     current = current_replica()
     # Foreign code that interrupts a write, such as a finalizer, is not a part of that replica. Its

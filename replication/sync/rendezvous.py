@@ -352,14 +352,14 @@ class Rendezvous:
         """
         if not self._waits or self.size is None or self.abort is not None:
             return
-        is_hopeless, blocked = False, set()
+        is_hopeless = any(
+            self._progress[needed].is_over(self._run_of(wait))
+            for wait in self._waits
+            for needed in wait.missing
+        )
+        # A replica is blocked if its main thread waits, not if only another thread of it does.
         threads = {wait.thread for wait in self._waits}
-        for wait in self._waits:
-            run, own = self._run_of(wait), self._progress[wait.replica]
-            is_hopeless |= any(self._progress[needed].is_over(run) for needed in wait.missing)
-            # A replica is blocked if its main thread waits, not if only another thread of it does.
-            if not own.depth or own.thread in threads:
-                blocked.add(wait.replica)
+        blocked = {w.replica for w in self._waits if self._progress[w.replica].thread in threads}
         if is_hopeless or not self._can_progress(blocked):
             self._abort_waits(ReplicasDiverged, self._divergence())
 

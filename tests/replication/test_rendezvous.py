@@ -128,7 +128,7 @@ class Story(RuleBasedStateMachine):
         return any(r not in blocked and self.may_come(r, latest) for r in range(self.size))
 
     def is_hopeless(self) -> bool:
-        blocked = {p.replica for p in self.pending if p.is_main or not self.depth[p.replica]}
+        blocked = {p.replica for p in self.pending if p.is_main}
         needed = [(replica, self.runs[p.replica]) for p in self.pending for replica in p.needs]
         return not self.can_go_on(blocked) or not all(self.may_come(*of) for of in needed)
 

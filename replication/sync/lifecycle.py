@@ -130,8 +130,6 @@ class ForwardScope:
     def _add_note(self, error: BaseException) -> None:
         """Adds a note with the replica, the device and the submodule that an error came from."""
         replica = self._replica()
-        if replica is None:
-            return
         note = origin(self._index, self._rendezvous.size)
         with suppress(Exception):  # raised by a method of the replica; it must not hide the error
             device = device_in_use() or device_of(replica)
@@ -152,14 +150,14 @@ _ENTRY_POINTS = (CALL_IMPL, "forward")
 
 #: Returns what observes a forward, given its number of replicas, or None. It is the only hook of
 #: `replication.diagnosis`, set by its ``waits``.
-observer: Callable[[int], Observe | None] = lambda size: None
+observer: Callable[[int], Observe | None] | None = None
 
 
 def attach_rendezvous(replicas: Sequence[nn.Module]) -> Rendezvous:
     """Makes a rendezvous, and makes the replicas report their beginning and end to it."""
     rendezvous = Rendezvous(len(replicas))
     rendezvous.locate = Locator(replicas)
-    rendezvous.observe = observer(len(replicas))
+    rendezvous.observe = observer and observer(len(replicas))
     rendezvous.in_backward = is_recomputation()
     current = current_replica()
     # Foreign code that interrupts a write, such as a finalizer, is not a part of that replica. Its
@@ -217,7 +215,6 @@ def first_failure_wins(
         return parallel_apply(replicas, *args, **kwargs)
     rendezvous = calls[0].rendezvous
     rendezvous.expect_only([call.replica for call in calls])
-    del calls
     current = this_thread.current
     try:
         outputs = parallel_apply(replicas, *args, **kwargs)

@@ -103,6 +103,14 @@ def test_error_is_noted_with_replica_device_and_module(wrap):
 def test_error_of_a_replica_without_tensors_names_no_device():
     error = outcome_of(partial(watched(FailsAt(1, LayerError))[1], torch.ones(1))).error
     assert error.__notes__ == ["in replica 1 of 2, module `(root)`"]
+    replicas = watched(FailsAt(1, LayerError))
+    error = outcome_of(partial(replicas[1].forward, torch.ones(1))).error  # no call of a module
+    assert error.__notes__ == ["in replica 1 of 2"]
+
+
+def test_errors_of_the_package_name_the_replicas_themselves():
+    error = outcome_of(partial(watched(FailsAt(1, ReplicationError))[1], torch.ones(1))).error
+    assert type(error) is ReplicationError and not hasattr(error, "__notes__")
 
 
 @pytest.mark.parametrize("wrap", [ours, patched(ByPlainThreads)])
@@ -424,7 +432,7 @@ def test_the_first_failure_wins_and_an_interrupt_of_the_caller_before_it():
     first, second, interrupt = KeyError("first"), SystemExit("second"), KeyboardInterrupt()
 
     def fail(replicas: Any, raised: BaseException) -> None:
-        for replica, error in enumerate((first, second, ReplicaFailed("follow-up"), second)):
+        for replica, error in enumerate((first, second, ReplicationError("follow-up"), second)):
             rendezvous_of(replicas).fail(replica, error)
         raise raised
 
@@ -478,6 +486,8 @@ def test_locator_names_the_submodule_and_the_line_of_a_thread():
     assert re.fullmatch(r"in `0\.0`, at .*\.py:\d+", net(thread))
     assert re.fullmatch(r"at .*\.py:\d+", locate(0, thread))
     assert locate(0, 0) == ""
+    vars(net)["_modules"] = None  # changes while the replica runs
+    assert locate(0, thread).startswith("at ")
     del net
     gc.collect()
     assert locate(0, thread) == ""

@@ -29,8 +29,11 @@ from replication import (
 from replication.errors import listed
 from replication.sync import rendezvous as module
 from replication.sync.rendezvous import (
+    CurrentReplica,
     Rendezvous,
     Wait,
+    is_recomputation,
+    this_thread,
 )
 from tests.layers import DEADLINE, outcome_of, soon, together, values
 
@@ -383,7 +386,10 @@ def test_message_says_who_waits_outside_the_forward():
     rendezvous.leave(0)
     rendezvous.leave(1)
     message = diverged(begin_wait(rendezvous, 0, 1))
-    assert "replica 0 called it outside the forward (in a recomputation, " in message
+    assert message.startswith(
+        "the replicas have diverged: `layer`, call 1: replica 0 waits; replica 1 ended without "
+        "that call; replica 0 called it outside the forward (in a recomputation, "
+    )
 
 
 @pytest.mark.parametrize(
@@ -597,3 +603,36 @@ def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):
     sender.start()
     wait.block()
     sender.join(DEADLINE)
+
+
+# -- the replica of a thread -------------------------------------------------------------------
+
+
+def test_a_replica_is_one_of_several_with_others_or_inside_one_of_them():
+    inner, outer = Rendezvous(1), Rendezvous(2)
+    assert not CurrentReplica(inner, 0, -1).is_one_of_several
+    assert CurrentReplica(outer, 0, -1).is_one_of_several
+    inner.outer = outer
+    assert CurrentReplica(inner, 0, -1).is_one_of_several
+
+
+def test_a_forward_in_a_backward_is_a_recomputation(monkeypatch):
+    assert not is_recomputation()
+    current = CurrentReplica(Rendezvous(1), 0, -1)
+    monkeypatch.setattr(this_thread, "current", current)
+    assert not is_recomputation()
+    current.rendezvous.in_backward = True
+    assert is_recomputation()
+
+
+def test_a_forked_child_ends_forwards_whose_other_replicas_run():
+    lone, pair, over = entered(1), entered(2), Rendezvous(2)
+    lock = module.RenewedLock()
+    assert {lone, pair, over, lock} <= set(module._all)
+    held = lock()
+    for shared in (lone, pair, over, lock):
+        shared.enter_child()
+    assert lock() is not held
+    with pytest.raises(ReplicationError, match="a forked process cannot go on"):
+        begin_wait(pair, 0, 1)
+    assert lone.abort is over.abort is None

@@ -211,7 +211,7 @@ def _open_fields(old: Any) -> Opened:
 def open_any(value: Any) -> Opened | None:
     """Opens all containers that arguments and outputs may have. Returns None for other objects."""
     kind = type(value)
-    if kind in PLAIN or issubclass(kind, (Tensor, nn.Module, *_WHOLE)):
+    if kind in PLAIN or issubclass(kind, (Tensor, nn.Module)):
         return None
     if kind not in _BASES and kind in pytree_nodes:
         return _open_registered(value)

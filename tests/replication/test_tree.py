@@ -246,6 +246,21 @@ class Registry(dict):
         raise KeyError("is registered already")
 
 
+class Beside(dict):
+    """Registered with a part that is no item."""
+
+    part: Any = None
+
+
+def beside(x: Any) -> Beside:
+    made = Beside()
+    made.part = x
+    return made
+
+
+_pytree.register_pytree_node(Beside, lambda x: ([x.part], None), lambda xs, _: beside(*xs))
+
+
 def mirror(x: Tensor) -> Mirror:
     made = Mirror()
     made.x, made.n = x, 1
@@ -290,6 +305,7 @@ SPLIT = {
     **BUILTIN,
     "registered": (lambda x: Plain(1, x), lambda v: v.parts[1]),
     "registered around registered": (lambda x: Plain(Plain(x)), lambda v: v.parts[0].parts[0]),
+    "registered dict with a part beside its items": (beside, lambda v: v.part),
     "frozen dataclass with slots": (FrozenSlots, lambda v: v.x),
     "dataclass with InitVar": (lambda x: WithInitVar(x, 2), lambda v: v.scaled / 2),
     "dataclass without a field": (WithoutField, lambda v: v.x),

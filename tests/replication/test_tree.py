@@ -529,6 +529,17 @@ def test_registered_classes_of_different_contexts_are_different_structures():
 
 
 @pytest.mark.parametrize(
+    "outputs",
+    [([X], (X,)), ([X], Own([X])), (Plain(X), WithTensor(X))],
+    ids=["list and tuple", "list and derived", "registered"],
+)
+def test_containers_of_different_classes_are_different_structures(outputs):
+    kinds = [type(output).__name__ for output in outputs]
+    with pytest.raises(ValueError, match=r"replica 0: {}.*, replica 1: {}".format(*kinds)):
+        gather(outputs, "cpu")
+
+
+@pytest.mark.parametrize(
     "call",
     [
         lambda x: scatter([x, {"x": x}], CPUS),

@@ -105,6 +105,7 @@ class Story(RuleBasedStateMachine):
         #: The kind and the cause of the errors of all waits from now on.
         self.end: tuple[type[BaseException], BaseException | None] | None = None
         self.is_closed = False
+        self.steps = 0
 
     def teardown(self) -> None:
         module.threading = self.real
@@ -150,7 +151,8 @@ class Story(RuleBasedStateMachine):
     @rule(replica=st.integers(0, 3))
     def enter(self, replica: int) -> None:
         replica %= self.size
-        assume(not self.waits(replica, is_main=self.depth[replica] > 0))
+        if self.waits(replica, is_main=self.depth[replica] > 0):
+            return
         self.thread = replica
         self.depth[replica] += 1
         is_outermost = self.depth[replica] == 1
@@ -162,7 +164,8 @@ class Story(RuleBasedStateMachine):
     @rule(replica=st.integers(0, 3))
     def leave(self, replica: int) -> None:
         replica %= self.size
-        assume(self.depth[replica] and not self.waits(replica, is_main=True))
+        if not self.depth[replica] or self.waits(replica, is_main=True):
+            return
         self.depth[replica] -= 1
         self.rendezvous.leave(replica)
 
@@ -174,7 +177,8 @@ class Story(RuleBasedStateMachine):
     @rule(replica=st.integers(0, 3), needs=st.sets(st.integers(0, 3)), is_main=st.booleans())
     def begin_wait(self, replica: int, needs: set[int], is_main: bool) -> None:
         replica %= self.size
-        assume(self.runs[replica] and not (is_main and self.waits(replica, is_main=True)))
+        if not self.runs[replica] or (is_main and self.waits(replica, is_main=True)):
+            return
         needed = frozenset(r for r in needs if r < self.size) - {replica}
         self.thread = replica if is_main else -1 - replica
         if self.end is None:
@@ -212,6 +216,7 @@ class Story(RuleBasedStateMachine):
         if are_late or not self.can_go_on({p.replica for p in self.pending}):
             self.ends(ReplicasDiverged)
 
+    @precondition(lambda self: self.steps > 10)
     @rule(replica=st.integers(0, 3), kind=st.sampled_from((KeyError, ReplicaFailed)))
     def fail(self, replica: int, kind: type[Exception]) -> None:
         error = kind("k")
@@ -221,11 +226,13 @@ class Story(RuleBasedStateMachine):
             self.ends(ReplicaFailed, error)
             self.failures += [(replica % self.size, error)] if kind is KeyError else []
 
+    @precondition(lambda self: self.steps > 10)
     @rule()
     def time_out(self) -> None:
         self.rendezvous.time_out()
         self.ends(ReplicasTimedOut)
 
+    @precondition(lambda self: self.steps > 10)
     @rule()
     def close(self) -> None:
         assert self.rendezvous.close("it is over.") == self.failures
@@ -236,12 +243,14 @@ class Story(RuleBasedStateMachine):
 
     @invariant()
     def waits_are_pending_if_and_only_if_they_may_end(self) -> None:
+        self.steps += 1
         if self.pending and self.end is None and self.is_hopeless():
             self.ends(ReplicasDiverged)
         if self.end is None:
             assert all(p.wait.gate.locked() and p.wait.abort is None for p in self.pending)
             assert self.rendezvous._waits == [p.wait for p in self.pending]
             return
+        assert not any(p.wait.gate.locked() for p in self.pending)
         errors = [outcome_of(p.wait.block).error for p in self.pending]
         assert [(type(error), error.__cause__) for error in errors] == [self.end] * len(errors)
         assert len(set(map(id, errors))) == len(errors)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import doctest
 import inspect
+import os
 import re
 import runpy
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,28 @@ def headings(page):
 @pytest.mark.parametrize(("text", "where"), blocks("python", OTHERS))
 def test_examples_run(text, where):
     exec(compile(text, where, "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_shell_lines_run_as_they_stand(shell, tmp_path):
+    """With programs that only print their arguments, which zsh may refuse to expand."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "old.py").write_text("from sync_batchnorm import SynchronizedBatchNorm2d")
+    bin = tmp_path / ".venv" / "bin"
+    bin.mkdir(parents=True)
+    for name in ("pip", "python", "python3", "pytest", "ruff", "mypy", "sphinx-build", "torchrun"):
+        (bin / name).write_text('#!/bin/sh\necho "$@"')
+        (bin / name).chmod(0o755)
+    path = {"PATH": f"{bin}{os.pathsep}{os.environ['PATH']}"}
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md"]
+    lines = [text for page in pages for language, text in fenced(page) if language == "sh"]
+    assert len(lines) > 5
+    for line in lines:
+        done = subprocess.run(
+            [shell, "-c", line], cwd=tmp_path, env=path, capture_output=True, text=True
+        )
+        assert done.returncode == 0 and done.stdout and not done.stderr, (line, done)
 
 
 @pytest.mark.parametrize("page", JOURNEYS, ids=name_of)

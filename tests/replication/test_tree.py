@@ -348,6 +348,9 @@ def test_parts_keep_what_is_beside_the_items():
     assert scatter(Untyped(x=X), CPUS)[1].extra == "kept"
     assert scatter(Encoding({"x": X}, ["e"]), CPUS)[1].encodings == ["e"]
     assert not hasattr(scatter(WithoutField(X), CPUS)[0], "late")
+    ordered = OrderedDict(a=X, b=X)
+    ordered.move_to_end("a")
+    assert list(scatter(ordered, CPUS)[0]) == ["b", "a"]
 
 
 def test_attributes_that_mirror_items_are_the_parts_own():

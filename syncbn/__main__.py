@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from replication.__main__ import Centered, check_machine
 from syncbn.batchnorm import SynchronizedBatchNorm2d
@@ -23,13 +23,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return check_machine("syncbn", __doc__, make_layers, dtypes, arguments)
 
 
+class Transposed(SynchronizedBatchNorm2d):
+    """A layer that the CPU computes as accelerators do, for the layout of its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.mT).mT
+
+
 def make_layers() -> nn.Sequential:
     """Returns two synchronized layers, and the layer that ``python -m replication`` checks.
 
-    The first is computed by `syncbn.joined` on the CPU, the second as on accelerators, because of
-    its cumulative average. Some of the weights are negative.
+    The first is computed by `syncbn.joined` on the CPU. Some of the weights are negative.
     """
-    layers = [SynchronizedBatchNorm2d(16, momentum=momentum) for momentum in (0.1, None)]
+    layers = SynchronizedBatchNorm2d(16), Transposed(16, momentum=None)
     for layer in layers:
         nn.init.normal_(layer.weight, mean=0.5)
     return nn.Sequential(*layers, Centered())

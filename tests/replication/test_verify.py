@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import replication.__main__
 import syncbn.__main__
+import syncbn.graph
 from replication import DataParallel, SoloGroup
 from syncbn import SynchronizedBatchNorm2d, convert_model, verify
 from tests.layers import Centering, Numbered, outcome_of
@@ -320,6 +321,10 @@ class NotANumber(SynchronizedBatchNorm2d):
         return y + torch.nan if self.group.size > 1 else y
 
 
+def refuse(*args: object) -> None:
+    raise RuntimeError("no such kernel")
+
+
 OF_LAYERS, OF_GROUPS = syncbn.__main__, replication.__main__
 
 
@@ -328,11 +333,13 @@ OF_LAYERS, OF_GROUPS = syncbn.__main__, replication.__main__
     [
         (OF_LAYERS, OF_LAYERS, "SynchronizedBatchNorm2d", nn.BatchNorm2d, "output of `0`"),
         (OF_LAYERS, OF_LAYERS, "SynchronizedBatchNorm2d", NotANumber, "outputs 1 inf"),
+        (OF_LAYERS, syncbn.graph, "join", refuse, "RuntimeError: no such kernel"),
+        (OF_LAYERS, syncbn.graph, "_normalize", refuse, "RuntimeError: no such kernel"),
         (OF_LAYERS, OF_GROUPS.Centered, "group", SoloGroup(), "output of `2`"),
         (OF_GROUPS, OF_GROUPS.Centered, "group", SoloGroup(), "difference is output of the model"),
         (OF_GROUPS, OF_GROUPS, "Centered", Raises, "RuntimeError: no such kernel"),
     ],
-    ids=["plain layers", "nan", "no group", "no group here", "error"],
+    ids=["plain layers", "nan", "joined", "one node", "no group", "no group here", "error"],
 )
 def test_self_check_fails(check, owner, name, value, text, monkeypatch, capsys):
     monkeypatch.setattr(owner, name, value)

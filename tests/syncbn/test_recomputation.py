@@ -480,3 +480,11 @@ def test_a_checkpoint_without_a_whole_backward_is_freed(skipped):
     del y, model
     gc.collect()
     assert [tensor() for tensor in watched] == [None] * 2
+
+
+def test_a_batch_without_values_is_recomputed():
+    body = Body(wrap=partial(recomputed, determinism_check="none"))
+    with set_checkpoint_early_stop(False):
+        shards = [torch.empty(0, 3, requires_grad=True) for _ in range(2)]
+        sum(y.sum() for y in run_sharded(body, shards)).backward()
+    assert all(shard.grad is not None and shard.grad.shape == (0, 3) for shard in shards)

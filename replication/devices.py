@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -95,21 +94,6 @@ def check_available(device: torch.device) -> None:
     """Raises ValueError if replicas cannot run on ``device`` on this machine."""
     if device.type not in _WITHOUT_MODULE and (device.index or 0) >= device_count(device.type):
         raise ValueError(f"this machine has no device {str(device)!r}; {_CPU_HINT}")
-
-
-#: More bytes than any device holds.
-_MOST_BYTES = 2**40
-
-
-def memory_of(device: torch.device) -> int:
-    """Returns the bytes of memory of a device, or more than any device has if it is unknown."""
-    if device.type == "cpu":
-        with suppress(AttributeError, ValueError, OSError):  # not on Windows
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    elif hasattr(module_of(device), "get_device_properties"):
-        properties = module_of(device).get_device_properties(device)
-        return int(getattr(properties, "total_memory", _MOST_BYTES))
-    return _MOST_BYTES
 
 
 def default_devices() -> list[torch.device]:

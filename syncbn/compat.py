@@ -8,7 +8,6 @@ import sys
 from abc import ABCMeta
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -36,56 +35,35 @@ from syncbn.convert import convert_model, patch_sync_batchnorm
 
 __all__ = ["stand_in_for"]
 
-_CLASSES = {
-    "SynchronizedBatchNorm1d": SynchronizedBatchNorm1d,
-    "SynchronizedBatchNorm2d": SynchronizedBatchNorm2d,
-    "SynchronizedBatchNorm3d": SynchronizedBatchNorm3d,
-}
-_LAYERS = {
-    **_CLASSES,
-    "convert_model": convert_model,
-    "patch_sync_batchnorm": patch_sync_batchnorm,
-    "set_sbn_eps_mode": set_sbn_eps_mode,
-}
+
+def _named(*objects: Any) -> dict[str, Any]:
+    return {each.__name__: each for each in objects}
+
+
+_CLASSES = _named(SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d)
+_LAYERS = _CLASSES | _named(convert_model, patch_sync_batchnorm, set_sbn_eps_mode)
 _WRAPPERS = {
     "DataParallelWithCallback": DataParallelWithCallback,
     "patch_replication_callback": patch_replication_callback,
 }
-_PIPES = {"FutureResult": FutureResult, "SlavePipe": SlavePipe, "SyncMaster": SyncMaster}
+_PIPES = _named(FutureResult, SlavePipe, SyncMaster)
 #: The names that each of the older toolkit's modules defines. The package has the empty key.
 _NAMES: dict[str, dict[str, Any]] = {
-    "": {**_LAYERS, **_WRAPPERS},
-    "batchnorm": {**_LAYERS, "_SynchronizedBatchNorm": SynchronizedBatchNorm},
+    "": _LAYERS | _WRAPPERS,
+    "batchnorm": _LAYERS | {"_SynchronizedBatchNorm": SynchronizedBatchNorm},
     "replicate": {
         **_WRAPPERS,
-        "CallbackContext": CallbackContext,
-        "execute_replication_callbacks": execute_replication_callbacks,
+        **_named(CallbackContext, execute_replication_callbacks),
         "execute_callbacks": execute_replication_callbacks,
     },
     "comm": _PIPES,
     "sync_manager": _PIPES,
 }
-#: Names of the older toolkit's modules that have no counterpart here.
-_PRIVATE = (
-    *("_sum_ft", "_unsqueeze_ft", "_ChildMessage", "_MasterMessage"),
-    *("_MasterRegistry", "_SlavePipeBase"),
-)
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(SynchronizedBatchNorm.__init__).parameters.items()
     if parameter.default is not parameter.empty
 }
-
-
-def _missing(module: str, name: str) -> Any:
-    """The ``__getattr__`` of a stand-in module."""
-    if name in _PRIVATE:  # Python would hide the text of an AttributeError
-        raise ImportError(
-            f"{name} of {module} is private to the older toolkit, and syncbn has nothing like it: "
-            "delete this import, and call super().forward() in layers derived from "
-            "SynchronizedBatchNorm2d"
-        )
-    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 def with_defaults(layer: Any, defaults: Mapping[str, Any]) -> Any:
@@ -230,7 +208,6 @@ class Finder(MetaPathFinder, Loader):
         names = _NAMES[name[len(package) + 1 :]]
         vars(module).update((key, layers.get(key, value)) for key, value in names.items())
         vars(module)["__all__"] = [key for key in names if not key.startswith("_")]
-        vars(module)["__getattr__"] = partial(_missing, name)
 
 
 _finder = Finder()

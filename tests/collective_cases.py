@@ -93,6 +93,15 @@ def _all_gather(shape: Callable[[int, int], tuple[int, ...]]) -> Case:
     )
 
 
+#: Each collective, given a tensor and perhaps an op; what a member gets.
+EACH: dict[str, Callable[..., Tensors]] = {
+    "all_reduce": lambda group, x, op="sum": (group.all_reduce(x, op),),
+    "all_gather": lambda group, x, op="sum": group.all_gather(x),
+    "reduce_scatter": lambda group, x, op="sum": (group.reduce_scatter([x] * group.size, op),),
+    "broadcast": lambda group, x, op="sum": (group.broadcast(x, group.size - 1),),
+}
+
+
 def _parts(members: list[Tensors], size: int) -> list[list[Tensors]]:
     return [members[start : start + size] for start in range(0, len(members), size)]
 

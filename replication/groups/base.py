@@ -16,7 +16,7 @@ from torch import Tensor
 
 from replication._torch import has_other_derivatives
 from replication.errors import ReplicasDiverged, ReplicationError, is_int, listed
-from replication.sync.rendezvous import current_replica, is_recomputation
+from replication.sync.rendezvous import Rendezvous, current_replica, is_recomputation
 
 __all__ = ["Group", "SoloGroup"]
 
@@ -40,6 +40,8 @@ _DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
 )
 
+Tensors = tuple[Tensor, ...]
+
 #: The dtypes and shapes of some tensors.
 Layouts = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
@@ -48,7 +50,7 @@ class Call(NamedTuple):
     """The parts of a collective call that must match on every member."""
 
     name: str
-    #: The argument ``op`` or ``src``, as ``"op='sum'"``.
+    #: The argument ``op`` or ``src``, as ``"op='sum'"`` (see `text_of`).
     option: str = ""
     layouts: Layouts = ()
     #: Whether the first dimension may differ.
@@ -120,7 +122,7 @@ class Group(ABC):
             does not call.
         ReplicaFailed: Another member raised.
         NotImplementedError: The call is inside a transform of `torch.func`, or a tensor has a
-            forward-mode derivative. Raised before any waiting. Not in a `SoloGroup`.
+            forward-mode derivative. Raised before any waiting. Not in a group of one.
 
     Attributes:
         rank: The rank of this member.
@@ -140,7 +142,11 @@ class Group(ABC):
 
         A layer must not update its running state in a recomputation.
         """
-        return is_recomputation()
+        rendezvous = self._rendezvous  # also true in a thread that a replica has started
+        return is_recomputation() or (rendezvous is not None and rendezvous.in_backward)
+
+    #: The rendezvous of the forward, between replicas.
+    _rendezvous: Rendezvous | None = None
 
     def _where(self) -> str:
         return repr(self)
@@ -156,8 +162,8 @@ class Group(ABC):
                 gradient of a maximum or minimum is divided evenly among the members that attain
                 it, as in `torch.amax`.
         """
-        self._check("all_reduce", [tensor], op)
-        return self._all_reduce(tensor, op)
+        self._check("all_reduce", (tensor,), op)
+        return self._run("all_reduce", (tensor,), op=op)[0]
 
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Returns the tensors of all members, in the order of their ranks.
@@ -165,8 +171,8 @@ class Group(ABC):
         Args:
             tensor: Any shape. The first dimension may differ between members, and may be 0.
         """
-        self._check("all_gather", [tensor])
-        return self._all_gather(tensor)
+        self._check("all_gather", (tensor,))
+        return self._run("all_gather", (tensor,))
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Tensor:
         """Reduces one tensor per member, and returns the result for this member.
@@ -188,7 +194,7 @@ class Group(ABC):
                 f"split one tensor by list(tensor.chunk({self.size}))",
             )
         self._check("reduce_scatter", tensors, op)
-        return self._reduce_scatter(tuple(tensors), op)
+        return self._run("reduce_scatter", tuple(tensors), op=op)[0]
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Returns the tensor of the member of rank ``src``.
@@ -197,10 +203,10 @@ class Group(ABC):
             tensor: Any shape. Shape and dtype must match on every member.
             src: A rank of this group.
         """
-        self._check("broadcast", [tensor])
+        self._check("broadcast", (tensor,))
         if not is_int(src) or not 0 <= src < self.size:
             self._refuse(ValueError, f"broadcast takes a src from 0 to {self.size - 1}", repr(src))
-        return self._broadcast(tensor, src)
+        return self._run("broadcast", (tensor,), src=src)[0]
 
     @abstractmethod
     def barrier(self) -> None:
@@ -222,22 +228,15 @@ class Group(ABC):
         if not is_int(size) or size < 1:
             error = ValueError if is_int(size) else TypeError
             self._refuse(error, "split and group_size take an int of at least 1", repr(size))
-        return self if size >= self.size else self._split(size)
+        return self if size >= self.size else self._part(size)
 
     @abstractmethod
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor: ...
+    def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
+        """Runs the collective ``name``, whose arguments are checked, and returns its results."""
 
-    @abstractmethod
-    def _all_gather(self, tensor: Tensor) -> tuple[Tensor, ...]: ...
-
-    @abstractmethod
-    def _reduce_scatter(self, tensors: tuple[Tensor, ...], op: ReduceOp) -> Tensor: ...
-
-    @abstractmethod
-    def _broadcast(self, tensor: Tensor, src: int) -> Tensor: ...
-
-    @abstractmethod
-    def _split(self, size: int) -> Group: ...
+    def _part(self, size: int) -> Group:
+        """Returns the part of this member, if there are several."""
+        raise NotImplementedError
 
     # -- checks before any waiting -------------------------------------------------------------
 
@@ -263,7 +262,12 @@ class Group(ABC):
             if tensor.dtype not in _DTYPES:
                 known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
                 self._refuse(TypeError, f"{name} takes tensors of {known}", tensor.dtype)
-        self._check_derivatives(name, tensors)
+        if self.size > 1 and has_other_derivatives(tensors):
+            raise NotImplementedError(
+                f"{self._where()}: {name}: torch.func transforms and forward-mode derivatives do "
+                "not reach the other members, so their derivatives would be lost; compute them on "
+                "one device"
+            )
         if len(tensors) > 1 and len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
             got = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in tensors)
             self._refuse(ValueError, f"{name} takes tensors of one dtype on one device", got)
@@ -273,15 +277,6 @@ class Group(ABC):
             if not _OPS[op](dtype := tensors[0].dtype):
                 remedy = "convert the tensor first"
                 self._refuse(TypeError, f"{name} has no {op} of this dtype", dtype, remedy)
-
-    def _check_derivatives(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Raises if derivatives of the call would not reach the other members."""
-        if has_other_derivatives(tensors):
-            raise NotImplementedError(
-                f"{self._where()}: {name}: torch.func transforms and forward-mode derivatives do "
-                "not reach the other members, so their derivatives would be lost; compute them on "
-                "one device"
-            )
 
 
 def refuses_callbacks(name: str) -> str:
@@ -297,6 +292,11 @@ def describe_argument(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return type(value).__name__
+
+
+def text_of(option: dict[str, Any]) -> str:
+    """Returns the argument ``op`` or ``src`` of a collective as text, for a `Call`."""
+    return ", ".join(f"{name}={value!r}" for name, value in option.items())
 
 
 def layouts_of(tensors: Sequence[Tensor]) -> Layouts:
@@ -349,9 +349,6 @@ class SoloGroup(Group):
                 "the forward, which does not connect replicas; read self.group in forward"
             )
 
-    def _check_derivatives(self, name: str, tensors: Sequence[Tensor]) -> None:
-        return  # there are no other members
-
     def barrier(self) -> None:
         self._check_use("barrier")
 
@@ -359,17 +356,5 @@ class SoloGroup(Group):
         self._check_use("all_gather_object")
         return (obj,)
 
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        return tensor.clone()
-
-    def _all_gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return (tensor.clone(),)
-
-    def _reduce_scatter(self, tensors: tuple[Tensor, ...], op: ReduceOp) -> Tensor:
-        return tensors[0].clone()
-
-    def _broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        return tensor.clone()
-
-    def _split(self, size: int) -> Group:
-        return self
+    def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
+        return tuple(tensor.clone() for tensor in tensors)

@@ -6,13 +6,13 @@ import os
 import pickle
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import string_at
 from functools import partial
 from hashlib import sha256
 from struct import Struct
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.nn.functional import pad
 
 from replication._torch import device_of_group, is_batched, named_range, timeout_of, uncompiled
-from replication.devices import current_stream, memory_of, use_device
+from replication.devices import current_stream, use_device
 from replication.errors import ReplicationError, add_note
 from replication.groups.base import (
     Call,
@@ -29,9 +29,11 @@ from replication.groups.base import (
     Layouts,
     ReduceOp,
     SoloGroup,
+    Tensors,
     check_same_call,
     layouts_of,
     reduce_tensors,
+    text_of,
 )
 from replication.warning import warn
 
@@ -43,10 +45,8 @@ T = TypeVar("T")
 #: `ProcessGroup.prefers_gather`).
 _FEW_RANKS, _FEW_BYTES = 8, 64 * 1024
 
-#: The layout of a header: the length, the digest and the text, which is cut if it is too long.
+#: The layout of a header: length, hash and text, which is cut if it is too long.
 _HEADER = Struct("<q32s472s")
-
-_CPU = torch.device("cpu")
 
 #: A note on errors of a backend.
 _REMEDY = (
@@ -153,50 +153,22 @@ class ProcessGroupHandle:
 
 # -- headers --------------------------------------------------------------------------------------
 
-# Ranks compare their calls before tensors travel. A received header may come from an untrusted
-# process, so it has a fixed size and is never unpickled. Its texts are for messages. The one
-# number that a rank acts upon, the length of a tensor, is first checked by `check_lengths`.
-
-
-class Header(NamedTuple):
-    """The description of a rank's call."""
-
-    #: The first dimension of the tensor, if it may differ between the ranks.
-    length: int
-    #: The hash of everything that must match.
-    digest: bytes
-    text: str
-
-    @classmethod
-    def unpack(cls, packed: bytes) -> Header:
-        """Reads a header from any bytes of the right number."""
-        length, digest, encoded = _HEADER.unpack(packed)
-        text = encoded.rstrip(b"\0").decode(errors="replace")
-        text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-        return cls(length, digest, text)
+# Ranks compare their calls before tensors travel. Headers have a fixed size and are never
+# unpickled: unpickling could run any code.
 
 
 def packed_header(call: Call) -> bytes:
-    """Returns the header of a call as bytes, always of the same number."""
+    """Returns the first dimension if it may differ, the hash of what must match, and the text."""
     shape = call.layouts[0][1] if call.any_length else ()
     digest = sha256(repr(call.matching_key()).encode()).digest()
     return _HEADER.pack(shape[0] if shape else 0, digest, str(call).encode())
 
 
-def check_lengths(
-    lengths: Sequence[float], item_bytes: int, where: str, device: torch.device = _CPU
-) -> None:
-    """Raises ReplicationError if a rank announces an impossible number of items.
-
-    Each rank gathers as many items from all ranks as the longest has, in the memory of ``device``.
-    """
-    most = memory_of(device) // (max(item_bytes, 1) * len(lengths))
-    for rank, length in enumerate(lengths):
-        if not (0 <= length <= most and length == int(length)):  # false for NaN
-            raise ReplicationError(
-                f"{where}: a length must be a whole number from 0 to {most} here, and rank {rank} "
-                f"announces {length}; do all ranks run the same program, and no other process?"
-            )
+def unpacked_header(packed: bytes) -> tuple[int, bytes, str]:
+    """Returns length, hash and printable text, given any bytes of the right number."""
+    length, digest, encoded = _HEADER.unpack(packed)
+    text = encoded.rstrip(b"\0").decode(errors="replace")
+    return length, digest, "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 # -- the group ------------------------------------------------------------------------------------
@@ -265,8 +237,8 @@ class ProcessGroup(Group):
         RuntimeError: `torch.distributed` is not initialized.
         TypeError: ``process_group`` is not a group of `torch.distributed`.
         ValueError: This process is not in ``process_group``.
-        ReplicationError: The group is destroyed. In a call: gradients are batched
-            (``is_grads_batched=True``), or a rank announces a tensor of an impossible length.
+        ReplicationError: The group is destroyed, or a backward batches gradients
+            (``is_grads_batched=True``).
         NotImplementedError: See `Group`.
     """
 
@@ -316,18 +288,12 @@ class ProcessGroup(Group):
     def _where(self) -> str:
         return f"`{self._name}`, rank {self.rank}"
 
-    @property
-    def latest_call(self) -> str:
-        """The layer and the number of its latest call in a forward, for messages."""
-        return f"`{self._name}`, call {state_of(self.process_group).calls[self._name, False]}"
-
     # -- calls ---------------------------------------------------------------------------------
 
     @contextmanager
-    def _calling(self, call: Call, compares: bool = False) -> Iterator[tuple[Call, list[Header]]]:
-        """Counts a call, and compares it with the calls of the other ranks if asked to.
+    def _calling(self, call: Call) -> Iterator[Call]:
+        """Counts a call, and yields it with its number.
 
-        Yields the call with its number, and the headers of all ranks if the calls are compared.
         If another rank raises or dies, this one gets an error of the backend or runs into the
         timeout of the process group. Notes on that error name the call.
         """
@@ -336,24 +302,25 @@ class ProcessGroup(Group):
         with state.lock:
             state.calls[kind] += 1
             call = call._replace(where=f"`{self._name}`, call {state.calls[kind]}")
-        # TORCH_DISTRIBUTED_DEBUG. Not `is`, because every call returns a new object.
-        debugs = distributed.get_debug_level() != distributed.DebugLevel.OFF  # type: ignore[attr-defined]
         try:
             with named_range(f"exchange {self._name}, rank {self.rank}"):
-                yield call, self._compared(call) if compares or debugs else []
+                # TORCH_DISTRIBUTED_DEBUG. Not `is`, because every call returns a new object.
+                if distributed.get_debug_level() != distributed.DebugLevel.OFF:  # type: ignore[attr-defined]
+                    self._compare(call)
+                yield call
         except Exception as error:
             if not issubclass(type(error), ReplicationError):
                 add_note(error, f"in {call}, rank {self.rank} of {self.size}")
                 add_note(error, _REMEDY)
             raise
 
-    def _compared(self, call: Call) -> list[Header]:
-        """Gathers the headers of all ranks, and raises `ReplicasDiverged` if they do not match."""
+    def _compare(self, call: Call) -> list[int]:
+        """Raises `ReplicasDiverged` if the ranks' calls do not match. Returns their lengths."""
         rows = stacked(self._to_tensor(packed_header(call)), self.process_group).cpu()
-        headers = [Header.unpack(_to_bytes(row)) for row in rows]
-        calls = [(header.digest, header.text) for header in headers]
+        headers = [unpacked_header(_to_bytes(row)) for row in rows]
+        calls = [header[1:] for header in headers]
         check_same_call(calls, f"`{self._name}`", range(self.size), "rank")
-        return headers
+        return [header[0] for header in headers]
 
     def _to_tensor(self, data: bytes) -> Tensor:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -398,11 +365,10 @@ class ProcessGroup(Group):
         process of the group. No other collective unpickles anything.
         """
         # torch.distributed.all_gather_object needs NumPy.
-        with self._calling(Call("all_gather_object")) as (call, _):
+        with self._calling(Call("all_gather_object")):
             pickled = self._to_tensor(pickle.dumps(obj))
             length = pickled.new_tensor([len(pickled)], dtype=torch.int64)
             lengths = stacked(length, self.process_group).flatten().tolist()
-            check_lengths(lengths, 1, f"{call.where}, {call.name}", pickled.device)
             rows = stacked(_padded(pickled, max(lengths)), self.process_group).cpu()
             parts = [_to_bytes(row[:n]) for row, n in zip(rows, lengths, strict=True)]
             return tuple(map(pickle.loads, parts))
@@ -429,7 +395,7 @@ class ProcessGroup(Group):
         Returns:
             The stacked tensors of all ranks, ``(size, ...)``, or their sum.
         """
-        with self._calling(Call(name, "", layouts, False, requires_grad)) as (call, _):
+        with self._calling(Call(name, "", layouts, False, requires_grad)) as call:
             return self._stack(call, tensor) if stack else self._sum(call, tensor)
 
     def prefers_gather(self, tensor: Tensor) -> bool:
@@ -447,44 +413,39 @@ class ProcessGroup(Group):
         )
 
     @uncompiled
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        with self._calling(_call("all_reduce", (tensor,), f"op={op!r}")) as (call, _):
-            if op == "mean" and tensor.dtype is torch.float16:  # a sum may overflow
-                return self._sum(call, tensor / self.size)
-            if op in ("sum", "mean"):
-                total = self._sum(call, tensor)
-                return total / self.size if op == "mean" else total
-            return reduce_tensors(self._stack(call, tensor).unbind(), op)
+    def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
+        """Counts a call, and hands it to the method of its name: `_all_reduce`, for example."""
+        requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        layouts, any_length = layouts_of(tensors), name == "all_gather"
+        call = Call(name, text_of(option), layouts, any_length, requires_grad)
+        with self._calling(call) as call:
+            return getattr(self, f"_{name}")(call, *tensors, **option)  # type: ignore[no-any-return]
 
-    @uncompiled
-    def _all_gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
+    def _all_reduce(self, call: Call, tensor: Tensor, op: ReduceOp) -> Tensors:
+        if op == "mean" and tensor.dtype is torch.float16:  # a sum may overflow
+            return (self._sum(call, tensor / self.size),)
+        if op in ("sum", "mean"):
+            total = self._sum(call, tensor)
+            return (total / self.size if op == "mean" else total,)
+        return (reduce_tensors(self._stack(call, tensor).unbind(), op),)
+
+    def _all_gather(self, call: Call, tensor: Tensor) -> Tensors:
         # With NCCL the headers travel through the current device.
-        with (
-            use_device(tensor.device, current_stream(tensor.device)),
-            self._calling(_call("all_gather", (tensor,), any_length=True), compares=True) as (
-                call,
-                headers,
-            ),
-        ):
-            if tensor.dim() == 0:
-                return tuple(entry.clone() for entry in self._stack(call, tensor))
-            lengths = [header.length for header in headers]
-            item_bytes = tensor.shape[1:].numel() * tensor.element_size()
-            check_lengths(lengths, item_bytes, f"{call.where}, {call.name}", tensor.device)
-            rows = self._stack(call, _padded(tensor, max(lengths)))
-            return tuple(row[:n].clone() for row, n in zip(rows, lengths, strict=True))
+        with use_device(tensor.device, current_stream(tensor.device)):
+            lengths = self._compare(call)
+        if tensor.dim() == 0:
+            return tuple(entry.clone() for entry in self._stack(call, tensor))
+        rows = self._stack(call, _padded(tensor, max(lengths)))
+        return tuple(row[:n].clone() for row, n in zip(rows, lengths, strict=True))
 
-    @uncompiled
-    def _reduce_scatter(self, tensors: tuple[Tensor, ...], op: ReduceOp) -> Tensor:
+    def _reduce_scatter(self, call: Call, *tensors: Tensor, op: ReduceOp) -> Tensors:
         mine = tensors[self.rank]
-        sent = [tensor.numel() for tensor in tensors]
-        with self._calling(_call("reduce_scatter", tensors, f"op={op!r}")) as (call, _):
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            received = self._all_to_all(sent, [mine.numel()] * self.size, call, flat)
-            return reduce_tensors(received.view(self.size, *mine.shape).unbind(), op)
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        sent, received = [tensor.numel() for tensor in tensors], [mine.numel()] * self.size
+        parts = self._send_values(sent, received, call, flat).view(self.size, *mine.shape)
+        return (reduce_tensors(parts.unbind(), op),)
 
-    @uncompiled
-    def _broadcast(self, tensor: Tensor, src: int) -> Tensor:
+    def _broadcast(self, call: Call, tensor: Tensor, src: int) -> Tensors:
         def from_source(tensor: Tensor) -> Tensor:
             received = tensor.clone(memory_format=torch.contiguous_format)
             # Older releases of torch leave complex numbers to the backend, which may refuse them.
@@ -499,8 +460,7 @@ class ProcessGroup(Group):
             # Zeros in the graph, because every rank takes part in the second derivative.
             return total.masked_fill(total.new_ones((), dtype=torch.bool), 0)
 
-        with self._calling(_call("broadcast", (tensor,), f"src={src}")) as (call, _):
-            return self._differentiable(call, from_source, to_source, tensor)
+        return (self._differentiable(call, from_source, to_source, tensor),)
 
     def _sum(self, call: Call, tensor: Tensor) -> Tensor:
         """Returns the sum over the ranks, whose derivative is the sum of the gradients."""
@@ -519,13 +479,13 @@ class ProcessGroup(Group):
 
         def to_owners(call: Call, grad: Tensor) -> Tensor:
             counts = [grad[0].numel()] * self.size
-            received = self._all_to_all(counts, counts, call, grad.reshape(-1))
+            received = self._send_values(counts, counts, call, grad.reshape(-1))
             return reduce_tensors(received.view(grad.shape).unbind(), "sum")
 
         stack = partial(stacked, process_group=self.process_group)
         return self._differentiable(call, stack, to_owners, tensor)
 
-    def _all_to_all(
+    def _send_values(
         self, sent: list[int], received: list[int], call: Call, tensor: Tensor
     ) -> Tensor:
         """Sends ``sent[i]`` values of a vector to rank i, and returns ``received[i]`` from it."""
@@ -537,13 +497,13 @@ class ProcessGroup(Group):
                 distributed.all_to_all_single(result, tensor, received, sent, self.process_group)
             return result
 
-        way_back = partial(self._all_to_all, received, sent)
+        way_back = partial(self._send_values, received, sent)
         return self._differentiable(call, exchange, way_back, tensor)
 
     # -- parts ---------------------------------------------------------------------------------
 
     @uncompiled
-    def _split(self, size: int) -> Group:
+    def _part(self, size: int) -> Group:
         if size == 1:  # without a collective: perhaps only some ranks run this layer
             return SoloGroup()
         starts = range(0, self.size, size)
@@ -579,13 +539,6 @@ def _destroyed(where: str) -> ReplicationError:
         "torch.distributed.destroy_process_group after the last forward and backward that use it, "
         "and set the process_group of layers that stay in use: a new one, or None for all"
     )
-
-
-def _call(
-    name: str, tensors: Sequence[Tensor], option: str = "", any_length: bool = False
-) -> Call:
-    requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return Call(name, option, layouts_of(tensors), any_length, requires_grad)
 
 
 def _padded(tensor: Tensor, length: int) -> Tensor:

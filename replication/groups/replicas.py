@@ -32,14 +32,16 @@ from replication.groups.base import (
     Layouts,
     ReduceOp,
     SoloGroup,
+    Tensors,
     check_same_call,
     layouts_of,
     reduce_tensors,
     refuses_callbacks,
+    text_of,
 )
 from replication.steps.broadcast import broadcast
 from replication.sync.exchange import Exchange
-from replication.sync.rendezvous import Rendezvous, is_recomputation, site, this_thread
+from replication.sync.rendezvous import Rendezvous, site, this_thread
 
 __all__ = ["CallbackContext", "ReplicaGroup"]
 
@@ -47,8 +49,6 @@ __all__ = ["CallbackContext", "ReplicaGroup"]
 T = TypeVar("T")
 MessageT = TypeVar("MessageT")
 ReplyT = TypeVar("ReplyT")
-
-Tensors = tuple[Tensor, ...]
 
 
 class CallbackContext:
@@ -151,10 +151,10 @@ class Communicator:
             raise IndexError(f"`{self.layer}` has copies 0 to {size - 1} (got copy_id {rank})")
         if size == 1:
             return SoloGroup()
-        self.refuse_copy()
+        self.live_rendezvous()
         return ReplicaGroup(rank, size, self)
 
-    def refuse_copy(self) -> Rendezvous:
+    def live_rendezvous(self) -> Rendezvous:
         """Returns the rendezvous of the forward. Raises ReplicationError if there is none."""
         if self.rendezvous is None:
             raise ReplicationError(
@@ -245,15 +245,6 @@ class ReplicaGroup(Group):
         return f"`{self._communicator.path}`, replica {self._replica}"
 
     @property
-    def recomputes(self) -> bool:
-        """Whether this call is a recomputation of an activation checkpoint (see `Group`).
-
-        It is also true in a thread that a replica has started.
-        """
-        rendezvous = self._rendezvous
-        return is_recomputation() or (rendezvous is not None and rendezvous.in_backward)
-
-    @property
     def in_later_backward(self) -> bool:
         """Whether this thread is in a backward that began after the forward of this replica.
 
@@ -269,7 +260,7 @@ class ReplicaGroup(Group):
 
         See `Rendezvous.commit`.
         """
-        return self._communicator.refuse_copy().commit(write)
+        return self._communicator.live_rendezvous().commit(write)
 
     def exchange(
         self,
@@ -301,7 +292,7 @@ class ReplicaGroup(Group):
             ReplicationError: As `Group`. Also if no other member could answer the call.
         """
         communicator, replica = self._communicator, self._replica
-        rendezvous = self._rendezvous or communicator.refuse_copy()
+        rendezvous = self._rendezvous or communicator.live_rendezvous()
         current = this_thread.current
         if (
             current is None
@@ -322,7 +313,7 @@ class ReplicaGroup(Group):
         return reply  # type: ignore[no-any-return]
 
     def _check_use(self, name: str) -> None:
-        rendezvous, replica = self._communicator.refuse_copy(), self._replica
+        rendezvous, replica = self._communicator.live_rendezvous(), self._replica
         current = this_thread.current
         if current is None or current.rendezvous is not rendezvous:
             if not rendezvous.has_left(replica):
@@ -343,26 +334,18 @@ class ReplicaGroup(Group):
             return
         raise ReplicationError(f"{self._where()}: {text}")
 
-    def _join(
-        self,
-        name: str,
-        tensors: Tensors,
-        merge: Callable[[list[Tensors]], Iterable[Tensors]],
-        option: str = "",
-        any_length: bool = False,
-    ) -> Tensors:
-        """Exchanges tensors. Under `torch.no_grad` the results are constants."""
-        grad_enabled = torch.is_grad_enabled()
-        if not grad_enabled:
+    def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
+        merge, grad_enabled = _MERGES[name], torch.is_grad_enabled()
+        if not grad_enabled:  # the results are constants
             tensors = tuple(tensor.detach() for tensor in tensors)
-        results = self.exchange(
+        results: Tensors = self.exchange(
             name,
             tensors,
-            lambda messages: merge([tuple(map(ordinary, m)) for m in messages]),
+            lambda messages: merge([tuple(map(ordinary, m)) for m in messages], **option),
             layouts=layouts_of(tensors),
             requires_grad=any(tensor.requires_grad for tensor in tensors),
-            option=option,
-            any_length=any_length,
+            option=text_of(option),
+            any_length=name == "all_gather",
         )
         return results if grad_enabled else tuple(result.detach() for result in results)
 
@@ -375,36 +358,7 @@ class ReplicaGroup(Group):
             "all_gather_object", obj, lambda objects: [tuple(objects)] * len(objects)
         )
 
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        def merge(shards: list[Tensors]) -> Iterable[Tensors]:
-            tensors = [shard for (shard,) in shards]
-            home = tensors[0].device
-            total = reduce_tensors([to_device(t, home) for t in tensors], op)
-            return copies([total], [t.device for t in tensors])
-
-        return self._join("all_reduce", (tensor,), merge, f"op={op!r}")[0]
-
-    def _all_gather(self, tensor: Tensor) -> Tensors:
-        def merge(shards: list[Tensors]) -> Iterable[Tensors]:
-            tensors = [shard for (shard,) in shards]
-            return copies(tensors, [t.device for t in tensors])
-
-        return self._join("all_gather", (tensor,), merge, any_length=True)
-
-    def _reduce_scatter(self, tensors: Tensors, op: ReduceOp) -> Tensor:
-        def merge(lists: list[Tensors]) -> Iterable[Tensors]:
-            for parts, own in zip(zip(*lists, strict=True), lists, strict=True):
-                yield (reduce_tensors([to_device(part, own[0].device) for part in parts], op),)
-
-        return self._join("reduce_scatter", tensors, merge, f"op={op!r}")[0]
-
-    def _broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        def merge(shards: list[Tensors]) -> Iterable[Tensors]:
-            return copies(shards[src], [shard.device for (shard,) in shards])
-
-        return self._join("broadcast", (tensor,), merge, f"src={src}")[0]
-
-    def _split(self, size: int) -> Group:
+    def _part(self, size: int) -> Group:
         start = self.rank - self.rank % size
         return self._communicator.part(start, start + size).group(self.rank - start)
 
@@ -426,3 +380,34 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[T
         )
         for on_device in broadcast(tensors, list(devices))
     ]
+
+
+# -- merges: the results of all members, given the tensors of all members ----------------------
+
+
+def _all_reduce(members: list[Tensors], op: ReduceOp) -> list[Tensors]:
+    home = members[0][0].device
+    total = reduce_tensors([to_device(tensor, home) for (tensor,) in members], op)
+    return copies([total], [tensor.device for (tensor,) in members])
+
+
+def _all_gather(members: list[Tensors]) -> list[Tensors]:
+    tensors = [tensor for (tensor,) in members]
+    return copies(tensors, [tensor.device for tensor in tensors])
+
+
+def _reduce_scatter(members: list[Tensors], op: ReduceOp) -> Iterable[Tensors]:
+    for own, parts in zip(members, zip(*members, strict=True), strict=True):
+        yield (reduce_tensors([to_device(part, own[0].device) for part in parts], op),)
+
+
+def _broadcast(members: list[Tensors], src: int) -> list[Tensors]:
+    return copies(members[src], [tensor.device for (tensor,) in members])
+
+
+_MERGES: dict[str, Callable[..., Iterable[Tensors]]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+}

@@ -28,6 +28,7 @@ from replication import (
 )
 from tests.collective_cases import (
     CASES,
+    EACH,
     OPS,
     Member,
     Tensors,
@@ -115,6 +116,12 @@ def test_gradient_of_a_product_with_zeros():
     assert [x.grad.item() for (x,) in inputs] == [6.0, 0.0, 0.0]
 
 
+def test_every_collective_is_in_the_tables_of_tests():
+    methods = {name for name, value in vars(Group).items() if name[0] != "_" and callable(value)}
+    assert {*EACH, "barrier", "all_gather_object", "split"} == methods
+    assert {name.partition("-")[0] for name in CASES} == {*EACH, "two", "split"}
+
+
 # -- dtypes, modes -----------------------------------------------------------------------------
 
 
@@ -127,12 +134,7 @@ def test_dtype_stays(dtype, groups):
     op = "max" if dtype is torch.bool else "sum"
 
     def member(group: Group, x: Tensor) -> list[Tensor]:
-        return [
-            group.all_reduce(x, op),
-            group.broadcast(x),
-            group.reduce_scatter([x] * group.size, op),
-            *group.all_gather(x),
-        ]
+        return [y for call in EACH.values() for y in call(group, x, op)]
 
     for results in in_replicas(member, [(x,)] * groups):
         assert {y.dtype for y in results} == {dtype}
@@ -498,14 +500,6 @@ def test_lists_of_two_dtypes_are_refused():
         in_replicas(lambda g: g.reduce_scatter([torch.ones(1), torch.ones(1).double()]), [()] * 2)
 
 
-CALLS = {
-    "all_reduce": lambda group, x: group.all_reduce(x),
-    "all_gather": lambda group, x: torch.cat(group.all_gather(x)),
-    "reduce_scatter": lambda group, x: group.reduce_scatter([x] * group.size),
-    "broadcast": lambda group, x: group.broadcast(x, src=group.size - 1),
-}
-
-
 def forward_mode(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor | None:
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(function(forward_ad.make_dual(x, x))).tangent
@@ -520,11 +514,11 @@ TRANSFORMS = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when it first loads a jvp
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", EACH)
 def test_derivatives_that_do_not_reach_the_others_are_refused(name, transform):
     def differentiated(group: Group, x: Tensor) -> Tensor | None:
         def call(x: Tensor) -> Tensor:
-            return CALLS[name](group, x)
+            return torch.cat(EACH[name](group, x))
 
         # In one replica only: torch has one level of forward-mode derivatives for all threads.
         return TRANSFORMS[transform](call, x) if group.rank == 0 else call(x)
@@ -537,12 +531,12 @@ def test_derivatives_that_do_not_reach_the_others_are_refused(name, transform):
     torch.testing.assert_close(alone, x)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", EACH)
 def test_a_level_of_forward_mode_without_derivatives_changes_nothing(name):
     x = torch.ones(3)
-    expected = in_replicas(CALLS[name], [(x,)] * 2)
+    expected = in_replicas(EACH[name], [(x,)] * 2)
     with forward_ad.dual_level():
-        torch.testing.assert_close(in_replicas(CALLS[name], [(x,)] * 2), expected)
+        torch.testing.assert_close(in_replicas(EACH[name], [(x,)] * 2), expected)
 
 
 @pytest.mark.parametrize("size", [1, 2])

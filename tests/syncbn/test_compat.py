@@ -68,14 +68,6 @@ def test_names_that_our_packages_do_not_export(package):
     assert module.execute_callbacks is replication.execute_replication_callbacks
 
 
-@pytest.mark.parametrize("module", NAMES)
-def test_names_without_a_counterpart(package, module):
-    with pytest.raises(ImportError, match=rf"_sum_ft of {package}\{module or '.'}? is private"):
-        exec(f"from {package}{module} import _sum_ft")
-    with pytest.raises(AttributeError, match="has no attribute '_magic'"):
-        importlib.import_module(package + module)._magic  # noqa: B018
-
-
 @pytest.mark.slow
 def test_program_for_the_older_toolkit_runs_unchanged(tmp_path):
     """With one line in front; below it are the call forms of the older toolkit's own readme."""

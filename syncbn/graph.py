@@ -54,7 +54,7 @@ Gradients = tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]
 
 #: Stands for a weight that is 0, where a total is divided by the weight by which a kernel
 #: multiplies again. The gradient of the output times this vanishes.
-_NEXT_TO_ZERO = 1e-20
+_TINY = 1e-20
 
 
 def synchronized_batch_norm(
@@ -133,13 +133,13 @@ def merge_replicas(
         if total == 0 and count_batch is not None:
             group.commit(count_batch)
         return [(total, None, None)] * len(shards)
-    alike = are_alike(shards)
-    if alike and may_join_all(messages):
+    differ = not are_alike(shards)
+    if not differ and may_join_all(messages):
         ys = group.commit(partial(join, messages, count_batch))
         return list(zip(repeat(total), repeat(None), ys, strict=False))
     messages = list(map(measured, messages))
     group.commit(partial(merge_moments, shards, total, count_batch))
-    outputs = connect(Batch(shards, alike), messages)
+    outputs = connect(Batch(shards, differ), messages)
     return [(total, shard.stats, y) for shard, y in zip(shards, outputs, strict=True)]
 
 
@@ -222,11 +222,11 @@ def _holder(x: Tensor) -> Any:
 
 
 class Batch(NamedTuple):
-    """What the node of a call knows."""
+    """What the node of a call keeps for backward."""
 
     shards: Sequence[Shard]
-    #: Whether weight, bias, denominator and kernels of all shards are the same.
-    are_alike: bool = False
+    #: Whether weight, bias, denominator or kernels differ between replicas.
+    differ: bool = False
     ranks: RankExchange | None = None
     #: For each shard the node that saves its input, if the joint node does not. Not an attribute
     #: of the shard: a replica records shards, and a checkpoint that it kept may refer to it.
@@ -288,18 +288,22 @@ class Normalize(Function):
             if batch.ranks is None:
                 return (None,) * (2 + 3 * n)
             dys = [torch.zeros_like(xs[0])]  # as the other ranks wait for the sums
-        is_exact = torch.is_grad_enabled() or any(dy is not None and is_batched(dy) for dy in dys)
+        by_autograd = (
+            torch.is_grad_enabled()
+            or any(dy is not None and is_batched(dy) for dy in dys)
+            or batch.differ  # so that sums over the shards cannot be added
+        )
         streams = batch.streams or {}
         for dy in dys:
             # It may come from another stream. torch cannot tell this of batched gradients.
             if dy is not None and dy.device in streams and not is_batched(dy):
                 dy.record_stream(streams[dy.device])
         with use_streams(streams):
-            compute = differentiable_gradients if is_exact else gradients
+            compute = gradients_by_autograd if by_autograd else gradients_by_kernels
             dxs, *of_parameters = compute(batch, dys, xs, weights)
             for k, grads in enumerate(of_parameters, 1):
                 needs = ctx.needs_input_grad[2 + k * n :][:n]
-                if batch.are_alike and any(needs):  # add here, in the accumulation dtype
+                if any(needs) and not batch.differ:  # add here, in the accumulation dtype
                     total, taker = added(grads), needs.index(True)
                     grads[:] = [None] * n
                     grads[taker] = total.to(batch.shards[taker].device)
@@ -311,7 +315,7 @@ class Normalize(Function):
 _normalize: Callable[..., Any] = super(Function, Normalize).apply
 
 
-def gradients(
+def gradients_by_kernels(
     batch: Batch,
     dys: Sequence[Tensor | None],
     xs: Sequence[Any],
@@ -323,39 +327,29 @@ def gradients(
         None if dy is None else _reduced(shard, dy, x)
         for shard, dy, x in zip(shards, dys, xs, strict=True)
     ]
-    if batch.are_alike:
-        total = added(sums).to(first.device)
+    total = added(sums).to(first.device)
+    if batch.ranks is None:
         sums = [total, *[None] * (len(shards) - 1)]
-        totals = [_sloped(total, first)] * len(shards)
-    else:
-        # Sums cannot be added where weights or kernels differ, but the derivatives with respect to
-        # mean and variance of the batch can.
-        weights = list(map(_without_zeros, weights))
-        factors = [
-            s.kernels.derivative_factors(in_float64(s.stats.inverse))
-            * (1 if w is None else in_float64(w))
-            for s, w in zip(shards, weights, strict=True)
-        ]
-        derivatives = [
-            None if own is None else _sloped(in_float64(own) * factor, shard)
-            for shard, own, factor in zip(shards, sums, factors, strict=True)
-        ]
-        derivative = added(derivatives)
-        if batch.ranks is not None and first.needs_dx:
-            derivative = batch.ranks.summed(derivative)
-        totals = [derivative.to(factor.device) / factor for factor in factors]
+    if first.denominator.clamps:  # a clamped variance has no derivative
+        _, var = first.moments_of(first.stats)
+        total = torch.stack((total[0], total[1] * (var >= first.denominator.eps).to(total)))
+    if batch.ranks is not None and first.needs_dx:
+        # The ranks add derivatives with respect to mean and variance of the batch, which do not
+        # depend on a rank's weight and kernels, and which `Zeros` adds in the same call.
+        weights = [w if w is None else w.masked_fill(w.abs() < _TINY, _TINY) for w in weights]
+        factor = first.kernels.derivative_factors(in_float64(first.stats.inverse))
+        factor = factor if weights[0] is None else factor * in_float64(weights[0])
+        total = batch.ranks.summed(in_float64(total) * factor) / factor
     dxs: list[Tensor | None] = [None] * len(shards)
-    shared: dict[tuple[int, int], Tensor] = {}
-    for i, (shard, dy, x, weight, total) in enumerate(
-        zip(shards, dys, xs, weights, totals, strict=True)
-    ):
+    shared: dict[int, Tensor] = {}  # by statistics, usually one per device
+    for i, (shard, dy, x, weight) in enumerate(zip(shards, dys, xs, weights, strict=True)):
         if shard.needs_dx and not shard.values:
             dxs[i] = torch.empty_like(x)
         elif shard.needs_dx:
-            key = id(shard.stats), id(total)  # usually one per device
+            key = id(shard.stats)
             if key not in shared:
-                total = total.to(shard.device, shard.dtype)
-                shared[key] = shard.kernels.shared_terms(total, shard.stats, weight)
+                on_device = total.to(shard.device, shard.dtype)
+                shared[key] = shard.kernels.shared_terms(on_device, shard.stats, weight)
             dxs[i] = shard.kernels.input_gradient(dy, x, shard.stats, weight, shared[key])
     dweights = [
         None if own is None else shard.kernels.weight_gradient(own, shard.stats)
@@ -370,21 +364,6 @@ def _reduced(shard: Shard, dy: Tensor, x: Tensor) -> Tensor:
     return shard.stats.mean.new_zeros(2, len(shard.stats.mean))
 
 
-def _sloped(sums: Tensor, shard: Shard) -> Tensor:
-    """Returns sums over ``dy`` without the part of a clamped variance, which has no derivative."""
-    if not shard.denominator.clamps:
-        return sums
-    _, var = shard.moments_of(shard.stats)
-    slope = shard.denominator.slope(var).to(sums)
-    return sums * torch.stack((torch.ones_like(slope), slope))
-
-
-def _without_zeros(weight: Tensor | None) -> Tensor | None:
-    return (
-        None if weight is None else weight.masked_fill(weight.abs() < _NEXT_TO_ZERO, _NEXT_TO_ZERO)
-    )
-
-
 def added(tensors: Sequence[Tensor | None]) -> Tensor:
     """Returns the sum of all that are not None, in order, on the device of the first."""
     present = [tensor for tensor in tensors if tensor is not None]
@@ -394,7 +373,7 @@ def added(tensors: Sequence[Tensor | None]) -> Tensor:
     return reduce(torch.add, present)
 
 
-def differentiable_gradients(
+def gradients_by_autograd(
     batch: Batch,
     dys: Sequence[Tensor | None],
     xs: Sequence[Any],

@@ -26,10 +26,6 @@ class Denominator(NamedTuple):
         """Returns the denominator for a variance."""
         return var.clamp(min=self.eps) if self.clamps else var + self.eps
 
-    def slope(self, var: Tensor) -> Tensor:
-        """Returns the derivative of the denominator with respect to ``var``: 0 or 1."""
-        return (var >= self.eps).to(var.dtype) if self.clamps else torch.ones_like(var)
-
 
 class RunningStatistics(NamedTuple):
     """The buffers of a layer that a merge updates. They may be None."""

@@ -104,14 +104,6 @@ def test_a_momentum_may_be_too_large_for_float32():
     assert own.mean is not None and own.mean.isfinite().all()
 
 
-@pytest.mark.parametrize("clamps", [False, True], ids=["plus", "clamp"])
-def test_slope_is_the_derivative_of_the_denominator(clamps):
-    denominator = Denominator(0.5, clamps)
-    var = torch.tensor([0.1, 0.5, 2.0], dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(denominator.of(var).sum(), var)
-    assert torch.equal(denominator.slope(var.detach()), slope)
-
-
 @pytest.mark.parametrize("mean", [7.9, -8.1, 1e4, torch.nan])
 def test_the_error_of_a_large_mean_is_kept(mean, monkeypatch):
     x, means = torch.randn(4, 2), torch.tensor([mean, 0.1], dtype=torch.float64)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -40,9 +41,7 @@ class FutureResult:
     def __init__(self) -> None:
         # Without a lock, which an interrupt could leave held: each change is a single call.
         self._box: dict[str, list[Any]] = {}
-        # The calls of `get` that are under way. The first one waits, and others are refused.
-        self._getters: list[object] = []
-        self._wait: Wait | None = None
+        self._waits: list[Wait] = []
 
     def __reduce__(self) -> tuple[type[FutureResult], tuple[()]]:
         return FutureResult, ()  # a copy has no getter and holds nothing
@@ -56,9 +55,9 @@ class FutureResult:
         new = [result]
         try:
             is_free = self._box.setdefault("result", new) is new
-            self._wake_getter()
+            self._wake_getters()
         except BaseException:  # an interrupt must not leave a getter without the result
-            self._wake_getter()
+            self._wake_getters()
             raise
         if not is_free:
             raise ReplicationError(
@@ -66,47 +65,39 @@ class FutureResult:
                 "result was fetched); call get first"
             )
 
-    def _wake_getter(self) -> None:
-        wait = self._wait
-        if wait is not None and self._box:
+    def _wake_getters(self) -> None:
+        for wait in self._waits[:]:
             with wait.rendezvous.lock:
                 wait.rendezvous.end_waits([wait])
 
     def get(self) -> Any:
-        """Waits for the result, removes it from the mailbox and returns it.
+        """Waits for a result, removes it from the mailbox and returns it.
 
         Raises:
-            ReplicationError: Another thread is in `get`.
             ReplicaFailed: Another replica raised.
-            ReplicasDiverged: No replica can put the result any more.
+            ReplicasDiverged: No replica can put a result any more.
         """
-        getter = object()
-        try:
-            self._getters.append(getter)
-            if self._getters[0] is not getter:
-                raise ReplicationError(
-                    "a FutureResult serves one getter at a time (get was called while another "
-                    "thread is in it); give each thread its own FutureResult"
-                )
+        while True:
+            with suppress(KeyError):  # empty, or another getter was faster
+                return self._box.pop("result")[0]
             self._await_result()
-            return self._box.pop("result")[0]
-        finally:
-            if self._getters[0] is getter:
-                self._wait = None
-            self._getters.remove(getter)
 
     def _await_result(self) -> None:
         current = current_replica()
         rendezvous = current.rendezvous if current else Rendezvous(None)
+        replica = current.replica if current else 0
         # While this lock is held no replica can end, so a replica that puts counts as running.
         with rendezvous.lock:
             if self._box:
                 return
-            replica = current.replica if current else 0
-            self._wait = wait = rendezvous.begin_wait(replica, (), "FutureResult", {replica: 1})
+            wait = rendezvous.begin_wait(replica, (), "FutureResult", {replica: 1})
+            self._waits.append(wait)
             if self._box:  # `put` has not seen the wait
                 rendezvous.end_waits([wait])
-        wait.block()
+        try:
+            wait.block()
+        finally:
+            self._waits.remove(wait)
 
 
 #: The identifier of the master's own message, and the replica that the master is in.
@@ -205,7 +196,7 @@ class SyncMaster:
 
     In their forwards copy 0 calls `run_master` and the others call ``slave_pipe.run_slave``,
     equally often. Outside a forward, pipes connect any threads, and a wait for a message that
-    never comes ends only with `reset`.
+    never comes does not end.
 
     >>> from replication import SyncMaster
     >>> from concurrent.futures import ThreadPoolExecutor
@@ -255,9 +246,10 @@ class SyncMaster:
         with _registration():
             outside = self._outside_forward
             channel = outside.channels.get(self) if outside is not None else None
-            if channel is not None and any(channel.calls.values()):
-                self._drop_slaves("new slaves have been registered; this pipe is of an older set.")
-            outside = self._outside_forward = self._outside_forward or Rendezvous(None)
+            if outside is not None and channel is not None and any(channel.calls.values()):
+                outside.close("new slaves have been registered; this pipe is of an older set.")
+                outside = None
+            outside = self._outside_forward = outside or Rendezvous(None)
             self._latest = None
             return self._register(outside, identifier, None)
 
@@ -268,19 +260,6 @@ class SyncMaster:
             channel = rendezvous.channels.setdefault(self, Channel(path or "SyncMaster"))
             replica = channel.register(identifier, replica)
         return SlavePipe(identifier, partial(channel, rendezvous, replica))
-
-    def _drop_slaves(self, reason: str) -> None:
-        if self._outside_forward is not None:
-            self._outside_forward.close(reason)
-        self._outside_forward = None
-
-    def reset(self) -> None:
-        """Drops the slaves that were registered outside a forward, whose pipes raise from then on.
-
-        It is needed if an interrupt comes between `register_slave` and `run_master`.
-        """
-        with _registration():
-            self._drop_slaves("the SyncMaster has been reset.")
 
     def _rendezvous(self) -> Rendezvous | None:
         current = current_replica()

@@ -415,27 +415,6 @@ def test_set_that_follows_a_failed_one_is_clean():
     assert exchange(master, "c", (master.register_slave(1), "d")) == [[(0, "c"), (1, "d")]] * 2
 
 
-def test_reset_drops_slaves_that_never_ran():
-    """Such as those of a program that was interrupted before `run_master`."""
-    master = SyncMaster(echo)
-    old, interrupted = master.register_slave(1), []
-    slave = started(lambda: old.run_slave("b"), interrupted)
-    assert soon(lambda: bool(master._outside_forward._waits))
-    master.reset()
-    assert ends(slave)
-    assert str(interrupted[0].error) == "the SyncMaster has been reset."
-    assert master.nr_slaves == 0
-    assert exchange(master, "c", (master.register_slave(1), "d")) == [[(0, "c"), (1, "d")]] * 2
-    with pytest.raises(ReplicationError, match="the SyncMaster has been reset"):
-        old.run_slave("late")
-
-
-def test_reset_of_a_master_without_slaves_does_nothing():
-    master = SyncMaster(echo)
-    master.reset()
-    assert master.run_master("alone") == [(0, "alone")]
-
-
 def test_nr_slaves_counts_the_current_set():
     master = SyncMaster(echo)
     assert master.nr_slaves == 0
@@ -640,26 +619,17 @@ def test_get_in_a_replica_is_given_up_when_the_other_fails():
         DataParallel(Hands(puts=True, error=KeyError), ["cpu"] * 2)(torch.zeros(2))
 
 
-def getting(future: FutureResult, into: list[Any]) -> threading.Thread:
-    """A thread that gets, and is in it."""
-    thread = threading.Thread(target=lambda: into.append(future.get()), daemon=True)
-    thread.start()
-    assert soon(lambda: future._wait is not None)
-    return thread
-
-
-def test_second_getter_is_refused_at_once_and_the_first_is_served():
+def test_each_result_goes_to_one_of_two_getters():
     future, got = FutureResult(), []
-    first = getting(future, got)
-    rendezvous = weakref.ref(future._wait.rendezvous)
-    with pytest.raises(ReplicationError, match=r"^a FutureResult serves one getter at a time"):
-        future.get()
-    future.put("value")
-    first.join(DEADLINE)
-    assert got == ["value"]
-    assert freed(rendezvous)  # neither getter has left anything behind
-    future.put("again")
-    assert future.get() == "again"
+    getters = [started(future.get, got) for _ in range(2)]
+    assert soon(lambda: len(future._waits) == 2)
+    rendezvous = [weakref.ref(wait.rendezvous) for wait in future._waits]
+    future.put("first")
+    assert soon(lambda: bool(got) and len(future._waits) == 1)
+    future.put("second")
+    assert all(map(ends, getters))
+    assert sorted(values(got)) == ["first", "second"]
+    assert all(map(freed, rendezvous))  # the getters have left nothing behind
 
 
 def test_put_between_the_two_looks_of_get_is_not_missed(monkeypatch):
@@ -680,8 +650,8 @@ def test_get_that_was_interrupted_leaves_the_result_for_the_next():
     outcomes: list[Any] = []
     thread = threading.Thread(target=lambda: outcomes.append(outcome_of(future.get)), daemon=True)
     thread.start()
-    assert soon(lambda: future._wait is not None)
-    interrupt(future._wait)
+    assert soon(lambda: bool(future._waits))
+    interrupt(future._waits[0])
     thread.join(DEADLINE)
     assert str(outcomes[0].error) == "interrupted"
     future.put("kept")

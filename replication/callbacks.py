@@ -156,10 +156,10 @@ def run_callbacks(
                 if any(callbacks):
                     found.append((position, callbacks))
                 break
-    rendezvous = attach_rendezvous(roots)
+    devices = tuple(map(device_of, roots) if devices is None else devices)
+    rendezvous = attach_rendezvous(roots, devices)
     if not found:
         return
-    devices = tuple(map(device_of, roots) if devices is None else devices)
     contexts = [CallbackContext(size, devices, path, rendezvous) for (path, _), _ in found]
     paths = [path_or_root(path) for (path, _), _ in found]
     backward = current_backward()

@@ -28,7 +28,7 @@ from replication.steps.gather import gather, join_leaves
 from replication.steps.parallel_apply import run_replicas
 from replication.steps.replicate import make_replicas
 from replication.steps.scatter import scatter_kwargs
-from replication.sync.lifecycle import first_failure_wins, limit_time
+from replication.sync.lifecycle import first_failure_wins, rendezvous_of
 from replication.tree import Scattered
 from replication.warning import UnsynchronizedWarning, WarnOnce, warn, warn_of_plain_batch_norm
 
@@ -177,7 +177,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
             replicas = self.replicate(module, self.device_ids[: len(inputs)])
             # 3. Run each replica in its thread. The steps have torch's signatures, so the time
             # limit travels in the rendezvous, which the replicas lead to.
-            limit_time(replicas, self.timeout)
+            if self.timeout is not None and (rendezvous := rendezvous_of(replicas)) is not None:
+                rendezvous.limit_time(self.timeout)
             outputs = first_failure_wins(self.parallel_apply, replicas, inputs, kwargs_tup)
             # 4. Join the outputs.
             return self.gather(outputs, self.output_device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -176,19 +175,7 @@ def to_device(tensor: Any, device: torch.device) -> Any:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-class _InUse(threading.local):
-    device: torch.device | None = None
-
-
-_in_use = _InUse()
-
-
-def device_in_use() -> torch.device | None:
-    """Returns the device of the innermost `use_device` of this thread, which may be the CPU."""
-    return _in_use.device
-
-
-class use_device:
+class use_device(ExitStack):
     """Makes ``device`` and ``stream`` current in a ``with`` block, on any type of device.
 
     Where a backend has no context manager for its current device (MPS has a single device), or no
@@ -196,19 +183,14 @@ class use_device:
     """
 
     def __init__(self, device: torch.device, stream: Any) -> None:
+        super().__init__()
         self._device, self._stream = device, stream
-        self._contexts = None if device.type in _WITHOUT_MODULE else ExitStack()
 
-    def __enter__(self) -> None:
-        if self._contexts is not None:
+    def __enter__(self) -> use_device:
+        if self._device.type not in _WITHOUT_MODULE:
             module = module_of(self._device)
             if hasattr(module, "device"):
-                self._contexts.enter_context(module.device(self._device))
+                self.enter_context(module.device(self._device))
             if self._stream is not None:
-                self._contexts.enter_context(module.stream(self._stream))
-        self._outer, _in_use.device = _in_use.device, self._device
-
-    def __exit__(self, *exc_info: Any) -> None:
-        _in_use.device = self._outer
-        if self._contexts is not None:
-            self._contexts.__exit__(*exc_info)
+                self.enter_context(module.stream(self._stream))
+        return self

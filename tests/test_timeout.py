@@ -17,7 +17,7 @@ from replication import (
     patch_replication_callback,
     warning,
 )
-from replication.sync.lifecycle import limit_time
+from replication.sync.lifecycle import rendezvous_of
 from tests.layers import (
     DEADLINE,
     HAS_GIL,
@@ -121,7 +121,7 @@ def test_a_replica_that_comes_late_is_a_matter_of_the_limit():
 
     class Late(AsTorchDoes):
         def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
-            limit_time(replicas, LIMIT)
+            rendezvous_of(replicas).limit_time(LIMIT)
 
             def run(i: int) -> Any:
                 if i == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -122,28 +122,21 @@ def _summed_together(
     Returns the sums by the index of the tensor, except for tensors that would not gain by it.
     """
     groups = defaultdict(list)
-    likes = {}
     for i, (of_copies, source) in enumerate(zip(grads, sources, strict=True)):
         given = [grad for grad in of_copies if grad is not None]
         devices = tuple([None if grad is None else grad.device for grad in of_copies])
         if {*devices} - {None, source} and _can_be_flat(given):
-            likes[i] = given[0]
-            groups[source, given[0].dtype, devices].append(i)
+            groups[source, given[0].dtype, devices].append((i, given[0]))
     sums = {}
-    for (source, _, devices), indices in groups.items():
-        if len(indices) > 1:
-            total = _summed(
-                [
-                    None if device is None else torch.cat([_flat(grads[i][copy]) for i in indices])
-                    for copy, device in enumerate(devices)
-                ],
-                source,
-            )
+    for (source, _, devices), members in groups.items():
+        if len(members) > 1:
+            flat = [_flat(grads[i][copy] for i, _ in members) for copy in range(len(devices))]
+            total = _summed(flat, source)
             assert total is not None  # as one of the devices is not
-            parts = total.split([likes[i].numel() for i in indices])
-            for i, part in zip(indices, parts, strict=True):
+            parts = total.split([like.numel() for _, like in members])
+            for (i, like), part in zip(members, parts, strict=True):
                 # `data`: each with a version counter of its own.
-                sums[i] = part.as_strided(likes[i].shape, likes[i].stride()).data
+                sums[i] = part.as_strided(like.shape, like.stride()).data
     return sums
 
 
@@ -158,10 +151,10 @@ def _can_be_flat(grads: Sequence[Tensor]) -> bool:
     return has_no_gaps and same and first.nbytes <= _SMALL
 
 
-def _flat(grad: Tensor | None) -> Tensor:
-    """Returns a view of the values of a gradient, in the order in which they are in memory."""
-    assert grad is not None  # as it has a device
-    return grad.as_strided((grad.numel(),), (1,))
+def _flat(grads: Iterable[Tensor | None]) -> Tensor | None:
+    """Returns the values of one copy's gradients in the order of memory. None without any."""
+    given = [grad.as_strided((grad.numel(),), (1,)) for grad in grads if grad is not None]
+    return torch.cat(given) if given else None
 
 
 def _summed(grads: Sequence[Tensor | None], device: torch.device) -> Tensor | None:

@@ -230,12 +230,7 @@ def split_tensor(tensor: Tensor, sizes: Sizes, dim: int, devices: Devices) -> li
     parts of the others nor the caller's tensor. A part that leaves is copied once. Through a clone
     it would come from pageable memory, also if the batch is in pinned memory.
     """
-    views: Sequence[Tensor]
-    if tensor.is_sparse:  # torch has no views of sparse tensors
-        order = torch.arange(tensor.size(dim), device=tensor.device)
-        views = [tensor.index_select(dim, rows) for rows in order.split(sizes)]
-    else:
-        views = tensor.split(sizes, dim)
+    views = tensor.split(sizes, dim)
     parts = list(map(moved, views, devices))
     return [p.clone() if p is view else p for p, view in zip(parts, views, strict=True)]
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from torch import nn
 
 from replication._torch import CALL_IMPL, current_backward
-from replication.devices import device_in_use, device_of
 from replication.errors import (
     ReplicationError,
     add_note,
@@ -129,18 +128,13 @@ class ForwardScope:
 
     def _add_note(self, error: BaseException) -> None:
         """Adds a note with the replica, the device and the submodule that an error came from."""
-        replica = self._replica()
         note = origin(self._index, self._rendezvous.size)
+        device = self._rendezvous.devices[self._index]
+        note += f" on {device}" if device is not None else ""
         with suppress(Exception):  # raised by a method of the replica; it must not hide the error
-            device = device_in_use() or device_of(replica)
-            path = failing_path(error, replica)
-            note += f" on {device}" if device is not None else ""
+            path = failing_path(error, self._replica())
             note += f", module `{path_or_root(path)}`" if path is not None else ""
         add_note(error, note)
-        if type(error) is AttributeError and error.name == "group":
-            add_note(
-                error, "a layer has a group if its class derives from replication.ReplicaAware"
-            )
 
 
 #: The methods that run a replica: ``replica(...)``, with the hooks of the root, and
@@ -153,9 +147,10 @@ _ENTRY_POINTS = (CALL_IMPL, "forward")
 observer: Callable[[int], Observe | None] | None = None
 
 
-def attach_rendezvous(replicas: Sequence[nn.Module]) -> Rendezvous:
+def attach_rendezvous(replicas: Sequence[nn.Module], devices: Sequence[object]) -> Rendezvous:
     """Makes a rendezvous, and makes the replicas report their beginning and end to it."""
     rendezvous = Rendezvous(len(replicas))
+    rendezvous.devices = devices
     rendezvous.locate = Locator(replicas)
     rendezvous.observe = observer and observer(len(replicas))
     rendezvous.in_backward = is_recomputation()
@@ -194,12 +189,6 @@ def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
     """Returns the rendezvous of the forward that these replicas belong to."""
     calls = tracked_calls(replicas)
     return calls[0].rendezvous if calls else None
-
-
-def limit_time(replicas: Sequence[Any], timeout: float | None) -> None:
-    """Limits the forward of these replicas to ``timeout`` seconds from now."""
-    if timeout is not None and (rendezvous := rendezvous_of(replicas)) is not None:
-        rendezvous.limit_time(timeout)
 
 
 def first_failure_wins(

@@ -22,7 +22,6 @@ from replication.devices import (
     accelerator,
     current_stream,
     default_devices,
-    device_in_use,
     device_of,
     usable_devices,
     use_device,
@@ -85,15 +84,6 @@ def test_device_of_a_replica_may_come_from_a_plain_attribute():
     assert device_of(module) == torch.device("meta")
 
 
-def test_device_in_use_is_set_by_the_innermost_block():
-    cpu, meta = torch.device("cpu"), torch.device("meta")
-    with use_device(cpu, None):
-        with use_device(meta, None):
-            assert device_in_use() == meta
-        assert device_in_use() == cpu
-    assert device_in_use() is None
-
-
 def test_torch_that_names_no_accelerator_keeps_a_list_of_types(monkeypatch):
     monkeypatch.delattr(torch, "accelerator", raising=False)
     assert accelerator() is None
@@ -109,7 +99,7 @@ def test_a_backend_needs_neither_streams_nor_a_current_device(monkeypatch):
     assert (first, second) == (torch.device("hpu:0"), torch.device("hpu:1"))
     assert current_stream(second) is None
     with use_device(second, None):
-        assert device_in_use() == second
+        pass
     with pytest.raises(ValueError, match="this machine has no device 'hpu:2'"):
         usable_devices(["hpu:2"])
 

@@ -122,16 +122,6 @@ def test_group_is_its_name():
                 pass
 
 
-def test_layer_without_the_mixin_is_told_of_it():
-    class Forgets(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.group.all_reduce(x)
-
-    with pytest.raises(AttributeError) as error:
-        DataParallel(Forgets(), ["cpu"] * 2)(torch.ones(2, 1))
-    assert "derives from replication.ReplicaAware" in error.value.__notes__[1]
-
-
 def test_context_may_have_a_group_of_its_users():
     class Sets(Total):
         def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:

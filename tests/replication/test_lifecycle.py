@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import math
 import re
 import signal
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -35,7 +33,6 @@ from replication.sync.lifecycle import (
     Locator,
     failing_path,
     first_failure_wins,
-    limit_time,
     rendezvous_of,
     tracked_calls,
 )
@@ -449,15 +446,6 @@ def test_errors_that_are_swallowed_are_forgotten():
     rendezvous = rendezvous_of(replicas)
     assert first_failure_wins(lambda replicas: rendezvous.fail(0, KeyError()), replicas) is None
     assert rendezvous.take_failures() == []
-
-
-def test_time_is_limited_from_now_on():
-    replicas = watched(Signed())
-    limit_time(replicas, None)
-    assert rendezvous_of(replicas).deadline == math.inf
-    limit_time([nn.ReLU()], 100.0)
-    limit_time(replicas, 100.0)
-    assert 0 < rendezvous_of(replicas).deadline - time.monotonic() <= 100
 
 
 def test_a_forward_inside_a_replica_writes_in_that_of_the_replica():

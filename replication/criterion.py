@@ -23,8 +23,7 @@ _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 class DataParallelCriterion(DataParallel[nn.Module]):
     """Computes a loss where the outputs are, so that no device has to hold all outputs.
 
-    The loss and its gradients equal those of one device with the whole batch, however many samples
-    each replica has.
+    The loss and its gradients equal those of one device with the whole batch.
 
     >>> import torch
     >>> from torch import nn
@@ -37,17 +36,16 @@ class DataParallelCriterion(DataParallel[nn.Module]):
 
     Args:
         criterion: A loss of torch with ``reduction="mean"`` or ``"sum"``. Or a module of your own
-            that returns a pair of scalar tensors: the sum of the losses of its samples, and the
-            weight of these samples, such as their number. The loss is the sum of the first divided
-            by the sum of the second, or the sum of the first if the second is None.
+            that returns two scalar tensors: the sum of the losses of its samples, and the weight
+            of these samples, such as their number. The loss is the first, added over the replicas,
+            divided by the second, added likewise; undivided if the second is None.
         device_ids: The devices of the outputs (see `DataParallel`).
         output_device: The device of the loss, by default ``device_ids[0]``.
         dim: The batch dimension of outputs and targets.
 
     Raises:
-        ValueError: As `DataParallel`. Also if ``criterion`` is a loss of torch with another
-            reduction, or a `torch.nn.CTCLoss` with the mean.
-        TypeError: As `DataParallel`. In a call, a module of your own returns another kind of pair.
+        ValueError: As `DataParallel`. Also if a loss of torch has another reduction.
+        TypeError: As `DataParallel`. In a call, a module of your own returns something else.
     """
 
     def __init__(

@@ -106,11 +106,9 @@ def module_of(device: torch.device) -> Any:
 
 
 def device_of(replica: nn.Module) -> torch.device | None:
-    """Returns the device of a replica's first parameter or buffer.
-
-    Without any, it is the device of a tensor in a plain attribute, which torch's replicas do not
-    move. ``parameters()`` would not do, because it is empty on replicas.
-    """
+    """Returns the device of a replica's first parameter, buffer or other tensor, or None."""
+    # Not `parameters()`, which is empty on replicas. Attributes come last, because torch's
+    # replicas do not move them.
     for name in ("_former_parameters", "_parameters", "_buffers", None):
         for module in replica.modules():
             attributes = vars(module) if name is None else vars(module).get(name) or {}
@@ -134,11 +132,9 @@ Streams = dict[torch.device, Any]
 
 
 def current_streams(devices: Iterable[torch.device]) -> Streams:
-    """Returns the current streams of this thread, for `use_streams` in a backward.
-
-    There are none for a single device: autograd sets the stream of a node's own device, and only
-    this one. So a node that touches other devices must set theirs.
-    """
+    """Returns the current streams of this thread, for `use_streams` in a backward."""
+    # None for a single device: autograd sets the stream of a node's own device, and only this
+    # one. So a node that touches other devices must set theirs.
     distinct = set(devices)
     if len(distinct) == 1:
         return {}
@@ -147,11 +143,9 @@ def current_streams(devices: Iterable[torch.device]) -> Streams:
 
 
 def use_streams(streams: Streams) -> AbstractContextManager[None]:
-    """Makes streams of several devices current in a ``with`` block inside an autograd node.
-
-    The current device stays. Autograd orders only the stream of the node's own device, the current
-    one, with the nodes before and after. So the others wait for it, and it waits for them.
-    """
+    """Makes streams, but no device, current in a ``with`` block inside an autograd node."""
+    # Autograd orders only the stream of the node's own device, the current one, with the nodes
+    # before and after. So the others wait for it, and it waits for them.
     return _using(streams) if streams else nullcontext()
 
 
@@ -176,11 +170,7 @@ def to_device(tensor: Any, device: torch.device) -> Any:
 
 
 class use_device(ExitStack):
-    """Makes ``device`` and ``stream`` current in a ``with`` block, on any type of device.
-
-    Where a backend has no context manager for its current device (MPS has a single device), or no
-    streams, there is nothing to make current.
-    """
+    """Makes ``device`` and ``stream`` current in a ``with`` block, where the backend has both."""
 
     def __init__(self, device: torch.device, stream: Any) -> None:
         super().__init__()

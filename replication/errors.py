@@ -25,10 +25,7 @@ _NAME = vars(type)["__name__"]
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns ``ValueError: its text``, with a very long text cut off.
-
-    If the error cannot be converted to a string, only its type is returned.
-    """
+    """Returns ``ValueError: its text``, shortened, or only the type if the text raises."""
     name: str = _NAME.__get__(type(error))
     try:
         text = str(error)
@@ -42,10 +39,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def has_type(error: BaseException, kind: type[BaseException]) -> bool:
-    """Whether an error is a ``kind``, without running any code of the error.
-
-    `isinstance` reads ``__class__``, which a class may define as a property.
-    """
+    """Whether an error is a ``kind``, without running any code of the error."""
+    # Not `isinstance`: it reads `__class__`, which a class may define as a property.
     return issubclass(type(error), kind)
 
 
@@ -62,16 +57,14 @@ class ReplicationError(RuntimeError):
 class ReplicaFailed(ReplicationError):
     """Another replica raised, so the value that this replica waits for cannot arrive.
 
-    The ``__cause__`` is the error of the other replica. The caller of the forward gets that error,
-    not this follow-up.
+    Its ``__cause__`` is that error, which is what the caller of the forward gets.
     """
 
 
 class ReplicasDiverged(ReplicationError):
     """The calls of the replicas do not match, so the values that they wait for cannot arrive.
 
-    For example, a replica skips a layer, calls layers in a different order, calls another
-    collective, or passes a tensor of another shape or dtype.
+    For example, a replica skips a layer, or passes a tensor of another shape or dtype.
     """
 
 
@@ -87,11 +80,7 @@ _ATTRIBUTES = vars(BaseException)["__dict__"]
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds a note as `BaseException.add_note` does, but runs no method of the error.
-
-    An error whose ``__notes__`` is not a list is left unchanged. Tracebacks show notes from Python
-    3.11 on.
-    """
+    """As `BaseException.add_note` of Python 3.11, but runs no method of the error."""
     notes = _ATTRIBUTES.__get__(error).setdefault("__notes__", [])
     if type(notes) is list:
         notes.append(note)
@@ -131,7 +120,6 @@ def check_list(name: str, items: object) -> None:
 
 
 def check_module(value: object) -> None:
-    """Raises TypeError if ``value`` is not a module."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"expected a torch.nn.Module (got {type(value).__name__})")
 

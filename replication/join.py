@@ -20,9 +20,8 @@ T = TypeVar("T")
 class JoinableStep(Joinable, Generic[T]):
     """A training step for `torch.distributed.algorithms.Join`, for ranks that run out of data.
 
-    While other ranks still have batches, a rank that has left its loop runs the same step on an
-    empty batch. So it takes part in every collective, in the same order, and parameters and
-    optimizers of all ranks stay equal::
+    While other ranks still have batches, a rank that has left its loop runs the step on an empty
+    batch, so it takes part in every collective, and all ranks keep equal parameters::
 
         step = JoinableStep(train_one_batch, empty=(images[:0], labels[:0]))
         with Join([step]):
@@ -30,11 +29,9 @@ class JoinableStep(Joinable, Generic[T]):
                 step(images, labels)
 
     Do not pass the DistributedDataParallel to ``Join`` as well, because the step already runs it.
-    Gradients are divided by the number of all ranks, including those without data. They equal the
-    gradients of one device if the loss of a rank is the sum over its samples, divided by the
-    number of samples on all ranks and multiplied by the number of ranks.
-
-    Outside ``Join``, and without other processes, it only calls the step:
+    Gradients are divided by the number of all ranks. They equal the gradients of one device if a
+    rank's loss is the sum over its samples, times the number of ranks, divided by the number of
+    samples on all ranks. Outside ``Join``, or in one process, it only calls the step:
 
     >>> import torch
     >>> from replication import JoinableStep
@@ -45,8 +42,7 @@ class JoinableStep(Joinable, Generic[T]):
     Args:
         step: Trains on one batch: forward, backward, and the optimizer's step. All layers with
             statistics over a batch must be synchronized.
-        empty: The arguments of the step for an empty batch. All ranks must call the same layers
-            with it as with other batches.
+        empty: The arguments of the step for an empty batch, with which it calls the same layers.
         process_group: The ranks that train together, by default all.
 
     Raises:

@@ -19,11 +19,9 @@ __all__ = ["PatchHandle", "patch_replication_callback"]
 
 
 def extended(method: Callable[..., Any]) -> property:
-    """Makes a method that extends the one of the unpatched object, and gets it as an argument.
-
-    As a property it comes before an attribute of the object. A method that the user sets on the
-    object stays where it is, before, during and after the patch, and is extended as well.
-    """
+    """Makes a method that extends the one of the unpatched object, and gets it as an argument."""
+    # A property comes before an attribute of the object. So a method that the user sets on the
+    # object stays where it is, before, during and after the patch, and is extended as well.
     name = method.__name__
 
     def get(owner: Any) -> Callable[..., Any]:
@@ -37,12 +35,10 @@ def extended(method: Callable[..., Any]) -> property:
     return property(get, set_own, lambda owner: vars(owner).pop(name))
 
 
+# Methods of a class, so that they also act on copies of the object (by ``copy``, ``deepcopy``
+# or ``pickle``) and on its replicas in another DataParallel.
 class Patched:
-    """A mixin in front of the original class of a patched DataParallel.
-
-    As methods of a class, they act on copies of the object as well: copies by ``copy``,
-    ``deepcopy`` or ``pickle``, and replicas in another DataParallel.
-    """
+    """A mixin in front of the original class of a patched DataParallel."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Does nothing, so that a hook of the original class does not run."""
@@ -92,10 +88,8 @@ _lock = RenewedLock()
 
 
 def _change_class(data_parallel: Any, before: Any, after: Any) -> None:
-    """Changes the class of an object, unless another thread has changed it meanwhile.
-
-    It is the only change to the object, so an interrupt leaves it patched or not, nothing between.
-    """
+    """Changes the class of an object, unless another thread has changed it meanwhile."""
+    # This is the only change to the object, so an interrupt leaves it patched or not.
     with _lock():
         if type(data_parallel) is before:
             object.__setattr__(data_parallel, "__class__", after)
@@ -125,9 +119,8 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
     """Adds the replication callback to a `DataParallel` object, stock or customized.
 
     From now on its ``replicate`` calls `execute_replication_callbacks`, and its ``parallel_apply``
-    raises the first of several errors. The class of the object becomes a derived class with the
-    same name. Copies of the object are patched as well. Patching twice is the same as patching
-    once, and either handle undoes the patch.
+    raises the first of several errors. Its class becomes a derived class of the same name. Copies
+    of the object are patched as well. Patching twice is patching once: either handle undoes it.
 
     >>> from torch import nn
     >>> from replication import patch_replication_callback

@@ -81,11 +81,9 @@ def once_for(owner: object) -> WarnOnce:
 
 
 def warn(message: str, category: type[Warning] = UserWarning, caller: int | None = None) -> None:
-    """Warns at the innermost line outside of torch and this toolkit.
-
-    If the current thread has no such line, it is searched in the thread ``caller``: only torch's
-    containers may call the layers in the thread of a replica.
-    """
+    """Warns at the innermost line outside of torch and this toolkit."""
+    # A replica's thread may have no such line: only torch's containers call the layers in it.
+    # Then the line comes from the thread `caller`.
     here = sys._getframe(1)
     frame = _user_frame(here) or _user_frame(frame_of_thread(caller or 0)) or here
     warnings.warn_explicit(
@@ -99,10 +97,8 @@ def warn(message: str, category: type[Warning] = UserWarning, caller: int | None
 
 
 def frame_of_thread(thread: int) -> FrameType | None:
-    """Returns the innermost frame of a thread; None if it has none, or without the GIL.
-
-    Without the GIL the thread goes on while its frames are read, which may crash the interpreter.
-    """
+    """Returns the innermost frame of a thread; None if it has none, or without the GIL."""
+    # Without the GIL the thread goes on while its frames are read, which may crash.
     return sys._current_frames().get(thread) if _has_gil() else None
 
 

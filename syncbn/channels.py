@@ -9,7 +9,6 @@ from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which values of ``dtype`` are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -41,7 +40,6 @@ def in_float64(tensor: Tensor) -> Tensor:
 
 
 def values_per_channel(x: Tensor) -> int:
-    """Returns the number of values of each channel."""
     return x.numel() // x.size(1) if x.size(1) else 0
 
 
@@ -65,11 +63,9 @@ def memory_format(x: Tensor) -> torch.memory_format:
 
 
 def with_usual_strides(x: Tensor) -> Tensor:
-    """Returns a view of ``x`` with the canonical strides of its memory format.
-
-    The stride of a dimension of length 1 is arbitrary, but torch's batch norm may infer a wrong
-    memory format from it.
-    """
+    """Returns a view of ``x`` with the canonical strides of its memory format."""
+    # The stride of a dimension of length 1 is arbitrary, but torch's batch norm may infer a
+    # wrong memory format from it.
     layout = memory_format(x)
     if 1 not in x.shape or not x.is_contiguous(memory_format=layout):
         return x
@@ -84,7 +80,6 @@ def empty_output(x: Tensor) -> Tensor:
 
 
 def in_format_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """Returns a tensor in the memory format of another."""
     return tensor.contiguous(memory_format=memory_format(like))
 
 
@@ -94,11 +89,9 @@ _constants: dict[Any, Tensor] = {}
 def constant_tensor(
     numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Returns a cached tensor of numbers.
-
-    An accelerator fills it in order of its current stream: a copy from the host would block the
-    host, and is impossible while a CUDA graph is captured.
-    """
+    """Returns a cached tensor of numbers."""
+    # An accelerator fills it in order of its current stream: a copy from the host would block
+    # the host, and is impossible while a CUDA graph is captured.
     key = numbers, device, dtype, _current_stream(device)
     tensor = _constants.get(key)
     if tensor is None:

@@ -8,11 +8,10 @@ Strategy   Kernels                                            Devices
 `Plain`    plain tensor operations                            every other device
 =========  =================================================  ==========================
 
-All of them know nothing of replicas and have the same functions. They compute in the
-*accumulation dtype*: float64 for float64, float32 for everything else. Results for float16 and
-bfloat16 inputs are rounded once.
+They know nothing of replicas, and compute in the *accumulation dtype*: float64 for float64,
+float32 for everything else. Results in half precision are rounded once.
 
-Notation: ``x`` and the gradient ``dy`` of the output are ``(N, C, ...)``. ``x_hat`` is
+``x`` and the gradient ``dy`` of the output are ``(N, C, ...)``, ``x_hat`` is
 ``(x - mean) / sqrt(denominator)``.
 """
 
@@ -47,10 +46,7 @@ BLOCK = 2**19
 
 
 class Statistics(NamedTuple):
-    """The statistics of the whole batch.
-
-    Vectors are ``(C,)``, in the accumulation dtype, and on the device of ``x``.
-    """
+    """The statistics of the whole batch, ``(C,)`` in the accumulation dtype, on ``x``'s device."""
 
     #: Values per channel. A tensor where reading it would block the host.
     total: int | Tensor
@@ -91,27 +87,22 @@ class Kernels:
     def merge(
         self, counts: tuple[int, ...], moments: Sequence[Tensor], eps: float, running: Buffers
     ) -> tuple[Tensor, Tensor]:
-        """Merges the results of `moments` of n shards, each stacked to ``(n, C)``.
+        """Merges `moments` of n shards, ``(n, C)`` each, and updates running statistics.
 
-        It also updates running statistics. Returns mean and ``1 / sqrt(var + eps)``, ``(C,)``.
+        Returns mean and ``1 / sqrt(var + eps)``, ``(C,)``.
         """
         raise NotImplementedError
 
     def normalize(
         self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine, out: Tensor
     ) -> None:
-        """Writes ``x_hat * weight + bias`` into ``out``, which has dtype and layout of ``x``.
-
-        ``x`` is not empty.
-        """
+        """Writes ``x_hat * weight + bias`` into ``out``, for an ``x`` that is not empty."""
         raise NotImplementedError
 
     def reduce(self, dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
-        """Computes the sums of ``dy`` and of ``dy * x_hat`` over a shard, ``(2, C)``.
-
-        A strategy may have the second sum in units of its own, which `weight_gradient`,
-        `derivative_factors` and `shared_terms` of the same strategy understand.
-        """
+        """Computes the sums of ``dy`` and of ``dy * x_hat`` over a shard, ``(2, C)``."""
+        # The second may be in units of the strategy's own, for `weight_gradient`,
+        # `derivative_factors` and `shared_terms` of the same strategy.
         raise NotImplementedError
 
     def weight_gradient(self, sums: Tensor, stats: Statistics) -> Tensor:
@@ -119,40 +110,29 @@ class Kernels:
         return sums[1]
 
     def derivative_factors(self, inverse: Tensor) -> Tensor:
-        """Returns factors ``(2, C)`` that turn sums of `reduce`, times weight, into derivatives.
-
-        They are the derivatives with respect to mean and variance of the whole batch,
-            dmean = -sum(weight * dy) / sqrt(denominator)
-            dvar = -sum(weight * dy * x_hat) / (2 * denominator)
-        """
+        """Returns ``(2, C)``: what turns sums of `reduce`, times weight, into derivatives."""
+        # With respect to mean and variance of the whole batch:
+        #     dmean = -sum(weight * dy) / sqrt(denominator)
+        #     dvar = -sum(weight * dy * x_hat) / (2 * denominator)
         return torch.stack((-inverse, -inverse.square() / 2))
 
     def shared_terms(self, totals: Tensor, stats: Statistics, weight: Affine) -> Tensor:
-        """Computes what all replicas on a device share of `input_gradient`, ``(2, C)``.
-
-        It is linear in ``totals``, ``(2, C)``, the results of `reduce` added over the batch.
-        """
+        """What replicas on a device share of `input_gradient`, ``(2, C)``, linear in `totals`."""
         return totals * (_scale(stats, weight) / -stats.total)
 
     def input_gradient(
         self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
     ) -> Tensor:
-        """Computes the gradient of a shard.
-
-        With the totals T1 of dy and T2 of dy * x_hat, over the n values of the whole batch:
-            dx = (weight * dy - (weight * T1 + x_hat * weight * T2) / n) / sqrt(denominator)
-        (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx.) ``dy`` is None if the output
-        is unused, ``shared`` is the result of `shared_terms`.
-        """
+        """Computes the gradient of a shard. ``dy`` is None if the output is unused."""
+        # With the totals T1 of dy and T2 of dy * x_hat, over the n values of the whole batch:
+        #     dx = (weight * dy - (weight * T1 + x_hat * weight * T2) / n) / sqrt(denominator)
+        # (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx.)
         raise NotImplementedError
 
 
+# Not those for training mode, which cannot take statistics from outside.
 class Native(Kernels):
-    """torch's fused CPU kernels for evaluation mode.
-
-    Forward is an affine map of each channel, backward two sums. torch's kernels for training mode
-    cannot take statistics from outside.
-    """
+    """torch's fused CPU kernels for evaluation mode: an affine map, and two sums in backward."""
 
     is_asynchronous = False
 
@@ -208,12 +188,10 @@ class Native(Kernels):
         return dx if dy is None else dx.addcmul_(dy, per_channel(_scale(stats, weight), x))
 
 
+# They read and write each tensor once, in its dtype, subtract the mean before they scale, and
+# do not make the host wait.
 class Fused(Kernels):
-    """The kernels of `torch.nn.SyncBatchNorm`.
-
-    They read and write each tensor once in its own dtype, subtract the mean before they scale, and
-    support contiguous and channels_last inputs. They do not make the host wait.
-    """
+    """The kernels of `torch.nn.SyncBatchNorm`, for contiguous and channels_last inputs."""
 
     returns_inverse = True
     has_merge = True

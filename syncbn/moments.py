@@ -1,7 +1,6 @@
-"""Mean and biased variance of each channel: of a tensor on the CPU, and of several sets together.
+"""Mean and biased variance of each channel, ``(C,)`` in float64: on the CPU, or merged.
 
-Both are ``(C,)`` in float64. Variances are centered sums, never ``E[x^2] - E[x]^2``, so they are
-never negative and a large mean costs no precision.
+Variances are centered sums, never ``E[x^2] - E[x]^2``, so a large mean costs no precision.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 def merge(
     counts: Sequence[int], means: Sequence[Tensor], variances: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Computes mean and biased variance of the union of several sets of values.
-
-    Some sets may be empty. The result is on the device of the first.
-    """
+    """Merges the moments of several sets of values, possibly empty, on the device of the first."""
     home, total = means[0].device, sum(counts)
     share = constant_tensor(tuple([n / total for n in counts]), home, torch.float64)
     stacked = [torch.stack([t.to(share) for t in tensors]) for tensors in (means, variances)]
@@ -63,11 +59,9 @@ def merge(
 
 
 def merge_shares(share: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `merge` of n sets, given the fraction of all values that each has, ``(n,)``.
-
-    See Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-    Variances", 1979.
-    """
+    """Computes `merge` of n sets, given the fraction of all values that each has, ``(n,)``."""
+    # Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    # Variances", 1979.
     mean = share @ means
     apart = means - mean
     return mean, share @ torch.addcmul(variances, apart, apart)
@@ -114,11 +108,9 @@ def _moments_in_accumulation_dtype(x: Tensor, n: int) -> tuple[Tensor, Tensor] |
 
 
 def _moments_of_last_dim(rows: Tensor, runs: int) -> tuple[Tensor, Tensor]:
-    """Computes `moments` for ``(..., C)``, with the channels last.
-
-    torch adds the values of a channel one by one. So each channel is cut into runs, which torch
-    sees as separate channels.
-    """
+    """Computes `moments` for ``(..., C)``, with the channels last."""
+    # torch adds the values of a channel one by one. So each channel is cut into runs, which
+    # torch sees as separate channels.
     c = rows.size(-1)
     image = rows.reshape(1, -1, 1, runs * c).permute(0, 3, 1, 2)
     stats = torch.batch_norm_update_stats(image, None, None, 0.0)
@@ -127,11 +119,9 @@ def _moments_of_last_dim(rows: Tensor, runs: int) -> tuple[Tensor, Tensor]:
 
 
 def _moments_of_rows(x: Tensor, n: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `moments` for a contiguous tensor, and the error of the mean that it starts from.
-
-    Sums over rows of a channel are in the accumulation dtype, sums over these in float64. torch's
-    fused kernel for parameter gradients computes the sums of ``x * (x - estimate)`` and of ``x``.
-    """
+    """Computes `moments` of a contiguous tensor, and the error of the mean they start from."""
+    # Rows are added in the accumulation dtype, their sums in float64. torch's fused kernel for
+    # parameter gradients computes the sums of x * (x - estimate) and of x.
     size = x.shape[2:].numel()
     first = x[: 1 + _ENOUGH // size]
     estimate = first.mean(reduced_dims(x), dtype=accumulation_dtype(x.dtype))
@@ -148,11 +138,9 @@ def _moments_of_rows(x: Tensor, n: int, length: int) -> tuple[Tensor, Tensor, Te
 
 
 def _row_length(x: Tensor) -> int | None:
-    """Returns the length of rows in which to add the values of a contiguous tensor.
-
-    Rows are so short that float32 sums lose no digits. In half precision, which has few digits and
-    is slow for short rows, they are longer. None if there are no such rows.
-    """
+    """Returns the length of rows in which to add the values of a contiguous tensor, or None."""
+    # So short that float32 sums lose no digits. Longer in half precision, which has few digits
+    # and is slow for short rows.
     if not x.is_contiguous() or x.dim() == 2:
         return None
     longest = 64 if x.dtype == accumulation_dtype(x.dtype) else 4096

@@ -1,7 +1,7 @@
 """Layers that take the place of others, made by a function of the user's.
 
-The old layer stays the same object. It gets the class and the attributes of the new layer, and
-keeps its parameters, its buffers and everything else that every batch norm or module has.
+The old layer stays the same object, with its parameters and buffers, and gets the class and the
+attributes of the new one.
 """
 
 from __future__ import annotations
@@ -33,13 +33,7 @@ class _Before(NamedTuple):
 
 
 def replacements(root: nn.Module, classes: Mapping[type[Any], Function]) -> dict[Any, nn.Module]:
-    """Returns the new layer for each layer of these classes, and changes nothing.
-
-    Raises:
-        TypeError: ``classes`` does not map classes of modules to functions, or a function does not
-            return a new layer that is a `ReplicaAware` module.
-        ValueError: The new layer would not have all that the old one has.
-    """
+    """Returns the new layer for each layer of these classes, changing nothing, or raises."""
     if not isinstance(classes, Mapping) or not all(
         isinstance(kind, type) and issubclass(kind, nn.Module) and callable(function)
         for kind, function in classes.items()
@@ -77,7 +71,6 @@ def _shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def replace(layer: nn.Module, new: nn.Module) -> None:
-    """Makes ``layer`` what ``new`` is."""
     attributes = vars(layer)
     others = {name: value for name, value in vars(new).items() if name not in _KEPT}
     changed = {name: attributes[name] for name in others if name in attributes}

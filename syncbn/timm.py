@@ -1,7 +1,4 @@
-"""A synchronized layer for timm's batch norm with dropout and activation.
-
-timm is never imported before a network of timm's is there.
-"""
+"""A synchronized layer for timm's batch norm with dropout and activation."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ _MODULE, _NAME = "timm.layers.norm_act", "BatchNormAct2d"
 
 def is_timm(kind: type[Any]) -> bool:
     """Returns whether ``kind`` is timm's class, and no class derived from it."""
+    # By name, because timm is not imported before a network of timm's is there.
     return (kind.__module__, kind.__qualname__) == (_MODULE, _NAME)
 
 
@@ -36,11 +34,9 @@ _counterparts: dict[type[Any], type[nn.Module]] = {}
 
 
 def synchronized_timm(plain: type[Any]) -> type[nn.Module]:
-    """Returns the counterpart of timm's class.
-
-    It is derived from timm's class: timm's functions, such as ``freeze_batch_norm_2d``, would
-    otherwise take the layer for one without activation.
-    """
+    """Returns the counterpart of timm's class."""
+    # Derived from timm's class: timm's functions, such as `freeze_batch_norm_2d`, would otherwise
+    # take the layer for one without activation.
     if plain not in _counterparts:
         namespace = {"__module__": __name__, "__doc__": f"A synchronized `{_MODULE}.{_NAME}`."}
         made = type("SynchronizedBatchNormAct2d", (_Activated, plain), namespace)

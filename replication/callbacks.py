@@ -6,8 +6,7 @@ every copy of the layer after replication and before any forward:
     copy 0:  root, first child, ...      all of copy 0 first
     copy 1:  root, first child, ...      then the others, in order
 
-The n copies of one layer share one `CallbackContext`, which gives them a `Group`. Use
-`register_replication_callback` for a layer whose class you cannot change.
+The copies of a layer share one `CallbackContext`, which gives them a `Group`.
 """
 
 from __future__ import annotations
@@ -52,26 +51,24 @@ Callbacks = list[tuple[str, Callable[[CallbackContext, int], object]]]
 def register_replication_callback(module: nn.Module, callback: Callback) -> RemovableHandle:
     """Gives a module a replication callback without changing its class.
 
-    ``callback(copy, ctx, copy_id)`` is called for each copy of ``module``, after the copy's own
-    ``__data_parallel_replicate__``. It is not called on a single device. A deep copy of ``module``
-    keeps its callbacks and is otherwise independent.
+    ``callback(copy, ctx, copy_id)`` is called for each of several copies, after the copy's own
+    ``__data_parallel_replicate__``. A deep copy of ``module`` keeps its callbacks.
 
     >>> import torch
     >>> from torch import nn
     >>> from replication import DataParallel, register_replication_callback
-    >>> def number(copy, ctx, copy_id):
-    ...     print(f"copy {copy_id} of {ctx.num_copies}")
-    >>> net = nn.Sequential(nn.Linear(2, 1))
-    >>> handle = register_replication_callback(net[0], number)
+    >>> net = nn.Linear(2, 1)
+    >>> handle = register_replication_callback(
+    ...     net, lambda copy, ctx, copy_id: print(f"copy {copy_id} of {ctx.num_copies}")
+    ... )
     >>> y = DataParallel(net, ["cpu"] * 2)(torch.ones(4, 2))
     copy 0 of 2
     copy 1 of 2
-    >>> handle.remove()
 
     Args:
         module: Any module, alone or part of a module that will be replicated.
-        callback: The function to call. Attributes that it sets on the copy are discarded after
-            the forward. To pickle the module, use a top-level function.
+        callback: The function. Attributes that it sets on the copy are discarded after the
+            forward. To pickle the module, use a top-level function.
 
     Returns:
         A handle whose ``remove()`` removes the callback.
@@ -112,21 +109,17 @@ def execute_replication_callbacks(
     copy 0 of 2
     copy 1 of 2
 
-    Guarantees:
-        * All callbacks of copy 0 run before any callback of copy 1, and so on. Within a copy they
-          run in the order of ``modules()``.
-        * A submodule that is registered under several names is called once per copy.
-        * The copies are checked first: no callback runs if the copies do not match.
-        * From then on, if the forward of one copy fails or ends, the others do not wait for it,
-          however they are run (see `replication.sync.rendezvous`).
+    All callbacks of copy 0 run first, in the order of ``modules()``, then those of copy 1, and so
+    on. A submodule under several names is called once per copy. From then on, if the forward of
+    one copy fails or ends, the others do not wait for it, however they are run.
 
     Args:
         modules: The copies of one module, copy 0 first.
-        devices: The device of each copy, for `CallbackContext`. The default is the device of the
-            copy's first tensor.
+        devices: The device of each copy, by default that of its first tensor.
 
     Raises:
-        ValueError: The copies differ in structure, or ``devices`` has another length.
+        ValueError: The copies differ in structure, or ``devices`` has another length. No callback
+            has run.
         Exception: A callback raised. A note names the module's path and the copy.
     """
     if devices is not None and len(devices) != len(modules):

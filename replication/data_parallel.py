@@ -47,13 +47,10 @@ _RANGE = "DataParallel.forward"
 class DataParallel(nn.DataParallel[ModuleT]):
     """Splits a batch between replicas of a module, runs them in parallel and joins their outputs.
 
-    In addition to what `torch.nn.DataParallel` does:
-
-    * It runs on any devices: accelerators, the CPU, or one device several times.
-    * Copies of a layer can communicate (see `execute_replication_callbacks`).
-    * A replica that fails or ends early never leaves the others waiting. Its error is raised
-      unchanged, with notes that name the replica, its device and the module.
-    * Entry i of a `Scattered` among the arguments goes to replica i (see `scatter`).
+    In addition to what `torch.nn.DataParallel` does, it runs on any devices (accelerators, the
+    CPU, or one device several times), copies of a layer can communicate (see `ReplicaAware`), a
+    `Scattered` among the arguments gives each replica its own entry, and the first error of a
+    replica is raised as it is, with notes that name the replica, its device and the module.
 
     >>> import torch
     >>> from torch import nn
@@ -61,9 +58,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
     >>> net = DataParallel(nn.Linear(3, 2), device_ids=["cpu", "cpu"])
     >>> net(torch.ones(5, 3)).shape
     torch.Size([5, 2])
-    >>> extract = DataParallel(nn.Linear(3, 2), ["cpu"] * 2, gather_to_one_device=False)
-    >>> [tuple(part.shape) for part in extract(torch.ones(5, 3))]
-    [(3, 2), (2, 2)]
 
     Args:
         module: The module. Its parameters and buffers must be on ``device_ids[0]``.
@@ -71,22 +65,20 @@ class DataParallel(nn.DataParallel[ModuleT]):
             Devices may repeat. The default is all accelerators. On a machine without accelerators,
             the default and a list of indices run no replicas: the module is called directly, as
             in torch, with a warning if several replicas are expected.
-        output_device: The device of the joined outputs, by default ``device_ids[0]``. May be the
-            CPU.
+        output_device: The device of the joined outputs, by default ``device_ids[0]``.
         dim: The batch dimension of inputs and outputs.
         gather_to_one_device: If False, outputs stay on the devices that computed them: each leaf
             of the output becomes a `Scattered`, also on a single device. ``None`` stays ``None``.
         inputs_are_scattered: If True, each argument is a list, tuple or `Scattered` with one entry
             per replica, of any type and length. Tensors in it move to the replica's device.
-        except_keywords: Names of outputs that stay `Scattered` while all others are gathered. A
-            name is a key of a mapping or a field at any depth, or a dotted path from the output's
-            root. A name that the output does not have raises a warning.
+        except_keywords: Names of outputs that stay `Scattered` while all others are gathered: a
+            key of a mapping or a field at any depth, or a dotted path from the output's root. A
+            name that the output does not have raises a warning.
         sort_and_gather: If True, all outputs, including `Scattered` ones, are in the order of the
-            device indices. With ``device_ids=[1, 0]`` the second half of the batch comes first, so
-            labels must be reordered as well.
-        cpu_keywords: Names of keyword arguments that are split like the others but not moved to
-            the replicas' devices. One that is not as long as the batch is split as evenly as
-            possible. A name that cannot be a keyword argument of the call raises a warning.
+            device indices, so with ``device_ids=[1, 0]`` labels must be reordered as well.
+        cpu_keywords: Names of keyword arguments that are split but not moved. One that is not as
+            long as the batch is split as evenly as possible. A name that cannot be a keyword
+            argument of the call raises a warning.
         timeout: The time limit for the replicas' forward in seconds, by default none. It covers
             computation, waits for other replicas, and hangs. `ReplicasTimedOut` then says where
             each replica is. If you override `parallel_apply`, only waits for others are limited.
@@ -95,8 +87,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         ValueError: ``device_ids`` is empty or names a device that this machine lacks. In a call:
             arguments cannot be split or outputs cannot be joined (see `scatter`, `gather`).
         RuntimeError: In a call: a parameter or buffer is not on ``device_ids[0]``, a lazy layer
-            is not initialized, or the call is inside a transform of `torch.func`, an export or
-            `torch.jit.trace`.
+            is not initialized, or torch transforms, exports or traces the call.
         BaseException: In a call: the first error of a replica (see `parallel_apply`).
     """
 
@@ -269,10 +260,8 @@ def data_parallel(
     torch.Size([5, 2])
 
     Args:
-        module: The module, which must be on ``device_ids[0]``. Unlike the class, this function
-            never moves it.
-        inputs: A tuple of positional arguments, or a single argument. ``None`` means no
-            positional arguments.
+        module: The module. Unlike the class, this function never moves it to ``device_ids[0]``.
+        inputs: A tuple of positional arguments, or a single one. ``None`` means none.
         device_ids: See `DataParallel`.
         output_device: See `DataParallel`.
         dim: See `DataParallel`.

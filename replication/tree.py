@@ -27,14 +27,13 @@ class Scattered(tuple[Any, ...]):
 
     `DataParallel` returns a `Scattered` for each output that it does not gather. As an argument of
     another network, or anywhere inside an argument, entry i of a `Scattered` goes to replica i
-    unchanged. In all other respects it is a tuple. Slices and sums of it are plain tuples::
+    unchanged. Otherwise it is a tuple. Slices and sums of it are plain tuples::
 
         features = extract(images)            # gather_to_one_device=False
-        doubled = Scattered(2 * f for f in features)
-        scores = classify(doubled)
+        scores = classify(Scattered(2 * f for f in features))
 
-    Use it as the ``collate_fn`` of a `torch.utils.data.DataLoader` if each item of the data set is
-    a batch for one replica.
+    It can be the ``collate_fn`` of a `torch.utils.data.DataLoader` whose items are each a batch
+    for one replica.
 
     >>> import torch
     >>> from replication import DataParallel, Scattered

@@ -56,10 +56,10 @@ def set_sbn_eps_mode(mode: str) -> None:
 
     Args:
         mode: ``"plus"``, the default, divides by ``sqrt(var + eps)``, as `torch.nn.BatchNorm2d`
-            does. ``"clamp"`` divides by ``sqrt(max(var, eps))``, as the older toolkit did. Use it
-            to continue training such a model. The two differ by a factor of up to ``sqrt(2)``
-            where ``var`` is as small as ``eps``. Evaluation, and training on one device, use
-            ``sqrt(var + eps)`` in both modes, also in the older toolkit.
+            does. ``"clamp"`` divides by ``sqrt(max(var, eps))``, as the older toolkit did, for
+            models that it trained. The two differ by a factor of up to ``sqrt(2)``. Evaluation,
+            and training on one device, use ``sqrt(var + eps)`` in both modes, as the older
+            toolkit.
 
     Raises:
         ValueError: ``mode`` is neither ``"plus"`` nor ``"clamp"``.
@@ -282,15 +282,13 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
         dtype: The dtype of parameters and buffers.
         bias: Whether the layer has a ``bias`` if ``affine``.
         process_group: The processes of `torch.distributed` to synchronize; by default all.
-        group_size: If given, the copies are synchronized in consecutive groups of this size. The
-            last group may be smaller. The running statistics of a process then follow the group of
-            its first replica.
+        group_size: If given, the copies are synchronized in consecutive groups of this size, the
+            last maybe smaller. Running statistics follow the group of the first replica.
 
     Raises:
         TypeError: An argument, or in a call ``momentum``, has the wrong type.
         ValueError: ``group_size`` is less than 1. In a call: as `torch.nn.BatchNorm1d`; in
-            training also if all replicas together have one value per channel, or ``eps`` is not
-            above 0.
+            training also if ``eps`` is not above 0.
         RuntimeError: In a call: device or dtype of parameters or buffers do not match the input.
         NotImplementedError: In a call: the input is not in float16, bfloat16, float32 or float64.
         ReplicationError: In a call: the calls of the replicas or processes do not match.

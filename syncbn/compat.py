@@ -216,24 +216,9 @@ _finder = Finder()
 def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
     """Makes imports of a vendored copy of an older toolkit return this package's classes.
 
-    Call it once, before the code that imports the copy::
-
-        import syncbn
-
-        syncbn.stand_in_for("models.networks.sync_batchnorm")
-        from models.networks import generator  # imports the copy as it always did
-
-    The copy's modules ``batchnorm``, ``replicate`` and ``comm`` (or ``sync_manager``) are replaced
-    as well. Its other modules are imported from where they are. If no import uses ``package``, and
-    a copy is imported under another name, a warning names both.
-
-    The layers keep the constructor defaults of the copy, whose source is read but not run, unless
-    ``chosen`` overrides them. If the copy corrects the bias of running statistics, as CSAIL's do,
-    the import warns unless you choose a momentum. If its layers take more arguments than the
-    input, pass a class of your own under their name.
-
-    The layers divide by ``sqrt(var + eps)``, as `torch.nn.BatchNorm2d` does. That is not the older
-    toolkit's default: see `set_sbn_eps_mode`.
+    Call it once, before the code that imports the copy. Its modules ``batchnorm``, ``replicate``
+    and ``comm`` (or ``sync_manager``) are replaced as well; others are imported from where they
+    are.
 
     >>> import syncbn
     >>> syncbn.stand_in_for("sync_batchnorm")
@@ -241,11 +226,20 @@ def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
     >>> SynchronizedBatchNorm2d is syncbn.SynchronizedBatchNorm2d
     True
 
+    The layers keep the constructor defaults of the copy, whose source is read but not run, unless
+    ``chosen`` overrides them. If the copy corrects the bias of running statistics, as CSAIL's do,
+    the import warns unless you choose a momentum. If no import uses ``package``, and a copy is
+    imported under another name, a warning names both.
+
+    The layers divide by ``sqrt(var + eps)``, as `torch.nn.BatchNorm2d` does. That is not the older
+    toolkit's default: see `set_sbn_eps_mode`.
+
     Args:
-        package: The full dotted name under which the copy is imported.
+        package: The full dotted name under which the copy is imported, such as
+            ``"models.networks.sync_batchnorm"``.
         chosen: Defaults of the layers' constructor, such as ``momentum=0.001``, and classes to
-            import under the names ``SynchronizedBatchNorm1d``, ``2d`` or ``3d``. Their
-            constructors get the same defaults.
+            import under the names ``SynchronizedBatchNorm1d``, ``2d`` or ``3d``, for a copy whose
+            layers take more arguments. Their constructors get the same defaults.
 
     Raises:
         ValueError: ``package`` is not the name of a package.

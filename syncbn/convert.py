@@ -71,26 +71,20 @@ def convert_model(
     >>> type(net[1]).__name__
     'SynchronizedBatchNorm2d'
 
-    A batch norm of your own that does more needs a synchronized class that does the same:
+    A batch norm of your own, here ``Activated``, needs a synchronized class that does the same::
 
-    >>> class Activated(nn.BatchNorm2d):
-    ...     def forward(self, x):
-    ...         return super().forward(x).relu()
-    >>> class SyncActivated(SynchronizedBatchNorm2d):
-    ...     def forward(self, x):
-    ...         return super().forward(x).relu()
-    >>> layer = Activated(8)
-    >>> _ = convert_model(layer, classes={Activated: lambda old: SyncActivated(old.num_features)})
-    >>> type(layer).__name__
-    'SyncActivated'
+        class SyncActivated(SynchronizedBatchNorm2d):
+            def forward(self, x):
+                return super().forward(x).relu()
+        convert_model(net, classes={Activated: lambda old: SyncActivated(old.num_features)})
 
     Args:
         module: A layer, a network, or a DataParallel around one.
-        group_size: If given, set on every synchronized layer, including layers that were
-            synchronized before (see `SynchronizedBatchNorm1d`).
+        group_size: If given, set on every synchronized layer, converted now or before (see
+            `SynchronizedBatchNorm1d`).
         process_group: As ``group_size``.
-        report: Whether to print the `syncbn.summary` of the result, with a line per layer,
-            instead of warning about layers that stay unsynchronized.
+        report: Whether to print the `syncbn.summary` of the result, instead of warning about
+            layers that stay unsynchronized.
         classes: A function for each further class. It gets a layer of exactly this class and
             returns a new, synchronized layer with parameters, buffers and modules of the same
             names. The old layer gets the new layer's class, modules and own attributes. It keeps
@@ -100,8 +94,7 @@ def convert_model(
         ``module``.
 
     Raises:
-        TypeError: An argument has another type, or a function does not return a synchronized
-            layer.
+        TypeError: An argument has another type, or a function returns no new, synchronized layer.
         ValueError: ``group_size`` is less than 1, or the layer that a function returns has other
             parameters, buffers or modules.
     """
@@ -207,11 +200,8 @@ def revert_model(module: ModuleT) -> ModuleT:
     >>> type(revert_model(net)[0]).__name__
     'BatchNorm2d'
 
-    Args:
-        module: A layer or a network, changed in place. Pass a copy to keep it.
-
     Returns:
-        ``module``.
+        ``module``, changed in place.
     """
     check_module(module)
     left_alone = [
@@ -262,10 +252,8 @@ def patch_sync_batchnorm() -> Iterator[None]:
 
     Use it for model code that you cannot edit. The patch applies to the whole process. Blocks may
     be nested, and blocks of several threads may overlap: the plain classes are back when the last
-    block ends, also after an error. A class that other code assigns meanwhile stays.
-
-    Only code that looks the names up in ``torch.nn`` sees the patch. A ``from torch.nn import
-    BatchNorm2d`` that ran before keeps the plain class; use `convert_model` on the network.
+    block ends, also after an error. Code that ran ``from torch.nn import BatchNorm2d`` before
+    keeps the plain class; use `convert_model` on the network.
 
     >>> from torch import nn
     >>> from syncbn import patch_sync_batchnorm

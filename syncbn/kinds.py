@@ -269,9 +269,6 @@ def summary(module: nn.Module) -> Summary:
 
     Args:
         module: A layer or a network, converted or not, wrapped or not.
-
-    Returns:
-        The list of layers, which prints as a table.
     """
     check_module(module)
     kinds = [(path, part, kind_of(part)) for path, part in module.named_modules()]

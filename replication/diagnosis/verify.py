@@ -140,9 +140,8 @@ def verify(
     does not change, and nothing is converted, so that layers without synchronization are found.
 
     Put layers that draw random numbers (dropout) in evaluation mode first. Layers that reorder the
-    samples of a batch also differ. If anything differs, the model runs again on one device, with
-    the same numbers and with rounding errors in them, to tell whether it is random or
-    ill-conditioned.
+    samples of a batch also differ. If anything differs, two more runs on one device tell whether
+    the model is random or ill-conditioned.
 
     >>> import torch
     >>> from torch import nn
@@ -152,10 +151,8 @@ def verify(
     output of `1` (BatchNorm1d)
 
     Args:
-        model: The model, usually in training mode. Of a `torch.nn.DataParallel`, the wrapped
-            module and ``dim`` are used.
-        batch: A tensor, a tuple or list of positional arguments, or a mapping of keyword
-            arguments.
+        model: The model, usually in training mode. A `torch.nn.DataParallel` is unwrapped.
+        batch: A tensor, a tuple or list of positional arguments, or a mapping of keyword ones.
         device_ids: The devices of the replicas. The first also runs the model alone.
         dtype: The dtype of all computations. In float64 hardly any rounding is left. Models that
             cast internally may need float32.
@@ -163,8 +160,7 @@ def verify(
             tensor. The default is 1e-6 in float64 and 1e-3 in other dtypes.
 
     Raises:
-        ValueError: Only one replica has data, or the model returns a loss, because each replica
-            computes a different one.
+        ValueError: Only one replica has data, or the model returns a loss.
         ReplicationError: A layer communicates with other processes.
         Exception: The model raised. A note says what `verify` was running.
     """

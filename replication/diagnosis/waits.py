@@ -154,11 +154,10 @@ _reports: list[WaitReport] = []
 def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
     """Measures how long replicas wait for each other in the forwards of a ``with`` block.
 
-    A block that ends without an error prints the report, so don't print it again: it is a table of
-    how long each replica waits in each layer, and names the replica that the others wait for. A
-    wait lasts from the arrival of a replica at a synchronized layer until the last replica has
-    arrived and merged. Slow code after the last such layer, or in backward, does not show. Measure
-    forwards of one model, after a warm-up.
+    A block that ends without an error prints a table of how long each replica waits in each layer,
+    and names the replica that the others wait for. A wait lasts from the arrival of a replica at a
+    synchronized layer until the last replica has arrived and merged. Slow code after the last such
+    layer, or in backward, does not show. Measure forwards of one model, after a warm-up.
 
     >>> import torch
     >>> from torch import nn
@@ -169,14 +168,7 @@ def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
     >>> with wait_report(quiet=True) as report:
     ...     y = model(torch.randn(4, 3))
 
-    ``print(report)`` then shows the table, and ``report.plot(axes)`` draws it::
-
-        1 forward; milliseconds per forward that a replica waits for others
-        layer  calls  replica 0  replica 1  together
-        `0`        1      5.313      0.000     5.313
-        all        1      5.313      0.000     5.313
-        Replicas wait longest in `0`. Replica 1 waits least: it is the one that the others wait
-        for.
+    ``print(report)`` shows the table later, and ``report.plot(axes)`` draws it.
 
     Args:
         quiet: Whether to print nothing at the end.

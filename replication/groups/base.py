@@ -108,25 +108,20 @@ class Group(ABC):
     """The copies of one layer, and the collectives between them.
 
     This member is rank ``rank`` of ``size``, counted from 0. Every member must call the same
-    collectives in the same order. Results have the dtype and the device of the argument. Modifying
-    a result in place affects neither the other members nor the argument.
+    collectives in the same order. Results have the dtype and the device of the argument, and share
+    no memory with it or with other members' results.
 
     As in `torch.distributed.nn`, gradients are derivatives of the sum of the losses of *all*
-    members. All collectives can be differentiated any number of times. Under `torch.no_grad` the
-    results of a member are constants.
+    members, and can be differentiated any number of times. Under `torch.no_grad` a member's
+    results are constants.
 
     Raises:
         TypeError: An argument has the wrong type. Raised before any waiting.
         ValueError: An argument has the wrong value. Raised before any waiting.
-        ReplicasDiverged: The calls of the members do not match, or, between replicas, a member
-            does not call.
+        ReplicasDiverged: The calls of the members do not match, or a replica does not call.
         ReplicaFailed: Another member raised.
-        NotImplementedError: The call is inside a transform of `torch.func`, or a tensor has a
-            forward-mode derivative. Raised before any waiting. Not in a group of one.
-
-    Attributes:
-        rank: The rank of this member.
-        size: The number of members.
+        NotImplementedError: A transform of `torch.func` or a forward-mode derivative is active.
+            Raised before any waiting. Not in a group of one.
     """
 
     def __init__(self, rank: int, size: int) -> None:

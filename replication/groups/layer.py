@@ -112,9 +112,8 @@ class ReplicaAware(_Base):
     def group(self) -> Group:
         """The group of the copies of this layer.
 
-        It connects the replicas of this forward. Outside replicas, and in a single replica, it
-        connects the processes of `torch.distributed`, and is a group of one if there is one
-        process.
+        It connects the replicas of this forward; outside replicas, and in a single one, the
+        processes of `torch.distributed`, or nothing.
 
         Raises:
             ReplicationError: There are several replicas in each of several processes.

@@ -212,11 +212,9 @@ class ProcessGroup(Group):
     the loss of a rank does not use its results, multiply them by 0 and add them to the loss.
     Tensors must require gradients on all ranks or on none.
 
-    `all_gather` exchanges the shapes, so it compares the calls of the ranks and names calls that
-    do not match. The other collectives leave mismatches to the backend. Set
-    ``TORCH_DISTRIBUTED_DEBUG`` to ``INFO`` or ``DETAIL`` in the environment to compare all calls.
-
-    Only `all_gather_object` unpickles data from other ranks.
+    `all_gather` exchanges the shapes, so it names calls of the ranks that do not match. The other
+    collectives leave mismatches to the backend, unless ``TORCH_DISTRIBUTED_DEBUG`` is ``INFO`` or
+    ``DETAIL`` in the environment.
 
     >>> import torch
     >>> from torch import distributed
@@ -229,16 +227,15 @@ class ProcessGroup(Group):
     >>> distributed.destroy_process_group()
 
     Args:
-        process_group: A group of `torch.distributed` that this process is in; by default all
-            processes.
+        process_group: A group of `torch.distributed`; by default all processes.
         name: The name of the layer, for messages.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialized.
         TypeError: ``process_group`` is not a group of `torch.distributed`.
         ValueError: This process is not in ``process_group``.
-        ReplicationError: The group is destroyed, or a backward batches gradients
-            (``is_grads_batched=True``).
+        ReplicationError: The group is destroyed. In a call: gradients are batched
+            (``is_grads_batched=True``), or a rank announces a tensor of an impossible length.
         NotImplementedError: See `Group`.
     """
 
@@ -388,12 +385,9 @@ class ProcessGroup(Group):
         Args:
             name: The name of the call in messages. It ends in ``_backward`` in a backward.
             tensor: A tensor of the same shape and dtype on all ranks.
-            stack: Whether to gather (see `prefers_gather`).
+            stack: Whether to return the tensors of all ranks, ``(size, ...)``, and not their sum.
             layouts: Dtypes and shapes that must match on all ranks.
             requires_grad: Whether autograd records the call.
-
-        Returns:
-            The stacked tensors of all ranks, ``(size, ...)``, or their sum.
         """
         with self._calling(Call(name, "", layouts, False, requires_grad)) as call:
             return self._stack(call, tensor) if stack else self._sum(call, tensor)

@@ -59,12 +59,10 @@ class CallbackContext:
     >>> from replication import DataParallel
     >>> class Greets(nn.Identity):
     ...     def __data_parallel_replicate__(self, ctx, copy_id):
-    ...         if copy_id == 0:
-    ...             ctx.greeting = f"one of {ctx.num_copies} copies of `{ctx.path}`"
-    ...         print(ctx.greeting)
+    ...         print(f"copy {copy_id} of {ctx.num_copies} of `{ctx.path}`")
     >>> y = DataParallel(nn.Sequential(Greets()), ["cpu"] * 2)(torch.ones(4))
-    one of 2 copies of `0`
-    one of 2 copies of `0`
+    copy 0 of 2 of `0`
+    copy 1 of 2 of `0`
 
     Attributes:
         num_copies: Number of copies.
@@ -98,8 +96,8 @@ class CallbackContext:
     def group(self, copy_id: int) -> Group:
         """Returns the `Group` of a copy, which connects it to the other copies in this forward.
 
-        For a single copy it is a `SoloGroup`. Every call with the same ``copy_id`` returns the
-        same group. Call collectives in ``forward``, not in the callback.
+        For a single copy it is a `SoloGroup`. Call collectives in ``forward``, not in the
+        callback.
 
         Raises:
             TypeError: ``copy_id`` is not an int.
@@ -226,10 +224,9 @@ def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
 class ReplicaGroup(Group):
     """The copies of one layer in the replicas of one forward, each in its own thread.
 
-    It is made by `CallbackContext.group` and serves a single forward.
-
-    No thread waits in backward, and any subset of the results may enter a loss. A tensor that has
-    no influence on the loss gets no gradient (`torch.autograd.grad` needs ``allow_unused``).
+    `CallbackContext.group` makes it. No thread waits in backward, and any subset of the results
+    may enter a loss. A tensor without influence on the loss gets no gradient
+    (`torch.autograd.grad` needs ``allow_unused``).
     """
 
     def __init__(self, rank: int, size: int, communicator: Communicator) -> None:
@@ -287,9 +284,6 @@ class ReplicaGroup(Group):
                 true on any member, ``merge`` runs with grad enabled.
             option: An argument of the call that must match on every member.
             any_length: Whether the first dimension in ``layouts`` may differ.
-
-        Raises:
-            ReplicationError: As `Group`. Also if no other member could answer the call.
         """
         communicator, replica = self._communicator, self._replica
         rendezvous = self._rendezvous or communicator.live_rendezvous()

@@ -73,11 +73,10 @@ def parallel_apply(
 ) -> list[Any]:
     """Calls ``modules[i](*inputs[i], **kwargs_tup[i])`` for all i in parallel, one thread each.
 
-    The threads are new in each call, are named ``replica-0``, ``replica-1``, ..., and never keep
-    the interpreter alive. They inherit the caller's grad mode, inference mode, autocast state,
-    default device (a replica's own, if it is of the same type), streams, and context variables.
-    Replicas on the CPU divide the caller's number of intra-op threads among themselves. A single
-    replica runs in the calling thread.
+    Each call makes new threads, ``replica-0``, ``replica-1``, ..., which inherit the caller's grad
+    mode, inference mode, autocast state, default device (or use their own of the same type),
+    streams, and context variables. Replicas on the CPU divide the caller's number of intra-op
+    threads. A single replica runs in the calling thread.
 
     >>> import torch
     >>> from torch import nn
@@ -90,16 +89,14 @@ def parallel_apply(
         modules: The replicas to call.
         inputs: One tuple or list of arguments per replica, or its only argument.
         kwargs_tup: One dict of keyword arguments per replica.
-        devices: The device that is current while each replica runs, by default that of the
-            replica's first tensor.
+        devices: The current device of each replica, by default that of its first tensor.
 
     Raises:
         ValueError: The lists differ in length.
         RuntimeError: The call is inside a transform of `torch.func`, or the interpreter ends.
         BaseException: The first error, by time, of any replica. A note names the replica and its
-            device. The other replicas get 5 seconds to end, and are then abandoned: a note says
-            where they are, and their outputs are dropped. `ReplicasTimedOut` and errors that are
-            not an `Exception`, such as a Ctrl-C in the caller, are raised at once.
+            device. The others get 5 seconds to end, and are then abandoned: a note says where they
+            are. `ReplicasTimedOut` and errors such as a Ctrl-C are raised at once.
     """
     if devices is None:
         targets = [device_of(replica) or torch.device("cpu") for replica in modules]

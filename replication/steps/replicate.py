@@ -62,11 +62,9 @@ def replicate(
 
     Tensors in plain attributes move to the replica's device. References to the module's own
     parameters, buffers, submodules and bound methods become references to the replica's. Both also
-    apply inside a list, tuple, dict or deque. Everything else is shared by all replicas and the
-    original, including closures that refer to the original.
-
-    Hooks of the original run in all replicas. Hooks that a replica registers in its forward stay
-    in that replica. Compiled modules run uncompiled in replicas.
+    apply inside a list, tuple, dict or deque. Everything else is shared, including closures that
+    refer to the original. Hooks of the original run in all replicas. Hooks that a replica
+    registers stay in that replica. Compiled modules run uncompiled in replicas.
 
     >>> from torch import nn
     >>> from replication import replicate
@@ -76,16 +74,13 @@ def replicate(
 
     Args:
         network: Any module. Parameters and submodules may be shared (tied) or ``None``.
-        devices: Indices of accelerators, strings or `torch.device`. Devices may repeat and may be
-            the CPU.
+        devices: Indices of accelerators, strings or `torch.device`. Devices may repeat.
         detach: Whether the replicas are detached from the graph of the original.
 
     Raises:
-        TypeError: ``network`` contains a ScriptModule, or the result of ``torch.compile(module)``
-            with its own hooks.
+        TypeError: ``network`` contains a ScriptModule, or a compiled module with its own hooks.
         RuntimeError: A lazy layer is not initialized.
-        NotImplementedError: The call is inside a transform of `torch.func`, or a parameter or
-            buffer has a forward-mode derivative.
+        NotImplementedError: A transform of `torch.func` or a forward-mode derivative is active.
     """
     check_module(network)
     replicas, _ = make_replicas(network, usable_devices(devices), detach)

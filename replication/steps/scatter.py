@@ -44,8 +44,8 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
     [{'x': tensor([0, 1]), 'train': True}, {'x': tensor([2]), 'train': True}]
 
     Args:
-        inputs: A tensor, or any nesting of containers: containers of the standard library,
-            dataclasses, and classes that are registered with torch's pytree.
+        inputs: A tensor, or any nesting of containers: of the standard library, dataclasses, and
+            classes that are registered with torch's pytree.
         target_gpus: The devices of the parts, of any type.
         dim: The batch dimension of all tensors.
 
@@ -53,8 +53,7 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
         One item for each replica that has data, at most ``len(target_gpus)``.
 
     Raises:
-        ValueError: Tensors differ in length along ``dim``, a tensor has no such dimension or does
-            not fit a `Scattered` beside it, or a container contains itself.
+        ValueError: Tensors differ in length or fit no `Scattered` beside them.
     """
     leaves, spec = flatten(inputs)
     parts = split_leaves(leaves, usable_devices(target_gpus), dim)
@@ -86,8 +85,7 @@ def scatter_kwargs(
         cpu_keywords: See `DataParallel`.
 
     Returns:
-        The positional arguments and the keyword arguments, one item for each replica that has
-        data. If there is nothing to split, there is one part.
+        Positional and keyword arguments, one item per replica with data, but at least one.
 
     Raises:
         ValueError: As `scatter`, or an argument does not have one entry per replica.

@@ -185,8 +185,8 @@ _registration = RenewedLock()
 class SyncMaster:
     """The master of the copies of one layer: it replies to the messages of all of them.
 
-    It is made once, in the ``__init__`` of the layer, or anew in each forward by the callback of
-    copy 0. The other copies call `register_slave` in their callbacks::
+    Make it in the ``__init__`` of the layer, or in each forward by the callback of copy 0. The
+    other copies call `register_slave` in their callbacks::
 
         def __data_parallel_replicate__(self, ctx, copy_id):
             if copy_id == 0:
@@ -194,26 +194,21 @@ class SyncMaster:
             else:
                 self.slave_pipe = ctx.sync_master.register_slave(copy_id)
 
-    In their forwards copy 0 calls `run_master` and the others call ``slave_pipe.run_slave``,
-    equally often. Outside a forward, pipes connect any threads, and a wait for a message that
-    never comes does not end.
+    In their forwards copy 0 calls `run_master` and the others ``slave_pipe.run_slave``, equally
+    often. Outside a forward, pipes connect any threads, and a wait in vain does not end.
 
     >>> from replication import SyncMaster
     >>> from concurrent.futures import ThreadPoolExecutor
-    >>> def add(messages):
-    ...     total = sum(message for _, message in messages)
-    ...     return [(identifier, total) for identifier, _ in messages]
-    >>> master = SyncMaster(add)
+    >>> master = SyncMaster(lambda messages: [(i, f"{x}!") for i, x in messages])
     >>> pipe = master.register_slave(1)
     >>> with ThreadPoolExecutor() as pool:
-    ...     reply = pool.submit(pipe.run_slave, 2)
-    ...     print(master.run_master(1), reply.result())
-    3 3
+    ...     reply = pool.submit(pipe.run_slave, "slave")
+    ...     print(master.run_master("master"), reply.result())
+    master! slave!
 
     Args:
         master_callback: Called in the master's thread with ``[(0, master_msg), (identifier, msg),
-            ...]`` in the order of the replicas. It returns one ``(identifier, reply)`` for each
-            message, in any order.
+            ...]`` in the order of the replicas. Returns one ``(identifier, reply)`` for each.
     """
 
     def __init__(self, master_callback: MasterCallback) -> None:
@@ -276,18 +271,15 @@ class SyncMaster:
         return len(channel.slaves) if channel is not None else 0
 
     def run_master(self, master_msg: Any) -> Any:
-        """Collects the messages of the slaves, calls the callback and sends the replies.
+        """Collects the messages of the slaves, calls the callback and returns the master's reply.
 
         Gradients flow through messages and replies.
-
-        Returns:
-            The callback's reply to the master.
 
         Raises:
             ReplicaFailed: Another replica raised.
             ReplicasDiverged: The message of a slave can no longer arrive.
-            ReplicationError: The callback did not reply to every message, or the forward of the
-                slaves has ended.
+            ReplicationError: The callback did not reply to every message, or the slaves' forward
+                ended.
         """
         rendezvous = self._rendezvous()
         if rendezvous is None and self._latest is not None:

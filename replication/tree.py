@@ -217,13 +217,7 @@ def open_any(value: Any) -> Opened | None:
     if issubclass(kind, _BASES):
         return open_builtin(value)
     is_record = issubclass(kind, (UserDict, UserList)) or dataclasses.is_dataclass(kind)
-    return _open_fields(value) if is_record and _is_made_by_object(kind) else None
-
-
-def _is_made_by_object(kind: type) -> bool:
-    """Whether ``object.__new__`` accepts a class. It refuses subclasses of str, for example."""
-    is_heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code has defined
-    return next(base for base in kind.__mro__ if not base.__flags__ & is_heap_type) is object
+    return _open_fields(value) if is_record else None
 
 
 def _field_keys(kind: type, count: int) -> list[Any]:

@@ -274,7 +274,7 @@ class Group(ABC):
                 self._refuse(TypeError, f"{name} has no {op} of this dtype", dtype, remedy)
 
 
-def refuses_callbacks(name: str) -> str:
+def callback_message(name: str) -> str:
     """Returns the message for a collective that is called in a replication callback."""
     return (
         f"{name} in a replication callback; callbacks run one after the other, so that no other "
@@ -337,7 +337,7 @@ class SoloGroup(Group):
     def _check_use(self, name: str) -> None:
         current = current_replica()
         if current is not None and current.in_callback:  # as in a larger group
-            raise ReplicationError(f"{self!r}: {refuses_callbacks(name)}")
+            raise ReplicationError(f"{self!r}: {callback_message(name)}")
         if self._layer and current is not None and (current.rendezvous.size or 0) > 1:
             raise ReplicationError(
                 f"{self._layer}: replica {current.replica} calls {name} of a group from outside "

@@ -33,10 +33,10 @@ from replication.groups.base import (
     ReduceOp,
     SoloGroup,
     Tensors,
+    callback_message,
     check_same_call,
     layouts_of,
     reduce_tensors,
-    refuses_callbacks,
     text_of,
 )
 from replication.steps.broadcast import broadcast
@@ -318,7 +318,7 @@ class ReplicaGroup(Group):
                 "out of activation checkpoints"
             )
         elif current.in_callback:
-            text = refuses_callbacks(name)
+            text = callback_message(name)
         elif current.replica != replica:
             text = (
                 f"replica {current.replica} calls {name} of the group of copy {replica}; pass "
@@ -335,7 +335,7 @@ class ReplicaGroup(Group):
         results: Tensors = self.exchange(
             name,
             tensors,
-            lambda messages: merge([tuple(map(ordinary, m)) for m in messages], **option),
+            lambda messages: merge([tuple(map(recordable, m)) for m in messages], **option),
             layouts=layouts_of(tensors),
             requires_grad=any(tensor.requires_grad for tensor in tensors),
             option=text_of(option),
@@ -357,7 +357,7 @@ class ReplicaGroup(Group):
         return self._communicator.part(start, start + size).group(self.rank - start)
 
 
-def ordinary(tensor: Tensor) -> Tensor:
+def recordable(tensor: Tensor) -> Tensor:
     """Returns the tensor, or a copy of an inference tensor, which a graph cannot hold."""
     if torch.is_inference_mode_enabled() or not tensor.is_inference():
         return tensor

@@ -38,6 +38,7 @@ from tests.collective_cases import (
     upstream,
 )
 from tests.devices import several
+from tests.junk import COLLECTIVES
 from tests.layers import DEADLINE, freed, outcome_of, pickled, together, until_others_wait, values
 
 cases = pytest.mark.parametrize("name", CASES)
@@ -120,6 +121,7 @@ def test_every_collective_is_in_the_tables_of_tests():
     methods = {name for name, value in vars(Group).items() if name[0] != "_" and callable(value)}
     assert {*EACH, "barrier", "all_gather_object", "split"} == methods
     assert {name.partition("-")[0] for name in CASES} == {*EACH, "two", "split"}
+    assert {*EACH} <= {*COLLECTIVES}
 
 
 # -- dtypes, modes -----------------------------------------------------------------------------

@@ -631,18 +631,6 @@ def test_dataclasses_in_attributes_are_shared():
     assert on_meta(value=record).value is record
 
 
-@dataclasses.dataclass
-class Found(Exception):
-    boxes: Tensor
-
-
-def test_records_that_object_cannot_make_travel_as_one_object():
-    """Once ``object.__new__`` refused an exception with fields."""
-    found = Found(torch.ones(4, 2))
-    assert [part[0] for part in scatter([found], ["cpu"] * 2)] == [found] * 2
-    assert gather([found, found], "cpu") == [found, found]
-
-
 # -- walks over objects that change or vanish --------------------------------------------------
 
 

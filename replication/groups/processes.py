@@ -212,9 +212,9 @@ class ProcessGroup(Group):
     the loss of a rank does not use its results, multiply them by 0 and add them to the loss.
     Tensors must require gradients on all ranks or on none.
 
-    `all_gather` exchanges the shapes, so it names calls of the ranks that do not match. The other
-    collectives leave mismatches to the backend, unless ``TORCH_DISTRIBUTED_DEBUG`` is ``INFO`` or
-    ``DETAIL`` in the environment.
+    `all_gather` and `all_gather_object` exchange lengths, so they name calls of the ranks that do
+    not match. The other collectives leave mismatches to the backend, unless
+    ``TORCH_DISTRIBUTED_DEBUG`` is ``INFO`` or ``DETAIL`` in the environment.
 
     >>> import torch
     >>> from torch import distributed
@@ -234,8 +234,8 @@ class ProcessGroup(Group):
         RuntimeError: `torch.distributed` is not initialized.
         TypeError: ``process_group`` is not a group of `torch.distributed`.
         ValueError: This process is not in ``process_group``.
-        ReplicationError: The group is destroyed. In a call: gradients are batched
-            (``is_grads_batched=True``), or a rank announces a tensor of an impossible length.
+        ReplicationError: The group is destroyed, or a backward batches gradients
+            (``is_grads_batched=True``).
         NotImplementedError: See `Group`.
     """
 
@@ -254,15 +254,12 @@ class ProcessGroup(Group):
                 f"`{name}`: this process is not in the process_group; pass each process a group "
                 "that contains it"
             )
-        if not is_usable(process_group):
-            raise _destroyed(f"`{name}`")
-        super().__init__(
-            distributed.get_rank(process_group), distributed.get_world_size(process_group)
-        )
         self._name = name
         # Graphs refer to this object. A loss that outlives the script must not keep the threads of
         # a destroyed group alive.
         self._process_group = ref(process_group)
+        used = self.process_group  # raises if it is destroyed
+        super().__init__(distributed.get_rank(used), distributed.get_world_size(used))
 
     @property
     def process_group(self) -> Any:
@@ -273,7 +270,12 @@ class ProcessGroup(Group):
         """
         process_group = self._process_group()
         if process_group is None or not is_usable(process_group):  # a destroyed group may live on
-            raise _destroyed(self._where())
+            raise ReplicationError(
+                f"`{self._name}`: the process group has been destroyed; call "
+                "torch.distributed.destroy_process_group after the last forward and backward that "
+                "use it, and set the process_group of layers that stay in use: a new one, or None "
+                "for all"
+            )
         return process_group
 
     def __deepcopy__(self, memo: Any) -> ProcessGroup:
@@ -361,14 +363,12 @@ class ProcessGroup(Group):
         The objects are pickled. Unpickling can run any code, so call this only if you trust every
         process of the group. No other collective unpickles anything.
         """
-        # torch.distributed.all_gather_object needs NumPy.
-        with self._calling(Call("all_gather_object")):
-            pickled = self._to_tensor(pickle.dumps(obj))
-            length = pickled.new_tensor([len(pickled)], dtype=torch.int64)
-            lengths = stacked(length, self.process_group).flatten().tolist()
-            rows = stacked(_padded(pickled, max(lengths)), self.process_group).cpu()
-            parts = [_to_bytes(row[:n]) for row, n in zip(rows, lengths, strict=True)]
-            return tuple(map(pickle.loads, parts))
+        # Not torch.distributed.all_gather_object, which needs NumPy.
+        pickled = self._to_tensor(pickle.dumps(obj))
+        call = Call("all_gather_object", layouts=layouts_of([pickled]), any_length=True)
+        with self._calling(call) as call:
+            parts = self._all_gather(call, pickled)
+            return tuple(pickle.loads(_to_bytes(part.cpu())) for part in parts)
 
     @uncompiled
     def exchange(
@@ -525,14 +525,6 @@ class ProcessGroup(Group):
 
     def _global_rank(self, rank: int) -> int:
         return distributed.get_global_rank(self.process_group, rank)
-
-
-def _destroyed(where: str) -> ReplicationError:
-    return ReplicationError(
-        f"{where}: the process group has been destroyed; call "
-        "torch.distributed.destroy_process_group after the last forward and backward that use it, "
-        "and set the process_group of layers that stay in use: a new one, or None for all"
-    )
 
 
 def _padded(tensor: Tensor, length: int) -> Tensor:

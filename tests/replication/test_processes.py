@@ -201,6 +201,8 @@ def calls_of_all_gather_that_do_not_match_are_named_in_every_rank(rank: int) -> 
         "`head`: the calls do not match: rank 0: `head`, call 2: all_gather() of float32 [2, 3] "
         "that does not require gradients; rank 1: `head`, call 2: all_gather() of float32 [2, 4] ",
     )
+    gathers = group.all_gather if rank else group.all_gather_object
+    diverges(lambda: gathers(torch.ones(2)), "rank 0: `head`, call 3: all_gather_object()")
 
 
 def calls_of_other_layers_are_named(rank: int) -> None:
@@ -545,7 +547,7 @@ def destroyed_process_group_is_named_with_its_layer(rank: int, store: str) -> No
 
     def calls_of(layer: nn.Module, name: str) -> list[tuple[str, Callable[[], Any]]]:
         backward = partial(layer(x).sum().backward, retain_graph=True)
-        return [(f"`{name}`", partial(layer, x)), (f"`{name}`, rank {rank}", backward)]
+        return [(f"`{name}`", partial(layer, x)), (f"`{name}`", backward)]
 
     replicas = DataParallel(copy.deepcopy(aware), ["cpu"] * 2)
     converted = convert_model(nn.Sequential(nn.BatchNorm1d(2)), process_group=pair)
@@ -553,7 +555,7 @@ def destroyed_process_group_is_named_with_its_layer(rank: int, store: str) -> No
         *calls_of(of_pair, "SynchronizedBatchNorm1d"),
         *calls_of(aware, "Aware"),
         ("`0`", partial(converted, x)),
-        ("`kept`, rank", partial(ProcessGroup(pair, "kept").all_reduce, x)),
+        ("`kept`", partial(ProcessGroup(pair, "kept").all_reduce, x)),
         ("`made`", lambda: ProcessGroup(pair, "made")),
         ("", partial(copy.deepcopy(of_pair), x)),
         ("", partial(SynchronizedBatchNorm1d(2, process_group=own), x)),
@@ -561,7 +563,7 @@ def destroyed_process_group_is_named_with_its_layer(rank: int, store: str) -> No
     ]
     calls_of_world = [
         *calls_of(of_world, "SynchronizedBatchNorm1d"),
-        ("`whole`, rank", partial(ProcessGroup(whole, "whole").all_reduce, x)),
+        ("`whole`", partial(ProcessGroup(whole, "whole").all_reduce, x)),
     ]
 
     def all_are_refused() -> None:

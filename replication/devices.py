@@ -68,8 +68,7 @@ def _device_of_index(index: object) -> torch.device:
     kind = accelerator()
     if kind is None:
         raise ValueError(
-            f"device {index} is the index of an accelerator, and this machine has none; "
-            + _CPU_HINT
+            f"device {index} is the index of an accelerator, but there is none; {_CPU_HINT}"
         )
     return torch.device(kind, int(index))
 

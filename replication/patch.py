@@ -135,10 +135,7 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
         TypeError: ``data_parallel`` is not a `torch.nn.DataParallel`.
     """
     if not isinstance(data_parallel, nn.DataParallel):
-        raise TypeError(
-            "expected a torch.nn.DataParallel, or an object of a class derived from it "
-            f"(got {type(data_parallel).__name__})"
-        )
+        raise TypeError(f"expected a torch.nn.DataParallel (got {type(data_parallel).__name__})")
     kind = type(data_parallel)  # read once: another thread may patch it
     if not _runs_callbacks(kind):
         _patch(data_parallel, kind)

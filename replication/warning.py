@@ -35,8 +35,7 @@ def warn_of_plain_batch_norm(model: nn.Module, module: nn.Module) -> None:
     warn(
         "each replica normalizes over its own part of the batch in "
         f"{', '.join(paths[:_NAMED])}{f' and {others} more' if others > 0 else ''}; "
-        "syncbn.convert_model(model) makes them use the whole batch, or filter "
-        "replication.UnsynchronizedWarning",
+        "call syncbn.convert_model(model), or filter replication.UnsynchronizedWarning",
         UnsynchronizedWarning,
     )
 

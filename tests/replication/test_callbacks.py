@@ -555,7 +555,7 @@ def test_patch_leaves_our_own_class_as_it_is():
     ids=["module", "None", "class", "str"],
 )
 def test_patch_refuses_anything_else(thing):
-    with pytest.raises(TypeError, match=r"^expected a torch.nn.DataParallel, .* \(got \w+\)$"):
+    with pytest.raises(TypeError, match=r"^expected a torch.nn.DataParallel \(got \w+\)$"):
         patch_replication_callback(thing)
 
 

@@ -336,7 +336,7 @@ def test_every_order_of_setup_trains_like_one_device_or_names_the_missing_step(w
     }
     for name in order:
         if name == "patch" and order.index("patch") < order.index("wrap"):
-            with pytest.raises(TypeError, match=r"expected a torch.nn.DataParallel, .*Sequential"):
+            with pytest.raises(TypeError, match=r"expected a torch.nn.DataParallel .*Sequential"):
                 actions[name](model)
             continue
         model = actions[name](model) or model

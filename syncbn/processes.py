@@ -14,13 +14,14 @@ add float64 sums, a few values per channel for any number of ranks:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication.groups.base import Group, Layouts
+from replication.groups.base import Layouts
 from syncbn import moments as statistics
 from syncbn.merge import Shard
 
@@ -37,10 +38,10 @@ class RankExchange:
         requires_grad: Whether the input needs a gradient. Otherwise backward has no collective.
     """
 
-    def __init__(self, group: Group, layouts: Layouts, requires_grad: bool) -> None:
-        self._group: Any = group
-        self._layouts = layouts
-        self._requires_grad = requires_grad
+    def __init__(self, group: Any, layouts: Layouts, requires_grad: bool) -> None:
+        self._prefers_gather = group.prefers_gather
+        self._is_precise = any(dtype in _PRECISE for dtype, _ in layouts)
+        self._exchange = partial(group.exchange, layouts=layouts, requires_grad=requires_grad)
 
     def merge(self, shard: Shard) -> tuple[int | Tensor, Tensor, Tensor]:
         """Returns count, mean and biased variance of all ranks, in float64.
@@ -51,8 +52,7 @@ class RankExchange:
         # A kernel: a copy would block the host on a GPU.
         count = mean.new_full((1,), shard.values)
         packed, sizes = torch.cat((count, mean, var)), [1, len(mean), len(mean)]
-        is_precise = any(dtype in _PRECISE for dtype, _ in self._layouts)
-        if is_precise or self._group.prefers_gather(packed):
+        if self._is_precise or self._prefers_gather(packed):
             gathered = self._exchange("batch_norm", packed, stack=True)
             counts, means, variances = gathered.split(sizes, 1)
             total = counts.sum()
@@ -66,11 +66,7 @@ class RankExchange:
 
     def summed(self, derivative: Tensor) -> Tensor:
         """Adds what all ranks send in backward. Differentiable."""
-        return self._exchange("batch_norm_backward", derivative, stack=False)
-
-    def _exchange(self, name: str, tensor: Tensor, stack: bool) -> Tensor:
-        options = {"layouts": self._layouts, "requires_grad": self._requires_grad}
-        return self._group.exchange(name, tensor, stack=stack, **options)  # type: ignore[no-any-return]
+        return self._exchange("batch_norm_backward", derivative, stack=False)  # type: ignore[no-any-return]
 
 
 class Zeros(Function):

@@ -88,10 +88,6 @@ class CallbackContext:
         self.path = path
         # Apart from the attributes above, which copies may set.
         self._communicator = Communicator(rendezvous, path_or_root(path), range(num_copies))
-        self._groups: dict[int, Group] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_groups": {}}
 
     def group(self, copy_id: int) -> Group:
         """Returns the `Group` of a copy, which connects it to the other copies in this forward.
@@ -104,10 +100,7 @@ class CallbackContext:
             IndexError: There is no such copy.
             ReplicationError: The context is a copy, and belongs to no forward.
         """
-        group = self._groups.get(copy_id) if type(copy_id) is int else None
-        if group is None:
-            group = self._groups.setdefault(copy_id, self._communicator.group(copy_id))
-        return group
+        return self._communicator.group(copy_id)
 
 
 #: The arguments of a member's `Call`, its message, the function that merges, whether the message
@@ -202,11 +195,7 @@ class Communicator:
 
 def hidden_from_hooks() -> saved_tensors_hooks:
     """Hides what nodes save in a ``with`` block from the hooks on saved tensors around it."""
-    return saved_tensors_hooks(_packed, _unpacked)
-
-
-def _packed(tensor: Tensor) -> tuple[Tensor, int]:
-    return tensor, tensor._version
+    return saved_tensors_hooks(lambda tensor: (tensor, tensor._version), _unpacked)
 
 
 def _unpacked(packed: tuple[Tensor, int]) -> Tensor:

@@ -124,10 +124,8 @@ def test_copies_communicate_in_the_functional_form():
     assert data_parallel(Keeps(), torch.ones(4, 1), ["cpu"] * 2).tolist() == [[4.0]] * 2
 
 
-def test_group_is_the_same_every_time():
+def test_group_knows_its_rank_and_size():
     ctx, _ = contexts(NET, 2)
-    assert ctx.group(1) is ctx.group(1)
-    assert ctx.group(1) is not ctx.group(0)
     assert isinstance(ctx.group(1), ReplicaGroup)
     assert (ctx.group(1).rank, ctx.group(1).size) == (1, 2)
 

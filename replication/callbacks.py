@@ -127,39 +127,35 @@ def execute_replication_callbacks(
             f"expected one device for each of {len(modules)} copies (got {len(devices)})"
         )
     parsed = None if devices is None else parse_devices(devices)
-    run_callbacks(paired(modules), parsed)
+    connect_copies(paired(modules), parsed)
 
 
 exec_data_parallel_replication_callback = execute_replication_callbacks
 
 
-def run_callbacks(
+def connect_copies(
     positions: Sequence[Position], devices: Sequence[torch.device | None] | None
 ) -> None:
-    """Runs the callbacks of copies that are already paired with each other."""
+    """Gives the copies their rendezvous, and runs the callbacks of each layer's copies."""
     roots = positions[0][1]
     size = len(roots)
     # On a module, `getattr` would be slow: nn.Module raises an error for each missing attribute.
     kinds = {kind for kind in {type(c[0]) for _, c in positions} if hasattr(kind, CALLBACK)}
-    found: list[tuple[Position, list[Callbacks]]] = []
+    devices = tuple(map(device_of, roots) if devices is None else devices)
+    rendezvous = attach_rendezvous(roots, devices)
+    found: list[tuple[Position, str, CallbackContext, list[Callbacks]]] = []
     for position in positions:
         for copy in position[1]:
             if type(copy) in kinds or CALLBACK in copy.__dict__ or _REGISTERED in copy.__dict__:
-                callbacks = [callbacks_of(position, copy_id) for copy_id in range(size)]
+                callbacks = [_callbacks_of(position, copy_id) for copy_id in range(size)]
                 if any(callbacks):
-                    found.append((position, callbacks))
+                    context = CallbackContext(size, devices, position[0], rendezvous)
+                    found.append((position, path_or_root(position[0]), context, callbacks))
                 break
-    devices = tuple(map(device_of, roots) if devices is None else devices)
-    rendezvous = attach_rendezvous(roots, devices)
-    if not found:
-        return
-    contexts = [CallbackContext(size, devices, path, rendezvous) for (path, _), _ in found]
-    paths = [path_or_root(path) for (path, _), _ in found]
-    backward = current_backward()
-    current = this_thread.current
+    backward, current = current_backward(), this_thread.current
     try:
         for copy_id in range(size):
-            for (position, callbacks), context, path in zip(found, contexts, paths, strict=True):
+            for position, path, context, callbacks in found:
                 this_thread.current = CurrentReplica(rendezvous, copy_id, backward, path)
                 for name, callback in callbacks[copy_id]:
                     try:
@@ -172,7 +168,7 @@ def run_callbacks(
         this_thread.current = current  # not in an `__exit__`, which a Ctrl-C may keep from running
 
 
-def callbacks_of(position: Position, copy_id: int) -> Callbacks:
+def _callbacks_of(position: Position, copy_id: int) -> Callbacks:
     """Returns the names and functions to be called with the context and the copy's index."""
     module = position[1][copy_id]
     callbacks: Callbacks = []

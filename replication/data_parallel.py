@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from replication._torch import check_balance, is_exporting, named_range, uncompiled
-from replication.callbacks import CALLBACK, RUNS_CALLBACKS, run_callbacks
+from replication.callbacks import CALLBACK, RUNS_CALLBACKS, connect_copies
 from replication.devices import (
     DeviceLike,
     accelerator,
@@ -91,7 +91,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         BaseException: In a call: the first error of a replica (see `parallel_apply`).
     """
 
-    # Defaults for a `torch.nn.DataParallel` whose ``__class__`` is set to this class.
+    # For a `torch.nn.DataParallel` that `syncbn.convert_model` makes one of this class.
     dim = 0
     gather_to_one_device = True
     inputs_are_scattered = False
@@ -142,7 +142,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if len(self.device_ids) < 2:
             return self._alone(inputs, kwargs)
-        if is_exporting():  # which sees this thread only
+        if is_exporting():  # it would miss what the threads of the replicas do
             raise RuntimeError("replicas cannot be exported or traced; export model.module")
         return self._on_replicas(inputs, kwargs)
 
@@ -187,16 +187,15 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any
     ) -> Any:
         """Splits the arguments into one part for each replica that has data."""
-        missing = [name for name in self.cpu_keywords if name not in (kwargs or {})]
-        if missing:
-            parameters = inspect.signature(self.module.forward).parameters
-            takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-            positional = list(parameters)[: len(inputs)]
-            for name in missing:
-                if name in positional or not (takes_any or name in parameters):
+        for name in self.cpu_keywords:
+            if name not in (kwargs or {}):
+                signature = inspect.signature(self.module.forward)
+                try:
+                    signature.bind_partial(*inputs, **{name: None})
+                except TypeError:
                     warn(
                         f"cpu_keywords names {name!r}, which is not a keyword argument in this "
-                        f"call of {type(self.module).__name__}.forward({', '.join(parameters)})"
+                        f"call of {type(self.module).__name__}.forward{signature}"
                     )
         return scatter_kwargs(
             inputs,
@@ -211,7 +210,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         """Makes the replicas and runs their callbacks."""
         devices = parse_devices(device_ids)
         replicas, positions = make_replicas(module, devices, not torch.is_grad_enabled())
-        run_callbacks(paired(replicas) if positions is None else positions, devices)
+        connect_copies(paired(replicas) if positions is None else positions, devices)
         return replicas
 
     # This method calls the callbacks, so `patch_replication_callback` need not add them.
@@ -299,8 +298,8 @@ def _seconds(timeout: float | None) -> float | None:
     raise error(f"timeout must be a number of seconds above 0 or None (got {timeout!r})")
 
 
-#: Programs for any machine may not need replicas.
-_of_missing_accelerator = WarnOnce()
+#: Only the first warns: a program for any machine may not need replicas.
+_first_warning = WarnOnce()
 
 
 def _devices_to_use(
@@ -311,7 +310,7 @@ def _devices_to_use(
         if devices := default_devices():
             return devices
         communicates = any(hasattr(type(layer), CALLBACK) for _, layer in layers_of(module))
-        warns = communicates and not has_other_processes() and _of_missing_accelerator()
+        warns = communicates and not has_other_processes() and _first_warning()
         why, count = "this machine has no accelerator", "n"
     else:
         if not isinstance(device_ids, Iterable) or isinstance(device_ids, str):

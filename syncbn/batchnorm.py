@@ -13,7 +13,7 @@ from replication._torch import beside_selective_checkpoints, dispatch_modes, unc
 from replication.errors import is_int, path_or_root
 from replication.groups.base import Group, SoloGroup
 from replication.groups.layer import ReplicaAware
-from replication.groups.replicas import CallbackContext, ReplicaGroup
+from replication.groups.replicas import CallbackContext
 from replication.sync.rendezvous import current_replica
 from syncbn.channels import in_float64
 from syncbn.graph import synchronized_batch_norm
@@ -144,7 +144,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         if not self.training:
             return self._evaluated(input)
         group = self.group
-        if type(group) is ReplicaGroup or not isinstance(group, SoloGroup):  # the usual type first
+        if type(group) is not SoloGroup:
             return self._synchronized(input, group)
         current = current_replica()
         if current is None:
@@ -171,14 +171,14 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         weight, bias = self.weight, self.bias  # once: a parametrization recomputes them each time
         self._check_synchronized_input(input, weight, bias)
         denominator = _denominator(self.eps, _eps_mode == "clamp")
-        count_batch = self._running_statistics if self._has_original_buffers else None
+        count_batch = self._count_batch if self._has_original_buffers else None
         args = input, weight, bias, denominator, group, self._recorded_calls, count_batch
         if not dispatch_modes():
             return synchronized_batch_norm(*args)
         with beside_selective_checkpoints():
             return synchronized_batch_norm(*args)
 
-    def _running_statistics(self) -> RunningStatistics | None:
+    def _count_batch(self) -> RunningStatistics | None:
         """Counts a batch, and returns the buffers to update with its moments."""
         if not self.track_running_stats:
             return None

@@ -42,7 +42,7 @@ from syncbn.merge import (
     Message,
     Reply,
     Shard,
-    are_alike,
+    all_match,
     merge_moments,
     set_statistics,
 )
@@ -133,7 +133,7 @@ def merge_replicas(
         if total == 0 and count_batch is not None:
             group.commit(count_batch)
         return [(total, None, None)] * len(shards)
-    differ = not are_alike(shards)
+    differ = not all_match(shards)
     if not differ and may_join_all(messages):
         ys = group.commit(partial(join, messages, count_batch))
         return list(zip(repeat(total), repeat(None), ys, strict=False))
@@ -147,11 +147,11 @@ def merge_ranks(exchange: RankExchange, message: Message, count_batch: CountBatc
     """Returns the reply to this rank."""
     shard = message[0]
     total, mean, var = exchange.merge(shard)
-    is_one = isinstance(total, int) and total == 1  # of which the forward raises
-    running = count_batch() if count_batch is not None and not is_one else None
-    if isinstance(total, int) and total < 2:
+    if isinstance(total, int) and total < 2:  # of 1 value the forward raises
+        if total == 0 and count_batch is not None:
+            count_batch()
         return total, None, None
-    set_statistics([shard], total, mean, var, running)
+    set_statistics([shard], total, mean, var, count_batch and count_batch())
     (output,) = connect(Batch([shard], ranks=exchange), [message])
     return total, shard.stats, output
 

@@ -210,7 +210,7 @@ def _merge_by_kernel(
     return mean, inverse
 
 
-def are_alike(shards: Sequence[Shard]) -> bool:
+def all_match(shards: Sequence[Shard]) -> bool:
     """Whether all shards have copies of the same parameters, one eps, eps mode and strategy."""
     weight, bias = shards[0].parameters
     for shard in shards[1:]:

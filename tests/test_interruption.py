@@ -216,11 +216,11 @@ class Unhurried(SynchronizedBatchNorm1d):
 
     main = threading.main_thread()
 
-    def _running_statistics(self) -> Any:
+    def _count_batch(self) -> Any:
         for _ in range(20):
             signal.pthread_kill(self.main.ident or 0, signal.SIGINT)
             time.sleep(0.005)
-        return super()._running_statistics()
+        return super()._count_batch()
 
 
 class Late(nn.Module):

@@ -157,7 +157,7 @@ def test_verify_reports_instead_of_warning():
 @pytest.fixture
 def first_time(monkeypatch):
     """Lets the process warn of missing accelerators, as if for the first time."""
-    monkeypatch.setattr(module_of_data_parallel, "_of_missing_accelerator", WarnOnce())
+    monkeypatch.setattr(module_of_data_parallel, "_first_warning", WarnOnce())
 
 
 @pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")

@@ -43,8 +43,9 @@ from replication.errors import (
     origin_note,
 )
 from replication.sync.lifecycle import (
-    Locator,
+    ForwardScope,
     first_failure_wins,
+    location,
     rendezvous_of,
     tracked_calls,
 )
@@ -111,7 +112,7 @@ def run_replicas(
     kwargs_tup: Sequence[dict[str, Any]] | None,
     devices: Sequence[torch.device],
 ) -> list[Any]:
-    """Runs `parallel_apply`, but may raise an error that only follows from the first."""
+    """Does what `parallel_apply` does without `first_failure_wins`, which the caller applies."""
     n = len(modules)
     kwargs_tup = [{}] * n if kwargs_tup is None else kwargs_tup
     for name, items in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", devices)):
@@ -210,9 +211,10 @@ def _note_left_running(
     running: dict[int, ReplicaThread],
 ) -> None:
     """Adds a note to errors about the replicas that the caller abandons, and where they are."""
-    locate = Locator(replicas)
-    where = {index: locate(index, thread.ident or 0) for index, thread in running.items()}
-    rows = "; ".join(f"replica {index} {line}".rstrip() for index, line in where.items())
+    rows = "; ".join(
+        f"replica {index} {location(replicas[index], thread.ident or 0)}".rstrip()
+        for index, thread in running.items()
+    )
     for failure in failures:  # any of them may be raised in the end
         add_note(failure, f"left running {SHUTDOWN_GRACE:g} s later: {rows}")
 
@@ -301,7 +303,7 @@ class ThreadState:
                 self._enter(stack, device)
                 calls = tracked_calls([module])
                 # The scope also covers an error before the replica's own forward.
-                scope = calls[0].scope() if calls else nullcontext()
+                scope = ForwardScope(calls[0]) if calls else nullcontext()
                 with use_device(device, self.streams[device]), scope:
                     return module(*args, **kwargs)
         except BaseException as error:

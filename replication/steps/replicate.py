@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -227,19 +226,16 @@ def _fill(
             state[COMPILED_CALL_IMPL] = None
 
 
-@lru_cache
-def _own_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the names of the attributes that not every module has."""
-    return tuple(name for name in names if name not in _MODULE_ATTRIBUTES)
-
-
 def _attributes_to_replace(state: dict[str, Any]) -> dict[str, Any]:
     """Returns the plain attributes of a module that may be other objects in a replica."""
     found = {}
-    for name in _own_names(tuple(state)):
-        value = state[name]
+    for name, value in state.items():
         kind = type(value)
-        if kind in PLAIN or (kind in (tuple, list) and PLAIN.issuperset(map(type, value))):
+        if (
+            name in _MODULE_ATTRIBUTES
+            or kind in PLAIN
+            or (kind in (tuple, list) and PLAIN.issuperset(map(type, value)))
+        ):
             continue  # nearly all
         if any(isinstance(leaf, _REPLACED) for leaf in leaves_of(value, open_builtin)):
             found[name] = value

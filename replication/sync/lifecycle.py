@@ -88,14 +88,10 @@ class TrackedCall:
         if current == (self.rendezvous, self.replica, current_backward(), ""):
             return self.original(*args, **kwargs)  # reported already
         try:
-            with self.scope():
+            with ForwardScope(self):
                 return self.original(*args, **kwargs)
         finally:
             this_thread.current = current  # also if a Ctrl-C comes in an `__exit__`
-
-    def scope(self) -> ForwardScope:
-        """Returns the context that reports the beginning and the end of the forward."""
-        return ForwardScope(self.rendezvous, self.replica, self.owner)
 
 
 class ForwardScope:
@@ -105,34 +101,32 @@ class ForwardScope:
     through, which not every error class allows.
     """
 
-    def __init__(self, rendezvous: Rendezvous, index: int, replica: Callable[[], Any]) -> None:
-        self._rendezvous = rendezvous
-        self._index = index
-        self._replica = replica
+    def __init__(self, call: TrackedCall) -> None:
+        self._call, self._rendezvous, self._replica = call, call.rendezvous, call.replica
 
     def __enter__(self) -> None:
-        self._outermost = self._rendezvous.enter(self._index)
+        self._outermost = self._rendezvous.enter(self._replica)
         self._outer = this_thread.current
-        this_thread.current = CurrentReplica(self._rendezvous, self._index, current_backward())
+        this_thread.current = CurrentReplica(self._rendezvous, self._replica, current_backward())
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         this_thread.current = self._outer
         try:
             if error is not None:
                 # Before the note, so that the other replicas wake up even if making it fails.
-                self._rendezvous.fail(self._index, error)
+                self._rendezvous.fail(self._replica, error)
                 if self._outermost and not has_type(error, ReplicationError):
                     self._add_note(error)
         finally:
-            self._rendezvous.leave(self._index)
+            self._rendezvous.leave(self._replica)
 
     def _add_note(self, error: BaseException) -> None:
         """Adds a note with the replica, the device and the submodule that an error came from."""
-        note = origin(self._index, self._rendezvous.size)
-        device = self._rendezvous.devices[self._index]
+        note = origin(self._replica, self._rendezvous.size)
+        device = self._rendezvous.devices[self._replica]
         note += f" on {device}" if device is not None else ""
         with suppress(Exception):  # raised by a method of the replica; it must not hide the error
-            path = failing_path(error, self._replica())
+            path = failing_path(error, self._call.owner())
             note += f", module `{path_or_root(path)}`" if path is not None else ""
         add_note(error, note)
 
@@ -151,7 +145,8 @@ def attach_rendezvous(replicas: Sequence[nn.Module], devices: Sequence[object]) 
     """Makes a rendezvous, and makes the replicas report their beginning and end to it."""
     rendezvous = Rendezvous(len(replicas))
     rendezvous.devices = devices
-    rendezvous.locate = Locator(replicas)
+    owners = list(map(weakref.ref, replicas))
+    rendezvous.locate = lambda index, thread: location(owners[index](), thread)
     rendezvous.observe = observer and observer(len(replicas))
     rendezvous.in_backward = is_recomputation()
     current = current_replica()
@@ -271,23 +266,18 @@ def path_of_call(frame: FrameType, paths: dict[int, str]) -> str | None:
     return paths.get(id(frame.f_locals.get("self")))
 
 
-class Locator:
-    """Finds the submodule and the line that the thread of a replica is in, if it may be read."""
-
-    def __init__(self, replicas: Sequence[nn.Module]) -> None:
-        self._replicas = [weakref.ref(replica) for replica in replicas]
-
-    def __call__(self, index: int, thread: int) -> str:
-        frame, replica = frame_of_thread(thread), self._replicas[index]()
-        if frame is None or replica is None:
-            return ""
-        line = f"at {frame.f_code.co_filename}:{frame.f_lineno}"
-        paths: dict[int, str] = {}
-        with suppress(Exception):  # the replica changes while it runs
-            paths = paths_of(replica)
-        while frame is not None:  # in one variable: it may be this very frame
-            path = path_of_call(frame, paths)
-            frame = frame.f_back
-            if path:
-                return f"in `{path}`, {line}"
-        return line
+def location(replica: nn.Module | None, thread: int) -> str:
+    """Returns the submodule and the line where a thread runs a replica; "" if it is unknown."""
+    frame = frame_of_thread(thread)
+    if frame is None or replica is None:
+        return ""
+    line = f"at {frame.f_code.co_filename}:{frame.f_lineno}"
+    paths: dict[int, str] = {}
+    with suppress(Exception):  # the replica changes while it runs
+        paths = paths_of(replica)
+    while frame is not None:  # in one variable: it may be this very frame
+        path = path_of_call(frame, paths)
+        frame = frame.f_back
+        if path:
+            return f"in `{path}`, {line}"
+    return line

@@ -256,18 +256,19 @@ class SyncMaster:
             replica = channel.register(identifier, replica)
         return SlavePipe(identifier, partial(channel, rendezvous, replica))
 
-    def _rendezvous(self) -> Rendezvous | None:
-        current = current_replica()
+    def _channel(self) -> tuple[Rendezvous | None, Channel | None]:
+        """Returns the rendezvous of the current slaves, and their channel in it."""
+        current, latest = current_replica(), self._latest  # once: another thread may register
         if current is not None:
-            return current.rendezvous
-        latest = self._latest  # read once: another thread may register a slave
-        return latest() if latest is not None else self._outside_forward
+            rendezvous: Rendezvous | None = current.rendezvous
+        else:
+            rendezvous = latest() if latest is not None else self._outside_forward
+        return rendezvous, None if rendezvous is None else rendezvous.channels.get(self)
 
     @property
     def nr_slaves(self) -> int:
         """The number of slaves that are registered in the current forward."""
-        rendezvous = self._rendezvous()
-        channel = rendezvous.channels.get(self) if rendezvous is not None else None
+        _, channel = self._channel()
         return len(channel.slaves) if channel is not None else 0
 
     def run_master(self, master_msg: Any) -> Any:
@@ -281,14 +282,13 @@ class SyncMaster:
             ReplicationError: The callback did not reply to every message, or the slaves' forward
                 ended.
         """
-        rendezvous = self._rendezvous()
+        rendezvous, channel = self._channel()
         if rendezvous is None and self._latest is not None:
             raise ReplicationError(
                 "run_master must be called in the same forward as its slaves, which has ended "
                 "(is this the recomputation of an activation checkpoint?)"
             )
         message = (_MASTER, master_msg)
-        channel = rendezvous.channels.get(self) if rendezvous is not None else None
         if rendezvous is None or channel is None or not channel.slaves:
             return replies_to(self._master_callback, "SyncMaster", [message])[0]
         merge = partial(replies_to, self._master_callback, channel.path)

@@ -110,7 +110,7 @@ class Wait:
         while not self.gate.acquire(
             timeout=max(0.0, min(STALL_TIMEOUT, rendezvous.deadline - time.monotonic()))
         ):
-            rendezvous.expect_progress(self)
+            rendezvous.fail_if_stalled(self)
 
 
 class Abort(NamedTuple):
@@ -126,8 +126,8 @@ class Abort(NamedTuple):
 
     def raise_late(self, replica: int, where: str) -> NoReturn:
         """Raises in a replica that calls after the abort."""
-        is_told = self.kind is ReplicasDiverged  # by the message, which names every replica
-        self.raise_at("" if is_told else f" Replica {replica} reached {where} after that.")
+        names_all = self.kind is ReplicasDiverged  # its message says where every replica is
+        self.raise_at("" if names_all else f" Replica {replica} reached {where} after that.")
 
 
 #: Returns a context manager that records an exchange or a wait, given ``"exchange"`` or
@@ -389,7 +389,7 @@ class Rendezvous:
             wait.abort = self.abort
         self.end_waits(self._waits[:])
 
-    def expect_progress(self, wait: Wait) -> None:
+    def fail_if_stalled(self, wait: Wait) -> None:
         """Fails all waits at the deadline, or when a doubtful wait has taken `STALL_TIMEOUT`.
 
         Here a replica counts as blocked if any of its threads waits.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import re
 import signal
@@ -30,9 +29,9 @@ from replication import (
     replicate,
 )
 from replication.sync.lifecycle import (
-    Locator,
     failing_path,
     first_failure_wins,
+    location,
     rendezvous_of,
     tracked_calls,
 )
@@ -465,22 +464,19 @@ def test_a_forward_inside_a_replica_writes_in_that_of_the_replica():
 
 
 @pytest.mark.skipif(not HAS_GIL, reason="the frames of other threads are not read")
-def test_locator_names_the_submodule_and_the_line_of_a_thread():
+def test_location_of_a_thread_is_a_submodule_and_a_line():
     class Asks(nn.Module):
         def forward(self, thread: int) -> str:
-            return locate(0, thread)
+            return location(net, thread)
 
     net = nn.Sequential(nn.Sequential(Asks()))
-    locate = Locator([net])
     thread = threading.get_ident()
     assert re.fullmatch(r"in `0\.0`, at .*\.py:\d+", net(thread))
-    assert re.fullmatch(r"at .*\.py:\d+", locate(0, thread))
-    assert locate(0, 0) == ""
+    assert re.fullmatch(r"at .*\.py:\d+", location(net, thread))
+    assert location(net, 0) == ""
     vars(net)["_modules"] = None  # changes while the replica runs
-    assert locate(0, thread).startswith("at ")
-    del net
-    gc.collect()
-    assert locate(0, thread) == ""
+    assert location(net, thread).startswith("at ")
+    assert location(None, thread) == ""
 
 
 # -- replicas that are kept --------------------------------------------------------------------

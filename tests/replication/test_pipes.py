@@ -478,7 +478,7 @@ def test_forward_leaves_nothing_in_the_instance():
 
     class Spy(Numbered):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            rendezvous.append(weakref.ref(layer._sync_master._rendezvous()))
+            rendezvous.append(weakref.ref(layer._sync_master._channel()[0]))
             return x
 
     gc.disable()

@@ -210,7 +210,7 @@ class Story(RuleBasedStateMachine):
     @rule(which=st.integers(0))
     def wait_takes_long(self, which: int) -> None:
         pending = self.pending[which % len(self.pending)]
-        self.rendezvous.expect_progress(pending.wait)
+        self.rendezvous.fail_if_stalled(pending.wait)
         run = self.runs[pending.replica]
         are_late = any(not self.depth[r] and self.may_come(r, run) for r in pending.needs)
         if are_late or not self.can_go_on({p.replica for p in self.pending}):
@@ -416,7 +416,7 @@ def test_listed(replicas, expected):
 def test_without_a_size_only_a_failure_ends_waits():
     rendezvous = Rendezvous(None)
     waits = [begin_wait(rendezvous, replica, 1 - replica) for replica in range(2)]
-    rendezvous.expect_progress(waits[0])
+    rendezvous.fail_if_stalled(waits[0])
     assert [wait.abort for wait in waits] == [None, None]
     rendezvous.fail(0, KeyError("k"))
     for wait in waits:
@@ -596,13 +596,13 @@ def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):
     rendezvous = entered(2)
     wait = begin_wait(rendezvous, 0, 1)
     asked = threading.Event()
-    expect_progress = rendezvous.expect_progress
+    fail_if_stalled = rendezvous.fail_if_stalled
 
     def expect_and_tell(wait: Wait) -> None:
-        expect_progress(wait)
+        fail_if_stalled(wait)
         asked.set()
 
-    monkeypatch.setattr(rendezvous, "expect_progress", expect_and_tell)
+    monkeypatch.setattr(rendezvous, "fail_if_stalled", expect_and_tell)
 
     def send() -> None:
         assert asked.wait(DEADLINE)

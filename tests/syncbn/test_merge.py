@@ -14,7 +14,7 @@ from syncbn.merge import (
     Denominator,
     RunningStatistics,
     Shard,
-    are_alike,
+    all_match,
     kernel_statistics,
     merge_moments,
     set_statistics,
@@ -153,14 +153,14 @@ def test_parameters_are_alike_if_they_are_copies(one, other, alike, first):
     x, denominator = torch.randn(2, 6), Denominator(1e-5)
     pairs = [(p, None) if first else (None, p) for p in (one, one, other)]
     shards = [shard_of(x, denominator, *pair) for pair in pairs]
-    assert are_alike(shards) is alike
+    assert all_match(shards) is alike
 
 
 def test_copies_of_one_broadcast_are_alike():
     one, other = Broadcast.apply(LEAF)
     assert one.device != other.device
     shards = [shard_of(torch.randn(2, 6), Denominator(1e-5), w, None) for w in (one, other)]
-    assert are_alike(shards)
+    assert all_match(shards)
 
 
 class Broadcast(torch.autograd.Function):
@@ -182,9 +182,9 @@ class Broadcast(torch.autograd.Function):
 )
 def test_shards_that_differ_are_not_alike(change: Callable[[Shard], None]):
     shards = [shard_of(torch.randn(2, 6), Denominator(1e-5)) for _ in range(3)]
-    assert are_alike(shards)
+    assert all_match(shards)
     change(shards[2])
-    assert not are_alike(shards)
+    assert not all_match(shards)
 
 
 def test_a_shard_knows_what_needs_a_gradient():

@@ -142,7 +142,7 @@ def connect_copies(
     # On a module, `getattr` would be slow: nn.Module raises an error for each missing attribute.
     kinds = {kind for kind in {type(c[0]) for _, c in positions} if hasattr(kind, CALLBACK)}
     devices = tuple(map(device_of, roots) if devices is None else devices)
-    rendezvous = attach_rendezvous(roots, devices)
+    rendezvous = attach_rendezvous(roots)
     found: list[tuple[Position, str, CallbackContext, list[Callbacks]]] = []
     for position in positions:
         for copy in position[1]:

@@ -303,7 +303,7 @@ class ThreadState:
                 self._enter(stack, device)
                 calls = tracked_calls([module])
                 # The scope also covers an error before the replica's own forward.
-                scope = ForwardScope(calls[0]) if calls else nullcontext()
+                scope = ForwardScope(calls[0], device) if calls else nullcontext()
                 with use_device(device, self.streams[device]), scope:
                     return module(*args, **kwargs)
         except BaseException as error:

@@ -10,9 +10,11 @@ from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from replication._torch import CALL_IMPL, current_backward
+from replication.devices import device_of
 from replication.errors import (
     ReplicationError,
     add_note,
@@ -101,8 +103,9 @@ class ForwardScope:
     through, which not every error class allows.
     """
 
-    def __init__(self, call: TrackedCall) -> None:
+    def __init__(self, call: TrackedCall, device: torch.device | None = None) -> None:
         self._call, self._rendezvous, self._replica = call, call.rendezvous, call.replica
+        self._device = device
 
     def __enter__(self) -> None:
         self._outermost = self._rendezvous.enter(self._replica)
@@ -122,11 +125,11 @@ class ForwardScope:
 
     def _add_note(self, error: BaseException) -> None:
         """Adds a note with the replica, the device and the submodule that an error came from."""
-        note = origin(self._replica, self._rendezvous.size)
-        device = self._rendezvous.devices[self._replica]
-        note += f" on {device}" if device is not None else ""
+        note, replica = origin(self._replica, self._rendezvous.size), self._call.owner()
         with suppress(Exception):  # raised by a method of the replica; it must not hide the error
-            path = failing_path(error, self._call.owner())
+            device = self._device or device_of(replica)
+            note += f" on {device}" if device is not None else ""
+            path = failing_path(error, replica)
             note += f", module `{path_or_root(path)}`" if path is not None else ""
         add_note(error, note)
 
@@ -141,10 +144,9 @@ _ENTRY_POINTS = (CALL_IMPL, "forward")
 observer: Callable[[int], Observe | None] | None = None
 
 
-def attach_rendezvous(replicas: Sequence[nn.Module], devices: Sequence[object]) -> Rendezvous:
+def attach_rendezvous(replicas: Sequence[nn.Module]) -> Rendezvous:
     """Makes a rendezvous, and makes the replicas report their beginning and end to it."""
     rendezvous = Rendezvous(len(replicas))
-    rendezvous.devices = devices
     owners = list(map(weakref.ref, replicas))
     rendezvous.locate = lambda index, thread: location(owners[index](), thread)
     rendezvous.observe = observer and observer(len(replicas))

@@ -25,7 +25,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -183,8 +183,6 @@ class Rendezvous:
 
     def __init__(self, size: int | None) -> None:
         self.size = size
-        #: The device of each replica, for messages.
-        self.devices: Sequence[object] = (None,) * (size or 0)
         #: The `time.monotonic` by which the forward must have ended.
         self.deadline = math.inf
         self._timeout = math.inf

@@ -177,11 +177,11 @@ def unpacked_header(packed: bytes) -> tuple[int, bytes, str]:
 def stacked(tensor: Tensor, process_group: Any) -> Tensor:
     """Stacks the tensors of all ranks, which have the same shape, to ``(size, *shape)``."""
     tensor = tensor.resolve_conj().contiguous()
-    stacked = tensor.new_empty(process_group.size(), *tensor.shape)
-    if stacked.numel():  # else there is nothing to send
+    rows = tensor.new_empty(process_group.size(), *tensor.shape)
+    if rows.numel():  # else there is nothing to send
         # Not all_gather_into_tensor, which gloo lacks in older releases of torch.
-        distributed.all_gather(list(stacked), tensor, process_group)
-    return stacked
+        distributed.all_gather(list(rows), tensor, process_group)
+    return rows
 
 
 class Collective(Function):

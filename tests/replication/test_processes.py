@@ -295,27 +295,17 @@ FORGERIES: list[Callable[[bytes], bytes]] = [
 ]
 
 
-@contextmanager
-def forging(rank: int, forge: Callable[[bytes], bytes]) -> Iterator[None]:
-    """Lets rank 1 change the first tensor that it sends in the block."""
-    all_gather, calls = distributed.all_gather, []
-
-    def forged(gathered: list[Tensor], tensor: Tensor, group: Any) -> None:
-        calls.append(tensor)
-        if rank == 1 and len(calls) == 1:
-            flat = tensor.view(torch.uint8).flatten().tolist()
-            tensor = torch.tensor(list(forge(bytes(flat))), dtype=torch.uint8).view(tensor.dtype)
-        all_gather(gathered, tensor.view(gathered[0].shape), group)
-
-    with mock.patch.object(distributed, "all_gather", forged):
-        yield
-
-
 def forged_headers_are_refused_and_never_unpickled(rank: int) -> None:
-    group = ProcessGroup(name="head")
+    group, all_gather = ProcessGroup(name="head"), distributed.all_gather
     for forge in FORGERIES:
+
+        def forged(rows: list[Tensor], header: Tensor, group: Any, forge: Any = forge) -> None:
+            data = bytes(header.tolist())
+            sent = torch.tensor(list(forge(data) if rank == 1 else data), dtype=torch.uint8)
+            all_gather(rows, sent, group)
+
         with (
-            forging(rank, forge),
+            mock.patch.object(distributed, "all_gather", forged),
             mock.patch("pickle.loads", side_effect=AssertionError("unpickled")),
             pytest.raises(ReplicasDiverged, match="rank 1: ") as found,
         ):

@@ -149,7 +149,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def _alone(self, inputs: Any, kwargs: Any) -> Any:
         """Calls the module itself on one device, where there is nothing to join."""
         with named_range(_RANGE):
-            inputs, kwargs_tup = self._scattered(inputs, kwargs)
+            inputs, kwargs_tup = self._split_arguments(inputs, kwargs)
             output = self.module(*inputs[0], **kwargs_tup[0])
         if self.gather_to_one_device and not self.except_keywords:
             return output
@@ -161,7 +161,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         with named_range(_RANGE):
             module = self.module
             # 1. Split the arguments between the replicas that have data.
-            inputs, kwargs_tup = self._scattered(inputs, kwargs)
+            inputs, kwargs_tup = self._split_arguments(inputs, kwargs)
             if len(inputs) > 1:
                 warn_of_plain_batch_norm(self, module)
             # 2. Make the replicas, and connect the copies of each layer.
@@ -174,7 +174,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             # 4. Join the outputs.
             return self.gather(outputs, self.output_device)
 
-    def _scattered(self, inputs: Any, kwargs: Any) -> Any:
+    def _split_arguments(self, inputs: Any, kwargs: Any) -> Any:
         if not self.device_ids:  # the method of a subclass may not expect that
             return DataParallel.scatter(self, inputs, kwargs, None)
         _check_placement(self.module, self.src_device_obj)

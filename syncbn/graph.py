@@ -137,7 +137,7 @@ def merge_replicas(
     if not differ and may_join_all(messages):
         ys = group.commit(partial(join, messages, count_batch))
         return list(zip(repeat(total), repeat(None), ys, strict=False))
-    messages = list(map(measured, messages))
+    messages = list(map(measured, messages))  # of replicas that expected to be joined
     group.commit(partial(merge_moments, shards, total, count_batch))
     outputs = connect(Batch(shards, differ), messages)
     return [(total, shard.stats, y) for shard, y in zip(shards, outputs, strict=True)]

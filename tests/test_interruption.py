@@ -374,7 +374,7 @@ def test_an_interrupt_of_a_put_leaves_no_getter_waiting():
     while is_reached:
         getter = threading.Thread(target=future.get, daemon=True)
         getter.start()
-        assert soon(lambda: future._wait is not None)
+        assert soon(lambda: bool(future._waits))
         is_reached = interrupted_at(place, lambda: future.put("first"))
         with contextlib.suppress(ReplicationError):  # if the first is there already
             future.put("again")
@@ -396,7 +396,7 @@ def test_an_interrupt_of_a_get_leaves_the_mailbox_to_the_next_getter():
             future.put(place)
         assert future.get() == place
         place += 1
-    assert place > 3
+    assert place > 2
 
 
 def test_an_interrupt_of_a_patch_or_of_its_removal_leaves_a_model_patched_or_not():

@@ -80,8 +80,7 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
     module = compiled_module(module)  # the copies are made of the wrapped module
     if isinstance(module, nn.DataParallel) or getattr(module, IS_REPLICA, False):
         raise TypeError(
-            "a DataParallel or a replica has no callbacks of its own; register with the module "
-            "that it was made of"
+            "a DataParallel or a replica has no callbacks of its own; register with its module"
         )
     if not callable(callback):
         raise TypeError(f"expected a callable (got {type(callback).__name__})")
@@ -123,9 +122,7 @@ def execute_replication_callbacks(
         Exception: A callback raised. A note names the module's path and the copy.
     """
     if devices is not None and len(devices) != len(modules):
-        raise ValueError(
-            f"expected one device for each of {len(modules)} copies (got {len(devices)})"
-        )
+        raise ValueError(f"expected one device per copy, {len(modules)} (got {len(devices)})")
     parsed = None if devices is None else parse_devices(devices)
     connect_copies(paired(modules), parsed)
 

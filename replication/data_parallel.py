@@ -285,8 +285,7 @@ def _check_placement(module: nn.Module, home: torch.device) -> None:
                 raise RuntimeError(  # begins as torch's error, which programs may look for
                     f"module must have its parameters and buffers on device {home} "
                     f"(device_ids[0]) but found one of them on device: {tensor.device} "
-                    f"(`{f'{path}.{name}' if path else name}`); move them all with "
-                    f"module.to({str(home)!r})"
+                    f"(`{f'{path}.{name}' if path else name}`); call module.to({str(home)!r})"
                 )
 
 
@@ -328,8 +327,7 @@ def _devices_to_use(
         count = str(len(indices))
     if warns:
         warn(
-            f"{why}: the module is called directly, without replicas; "
-            f"device_ids=['cpu'] * {count} makes replicas on the CPU",
+            f"{why}: no replicas run; device_ids=['cpu'] * {count} makes replicas on the CPU",
             UnsynchronizedWarning,
         )
     return []

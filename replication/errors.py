@@ -44,6 +44,14 @@ def has_type(error: BaseException, kind: type[BaseException]) -> bool:
     return issubclass(type(error), kind)
 
 
+def lost_derivatives(where: str) -> NotImplementedError:
+    """The error where a transform of `torch.func` or a forward-mode derivative is active."""
+    return NotImplementedError(
+        f"{where}: torch.func transforms and forward-mode derivatives do not reach other copies, "
+        "so they would be lost; compute them on one device"
+    )
+
+
 def listed(numbers: Iterable[int], kind: str = "replica") -> str:
     """Returns ``"replicas 0, 2"`` for ``[0, 2]``."""
     texts = [str(number) for number in numbers]

@@ -326,8 +326,7 @@ def _flatten_into(
         raise DifferentStructure(path, index, trees[0], trees[index])
     if id(trees[0]) in parents:
         raise ValueError(
-            f"a container that is split or joined must not contain itself (`{path}` does); wrap "
-            "it in a class of your own"
+            f"a container that is split or joined must not contain itself (`{path}` does)"
         )
     parents = (*parents, id(trees[0]))
     children = [

@@ -81,14 +81,10 @@ def check_group_size(size: int | None) -> None:
 class SynchronizedBatchNorm(ReplicaAware, _Base):
     """The base class of the layers for 1, 2 and 3 dimensions.
 
-    In training, the statistics span the layer's group (see `replication.ReplicaAware`): all
-    replicas of a `replication.DataParallel` or a patched one, in all processes if
-    `torch.distributed` is initialized. In evaluation, and in a group of one, the layer matches
-    its torch base class bit for bit.
-
-    A forward inside a backward, normally the recomputation of an activation checkpoint, does not
-    update running statistics. In a replica it reuses the recorded moments of the batch and waits
-    for no other replica.
+    In training, the statistics span the layer's group (see `replication.ReplicaAware`). In
+    evaluation, and in a group of one, it matches its torch base class bit for bit. A forward
+    inside a backward, normally the recomputation of a checkpoint, updates no running statistics.
+    In a replica it reuses the recorded moments of the batch and waits for no other replica.
     """
 
     #: Whether the buffers belong to the original module. On replicas, only copy 0 shares them.
@@ -201,8 +197,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
         name, features, dtype = type(self).__name__, self.num_features, input.dtype
         if input.size(1) != features:
             raise ValueError(
-                f"{name} expected {features} channels in dimension 1 (got input size "
-                f"{input.size()}); for such inputs num_features is {input.size(1)}"
+                f"{name} expected {features} channels in dimension 1 (got size {input.size()})"
             )
         if dtype not in _DTYPES:
             raise NotImplementedError(f"{name} is not implemented for inputs of {dtype}")

@@ -120,9 +120,7 @@ def convert_model(
     if corrected:
         warn(
             "syncbn does not correct the bias of running statistics, as these layers of an older "
-            "toolkit did: with a small momentum, the statistics stay near their initial values in "
-            "the first steps; set layer.momentum = 0.1 for short training runs: "
-            f"{', '.join(corrected)}"
+            f"toolkit did; for short runs, set layer.momentum = 0.1: {', '.join(corrected)}"
         )
     result = summary(module)
     if report:
@@ -179,9 +177,8 @@ def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:
         )
     elif not any(isinstance(m, ReplicaAware) or _CONVERTED in vars(m) for m in module.modules()):
         warn(
-            f"convert_model found no batch norm in {type(module).__name__}, so nothing is "
-            "synchronized; convert the model after its layers were made (summary(model) lists "
-            "the layers that normalize)",
+            f"convert_model found no batch norm in {type(module).__name__}; convert the model "
+            "after its layers were made (summary(model) lists the layers that normalize)",
             UnsynchronizedWarning,
         )
 
@@ -210,10 +207,7 @@ def revert_model(module: ModuleT) -> ModuleT:
         if not _revert(layer) and isinstance(layer, SynchronizedBatchNorm)
     ]
     if left_alone:
-        warn(
-            "revert_model reverts layers of the classes that convert_model makes; these stay "
-            f"synchronized: {', '.join(left_alone)}"
-        )
+        warn(f"these layers of other classes stay synchronized: {', '.join(left_alone)}")
     return module
 
 

@@ -32,6 +32,7 @@ from torch.autograd import Function
 
 from replication._torch import has_other_derivatives, is_batched, sees_saved_tensors
 from replication.devices import Streams, current_streams, use_streams
+from replication.errors import lost_derivatives
 from replication.groups.base import Group
 from replication.groups.replicas import ReplicaGroup, hidden_from_hooks
 from syncbn.channels import empty_output, in_float64, per_channel, reduced_dims, values_per_channel
@@ -73,10 +74,7 @@ def synchronized_batch_norm(
     """
     parameters = x if weight is None else weight, x if bias is None else bias
     if has_other_derivatives((x, *parameters)):
-        raise NotImplementedError(
-            "torch.func transforms and forward-mode derivatives do not reach the other copies of "
-            "a synchronized layer, so they would be lost; compute them on one device"
-        )
+        raise lost_derivatives("a synchronized layer")
     shard = Shard(x, weight, bias, denominator)
     if weight is not None and weight.dtype != shard.dtype:
         weight = weight.to(shard.dtype)
@@ -179,9 +177,8 @@ def _output_below_two_values(
     """Returns the empty output for a batch without values; one value per channel is an error."""
     if total:
         raise ValueError(  # torch's own words, which programs may look for
-            f"Expected more than 1 value per channel when training, got input size {x.size()} on "
-            f"this replica and {total} value per channel in all of its group; take a larger "
-            "batch, or call the layer in eval()"
+            f"Expected more than 1 value per channel when training, got input size {x.size()} and "
+            f"{total} value in all of its group; take a larger batch, or call the layer in eval()"
         )
     # No replica has data. torch defines the result.
     return torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)

@@ -218,9 +218,9 @@ class Summary(ShownAsTable):
 
     Attributes:
         layers: All layers that normalize or run replicas, in the order of ``named_modules()``.
-            Each has a ``path``, ``layer`` (the name of its class), and ``kind``. ``kind.name`` is
+            Each has a ``path``, ``layer`` (the name of its class), and ``kind``, whose ``name`` is
             ``"synchronized"``, ``"plain"`` (not converted), ``"left alone"``, ``"by sample"``
-            (nothing to synchronize), or ``"wrapper"``, and ``kind.note`` gives the reason.
+            (nothing to synchronize), or ``"wrapper"``, and whose ``note`` gives the reason.
     """
 
     layers: tuple[LayerSummary, ...]

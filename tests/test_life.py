@@ -291,7 +291,7 @@ Late()
 """,
         returncode=None,  # torch does not like its tensors to be freed then, and may abort
     )
-    assert output.endswith("during interpreter shutdown (does a finalizer call the model?)\n")
+    assert output.endswith("during interpreter shutdown (by a finalizer?)\n")
 
 
 # -- changed between forwards ------------------------------------------------------------------

@@ -144,8 +144,8 @@ def test_a_callback_calls_a_collective():
 @reads("""
     ReplicasDiverged: `0`, call 1: the calls do not match: replica 0: all_reduce(op='sum') of
     float32 [4, 3]; replica 1: all_reduce(op='sum') of float32 [3, 3]. All must make the same calls
-    in the same order, with tensors of one dtype and one shape (in all_gather the first dimension
-    may differ).
+    in the same order, with tensors of one dtype and shape (but all_gather takes any first
+    dimension).
 """)
 def test_what_is_reduced_depends_on_the_share():
     class Sum(ReplicaAware, nn.Module):
@@ -172,8 +172,8 @@ def test_a_stock_data_parallel_is_wrapped_around_a_converted_network():
 
 
 @reads("""
-    ValueError: SynchronizedBatchNorm1d expected 3 channels in dimension 1 (got input size
-    torch.Size([4, 5])); for such inputs num_features is 5
+    ValueError: SynchronizedBatchNorm1d expected 3 channels in dimension 1 (got size
+    torch.Size([4, 5]))
     in replica 0 of 2 on cpu, module `1`
     replica 1 also failed: the same error
 """)
@@ -196,12 +196,12 @@ def test_the_batch_is_of_another_dtype_than_the_layer():
 
 @reads("""
     ValueError: Expected more than 1 value per channel when training, got input size
-    torch.Size([1, 3]) on this replica and 1 value per channel in all of its group; take a larger
-    batch, or call the layer in eval()
+    torch.Size([1, 3]) and 1 value in all of its group; take a larger batch,
+    or call the layer in eval()
     in replica 0 of 2 on cpu, module `1.0`
     replica 1 also failed in module `1.0`: ValueError: Expected more than 1 value per channel when
-    training, got input size torch.Size([0, 3]) on this replica and 1 value per channel in all of
-    its group; take a larger batch, or call the layer in eval()
+    training, got input size torch.Size([0, 3]) and 1 value in all of its group;
+    take a larger batch, or call the layer in eval()
 """)
 def test_there_is_a_single_value_in_all():
     """apex#262"""
@@ -243,7 +243,7 @@ def test_an_index_names_a_device_that_is_not_there():
 
 @reads("""
     RuntimeError: module must have its parameters and buffers on device cpu (device_ids[0]) but
-    found one of them on device: meta (`0.weight`); move them all with module.to('cpu')
+    found one of them on device: meta (`0.weight`); call module.to('cpu')
 """)
 def test_a_parameter_is_on_another_device():
     """torch's own words."""
@@ -283,8 +283,8 @@ def test_replicas_are_exported(how):
 
 
 @reads("""
-    RuntimeError: a ProcessGroup needs torch.distributed to be initialized; call
-    torch.distributed.init_process_group, or use a SoloGroup
+    RuntimeError: torch.distributed is not initialized; call init_process_group, or use a
+    SoloGroup
 """)
 def test_torch_distributed_is_not_initialized():
     ProcessGroup()
@@ -295,8 +295,8 @@ def test_torch_distributed_is_not_initialized():
 
 @reads("""
     ValueError: tensors must have the same length along the batch dimension 0 (got shapes (8, 3) of
-    `argument 0` and (5, 3) of `mask`); register a tensor that every replica needs unsplit as a
-    buffer of the module, or pass Scattered(parts) with one part per replica
+    `argument 0` and (5, 3) of `mask`); keep what is not split in a buffer, or
+    pass Scattered(parts)
 """)
 def test_arguments_differ_in_batch_size():
     DataParallel(network(), CPUS)(X, mask=X[:5])

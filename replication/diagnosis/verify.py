@@ -64,10 +64,9 @@ class Verification(ShownAsTable):
             computes them, outputs of the model, gradients of inputs and parameters, buffers.
         tolerance: The largest error that counts as rounding.
         replicas: The number of replicas that ran.
-        is_random: Whether two runs on one device differ as well, because the model draws random
-            numbers. This and the next two are only filled if the replicas differ.
-        is_ill_conditioned: Whether one device differs as much if inputs and parameters change by
-            a rounding error.
+        is_random: Whether two runs on one device differ as well. This and the next two are only
+            filled if the replicas differ.
+        is_ill_conditioned: Whether one device differs as much if its numbers change by rounding.
         changed_attributes: The plain lists, dicts and deques in attributes of modules whose items
             change in the forward. Replicas share them.
     """
@@ -197,10 +196,7 @@ def verify(
     expected = run(f", cast to {dtype}, on one device")
     actual = run(f" on {len(devices)} replicas", devices)
     if len(actual.replicas) < 2:
-        raise ValueError(
-            "expected at least two replicas with data (got one); pass a batch with at least as "
-            "many samples as devices"
-        )
+        raise ValueError("expected at least two replicas with data (got one); pass more samples")
     result = Verification(_compare(actual, expected), tolerance, len(actual.replicas))
     if result:
         return result
@@ -294,8 +290,7 @@ class Step:
 def _backward(outputs: list[Tensor]) -> None:
     if any(y.dim() == 0 for y in outputs):
         raise ValueError(
-            "the model must not return a 0-dim tensor that requires gradients, such as a loss: "
-            "each replica has its own; verify the model without the loss"
+            "the model must not return a loss, as each replica has its own; verify it without"
         )
     generator = torch.Generator("cpu").manual_seed(0)
     upstream = [

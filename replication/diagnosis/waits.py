@@ -41,7 +41,7 @@ class Waits(NamedTuple):
 class WaitReport(ShownAsTable):
     """How long each replica waited for the others in each layer (see `wait_report`).
 
-    It prints as a table, and shows as a table in a notebook, in milliseconds per forward.
+    It prints as a table, and shows as one in a notebook, in milliseconds per forward.
 
     Attributes:
         forwards: The number of forwards.
@@ -88,8 +88,8 @@ class WaitReport(ShownAsTable):
     def straggler(self) -> int | None:
         """The replica that the others wait for, or None if no replica stands out.
 
-        It waits less than half as long as any other replica, and these wait more than a
-        millisecond per forward.
+        It waits less than half as long as any other, and these more than a millisecond per
+        forward.
         """
         seconds = _together(self.layers)
         order = sorted(seconds, key=seconds.__getitem__)
@@ -126,11 +126,7 @@ class WaitReport(ShownAsTable):
         return 1e3 * seconds / max(self.forwards, 1)
 
     def plot(self, axes: Any) -> None:
-        """Draws a bar for each layer, with a segment for each replica.
-
-        Args:
-            axes: Axes of matplotlib, as in ``figure, axes = matplotlib.pyplot.subplots()``.
-        """
+        """Draws a bar per layer, with a segment per replica, into ``axes`` of matplotlib."""
         layers = self.layers[:_ROWS][::-1]
         left = [0.0] * len(layers)
         for replica in self.replicas:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from replication._torch import has_other_derivatives
-from replication.errors import ReplicasDiverged, ReplicationError, is_int, listed
+from replication.errors import ReplicasDiverged, ReplicationError, is_int, listed, lost_derivatives
 from replication.sync.rendezvous import Rendezvous, current_replica, is_recomputation
 
 __all__ = ["Group", "SoloGroup"]
@@ -99,8 +99,7 @@ def check_same_call(
     found = "; ".join(f"{listed(ranks, kind)}: {text}" for (_, text), ranks in callers.items())
     raise ReplicasDiverged(
         f"{where}: the calls do not match: {found}. All must make the same calls in the same "
-        "order, with tensors of one dtype and one shape (in all_gather the first dimension may "
-        "differ)."
+        "order, with tensors of one dtype and shape (but all_gather takes any first dimension)."
     )
 
 
@@ -217,8 +216,7 @@ class Group(ABC):
     def split(self, size: int) -> Group:
         """Divides the group into parts of ``size`` ranks, and returns the part of this member.
 
-        All members must pass the same ``size``. If it does not divide the size of the group, the
-        last part is smaller.
+        All members must pass the same ``size``. The last part may be smaller.
         """
         if not is_int(size) or size < 1:
             error = ValueError if is_int(size) else TypeError
@@ -258,11 +256,7 @@ class Group(ABC):
                 known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
                 self._refuse(TypeError, f"{name} takes tensors of {known}", tensor.dtype)
         if self.size > 1 and has_other_derivatives(tensors):
-            raise NotImplementedError(
-                f"{self._where()}: {name}: torch.func transforms and forward-mode derivatives do "
-                "not reach the other members, so their derivatives would be lost; compute them on "
-                "one device"
-            )
+            raise lost_derivatives(f"{self._where()}: {name}")
         if len(tensors) > 1 and len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
             got = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in tensors)
             self._refuse(ValueError, f"{name} takes tensors of one dtype on one device", got)

@@ -71,8 +71,7 @@ class ReplicaAware(_Base):
             )
         if not isinstance(cls.group, property):
             raise TypeError(
-                f"`group` of {cls.__name__} must be the group of its copies (see ReplicaAware); "
-                "rename the attribute that hides it"
+                f"`group` of {cls.__name__} must be the group of its copies; rename what hides it"
             )
 
     _replica_group: Group | None = None
@@ -138,8 +137,7 @@ class ReplicaAware(_Base):
             if (group is not None and group.size > 1) or (current and current.is_one_of_several):
                 raise ReplicationError(
                     f"`{name}`: several replicas in each of several processes are not connected; "
-                    "run one process per device under DistributedDataParallel, or set "
-                    "process_group to a group of this process alone, to connect its replicas"
+                    "run one process per device, or set process_group to this process alone"
                 )
             group = processes
         elif group is None or group.size == 1:
@@ -149,9 +147,8 @@ class ReplicaAware(_Base):
     def _alone(self, name: str) -> Group:
         if processes_are_not_connected() and _first_warning_of_processes():
             warn(
-                f"`{name}` is in one of several processes that torchrun has started, but "
-                "torch.distributed is not initialized (or no longer), so the layer is not "
-                "connected to the others; call torch.distributed.init_process_group() first",
+                f"`{name}` is not connected to the other processes of torchrun, because "
+                "torch.distributed is not initialized; call its init_process_group() first",
                 UnsynchronizedWarning,
             )
         group = SoloGroup()

@@ -145,8 +145,7 @@ class ProcessGroupHandle:
     def __reduce__(self) -> tuple[type[ProcessGroupHandle], tuple[()]]:
         if self.process_group is not None:
             warn(
-                "a process_group is not pickled with a layer; set it again where it is loaded, or "
-                "the layer will use all processes",
+                "a process_group is not pickled with a layer; set it where the layer is loaded",
             )
         return ProcessGroupHandle, ()
 
@@ -244,15 +243,13 @@ class ProcessGroup(Group):
             check_process_group(process_group)
         elif not (distributed.is_available() and distributed.is_initialized()):
             raise RuntimeError(
-                "a ProcessGroup needs torch.distributed to be initialized; call "
-                "torch.distributed.init_process_group, or use a SoloGroup"
+                "torch.distributed is not initialized; call init_process_group, or use a SoloGroup"
             )
         else:
             process_group = distributed.group.WORLD
         if is_non_member(process_group):
             raise ValueError(
-                f"`{name}`: this process is not in the process_group; pass each process a group "
-                "that contains it"
+                f"`{name}`: this process is not in the process_group; pass one that contains it"
             )
         self._name = name
         # Graphs refer to this object. A loss that outlives the script must not keep the threads of
@@ -263,11 +260,7 @@ class ProcessGroup(Group):
 
     @property
     def process_group(self) -> Any:
-        """The group of `torch.distributed`.
-
-        Raises:
-            ReplicationError: The group is destroyed.
-        """
+        """The group of `torch.distributed`, or ReplicationError if it is destroyed."""
         process_group = self._process_group()
         if process_group is None or not is_usable(process_group):  # a destroyed group may live on
             raise ReplicationError(
@@ -338,8 +331,7 @@ class ProcessGroup(Group):
         """
         if is_batched(tensor):
             raise ReplicationError(
-                "collectives between processes take no batched gradients (is_grads_batched=True, "
-                "vectorize=True); compute one after the other"
+                "collectives between processes take no batched gradients; compute one at a time"
             )
 
         def backward(grad: Tensor) -> Tensor:
@@ -358,10 +350,10 @@ class ProcessGroup(Group):
 
     @uncompiled
     def all_gather_object(self, obj: T) -> tuple[T, ...]:
-        """Returns copies of the objects of all members, in the order of their ranks.
+        """Returns pickled copies of the objects of all members, in the order of their ranks.
 
-        The objects are pickled. Unpickling can run any code, so call this only if you trust every
-        process of the group. No other collective unpickles anything.
+        Unpickling can run any code, so call this only if you trust every process of the group. No
+        other collective unpickles anything.
         """
         # Not torch.distributed.all_gather_object, which needs NumPy.
         pickled = self._to_tensor(pickle.dumps(obj))

@@ -273,6 +273,9 @@ class ReplicaGroup(Group):
                 true on any member, ``merge`` runs with grad enabled.
             option: An argument of the call that must match on every member.
             any_length: Whether the first dimension in ``layouts`` may differ.
+
+        Raises:
+            ReplicationError: As `Group`. Also if no other member could answer the call.
         """
         communicator, replica = self._communicator, self._replica
         rendezvous = self._rendezvous or communicator.live_rendezvous()

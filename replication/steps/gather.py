@@ -122,10 +122,7 @@ def _warn_of_unknown(names: Collection[str], paths: list[Path]) -> None:
     unknown = [repr(name) for name in names if not any(_is_under(path, name) for path in paths)]
     if unknown:
         known = ", ".join(f"`{path}`" for path in paths if path) or "none"
-        warn(
-            f"except_keywords names {', '.join(unknown)}, which the output does not have; "
-            f"it has {known}"
-        )
+        warn(f"except_keywords names {', '.join(unknown)}, which the output lacks; it has {known}")
 
 
 def _outline(output: Any) -> str:

@@ -121,8 +121,7 @@ def run_replicas(
             raise ValueError(f"expected one of {name} for each of {n} replicas (got {len(items)})")
     if n > 1 and in_functorch_transform():
         raise RuntimeError(
-            "torch.func transforms do not reach the threads of replicas, so their derivatives "
-            "would be lost; transform a function that calls the module without replicas"
+            "torch.func transforms do not reach the threads of replicas; transform model.module"
         )
     state = ThreadState(devices)
     calls = []
@@ -139,8 +138,7 @@ def _run_all(
         return [calls[0]()]
     if sys.is_finalizing():  # other threads do not run any more
         raise RuntimeError(
-            "replicas cannot be called during interpreter shutdown "
-            "(does a finalizer call the model?)"
+            "replicas cannot be called during interpreter shutdown (by a finalizer?)"
         )
     callers_torch_threads = torch.get_num_threads()
     # Autograd orders the nodes of a graph by numbers that each thread counts for itself. The

@@ -21,7 +21,7 @@ from replication._torch import (
     shell_state,
 )
 from replication.devices import DeviceLike, to_device, usable_devices
-from replication.errors import check_module
+from replication.errors import check_module, lost_derivatives
 from replication.modules import Position, check_initialized, layers_of
 from replication.steps.broadcast import broadcast, copy_buffers
 from replication.sync.lifecycle import untrack
@@ -103,9 +103,7 @@ def make_replicas(
         if template is None:
             check_initialized(path, original)
             if isinstance(original, torch.jit.ScriptModule):
-                raise TypeError(
-                    "a ScriptModule cannot be replicated; wrap the module it was made of"
-                )
+                raise TypeError("a ScriptModule cannot be replicated; wrap what it was made of")
         for parameter in original._parameters.values():
             if parameter is not None:
                 parameters[id(parameter)] = parameter
@@ -115,10 +113,7 @@ def make_replicas(
     if not devices:
         return [], None
     if has_other_derivatives((*parameters.values(), *buffers.values())):
-        raise NotImplementedError(
-            "torch.func transforms and forward-mode derivatives do not reach replicas, so their "
-            "derivatives would be lost; compute them on one device"
-        )
+        raise lost_derivatives("replicate")
     keys = [*parameters, *buffers, *map(id, modules), id(None)]
     replicas: list[list[Any]] = []
     copied: list[Copied] = []
@@ -155,8 +150,7 @@ def _layers_to_copy(root: nn.Module) -> tuple[list[tuple[str, nn.Module]], dict[
         if _WRAPPED in module._modules and is_compiled_wrapper(module):
             if any(vars(module).get(name) for name in HOOKS):
                 raise TypeError(
-                    "the result of torch.compile(module) must not have its own hooks, because "
-                    "replicas run the module itself; register the hooks on the module"
+                    "a compiled module must not have its own hooks; register them on the module"
                 )
             wrappers[id(module)] = id(compiled_module(module))
     if wrappers:

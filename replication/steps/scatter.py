@@ -92,9 +92,7 @@ def scatter_kwargs(
         TypeError: An argument that should be scattered is not a list, tuple or `Scattered`.
     """
     if not isinstance(inputs, (tuple, list)):
-        raise TypeError(
-            f"inputs must be a tuple of positional arguments (got {type(inputs).__name__})"
-        )
+        raise TypeError(f"inputs must be a tuple of arguments (got {type(inputs).__name__})")
     cpu_keywords = checked_names("cpu_keywords", cpu_keywords)
     targets: Devices = [None] if target_gpus is None else usable_devices(target_gpus)
     args, named = tuple(inputs), dict(kwargs or {})
@@ -175,8 +173,7 @@ def plan_sizes(
         if len(set(counts)) > 1 or not 1 <= counts[0] <= devices:
             got = " and ".join(f"{len(leaf.value)} in {_title(leaf)}" for leaf in scattered)
             raise ValueError(
-                f"every Scattered must have one entry per replica, for 1 to {devices} replicas "
-                f"(got {got})"
+                f"every Scattered must have one entry per replica, 1 to {devices} (got {got})"
             )
         splits: list[Sizes] = []
         for leaf in scattered:
@@ -194,8 +191,7 @@ def plan_sizes(
             raise ValueError(
                 f"tensors must have the same length along the batch dimension {dim} (got shapes "
                 f"{tuple(first.value.shape)} of {_title(first)} and {tuple(leaf.value.shape)} of "
-                f"{_title(leaf)}); register a tensor that every replica needs unsplit as a buffer "
-                "of the module, or pass Scattered(parts) with one part per replica"
+                f"{_title(leaf)}); keep what is not split in a buffer, or pass Scattered(parts)"
             )
     part = max(1, -(-length // devices))  # as in `torch.chunk`
     sizes = [min(part, length - start) for start in range(0, length, part)] or [0]
@@ -214,9 +210,8 @@ def split_leaf(leaf: Leaf, splits: list[Sizes], dim: int, devices: Devices) -> l
         fitting = [[length // count + (i < length % count) for i in range(count)]]  # evenly
     if len(fitting) != 1:
         raise ValueError(
-            f"{_title(leaf)} cannot be split like the Scattered beside it: its length must tell "
-            f"the sizes of its parts (got length {length}, and sizes "
-            f"{' and '.join(map(str, splits)) or 'of no tensor'}); pass Scattered(parts)"
+            f"{_title(leaf)} cannot be split like the Scattered beside it (got length {length}, "
+            f"and sizes {' and '.join(map(str, splits)) or 'of no tensor'}); pass Scattered(parts)"
         )
     return split_tensor(leaf.value, fitting[0], dim, devices)
 
@@ -248,8 +243,7 @@ def _length(leaf: Leaf, dim: int) -> int:
     tensor: Tensor = leaf.value
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(
-            f"{_title(leaf)} must have a dimension {dim} to be split along "
-            f"(got shape {tuple(tensor.shape)})"
+            f"{_title(leaf)} must have a dimension {dim} (got shape {tuple(tensor.shape)})"
         )
     return tensor.size(dim)
 

@@ -69,8 +69,7 @@ class Exchange:
             current = self._round
             if replica in current.messages:
                 raise ReplicationError(
-                    f"`{self.path}`: replica {replica} calls it in one thread while it waits there"
-                    " in another; the calls of a replica come one after the other"
+                    f"`{self.path}`: replica {replica} calls it in several threads at a time"
                 )
             self.calls[replica] += 1
             if rendezvous.abort is not None:

@@ -285,8 +285,7 @@ class SyncMaster:
         rendezvous, channel = self._channel()
         if rendezvous is None and self._latest is not None:
             raise ReplicationError(
-                "run_master must be called in the same forward as its slaves, which has ended "
-                "(is this the recomputation of an activation checkpoint?)"
+                "run_master must be called in the same forward as its slaves (in a recomputation?)"
             )
         message = (_MASTER, master_msg)
         if rendezvous is None or channel is None or not channel.slaves:

@@ -82,7 +82,7 @@ def test_devices_of_copies_without_tensors_are_unknown_unless_given():
 
 
 def test_another_number_of_devices_is_refused():
-    with pytest.raises(ValueError, match=r"one device for each of 2 copies \(got 1\)"):
+    with pytest.raises(ValueError, match=r"one device per copy, 2 \(got 1\)"):
         contexts(NET, 2, devices=["cpu"])
 
 

@@ -191,8 +191,8 @@ def test_nothing_is_split_twice_or_copied():
             r"`argument 1` cannot be split.*length 6, and sizes \[2, 2, 1\]",
         ),
         (lambda m, s: m(s, y=Scattered(s[:2])), r"got 3 in `argument 0` and 2 in `y`"),
-        (lambda m, s: m(Scattered([*s, *s])), r"for 1 to 3 replicas \(got 6"),
-        (lambda m, s: m(Scattered()), r"for 1 to 3 replicas \(got 0"),
+        (lambda m, s: m(Scattered([*s, *s])), r"per replica, 1 to 3 \(got 6"),
+        (lambda m, s: m(Scattered()), r"per replica, 1 to 3 \(got 0"),
     ],
     ids=["tensor beside", "fewer beside", "too many", "none"],
 )

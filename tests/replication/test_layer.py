@@ -115,7 +115,7 @@ def test_group_is_its_name():
     layer = Total()
     with pytest.raises(AttributeError):
         layer.group = 3
-    with pytest.raises(TypeError, match=r"`group` of Method .* rename the attribute"):
+    with pytest.raises(TypeError, match=r"`group` of Method .* rename what hides it"):
 
         class Method(Total):
             def group(self) -> None:
@@ -348,5 +348,5 @@ def test_processes_that_do_not_know_of_each_other_are_warned_of_once(monkeypatch
             Total()(torch.ones(2, 1))
     texts = [str(found.message) for found in caught]
     assert len(texts) == int(processes) - 1
-    assert all("`Total` is in one of several processes" in text for text in texts)
+    assert all("`Total` is not connected to the other processes" in text for text in texts)
     assert all(found.filename == __file__ for found in caught)

@@ -194,7 +194,7 @@ def test_the_beginning_of_a_key_is_not_its_name():
 
 
 def test_an_output_without_keys_is_said_to_have_none():
-    with pytest.warns(UserWarning, match="names 'x', which the output does not have; it has none"):
+    with pytest.warns(UserWarning, match="names 'x', which the output lacks; it has none"):
         gather([torch.zeros(1)] * 2, "cpu", except_keywords=["x"])
 
 

@@ -184,7 +184,7 @@ def test_different_calls_and_shapes_are_reported(does, where, reason):
         (lambda: verify(Net, X), TypeError, r"expected a torch\.nn\.Module"),
         (lambda: verify(nn.ReLU(), X, ["cpu"]), ValueError, "at least two devices"),
         (lambda: verify(nn.ReLU(), X[:1]), ValueError, "at least two replicas with data"),
-        (lambda: verify(Loss(), X), ValueError, "such as a loss: each replica has its own"),
+        (lambda: verify(Loss(), X), ValueError, "must not return a loss"),
         (torch.inference_mode()(lambda: verify(LINEAR, X)), RuntimeError, "call it outside of"),
     ],
     ids=["module", "devices", "samples", "loss", "inference mode"],

@@ -186,9 +186,7 @@ def test_threads_that_ask_at_once_get_groups_that_are_connected():
 
     execute_replication_callbacks(replicate(Layer(), ["cpu"] * 4))
     groups = at_once(*(partial(from_callbacks[0].group, i % 2) for i in range(4)))
-    assert groups[0] is groups[2]
-    assert groups[1] is groups[3]
-    assert groups[0]._communicator is groups[1]._communicator
+    assert len({group._communicator for group in groups}) == 1
 
 
 def test_process_group_has_one_state():

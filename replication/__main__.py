@@ -1,10 +1,8 @@
 """Checks that replicas run and communicate on this machine.
 
-Compares replicas of a layer that communicates with the same layer on one device: on the CPU, on
-each accelerator, and across all accelerators. The last lines say PASS or FAIL for each. The exit
-status is 0 if all pass, 1 if one fails, and 2 if the arguments are wrong.
-
-"python -m syncbn" checks this, and synchronized layers as well.
+Compares replicas of a layer with the same layer on one device: on the CPU, on each accelerator,
+and across all accelerators. The last lines say PASS or FAIL for each. The exit status is 0 if all
+pass, 1 if one fails, and 2 if the arguments are wrong. "python -m syncbn" checks more.
 """
 
 from __future__ import annotations
@@ -53,11 +51,8 @@ def check_machine(
     dtypes: Callable[[torch.device], Sequence[torch.dtype]],
     arguments: Sequence[str] | None,
 ) -> int:
-    """Compares a layer on replicas with one device, on every device of this machine.
-
-    ``make_layer`` makes the layer, for images of 16 channels. ``dtypes`` returns the dtypes to
-    compare in on a device. Returns the exit status.
-    """
+    """Compares layers on replicas with one device, on every device; returns the exit status."""
+    # `make_layer` makes a layer for images of 16 channels, `dtypes` the dtypes for a device.
     parser = argparse.ArgumentParser(
         prog=f"python -m {package}",
         description=description,

@@ -1,7 +1,4 @@
-"""The undocumented names of torch, except for the kernels that `syncbn` calls.
-
-They are in one file, so that a test can name those that a new release of torch moves.
-"""
+"""The undocumented names of torch, without kernels: a test names those that a release moves."""
 
 from __future__ import annotations
 
@@ -48,11 +45,8 @@ SHELL_ATTRIBUTES = "_shell_attributes"
 
 
 def shell_state(module: nn.Module) -> dict[str, Any] | None:
-    """Returns the attributes of the shell that `MAKE_SHELL` would make of a module.
-
-    None if the class overrides how its shells are made. Dictionaries other than
-    ``_parameters`` are shared with the module.
-    """
+    """The attributes of the shell that `MAKE_SHELL` would make; None if the class overrides it."""
+    # Dictionaries other than `_parameters` are shared with the module.
     kind = type(module)
     is_usual = kind._replicate_for_data_parallel is _TORCHS_SHELL
     if not is_usual:
@@ -197,11 +191,9 @@ def sees_saved_tensors() -> bool:
 
 
 def beside_selective_checkpoints() -> AbstractContextManager[object]:
-    """Hides the operations of a ``with`` block from a selective activation checkpoint around it.
-
-    The checkpoint expects the same operations in the recomputation as in the forward. Other
-    dispatch modes, such as counters of operations, do not see the operations either.
-    """
+    """Hides the operations of a ``with`` block from a selective checkpoint around it."""
+    # The checkpoint expects the same operations in the recomputation as in the forward. Other
+    # dispatch modes, such as counters of operations, do not see the operations either.
     modes = _get_current_dispatch_mode_stack()
     stack = ExitStack()
     if any(isinstance(mode, _SELECTIVE_CHECKPOINTS) for mode in modes):

@@ -1,8 +1,7 @@
 """Flattens nested containers to leaves with paths, and rebuilds them with other leaves.
 
 Arguments and outputs may hold all containers that torch's pytree knows, dataclasses, `UserDict`
-and `UserList`. Plain attributes of modules are searched in containers of the standard library
-only.
+and `UserList`. Attributes of modules are searched in containers of the standard library only.
 """
 
 from __future__ import annotations
@@ -119,10 +118,7 @@ class Opened(NamedTuple):
 
 
 def open_builtin(old: Any) -> Opened | None:
-    """Opens a list, tuple, dict or deque. Returns None for any other object.
-
-    Methods of derived classes are never called.
-    """
+    """Opens a list, tuple, dict or deque, or returns None; no method of a derived class runs."""
     kind: Any = type(old)
     if kind in PLAIN or not issubclass(kind, _BASES) or issubclass(kind, _WHOLE):
         return None
@@ -187,10 +183,7 @@ def _open_registered(old: Any) -> Opened:
 
 
 def _open_fields(old: Any) -> Opened:
-    """Opens a dataclass, or the ``data`` of a `UserDict` or `UserList`.
-
-    The constructor does not run again.
-    """
+    """Opens a dataclass, `UserDict` or `UserList`, whose constructor does not run again."""
     names = ["data"]
     if dataclasses.is_dataclass(old):
         names = [field.name for field in dataclasses.fields(old) if hasattr(old, field.name)]
@@ -221,10 +214,8 @@ def open_any(value: Any) -> Opened | None:
 
 
 def _field_keys(kind: type, count: int) -> list[Any]:
-    """Returns a key for each of ``count`` values: the name of its field, or else its index.
-
-    Namedtuples, dataclasses and tuples that are made in C have fields.
-    """
+    """Returns a key for each of ``count`` values: the name of its field, or else its index."""
+    # Namedtuples, dataclasses and tuples that are made in C have fields.
     names = getattr(kind, "_fields", None) or getattr(kind, "__match_args__", ())
     if isinstance(names, (tuple, list)) and len(names) == count:
         return [GetAttrKey(name) for name in names]
@@ -255,10 +246,7 @@ def _copy_attributes(old: Any, new: Any) -> None:
 
 
 def leaves_of(tree: Any, opened: Callable[[Any], Opened | None] = open_any) -> Iterator[Any]:
-    """Yields the leaves of a tree except for plain numbers and strings, in any order.
-
-    A container that the tree holds several times is searched once.
-    """
+    """Yields a tree's leaves except for numbers and strings, in any order, a container once."""
     pending, seen = [tree], {}
     while pending:
         value = pending.pop()
@@ -282,21 +270,15 @@ Row = tuple[Path, tuple[Any, ...]]
 
 
 def flatten(tree: Any) -> tuple[list[Leaf], Spec]:
-    """Returns the leaves of an argument or an output, and the containers around them.
-
-    ``None`` and objects that are not containers are leaves. A container without tensors is also a
-    leaf, unless it is from the standard library or a namedtuple.
-    """
+    """Returns the leaves of an argument or an output, and the containers around them."""
+    # `None` and objects that are not containers are leaves. So is a container without tensors,
+    # unless it is from the standard library or a namedtuple.
     rows, spec = flatten_together([tree])
     return [Leaf(path, values[0]) for path, values in rows], spec
 
 
 def flatten_together(trees: Sequence[Any]) -> tuple[list[Row], Spec]:
-    """Returns the leaves of several trees at each path, and the containers of the first tree.
-
-    Raises:
-        DifferentStructure: The trees differ in containers or keys.
-    """
+    """Returns the leaves of trees at each path, and the containers; raises DifferentStructure."""
     rows: list[Row] = []
     spec = _flatten_into(rows, Path(), tuple(trees), ())
     return rows, spec
@@ -361,12 +343,10 @@ def replace_leaves(
     made: Made,
     opened: Callable[[Any], Opened | None] = open_any,
 ) -> Any:
-    """Returns the tree with ``function(leaf)`` in place of each leaf.
-
-    ``function`` returns the same object to keep it. A container stays the same object if none of
-    its leaves change. A container that several trees hold is replaced by one new object in all of
-    them, if these share ``made``. One that contains itself still does so.
-    """
+    """Returns the tree with ``function(leaf)`` in place of each leaf."""
+    # A container stays the same object if ``function`` returns the same objects for its leaves. A
+    # container that several trees hold is replaced by one new object in all of them, if these
+    # share `made`. One that contains itself still does so.
     container = opened(tree)
     if container is None:
         return _new_leaf(function, tree, made)

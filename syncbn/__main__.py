@@ -31,10 +31,8 @@ class Transposed(SynchronizedBatchNorm2d):
 
 
 def make_layers() -> nn.Sequential:
-    """Returns two synchronized layers, and the layer that ``python -m replication`` checks.
-
-    The first is computed by `syncbn.joined` on the CPU. Some of the weights are negative.
-    """
+    """Returns two synchronized layers, and the layer that ``python -m replication`` checks."""
+    # `syncbn.joined` computes the first on the CPU. Some of the weights are negative.
     layers = SynchronizedBatchNorm2d(16), Transposed(16, momentum=None)
     for layer in layers:
         nn.init.normal_(layer.weight, mean=0.5)

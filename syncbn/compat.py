@@ -67,11 +67,9 @@ _DEFAULTS = {
 
 
 def with_defaults(layer: Any, defaults: Mapping[str, Any]) -> Any:
-    """Returns a class that makes instances of ``layer`` with other constructor defaults.
-
-    They are pickled, converted and reverted like every other layer. To `isinstance` both classes
-    are the same. Subclasses are ordinary classes.
-    """
+    """Returns a class that makes instances of ``layer`` with other constructor defaults."""
+    # The instances are pickled, converted and reverted like every other layer. To `isinstance`
+    # both classes are the same. Subclasses are ordinary classes.
     if not defaults:
         return layer
     signature = inspect.signature(layer)
@@ -93,12 +91,7 @@ def with_defaults(layer: Any, defaults: Mapping[str, Any]) -> Any:
 
 
 def _constructors(copy: ModuleSpec) -> Iterator[tuple[dict[str, ast.expr], bool]]:
-    """Parses the synchronized layers of a vendored copy.
-
-    Yields:
-        The defaults of each constructor, and whether its module corrects the bias of running
-        statistics.
-    """
+    """Yields a copy's constructor defaults per layer, and whether its module corrects the bias."""
     folders = copy.submodule_search_locations
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.py"))]
     for file in files if folders else [Path(str(copy.origin))]:
@@ -113,11 +106,9 @@ def _constructors(copy: ModuleSpec) -> Iterator[tuple[dict[str, ast.expr], bool]
 
 
 def defaults_of_copy(package: str, copy: ModuleSpec, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the constructor defaults that differ from ours in the source of a vendored copy.
-
-    Warns of a default that is not a constant and of bias-corrected running statistics, unless the
-    caller has chosen a value.
-    """
+    """Reads the constructor defaults that differ from ours in the source of a vendored copy."""
+    # Warns of a default that is not a constant and of bias-corrected running statistics, unless
+    # the caller has chosen a value.
     defaults: dict[str, Any] = {}
     problems: dict[str, str] = {}
     for own_defaults, corrects_bias in _constructors(copy):

@@ -67,11 +67,9 @@ def synchronized_batch_norm(
     calls: RecordedCalls | None,
     count_batch: CountBatch | None,
 ) -> Tensor:
-    """Normalizes a shard ``(N, C, ...)``, maybe empty, with the moments of the whole batch.
-
-    The output has the layout of ``x``. ``calls`` are those of this replica, or None between
-    processes. ``count_batch`` is None if the buffers do not belong to this copy.
-    """
+    """Normalizes a shard ``(N, C, ...)``, maybe empty, with the moments of the whole batch."""
+    # `calls` are those of this replica, None between processes. `count_batch` is None if the
+    # buffers do not belong to this copy.
     parameters = x if weight is None else weight, x if bias is None else bias
     if has_other_derivatives((x, *parameters)):
         raise lost_derivatives("a synchronized layer")
@@ -184,12 +182,10 @@ def _output_below_two_values(
     return torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
 
 
+# Hooks on saved tensors belong to a thread: an activation checkpoint must see what its replica
+# saves. The second argument only makes the result require gradients.
 class Hold(Function):
-    """Saves the input of a replica in its own thread, for the joint node.
-
-    Hooks on saved tensors belong to a thread: an activation checkpoint must see what its replica
-    saves. The second argument only makes the result require gradients.
-    """
+    """Saves the input of a replica in its own thread, for the joint node."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor | None) -> Tensor:
@@ -233,10 +229,8 @@ class Batch(NamedTuple):
 
 
 def connect(batch: Batch, messages: Sequence[Message]) -> list[Tensor]:
-    """Returns the outputs of all replicas, connected with their inputs and parameters.
-
-    A replica that records no graph keeps its own output, and its input counts as a constant.
-    """
+    """Returns the outputs of all replicas, connected with their inputs and parameters."""
+    # A replica that records no graph keeps its own output, and its input counts as a constant.
     shards = batch.shards
     outputs: list[Any] = [message[2] for message in messages]
     if not torch.is_grad_enabled():
@@ -376,12 +370,9 @@ def gradients_by_autograd(
     xs: Sequence[Any],
     weights: Sequence[Tensor | None],
 ) -> Gradients:
-    """Computes the gradients of all shards by autograd, so that they have derivatives.
-
-    It differentiates the forward, written in operations of torch. Mean and variance of the batch
-    have the values of the forward, and derivatives with respect to every x. Vectors are in
-    float64, on one device.
-    """
+    """Computes the gradients of all shards by autograd, so that they have derivatives."""
+    # It differentiates the forward in operations of torch. Mean and variance of the batch have
+    # the values of the forward and derivatives by every x, in float64, on one device.
     shards, first = batch.shards, batch.shards[0]
     mean, var = first.moments_of(first.stats)
     n, home = first.stats.total, mean.device

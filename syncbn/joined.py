@@ -2,8 +2,8 @@
 
     y = batch_norm(cat(shards)), split again
 
-For small shards on the CPU it is the fastest: there, calling operations takes longer than
-computing them, and autograd needs no node of ours. It is torch's own arithmetic, bit by bit.
+It is torch's own arithmetic, bit by bit. For small shards on the CPU it is the fastest: there,
+calling operations takes longer than computing them, and autograd needs no node of ours.
 """
 
 from __future__ import annotations

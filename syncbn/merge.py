@@ -36,20 +36,15 @@ class RunningStatistics(NamedTuple):
     momentum: float | Tensor
 
     def for_kernel(self, dtype: torch.dtype) -> Buffers | None:
-        """Returns arguments for kernels of torch that update the buffers, hidden from autograd.
-
-        None if they cannot, given moments of this dtype.
-        """
+        """Returns arguments for torch's kernels that update the buffers, if they can, or None."""
         mean, var, momentum = self
         if mean is None or var is None or isinstance(momentum, Tensor):
             return None
         return (mean, var, momentum) if mean.dtype == var.dtype == dtype else None
 
     def update(self, mean: Tensor, var: Tensor, total: int | Tensor) -> None:
-        """Updates the buffers in place, as torch does, with the unbiased variance of a batch.
-
-        Mean and biased variance are in float64. ``total`` is the values per channel.
-        """
+        """Updates the buffers in place, as torch does, with the unbiased variance of a batch."""
+        # Mean and biased variance are in float64. `total` is the values per channel.
         weight = self.momentum
         if isinstance(weight, Tensor):
             weight = weight.to(var)
@@ -138,10 +133,7 @@ def variance(inverse: Tensor, denominator: Denominator) -> Tensor:
 def merge_moments(
     shards: Sequence[Shard], total: int, count_batch: CountBatch | None = None
 ) -> None:
-    """Sets the statistics of the whole batch, and updates the running statistics.
-
-    Moments are merged in replica order. ``total``, the values per channel, is at least 2.
-    """
+    """Sets the statistics of the whole batch, in replica order, and updates the running ones."""
     running = count_batch and count_batch()
     kernels, denominator = shards[0].kernels, shards[0].denominator
     if kernels.has_merge and not denominator.clamps and share_denominator(shards):

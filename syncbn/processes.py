@@ -30,13 +30,7 @@ _PRECISE = {torch.float64}
 
 
 class RankExchange:
-    """The two collectives of a call, one forward and one backward.
-
-    Args:
-        group: The processes, a `replication.ProcessGroup`.
-        layouts: Dtypes and shapes that must match on all ranks.
-        requires_grad: Whether the input needs a gradient. Otherwise backward has no collective.
-    """
+    """The two collectives of a call, one forward and one, if its input needs it, backward."""
 
     def __init__(self, group: Any, layouts: Layouts, requires_grad: bool) -> None:
         self._prefers_gather = group.prefers_gather
@@ -44,10 +38,8 @@ class RankExchange:
         self._exchange = partial(group.exchange, layouts=layouts, requires_grad=requires_grad)
 
     def merge(self, shard: Shard) -> tuple[int | Tensor, Tensor, Tensor]:
-        """Returns count, mean and biased variance of all ranks, in float64.
-
-        The count is a tensor where reading it would block the host.
-        """
+        """Returns count, mean and biased variance of all ranks, in float64."""
+        # The count is a tensor where reading it would block the host.
         mean, var = shard.mean_and_var()
         # A kernel: a copy would block the host on a GPU.
         count = mean.new_full((1,), shard.values)
@@ -69,12 +61,10 @@ class RankExchange:
         return self._exchange("batch_norm_backward", derivative, stack=False)  # type: ignore[no-any-return]
 
 
+# The forward knows the values of the sums. So a backward that builds a graph makes the same
+# calls as one that does not.
 class Zeros(Function):
-    """Zeros that have the derivatives of sums over all ranks.
-
-    The forward knows the values of the sums. So a backward that builds a graph makes the same
-    calls as one that does not.
-    """
+    """Zeros that have the derivatives of sums over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, exchange: RankExchange, sums: Tensor) -> Tensor:

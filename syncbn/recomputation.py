@@ -1,8 +1,8 @@
 """Recorded calls of a layer, from which activation checkpoints recompute it without waiting.
 
 A recomputation runs in backward, in any order and thread, often for one replica only, so it must
-not wait for other replicas. A layer needs only the moments of the whole batch from them. Each
-replica therefore records the moments of each of its calls, vectors of length C.
+not wait for other replicas. All it needs from them are the moments of the whole batch, vectors of
+length C, which each replica therefore records for each of its calls.
 """
 
 from __future__ import annotations
@@ -46,13 +46,9 @@ class RecordedCalls:
         self._calls.append((shard, total, batch, output is not None and output.requires_grad))
 
     def recall(self, shard: Shard, dtype: torch.dtype) -> RecordedCall:
-        """Returns the call that is being recomputed.
-
-        torch does not say which call that is. It is the one whose moments are nearest. They need
-        not be equal: some devices are not deterministic, and half precision rounds coarsely.
-        Raises ReplicationError if no call matches, several calls match, the forward ran without a
-        graph, or its input was different.
-        """
+        """Returns the call that is being recomputed, or raises ReplicationError."""
+        # torch does not say which call that is. It is the one whose moments are nearest. They need
+        # not be equal: some devices are not deterministic, and half precision rounds coarsely.
         values, grad_enabled = shard.values, torch.is_grad_enabled()
         recorded = map(RecordedCall._make, self._calls)
         same_size = [call for call in recorded if call.shard.values == values]

@@ -88,10 +88,8 @@ class Verification(ShownAsTable):
         return next((d for d in everything if not d.error <= self.tolerance), None)
 
     def _is_explained_by(self, other: dict[str, list[Difference]]) -> bool:
-        """Whether the model's outputs, gradients and buffers differ as much in ``other``.
-
-        "As much" is up to a factor of 10, because each run rounds differently.
-        """
+        """Whether outputs, gradients and buffers of the model differ as much in ``other``."""
+        # Up to a factor of 10, because each run rounds differently.
         worst = {k: _largest(found) for k, found in self.differences.items() if k != _OF_LAYERS}
         found = {kind for kind, error in worst.items() if not error <= self.tolerance}
         return bool(found) and all(worst[kind] <= 10 * _largest(other[kind]) for kind in found)
@@ -347,12 +345,9 @@ def _compare(actual: Step, expected: Step) -> dict[str, list[Difference]]:
 def difference(
     where: str, actual: Parts | None, expected: Parts | None, largest_of_kind: float
 ) -> Difference:
-    """Compares the joined tensors of the replicas with the tensors of one device.
-
-    The error is relative to the largest value, or to a thousandth of ``largest_of_kind`` if that
-    is more: some quantities cancel except for rounding, such as the gradient of a bias before a
-    normalization.
-    """
+    """Compares the joined tensors of the replicas with the tensors of one device."""
+    # Relative to the largest value, or a thousandth of `largest_of_kind` if that is more: some
+    # quantities cancel except for rounding, such as the gradient of a bias before a normalization.
     if actual is None or expected is None:
         only = "one device has" if actual is None else "replicas have"
         return Difference(where, math.inf, f"only {only} it")
@@ -375,11 +370,9 @@ def difference(
 
 
 def _joined(parts: list[Tensor], shape: torch.Size) -> list[Tensor]:
-    """Returns the stack of the parts if each has the shape, and each concatenation that has it.
-
-    The batch may be in any dimension of a layer's output, or in none: outputs that depend on
-    parameters alone are the same in each replica.
-    """
+    """Returns the stack of the parts if each has the shape, and each concatenation that has it."""
+    # The batch may be in any dimension of an output, or in none: outputs that depend on
+    # parameters alone are the same in each replica.
     joined = [torch.stack(parts)] if all(part.shape == shape for part in parts) else []
     for dim in range(len(shape)):
         with suppress(RuntimeError, IndexError):

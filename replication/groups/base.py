@@ -1,8 +1,4 @@
-"""`Group`: collectives between the copies of a layer, in threads or in processes.
-
-The collectives work like their namesakes in `torch.distributed`, but return their results instead
-of writing them into an argument. They are differentiable any number of times.
-"""
+"""`Group`: collectives as in `torch.distributed` that return results, in threads or processes."""
 
 from __future__ import annotations
 
@@ -86,11 +82,7 @@ class Call(NamedTuple):
 def check_same_call(
     calls: Sequence[tuple[object, str]], where: str, members: Sequence[int], kind: str
 ) -> None:
-    """Raises `ReplicasDiverged` unless all members make the same call.
-
-    A call is given by its key, which must match, and its text. The message names the members by
-    ``kind`` and their numbers.
-    """
+    """Raises `ReplicasDiverged` unless all members make the call with the same key."""
     if all(key == calls[0][0] for key, _ in calls):
         return
     callers: dict[tuple[object, str], list[int]] = {}
@@ -132,10 +124,7 @@ class Group(ABC):
 
     @property
     def recomputes(self) -> bool:
-        """Whether this call is a recomputation of an activation checkpoint, inside a backward.
-
-        A layer must not update its running state in a recomputation.
-        """
+        """Whether this call recomputes a checkpoint, so that a layer must not update its state."""
         rendezvous = self._rendezvous  # also true in a thread that a replica has started
         return is_recomputation() or (rendezvous is not None and rendezvous.in_backward)
 
@@ -294,10 +283,8 @@ def layouts_of(tensors: Sequence[Tensor]) -> Layouts:
 
 
 def reduce_tensors(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
-    """Applies ``op`` to tensors of one shape and device, from left to right, in their dtype.
-
-    It adds pairs, because `torch.sum` and `torch.prod` return float32 under a CUDA autocast.
-    """
+    """Applies ``op`` to tensors of one shape and device, from left to right, in their dtype."""
+    # In pairs, because `torch.sum` and `torch.prod` return float32 under a CUDA autocast.
     if op in ("max", "min"):
         extreme = torch.amax if op == "max" else torch.amin
         # A copy, because autograd saves the result itself.

@@ -82,10 +82,8 @@ def state_of(process_group: Any) -> ProcessGroupState:
 
 
 def has_other_processes(process_group: Any = None) -> bool:
-    """Whether a group, by default the group of all processes, is more than this process.
-
-    Also true if this process is not a member or the group is destroyed: using it raises.
-    """
+    """Whether a group, by default all processes, is more than this process."""
+    # Also true if this process is not a member or the group is destroyed: using it raises.
     if process_group is not None:
         return not is_usable(process_group) or distributed.get_world_size(process_group) > 1
     is_distributed = distributed.is_available() and distributed.is_initialized()
@@ -131,10 +129,7 @@ def check_process_group(value: Any) -> None:
 
 
 class ProcessGroupHandle:
-    """An attribute of a layer that holds a process group.
-
-    A copy of the layer keeps the group. A layer that is pickled and loaded has no group.
-    """
+    """A process group of a layer. Copies of the layer keep it; pickled and loaded it has none."""
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
@@ -184,10 +179,7 @@ def stacked(tensor: Tensor, process_group: Any) -> Tensor:
 
 
 class Collective(Function):
-    """Runs a collective in an autograd graph.
-
-    ``derivative`` consists of such collectives, so it is differentiable any number of times.
-    """
+    """Runs a collective in an autograd graph. ``derivative`` consists of such collectives."""
 
     @staticmethod
     def forward(
@@ -284,11 +276,9 @@ class ProcessGroup(Group):
 
     @contextmanager
     def _calling(self, call: Call) -> Iterator[Call]:
-        """Counts a call, and yields it with its number.
-
-        If another rank raises or dies, this one gets an error of the backend or runs into the
-        timeout of the process group. Notes on that error name the call.
-        """
+        """Counts a call, and yields it with its number."""
+        # If another rank raises or dies, this one gets an error of the backend or runs into the
+        # timeout of the process group. Notes on that error name the call.
         state = state_of(self.process_group)
         kind = self._name, call.name.endswith("_backward")
         with state.lock:
@@ -325,10 +315,8 @@ class ProcessGroup(Group):
         derivative: Callable[[Call, Tensor], Tensor],
         tensor: Tensor,
     ) -> Tensor:
-        """Runs a collective in an autograd graph. Its backward is a separate call.
-
-        ``derivative`` is given the call of the backward and the gradient of the result.
-        """
+        """Runs a collective in an autograd graph. Its backward is a separate call."""
+        # `derivative` gets the call of the backward and the gradient of the result.
         if is_batched(tensor):
             raise ReplicationError(
                 "collectives between processes take no batched gradients; compute one at a time"
@@ -385,13 +373,11 @@ class ProcessGroup(Group):
             return self._stack(call, tensor) if stack else self._sum(call, tensor)
 
     def prefers_gather(self, tensor: Tensor) -> bool:
-        """Whether it is faster to sum by gathering all tensors and adding them on each rank.
-
-        A ring of n ranks reduces in 2 (n - 1) steps and gathers in n - 1. With few ranks and short
-        tensors the number of steps dominates, and gathering wins: on gloo by 25 % for 2 ranks and
-        by 40 % for 8, up to the bounds above. NCCL picks its own algorithm. The answer depends
-        only on properties that match on all ranks, so all ranks choose the same way.
-        """
+        """Whether it is faster to sum by gathering all tensors and adding them on each rank."""
+        # A ring of n ranks reduces in 2 (n - 1) steps and gathers in n - 1. With few ranks and
+        # short tensors gathering wins: on gloo by 25 % for 2 ranks and by 40 % for 8. NCCL picks
+        # its own algorithm. The answer depends only on what matches on all ranks, so all choose
+        # the same way.
         return (
             self.size <= _FEW_RANKS
             and tensor.numel() * tensor.element_size() <= _FEW_BYTES

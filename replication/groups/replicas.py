@@ -1,8 +1,7 @@
 """`ReplicaGroup`: collectives between the replicas of one forward, which run in threads.
 
 The last rank to arrive checks that all calls match and joins the graphs of all ranks by plain
-differentiable operations (see `replication.sync.exchange`). A backward through the results is a
-backward through a single graph: no thread waits in it.
+differentiable operations, so no thread waits in backward.
 """
 
 from __future__ import annotations
@@ -111,16 +110,10 @@ Request = tuple[
 ]
 
 
+# Outside a forward there is no rendezvous. It does not refer to their groups, so that it is
+# freed with the last of them.
 class Communicator:
-    """The state that the members of one group share in one forward.
-
-    It does not refer to their groups, so that it is freed with the last of them.
-
-    Args:
-        rendezvous: The rendezvous of the forward, or None outside a forward.
-        layer: The path of the layer, for messages.
-        replicas: The replica of each member.
-    """
+    """The state that the members of one group share in one forward."""
 
     def __init__(self, rendezvous: Rendezvous | None, layer: str, replicas: Sequence[int]) -> None:
         self.rendezvous = rendezvous
@@ -162,11 +155,9 @@ class Communicator:
         return self._parts[start, stop]
 
     def merge(self, requests: list[Request]) -> Iterable[tuple[Any, int]]:
-        """Returns the reply to each member, and the number of autograd nodes that all count up to.
-
-        `Exchange` calls it in the thread of the last member to arrive. The replies do not depend
-        on that thread, which may run without grad, in inference mode, or with saved-tensor hooks.
-        """
+        """Returns the reply to each member, and how many autograd nodes all count up to."""
+        # `Exchange` calls it in the thread of the last member to arrive. The replies do not depend
+        # on it: it may run without grad, in inference mode, or with saved-tensor hooks.
         calls, messages, merges, requires_grad, inferring, nodes = zip(*requests, strict=True)
         if calls.count(calls[0]) < len(calls):
             where = site(self.path, self.exchange.calls[self.replicas[0]])
@@ -232,20 +223,15 @@ class ReplicaGroup(Group):
 
     @property
     def in_later_backward(self) -> bool:
-        """Whether this thread is in a backward that began after the forward of this replica.
-
-        No other replica would answer a call.
-        """
+        """Whether this thread is in a backward that began after the replica's forward."""
+        # No other replica would answer a call.
         current, began_in = this_thread.current, NO_BACKWARD
         if current is not None and current.rendezvous is self._rendezvous:
             began_in = current.backward
         return current_backward() != began_in
 
     def commit(self, write: Callable[[], T]) -> T:
-        """Returns ``write()``, which changes the original layer; raises in a closed forward.
-
-        See `Rendezvous.commit`.
-        """
+        """As `Rendezvous.commit`, for the original layer."""
         return self._communicator.live_rendezvous().commit(write)
 
     def exchange(

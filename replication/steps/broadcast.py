@@ -44,11 +44,9 @@ def copy_buffers(buffers: list[Tensor], devices: Sequence[torch.device], detach:
 def broadcast(
     tensors: Sequence[Tensor], devices: Sequence[torch.device], detach: bool = False
 ) -> Copies:
-    """Copies ``tensors`` to each device, and sums gradients of the copies in device order.
-
-    A copy on the tensor's own device shares its storage and its version counter, so that autograd
-    detects an in-place change between forward and backward as for the tensor itself.
-    """
+    """Copies ``tensors`` to each device, and sums gradients of the copies in device order."""
+    # A copy on the tensor's own device shares its storage and its version counter, so that
+    # autograd detects an in-place change as for the tensor itself.
     if detach:
         tensors = [tensor.detach() for tensor in tensors]
     trainable = [t for t in tensors if t.requires_grad]
@@ -83,12 +81,10 @@ def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> Copie
     ]
 
 
+# All parameters of a module share one node. Not a view per copy: the engine would sum the
+# gradients of the views in the order in which the threads built the graph.
 class Broadcast(torch.autograd.Function):
-    """Returns the copies of the first tensor on all devices, then of the second tensor, ...
-
-    All parameters of a module share one node. A view per copy would be as cheap, but the engine
-    would sum the gradients of the views in the order in which the threads built the graph.
-    """
+    """Returns the copies of the first tensor on all devices, then of the second tensor, ..."""
 
     @staticmethod
     def forward(ctx: Any, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -117,10 +113,8 @@ class Broadcast(torch.autograd.Function):
 def _summed_together(
     grads: Sequence[Sequence[Tensor | None]], sources: Sequence[torch.device]
 ) -> dict[int, Tensor]:
-    """Adds small gradients as `_summed` does, many of them in one copy and one addition.
-
-    Returns the sums by the index of the tensor, except for tensors that would not gain by it.
-    """
+    """Adds small gradients as `_summed` does, many of them in one copy and one addition."""
+    # By the index of the tensor, without tensors that would not gain by it.
     groups = defaultdict(list)
     for i, (of_copies, source) in enumerate(zip(grads, sources, strict=True)):
         given = [grad for grad in of_copies if grad is not None]

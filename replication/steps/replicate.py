@@ -89,11 +89,9 @@ def replicate(
 def make_replicas(
     module: ModuleT, devices: Sequence[torch.device], detach: bool
 ) -> tuple[list[ModuleT], list[Position] | None]:
-    """Does what `replicate` does, for devices that are checked already.
-
-    Also returns each submodule with its copies, as `paired` would find them. This is None if a
-    class takes part in making its copies, because they may then differ.
-    """
+    """Does what `replicate` does, for devices that are checked already."""
+    # Also returns each submodule with its copies, as `paired` would find them. None if a class
+    # takes part in making its copies, because they may then differ.
     layers, wrappers = _layers_to_copy(module)
     paths, modules = zip(*layers, strict=True)
     templates = [shell_state(module) for module in modules]
@@ -140,10 +138,8 @@ def make_replicas(
 
 
 def _layers_to_copy(root: nn.Module) -> tuple[list[tuple[str, nn.Module]], dict[int, int]]:
-    """Returns the paths and modules to copy, and the ids of wrappers and of their modules.
-
-    A wrapper of `torch.compile` is not copied: a replica has its copy of the module instead.
-    """
+    """Returns the paths and modules to copy, and the ids of wrappers and of their modules."""
+    # A wrapper of `torch.compile` is not copied: a replica has its copy of the module instead.
     layers = layers_of(root)
     wrappers: dict[int, int] = {}
     for _, module in layers:
@@ -169,10 +165,8 @@ def _fill(
     copied: Sequence[Copied],
     devices: Sequence[torch.device],
 ) -> None:
-    """Gives the shells of a module their children, parameters and buffers, and their own hooks.
-
-    ``template`` holds the attributes of all shells, or is None if the class has made the shells.
-    """
+    """Gives the shells of a module their children, parameters and buffers, and their own hooks."""
+    # `template` holds the attributes of all shells; None if the class has made the shells.
     # A copy, because another thread may run the module, which may set attributes.
     original = module.__dict__.copy()
     children, buffers, parameters = module._modules, module._buffers, module._parameters

@@ -143,10 +143,8 @@ Sizes = list[int]
 def split_leaves(
     leaves: list[Leaf], devices: Devices, dim: int, staying: Collection[int] = ()
 ) -> list[list[Any]]:
-    """Returns, for each replica that has data, its part of each leaf, on its device.
-
-    ``staying`` has the indices of leaves that are split but not moved.
-    """
+    """Returns, for each replica that has data, its part of each leaf, on its device."""
+    # `staying` has the indices of leaves that are split but not moved.
     if not devices:
         raise ValueError("expected at least one device (got none)")
     # Leaves that stay may have another length, unless there are no other leaves.
@@ -163,10 +161,8 @@ def split_leaves(
 def plan_sizes(
     leaves: list[Leaf], moving: list[Leaf], devices: int, dim: int
 ) -> tuple[int, list[Sizes]]:
-    """Returns the number of replicas that have data, and the sizes of the parts of their tensors.
-
-    There are several ways to split if `Scattered` arguments differ, and none if nothing tells.
-    """
+    """Returns the number of replicas with data, and the sizes of the parts of their tensors."""
+    # Several ways to split if `Scattered` arguments differ, none if nothing tells.
     scattered = [leaf for leaf in leaves if isinstance(leaf.value, Scattered)]
     if scattered:
         counts = [len(leaf.value) for leaf in scattered]
@@ -217,12 +213,10 @@ def split_leaf(leaf: Leaf, splits: list[Sizes], dim: int, devices: Devices) -> l
 
 
 def split_tensor(tensor: Tensor, sizes: Sizes, dim: int, devices: Devices) -> list[Tensor]:
-    """Returns the parts of a tensor, each on its device.
-
-    A part that stays is copied as well: an in-place change by one replica must change neither the
-    parts of the others nor the caller's tensor. A part that leaves is copied once. Through a clone
-    it would come from pageable memory, also if the batch is in pinned memory.
-    """
+    """Returns the parts of a tensor, each on its device."""
+    # A part that stays is copied as well: an in-place change by one replica must change neither
+    # the other parts nor the caller's tensor. A part that leaves is copied once: through a clone
+    # it would come from pageable memory, also if the batch is in pinned memory.
     views = tensor.split(sizes, dim)
     parts = list(map(moved, views, devices))
     return [p.clone() if p is view else p for p, view in zip(parts, views, strict=True)]

@@ -32,12 +32,10 @@ class Round:
         self.waits: dict[int, Wait] = {}
 
 
+# `path` names the calls in messages. The last replica to arrive merges, unless there is a
+# `master`.
 class Exchange:
-    """The sequence of calls that some replicas of one forward make together.
-
-    ``path`` names the calls in messages. The last replica to arrive merges, unless ``master`` is
-    given.
-    """
+    """The sequence of calls that some replicas of one forward make together."""
 
     def __init__(self, path: str, replicas: Iterable[int], master: int | None = None) -> None:
         self.path = path
@@ -53,11 +51,9 @@ class Exchange:
     def __call__(
         self, rendezvous: Rendezvous, replica: int, message: Any, merge: Merge | None
     ) -> Any:
-        """Sends a message, and returns the reply once the messages of all replicas are merged.
-
-        The exchange does not keep the rendezvous, which may refer to the exchange. ``merge`` is
-        None if the replica is not the master.
-        """
+        """Sends a message, and returns the reply once the messages of all are merged."""
+        # The rendezvous is not kept, as it may refer to the exchange. `merge` is None if the
+        # replica is not the master.
         if rendezvous.observe is None:
             return self._run(rendezvous, replica, message, merge)
         with rendezvous.observe("exchange", replica, self.path):

@@ -54,14 +54,11 @@ def _reduce_untracked(owner: Callable[[], Any], protocol: Any) -> Any:
     return kind.__reduce_ex__(twin, protocol)
 
 
+# An attribute and not a hook: ``replica.forward(...)`` runs no hooks, and replicas that torch
+# made share theirs. It refers to the replica weakly, so that no cycle keeps its parameters
+# alive. Copies of the replica do not get it, because it would run the replica itself.
 class TrackedCall:
-    """Overrides a method of a replica, to report when its forward begins and ends.
-
-    It is an attribute of the replica, and no hook: ``replica.forward(...)`` runs no hooks, and
-    replicas that torch made share theirs. It refers to the replica weakly, so that no cycle keeps
-    the replica and its parameters alive. Copies of the replica (``copy``, ``deepcopy``,
-    ``pickle``) do not get it, because it would run the replica itself.
-    """
+    """Overrides a method of a replica, to report when its forward begins and ends."""
 
     def __init__(self, owner: nn.Module, name: str, rendezvous: Rendezvous, replica: int) -> None:
         #: Returns the module, or None when it is gone.
@@ -96,12 +93,10 @@ class TrackedCall:
             this_thread.current = current  # also if a Ctrl-C comes in an `__exit__`
 
 
+# Not `contextlib.contextmanager`, which sets attributes of an error that passes through: not
+# every error class allows that.
 class ForwardScope:
-    """Reports the beginning and the end of a replica's forward around a ``with`` block.
-
-    It is a class because `contextlib.contextmanager` sets attributes of an error that passes
-    through, which not every error class allows.
-    """
+    """Reports the beginning and the end of a replica's forward around a ``with`` block."""
 
     def __init__(self, call: TrackedCall, device: torch.device | None = None) -> None:
         self._call, self._rendezvous, self._replica = call, call.rendezvous, call.replica
@@ -191,11 +186,9 @@ def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
 def first_failure_wins(
     parallel_apply: Callable[..., T], replicas: Sequence[Any], *args: Any, **kwargs: Any
 ) -> T:
-    """Runs ``parallel_apply(replicas, ...)`` and raises the first error, unchanged.
-
-    Torch's `parallel_apply` raises the error of the replica with the lowest *index*, which may
-    only follow from the first error. After an error the forward is closed.
-    """
+    """Runs ``parallel_apply(replicas, ...)`` and raises the first error, unchanged."""
+    # Torch's `parallel_apply` raises the error of the replica with the lowest index, which may
+    # only follow from the first error. After an error the forward is closed.
     calls = tracked_calls(replicas)
     if not calls:
         return parallel_apply(replicas, *args, **kwargs)

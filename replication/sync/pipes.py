@@ -5,9 +5,8 @@
                                     master_callback([(0, msg_0), (1, msg_1), ...])
     returns reply_i  ◀── reply ───  returns reply_0
 
-A call is an `Exchange` that the master merges in its own thread. Its state lives in the
-`Rendezvous` of the forward, so one `SyncMaster` serves any number of forwards, one after the other
-or at the same time. Outside any forward, a `SyncMaster` has a `Rendezvous` of its own.
+A call is an `Exchange` that the master merges. Its state lives in the `Rendezvous` of the forward,
+so one `SyncMaster` serves any number of forwards. Outside any forward, it has its own.
 """
 
 from __future__ import annotations
@@ -114,10 +113,7 @@ class Channel(Exchange):
         self.slaves: dict[int, Hashable] = {}
 
     def register(self, identifier: Hashable, replica: int | None) -> int:
-        """Adds a slave, and returns its replica: a new number if there are none (None).
-
-        The rendezvous' lock is held.
-        """
+        """Adds a slave, and returns its replica, or a new number if None. The lock is held."""
         if identifier == _MASTER or identifier in self.slaves.values():
             raise ReplicationError(
                 f"a slave's identifier must be new and not {_MASTER}, which is the master's "

@@ -142,12 +142,10 @@ class Failure(NamedTuple):
     error: BaseException
 
 
+# A replica may run its forward several times (micro-batches). Its k-th run meets the k-th run
+# of the other replicas.
 class Progress:
-    """How far one replica is with its forwards.
-
-    A replica may run its forward several times (micro-batches). Its k-th run meets the k-th run of
-    the other replicas.
-    """
+    """How far one replica is with its forwards."""
 
     __slots__ = ("depth", "is_absent", "runs", "thread")
 
@@ -174,12 +172,10 @@ class Progress:
         return ended if self.runs else "has not begun"
 
 
+# `size` is None outside a forward, where participants do not report their beginning and end.
+# Waits then end only with a value or when a participant fails.
 class Rendezvous:
-    """The replicas of one forward and their waits for each other.
-
-    ``size`` is None outside a forward, where participants do not report their beginning and end.
-    Waits then end only with a value or when a participant fails.
-    """
+    """The replicas of one forward and their waits for each other."""
 
     def __init__(self, size: int | None) -> None:
         self.size = size
@@ -272,10 +268,8 @@ class Rendezvous:
             self._abort_waits(ReplicaFailed, reason, error)
 
     def close(self, reason: str) -> list[Failure]:
-        """Forbids all waits and writes from now on, and returns the failures in order of time.
-
-        The first call waits at most `LONGEST_WRITE` for a `commit` under way.
-        """
+        """Forbids all waits and writes from now on, and returns the failures in order of time."""
+        # The first call waits at most `LONGEST_WRITE` for a `commit` under way.
         limit = LONGEST_WRITE if self._closed is None else 0.0
         self._closed = reason
         with self.lock:
@@ -288,11 +282,9 @@ class Rendezvous:
         return self.take_failures()
 
     def commit(self, write: Callable[[], T]) -> T:
-        """Returns ``write()``, which changes the original module; raises in a closed forward.
-
-        A replica may still run after the forward has raised in the caller, who saves the module or
-        trains it further. The same holds for a forward inside such a replica.
-        """
+        """Returns ``write()``, which changes the original module; raises in a closed forward."""
+        # A replica may still run after the forward has raised in the caller, who saves the module
+        # or trains it further. The same holds for a forward inside such a replica.
         with self._commits:
             if self._closed is not None:
                 raise ReplicationError("the forward of this replica has been ended by its caller")
@@ -321,10 +313,8 @@ class Rendezvous:
     def begin_wait(
         self, replica: int, missing: Collection[int], path: str, calls: dict[int, int]
     ) -> Wait:
-        """Begins a wait of ``replica`` for all replicas in ``missing``, or for any if it is empty.
-
-        The lock is held. The caller releases it and then calls `Wait.block`.
-        """
+        """Begins a wait of ``replica`` for all in ``missing``, or for any if it is empty."""
+        # The lock is held. The caller releases it and then calls `Wait.block`.
         if self.abort is not None:
             self.abort.raise_late(replica, site(path, calls[replica]))
         wait = Wait(self, replica, missing, path, calls)
@@ -334,10 +324,7 @@ class Rendezvous:
         return wait
 
     def end_waits(self, waits: Iterable[Wait]) -> None:
-        """Ends waits whose value has arrived, or which are aborted or interrupted.
-
-        The lock is held.
-        """
+        """Ends waits that have a value, or are aborted or interrupted. The lock is held."""
         for wait in waits:
             if wait in self._waits:  # else it has failed already
                 # In this order: a wait that an interrupt leaves in the list is ended again.
@@ -346,10 +333,8 @@ class Rendezvous:
                 self._waits.remove(wait)
 
     def _fail_hopeless_waits(self) -> None:
-        """Fails all waits if one of them can no longer end.
-
-        Called with the lock held when a wait has begun or a replica has ended.
-        """
+        """Fails all waits if one of them can no longer end."""
+        # The lock is held, and a wait has begun or a replica has ended.
         if not self._waits or self.size is None or self.abort is not None:
             return
         is_hopeless = any(
@@ -377,10 +362,8 @@ class Rendezvous:
     def _abort_waits(
         self, kind: type[ReplicationError], reason: str, cause: BaseException | None = None
     ) -> None:
-        """Fails all waits, for the reason of the first call. The lock is held.
-
-        Later calls fail the waits that an interrupt of an earlier one has left.
-        """
+        """Fails all waits, for the reason of the first call. The lock is held."""
+        # Later calls fail the waits that an interrupt of an earlier one has left.
         if self.abort is None:
             self.abort = Abort(kind, reason, cause)
         for wait in self._waits:
@@ -465,11 +448,10 @@ class Rendezvous:
         )
 
 
+# The holder may not exist in the child. Re-entrant: a signal handler or a finalizer may
+# interrupt the thread that holds it.
 class RenewedLock:
-    """Returns a lock when called. A forked child gets a new one: its holder may not exist there.
-
-    Re-entrant: a signal handler or a finalizer may interrupt the thread that holds it.
-    """
+    """Returns a lock when called. A forked child gets a new one."""
 
     def __init__(self) -> None:
         self.enter_child()

@@ -71,12 +71,18 @@ def convert_model(
     >>> type(net[1]).__name__
     'SynchronizedBatchNorm2d'
 
-    A batch norm of your own, here ``Activated``, needs a synchronized class that does the same::
+    A batch norm of your own that does more needs a synchronized class that does the same:
 
-        class SyncActivated(SynchronizedBatchNorm2d):
-            def forward(self, x):
-                return super().forward(x).relu()
-        convert_model(net, classes={Activated: lambda old: SyncActivated(old.num_features)})
+    >>> class Activated(nn.BatchNorm2d):
+    ...     def forward(self, x):
+    ...         return super().forward(x).relu()
+    >>> class SyncActivated(SynchronizedBatchNorm2d):
+    ...     def forward(self, x):
+    ...         return super().forward(x).relu()
+    >>> layer = Activated(8)
+    >>> _ = convert_model(layer, classes={Activated: lambda old: SyncActivated(old.num_features)})
+    >>> type(layer).__name__
+    'SyncActivated'
 
     Args:
         module: A layer, a network, or a DataParallel around one.

@@ -110,14 +110,14 @@ class Kernels:
         return sums[1]
 
     def derivative_factors(self, inverse: Tensor) -> Tensor:
-        """Returns ``(2, C)``: what turns sums of `reduce`, times weight, into derivatives."""
+        """Returns the factors, ``(2, C)``, from sums of `reduce` times weight to derivatives."""
         # With respect to mean and variance of the whole batch:
         #     dmean = -sum(weight * dy) / sqrt(denominator)
         #     dvar = -sum(weight * dy * x_hat) / (2 * denominator)
         return torch.stack((-inverse, -inverse.square() / 2))
 
     def shared_terms(self, totals: Tensor, stats: Statistics, weight: Affine) -> Tensor:
-        """What replicas on a device share of `input_gradient`, ``(2, C)``, linear in `totals`."""
+        """The terms of `input_gradient` that replicas on a device share: linear, ``(2, C)``."""
         return totals * (_scale(stats, weight) / -stats.total)
 
     def input_gradient(

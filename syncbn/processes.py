@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from replication.errors import ReplicationError
 from replication.groups.base import Layouts
 from syncbn import moments as statistics
 from syncbn.merge import Shard
@@ -35,6 +36,7 @@ class RankExchange:
     def __init__(self, group: Any, layouts: Layouts, requires_grad: bool) -> None:
         self._prefers_gather = group.prefers_gather
         self._is_precise = any(dtype in _PRECISE for dtype, _ in layouts)
+        self._group = group
         self._exchange = partial(group.exchange, layouts=layouts, requires_grad=requires_grad)
 
     def merge(self, shard: Shard) -> tuple[int | Tensor, Tensor, Tensor]:
@@ -47,18 +49,36 @@ class RankExchange:
         if self._is_precise or self._prefers_gather(packed):
             gathered = self._exchange("batch_norm", packed, stack=True)
             counts, means, variances = gathered.split(sizes, 1)
-            total = counts.sum()
+            total = self._checked(counts).sum()
             share = counts[:, 0] / total.clamp(min=1)
             return known_to_host(total), *statistics.merge_shares(share, means, variances)
         sums = torch.cat((count, count * mean, count * (var + mean.square())))
         counts, *sums_of_all = self._exchange("batch_norm", sums, stack=False).split(sizes)
-        total = counts[0]
+        total = self._checked(counts)[0]
         mean, square = (one / total.clamp(min=1) for one in sums_of_all)
         return known_to_host(total), mean, (square - mean.square()).clamp(min=0)
+
+    def _checked(self, counts: Tensor) -> Tensor:
+        """Returns counts that ranks announce, after a check where the host may read them."""
+        for rank, count in enumerate(counts.flatten().tolist() if counts.is_cpu else ()):
+            if not (0 <= count < 2**63 and count % 1 == 0):  # false for NaN
+                who = (
+                    f"rank {rank} announces" if len(counts) > 1 else "all ranks together announce"
+                )
+                raise ReplicationError(
+                    f"{self._group._where()}: {who} {count} values per channel; do all ranks "
+                    "run the same program?"
+                )
+        return counts
 
     def summed(self, derivative: Tensor) -> Tensor:
         """Adds what all ranks send in backward. Differentiable."""
         return self._exchange("batch_norm_backward", derivative, stack=False)  # type: ignore[no-any-return]
+
+
+def known_to_host(total: Tensor) -> int | Tensor:
+    """Returns a count as an int, unless reading it would block the host."""
+    return int(total.item()) if total.is_cpu else total
 
 
 # The forward knows the values of the sums. So a backward that builds a graph makes the same
@@ -74,8 +94,3 @@ class Zeros(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         return None, ctx.exchange.summed(grad)
-
-
-def known_to_host(total: Tensor) -> int | Tensor:
-    """Returns a count as an int, unless that would make the host wait for an accelerator."""
-    return int(total.item()) if total.device.type == "cpu" else total

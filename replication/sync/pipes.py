@@ -191,7 +191,7 @@ class SyncMaster:
                 self.slave_pipe = ctx.sync_master.register_slave(copy_id)
 
     In their forwards copy 0 calls `run_master` and the others ``slave_pipe.run_slave``, equally
-    often. Outside a forward, pipes connect any threads, and a wait in vain does not end.
+    often. Outside a forward, pipes connect any threads, and only `reset` ends a wait in vain.
 
     >>> from replication import SyncMaster
     >>> from concurrent.futures import ThreadPoolExecutor
@@ -243,6 +243,13 @@ class SyncMaster:
             outside = self._outside_forward = outside or Rendezvous(None)
             self._latest = None
             return self._register(outside, identifier, None)
+
+    def reset(self) -> None:
+        """Drops slaves that an interrupted program registered outside a forward."""
+        with _registration():
+            if self._outside_forward is not None:
+                self._outside_forward.close("the SyncMaster has been reset.")
+            self._outside_forward = None
 
     def _register(
         self, rendezvous: Rendezvous, identifier: Hashable, replica: int | None, path: str = ""

@@ -398,6 +398,18 @@ def test_registration_after_a_run_starts_a_new_set_of_slaves():
     assert exchange(master, "c", (master.register_slave(1), "d")) == [[(0, "c"), (1, "d")]] * 2
 
 
+def test_reset_drops_slaves_of_a_program_that_was_interrupted_before_run_master():
+    master, interrupted = SyncMaster(echo), []
+    master.reset()  # nothing to drop
+    old = master.register_slave(1)
+    slave = started(lambda: old.run_slave("b"), interrupted)
+    assert soon(lambda: bool(master._outside_forward._waits))
+    master.reset()
+    assert ends(slave)
+    assert str(interrupted[0].error) == "the SyncMaster has been reset."
+    assert exchange(master, "c", (master.register_slave(1), "d")) == [[(0, "c"), (1, "d")]] * 2
+
+
 def test_pipe_of_an_older_set_raises():
     master = SyncMaster(echo)
     old = master.register_slave(1)

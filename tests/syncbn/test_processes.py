@@ -8,6 +8,7 @@ import pickle
 import warnings
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from replication import ReplicaAware
 from replication.groups import processes as process_group
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from syncbn import processes as merge_ranks
+from syncbn.merge import Shard
 from tests import oracle
 from tests.layers import outcome_of
 from tests.ranks import needs_gloo, recorded_collectives, run_ranks
@@ -126,6 +128,22 @@ def nobody_has_data(rank: int) -> tuple[Tensor, Tensor, int]:
     return y.detach(), running, layer.num_batches_tracked.item()
 
 
+def rubbish_counts(rank: int) -> list[str]:
+    """The errors where rank 1 announces counts that cannot be."""
+    errors = []
+    original = Shard.mean_and_var
+    for count in (float("nan"), -50, 2.5, float("inf")):
+
+        def announces(shard: Shard, count: float = count) -> tuple[Tensor, Tensor]:
+            if rank == 1:
+                shard.values = count  # type: ignore[assignment]
+            return original(shard)
+
+        with mock.patch.object(Shard, "mean_and_var", announces):
+            errors.append(str(outcome_of(lambda: layer_like()(torch.ones(3, 2))).error))
+    return errors
+
+
 def one_value_in_all(rank: int) -> tuple[str, Tensor, int]:
     layer = layer_like()
     error = outcome_of(lambda: layer(torch.ones(int(rank == 0), 2))).error
@@ -162,6 +180,8 @@ def all_numbers(rank: int, size: int) -> dict[Any, Any]:
         found[way, "no data"] = nobody_has_data(rank)
         found[way, "one each"] = one_value_each(rank)
         found[way, "one"] = one_value_in_all(rank)
+        if way in ("gather", "reduce"):
+            found[way, "rubbish"] = rubbish_counts(rank)
         found[way, "constant"] = constant_and_large(rank)
         found[way, "tiny"] = tiny_variance(rank, size)
         found[way, "unlike"] = unlike(rank, size)
@@ -243,6 +263,14 @@ def test_one_value_per_rank_is_enough(found, way):
     x = torch.arange(float(len(found))).unsqueeze(1).expand(-1, 2)
     y = torch.cat([results[way, "one each"] for results in found])
     torch.testing.assert_close(y, plain(x).detach())
+
+
+@pytest.mark.parametrize("way", ["gather", "reduce"])
+def test_counts_that_cannot_be_are_refused_on_every_rank(found, way):
+    who = "rank 1 announces" if way == "gather" else "all ranks together announce"
+    for rank, of_rank in enumerate(found):
+        for error, count in zip(of_rank[way, "rubbish"], ("nan", "-", "", "inf"), strict=True):
+            assert error.startswith(f"`SynchronizedBatchNorm1d`, rank {rank}: {who} {count}")
 
 
 @pytest.mark.parametrize("way", ["gather", "reduce"])

@@ -95,6 +95,8 @@ PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
 _LEAVES = PLAIN | {Tensor, nn.Parameter}
 #: Tuples that are never opened.
 _WHOLE = (PackedSequence, Scattered)
+#: Types whose derived classes are never opened: ``object.__new__`` cannot make their objects.
+_WITHOUT_FIELDS = (BaseException, str, bytes, int, float, complex)
 
 
 class Opened(NamedTuple):
@@ -203,7 +205,7 @@ def _open_fields(old: Any) -> Opened:
 def open_any(value: Any) -> Opened | None:
     """Opens all containers that arguments and outputs may have. Returns None for other objects."""
     kind = type(value)
-    if kind in PLAIN or issubclass(kind, (Tensor, nn.Module)):
+    if kind in PLAIN or issubclass(kind, (Tensor, nn.Module, *_WITHOUT_FIELDS)):
         return None
     if kind not in _BASES and kind in pytree_nodes:
         return _open_registered(value)

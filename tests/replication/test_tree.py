@@ -725,6 +725,23 @@ def test_container_that_changes_while_it_is_opened_is_walked_as_it_was(kind, wal
     assert found[:2] == expected[:2]
 
 
+@dataclass
+class Found(Exception):
+    boxes: Tensor
+
+
+@dataclass
+class Named(str):
+    boxes: Tensor
+
+
+@pytest.mark.parametrize("kind", [Found, Named])
+def test_exceptions_and_strings_with_fields_travel_as_one_object(kind):
+    found = kind(torch.ones(4, 2))
+    assert [part[0] for part in scatter([found], CPUS[:2])] == [found] * 2
+    assert gather([found, found], "cpu") == [found, found]
+
+
 @pytest.mark.parametrize("kind", [dict, Registry, defaultdict])
 def test_dict_that_changes_in_a_garbage_collection_is_walked_as_it_was(kind):
     """Making the items of a dict may collect garbage, and other threads run meanwhile."""

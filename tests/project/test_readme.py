@@ -77,7 +77,17 @@ def test_shell_lines_run_as_they_stand(shell, tmp_path):
     (tmp_path / "old.py").write_text("from sync_batchnorm import SynchronizedBatchNorm2d")
     bin = tmp_path / ".venv" / "bin"
     bin.mkdir(parents=True)
-    for name in ("pip", "python", "python3", "pytest", "ruff", "mypy", "sphinx-build", "torchrun"):
+    for name in (
+        "pip",
+        "python",
+        "python3",
+        "pytest",
+        "ruff",
+        "mypy",
+        "sphinx-build",
+        "torchrun",
+        "jupyter",
+    ):
         (bin / name).write_text('#!/bin/sh\necho "$@"')
         (bin / name).chmod(0o755)
     path = {"PATH": f"{bin}{os.pathsep}{os.environ['PATH']}"}

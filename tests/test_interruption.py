@@ -30,7 +30,7 @@ from replication.sync.rendezvous import current_replica
 from syncbn import SynchronizedBatchNorm1d, convert_model, graph
 from tests.deadlines import ends
 from tests.faults import as_torch_does, ours
-from tests.layers import DEADLINE, AsTorchDoes, soon, together, values
+from tests.layers import DEADLINE, AsTorchDoes, knows_hooks, soon, together, values
 
 pytestmark = [
     pytest.mark.slow,
@@ -264,6 +264,7 @@ def test_a_layer_that_is_about_to_write_does_so_before_the_interrupt_arrives():
     torch.testing.assert_close(state, dict(twin.state_dict()))
 
 
+@knows_hooks
 def test_foreign_code_that_interrupts_a_write_may_train_another_model(monkeypatch):
     """Such as a finalizer. Its replicas once waited for the write that it had interrupted."""
     other = convert_model(network())
@@ -288,6 +289,7 @@ def test_foreign_code_that_interrupts_a_write_may_train_another_model(monkeypatc
     torch.testing.assert_close(other.state_dict(), other_twin.state_dict())
 
 
+@knows_hooks
 def test_a_slow_write_does_not_hold_up_the_timeout(monkeypatch):
     join, goes_on = graph.join, threading.Event()
 

@@ -249,7 +249,7 @@ def test_programs_fit_a_narrow_screen(page):
 
 def texts_of(package):
     """The strings in its code, without the values in between."""
-    for path in (ROOT / package).rglob("*.py"):
+    for path in Path(package.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             yield "".join(str(part.value) for part in parts if isinstance(part, ast.Constant))
@@ -263,7 +263,7 @@ def test_the_messages_that_the_reference_quotes_are_in_the_code():
     }
     torchs = {"Trying to backward through the graph a second time", "terminate called"}
     assert len(quoted) > 15 and torchs < quoted
-    texts = [*texts_of("replication"), *texts_of("syncbn")]
+    texts = [*texts_of(replication), *texts_of(syncbn)]
     assert [q for q in quoted - torchs if " " in q and not any(q in text for text in texts)] == []
 
 

@@ -64,7 +64,7 @@ def paragraph(rows: Sequence[Row]) -> str:
 
 
 def block(tables: Sequence[Table]) -> str:
-    """All that the page shows of one run. The first table is that of training steps."""
+    """All that the page shows of one run. The first table has the training steps."""
     picture = f"![Steps with one torch thread, in units of plain BatchNorm]({PICTURE.name})"
     parts = [paragraph(list(tables[0].rows)), picture]
     return "\n\n".join([*parts, *("\n".join(lines(table)).strip() for table in tables)])

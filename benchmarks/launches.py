@@ -52,7 +52,7 @@ ABOUT = (
 WAITING = ("_local_scalar_dense", "equal", "is_nonzero")
 
 
-#: The type of an operation's device, and its kinds, for each of which it counts once.
+#: The type of an operation's device, and its kinds. It counts once for each.
 Operation = tuple[str, list[str]]
 
 

@@ -114,7 +114,7 @@ def execute_replication_callbacks(
 
     Args:
         modules: The copies of one module, copy 0 first.
-        devices: The device of each copy, by default that of its first tensor.
+        devices: The device of each copy, by default the device of its first tensor.
 
     Raises:
         ValueError: The copies differ in structure, or ``devices`` has another length. No callback

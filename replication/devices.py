@@ -81,7 +81,7 @@ def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
 
 
 def usable_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
-    """Parses a list of devices, on all of which replicas must be able to run."""
+    """Parses a list of devices, and raises ValueError unless replicas can run on each."""
     parsed = parse_devices(devices)
     for device in dict.fromkeys(parsed):
         check_available(device)
@@ -95,6 +95,7 @@ def check_available(device: torch.device) -> None:
 
 
 def default_devices() -> list[torch.device]:
+    """Returns all accelerators of this machine."""
     kind = accelerator()
     return [] if kind is None else [torch.device(kind, i) for i in range(device_count(kind))]
 

@@ -128,6 +128,7 @@ def check_list(name: str, items: object) -> None:
 
 
 def check_module(value: object) -> None:
+    """Raises TypeError unless ``value`` is a `torch.nn.Module`."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"expected a torch.nn.Module (got {type(value).__name__})")
 

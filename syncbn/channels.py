@@ -9,6 +9,7 @@ from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which values of ``dtype`` are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -40,6 +41,7 @@ def in_float64(tensor: Tensor) -> Tensor:
 
 
 def values_per_channel(x: Tensor) -> int:
+    """Returns the number of values of each channel."""
     return x.numel() // x.size(1) if x.size(1) else 0
 
 
@@ -80,6 +82,7 @@ def empty_output(x: Tensor) -> Tensor:
 
 
 def in_format_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """Returns a tensor in the memory format of another."""
     return tensor.contiguous(memory_format=memory_format(like))
 
 

@@ -68,8 +68,8 @@ def synchronized_batch_norm(
     count_batch: CountBatch | None,
 ) -> Tensor:
     """Normalizes a shard ``(N, C, ...)``, maybe empty, with the moments of the whole batch."""
-    # `calls` are those of this replica, None between processes. `count_batch` is None if the
-    # buffers do not belong to this copy.
+    # `calls` records the calls of this replica. It is None between processes. `count_batch` is
+    # None if the buffers do not belong to this copy.
     parameters = x if weight is None else weight, x if bias is None else bias
     if has_other_derivatives((x, *parameters)):
         raise lost_derivatives("a synchronized layer")

@@ -47,7 +47,7 @@ def synchronized_class(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def plain_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """Returns the class of which ``kind`` is the synchronized counterpart, or None."""
+    """Returns torch's or timm's class that ``kind`` takes the place of, or None."""
     plain = PLAIN.get(kind) or next(filter(is_timm, kind.__mro__), None)
     return plain if plain and synchronized_class(plain) is kind else None
 
@@ -207,6 +207,8 @@ def _note_on(layer: SynchronizedBatchNorm) -> str:
 
 
 class LayerSummary(NamedTuple):
+    """A row of a `Summary`."""
+
     path: str
     layer: str
     kind: Kind

@@ -72,6 +72,7 @@ class Shard:
     def __init__(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, denominator: Denominator
     ) -> None:
+        # Not by the functions of `channels`: they would be two calls in Python for each shard.
         #: Values per channel.
         self.values = x.numel() // max(1, x.size(1))
         self.device = x.device

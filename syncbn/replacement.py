@@ -71,6 +71,7 @@ def _shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def replace(layer: nn.Module, new: nn.Module) -> None:
+    """Gives ``layer`` the class, the modules and the attributes of ``new``."""
     attributes = vars(layer)
     others = {name: value for name, value in vars(new).items() if name not in _KEPT}
     changed = {name: attributes[name] for name in others if name in attributes}

@@ -21,6 +21,7 @@ class Table(NamedTuple):
 
 
 def as_text(table: Table) -> str:
+    """Returns the table as text, with aligned columns."""
     columns = []
     for index, column in enumerate(zip(table.titles, *table.rows, strict=True)):
         width = max(map(len, column))

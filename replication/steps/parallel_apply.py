@@ -90,7 +90,7 @@ def parallel_apply(
         modules: The replicas to call.
         inputs: One tuple or list of arguments per replica, or its only argument.
         kwargs_tup: One dict of keyword arguments per replica.
-        devices: The current device of each replica, by default that of its first tensor.
+        devices: The current device of each replica, by default the device of its first tensor.
 
     Raises:
         ValueError: The lists differ in length.

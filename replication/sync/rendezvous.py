@@ -211,7 +211,7 @@ class Rendezvous:
         self._commits = threading.RLock()
 
     def enter_child(self) -> None:
-        """Ends a forward that runs in several threads, of which a forked child has only one."""
+        """Ends a forward of several threads in a forked child, which has only one of them."""
         self._renew_locks()  # the thread that holds a lock may not exist
         if len(self._progress) > 1 and any(progress.depth for progress in self._progress):
             self._abort_waits(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from replication import DataParallel, ReplicasDiverged, patch_replication_callback
 from replication.sync.rendezvous import Rendezvous
-from syncbn import SynchronizedBatchNorm1d
+from syncbn import SynchronizedBatchNorm1d, channels
 from tests.deadlines import soon
 from tests.faults import Fault, assert_next_step_is_exact, faulty, twin_of
 from tests.layers import AsTorchDoes, Repeat, outcome_of, together, values
@@ -84,6 +84,7 @@ def census() -> Counter[str]:
     """How many there are of what could be left over."""
     # The engine keeps what a failed backward has left to do until the next one.
     torch.ones((), requires_grad=True).backward()
+    channels._constants.clear()  # a cache, one tensor for each division of a batch
     gc.collect()
     found: Counter[str] = Counter(threads=threading.active_count())
     for thing in gc.get_objects():

@@ -108,7 +108,7 @@ WAYS: dict[str, tuple[Callable[[TwoLayers, Tensor], Tensor], str, str]] = {
         lambda net, x: net.b(net.a(net.a(x))), "`a`, call 2: {odd} waits", "`b`, call 1: {all}"
     ),
     "calls the last twice": (
-        lambda net, x: net.b(net.b(net.a(x))), "`b`, call 2: {odd} waits", "ended after call 1"
+        lambda net, x: net.b(net.b(net.a(x))), "`b`, call 2: {odd} waits", "has ended"
     ),
     "calls in another order": (
         lambda net, x: net.a(net.b(x)), "`b`, call 1: {odd} waits", "`a`, call 1: {all}"
@@ -133,7 +133,7 @@ def test_replica_that_skips_a_layer_is_named(wrap, replica, way):
         "others": f"replica(s {first}, {second} wait| ({first}|{second}) waits)",
     }
     text = str(error)
-    for part in (of_odd or f"{names['odd']} ended without that call", of_others):
+    for part in (of_odd or f"{names['odd']} has ended", of_others):
         assert re.search(part.format(**names), text), text
     assert_recovers(net, twin, wrap)
 

@@ -105,8 +105,8 @@ def network() -> nn.Module:
 
 @reads("""
     ReplicasDiverged: the replicas have diverged: `1.layer`, call 1: replica 0 waits; replica 1
-    ended without that call. Every replica must make the same calls in the same order: look for
-    branches that depend on data, and for layers in eval() in one replica only.
+    has ended. Every replica must make the same calls in the same order: look for branches that
+    depend on data, and for layers in eval() in one replica only.
 """)
 def test_a_replica_skips_a_layer():
     """vacancy#44, pt#44957"""

@@ -171,7 +171,7 @@ def _run_all(
                 is_over = has_type(failure, ReplicasTimedOut)
                 end = min(end, time.monotonic() + (0.0 if is_over else SHUTDOWN_GRACE))
         if running and rendezvous is not None and not failures:
-            rendezvous.time_out().raise_at()
+            raise rendezvous.time_out()
         if failures:
             if running and not has_type(failures[0], ReplicasTimedOut):
                 _note_left_running(failures, replicas, running)

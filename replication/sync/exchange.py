@@ -68,59 +68,43 @@ class Exchange:
                     f"`{self.path}`: replica {replica} calls it in several threads at a time"
                 )
             self.calls[replica] += 1
+            call = self.calls[replica]
             if rendezvous.abort is not None:
-                rendezvous.abort.raise_late(replica, site(self.path, self.calls[replica]))
+                raise rendezvous.abort.error(replica, site(self.path, call))
             current.messages[replica] = message
             current.missing.remove(replica)
             is_complete = not current.missing
             merges = is_complete if self.master is None else replica == self.master
-            if is_complete and merges:
+            if is_complete:
                 self._round = Round(self.calls)
-            else:
+            if not (is_complete and merges):
                 missing = current.missing  # the same set: it shrinks as messages arrive
                 if not merges and self.master is not None:
                     missing = {self.master}
                     if is_complete:  # the master waits for this message only
                         rendezvous.end_waits([current.waits[self.master]])
-                wait = rendezvous.begin_wait(replica, missing, self.path, self.calls)
+                wait = rendezvous.begin_wait(replica, missing, self.path, call)
                 current.waits[replica] = wait
-        if wait is not None:
-            try:
+        try:
+            if wait is not None:
                 wait.block()
-                if merges:
-                    self._end_round(rendezvous, replica)
-            except BaseException:
-                self._take_back(rendezvous, replica, current)
-                raise
-        if merges and merge is not None:
-            self._reply(rendezvous, replica, current, merge)
+            if merges and merge is not None:
+                self._reply(rendezvous, current, merge)
+        except BaseException as error:
+            with rendezvous.lock:
+                is_pending = current is self._round
+                if is_pending:  # the message is taken back, so that the replica can call again
+                    del current.messages[replica], current.waits[replica]
+                    current.missing.add(replica)
+            if merges and not is_pending:  # the others wait for replies
+                rendezvous.fail(replica, error)
+            raise
         return current.replies[replica]
 
-    def _end_round(self, rendezvous: Rendezvous, replica: int) -> None:
-        """Begins a new round after the master has waited for the messages of this one."""
-        with rendezvous.lock:
-            if self._round.missing:
-                where = site(self.path, self.calls[replica])
-                if rendezvous.abort is not None:
-                    rendezvous.abort.raise_late(replica, where)
-                raise ReplicationError(f"{where}: another replica was interrupted during the call")
-            self._round = Round(self.calls)
-
-    def _reply(self, rendezvous: Rendezvous, replica: int, current: Round, merge: Merge) -> None:
+    def _reply(self, rendezvous: Rendezvous, current: Round, merge: Merge) -> None:
         replicas = sorted(current.messages)
-        try:
-            # Not in a variable: graphs in the messages may hold the replicas.
-            replies = list(merge(list(map(current.messages.pop, replicas))))
-            with rendezvous.lock:
-                current.replies = dict(zip(replicas, replies, strict=True))
-                rendezvous.end_waits(current.waits.values())
-        except BaseException as error:
-            rendezvous.fail(replica, error)
-            raise
-
-    def _take_back(self, rendezvous: Rendezvous, replica: int, current: Round) -> None:
-        """Removes a message that was not merged, so that the replica can call again."""
+        # Not in a variable: graphs in the messages may hold the replicas.
+        replies = list(merge(list(map(current.messages.pop, replicas))))
         with rendezvous.lock:
-            if current is self._round:
-                del current.messages[replica], current.waits[replica]
-                current.missing.add(replica)
+            current.replies = dict(zip(replicas, replies, strict=True))
+            rendezvous.end_waits(current.waits.values())

@@ -147,10 +147,7 @@ def attach_rendezvous(replicas: Sequence[nn.Module]) -> Rendezvous:
     rendezvous.observe = observer and observer(len(replicas))
     rendezvous.in_backward = is_recomputation()
     current = current_replica()
-    # Foreign code that interrupts a write, such as a finalizer, is not a part of that replica. Its
-    # replicas, in other threads, must not wait until the interrupted thread has written.
-    if current is not None and not current.rendezvous.is_written_by_this_thread():
-        rendezvous.outer = current.rendezvous
+    rendezvous.outer = current.rendezvous if current is not None else None
     for index, replica in enumerate(replicas):
         state = replica.__dict__
         for name in _ENTRY_POINTS:
@@ -220,21 +217,22 @@ _TRACEBACK = vars(BaseException)["__traceback__"]
 
 def add_others(error: BaseException, failures: Sequence[Failure], size: int | None) -> None:
     """Adds a note for each kind of other failure, except for follow-ups of another error."""
-    also: dict[tuple[str, str], list[int]] = {}
+    own = [_described(failure, size) for failure in failures if failure.error is error]
+    also: dict[str, list[int]] = {}
     for failure in failures:
         if failure.error is not error and not has_type(failure.error, ReplicationError):
-            also.setdefault(_where_and_what(failure, size), []).append(failure.replica)
-    own = [_where_and_what(f, size) for f in failures if f.error is error] if also else []
-    for what, replicas in also.items():
-        where, text = ("", "the same error") if what in own else what
-        add_note(error, f"{listed(sorted(replicas))} also failed{where}: {text}")
+            text = _described(failure, size)
+            text = ": the same error" if text in own else text
+            also.setdefault(text, []).append(failure.replica)
+    for text, replicas in also.items():
+        add_note(error, f"{listed(sorted(replicas))} also failed{text}")
 
 
-def _where_and_what(failure: Failure, size: int | None) -> tuple[str, str]:
+def _described(failure: Failure, size: int | None) -> str:
     """Returns the module of a failure, if a note names it, and the error."""
     note = origin_note(failure.error, failure.replica, size) or ""
     module = note.partition(", module ")[2]
-    return f" in module {module}" if module else "", describe_error(failure.error)
+    return f"{f' in module {module}' if module else ''}: {describe_error(failure.error)}"
 
 
 def failing_path(error: BaseException, root: nn.Module) -> str | None:

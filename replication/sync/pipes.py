@@ -11,7 +11,6 @@ so one `SyncMaster` serves any number of forwards. Outside any forward, it has i
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -89,7 +88,7 @@ class FutureResult:
         with rendezvous.lock:
             if self._box:
                 return
-            wait = rendezvous.begin_wait(replica, (), "FutureResult", {replica: 1})
+            wait = rendezvous.begin_wait(replica, (), "FutureResult", 1)
             self._waits.append(wait)
             if self._box:  # `put` has not seen the wait
                 rendezvous.end_waits([wait])
@@ -112,34 +111,34 @@ class Channel(Exchange):
         super().__init__(path, [_MASTER], master=_MASTER)
         self.slaves: dict[int, Hashable] = {}
 
-    def register(self, identifier: Hashable, replica: int | None) -> int:
-        """Adds a slave, and returns its replica, or a new number if None. The lock is held."""
-        if identifier == _MASTER or identifier in self.slaves.values():
-            raise ReplicationError(
-                f"a slave's identifier must be new and not {_MASTER}, which is the master's "
-                f"(got {identifier!r} in `{self.path}`)"
-            )
-        if replica is None:
-            replica = len(self.slaves) + 1
-        if replica == _MASTER or replica in self.slaves:
-            raise ReplicationError(
-                f"replica {replica} cannot register another slave in `{self.path}`: each replica "
-                "has one slave, and the master's replica none"
-            )
-        self.slaves[replica] = identifier
-        self.add(replica)
-        return replica
+    def register(
+        self, rendezvous: Rendezvous, identifier: Hashable, replica: int | None = None
+    ) -> SlavePipe:
+        """Adds a slave that is in a replica, or that gets a new number if it is in none."""
+        with rendezvous.lock:
+            if identifier == _MASTER or identifier in self.slaves.values():
+                raise ReplicationError(
+                    f"a slave's identifier must be new and not {_MASTER}, which is the master's "
+                    f"(got {identifier!r} in `{self.path}`)"
+                )
+            if replica is None:
+                replica = len(self.slaves) + 1
+            if replica in self.calls:
+                raise ReplicationError(
+                    f"replica {replica} cannot register another slave in `{self.path}`: each "
+                    "replica has one slave, and the master's replica none"
+                )
+            self.slaves[replica] = identifier
+            self.add(replica)
+        return SlavePipe(identifier, partial(self, rendezvous, replica))
 
 
 class SlavePipe:
     """The connection of a slave to its master. Made by `SyncMaster.register_slave`."""
 
-    def __init__(self, identifier: Hashable, send: Callable[..., Any] | None = None) -> None:
+    def __init__(self, identifier: Hashable, send: Callable[..., Any]) -> None:
         self.identifier = identifier
         self._send = send
-
-    def __reduce__(self) -> tuple[type[SlavePipe], tuple[Hashable]]:
-        return SlavePipe, (self.identifier,)  # a copy belongs to no forward
 
     def run_slave(self, msg: Any) -> Any:
         """Sends ``msg`` to the master and returns its reply. Gradients flow through both.
@@ -148,28 +147,22 @@ class SlavePipe:
             ReplicaFailed: Another replica raised.
             ReplicasDiverged: The master can no longer reply.
         """
-        if self._send is None:
-            raise ReplicationError(
-                f"the pipe of slave {self.identifier!r} is a copy and belongs to no forward; "
-                "register_slave makes one for each forward"
-            )
         return self._send((self.identifier, msg), None)
 
 
 def replies_to(callback: MasterCallback, path: str, messages: list[tuple[Any, Any]]) -> list[Any]:
     """Returns the callback's reply to each message."""
     answer = callback(messages)
-    pairs = list(answer) if isinstance(answer, Iterable) else None
+    pairs = list(answer) if isinstance(answer, Iterable) else []
     expected = [identifier for identifier, _ in messages]
-    try:
-        replies = dict(pairs or ())
-    except (TypeError, ValueError):  # not made of pairs
-        replies = {}
+    replies: dict[Any, Any] = {}
+    with suppress(TypeError, ValueError):  # not made of pairs
+        replies = dict(pairs)
     if set(replies) != set(expected):
-        got = list(replies) or (type(answer).__name__ if pairs is None else pairs)
         raise ReplicationError(
             f"the master's callback of `{path}` must return one (identifier, reply) for each "
-            f"message (expected identifiers {expected}, got {got})"
+            f"message (expected identifiers {expected}, got {list(replies)} in a "
+            f"{type(answer).__name__})"
         )
     return [replies[identifier] for identifier in expected]
 
@@ -209,13 +202,13 @@ class SyncMaster:
 
     def __init__(self, master_callback: MasterCallback) -> None:
         self._master_callback = master_callback
-        # The latest forward with slaves, for threads that do not run a replica.
-        self._latest: Callable[[], Rendezvous | None] | None = None
-        # The rendezvous of the slaves that were registered outside any forward.
-        self._outside_forward: Rendezvous | None = None
+        # The slaves that were registered outside any forward.
+        self._outside_forward: tuple[Rendezvous, Channel] | None = None
+        # Whether the latest slave was registered in a forward.
+        self._serves_forward = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_latest": None, "_outside_forward": None}
+        return {**vars(self), "_outside_forward": None, "_serves_forward": False}
 
     def register_slave(self, identifier: Hashable) -> SlavePipe:
         """Adds a slave to the current forward.
@@ -231,48 +224,42 @@ class SyncMaster:
         """
         hash(identifier)  # raises TypeError
         current = current_replica()
+        self._serves_forward = current is not None
         if current is not None:
-            self._latest = weakref.ref(current.rendezvous)
-            return self._register(current.rendezvous, identifier, current.replica, current.path)
+            rendezvous = current.rendezvous
+            new = Channel(current.path or "SyncMaster")
+            channel: Channel = rendezvous.channels.setdefault(self, new)
+            return channel.register(rendezvous, identifier, current.replica)
         with _registration():
             outside = self._outside_forward
-            channel = outside.channels.get(self) if outside is not None else None
-            if outside is not None and channel is not None and any(channel.calls.values()):
-                outside.close("new slaves have been registered; this pipe is of an older set.")
-                outside = None
-            outside = self._outside_forward = outside or Rendezvous(None)
-            self._latest = None
-            return self._register(outside, identifier, None)
+            if outside is None or any(outside[1].calls.values()):
+                self._end_outside("new slaves have been registered; this pipe is of an older set.")
+                outside = self._outside_forward = Rendezvous(None), Channel("SyncMaster")
+            return outside[1].register(outside[0], identifier)
 
     def reset(self) -> None:
         """Drops slaves that an interrupted program registered outside a forward."""
         with _registration():
-            if self._outside_forward is not None:
-                self._outside_forward.close("the SyncMaster has been reset.")
+            self._end_outside("the SyncMaster has been reset.")
+
+    def _end_outside(self, reason: str) -> None:
+        if self._outside_forward is not None:
+            self._outside_forward[0].close(reason)
             self._outside_forward = None
 
-    def _register(
-        self, rendezvous: Rendezvous, identifier: Hashable, replica: int | None, path: str = ""
-    ) -> SlavePipe:
-        with rendezvous.lock:
-            channel = rendezvous.channels.setdefault(self, Channel(path or "SyncMaster"))
-            replica = channel.register(identifier, replica)
-        return SlavePipe(identifier, partial(channel, rendezvous, replica))
-
-    def _channel(self) -> tuple[Rendezvous | None, Channel | None]:
-        """Returns the rendezvous of the current slaves, and their channel in it."""
-        current, latest = current_replica(), self._latest  # once: another thread may register
-        if current is not None:
-            rendezvous: Rendezvous | None = current.rendezvous
-        else:
-            rendezvous = latest() if latest is not None else self._outside_forward
-        return rendezvous, None if rendezvous is None else rendezvous.channels.get(self)
+    def _slaves(self) -> tuple[Rendezvous, Channel] | None:
+        """Returns the rendezvous of the current slaves and their channel, if there are any."""
+        current = current_replica()
+        if current is None:
+            return self._outside_forward
+        channel = current.rendezvous.channels.get(self)
+        return None if channel is None else (current.rendezvous, channel)
 
     @property
     def nr_slaves(self) -> int:
         """The number of slaves that are registered in the current forward."""
-        _, channel = self._channel()
-        return len(channel.slaves) if channel is not None else 0
+        slaves = self._slaves()
+        return len(slaves[1].slaves) if slaves is not None else 0
 
     def run_master(self, master_msg: Any) -> Any:
         """Collects the messages of the slaves, calls the callback and returns the master's reply.
@@ -285,14 +272,15 @@ class SyncMaster:
             ReplicationError: The callback did not reply to every message, or the slaves' forward
                 ended.
         """
-        rendezvous, channel = self._channel()
-        if rendezvous is None and self._latest is not None:
+        if self._serves_forward and current_replica() is None:
             raise ReplicationError(
-                "run_master must be called in the same forward as its slaves (in a recomputation?)"
+                "run_master must be called in the same forward as its slaves, by its replica's "
+                "own thread (in a recomputation?)"
             )
-        message = (_MASTER, master_msg)
-        if rendezvous is None or channel is None or not channel.slaves:
+        message, slaves = (_MASTER, master_msg), self._slaves()
+        if slaves is None:
             return replies_to(self._master_callback, "SyncMaster", [message])[0]
+        rendezvous, channel = slaves
         merge = partial(replies_to, self._master_callback, channel.path)
         try:
             return channel(rendezvous, _MASTER, message, merge)

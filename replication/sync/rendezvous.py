@@ -1,13 +1,9 @@
 """The rendezvous of one forward: which replicas run, which wait, and which have ended.
 
-Guarantees
-    * Every wait ends with its value, `ReplicaFailed` (a replica raised), `ReplicasDiverged` (no
-      replica can send the value any more) or, if there is a deadline, `ReplicasTimedOut`.
-    * When one wait fails, all waits fail at once, and no new wait begins in the same forward.
-    * Nothing outlives the forward: each forward has its own `Rendezvous`, and after `close` the
-      replicas begin no write (`commit`).
-    * An interrupt at any place keeps no thread waiting. Gates are released before any bookkeeping,
-      and a thread that waits looks now and then whether the forward has failed or is closed.
+Every wait ends with its value, `ReplicaFailed` (a replica raised), `ReplicasDiverged` (no replica
+can send the value any more) or, if there is a deadline, `ReplicasTimedOut`. When one wait fails,
+all waits fail at once, and no new wait begins in the same forward. Nothing outlives the forward,
+and no write (`commit`) begins after `close`.
 
 Each replica reports the beginning and the end of its forward (`enter`, `leave`). So waits need no
 time limit, except where it is unknown whether the value will arrive. Then they fail after
@@ -17,6 +13,9 @@ time limit, except where it is unknown whether the value will arrive. Then they 
       replica in the same thread.
     * A replica's main thread runs while another of its threads waits. The main thread may be
       computing, or waiting for the other thread.
+
+An interrupt at any place keeps no thread waiting. Gates are released before any bookkeeping, and a
+thread that waits looks now and then whether the forward has failed or is closed.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, suppress
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from replication._torch import NO_BACKWARD, current_backward
@@ -47,7 +46,7 @@ T = TypeVar("T")
 #: The seconds after which a wait fails if it is unknown whether its value will arrive.
 STALL_TIMEOUT = 20.0
 
-#: The seconds that the caller of a forward that failed waits for a write in progress.
+#: The seconds that the caller of a forward that failed waits for writes in progress.
 LONGEST_WRITE = 1.0
 
 
@@ -56,10 +55,27 @@ def site(path: str, call: int) -> str:
     return f"`{path}`, call {call}"
 
 
+class Abort(NamedTuple):
+    """The reason why every wait of a forward fails."""
+
+    kind: type[ReplicationError]
+    reason: str
+    cause: BaseException | None = None
+
+    def error(self, replica: int | None = None, site: str = "") -> ReplicationError:
+        """Makes the error of a replica that is at a call, or of the caller of the forward."""
+        # A new error each: the traceback of a shared one would grow with each replica.
+        tells_all = self.kind in (ReplicasDiverged, ReplicasTimedOut)  # where every replica is
+        where = "" if replica is None or tells_all else f" Replica {replica} was at {site}."
+        error = self.kind(self.reason + where)
+        error.__cause__ = self.cause
+        return error
+
+
 class Wait:
     """The wait of one replica, begun and ended under the rendezvous' lock, blocking outside it."""
 
-    __slots__ = ("abort", "calls", "gate", "missing", "path", "rendezvous", "replica", "thread")
+    __slots__ = ("abort", "call", "gate", "missing", "path", "rendezvous", "replica", "thread")
 
     def __init__(
         self,
@@ -67,15 +83,13 @@ class Wait:
         replica: int,
         missing: Collection[int],
         path: str,
-        calls: dict[int, int],
+        call: int,
     ) -> None:
-        self.rendezvous = rendezvous
-        self.replica = replica
+        self.rendezvous, self.replica = rendezvous, replica
         #: Replicas whose message is missing. The exchange removes each as its message arrives.
         self.missing = missing
-        #: The name of the exchange and the number of calls of each replica, for messages.
-        self.path = path
-        self.calls = calls
+        #: The name of the exchange and the number of the replica's call, for messages.
+        self.path, self.call = path, call
         #: Why the wait has ended without a value, if it has.
         self.abort: Abort | None = None
         self.thread = threading.get_ident()
@@ -85,7 +99,7 @@ class Wait:
 
     @property
     def site(self) -> str:
-        return site(self.path, self.calls[self.replica])
+        return site(self.path, self.call)
 
     def block(self) -> None:
         """Blocks until the wait ends, and raises if it ends without a value."""
@@ -102,8 +116,7 @@ class Wait:
             raise
         abort, self.abort = self.abort, None
         if abort is not None:
-            where = f" Replica {self.replica} waited at {self.site}."
-            abort.raise_at(where if abort.cause is not None else "")
+            raise abort.error(self.replica, self.site)
 
     def _await_gate(self) -> None:
         rendezvous = self.rendezvous
@@ -111,23 +124,6 @@ class Wait:
             timeout=max(0.0, min(STALL_TIMEOUT, rendezvous.deadline - time.monotonic()))
         ):
             rendezvous.fail_if_stalled(self)
-
-
-class Abort(NamedTuple):
-    """The reason why every wait of a forward fails."""
-
-    kind: type[ReplicationError]
-    reason: str
-    cause: BaseException | None = None
-
-    def raise_at(self, where: str = "") -> NoReturn:
-        """Raises a new error: the traceback of a shared one would grow with each replica."""
-        raise self.kind(self.reason + where) from self.cause
-
-    def raise_late(self, replica: int, where: str) -> NoReturn:
-        """Raises in a replica that calls after the abort."""
-        names_all = self.kind is ReplicasDiverged  # its message says where every replica is
-        self.raise_at("" if names_all else f" Replica {replica} reached {where} after that.")
 
 
 #: Returns a context manager that records an exchange or a wait, given ``"exchange"`` or
@@ -161,15 +157,12 @@ class Progress:
         """Whether the run of this number has ended, or will never begin."""
         return not self.depth and (self.is_absent or self.runs >= run)
 
-    def may_begin(self, run: int) -> bool:
-        return not self.depth and not self.is_over(run)
-
-    def state(self, ended: str = "has ended") -> str:
+    def __str__(self) -> str:
         if self.depth:
             return "runs"
         if self.is_absent:
             return "does not run"
-        return ended if self.runs else "has not begun"
+        return "has ended" if self.runs else "has not begun"
 
 
 # `size` is None outside a forward, where participants do not report their beginning and end.
@@ -179,6 +172,8 @@ class Rendezvous:
 
     def __init__(self, size: int | None) -> None:
         self.size = size
+        # Re-entrant: a signal handler or a finalizer may interrupt the thread that holds it.
+        self.lock = threading.RLock()
         #: The `time.monotonic` by which the forward must have ended.
         self.deadline = math.inf
         self._timeout = math.inf
@@ -188,11 +183,8 @@ class Rendezvous:
         self.locate: Callable[[int, int], str] = lambda replica, thread: ""
         #: Records exchanges and waits. None unless waits are reported or profiled.
         self.observe: Observe | None = None
-        self._renew_locks()
         #: The channel of each `SyncMaster` in this forward.
         self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        # The thread that writes into the original module (see `commit`).
-        self._writer: int | None = None
         #: The rendezvous of the outer forward, if this forward runs inside one of its replicas.
         self.outer: Rendezvous | None = None
         self._progress = [Progress() for _ in range(size or 0)]
@@ -201,18 +193,14 @@ class Rendezvous:
         self._waits: list[Wait] = []
         self._failures: list[Failure] = []
         self.abort: Abort | None = None
-        # The reason why the forward is closed, if it is.
-        self._closed: str | None = None
+        self._is_closed = False
+        # One object for each write into the original module that is under way.
+        self._writes: set[object] = set()
         _all.add(self)
-
-    def _renew_locks(self) -> None:
-        # Re-entrant: a signal handler or a finalizer may interrupt the thread that holds them.
-        self.lock = threading.RLock()
-        self._commits = threading.RLock()
 
     def enter_child(self) -> None:
         """Ends a forward of several threads in a forked child, which has only one of them."""
-        self._renew_locks()  # the thread that holds a lock may not exist
+        self.lock = threading.RLock()  # the thread that holds it may not exist
         if len(self._progress) > 1 and any(progress.depth for progress in self._progress):
             self._abort_waits(
                 ReplicationError,
@@ -256,7 +244,7 @@ class Rendezvous:
     def fail(self, replica: int, error: BaseException) -> None:
         """Reports that a replica failed. All waits fail, and name a failure."""
         with self.lock:
-            if self._closed is not None:  # the caller has collected the failures
+            if self._is_closed:  # the caller has collected the failures
                 return
             is_known = any(error is failure.error for failure in self._failures)
             if not is_known and not has_type(error, ReplicaFailed):
@@ -269,34 +257,33 @@ class Rendezvous:
 
     def close(self, reason: str) -> list[Failure]:
         """Forbids all waits and writes from now on, and returns the failures in order of time."""
-        # The first call waits at most `LONGEST_WRITE` for a `commit` under way.
-        limit = LONGEST_WRITE if self._closed is None else 0.0
-        self._closed = reason
+        # The first call waits at most `LONGEST_WRITE` for writes under way.
+        end = time.monotonic() + (0.0 if self._is_closed else LONGEST_WRITE)
+        abort = self.abort or Abort(ReplicationError, reason)
+        self.abort, self._is_closed = abort, True  # no interrupt comes between them
         with self.lock:
-            self._abort_waits(ReplicationError, reason)
-        try:
-            self._commits.acquire(timeout=limit)
-        finally:
-            with suppress(RuntimeError):  # not acquired: the write takes longer
-                self._commits.release()
+            self._abort_waits(*abort)
+        while self._writes and time.monotonic() < end:
+            time.sleep(0.001)
         return self.take_failures()
 
     def commit(self, write: Callable[[], T]) -> T:
         """Returns ``write()``, which changes the original module; raises in a closed forward."""
         # A replica may still run after the forward has raised in the caller, who saves the module
         # or trains it further. The same holds for a forward inside such a replica.
-        with self._commits:
-            if self._closed is not None:
-                raise ReplicationError("the forward of this replica has been ended by its caller")
-            try:
-                self._writer = threading.get_ident()
-                return write() if self.outer is None else self.outer.commit(write)
-            finally:
-                self._writer = None
-
-    def is_written_by_this_thread(self) -> bool:
-        """Whether a `commit` of this thread is under way, which foreign code has interrupted."""
-        return self._writer == threading.get_ident()
+        # Not a lock around `write`: foreign code that interrupts it, such as a finalizer, may run
+        # a forward of its own.
+        key = object()
+        try:
+            with self.lock:
+                if self._is_closed:
+                    raise ReplicationError(
+                        "the forward of this replica has been ended by its caller"
+                    )
+                self._writes.add(key)
+            return write() if self.outer is None else self.outer.commit(write)
+        finally:
+            self._writes.discard(key)
 
     def take_failures(self) -> list[Failure]:
         """Returns the failures, and drops them, because their frames refer to the replicas."""
@@ -310,14 +297,12 @@ class Rendezvous:
 
     # -- waiting -------------------------------------------------------------------------------
 
-    def begin_wait(
-        self, replica: int, missing: Collection[int], path: str, calls: dict[int, int]
-    ) -> Wait:
+    def begin_wait(self, replica: int, missing: Collection[int], path: str, call: int) -> Wait:
         """Begins a wait of ``replica`` for all in ``missing``, or for any if it is empty."""
         # The lock is held. The caller releases it and then calls `Wait.block`.
         if self.abort is not None:
-            self.abort.raise_late(replica, site(path, calls[replica]))
-        wait = Wait(self, replica, missing, path, calls)
+            raise self.abort.error(replica, site(path, call))
+        wait = Wait(self, replica, missing, path, call)
         self._waits.append(wait)
         if self._some_are_over or len(self._waits) >= len(self._progress):  # else a replica runs
             self._fail_hopeless_waits()
@@ -332,62 +317,58 @@ class Rendezvous:
                     wait.gate.release()
                 self._waits.remove(wait)
 
-    def _fail_hopeless_waits(self) -> None:
+    def _fail_hopeless_waits(self, *, have_stalled: bool = False) -> None:
         """Fails all waits if one of them can no longer end."""
-        # The lock is held, and a wait has begun or a replica has ended.
+        # The lock is held, and a wait has begun or stalled, or a replica has ended.
         if not self._waits or self.size is None or self.abort is not None:
             return
-        is_hopeless = any(
+        cannot_end = any(
             self._progress[needed].is_over(self._run_of(wait))
             for wait in self._waits
             for needed in wait.missing
         )
-        # A replica is blocked if its main thread waits, not if only another thread of it does.
+        # A replica is blocked if its main thread waits. If only another thread of it does, its
+        # main thread may be computing.
         threads = {wait.thread for wait in self._waits}
-        blocked = {w.replica for w in self._waits if self._progress[w.replica].thread in threads}
-        if is_hopeless or not self._can_progress(blocked):
+        blocked = {
+            wait.replica
+            for wait in self._waits
+            if have_stalled or self._progress[wait.replica].thread in threads
+        }
+        latest = max(map(self._run_of, self._waits))
+        can_progress = any(
+            replica not in blocked and not progress.is_over(latest)
+            for replica, progress in enumerate(self._progress)
+        )
+        if cannot_end or not can_progress:
             self._abort_waits(ReplicasDiverged, self._divergence())
 
     def _run_of(self, wait: Wait) -> int:
         return self._progress[wait.replica].runs
-
-    def _can_progress(self, blocked: set[int]) -> bool:
-        """Whether a replica that is not blocked runs, or may still begin."""
-        latest = max(map(self._run_of, self._waits))
-        return any(
-            replica not in blocked and not progress.is_over(latest)
-            for replica, progress in enumerate(self._progress)
-        )
 
     def _abort_waits(
         self, kind: type[ReplicationError], reason: str, cause: BaseException | None = None
     ) -> None:
         """Fails all waits, for the reason of the first call. The lock is held."""
         # Later calls fail the waits that an interrupt of an earlier one has left.
-        if self.abort is None:
-            self.abort = Abort(kind, reason, cause)
+        self.abort = self.abort or Abort(kind, reason, cause)
         for wait in self._waits:
             wait.abort = self.abort
         self.end_waits(self._waits[:])
 
     def fail_if_stalled(self, wait: Wait) -> None:
-        """Fails all waits at the deadline, or when a doubtful wait has taken `STALL_TIMEOUT`.
-
-        Here a replica counts as blocked if any of its threads waits.
-        """
+        """Fails all waits at the deadline, or when a doubtful wait has taken `STALL_TIMEOUT`."""
         if self.abort is None and time.monotonic() >= self.deadline:
             self.time_out()
         with self.lock:
-            if self.abort is not None or self._closed is not None:
+            if self.abort is not None:
                 # An interrupt has kept the thread that failed all waits from this one.
-                self._abort_waits(ReplicationError, self._closed or "")
+                self._abort_waits(*self.abort)
             if self.size is None or wait not in self._waits:
                 return
-            run = self._run_of(wait)
-            late = [r for r in sorted(wait.missing) if self._progress[r].may_begin(run)]
-            if not self._can_progress({wait.replica for wait in self._waits}):
-                self._abort_waits(ReplicasDiverged, self._divergence())
-            elif late:
+            self._fail_hopeless_waits(have_stalled=True)
+            late = [r for r in sorted(wait.missing) if not self._progress[r].depth]
+            if late:
                 self._abort_waits(
                     ReplicasDiverged,
                     f"{wait.site}: replica {wait.replica} waits, and {listed(late)} did not begin "
@@ -398,13 +379,13 @@ class Rendezvous:
     def limit_time(self, seconds: float) -> None:
         self._timeout, self.deadline = seconds, time.monotonic() + seconds
 
-    def time_out(self) -> Abort:
-        """Fails all waits of a forward that has not ended by its deadline."""
+    def time_out(self) -> ReplicationError:
+        """Fails all waits of a forward that has not ended by its deadline. Returns the error."""
         # Without the lock, because it runs code of the replicas' modules.
         spots = [self.locate(r, progress.thread) for r, progress in enumerate(self._progress)]
         with self.lock:
             states = [
-                f"{progress.state()} {spot if progress.depth else ''}".rstrip()
+                f"{progress} {spot if progress.depth else ''}".rstrip()
                 for progress, spot in zip(self._progress, spots, strict=True)
             ]
             for wait in self._waits:
@@ -415,7 +396,7 @@ class Rendezvous:
                 + "".join(f"\n  replica {r}: {state}" for r, state in enumerate(states)),
             )
             assert self.abort is not None
-            return self.abort
+            return self.abort.error()
 
     def _divergence(self) -> str:
         """Returns the message that says where every replica is. The lock is held."""
@@ -427,14 +408,11 @@ class Rendezvous:
             f"{where}: {listed(replicas)} wait{'s' if len(replicas) == 1 else ''}"
             for where, replicas in sites.items()
         ]
-        earliest = min(map(self._run_of, waits))
+        earliest, waiting = min(map(self._run_of, waits)), {wait.replica for wait in waits}
         for replica, progress in enumerate(self._progress):
             # A replica that runs, or has not begun, may still arrive.
-            if progress.is_over(earliest) and all(replica != wait.replica for wait in waits):
-                count = waits[0].calls.get(replica, 0)
-                ended = f"ended after call {count}" if count else "ended without that call"
-                state = progress.state(ended if len(sites) == 1 else "has ended")
-                parts.append(f"replica {replica} {state}")
+            if replica not in waiting and progress.is_over(earliest):
+                parts.append(f"replica {replica} {progress}")
         outside = [wait.replica for wait in waits if not self._progress[wait.replica].depth]
         if outside:
             parts.append(

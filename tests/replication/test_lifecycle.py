@@ -228,7 +228,7 @@ def test_layer_that_is_recomputed_after_the_forward_says_so():
 
     x = torch.randn(4, 2, requires_grad=True)
     y = ours(Checkpointed(), 2)(x)
-    with pytest.raises(ReplicasDiverged, match="called it outside the forward"):
+    with pytest.raises(ReplicationError, match=r"\(in a recomputation"):
         y.backward(torch.randn_like(y))
 
 
@@ -452,14 +452,11 @@ def test_a_forward_inside_a_replica_writes_in_that_of_the_replica():
         def forward(self, x: Tensor) -> Tensor:
             outer = current_replica().rendezvous
             seen.append(rendezvous_of(watched(nn.ReLU())).outer is outer)
-            # Foreign code that interrupts a write is not a part of the replica.
-            seen.append(outer.commit(lambda: rendezvous_of(watched(nn.ReLU())).outer) is None)
-            seen.append(rendezvous_of(watched(nn.ReLU())).outer is outer)
             return x
 
     seen: list[bool] = []
     watched(Replicates(), 1)[0](torch.ones(1))
-    assert seen == [True] * 3
+    assert seen == [True]
     assert rendezvous_of(watched(nn.ReLU())).outer is None
 
 
@@ -516,5 +513,7 @@ def test_a_replica_that_is_kept_after_its_forward_is_given_up(
         with pytest.raises(ReplicasDiverged, match=f"replica {index} waits.*did not begin"):
             replica(torch.randn(4, 3))
     else:
-        with pytest.raises(ReplicationError, match=r"outside the forward|forward.* has ended"):
+        with pytest.raises(
+            ReplicationError, match=r"outside the forward|in the same forward|forward has ended"
+        ):
             replica.layer(torch.randn(4, 3))

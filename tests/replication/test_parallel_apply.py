@@ -523,7 +523,7 @@ class Forks(Layer):
             threading.Event().wait(0.01)
         locked, forked = threading.Event(), threading.Event()
         def hold():  # as if the other replicas were at their bookkeeping
-            with rendezvous.lock, rendezvous._commits:
+            with rendezvous.lock:
                 locked.set()
                 forked.wait(20)
         holder = threading.Thread(target=hold)

@@ -24,7 +24,6 @@ from replication import (
     ReplicationError,
     SyncMaster,
     execute_replication_callbacks,
-    replicate,
 )
 from replication.sync.rendezvous import Abort, Rendezvous, Wait
 from tests.deadlines import ends
@@ -119,7 +118,7 @@ def test_a_slave_that_is_interrupted_takes_its_message_back(master_waits):
     """The master waits for it again, and does not go on without."""
     master, answers, interrupted = SyncMaster(echo), [], []
     pipes = [master.register_slave(i) for i in (1, 2)]
-    waits, running = master._outside_forward._waits, []
+    waits, running = master._outside_forward[0]._waits, []
     if master_waits:
         running.append(started(partial(master.run_master, "m"), answers))
         assert soon(lambda: len(waits) == 1)
@@ -127,7 +126,7 @@ def test_a_slave_that_is_interrupted_takes_its_message_back(master_waits):
     assert soon(lambda: len(waits) == 1 + master_waits)
     interrupt(next(wait for wait in waits if wait.replica == 1))
     assert ends(first)
-    assert str(interrupted[0].error) == "interrupted"
+    assert str(interrupted[0].error).startswith("interrupted")
     if not master_waits:
         running.append(started(partial(master.run_master, "m"), answers))
     running.append(started(partial(pipes[1].run_slave, "b"), answers))
@@ -147,7 +146,7 @@ def test_a_slave_that_was_interrupted_after_its_message_was_collected_gets_no_ol
 
     master, answers, late = SyncMaster(reply), [], []
     pipe = master.register_slave(1)
-    waits = master._outside_forward._waits
+    waits = master._outside_forward[0]._waits
     running = [started(partial(master.run_master, "m1"), answers)]
     first = started(partial(pipe.run_slave, "first"), [])
     assert collected.wait(DEADLINE)
@@ -184,8 +183,8 @@ def test_a_message_of_a_call_that_has_failed_is_not_collected(monkeypatch):
 
     monkeypatch.setattr(Wait, "block", slowly)
     slave = started(lambda: pipe.run_slave("late"), outcomes)
-    assert soon(lambda: bool(master._outside_forward._waits))
-    master._outside_forward.fail(1, KeyError("elsewhere"))
+    assert soon(lambda: bool(master._outside_forward[0]._waits))
+    master._outside_forward[0].fail(1, KeyError("elsewhere"))
     with pytest.raises(ReplicaFailed, match="KeyError"):
         master.run_master("m")
     goes_on.set()
@@ -193,24 +192,23 @@ def test_a_message_of_a_call_that_has_failed_is_not_collected(monkeypatch):
     assert isinstance(outcomes[0].error, ReplicaFailed)
 
 
-def test_a_failure_right_after_the_last_message_reaches_the_master(monkeypatch):
-    """It has been woken by the message, which is taken back before it looks."""
+def test_a_master_that_is_interrupted_with_all_messages_leaves_no_slave_waiting(monkeypatch):
+    """It has been woken by the last message, which cannot be taken back any more."""
     master, outcomes = SyncMaster(echo), []
     pipe = master.register_slave(1)
-    rendezvous, block = master._outside_forward, Wait.block
+    waits, block = master._outside_forward[0]._waits, Wait.block
 
-    def fails_then(wait: Wait) -> None:
+    def interrupted(wait: Wait) -> None:
         block(wait)
         if wait.replica == 0:
-            rendezvous.fail(1, KeyError("elsewhere"))
-            assert soon(lambda: bool(outcomes))  # the slave's, which has taken it back
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(Wait, "block", fails_then)
+    monkeypatch.setattr(Wait, "block", interrupted)
     first = started(lambda: master.run_master("m"), outcomes)
-    assert soon(lambda: bool(rendezvous._waits))
+    assert soon(lambda: bool(waits))
     for thread in (started(lambda: pipe.run_slave("s"), outcomes), first):
-        thread.join(DEADLINE)
-    assert [type(outcome.error) for outcome in outcomes] == [ReplicaFailed] * 2
+        assert ends(thread)
+    assert {type(outcome.error) for outcome in outcomes} == {KeyboardInterrupt, ReplicaFailed}
 
 
 def test_a_pipe_does_not_keep_the_reply():
@@ -253,15 +251,6 @@ def test_copy_0_cannot_register_a_slave_of_the_same_master():
 
     with pytest.raises(ReplicationError, match="replica 0 cannot register another slave"):
         DataParallel(Registers(), ["cpu"] * 2)(torch.zeros(2))
-
-
-def test_slaves_registered_by_hand_after_a_forward_are_the_current_ones():
-    layer = Centering()
-    replicas = replicate(layer, ["cpu"] * 3)  # they keep the forward alive
-    execute_replication_callbacks(replicas)
-    assert layer._sync_master.nr_slaves == 2
-    layer._sync_master.register_slave("by hand")
-    assert layer._sync_master.nr_slaves == 1
 
 
 def test_a_callback_that_failed_by_hand_keeps_nothing():
@@ -368,7 +357,7 @@ def test_an_interrupt_while_the_master_replies_leaves_no_slave_waiting():
 
     master, outcomes = SyncMaster(echo), []
     pipes = [master.register_slave(i) for i in (1, 2)]
-    waits = master._outside_forward._waits
+    waits = master._outside_forward[0]._waits
     slaves = [started(partial(pipe.run_slave, "s"), outcomes) for pipe in pipes]
     assert soon(lambda: len(waits) == 2)
     waits[0].gate = Interrupted(waits[0].gate)
@@ -383,9 +372,9 @@ def test_error_names_the_number_of_the_call():
     master = SyncMaster(echo)
     pipe = master.register_slave(1)
     exchange(master, "a", (pipe, "b"))
-    master._outside_forward.fail(1, KeyError("elsewhere"))
+    master._outside_forward[0].fail(1, KeyError("elsewhere"))
     for replica, run in enumerate((master.run_master, pipe.run_slave)):
-        with pytest.raises(ReplicaFailed, match=rf"{replica} reached `SyncMaster`, call 2 after"):
+        with pytest.raises(ReplicaFailed, match=rf"{replica} was at `SyncMaster`, call 2"):
             run("c")
 
 
@@ -403,10 +392,10 @@ def test_reset_drops_slaves_of_a_program_that_was_interrupted_before_run_master(
     master.reset()  # nothing to drop
     old = master.register_slave(1)
     slave = started(lambda: old.run_slave("b"), interrupted)
-    assert soon(lambda: bool(master._outside_forward._waits))
+    assert soon(lambda: bool(master._outside_forward[0]._waits))
     master.reset()
     assert ends(slave)
-    assert str(interrupted[0].error) == "the SyncMaster has been reset."
+    assert str(interrupted[0].error).startswith("the SyncMaster has been reset.")
     assert exchange(master, "c", (master.register_slave(1), "d")) == [[(0, "c"), (1, "d")]] * 2
 
 
@@ -490,7 +479,7 @@ def test_forward_leaves_nothing_in_the_instance():
 
     class Spy(Numbered):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            rendezvous.append(weakref.ref(layer._sync_master._channel()[0]))
+            rendezvous.append(weakref.ref(layer._sync_master._slaves()[0]))
             return x
 
     gc.disable()
@@ -500,9 +489,7 @@ def test_forward_leaves_nothing_in_the_instance():
         assert freed(*rendezvous)
     finally:
         gc.enable()
-    after = vars(layer._sync_master)
-    assert after["_latest"]() is None
-    assert {**after, "_latest": None} == {**before, "_latest": None}
+    assert vars(layer._sync_master) == {**before, "_serves_forward": True}
 
 
 # -- copies ------------------------------------------------------------------------------------
@@ -521,17 +508,6 @@ def test_copy_of_a_master_has_its_callback_and_no_slaves(copied):
     assert twin.run_master(3) == 9
     assert exchange(twin, 2, (twin.register_slave(1), 3)) == [4, 9]
     assert master.nr_slaves == 1
-
-
-@pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, pickled],
-    ids=["deepcopy", "pickle"],
-)
-def test_copy_of_a_pipe_belongs_to_no_forward(copied):
-    twin = copied(SyncMaster(square).register_slave("left"))
-    with pytest.raises(ReplicationError, match="the pipe of slave 'left' is a copy"):
-        twin.run_slave(1)
 
 
 @pytest.mark.parametrize(
@@ -665,7 +641,7 @@ def test_get_that_was_interrupted_leaves_the_result_for_the_next():
     assert soon(lambda: bool(future._waits))
     interrupt(future._waits[0])
     thread.join(DEADLINE)
-    assert str(outcomes[0].error) == "interrupted"
+    assert str(outcomes[0].error).startswith("interrupted")
     future.put("kept")
     assert future.get() == "kept"
 

@@ -42,7 +42,7 @@ def begin_wait(
     rendezvous: Rendezvous, replica: int, *needs: int, path: str = "layer", call: int = 1
 ) -> Wait:
     with rendezvous.lock:
-        return rendezvous.begin_wait(replica, needs, path, {replica: call})
+        return rendezvous.begin_wait(replica, needs, path, call)
 
 
 def end_wait(rendezvous: Rendezvous, wait: Wait) -> None:
@@ -189,7 +189,8 @@ class Story(RuleBasedStateMachine):
         error = outcome_of(lambda: begin_wait(self.rendezvous, replica, *needed)).error
         assert type(error) is kind
         assert error.__cause__ is (None if self.is_closed else cause)
-        assert ("reached `layer`, call 1 after" in str(error)) is (kind is not ReplicasDiverged)
+        says_where = str(error).endswith(f" Replica {replica} was at `layer`, call 1.")
+        assert says_where is (kind in (ReplicaFailed, ReplicationError))
 
     @precondition(lambda self: self.pending)
     @rule(which=st.integers(0))
@@ -304,7 +305,7 @@ def test_error_of_a_waiting_replica_says_who_failed_and_where_it_waited():
     with pytest.raises(
         ReplicaFailed,
         match=r"^replica 2 of 3 failed with ValueError: bad\. "
-        r"Replica 1 waited at `net\.bn`, call 4\.$",
+        r"Replica 1 was at `net\.bn`, call 4\.$",
     ):
         wait.block()
 
@@ -353,7 +354,7 @@ def test_wait_for_a_replica_that_will_not_run_is_given_up():
         (
             [(0, "layer3.bn2", {2}), (1, "layer3.bn2", {0})],
             2,
-            "`layer3.bn2`, call 2: replicas 0, 1 wait; replica 2 ended after call 1. Every",
+            "`layer3.bn2`, call 2: replicas 0, 1 wait; replica 2 has ended. Every",
         ),
         (
             [(2, "b", {1}), (0, "a", {2})],
@@ -365,8 +366,9 @@ def test_wait_for_a_replica_that_will_not_run_is_given_up():
 )
 def test_message_says_where_every_replica_is(waits, ends, expected):
     rendezvous, calls = entered(3), {0: 2, 1: 2, 2: 1}
-    with rendezvous.lock:
-        wait, _ = (rendezvous.begin_wait(r, needs, path, calls) for r, path, needs in waits)
+    wait, _ = (
+        begin_wait(rendezvous, r, *needs, path=path, call=calls[r]) for r, path, needs in waits
+    )
     rendezvous.leave(ends)
     assert diverged(wait).startswith(f"the replicas have diverged: {expected}")
 
@@ -379,8 +381,8 @@ def test_message_names_no_replica_that_may_still_come():
     wait = begin_wait(rendezvous, 0, 1, 2, 3)
     rendezvous.leave(1)
     expected = (
-        "the replicas have diverged: `layer`, call 1: replica 0 waits; replica 1 ended without "
-        "that call. Every replica must make the same calls"
+        "the replicas have diverged: `layer`, call 1: replica 0 waits; replica 1 has ended. Every "
+        "replica must make the same calls"
     )
     message = diverged(wait)
     assert message.startswith(expected)
@@ -396,8 +398,8 @@ def test_message_says_who_waits_outside_the_forward():
     rendezvous.leave(1)
     message = diverged(begin_wait(rendezvous, 0, 1))
     assert message.startswith(
-        "the replicas have diverged: `layer`, call 1: replica 0 waits; replica 1 ended without "
-        "that call; replica 0 called it outside the forward (in a recomputation, "
+        "the replicas have diverged: `layer`, call 1: replica 0 waits; replica 1 has ended; "
+        "replica 0 called it outside the forward (in a recomputation, "
     )
 
 
@@ -431,10 +433,12 @@ def test_close_wakes_every_wait_and_forbids_later_ones():
     rendezvous = entered(3)
     wait = begin_wait(rendezvous, 0, 1)
     rendezvous.close("it is over.")
-    with pytest.raises(ReplicationError, match=r"^it is over\.$"):
+    with pytest.raises(
+        ReplicationError, match=r"^it is over\. Replica 0 was at `layer`, call 1\.$"
+    ):
         wait.block()
     with pytest.raises(
-        ReplicationError, match=r"^it is over\. Replica 1 reached `layer`, call 1 after that\.$"
+        ReplicationError, match=r"^it is over\. Replica 1 was at `layer`, call 1\.$"
     ):
         begin_wait(rendezvous, 1, 0)
 
@@ -513,7 +517,7 @@ def test_a_polled_wait_ends_when_the_close_of_its_forward_was_interrupted(monkey
         with pytest.raises(KeyboardInterrupt):
             rendezvous.close("it is over.")
     (outcome,) = together(wait.block)
-    assert str(outcome.error) == "it is over."
+    assert str(outcome.error) == "it is over. Replica 0 was at `layer`, call 1."
 
 
 def test_close_forgets_the_failure():
@@ -544,7 +548,7 @@ def test_close_waits_for_a_write_in_progress(monkeypatch):
     def write() -> None:
         writing.set()
         assert closing.wait(DEADLINE)
-        assert soon(lambda: rendezvous._closed is not None)
+        assert soon(lambda: rendezvous._is_closed)
         time.sleep(0.05)  # for a close that does not wait
         written.append("whole")
 

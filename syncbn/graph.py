@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from itertools import repeat
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -41,7 +40,6 @@ from syncbn.merge import (
     CountBatch,
     Denominator,
     Message,
-    Reply,
     Shard,
     all_match,
     merge_moments,
@@ -80,17 +78,17 @@ def synchronized_batch_norm(
         bias = bias.to(shard.dtype)
     layouts = ((x.dtype, (x.size(1),)),)  # must match on every copy
     message: Message = (shard, x, None, weight, bias)
+    output: Tensor | None
     if not isinstance(group, ReplicaGroup):
         exchange = RankExchange(group, layouts, shard.needs_dx)
-        reply = merge_ranks(
-            exchange, held(measured(message)), None if group.recomputes else count_batch
-        )
+        counts = None if group.recomputes else count_batch
+        output = merge_ranks(exchange, held(measured(message)), counts)
     elif group.in_later_backward:
         assert calls is not None  # set together with the group
-        reply = recomputed(calls, measured(message))
+        output = recomputed(calls, measured(message))
     else:
         joins = not denominator.clamps and may_join(x)
-        reply = group.exchange(
+        output = group.exchange(
             "batch_norm",
             message if joins else held(measured(message)),
             partial(merge_replicas, group, count_batch),
@@ -98,13 +96,16 @@ def synchronized_batch_norm(
             requires_grad=shard.requires_grad,
         )
         if calls is not None and shard.moments is not None:  # not joined
-            calls.record(shard, reply)
-    total, stats, output = reply
+            shard.output_requires_grad = output is not None and output.requires_grad
+            calls.record(shard)
     if output is None:
-        return _output_below_two_values(total, x, weight, bias)
-    if stats is not None and shard.values:
+        if shard.values:
+            raise _one_value(x)
+        # No replica has data. torch defines the result.
+        return torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
+    if shard.moments is not None and shard.values:
         with torch.no_grad():
-            shard.kernels.normalize(x, stats, weight, bias, output)
+            shard.kernels.normalize(x, shard.stats, weight, bias, output)
     return output
 
 
@@ -119,67 +120,61 @@ def measured(message: Message) -> Message:
 
 def merge_replicas(
     group: ReplicaGroup, count_batch: CountBatch | None, messages: Sequence[Message]
-) -> list[Reply]:
-    """Returns the replies in replica order, given the arguments of the first replica."""
-    if count_batch is not None and group.recomputes:
+) -> Sequence[Tensor | None]:
+    """Returns the outputs in replica order, or None for each if the batch has below 2 values."""
+    # The arguments are those of the first replica.
+    if group.recomputes:
         count_batch = None
     shards = list(map(itemgetter(0), messages))
     total = sum(map(attrgetter("values"), shards))
-    if total < 2:  # of 1 value the forward raises
+    if total < 2:  # the replica that has 1 value raises
         if total == 0 and count_batch is not None:
             group.commit(count_batch)
-        return [(total, None, None)] * len(shards)
+        return [None] * len(shards)
     differ = not all_match(shards)
     if not differ and may_join_all(messages):
-        ys = group.commit(partial(join, messages, count_batch))
-        return list(zip(repeat(total), repeat(None), ys, strict=False))
+        return group.commit(partial(join, messages, count_batch))
     messages = list(map(measured, messages))  # of replicas that expected to be joined
     group.commit(partial(merge_moments, shards, total, count_batch))
-    outputs = connect(Batch(shards, differ), messages)
-    return [(total, shard.stats, y) for shard, y in zip(shards, outputs, strict=True)]
+    return connect(messages, differ)
 
 
-def merge_ranks(exchange: RankExchange, message: Message, count_batch: CountBatch | None) -> Reply:
-    """Returns the reply to this rank."""
-    shard = message[0]
-    total, mean, var = exchange.merge(shard)
-    if isinstance(total, int) and total < 2:  # of 1 value the forward raises
-        if total == 0 and count_batch is not None:
-            count_batch()
-        return total, None, None
-    set_statistics([shard], total, mean, var, count_batch and count_batch())
-    (output,) = connect(Batch([shard], ranks=exchange), [message])
-    return total, shard.stats, output
-
-
-def recomputed(calls: RecordedCalls, message: Message) -> Reply:
-    """Returns the reply to a call that a checkpoint recomputes, with the recorded statistics."""
+def merge_ranks(
+    exchange: RankExchange, message: Message, count_batch: CountBatch | None
+) -> Tensor | None:
+    """Returns the output of this rank, or None if no rank has values."""
     shard, x, _, _, _ = message
-    call = calls.recall(shard, x.dtype)
+    total, mean, var = exchange.merge(shard)
+    if isinstance(total, int) and total == 1:
+        raise _one_value(x)
+    running = count_batch and count_batch()
+    if isinstance(total, int) and total == 0:
+        return None
+    set_statistics([shard], total, mean, var, running)
+    return connect([message], ranks=exchange)[0]
+
+
+def recomputed(calls: RecordedCalls, message: Message) -> Tensor | None:
+    """Returns the output of a call that a checkpoint recomputes, with the recorded statistics."""
+    shard, x, _, _, _ = message
+    recorded = calls.recall(shard, x.dtype)
     # Not before, because a checkpoint ends the recomputation when all is saved.
     _, x, y, weight, bias = held(message)
-    if call.batch is None:
-        return call.total, None, None
-    if call.requires_grad and not shard.requires_grad:
+    if not hasattr(recorded, "stats"):  # the batch had no values
+        return None
+    if recorded.output_requires_grad and not shard.requires_grad:
         # Only the other replicas' inputs needed a gradient, so that the outputs have a graph.
         x = x.detach().requires_grad_()
-    shard.stats = call.batch
+    shard.stats = recorded.stats
     with hidden_from_hooks():
-        (output,) = connect(Batch([shard]), [(shard, x, y, weight, bias)])
-    return call.total, call.batch, output
+        return connect([(shard, x, y, weight, bias)])[0]
 
 
-def _output_below_two_values(
-    total: int | Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """Returns the empty output for a batch without values; one value per channel is an error."""
-    if total:
-        raise ValueError(  # torch's own words, which programs may look for
-            f"Expected more than 1 value per channel when training, got input size {x.size()} and "
-            f"{total} value in all of its group; take a larger batch, or call the layer in eval()"
-        )
-    # No replica has data. torch defines the result.
-    return torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
+def _one_value(x: Tensor) -> ValueError:
+    return ValueError(  # torch's own words, which programs may look for
+        f"Expected more than 1 value per channel when training, got input size {x.size()} and "
+        "1 value in all of its group; take a larger batch, or call the layer in eval()"
+    )
 
 
 # Hooks on saved tensors belong to a thread: an activation checkpoint must see what its replica
@@ -219,35 +214,33 @@ class Batch(NamedTuple):
 
     shards: Sequence[Shard]
     #: Whether weight, bias, denominator or kernels differ between replicas.
-    differ: bool = False
-    ranks: RankExchange | None = None
+    differ: bool
+    ranks: RankExchange | None
     #: For each shard the node that saves its input, if the joint node does not. Not an attribute
     #: of the shard: a replica records shards, and a checkpoint that it kept may refer to it.
-    holders: Sequence[Any] = ()
+    holders: Sequence[Any]
     #: The forward's streams on the devices of all replicas, if there are several.
-    streams: Streams | None = None
+    streams: Streams
 
 
-def connect(batch: Batch, messages: Sequence[Message]) -> list[Tensor]:
+def connect(
+    messages: Sequence[Message], differ: bool = False, ranks: RankExchange | None = None
+) -> Sequence[Tensor]:
     """Returns the outputs of all replicas, connected with their inputs and parameters."""
-    # A replica that records no graph keeps its own output, and its input counts as a constant.
-    shards = batch.shards
+    shards = [message[0] for message in messages]
     outputs: list[Any] = [message[2] for message in messages]
     if not torch.is_grad_enabled():
         return outputs
+    # The tensors of a replica that records no graph count as constants.
     xs, weights, biases = (
         [message[k] if message[0].records_graph else None for message in messages]
         for k in (1, 3, 4)
     )
-    batch = batch._replace(
-        holders=[_holder(message[1]) for message in messages],
-        streams=current_streams([shard.device for shard in shards]),
-    )
-    recording = [y for shard, y in zip(shards, outputs, strict=True) if shard.records_graph]
-    made = iter(_normalize(batch, recording, *xs, *weights, *biases))
-    return [
-        next(made) if shard.records_graph else y for shard, y in zip(shards, outputs, strict=True)
-    ]
+    holders = [_holder(message[1]) for message in messages]
+    streams = current_streams([shard.device for shard in shards])
+    batch = Batch(shards, differ, ranks, holders, streams)
+    made: Sequence[Tensor] = _normalize(batch, outputs, *xs, *weights, *biases)
+    return made
 
 
 class Normalize(Function):
@@ -262,14 +255,14 @@ class Normalize(Function):
         n = len(batch.shards)
         xs = [x if h is None else None for h, x in zip(batch.holders, tensors, strict=False)]
         ctx.save_for_backward(*xs, *tensors[n : 2 * n])
+        constants = [y for s, y in zip(batch.shards, outputs, strict=True) if not s.records_graph]
+        ctx.mark_non_differentiable(*constants)
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *of_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         batch: Batch = ctx.batch
         n = len(batch.shards)
-        given = iter(of_outputs)
-        dys = [next(given) if shard.records_graph else None for shard in batch.shards]
         saved = ctx.saved_tensors
         xs, weights = list(saved[:n]), saved[n:]
         for i, holder in enumerate(batch.holders):
@@ -278,18 +271,17 @@ class Normalize(Function):
         if all(dy is None for dy in dys):  # called by the engine without any gradient
             if batch.ranks is None:
                 return (None,) * (2 + 3 * n)
-            dys = [torch.zeros_like(xs[0])]  # as the other ranks wait for the sums
+            dys = (torch.zeros_like(xs[0]),)  # as the other ranks wait for the sums
         by_autograd = (
             torch.is_grad_enabled()
             or any(dy is not None and is_batched(dy) for dy in dys)
             or batch.differ  # so that sums over the shards cannot be added
         )
-        streams = batch.streams or {}
         for dy in dys:
             # It may come from another stream. torch cannot tell this of batched gradients.
-            if dy is not None and dy.device in streams and not is_batched(dy):
-                dy.record_stream(streams[dy.device])
-        with use_streams(streams):
+            if dy is not None and dy.device in batch.streams and not is_batched(dy):
+                dy.record_stream(batch.streams[dy.device])
+        with use_streams(batch.streams):
             compute = gradients_by_autograd if by_autograd else gradients_by_kernels
             dxs, *of_parameters = compute(batch, dys, xs, weights)
             for k, grads in enumerate(of_parameters, 1):
@@ -318,18 +310,18 @@ def gradients_by_kernels(
         None if dy is None else _reduced(shard, dy, x)
         for shard, dy, x in zip(shards, dys, xs, strict=True)
     ]
-    total = added(sums).to(first.device)
-    if batch.ranks is None:
-        sums = [total, *[None] * (len(shards) - 1)]
+    own = total = added(sums).to(first.device)
     if first.denominator.clamps:  # a clamped variance has no derivative
-        _, var = first.moments_of(first.stats)
+        _, var = first.batch_mean_and_var()
         total = torch.stack((total[0], total[1] * (var >= first.denominator.eps).to(total)))
     if batch.ranks is not None and first.needs_dx:
         # The ranks add derivatives with respect to mean and variance of the batch, which do not
         # depend on a rank's weight and kernels, and which `Zeros` adds in the same call.
-        weights = [w if w is None else w.masked_fill(w.abs() < _TINY, _TINY) for w in weights]
         factor = first.kernels.derivative_factors(in_float64(first.stats.inverse))
-        factor = factor if weights[0] is None else factor * in_float64(weights[0])
+        (weight,) = weights
+        if weight is not None:
+            weight = weight.masked_fill(weight.abs() < _TINY, _TINY)
+            weights, factor = [weight], factor * in_float64(weight)
         total = batch.ranks.summed(in_float64(total) * factor) / factor
     dxs: list[Tensor | None] = [None] * len(shards)
     shared: dict[int, Tensor] = {}  # by statistics, usually one per device
@@ -337,16 +329,15 @@ def gradients_by_kernels(
         if shard.needs_dx and not shard.values:
             dxs[i] = torch.empty_like(x)
         elif shard.needs_dx:
-            key = id(shard.stats)
-            if key not in shared:
+            stats, kernels = shard.stats, shard.kernels
+            if id(stats) not in shared:
                 on_device = total.to(shard.device, shard.dtype)
-                shared[key] = shard.kernels.shared_terms(on_device, shard.stats, weight)
-            dxs[i] = shard.kernels.input_gradient(dy, x, shard.stats, weight, shared[key])
-    dweights = [
-        None if own is None else shard.kernels.weight_gradient(own, shard.stats)
-        for shard, own in zip(shards, sums, strict=True)
-    ]
-    return dxs, dweights, [None if own is None else own[0] for own in sums]
+                shared[id(stats)] = kernels.shared_terms(on_device, stats, weight)
+            if dy is None:  # the output is unused
+                dy = x.new_zeros(()).expand_as(x)
+            dxs[i] = kernels.input_gradient(dy, x, stats, weight, shared[id(stats)])
+    rest = [None] * (len(shards) - 1)
+    return dxs, [first.kernels.weight_gradient(own, first.stats), *rest], [own[0], *rest]
 
 
 def _reduced(shard: Shard, dy: Tensor, x: Tensor) -> Tensor:
@@ -374,7 +365,7 @@ def gradients_by_autograd(
     # It differentiates the forward in operations of torch. Mean and variance of the batch have
     # the values of the forward and derivatives by every x, in float64, on one device.
     shards, first = batch.shards, batch.shards[0]
-    mean, var = first.moments_of(first.stats)
+    mean, var = first.batch_mean_and_var()
     n, home = first.stats.total, mean.device
     # Inputs are centered by a value of their own precision, before they are summed.
     center = mean.to(first.dtype)

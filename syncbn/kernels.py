@@ -27,6 +27,7 @@ from syncbn import moments as statistics
 from syncbn.channels import (
     accumulation_dtype,
     constant_tensor,
+    empty_output,
     in_format_of,
     per_channel,
     reduced_dims,
@@ -41,7 +42,7 @@ _FEW_EQUAL = 2**8
 #: The number of values that may be added one by one.
 _LONG_SUM = 2**12
 
-#: The number of values in half precision that are converted at a time.
+#: The number of values that several operations read and write at a time.
 BLOCK = 2**19
 
 
@@ -81,7 +82,7 @@ class Kernels:
     is_asynchronous = True
 
     def moments(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Computes mean and biased variance of each channel; zeros if ``x`` is empty."""
+        """Computes mean and biased variance of each channel, for an ``x`` that is not empty."""
         raise NotImplementedError
 
     def merge(
@@ -121,9 +122,9 @@ class Kernels:
         return totals * (_scale(stats, weight) / -stats.total)
 
     def input_gradient(
-        self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
+        self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
     ) -> Tensor:
-        """Computes the gradient of a shard. ``dy`` is None if the output is unused."""
+        """Computes the gradient of a shard that is not empty."""
         # With the totals T1 of dy and T2 of dy * x_hat, over the n values of the whole batch:
         #     dx = (weight * dy - (weight * T1 + x_hat * weight * T2) / n) / sqrt(denominator)
         # (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx.)
@@ -142,12 +143,9 @@ class Native(Kernels):
     def normalize(
         self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine, out: Tensor
     ) -> None:
-        if (
-            stats.mean_error is not None
-        ):  # x * scale + (bias - mean * scale), as below, loses digits
-            in_accumulation_dtype(
-                lambda _, x: PLAIN.affine(x, stats, weight, bias), None, x, out=out
-            )
+        if stats.mean_error is not None:
+            # x * scale + (bias - mean * scale), as below, would lose digits.
+            in_blocks(lambda x: PLAIN.affine(x, stats, weight, bias), out, x)
             return
         none = stats.mean.new_empty(0)  # in evaluation mode the kernel saves nothing
         args = (weight, bias, stats.mean, stats.denominator, False, 0.0, 0.0)
@@ -175,17 +173,19 @@ class Native(Kernels):
         return torch.stack((dbias, dweight))
 
     def input_gradient(
-        self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
+        self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
     ) -> Tensor:
-        if stats.mean_error is not None or x.dtype != shared.dtype:
-            return in_accumulation_dtype(
-                lambda dy, x: PLAIN.input_gradient(dy, x, stats, weight, shared), dy, x
-            )
+        if x.dtype != shared.dtype:
+            dx = empty_output(x)
+            in_blocks(lambda x, dy: PLAIN.input_gradient(dy, x, stats, weight, shared), dx, x, dy)
+            return dx
+        if stats.mean_error is not None:
+            return PLAIN.input_gradient(dy, x, stats, weight, shared)
         shift, slope = shared.unbind()
         x = with_usual_strides(x)  # the result inherits them
         args = (x, slope, shift, stats.mean, stats.denominator, False, 0.0, 0.0)
         dx = torch.native_batch_norm(*args)[0]
-        return dx if dy is None else dx.addcmul_(dy, per_channel(_scale(stats, weight), x))
+        return dx.addcmul_(dy, per_channel(_scale(stats, weight), x))
 
 
 # They read and write each tensor once, in its dtype, subtract the mean before they scale, and
@@ -197,10 +197,6 @@ class Fused(Kernels):
     has_merge = True
 
     def moments(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if values_per_channel(x) == 0:
-            # The inverse of zero would be infinite.
-            zeros = x.new_zeros(x.size(1), dtype=accumulation_dtype(x.dtype))
-            return zeros, torch.ones_like(zeros)
         return torch.batch_norm_stats(x, eps)
 
     def merge(
@@ -235,12 +231,12 @@ class Fused(Kernels):
         return totals if _is_int32(stats.total) else totals / stats.total
 
     def input_gradient(
-        self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
+        self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
     ) -> Tensor:
         plain, along_x = shared.unbind()
         n = stats.total if _is_int32(stats.total) else 1
         count = constant_tensor((n,), x.device, torch.int32)
-        dy = torch.zeros_like(x) if dy is None else in_format_of(dy, x).to(x.dtype)
+        dy = in_format_of(dy, x).to(x.dtype)
         return torch.batch_norm_backward_elemt(
             dy, x, stats.mean, stats.inverse, weight, plain, along_x, count
         )
@@ -255,11 +251,7 @@ class Plain(Kernels):
 
     def moments(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         home, dims = statistics_device(x.device), reduced_dims(x)
-        if values_per_channel(x) == 0:
-            zeros = torch.zeros(x.size(1), dtype=torch.float64, device=home)
-            return zeros, zeros
-        dtype = accumulation_dtype(x.dtype)
-        head = x.mean(dims, dtype=dtype)
+        head = x.mean(dims, dtype=accumulation_dtype(x.dtype))
         centered = x - per_channel(head, x)
         # The centered values still contain the rounding error of the mean.
         rest, squares = (
@@ -291,7 +283,7 @@ class Plain(Kernels):
         return torch.stack((dbias, dweight))
 
     def input_gradient(
-        self, dy: Tensor | None, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
+        self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
     ) -> Tensor:
         shift, slope = shared.unbind()
         slope = slope * stats.inverse
@@ -299,8 +291,7 @@ class Plain(Kernels):
             shift = shift - stats.mean_error * slope
         dx = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(slope, x))
         dx.add_(per_channel(shift, x))
-        if dy is not None:
-            dx.addcmul_(dy.to(dx.dtype), per_channel(_scale(stats, weight), x))
+        dx.addcmul_(dy.to(dx.dtype), per_channel(_scale(stats, weight), x))
         return dx.to(x.dtype)
 
 
@@ -344,20 +335,10 @@ def _parameter_gradients(dy: Tensor, x: Tensor, stats: Statistics) -> tuple[Tens
     return dweight, dbias
 
 
-def in_accumulation_dtype(
-    function: Callable[[Tensor | None, Tensor], Tensor],
-    dy: Tensor | None,
-    x: Tensor,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Returns ``function(dy, x)``, computed in the accumulation dtype, in the dtype of ``x``."""
-    dtype = accumulation_dtype(x.dtype)
-    if x.dtype == dtype:
-        y = function(dy, x)
-        return y if out is None else out.copy_(y)
-    # In blocks of samples: the upcast of all of x would be twice its size and leave the cache.
-    y = torch.empty_like(with_usual_strides(x)) if out is None else out
-    length = max(1, BLOCK // x[0].numel())
-    for block in (slice(first, first + length) for first in range(0, len(x), length)):
-        y[block] = function(None if dy is None else dy[block].to(dtype), x[block].to(dtype))
-    return y
+def in_blocks(function: Callable[..., Tensor], out: Tensor, *tensors: Tensor) -> None:
+    """Writes ``function(*tensors)`` into ``out``, computed in the accumulation dtype."""
+    dtype = accumulation_dtype(out.dtype)
+    # In blocks of samples: an upcast, or the passes over a whole tensor, would leave the cache.
+    length = max(1, BLOCK // out[0].numel())
+    for block, *parts in zip(*(t.split(length) for t in (out, *tensors)), strict=True):
+        block.copy_(function(*[part.to(dtype) for part in parts]))

@@ -26,6 +26,10 @@ class Denominator(NamedTuple):
         """Returns the denominator for a variance."""
         return var.clamp(min=self.eps) if self.clamps else var + self.eps
 
+    def variance(self, inverse: Tensor) -> Tensor:
+        """Returns the variance, in float64, given ``1 / sqrt(var + eps)``."""
+        return in_float64(inverse).square().reciprocal().sub_(self.eps).clamp_(min=0)
+
 
 class RunningStatistics(NamedTuple):
     """The buffers of a layer that a merge updates. They may be None."""
@@ -82,10 +86,12 @@ class Shard:
         #: Weight and bias of the layer.
         self.parameters = weight, bias
         self.denominator = denominator
-        #: The result of `Kernels.moments`, once it is computed.
+        #: The result of `Kernels.moments`, once it is computed. None if the shard is joined.
         self.moments: tuple[Tensor, Tensor] | None = None
-        #: The statistics of the whole batch, once they are merged.
+        #: The statistics of the whole batch, once they are merged. Unset if it has no values.
         self.stats: Statistics
+        #: Whether the output requires gradients, once it is made.
+        self.output_requires_grad: bool
         #: Whether the replica records a graph, and whether it and its input need a gradient.
         self.records_graph = torch.is_grad_enabled()
         self.needs_dx = self.records_graph and x.requires_grad
@@ -98,7 +104,11 @@ class Shard:
         )
 
     def measure(self, x: Tensor) -> None:
-        """Computes the moments of the input."""
+        """Computes the moments of the input: zeros if it is empty."""
+        if not self.values:
+            zeros = in_float64(x.new_zeros(x.size(1)))
+            self.moments = zeros, zeros
+            return
         with torch.no_grad():
             self.moments = self.kernels.moments(x, self.denominator.eps)
 
@@ -108,36 +118,26 @@ class Shard:
         if not self.kernels.returns_inverse or not self.values:
             return self.moments
         mean, inverse = self.moments
-        return in_float64(mean), variance(inverse, self.denominator)
+        return in_float64(mean), self.denominator.variance(inverse)
 
-    def moments_of(self, batch: Statistics) -> tuple[Tensor, Tensor]:
+    def batch_mean_and_var(self) -> tuple[Tensor, Tensor]:
         """Returns mean and biased variance of the whole batch, as `mean_and_var`."""
-        if batch.mean_and_var is not None:
-            return batch.mean_and_var
-        return in_float64(batch.mean), variance(batch.inverse, self.denominator)
+        if self.stats.mean_and_var is not None:
+            return self.stats.mean_and_var
+        return in_float64(self.stats.mean), self.denominator.variance(self.stats.inverse)
 
 
 #: What a replica sends: its `Shard`, input, output to be filled (None if it may join), weight and
 #: bias in the accumulation dtype. A plain tuple, because making one takes no Python call.
 Message = tuple[Shard, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
-#: The reply to a replica: values per channel, statistics of the whole batch, and the output. The
-#: statistics are None if the output is complete. Both are None for fewer than 2 values.
-Reply = tuple[int | Tensor, Statistics | None, Tensor | None]
 
-
-def variance(inverse: Tensor, denominator: Denominator) -> Tensor:
-    """Returns the variance, in float64, given ``1 / sqrt(var + eps)``."""
-    return in_float64(inverse).square().reciprocal().sub_(denominator.eps).clamp_(min=0)
-
-
-def merge_moments(
-    shards: Sequence[Shard], total: int, count_batch: CountBatch | None = None
-) -> None:
+def merge_moments(shards: Sequence[Shard], total: int, count_batch: CountBatch | None) -> None:
     """Sets the statistics of the whole batch, in replica order, and updates the running ones."""
     running = count_batch and count_batch()
-    kernels, denominator = shards[0].kernels, shards[0].denominator
-    if kernels.has_merge and not denominator.clamps and share_denominator(shards):
+    first = shards[0]
+    are_alike = len({(shard.kernels, shard.denominator) for shard in shards}) == 1
+    if are_alike and first.kernels.has_merge and not first.denominator.clamps:
         merged = _merge_by_kernel(shards, total, running)
         for shard in shards:
             mean, inverse = (vector.to(shard.device, non_blocking=True) for vector in merged)
@@ -199,18 +199,24 @@ def _merge_by_kernel(
     buffers = running and running.for_kernel(moments[0].dtype)
     mean, inverse = kernels.merge(counts, moments, denominator.eps, buffers or _NO_BUFFERS)
     if running is not None and buffers is None:
-        running.update(in_float64(mean), variance(inverse, denominator), total)
+        running.update(in_float64(mean), denominator.variance(inverse), total)
     return mean, inverse
 
 
 def all_match(shards: Sequence[Shard]) -> bool:
     """Whether all shards have copies of the same parameters, one eps, eps mode and strategy."""
-    weight, bias = shards[0].parameters
-    for shard in shards[1:]:
+    first, *others = shards
+    weight, bias = first.parameters
+    for shard in others:
         own_weight, own_bias = shard.parameters
-        if not (_are_copies(weight, own_weight) and _are_copies(bias, own_bias)):
+        if (
+            shard.kernels is not first.kernels
+            or shard.denominator != first.denominator
+            or not _are_copies(weight, own_weight)
+            or not _are_copies(bias, own_bias)
+        ):
             return False
-    return share_denominator(shards)
+    return True
 
 
 def _are_copies(one: Tensor | None, other: Tensor | None) -> bool:
@@ -221,12 +227,3 @@ def _are_copies(one: Tensor | None, other: Tensor | None) -> bool:
     if one.device == other.device:
         return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
     return one.grad_fn is not None and one.grad_fn is other.grad_fn  # made by one broadcast
-
-
-def share_denominator(shards: Sequence[Shard]) -> bool:
-    """Whether all replicas have the same eps, eps mode and kernels."""
-    kernels, denominator = shards[0].kernels, shards[0].denominator
-    for shard in shards:
-        if shard.kernels is not kernels or shard.denominator != denominator:
-            return False
-    return True

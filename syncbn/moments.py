@@ -28,8 +28,8 @@ _POOR_ESTIMATE = 2
 #: The number of values from which a mean is estimated. Their order is assumed to be random.
 _ENOUGH = 64
 
-#: The number of values that may be added one by one in float32, by the number of dimensions.
-#: torch adds the values of ``(N, L, C)``, seen as ``(N, C, L)``, in pairs.
+#: The number of values that may be added one by one in float32 where channels are last, by the
+#: number of dimensions. torch adds the values of ``(N, L, C)``, seen as ``(N, C, L)``, in pairs.
 _LONGEST_RUN = {2: 512, 3: 128, 4: 512, 5: 512}
 
 #: With shorter runs, converting to float64 is faster.
@@ -37,14 +37,10 @@ _SHORTEST_RUN = 16
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes mean and biased variance of each channel, on the CPU; 0 if ``x`` is empty."""
-    n = values_per_channel(x)
-    if n == 0:
-        zeros = x.new_zeros(x.size(1), dtype=torch.float64)
-        return zeros, zeros
+    """Computes mean and biased variance of each channel of a tensor on the CPU, not empty."""
     if x.numel() <= _SMALL:
         return _exact_moments(x)
-    fast = _moments_in_accumulation_dtype(x, n)
+    fast = _moments_in_accumulation_dtype(x)
     return _moments_in_float64(x) if fast is None else fast
 
 
@@ -87,65 +83,44 @@ def _exact_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.batch_norm_update_stats(x, None, None, 0.0)
 
 
-def _moments_in_accumulation_dtype(x: Tensor, n: int) -> tuple[Tensor, Tensor] | None:
+def _moments_in_accumulation_dtype(x: Tensor) -> tuple[Tensor, Tensor] | None:
     """Computes `moments` without a copy of ``x``; None if that loses precision, or is slower."""
-    if (length := _row_length(x)) is not None:
-        mean, var, error = _moments_of_rows(x, n, length)
-    elif (
-        x.dtype == accumulation_dtype(x.dtype)
-        and (rows := x.movedim(1, -1)).is_contiguous()
-        and (run := _divisor(n, _LONGEST_RUN[x.dim()])) >= _SHORTEST_RUN
-    ):
-        mean, var = _moments_of_last_dim(rows, n // run)
-        error = torch.zeros_like(mean)
+    # Short runs of values are added in the accumulation dtype, as if each were a channel. Their
+    # sums are added in float64.
+    n, c, size = values_per_channel(x), x.size(1), x.shape[2:].numel()
+    dtype = accumulation_dtype(x.dtype)
+    if x.is_contiguous() and size >= _SHORTEST_RUN:
+        # Longer in half precision, which has few digits and is slow for short runs.
+        length = _divisor(size, 64 if x.dtype == dtype else 4096)
+        runs, shape = x.view(1, -1, length), (len(x), c, size // length)
+    elif (rows := x.movedim(1, -1)).is_contiguous():
+        length = _divisor(n, _LONGEST_RUN[x.dim()])
+        runs, shape = rows.view(1, length, 1, -1).permute(0, 3, 1, 2), (n // length, c, 1)
     else:
         return None
+    if length < _SHORTEST_RUN:
+        return None
+    if runs.dim() == 4 and x.dtype == dtype:  # faster, where channels are last
+        stats = torch.batch_norm_update_stats(runs, None, None, 0.0)
+        means, variances = (of_runs.double().view(-1, c) for of_runs in stats)
+        mean, var = merge_shares(means.new_full((len(means),), 1 / len(means)), means, variances)
+        error = torch.zeros_like(mean)
+    else:
+        # torch's fused kernel for parameter gradients adds x * (x - estimate) and x.
+        estimate = x[: 1 + _ENOUGH // size].mean(reduced_dims(x), dtype=dtype)
+        centers = estimate.view(1, -1, 1).expand(shape).reshape(-1)
+        args = (runs, runs, None, centers, torch.ones_like(centers), None, None, False, 0.0)
+        _, *sums = torch.ops.aten.native_batch_norm_backward(*args, [False, True, True])
+        products, plain = (one.view(shape).sum((0, 2), dtype=torch.float64) for one in sums)
+        mean = plain.div_(n)
+        error = mean - estimate
+        # E[x (x - estimate)] = var + mean * (mean - estimate)
+        var = products.div_(n).addcmul_(mean, error, value=-1)
     slack = torch.minimum(
         torch.addcmul(var, mean, mean, value=-1 / _LARGE_MEAN**2),
         torch.addcmul(var, error, error, value=-1 / _POOR_ESTIMATE**2),
     )
     return (mean, var) if slack.amin().item() >= 0 else None  # None for NaN
-
-
-def _moments_of_last_dim(rows: Tensor, runs: int) -> tuple[Tensor, Tensor]:
-    """Computes `moments` for ``(..., C)``, with the channels last."""
-    # torch adds the values of a channel one by one. So each channel is cut into runs, which
-    # torch sees as separate channels.
-    c = rows.size(-1)
-    image = rows.reshape(1, -1, 1, runs * c).permute(0, 3, 1, 2)
-    stats = torch.batch_norm_update_stats(image, None, None, 0.0)
-    means, variances = (of_runs.double().view(runs, c) for of_runs in stats)
-    return merge_shares(means.new_full((runs,), 1 / runs), means, variances)
-
-
-def _moments_of_rows(x: Tensor, n: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `moments` of a contiguous tensor, and the error of the mean they start from."""
-    # Rows are added in the accumulation dtype, their sums in float64. torch's fused kernel for
-    # parameter gradients computes the sums of x * (x - estimate) and of x.
-    size = x.shape[2:].numel()
-    first = x[: 1 + _ENOUGH // size]
-    estimate = first.mean(reduced_dims(x), dtype=accumulation_dtype(x.dtype))
-    shape = (len(x), x.size(1), size // length)
-    centers = estimate.view(1, -1, 1).expand(shape).reshape(-1)
-    rows = x.view(1, -1, length)
-    args = (rows, rows, None, centers, torch.ones_like(centers), None, None, False, 0.0)
-    _, *sums = torch.ops.aten.native_batch_norm_backward(*args, [False, True, True])
-    products, plain = (of_rows.view(shape).sum((0, 2), dtype=torch.float64) for of_rows in sums)
-    mean = plain.div_(n)
-    error = mean - estimate
-    # E[x (x - estimate)] = var + mean * (mean - estimate)
-    return mean, products.div_(n).addcmul_(mean, error, value=-1), error
-
-
-def _row_length(x: Tensor) -> int | None:
-    """Returns the length of rows in which to add the values of a contiguous tensor, or None."""
-    # So short that float32 sums lose no digits. Longer in half precision, which has few digits
-    # and is slow for short rows.
-    if not x.is_contiguous() or x.dim() == 2:
-        return None
-    longest = 64 if x.dtype == accumulation_dtype(x.dtype) else 4096
-    length = _divisor(x.shape[2:].numel(), longest)
-    return length if length >= _SHORTEST_RUN else None
 
 
 @lru_cache

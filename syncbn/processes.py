@@ -34,9 +34,7 @@ class RankExchange:
     """The two collectives of a call, one forward and one, if its input needs it, backward."""
 
     def __init__(self, group: Any, layouts: Layouts, requires_grad: bool) -> None:
-        self._prefers_gather = group.prefers_gather
-        self._is_precise = any(dtype in _PRECISE for dtype, _ in layouts)
-        self._group = group
+        self._group, self._is_precise = group, layouts[0][0] in _PRECISE
         self._exchange = partial(group.exchange, layouts=layouts, requires_grad=requires_grad)
 
     def merge(self, shard: Shard) -> tuple[int | Tensor, Tensor, Tensor]:
@@ -46,25 +44,25 @@ class RankExchange:
         # A kernel: a copy would block the host on a GPU.
         count = mean.new_full((1,), shard.values)
         packed, sizes = torch.cat((count, mean, var)), [1, len(mean), len(mean)]
-        if self._is_precise or self._prefers_gather(packed):
+        if self._is_precise or self._group.prefers_gather(packed):
             gathered = self._exchange("batch_norm", packed, stack=True)
             counts, means, variances = gathered.split(sizes, 1)
             total = self._checked(counts).sum()
             share = counts[:, 0] / total.clamp(min=1)
-            return known_to_host(total), *statistics.merge_shares(share, means, variances)
-        sums = torch.cat((count, count * mean, count * (var + mean.square())))
-        counts, *sums_of_all = self._exchange("batch_norm", sums, stack=False).split(sizes)
-        total = self._checked(counts)[0]
-        mean, square = (one / total.clamp(min=1) for one in sums_of_all)
-        return known_to_host(total), mean, (square - mean.square()).clamp(min=0)
+            mean, var = statistics.merge_shares(share, means, variances)
+        else:
+            sums = torch.cat((count, count * mean, count * (var + mean.square())))
+            counts, *sums_of_all = self._exchange("batch_norm", sums, stack=False).split(sizes)
+            total = self._checked(counts)[0]
+            mean, square = (one / total.clamp(min=1) for one in sums_of_all)
+            var = (square - mean.square()).clamp(min=0)
+        return known_to_host(total), mean, var
 
     def _checked(self, counts: Tensor) -> Tensor:
         """Returns counts that ranks announce, after a check where the host may read them."""
         for rank, count in enumerate(counts.flatten().tolist() if counts.is_cpu else ()):
             if not (0 <= count < 2**63 and count % 1 == 0):  # false for NaN
-                who = (
-                    f"rank {rank} announces" if len(counts) > 1 else "all ranks together announce"
-                )
+                who = f"rank {rank} announces" if len(counts) > 1 else "all ranks announce"
                 raise ReplicationError(
                     f"{self._group._where()}: {who} {count} values per channel; do all ranks "
                     "run the same program?"

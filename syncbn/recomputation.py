@@ -8,28 +8,16 @@ length C, which each replica therefore records for each of its calls.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from replication.errors import ReplicationError
-from syncbn.kernels import Statistics
-from syncbn.merge import Reply, Shard
+from syncbn.merge import Shard
 
 #: The largest difference, in standard deviations, that is taken for rounding.
 _ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}
-
-
-class RecordedCall(NamedTuple):
-    """The numbers of a call, without its graph."""
-
-    shard: Shard
-    #: The total and the statistics of the reply.
-    total: int | Tensor
-    batch: Statistics | None
-    #: Whether the output required gradients.
-    requires_grad: bool
 
 
 class RecordedCalls:
@@ -37,48 +25,43 @@ class RecordedCalls:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        #: Plain tuples of the fields of `RecordedCall`. Most calls are never recalled.
-        self._calls: list[tuple[Any, ...]] = []
+        self._calls: list[Shard] = []
 
-    def record(self, shard: Shard, reply: Reply) -> None:
-        """Records a call, whose shard has been measured."""
-        total, batch, output = reply
-        self._calls.append((shard, total, batch, output is not None and output.requires_grad))
+    def record(self, shard: Shard) -> None:
+        """Records a call that is not joined."""
+        self._calls.append(shard)
 
-    def recall(self, shard: Shard, dtype: torch.dtype) -> RecordedCall:
-        """Returns the call that is being recomputed, or raises ReplicationError."""
+    def recall(self, shard: Shard, dtype: torch.dtype) -> Shard:
+        """Returns the shard of the call that is recomputed, or raises ReplicationError."""
         # torch does not say which call that is. It is the one whose moments are nearest. They need
         # not be equal: some devices are not deterministic, and half precision rounds coarsely.
-        values, grad_enabled = shard.values, torch.is_grad_enabled()
-        recorded = map(RecordedCall._make, self._calls)
-        same_size = [call for call in recorded if call.shard.values == values]
+        same_size = [call for call in self._calls if call.values == shard.values]
         # A call that ran without a graph is recomputed without one.
-        calls = [c for c in same_size if c.shard.records_graph == grad_enabled] or same_size
-        if not calls:
-            self._refuse(
-                f"called in backward with {values} values per channel, which matches no call of "
-                "its forward inside a checkpoint; make the same calls in both"
-            )
-        if grad_enabled and not calls[0].shard.records_graph:
+        calls = [call for call in same_size if call.records_graph == shard.records_graph]
+        calls = calls or same_size
+        if calls and shard.records_graph and not calls[0].records_graph:
             self._refuse(
                 "recomputed by an activation checkpoint with use_reentrant=True, whose forward "
                 "makes no graph for the replicas to share; use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        if not values or (len(same_size) == 1 and shard.kernels.is_asynchronous):
+        if calls and (not shard.values or (len(same_size) == 1 and shard.kernels.is_asynchronous)):
             return calls[0]  # a comparison would be empty, or make the host wait for a GPU
         moments = shard.mean_and_var()
-        distances = [_distance(call.shard.mean_and_var(), moments) for call in calls]
-        distances = torch.stack(distances).tolist()
-        least = min(distances)
-        if least > _ROUNDING.get(dtype, math.inf):
+        distances = [_distance(call.mean_and_var(), moments) for call in calls]
+        found: list[float] = torch.stack(distances).tolist() if calls else []
+        least = min(found, default=math.inf)
+        if not calls or least > _ROUNDING.get(dtype, math.inf):
             self._refuse(
-                "recomputed by an activation checkpoint with an input that matches no call of its "
-                "forward; keep dropout out of it if replicas share a device, and change no "
-                "parameters between forward and backward"
+                f"called in backward with {shard.values} values per channel, which matches no "
+                "call of its forward; make the same calls in both, keep dropout out of it if "
+                "replicas share a device, and change no parameters between forward and backward"
             )
-        call, *others = [c for c, d in zip(calls, distances, strict=True) if d == least]
-        if any(_batches_differ(call, other) for other in others):
+        call, *others = [c for c, d in zip(calls, found, strict=True) if d == least]
+        if any(
+            _distance(call.batch_mean_and_var(), other.batch_mean_and_var()) > 1e-6
+            for other in others
+        ):
             self._refuse(
                 f"recomputed by an activation checkpoint, and the call may be any of "
                 f"{1 + len(others)}: this replica's input was the same in each, but not the "
@@ -100,11 +83,3 @@ def _distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tenso
     first, second = torch.stack(one), torch.stack(other)
     equal = (first == second) | (first.isnan() & second.isnan())
     return torch.where(equal, 0.0, (first - second).abs() / scale).nan_to_num(nan=math.inf).amax()
-
-
-def _batches_differ(one: RecordedCall, other: RecordedCall) -> bool:
-    """Returns whether the batches of two calls differ by more than rounding."""
-    batch, of_other = one.batch, other.batch
-    assert batch is not None and of_other is not None  # calls without values have none
-    moments = one.shard.moments_of(batch), other.shard.moments_of(of_other)
-    return bool(_distance(*moments) > 1e-6)

@@ -56,7 +56,7 @@ def normalized(
 
 def input_gradient(
     kernels: Kernels,
-    dy: Tensor | None,
+    dy: Tensor,
     x: Tensor,
     stats: Statistics,
     weight: Tensor | None,
@@ -69,13 +69,11 @@ def input_gradient(
     return kernels.input_gradient(dy, x, stats, weight, shared)
 
 
-def gradient_of(
-    x: Tensor, dy: Tensor | None, eps: float, weight: Tensor, totals: Tensor
-) -> Tensor:
+def gradient_of(x: Tensor, dy: Tensor, eps: float, weight: Tensor, totals: Tensor) -> Tensor:
     """The gradient of a shard whose batch has its moments and the given totals, and 10 values."""
     inverse = (moments_of(x)[1] + eps).rsqrt()[:, None]
     plain, along_x = (totals * weight).double()[..., None]
-    of_dy = 0 if dy is None else weight[:, None].double() * channels_of(dy)
+    of_dy = weight[:, None].double() * channels_of(dy)
     return inverse * (of_dy - (plain + hat_of(x, eps) * along_x) / 10)
 
 
@@ -112,8 +110,8 @@ def test_a_sample_in_half_precision_may_be_larger_than_a_block():
     x = torch.randn(2, 1, BLOCK + 16, dtype=torch.bfloat16)
     one, zero = torch.ones(1), torch.zeros(1)
     stats = Statistics(10, zero, one, one)
-    dx = input_gradient(NATIVE, None, x, stats, None, torch.tensor([[0.0], [-20.0]]), 10)
-    assert torch.equal(dx, 2 * x)
+    dx = input_gradient(NATIVE, x, x, stats, None, torch.tensor([[0.0], [-20.0]]), 10)
+    assert torch.equal(dx, 3 * x)
 
 
 @every_strategy
@@ -218,14 +216,10 @@ def check_every_kernel(
     # `Fused` adds ``x - mean`` instead of ``x_hat``.
     along = 1 / stats.inverse if isinstance(kernels, Fused) else torch.ones_like(stats.inverse)
     message = totals * torch.stack((torch.ones_like(along), along))
-    for upstream in (dy, None):
-        dx = input_gradient(kernels, upstream, x, stats, weight, message, 10)
-        expected = gradient_of(x, upstream, eps, weight, totals)
-        torch.testing.assert_close(channels_of(dx), expected, rtol=tolerance, atol=tolerance)
-    n = torch.tensor(10.0, device=x.device)
-    counted = input_gradient(kernels, dy, x, stats, weight, message, n)
     expected = gradient_of(x, dy, eps, weight, totals)
-    torch.testing.assert_close(channels_of(counted), expected, rtol=tolerance, atol=tolerance)
+    for n in (10, torch.tensor(10.0, device=x.device)):
+        dx = input_gradient(kernels, dy, x, stats, weight, message, n)
+        torch.testing.assert_close(channels_of(dx), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -264,23 +258,9 @@ def test_a_large_mean_costs_no_precision(kernels, mean):
     torch.testing.assert_close(channels_of(dx), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_without_channels_there_are_no_values():
-    x = torch.empty(2, 0, 4)
-    assert channels.values_per_channel(x) == 0
-    assert [moment.shape for moment in NATIVE.moments(x, 1.0)] == [(0,), (0,)]
-
-
 @pytest.mark.parametrize("shape", [(2, 3, 1, 1), (2, 1, 4, 5), (2, 1, 3, 4, 5)], ids=str)
 def test_a_tensor_in_two_memory_formats_counts_as_contiguous(shape):
     assert channels.memory_format(torch.empty(shape)) is torch.contiguous_format
-
-
-@pytest.mark.parametrize("kernels", [NATIVE, PLAIN, FUSED])
-@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4), (2, 3, 0, 4), (0, 3, 0, 0, 0)], ids=str)
-def test_an_empty_shard_has_finite_moments(kernels, shape):
-    moments = kernels.moments(torch.randn(shape), 1e-5)
-    assert torch.stack(moments).isfinite().all()
-    assert not moments[0].any()
 
 
 @every_strategy
@@ -293,7 +273,7 @@ def test_every_kernel_takes_every_layout(kernels, layout, upstream, channels, is
     check_every_kernel(kernels, x, dy, stats, 0.25)
     if layout in ("contiguous", "channels_last"):
         y = normalized(kernels, x, stats, None, None)
-        dx = input_gradient(kernels, None, x, stats, None, torch.ones(2, channels), 10)
+        dx = input_gradient(kernels, dy, x, stats, None, torch.ones(2, channels), 10)
         assert y.stride() == dx.stride() == x.stride()
 
 

@@ -267,7 +267,7 @@ def test_one_value_per_rank_is_enough(found, way):
 
 @pytest.mark.parametrize("way", ["gather", "reduce"])
 def test_counts_that_cannot_be_are_refused_on_every_rank(found, way):
-    who = "rank 1 announces" if way == "gather" else "all ranks together announce"
+    who = "rank 1 announces" if way == "gather" else "all ranks announce"
     for rank, of_rank in enumerate(found):
         for error, count in zip(of_rank[way, "rubbish"], ("nan", "-", "", "inf"), strict=True):
             assert error.startswith(f"`SynchronizedBatchNorm1d`, rank {rank}: {who} {count}")

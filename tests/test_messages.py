@@ -292,15 +292,14 @@ def test_torch_distributed_is_not_initialized():
 
 @reads("""
     ValueError: tensors must have the same length along the batch dimension 0 (got shapes (8, 3) of
-    `argument 0` and (5, 3) of `mask`); keep what is not split in a buffer, or
-    pass Scattered(parts)
+    `args[0]` and (5, 3) of `mask`); keep what is not split in a buffer, or pass Scattered(parts)
 """)
 def test_arguments_differ_in_batch_size():
     DataParallel(network(), CPUS)(X, mask=X[:5])
 
 
 @reads("""
-    ValueError: with inputs_are_scattered, argument 0 must be a list, tuple or Scattered with one
+    ValueError: with inputs_are_scattered, `args[0]` must be a list, tuple or Scattered with one
     entry per replica (expected 2, got 3 entries); only a Scattered may have fewer
 """)
 def test_a_list_of_parts_has_the_wrong_length():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,15 +23,10 @@ from replication.groups.layer import ReplicaAware
 from replication.groups.processes import has_other_processes
 from replication.modules import check_initialized
 from replication.sync.rendezvous import current_replica, is_recomputation
-from replication.tree import Path, flatten, unflatten
+from replication.tree import flatten, unflatten
 from replication.warning import once_for
 
 __all__ = ["Difference", "Verification", "verify"]
-
-#: Runs with disturbed numbers. One of them may round as the undisturbed numbers do.
-_DISTURBED_RUNS = 3
-
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 #: The kind of quantity that differs first. The model's outputs differ as well if it matters.
 _OF_LAYERS = "outputs of layers"
@@ -64,6 +59,7 @@ class Verification(ShownAsTable):
             computes them, outputs of the model, gradients of inputs and parameters, buffers.
         tolerance: The largest error that counts as rounding.
         replicas: The number of replicas that ran.
+        is_evaluation: Whether the whole model is in evaluation mode.
         is_random: Whether two runs on one device differ as well. This and the next two are only
             filled if the replicas differ.
         is_ill_conditioned: Whether one device differs as much if its numbers change by rounding.
@@ -74,6 +70,7 @@ class Verification(ShownAsTable):
     differences: dict[str, list[Difference]]
     tolerance: float
     replicas: int
+    is_evaluation: bool = False
     is_random: bool = False
     is_ill_conditioned: bool = False
     changed_attributes: tuple[str, ...] = ()
@@ -85,14 +82,14 @@ class Verification(ShownAsTable):
     def first_difference(self) -> Difference | None:
         """The first difference above the tolerance, which names the layer where errors begin."""
         everything = (d for differences in self.differences.values() for d in differences)
-        return next((d for d in everything if not d.error <= self.tolerance), None)
+        return next((d for d in everything if d.error > self.tolerance), None)
 
     def _is_explained_by(self, other: dict[str, list[Difference]]) -> bool:
         """Whether outputs, gradients and buffers of the model differ as much in ``other``."""
         # Up to a factor of 10, because each run rounds differently.
-        worst = {k: _largest(found) for k, found in self.differences.items() if k != _OF_LAYERS}
-        found = {kind for kind, error in worst.items() if not error <= self.tolerance}
-        return bool(found) and all(worst[kind] <= 10 * _largest(other[kind]) for kind in found)
+        errors = {kind: _largest(found) for kind, found in self.differences.items()}
+        above = {k: e for k, e in errors.items() if k != _OF_LAYERS and e > self.tolerance}
+        return bool(above) and all(e <= 10 * _largest(other[kind]) for kind, e in above.items())
 
     def _table(self) -> Table:
         rows = [
@@ -103,6 +100,11 @@ class Verification(ShownAsTable):
         first = self.first_difference
         verdict = "equal" if first is None else f"the first difference is {first}"
         after = [f"{self.replicas} replicas: {verdict} (tolerance {self.tolerance:.0e})"]
+        if self.is_evaluation:
+            after.append(
+                "This compares evaluation, where batch norm does not synchronize: call train() "
+                "first."
+            )
         if self.is_random:
             after.append("Two runs on one device differ as well: the model draws random numbers.")
         if self.is_ill_conditioned:
@@ -123,6 +125,7 @@ def _largest(differences: list[Difference]) -> float:
     return max((d.error for d in differences), default=0.0)
 
 
+@torch.inference_mode(False)  # computes gradients, whatever the mode of the caller
 def verify(
     model: nn.Module,
     batch: Any,
@@ -135,10 +138,8 @@ def verify(
 
     Copies of the model run forward and backward, with a random upstream gradient. The model itself
     does not change, and nothing is converted, so that layers without synchronization are found.
-
     Put layers that draw random numbers (dropout) in evaluation mode first. Layers that reorder the
-    samples of a batch also differ. If anything differs, two more runs on one device tell whether
-    the model is random or ill-conditioned.
+    samples of a batch also differ.
 
     >>> import torch
     >>> from torch import nn
@@ -148,7 +149,8 @@ def verify(
     output of `1` (BatchNorm1d)
 
     Args:
-        model: The model, usually in training mode. A `torch.nn.DataParallel` is unwrapped.
+        model: The model, usually in training mode. It returns no loss, or one loss per sample. A
+            `torch.nn.DataParallel` is unwrapped.
         batch: A tensor, a tuple or list of positional arguments, or a mapping of keyword ones.
         device_ids: The devices of the replicas. The first also runs the model alone.
         dtype: The dtype of all computations. In float64 hardly any rounding is left. Models that
@@ -162,52 +164,44 @@ def verify(
         Exception: The model raised. A note says what `verify` was running.
     """
     check_module(model)
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError("verify computes gradients; call it outside of torch.inference_mode")
     dim, model = 0, compiled_module(model)
     if isinstance(model, nn.DataParallel):
         # Without an accelerator, torch's class sets no `dim`.
         dim, model = getattr(model, "dim", 0), compiled_module(model.module)
     _check_layers(model)
-    devices = usable_devices(device_ids)
-    if len(devices) < 2:
-        raise ValueError(f"expected at least two devices to compare with one (got {len(devices)})")
     if tolerance is None:
         tolerance = 1e-6 if dtype is torch.float64 else 1e-3
+    devices = usable_devices(device_ids)
 
-    def run(
-        how: str, on: Sequence[torch.device] = devices[:1], noise: torch.Generator | None = None
-    ) -> Step:
-        net = _cast(_without_wrappers(copy.deepcopy(model)).to(devices[0]), dtype)
-        for parameter in net.parameters():
-            parameter.data = _disturbed(parameter.data, noise)
+    def run(on: Sequence[torch.device], noise: torch.Generator | None = None) -> Step:
+        cast = partial(_cast, dtype=dtype, noise=noise)
+        net = _copied(model, devices[0], cast)
         runner = net if len(on) == 1 else DataParallel(net, on, dim=dim)
         once_for(runner)()  # the result names plain batch norm, no warning does
-        step = Step(net)
         try:
-            step.run(runner, *_arguments(batch, devices[0], dtype, noise))
+            return Step(net, runner, *_arguments(batch, devices[0], cast))
         except BaseException as error:
-            add_note(error, f"while verify ran a copy of the model{how}")
+            where = "one device" if len(on) == 1 else f"{len(on)} replicas"
+            add_note(error, f"while verify ran a copy of the model, cast to {dtype}, on {where}")
             raise
-        return step
 
-    expected = run(f", cast to {dtype}, on one device")
-    actual = run(f" on {len(devices)} replicas", devices)
-    if len(actual.replicas) < 2:
-        raise ValueError("expected at least two replicas with data (got one); pass more samples")
-    result = Verification(_compare(actual, expected), tolerance, len(actual.replicas))
+    expected, actual = run(devices[:1]), run(devices)
+    count = len(actual.replicas)
+    if count < 2:
+        raise ValueError("expected several replicas with data (got one); add devices or samples")
+    is_evaluation = not any(module.training for module in model.modules())
+    result = Verification(_compare(actual, expected), tolerance, count, is_evaluation)
     if result:
         return result
-    result = replace(result, changed_attributes=tuple(expected.changed_attributes))
-    repeated = _compare(run(" on one device once more"), expected)
+    result = replace(result, changed_attributes=expected.changed_attributes)
+    repeated = _compare(run(devices[:1]), expected)
     # Not by gradients: a second run may round otherwise, which decides them at the kink of a ReLU.
     drawn = {kind: found for kind, found in repeated.items() if kind != "gradients"}
     if not Verification(drawn, tolerance, 1):
         return replace(result, is_random=True)
     noise = torch.Generator("cpu").manual_seed(0)
-    for _ in range(_DISTURBED_RUNS):
-        step = run(" on one device, with rounding errors", noise=noise)
-        if result._is_explained_by(_compare(step, expected)):
+    for _ in range(3):  # one of them may round as the undisturbed numbers do
+        if result._is_explained_by(_compare(run(devices[:1], noise), expected)):
             return replace(result, is_ill_conditioned=True)
     return result
 
@@ -222,19 +216,61 @@ def _check_layers(model: nn.Module) -> None:
             )
 
 
-#: The tensors of one quantity, by replica.
-Parts = dict[int, list[Tensor]]
+def _copied(model: nn.Module, device: torch.device, cast: Callable[..., Tensor]) -> nn.Module:
+    """Returns a copy without the wrappers of `torch.compile`, whose modules replicas run."""
+    net = copy.deepcopy(model).to(device)
+    for module in list(net.modules()):
+        for name, child in module._modules.items():
+            module._modules[name] = compiled_module(child)
+    for parameter in net.parameters():
+        parameter.data = cast(parameter.data)
+    for buffer in net.buffers():
+        buffer.data = cast(buffer.data, noise=None)
+    return net
+
+
+def _arguments(
+    batch: Any, device: torch.device, cast: Callable[..., Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Tensor]]:
+    """Returns arguments for a model, and the leaves among them, which get gradients."""
+    is_named = isinstance(batch, Mapping)
+    listed = batch if isinstance(batch, (tuple, list)) else (batch,)
+    named = dict(batch) if is_named else {f"args[{i}]": value for i, value in enumerate(listed)}
+    tensors, spec = flatten(named)
+    inputs, values = {}, []
+    for path, value in tensors:
+        if isinstance(value, Tensor):
+            value = cast(value.detach().to(device, copy=True))
+            if value.is_floating_point():
+                inputs[f"input `{path}`"] = value.requires_grad_()
+                value = value.clone()  # a layer may change its input in place
+        values.append(value)
+    named = unflatten(spec, values)
+    return ((), named, inputs) if is_named else (tuple(named.values()), {}, inputs)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype, noise: torch.Generator | None) -> Tensor:
+    """Casts a tensor if it is real and floating-point. Noise changes each number by an ulp."""
+    if tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+        if noise is not None:
+            signs = torch.randint(-1, 2, tensor.shape, generator=noise, device="cpu").to(tensor)
+            tensor = tensor * (1 + torch.finfo(dtype).eps * signs)
+    return tensor
+
+
+#: A quantity in each replica.
+Parts = dict[int, Tensor]
 
 
 class Step:
-    """One forward and one backward of ``net``, and all quantities to be compared."""
+    """One forward and one backward of ``runner``: ``net``, or a `DataParallel` around it."""
 
-    def __init__(self, net: nn.Module) -> None:
-        self.net = net
-        #: The quantities of each kind, by name. The outputs of layers are in the order of calls.
+    def __init__(
+        self, net: nn.Module, runner: nn.Module, args: Any, kwargs: Any, inputs: dict[str, Tensor]
+    ) -> None:
+        #: By kind and name. The outputs of layers are in the order of calls.
         self.quantities: dict[str, dict[str, Parts]] = {_OF_LAYERS: {}}
-        #: The plain containers in attributes whose items change in the forward.
-        self.changed_attributes: list[str] = []
         self.replicas: set[int] = set()
         self._calls: Counter[tuple[str, int]] = Counter()
         layers = dict(net.named_modules())
@@ -243,6 +279,26 @@ class Step:
         for path, layer in layers.items():
             if not path.startswith(inner):
                 layer.register_forward_hook(partial(self._record_call, path))
+        containers = _plain_containers(net)
+        outputs = _tensors(runner(*args, **kwargs))
+        #: The plain containers in attributes whose items change in the forward.
+        self.changed_attributes = tuple(
+            name
+            for name, container, items in containers
+            if list(map(id, items)) != list(map(id, _items(container)))
+        )
+        # Before the backward: a recomputation updates the buffers of torch's layers once more.
+        buffers = {f"`{name}`": buffer.clone() for name, buffer in net.named_buffers()}
+        _backward([y for y in outputs.values() if y.requires_grad])
+        leaves = inputs | {f"`{name}`": value for name, value in net.named_parameters()}
+        self._add("output", {f"`{k}`" if k else "the model": y for k, y in outputs.items()})
+        self._add("gradient", {name: t.grad for name, t in leaves.items() if t.grad is not None})
+        self._add("buffer", buffers)
+
+    def _add(self, kind: str, tensors: dict[str, Tensor]) -> None:
+        self.quantities[f"{kind}s"] = {
+            f"{kind} of {name}": {0: t.detach().to_dense()} for name, t in tensors.items()
+        }
 
     def _record_call(self, path: str, layer: nn.Module, args: Any, output: Any) -> None:
         if is_recomputation():
@@ -255,40 +311,37 @@ class Step:
         self._calls[path, replica] += 1
         number = self._calls[path, replica]
         later = f", call {number}" if number > 1 else ""
-        name = f"output of `{path}` ({type(layer).__name__}{later})"
-        self.quantities[_OF_LAYERS].setdefault(name, {})[replica] = [
-            _dense(tensor).detach().clone() for tensor in _tensors(output).values()
-        ]
+        for key, tensor in _tensors(output).items():
+            which = f"output `{key}`" if key else "output"
+            name = f"{which} of `{path}` ({type(layer).__name__}{later})"
+            parts = self.quantities[_OF_LAYERS].setdefault(name, {})
+            parts[replica] = tensor.detach().clone().to_dense()
 
-    def run(self, runner: nn.Module, args: Any, kwargs: Any, inputs: Mapping[str, Tensor]) -> None:
-        """Runs ``runner``, which is ``net`` or a `DataParallel` around it."""
-        containers = _plain_containers(self.net)
-        with torch.enable_grad():
-            outputs = _tensors(runner(*args, **kwargs))
-        self.changed_attributes = [
-            name
-            for name, container, items in containers
-            if list(map(id, items)) != list(map(id, _items(container)))
-        ]
-        # Before the backward: a recomputation updates the buffers of torch's layers once more.
-        buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()}
-        _backward([y for y in outputs.values() if y.requires_grad])
-        leaves = {**inputs, **dict(self.net.named_parameters())}
-        self._add("output", {str(path): y.detach() for path, y in outputs.items()})
-        self._add("gradient", {k: t.grad for k, t in leaves.items() if t.grad is not None})
-        self._add("buffer", buffers)
 
-    def _add(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
-        self.quantities[f"{kind}s"] = {
-            f"{kind} of `{name}`" if name else f"{kind} of the model": {0: [_dense(tensor)]}
-            for name, tensor in tensors.items()
-        }
+def _tensors(tree: Any) -> dict[str, Tensor]:
+    return {str(path): leaf for path, leaf in flatten(tree)[0] if isinstance(leaf, Tensor)}
+
+
+def _plain_containers(net: nn.Module) -> list[tuple[str, Any, list[Any]]]:
+    """Returns the path, the value and the items of each list, dict and deque in an attribute."""
+    own = vars(nn.Module())
+    return [
+        (f"{path}.{name}".lstrip("."), value, _items(value))
+        for path, layer in net.named_modules()
+        for name, value in vars(layer).items()
+        if name not in own and isinstance(value, (list, dict, deque))
+    ]
+
+
+def _items(container: Any) -> list[Any]:
+    return [*container, *(container.values() if isinstance(container, dict) else ())]
 
 
 def _backward(outputs: list[Tensor]) -> None:
-    if any(y.dim() == 0 for y in outputs):
+    if not all(y.dim() for y in outputs):
         raise ValueError(
-            "the model must not return a loss, as each replica has its own; verify it without"
+            "outputs must have a batch dimension (got a scalar, and each replica has its own); "
+            "return one loss per sample (reduction='none'), or verify the network without its loss"
         )
     generator = torch.Generator("cpu").manual_seed(0)
     upstream = [
@@ -299,41 +352,11 @@ def _backward(outputs: list[Tensor]) -> None:
         torch.autograd.backward(outputs, upstream)
 
 
-def _arguments(
-    batch: Any, device: torch.device, dtype: torch.dtype, noise: torch.Generator | None
-) -> tuple[Any, Any, dict[str, Tensor]]:
-    """Returns arguments for a model, and the leaves among them, which get gradients."""
-    arguments: Any = (batch,), {}
-    if isinstance(batch, Mapping):
-        arguments = (), dict(batch)
-    elif isinstance(batch, (tuple, list)):
-        arguments = tuple(batch), {}
-    leaves, spec = flatten(arguments)
-    inputs, values = {}, []
-    for path, value in leaves:
-        if isinstance(value, Tensor):
-            value = value.detach().to(device, copy=True)
-            if value.is_floating_point():
-                value = _disturbed(value.to(dtype), noise).requires_grad_()
-                inputs[f"argument {Path(path[1:])}"] = value
-                value = value.clone()  # a layer may change its input in place
-        values.append(value)
-    return *unflatten(spec, values), inputs
-
-
-def _disturbed(tensor: Tensor, noise: torch.Generator | None) -> Tensor:
-    """Returns a tensor that differs by a rounding error, if there is noise."""
-    if noise is None or not tensor.is_floating_point():
-        return tensor
-    signs = torch.randint(-1, 2, tensor.shape, generator=noise, device="cpu").to(tensor)
-    return tensor * (1 + torch.finfo(tensor.dtype).eps * signs)
-
-
 def _compare(actual: Step, expected: Step) -> dict[str, list[Difference]]:
     result = {}
     for kind, quantities in expected.quantities.items():
         others = actual.quantities[kind]
-        tensors = [] if kind == _OF_LAYERS else [parts[0][0] for parts in quantities.values()]
+        tensors = [] if kind == _OF_LAYERS else [parts[0] for parts in quantities.values()]
         largest = max(map(_magnitude, tensors), default=0.0)
         result[kind] = [
             difference(name, others.get(name), quantities.get(name), largest)
@@ -345,28 +368,22 @@ def _compare(actual: Step, expected: Step) -> dict[str, list[Difference]]:
 def difference(
     where: str, actual: Parts | None, expected: Parts | None, largest_of_kind: float
 ) -> Difference:
-    """Compares the joined tensors of the replicas with the tensors of one device."""
+    """Compares the joined tensors of the replicas with the tensor of one device."""
     # Relative to the largest value, or a thousandth of `largest_of_kind` if that is more: some
     # quantities cancel except for rounding, such as the gradient of a bias before a normalization.
     if actual is None or expected is None:
         only = "one device has" if actual is None else "replicas have"
         return Difference(where, math.inf, f"only {only} it")
-    (references,) = expected.values()
-    parts = [actual[replica] for replica in sorted(actual)]
-    if {*map(len, parts)} != {len(references)}:
-        return Difference(where, math.inf, "the replicas return another number of tensors")
-    errors = [0.0]
-    for reference, *entries in zip(references, *parts, strict=True):
-        if not reference.dim() and (len(entries) > 1 or entries[0].dim()):
-            continue  # each replica has its own 0-dim tensor, and gathered they are a vector
-        entries = [entry.to(reference.device) for entry in entries]
-        candidates = _joined(entries, reference.shape)
-        if not candidates:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in entries)
-            reason = f"shapes {shapes} in the replicas, {tuple(reference.shape)} on one device"
-            return Difference(where, math.inf, reason)
-        errors.append(min(_error(y, reference, largest_of_kind) for y in candidates))
-    return Difference(where, max(errors))
+    (reference,) = expected.values()
+    parts = [actual[replica].to(reference.device) for replica in sorted(actual)]
+    if not reference.dim() and (len(parts) > 1 or parts[0].dim()):  # gathered they are a vector
+        return Difference(where, 0.0, "each replica has a scalar of its own")
+    errors = [_error(y, reference, largest_of_kind) for y in _joined(parts, reference.shape)]
+    if not errors:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        reason = f"shapes {shapes} in the replicas, {tuple(reference.shape)} on one device"
+        return Difference(where, math.inf, reason)
+    return Difference(where, min(errors))
 
 
 def _joined(parts: list[Tensor], shape: torch.Size) -> list[Tensor]:
@@ -397,41 +414,3 @@ def _magnitude(tensor: Tensor) -> float:
         return 0.0
     finite = tensor[tensor.isfinite()]
     return finite.abs().amax().item() if finite.numel() else 0.0
-
-
-def _plain_containers(net: nn.Module) -> list[tuple[str, Any, list[Any]]]:
-    """Returns the path, the value and the items of each list, dict and deque in an attribute."""
-    return [
-        (f"{path}.{name}".lstrip("."), value, _items(value))
-        for path, layer in net.named_modules()
-        for name, value in vars(layer).items()
-        if name not in _MODULE_ATTRIBUTES and isinstance(value, (list, dict, deque))
-    ]
-
-
-def _items(container: Any) -> list[Any]:
-    return [*container, *(container.values() if isinstance(container, dict) else ())]
-
-
-def _tensors(tree: Any) -> dict[Path, Tensor]:
-    return {path: leaf for path, leaf in flatten(tree)[0] if isinstance(leaf, Tensor)}
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
-
-
-def _without_wrappers(net: nn.Module) -> nn.Module:
-    """Replaces the wrappers of `torch.compile` by their modules, which replicas run as well."""
-    for module in list(net.modules()):
-        for name, child in module._modules.items():
-            module._modules[name] = compiled_module(child)
-    return net
-
-
-def _cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Casts real floating-point parameters and buffers. Complex tensors stay as they are."""
-    for tensor in (*net.parameters(), *net.buffers()):
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
-    return net

@@ -100,7 +100,7 @@ def scatter_kwargs(
         arguments = (*args, *named.values())
         # A Scattered from a smaller batch may have fewer entries.
         count = min([len(targets), *(len(x) for x in arguments if isinstance(x, Scattered))])
-        args = tuple(_as_scattered(f"argument {i}", x, count) for i, x in enumerate(args))
+        args = tuple(_as_scattered(f"args[{i}]", x, count) for i, x in enumerate(args))
         named = {name: _as_scattered(name, x, count) for name, x in named.items()}
     if len(targets) == 1 and not any(isinstance(x, Scattered) for x in leaves_of((args, named))):
         moving = {name: value for name, value in named.items() if name not in cpu_keywords}
@@ -125,8 +125,8 @@ def _as_scattered(name: str, argument: Any, count: int) -> Scattered:
     if not is_list or len(argument) != count:
         got = f"{len(argument)} entries" if is_list else type(argument).__name__
         raise (ValueError if is_list else TypeError)(
-            f"with inputs_are_scattered, {name} must be a list, tuple or Scattered with one entry "
-            f"per replica (expected {count}, got {got}); only a Scattered may have fewer"
+            f"with inputs_are_scattered, `{name}` must be a list, tuple or Scattered with one "
+            f"entry per replica (expected {count}, got {got}); only a Scattered may have fewer"
         )
     return Scattered(argument)
 
@@ -225,7 +225,11 @@ def split_tensor(tensor: Tensor, sizes: Sizes, dim: int, devices: Devices) -> li
 def _title(leaf: Leaf) -> str:
     if not leaf.path:
         return "the input"
-    return f"`{'argument ' if isinstance(leaf.path[0], SequenceKey) else ''}{leaf.path}`"
+    name = str(leaf.path)
+    if isinstance(leaf.path[0], SequenceKey):
+        first, dot, rest = name.partition(".")
+        name = f"args[{first}]{dot}{rest}"
+    return f"`{name}`"
 
 
 def _is_batch(leaf: Leaf) -> bool:

@@ -188,9 +188,9 @@ def test_nothing_is_split_twice_or_copied():
     [
         (
             lambda m, s: m(s, torch.zeros(6)),
-            r"`argument 1` cannot be split.*length 6, and sizes \[2, 2, 1\]",
+            r"`args\[1\]` cannot be split.*length 6, and sizes \[2, 2, 1\]",
         ),
-        (lambda m, s: m(s, y=Scattered(s[:2])), r"got 3 in `argument 0` and 2 in `y`"),
+        (lambda m, s: m(s, y=Scattered(s[:2])), r"got 3 in `args\[0\]` and 2 in `y`"),
         (lambda m, s: m(Scattered([*s, *s])), r"per replica, 1 to 3 \(got 6"),
         (lambda m, s: m(Scattered()), r"per replica, 1 to 3 \(got 0"),
     ],
@@ -210,7 +210,7 @@ def test_between_different_splits_the_length_decides():
 
 def test_a_length_that_fits_different_splits_is_an_error():
     a, b = (Scattered(torch.zeros(n) for n in sizes) for sizes in ([2, 2], [1, 3]))
-    with pytest.raises(ValueError, match=r"`argument 2` cannot be split like .*length 4"):
+    with pytest.raises(ValueError, match=r"`args\[2\]` cannot be split like .*length 4"):
         echo(2)(a, b, torch.zeros(4))
 
 
@@ -286,11 +286,11 @@ def test_each_argument_has_one_entry_per_replica():
 @pytest.mark.parametrize(
     ("args", "kwargs", "error", "message"),
     [
-        (([1, 2],), {}, ValueError, r"argument 0 must be a list.*expected 3, got 2"),
-        (([1, 2, 3],), {"y": [1] * 4}, ValueError, r"y must be a list.*expected 3, got 4"),
-        ((torch.zeros(3),), {}, TypeError, r"argument 0 must be a list.*got Tensor"),
-        (([1, 2, 3],), {"flag": True}, TypeError, r"flag must be a list.*got bool"),
-        ((Scattered([1, 2]), [1, 2, 3]), {}, ValueError, r"argument 1.*expected 2, got 3"),
+        (([1, 2],), {}, ValueError, r"`args\[0\]` must be a list.*expected 3, got 2"),
+        (([1, 2, 3],), {"y": [1] * 4}, ValueError, r"`y` must be a list.*expected 3, got 4"),
+        ((torch.zeros(3),), {}, TypeError, r"`args\[0\]` must be a list.*got Tensor"),
+        (([1, 2, 3],), {"flag": True}, TypeError, r"`flag` must be a list.*got bool"),
+        ((Scattered([1, 2]), [1, 2, 3]), {}, ValueError, r"`args\[1\]`.*expected 2, got 3"),
     ],
     ids=["short", "long", "tensor", "flag", "beside fewer"],
 )

@@ -38,7 +38,7 @@ def test_tensor_without_the_batch_dimension_is_refused(dim):
 def test_tensor_without_the_batch_dimension_beside_scattered_ones_is_refused():
     scattered = Scattered([torch.zeros(2, 3)] * 2)
     with pytest.raises(
-        ValueError, match=r"`argument 1` must have a dimension 1 .*\(got shape \(4,\)\)"
+        ValueError, match=r"`args\[1\]` must have a dimension 1 .*\(got shape \(4,\)\)"
     ):
         scatter((scattered, torch.zeros(4)), ["cpu"] * 2, dim=1)
 
@@ -54,7 +54,7 @@ def test_parts_are_copies_however_many_there_are(length):
 def test_tensors_of_different_lengths_are_refused():
     with pytest.raises(
         ValueError,
-        match=r"same length .* \(got shapes \(4, 1\) of `argument 0` and \(3, 2\) of `argument 1`",
+        match=r"same length .* \(got shapes \(4, 1\) of `args\[0\]` and \(3, 2\) of `args\[1\]`",
     ):
         scatter((torch.zeros(4, 1), torch.zeros(3, 2)), ["cpu"] * 2)
 

@@ -128,7 +128,7 @@ class WrongBackward(Numbered):
 def test_a_gradient_that_differs_is_named():
     net = nn.Sequential(nn.Linear(3, 3), WrongBackward(), Centering())
     found = verify(net, torch.randn(6, 3), CPUS)
-    assert found.first_difference.where == "gradient of `argument 0`"
+    assert found.first_difference.where == "gradient of input `args[0]`"
     assert all(d.error < 1e-12 for d in found.differences["outputs of layers"])
 
 
@@ -182,12 +182,11 @@ def test_different_calls_and_shapes_are_reported(does, where, reason):
     ("call", "error", "requirement"),
     [
         (lambda: verify(Net, X), TypeError, r"expected a torch\.nn\.Module"),
-        (lambda: verify(nn.ReLU(), X, ["cpu"]), ValueError, "at least two devices"),
-        (lambda: verify(nn.ReLU(), X[:1]), ValueError, "at least two replicas with data"),
-        (lambda: verify(Loss(), X), ValueError, "must not return a loss"),
-        (torch.inference_mode()(lambda: verify(LINEAR, X)), RuntimeError, "call it outside of"),
+        (lambda: verify(nn.ReLU(), X, ["cpu"]), ValueError, "several replicas with data"),
+        (lambda: verify(nn.ReLU(), X[:1]), ValueError, "several replicas with data"),
+        (lambda: verify(Loss(), X), ValueError, "return one loss per sample"),
     ],
-    ids=["module", "devices", "samples", "loss", "inference mode"],
+    ids=["module", "devices", "samples", "loss"],
 )
 def test_what_cannot_be_compared_is_refused(call, error, requirement):
     with pytest.raises(error, match=requirement):
@@ -247,11 +246,48 @@ def test_odd_networks_are_equal(net, batch):
     assert found, found
 
 
-def test_it_does_not_matter_that_gradients_are_off(net):
-    with torch.no_grad():
-        found = verify(net, X, CPUS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_does_not_matter_that_gradients_are_off(net, mode):
+    with mode():
+        found = verify(net, X.clone(), CPUS)
     assert found
     assert max(d.error for d in found.differences["gradients"]) > 0
+
+
+def test_loss_of_each_sample_is_compared():
+    class LossOfSamples(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+            losses = nn.functional.mse_loss(x, y, reduction="none").mean(1)
+            return {"losses": losses, "mean": losses.mean().detach()}
+
+    found = verify(LossOfSamples(), (torch.randn(6, 3), torch.randn(6, 3)), CPUS)
+    assert found and len(found.differences["outputs"]) == 2
+
+
+def test_the_result_says_that_evaluation_was_compared():
+    note = "This compares evaluation, where batch norm does not synchronize: call train() first."
+    plain = nn.Sequential(nn.BatchNorm2d(2))
+    found = verify(plain.eval(), X, CPUS)
+    assert found and found.is_evaluation and str(found).splitlines()[-1] == note
+    plain[0].train()  # the layer that synchronizes
+    assert note not in str(verify(convert_model(plain), X, CPUS))
+
+
+def test_output_of_a_layer_that_differs_is_named():
+    class Both(Numbered):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"same": x, "other": x if self.copy_id is None else 2 * x}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = Both()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(self.both(x).values())
+
+    first = verify(Net(), X, CPUS).first_difference
+    assert first.where == "output `other` of `both` (Both)"
 
 
 def test_in_float32_what_is_left_is_rounding():
@@ -427,12 +463,11 @@ def test_what_the_model_raises_says_where_verify_was():
 
     with pytest.raises(RuntimeError) as error:
         verify(Hidden(), torch.randn(4, 3), ["cpu"] * 2)
-    assert error.value.__notes__[-1].endswith(
-        "a copy of the model, cast to torch.float64, on one device"
-    )
+    what = "while verify ran a copy of the model, cast to torch.float64, on"
+    assert error.value.__notes__[-1] == f"{what} one device"
     with pytest.raises(ValueError, match="more than 1 value per channel") as error:
         verify(nn.BatchNorm1d(3), torch.randn(2, 3), ["cpu"] * 2)
-    assert error.value.__notes__[-1] == "while verify ran a copy of the model on 2 replicas"
+    assert error.value.__notes__[-1] == f"{what} 2 replicas"
 
 
 def test_an_error_that_takes_no_notes_comes_as_it_is():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +39,7 @@ CORRECTION = frozenset(("_tmp_running_mean", "_tmp_running_var", "_running_iter"
 
 _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = (*_HALF, torch.float32, torch.float64)
+_SAMPLES = torch.zeros(2, 1, device="cpu")
 
 _eps_mode = "plus"
 
@@ -150,7 +150,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
 
     def _evaluated(self, input: Tensor) -> Tensor:
         is_shared = self._recorded_calls is not None and self._has_original_buffers
-        if not (is_shared and self.track_running_stats and torch.is_grad_enabled()):
+        if not (is_shared and torch.is_grad_enabled()):
             return _BatchNorm.forward(self, input)
         # Save copies of the buffers for backward: a training forward may update them before.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
@@ -158,7 +158,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             None if b is None else b.clone() for b in (self.running_mean, self.running_var)
         )
         return nn.functional.batch_norm(
-            input, mean, var, self.weight, self.bias, mean is None and var is None, eps=self.eps
+            input, mean, var, self.weight, self.bias, training=mean is None, eps=self.eps
         )
 
     @uncompiled  # the nodes exchange values outside the graph that torch.compile sees
@@ -186,7 +186,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             if momentum is None:
                 # A cumulative average. As a tensor, it does not make the host wait for a GPU.
                 momentum = in_float64(batches).reciprocal()
-        if not isinstance(momentum, Tensor):  # a Fraction, for example
+        if not isinstance(momentum, Tensor):
             momentum = float(momentum or 0.0)
         return RunningStatistics(buffers.get("running_mean"), buffers.get("running_var"), momentum)
 
@@ -201,16 +201,10 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
             )
         if dtype not in _DTYPES:
             raise NotImplementedError(f"{name} is not implemented for inputs of {dtype}")
-        momentum = self.momentum
-        if type(momentum) is not float and (
-            not (momentum is None or isinstance(momentum, (Real, Tensor)))
-            or (isinstance(momentum, Tensor) and momentum.requires_grad)
-        ):
-            raise TypeError(f"momentum must be a number or None (got {momentum!r})")
-        if self.eps <= 0:
-            raise ValueError(
-                f"batch_norm eps must be positive during training, but got {self.eps}"
-            )
+        momentum: Any = 0.0 if self.momentum is None else self.momentum
+        if type(momentum) is not float or self.eps <= 0:
+            # Raises the errors of torch.
+            nn.functional.batch_norm(_SAMPLES, None, None, None, None, True, momentum, self.eps)
         buffers = self._buffers
         for key, tensor in (
             ("weight", weight),
@@ -282,8 +276,7 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
 
     Raises:
         TypeError: An argument, or in a call ``momentum``, has the wrong type.
-        ValueError: ``group_size`` is less than 1. In a call: as `torch.nn.BatchNorm1d`; in
-            training also if ``eps`` is not above 0.
+        ValueError: ``group_size`` is less than 1. In a call: as `torch.nn.BatchNorm1d`.
         RuntimeError: In a call: device or dtype of parameters or buffers do not match the input.
         NotImplementedError: In a call: the input is not in float16, bfloat16, float32 or float64.
         ReplicationError: In a call: the calls of the replicas or processes do not match.

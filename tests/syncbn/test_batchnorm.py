@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from fractions import Fraction
 from functools import partial
 
 import pytest
@@ -420,12 +419,3 @@ def test_a_replica_asks_for_its_weight_once(training):
     before = [counter.calls for counter in counters]
     parallel_apply(replicas, [(torch.randn(4, 3),)] * 2)
     assert [counter.calls - b for counter, b in zip(counters, before, strict=True)] == [1, 1]
-
-
-def test_momentum_may_be_any_real_number():
-    layer, plain = SynchronizedBatchNorm2d(3), nn.BatchNorm2d(3, momentum=0.25)
-    layer.momentum = Fraction(1, 4)
-    x = torch.randn(6, 3, 2, 2)
-    DataParallel(layer, several(2))(x)
-    plain(x)
-    torch.testing.assert_close(layer.state_dict(), plain.state_dict())

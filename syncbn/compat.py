@@ -14,15 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from replication import (
-    CallbackContext,
-    DataParallelWithCallback,
-    FutureResult,
-    SlavePipe,
-    SyncMaster,
-    execute_replication_callbacks,
-    patch_replication_callback,
-)
+from replication.callbacks import execute_replication_callbacks
+from replication.data_parallel import DataParallelWithCallback
+from replication.groups.replicas import CallbackContext
+from replication.patch import patch_replication_callback
+from replication.sync.pipes import FutureResult, SlavePipe, SyncMaster
 from replication.warning import warn
 from syncbn.batchnorm import (
     SynchronizedBatchNorm,
@@ -75,9 +71,13 @@ def with_defaults(layer: Any, defaults: Mapping[str, Any]) -> Any:
     signature = inspect.signature(layer)
 
     class Derived(layer, metaclass=ABCMeta):  # type: ignore[misc]
+        __doc__ = layer.__doc__
+        __qualname__ = layer.__qualname__
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             given = signature.bind_partial(*args, **kwargs).arguments
-            super().__init__(*args, **kwargs, **{k: defaults[k] for k in defaults.keys() - given})
+            missing = {name: defaults[name] for name in defaults.keys() - given}
+            super().__init__(*args, **{**missing, **kwargs})
             if type(self) is Derived:
                 self.__class__ = layer
 
@@ -85,8 +85,7 @@ def with_defaults(layer: Any, defaults: Mapping[str, Any]) -> Any:
         def __subclasshook__(cls, other: type) -> Any:
             return issubclass(other, layer) if cls is Derived else NotImplemented
 
-    Derived.__name__ = Derived.__qualname__ = layer.__name__
-    Derived.__doc__ = layer.__doc__
+    Derived.__name__ = layer.__name__
     return Derived
 
 
@@ -100,9 +99,9 @@ def _constructors(copy: ModuleSpec) -> Iterator[tuple[dict[str, ast.expr], bool]
             layers = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)]
             for method in (m for n in layers if "SynchronizedBatchNorm" in n.name for m in n.body):
                 if isinstance(method, ast.FunctionDef) and method.name == "__init__":
-                    defaults = method.args.defaults
-                    names = [argument.arg for argument in method.args.args][-len(defaults) :]
-                    yield dict(zip(names, defaults, strict=False)), b"_running_iter" in source
+                    names = reversed([argument.arg for argument in method.args.args])
+                    defaults = zip(names, reversed(method.args.defaults), strict=False)
+                    yield dict(defaults), b"_running_iter" in source
 
 
 def defaults_of_copy(package: str, copy: ModuleSpec, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,22 +110,22 @@ def defaults_of_copy(package: str, copy: ModuleSpec, chosen: Mapping[str, Any]) 
     # the caller has chosen a value.
     defaults: dict[str, Any] = {}
     problems: dict[str, str] = {}
-    for own_defaults, corrects_bias in _constructors(copy):
-        for name in own_defaults.keys() & _DEFAULTS.keys():
+    for expressions, corrects_bias in _constructors(copy):
+        for name in expressions.keys() & _DEFAULTS.keys():
             try:
-                value = ast.literal_eval(own_defaults[name])
+                value = ast.literal_eval(expressions[name])
             except ValueError:
-                source = ast.unparse(own_defaults[name])
+                source = ast.unparse(expressions[name])
                 problems[name] = f"its default, {source}, is not a constant"
             else:
                 if value != _DEFAULTS[name]:
                     defaults[name] = value
         if corrects_bias:
+            momentum = defaults.get("momentum", _DEFAULTS["momentum"])
             problems.setdefault(
                 "momentum",
                 "the copy corrects the bias of its running statistics, which syncbn does not: "
-                f"with momentum={defaults.get('momentum', _DEFAULTS['momentum'])} they stay near "
-                "their initial values in the first steps",
+                f"with momentum={momentum} they stay near their initial values in the first steps",
             )
     for name in problems.keys() - chosen.keys():
         warn(
@@ -146,57 +145,35 @@ class Finder(MetaPathFinder, Loader):
 
     def __init__(self) -> None:
         self.packages: dict[str, dict[str, Any]] = {}
-        #: The copies under other names that a warning has named.
-        self._warned: set[str] = set()
 
-    def _package(self, module: str) -> str:
-        """Returns the innermost replaced package that contains a module, or an empty string."""
-        packages = (p for p in tuple(self.packages) if f"{module}.".startswith(f"{p}."))
-        return max(packages, key=len, default="")
+    def _split(self, fullname: str) -> tuple[str, str]:
+        """Returns the package of a module, and the key of the module in `_NAMES`."""
+        package, _, name = fullname.rpartition(".")
+        return (fullname, "") if fullname in self.packages else (package, name)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        package = self._package(fullname)
-        if not package:
-            self._warn_of_other_copy(*fullname.rpartition(".")[::2])
-        elif fullname[len(package) + 1 :] in _NAMES:
-            is_package = fullname == package
-            copy = PathFinder.find_spec(fullname, path) if is_package else None
-            spec = ModuleSpec(
-                fullname, self, origin=__name__, loader_state=copy, is_package=is_package
-            )
-            if copy is not None:  # its other modules stay importable
-                spec.submodule_search_locations = list(copy.submodule_search_locations or ())
-            return spec
-        return None
-
-    def _warn_of_other_copy(self, package: str, name: str) -> None:
-        """Warns if a module ``name`` belongs to a copy, and no import uses a stand-in so far."""
-        unused = [other for other in tuple(self.packages) if other not in sys.modules]
-        if not unused or name not in _NAMES or package in self._warned:
-            return
-        copy: ModuleSpec | None = getattr(sys.modules.get(package), "__spec__", None)
-        if copy and any(_constructors(copy)):
-            self._warned.add(package)
-            warn(
-                f"`{package}` keeps its own layers: no import has used "
-                f"{' or '.join(f'stand_in_for({other!r})' for other in unused)} so far; if the "
-                f"name is misspelled, call stand_in_for({package!r})"
-            )
+        package, name = self._split(fullname)
+        if package not in self.packages or name not in _NAMES:
+            return None
+        copy = None if name else PathFinder.find_spec(fullname, path)
+        spec = ModuleSpec(fullname, self, origin=__name__, loader_state=copy, is_package=not name)
+        if copy is not None:  # its other modules stay importable
+            spec.submodule_search_locations = list(copy.submodule_search_locations or ())
+        return spec
 
     def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        package = self._package(name)
-        if name == package:
+        package, name = self._split(module.__name__)
+        if name:  # the classes of the package, which may have defaults of their own
+            layers = vars(sys.modules[package])
+        else:
             chosen = self.packages[package]
             defaults = {key: value for key, value in chosen.items() if key in _DEFAULTS}
             if copy := module.__spec__ and module.__spec__.loader_state:
                 defaults = {**defaults_of_copy(package, copy, defaults), **defaults}
             layers = {k: with_defaults(chosen.get(k, c), defaults) for k, c in _CLASSES.items()}
-        else:  # the classes of the package, which may have defaults of their own
-            layers = {key: vars(sys.modules[package])[key] for key in _CLASSES}
-        names = _NAMES[name[len(package) + 1 :]]
+        names = _NAMES[name]
         vars(module).update((key, layers.get(key, value)) for key, value in names.items())
         vars(module)["__all__"] = [key for key in names if not key.startswith("_")]
 
@@ -219,8 +196,7 @@ def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
 
     The layers keep the constructor defaults of the copy, whose source is read but not run, unless
     ``chosen`` overrides them. If the copy corrects the bias of running statistics, as CSAIL's do,
-    the import warns unless you choose a momentum. If no import uses ``package``, and a copy is
-    imported under another name, a warning names both.
+    the import warns unless you choose a momentum. A name that no import uses has no effect.
 
     The layers divide by ``sqrt(var + eps)``, as `torch.nn.BatchNorm2d` does. That is not the older
     toolkit's default: see `set_sbn_eps_mode`.

@@ -17,13 +17,12 @@ from replication.sync.rendezvous import RenewedLock
 from replication.warning import UnsynchronizedWarning, warn
 from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
 from syncbn.kinds import (
-    DERIVED,
     OLDER_ATTRIBUTES,
+    PLAIN,
     SYNCHRONIZED,
     Summary,
     counterpart,
     is_older,
-    plain_class,
     summary,
     synchronized_class,
     why_older_stays,
@@ -146,7 +145,7 @@ def _convert(layer: nn.Module) -> bool:
     elif is_older(layer) and not why_older_stays(layer):
         for name in OLDER_ATTRIBUTES:
             vars(layer).pop(name, None)
-        layer.__class__ = counterpart(layer)  # type: ignore[assignment]
+        layer.__class__ = counterpart(layer)
         correction = [layer._buffers.pop(name, None) for name in CORRECTION]
         return any(buffer is not None for buffer in correction)
     elif isinstance(layer, nn.DataParallel) and not has_replication_callback(layer):
@@ -165,20 +164,9 @@ def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:
         if kind.name == "left alone"
     ]
     if left_alone:
-        derived = dict.fromkeys(
-            f"{layer}: synchronized"
-            for _, layer, kind in result.layers
-            if kind.note.startswith(DERIVED)
-        )
-        advice = (
-            f"; convert_model(net, classes={{{', '.join(derived)}}}) converts the derived ones, "
-            "where synchronized(layer) returns a layer of a class derived from "
-            "SynchronizedBatchNorm2d that computes the same"
-        )
         warn(
             "convert_model converts registered layers of the classes torch.nn.BatchNorm1d, 2d and "
-            f"3d only; these layers stay unsynchronized: {', '.join(left_alone)}"
-            f"{advice if derived else ''}",
+            f"3d only; these layers stay unsynchronized: {', '.join(left_alone)}",
             UnsynchronizedWarning,
         )
     elif not any(isinstance(m, ReplicaAware) or _CONVERTED in vars(m) for m in module.modules()):
@@ -219,7 +207,7 @@ def revert_model(module: ModuleT) -> ModuleT:
 
 def _revert(layer: nn.Module) -> bool:
     """Undoes `_convert`, or `replace`. Returns whether the layer was converted."""
-    plain = plain_class(type(layer))
+    plain = PLAIN.get(type(layer))
     if isinstance(layer, nn.DataParallel) and vars(layer).pop(_CONVERTED, False):
         if type(layer) is DataParallel:
             layer.__class__ = nn.DataParallel  # type: ignore[assignment]

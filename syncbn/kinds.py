@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from replication.callbacks import CALLBACK
@@ -26,12 +25,12 @@ from syncbn.batchnorm import (
     SynchronizedBatchNorm3d,
     SynchronizedBatchNormNd,
 )
-from syncbn.timm import is_timm, synchronized_timm
 
 __all__ = ["Summary", "summary"]
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
+#: The synchronized classes of torch's and, once a network has brought it, of timm's.
 SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: SynchronizedBatchNorm1d,
     nn.BatchNorm2d: SynchronizedBatchNorm2d,
@@ -40,19 +39,41 @@ SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
 }
 PLAIN = {synchronized: plain for plain, synchronized in SYNCHRONIZED.items()}
 
+#: Known by name, because this package does not import timm.
+_TIMM = "timm.layers.norm_act", "BatchNormAct2d"
+
 
 def synchronized_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     """Returns the synchronized counterpart of a class, or None if it has none."""
-    return synchronized_timm(kind) if is_timm(kind) else SYNCHRONIZED.get(kind)
+    if kind not in SYNCHRONIZED and (kind.__module__, kind.__qualname__) == _TIMM:
+        # Derived from timm's class: timm's functions, such as `freeze_batch_norm_2d`, would
+        # otherwise take the layer for one without activation.
+        namespace = {"__module__": __name__, "__doc__": f"A synchronized `{'.'.join(_TIMM)}`."}
+        made = type("SynchronizedBatchNormAct2d", (_Activated, kind), namespace)
+        # Another thread may have been faster.
+        PLAIN[SYNCHRONIZED.setdefault(kind, made)] = kind
+    return SYNCHRONIZED.get(kind)
 
 
-def plain_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """Returns torch's or timm's class that ``kind`` takes the place of, or None."""
-    plain = PLAIN.get(kind) or next(filter(is_timm, kind.__mro__), None)
-    return plain if plain and synchronized_class(plain) is kind else None
+class _Activated(SynchronizedBatchNorm2d):
+    """Runs the modules of timm's layer after the normalization."""
+
+    if TYPE_CHECKING:
+        drop: nn.Module
+        act: nn.Module
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.act(self.drop(super().forward(input)))
+        return output
 
 
-_NAMES = {plain.__name__ for plain in SYNCHRONIZED}
+def __getattr__(name: str) -> Any:
+    """Returns the counterpart of timm's class, which a pickled layer names."""
+    if name != "SynchronizedBatchNormAct2d":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, plain = _TIMM
+    return synchronized_class(getattr(import_module(module), plain))
+
 
 #: Attributes that identify a layer of an older toolkit.
 _OLDER_STATE = frozenset(("_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe"))
@@ -71,8 +92,6 @@ KindName = Literal["synchronized", "plain", "left alone", "by sample", "wrapper"
 
 _CONTAINERS = (list, tuple, dict)
 _CONVERTIBLE = "convert_model synchronizes it"
-#: How the notes on layers begin for which `convert_model` has ``classes``.
-DERIVED = "derived from"
 _PER_SAMPLE = "nothing to synchronize: works per sample"
 
 
@@ -100,12 +119,7 @@ def kind_of(module: nn.Module) -> Kind | None:
         kind = type_before_parametrizations(module)
         if synchronized_class(kind) is not None:
             return Kind("left alone", "parametrized: convert before torch.nn.utils.parametrize")
-        base = next(c.__name__ for c in kind.__mro__ if c.__module__.startswith("torch."))
-        return Kind("left alone", f"{DERIVED} {base.lstrip('_')}, may compute anything")
-    if isinstance(module, torch.jit.ScriptModule):
-        name = class_name(module)
-        note = f"a script of {name}: convert before torch.jit"
-        return Kind("left alone", note) if name in _NAMES else None
+        return Kind("left alone", f"a derived class: pass classes={{{kind.__name__}: function}}")
     if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
         return Kind("left alone", "by sample, but its running statistics are the first replica's")
     if isinstance(module, _BY_SAMPLE):
@@ -122,58 +136,52 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 def is_older(module: nn.Module) -> bool:
     """Returns whether a layer has pipes of its own, like batch norm of the older toolkits."""
-    return isinstance(module, _BatchNorm) and vars(module).keys() >= _OLDER_STATE
+    return (
+        isinstance(module, _BatchNorm)
+        and hasattr(type(module), CALLBACK)
+        and vars(module).keys() >= _OLDER_STATE
+    )
 
 
 def why_older_stays(layer: nn.Module) -> str:
     """Returns why a layer of an older toolkit can't be converted without loss, or ""."""
     kind = type(layer)
-    classes = kind.__mro__[: kind.__mro__.index(_BatchNorm)]
-    toolkit = next((c for c in classes if {CALLBACK, "forward"} <= vars(c).keys()), kind)
-    own = _own_methods(layer, classes, toolkit) | _own_state(layer, toolkit)
-    if not own and not counterpart(layer):
-        own = {"class name (without 1d, 2d or 3d)"}
+    classes = [c for c in kind.__mro__ if not c.__module__.startswith(("torch.", "builtins"))]
+    toolkit = [c for c in classes if issubclass(c, _BatchNorm)][-1]
+    # Copies differ in the forward and the private members of the toolkit's own class.
+    methods = {name for name in vars(toolkit) if name[0] != "_"} - {"forward"}
+    for other in {*classes} - {toolkit}:
+        methods.update(n for n in vars(other) if n[:2] != "__" or n in (CALLBACK, "__call__"))
+    # A plain attribute matters if the forward reads it, or if it is the forward.
+    code = getattr(toolkit.forward, "__code__", None)
+    attributes = vars(layer).keys() & {"forward", *(code.co_names if code else ())}
+    state = {*attributes, *layer._parameters, *layer._buffers, *layer._modules}
+    own = methods - {"_check_input_dim", "extra_repr"} | state - _KNOWN_STATE
     if not own:
         return ""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "an unknown file"
     package = toolkit.__module__.removesuffix(".batchnorm")
     return (
         f"a layer of an older toolkit that has its own {', '.join(sorted(own))}: class "
-        f"{kind.__qualname__} of {file}; syncbn.stand_in_for({package!r}), called before the "
-        f"first import of {package}, makes its base class a synchronized one"
+        f"{kind.__module__}.{kind.__qualname__}; syncbn.stand_in_for({package!r}), called before "
+        f"the first import of {package}, makes its base class a synchronized one"
     )
 
 
-def _own_methods(layer: nn.Module, classes: Sequence[type], toolkit: type) -> set[str]:
-    """Returns what the classes of a layer define beyond the layers of older toolkits."""
-    own = {"forward"} & vars(layer).keys()
-    for kind in classes:
-        names = {n for n, v in vars(kind).items() if callable(v) or n[:2] != "__"}
-        if kind is toolkit:  # its class attributes and private methods may differ between copies
-            names = {n for n in names if callable(vars(kind)[n]) and n[:1] != "_"} - {"forward"}
-        if not kind.__module__.startswith("torch."):
-            own |= names - {"__init__", "_check_input_dim", "extra_repr"}
-    return own
-
-
-def _own_state(layer: nn.Module, toolkit: type) -> set[str]:
-    """Returns the attributes that matter and that neither batch norm nor older toolkits have."""
-    # Plain attributes matter only if the forward reads them.
-    read = getattr(getattr(vars(toolkit).get("forward"), "__code__", None), "co_names", ())
-    state = {*layer._parameters, *layer._buffers, *layer._modules, *(vars(layer).keys() & read)}
-    known = {*vars(_plain), *_plain._parameters, *_plain._buffers, *OLDER_ATTRIBUTES, *CORRECTION}
-    return state - known
-
-
 _plain = nn.BatchNorm2d(1, device="meta")
+_KNOWN_STATE = {*vars(_plain), *_plain.state_dict(), *OLDER_ATTRIBUTES, *CORRECTION}
+
+_BY_DIMENSIONS = {
+    "1d": SynchronizedBatchNorm1d,
+    "2d": SynchronizedBatchNorm2d,
+    "3d": SynchronizedBatchNorm3d,
+}
 
 
-def counterpart(layer: nn.Module) -> type[nn.Module] | None:
-    """Returns the synchronized class whose "1d", "2d" or "3d" is in a layer's class names."""
+def counterpart(layer: nn.Module) -> type[nn.Module]:
+    """Returns the synchronized class for the "1d", "2d" or "3d" in a layer's class names."""
     names = " ".join(base.__name__ for base in type(layer).__mro__)
     found = re.search("[123]d", names, re.IGNORECASE)
-    kinds = {plain.__name__[-2:]: kind for plain, kind in SYNCHRONIZED.items()}
-    return kinds[found[0].lower()] if found else None
+    return _BY_DIMENSIONS[found[0].lower()] if found else SynchronizedBatchNormNd
 
 
 def out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -187,12 +195,6 @@ def out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                     if isinstance(layer, _BatchNorm) and layer not in seen:
                         seen.add(layer)
                         yield f"{path}.{name}" if path else name, layer
-
-
-def class_name(module: nn.Module) -> str:
-    """Returns the name of a module's class, or of the class from which a script was made."""
-    is_script = isinstance(module, torch.jit.ScriptModule)
-    return str(module.original_name) if is_script else type(module).__name__
 
 
 def _note_on(layer: SynchronizedBatchNorm) -> str:
@@ -278,7 +280,7 @@ def summary(module: nn.Module) -> Summary:
     kinds += [(path, layer, hidden) for path, layer in out_of_sight(module)]
     return Summary(
         tuple(
-            LayerSummary(path, class_name(part), kind)
+            LayerSummary(path, type(part).__name__, kind)
             for path, part, kind in kinds
             if kind is not None
         )

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from replication import ReplicaAware
 from replication.errors import path_or_root
+from replication.groups.layer import ReplicaAware
 
 #: Makes the synchronized layer for a layer.
 Function = Callable[[Any], nn.Module]
@@ -54,20 +54,18 @@ def _replacement(path: str, old: nn.Module, function: Function) -> nn.Module:
             f"{where} must be a new layer of a synchronized class, such as one derived from "
             f"SynchronizedBatchNorm2d (got {type(new).__name__})"
         )
-    for kind, has, expected in (
-        ("parameters and buffers", _shapes(new), _shapes(old)),
-        ("modules", set(new._modules), set(old._modules)),
-    ):
-        if has != expected:
-            raise ValueError(
-                f"{where} must have the same {kind} (expected {expected or 'none'}, got "
-                f"{has or 'none'})"
-            )
+    if (has := _parts(new)) != (expected := _parts(old)):
+        raise ValueError(
+            f"{where} must have the same parameters, buffers and modules (expected "
+            f"{expected or 'none'}, got {has or 'none'})"
+        )
     return new
 
 
-def _shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+def _parts(layer: nn.Module) -> dict[str, Any]:
+    """Returns the shapes of parameters and buffers by name, and the names of modules."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+    return {**dict.fromkeys(layer._modules, "module"), **shapes}
 
 
 def replace(layer: nn.Module, new: nn.Module) -> None:

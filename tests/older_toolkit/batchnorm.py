@@ -30,7 +30,7 @@ class Pipe:
 class Base(_BatchNorm):
     """What the layers for 1 to 3 dimensions share."""
 
-    corrects = False
+    _corrects = False
 
     def __init__(self, num_features, eps=1e-5, momentum=0.1, affine=True):
         _BatchNorm.__init__(self, num_features, eps=eps, momentum=momentum, affine=affine)
@@ -38,7 +38,7 @@ class Base(_BatchNorm):
         self._is_parallel = False
         self._parallel_id = None
         self._slave_pipe = None
-        if self.corrects:
+        if self._corrects:
             self._moving_average_fraction = 1 - momentum
             self.register_buffer("_tmp_running_mean", self.running_mean.clone())
             self.register_buffer("_tmp_running_var", self.running_var.clone())
@@ -80,7 +80,7 @@ class BatchNorm3dOlder(Base):
 class BatchNorm2dCorrected(_BatchNorm):
     """With bias-corrected running statistics, and another default."""
 
-    corrects = True
+    _corrects = True
 
     def __init__(self, num_features, eps=1e-5, momentum=0.001, affine=True):
         Base.__init__(self, num_features, eps, momentum, affine)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import re
-import signal
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +28,7 @@ from syncbn import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
-    convert,
+    SynchronizedBatchNormNd,
     convert_model,
     patch_sync_batchnorm,
     revert_model,
@@ -190,9 +188,9 @@ def without_activation(old):
     [
         (lambda old: old, TypeError, r"`1` \(Activated\) must be a new layer of a synchronized"),
         (lambda old: nn.BatchNorm2d(3), TypeError, "got BatchNorm2d"),
-        (lambda old: SynchronizedBatchNorm2d(3), ValueError, "same parameters and buffers"),
+        (lambda old: SynchronizedBatchNorm2d(3), ValueError, "same parameters, buffers"),
         (lambda old: nn.Sequential(), TypeError, "got Sequential"),
-        (without_activation, ValueError, "same modules"),
+        (without_activation, ValueError, "expected {'drop': 'module', 'act'"),
     ],
     ids=["same", "plain", "other parameters", "no batch norm", "no activation"],
 )
@@ -209,15 +207,15 @@ def test_classes_that_are_no_classes_are_refused(classes):
         convert_model(nn.BatchNorm2d(3), classes=classes)
 
 
-def test_the_warning_shows_the_line_to_write():
+def test_the_warning_shows_the_argument_to_pass():
     net = nn.Sequential(Fused(3), nn.BatchNorm2d(3))
     with pytest.warns(UnsynchronizedWarning) as caught:
         convert_model(net)
     assert [warning.filename for warning in caught] == [__file__]
-    (line,) = re.findall(r"convert_model\(net, .*?\)", str(caught[0].message))
+    (argument,) = re.findall(r"classes=.*?}", str(caught[0].message))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        eval(line, {**globals(), "net": net, "synchronized": fused})
+        eval(f"convert_model(net, {argument})", {**globals(), "net": net, "function": fused})
     assert type(net[0]) is SyncFused
 
 
@@ -442,28 +440,6 @@ def test_patch_of_a_user_inside_a_block_is_the_users_to_undo(restored):
     assert names_of_torch() == [PLAIN[0], Mine, PLAIN[2]]
 
 
-def test_block_in_a_signal_handler_may_interrupt_the_opening_of_another():
-    def interrupted():
-        with convert._changing_names(), patch_sync_batchnorm():
-            return names_of_torch()
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(interrupted).result(10) == SYNCHRONIZED
-    assert names_of_torch() == PLAIN
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_child_of_a_fork_does_not_inherit_a_held_lock():
-    with convert._changing_names():
-        child = os.fork()
-        if child == 0:
-            signal.alarm(10)
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(patch_sync_batchnorm().__enter__).result()
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-
-
 def test_group_size_is_given_to_every_layer_and_taken_away_again():
     net = nn.Sequential(nn.BatchNorm1d(3), SynchronizedBatchNorm1d(3), nn.Linear(3, 3))
     convert_model(net, group_size=2)
@@ -590,8 +566,15 @@ def changed(layer, **attributes):
     return layer
 
 
+class Freezable:
+    """Comes after torch's classes in the order of bases."""
+
+    def freeze(self):
+        self.eval()
+
+
 #: The toolkit's own class in a copy, derived from torch's.
-COPY = {name: vars(Base)[name] for name in ("__init__", "forward", "corrects", CALLBACK)}
+COPY = {name: vars(Base)[name] for name in ("__init__", "forward", "_corrects", CALLBACK)}
 TORCHS = nn.modules.batchnorm._BatchNorm
 MINE, TOOLKIT = __name__, "tests.older_toolkit"
 
@@ -601,7 +584,7 @@ MINE, TOOLKIT = __name__, "tests.older_toolkit"
     [
         (derived("Fused", forward=lambda self, x: x)(3), "forward", TOOLKIT),
         (derived("Frozen", freeze=nn.Module.eval)(3), "freeze", TOOLKIT),
-        (derived("OfUnknownDimensions", Base)(3), "class name (without", TOOLKIT),
+        (type("Mixed", (BatchNorm2dOlder, Freezable), {})(3), "freeze", TOOLKIT),
         (derived("Switched2d", TORCHS, **COPY, switch=print)(3), "switch", MINE),
         (
             changed(
@@ -622,7 +605,7 @@ def test_layer_of_an_older_toolkit_that_does_more_is_left_alone_by_name(layer, r
         convert_model(nn.Sequential(layer))
     (text,) = [str(warning.message) for warning in caught]
     assert f"`0` ({kind.__name__}, a layer of an older toolkit that has its own {reason}" in text
-    assert f"class {kind.__qualname__} of {sys.modules[kind.__module__].__file__}" in text
+    assert f"class {kind.__module__}.{kind.__qualname__}; " in text
     assert f"syncbn.stand_in_for({package!r})" in text
     assert type(layer) is kind and vars(layer) == state
     assert summary(layer).paths("left alone") == [""]
@@ -633,6 +616,14 @@ def test_plain_attributes_that_the_layer_does_not_use_are_no_reason_to_leave_it_
     layer.note = "of the user"
     assert type(convert_model(layer)) is SynchronizedBatchNorm2d
     assert layer.note == "of the user"
+
+
+def test_layer_of_an_older_toolkit_without_dimensions_in_its_name_takes_any():
+    layer = derived("SyncNorm", Base)(3)
+    assert type(convert_model(layer)) is SynchronizedBatchNormNd
+    assert type(revert_model(layer)) is nn.SyncBatchNorm
+    for shape in (6, 3), (6, 3, 2, 2):
+        assert layer(torch.randn(shape)).shape == shape
 
 
 def test_layers_are_converted_while_the_names_of_torch_are_patched():

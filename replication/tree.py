@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from types import MemberDescriptorType
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -71,32 +70,17 @@ class Leaf(NamedTuple):
     value: Any
 
 
-class DifferentStructure(ValueError):
-    """Two trees differ in their containers or in the keys of a container."""
-
-    def __init__(self, path: Path, index: int, first: Any, other: Any) -> None:
-        super().__init__(f"tree {index} differs from tree 0 at `{path}`")
-        self.path = path
-        self.index = index
-        self.first = first
-        self.other = other
-
-
 # -- containers --------------------------------------------------------------------------------
-
-#: The old and the new object, by the id of the old one, which is kept so that its id stays unique.
-Made = dict[int, tuple[Any, Any]]
 
 _BASES = (list, tuple, OrderedDict, defaultdict, dict, deque)
 _DICTS = (dict, OrderedDict, defaultdict)
 #: Types whose objects hold nothing. Most items and attributes are of these.
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
-#: Types that are certainly no containers.
-_LEAVES = PLAIN | {Tensor, nn.Parameter}
 #: Tuples that are never opened.
 _WHOLE = (PackedSequence, Scattered)
-#: Types whose derived classes are never opened: ``object.__new__`` cannot make their objects.
-_WITHOUT_FIELDS = (BaseException, str, bytes, int, float, complex)
+#: Types that are never opened, even if a derived class is a dataclass. `object.__new__` cannot
+#: make errors, strings and numbers.
+_CLOSED = (Tensor, nn.Module, BaseException, str, bytes, int, float, complex)
 
 
 class Opened(NamedTuple):
@@ -106,9 +90,8 @@ class Opened(NamedTuple):
     values: list[Any]
     #: Returns one key for each value: an index, a key of a mapping or the name of a field.
     keys: Callable[[], list[Any]]
-    #: Returns the same container around other values, as a new object. A container that can be
-    #: made empty is noted in the second argument before the first value is requested.
-    rebuild: Callable[[Iterable[Any], Made], Any]
+    #: Returns the same container around other values, as a new object.
+    rebuild: Callable[[list[Any]], Any]
 
     def values_of(self, keys: list[Any]) -> list[Any] | None:
         """Returns the values in the order of ``keys``, or None if it has other keys."""
@@ -140,24 +123,19 @@ def open_builtin(old: Any) -> Opened | None:
             return [MappingKey(name) for name, _ in items]
         return _field_keys(kind, len(values))
 
-    def rebuild(values: Iterable[Any], made: Made) -> Any:
-        if base is tuple:
-            if hasattr(kind, "n_sequence_fields"):  # made in C, as torch.return_types.max is
-                return kind(values)
-            new = tuple.__new__(kind, values)
-        else:
-            new = base.__new__(kind)
-            made[id(old)] = old, new
-            if base is deque:
-                deque.__init__(new, (), old.maxlen)
+    def rebuild(values: list[Any]) -> Any:
+        if hasattr(kind, "n_sequence_fields"):  # made in C, as torch.return_types.max is
+            return kind(values)
+        new = tuple.__new__(kind, values) if base is tuple else base.__new__(kind)
+        if base is list:
+            list.extend(new, values)
+        elif base is deque:
+            deque.__init__(new, values, old.maxlen)
+        elif is_dict:
             if base is defaultdict:
                 defaultdict.__init__(new, old.default_factory)
-            if is_dict:
-                for (name, _), value in zip(items, values, strict=True):
-                    base.__setitem__(new, name, value)
-            else:
-                for value in values:
-                    base.append(new, value)
+            for (name, _), value in zip(items, values, strict=True):
+                base.__setitem__(new, name, value)
         if not is_base:
             _copy_attributes(old, new)
         return new
@@ -178,8 +156,8 @@ def _open_registered(old: Any) -> Opened:
             return [MappingKey(key) for key in old]
         return _field_keys(type(old), len(values))
 
-    def rebuild(values: Iterable[Any], made: Made) -> Any:
-        return node.unflatten_fn(list(values), context)
+    def rebuild(values: list[Any]) -> Any:
+        return node.unflatten_fn(values, context)
 
     return Opened((type(old), context), values, keys, rebuild)
 
@@ -190,9 +168,8 @@ def _open_fields(old: Any) -> Opened:
     if dataclasses.is_dataclass(old):
         names = [field.name for field in dataclasses.fields(old) if hasattr(old, field.name)]
 
-    def rebuild(values: Iterable[Any], made: Made) -> Any:
+    def rebuild(values: list[Any]) -> Any:
         new = object.__new__(type(old))
-        made[id(old)] = old, new
         _copy_attributes(old, new)
         for name, value in zip(names, values, strict=True):
             object.__setattr__(new, name, value)  # works on a frozen dataclass as well
@@ -205,7 +182,7 @@ def _open_fields(old: Any) -> Opened:
 def open_any(value: Any) -> Opened | None:
     """Opens all containers that arguments and outputs may have. Returns None for other objects."""
     kind = type(value)
-    if kind in PLAIN or issubclass(kind, (Tensor, nn.Module, *_WITHOUT_FIELDS)):
+    if issubclass(kind, _CLOSED):
         return None
     if kind not in _BASES and kind in pytree_nodes:
         return _open_registered(value)
@@ -226,22 +203,13 @@ def _field_keys(kind: type, count: int) -> list[Any]:
 
 def _copy_attributes(old: Any, new: Any) -> None:
     """Copies the attributes of ``old``. An attribute that is also an item becomes the new item."""
-    for kind in type(old).__mro__:
-        for slot in vars(kind).values() if kind not in _BASES else ():
-            if isinstance(slot, MemberDescriptorType):
-                with suppress(AttributeError):  # the slot is not set
-                    slot.__set__(new, slot.__get__(old))
-    try:
-        attributes = object.__getattribute__(old, "__dict__")
-    except AttributeError:  # there are slots only
-        return
+    attributes = getattr(old, "__dict__", {})
     if attributes is old:  # its keys are its attributes
         object.__setattr__(new, "__dict__", new)
         return
-    copied = object.__getattribute__(new, "__dict__")
     for name, value in attributes.items():
         mirrors = isinstance(old, dict) and dict.get(old, name, dict) is value
-        copied[name] = dict.__getitem__(new, name) if mirrors else value
+        vars(new)[name] = dict.__getitem__(new, name) if mirrors else value
 
 
 # -- walks -------------------------------------------------------------------------------------
@@ -279,10 +247,10 @@ def flatten(tree: Any) -> tuple[list[Leaf], Spec]:
     return [Leaf(path, values[0]) for path, values in rows], spec
 
 
-def flatten_together(trees: Sequence[Any]) -> tuple[list[Row], Spec]:
-    """Returns the leaves of trees at each path, and the containers; raises DifferentStructure."""
+def flatten_together(outputs: Sequence[Any]) -> tuple[list[Row], Spec]:
+    """Returns the leaves of the replicas' outputs at each path, and the containers around them."""
     rows: list[Row] = []
-    spec = _flatten_into(rows, Path(), tuple(trees), ())
+    spec = _flatten_into(rows, Path(), tuple(outputs))
     return rows, spec
 
 
@@ -290,11 +258,9 @@ def flatten_together(trees: Sequence[Any]) -> tuple[list[Row], Spec]:
 # cycle, which keeps the leaves (and their graphs) until the next garbage collection.
 
 
-def _flatten_into(
-    rows: list[Row], path: Path, trees: tuple[Any, ...], parents: tuple[int, ...]
-) -> Spec:
-    opened = [] if _LEAVES.issuperset(map(type, trees)) else [open_any(tree) for tree in trees]
-    if not any(c is not None and _is_split(t) for c, t in zip(opened, trees, strict=False)):
+def _flatten_into(rows: list[Row], path: Path, trees: tuple[Any, ...]) -> Spec:
+    opened = [open_any(tree) for tree in trees]
+    if not any(c is not None and _is_split(t) for c, t in zip(opened, trees, strict=True)):
         rows.append((path, trees))
         return Spec(None, [])
     first, columns = opened[0], []
@@ -307,17 +273,25 @@ def _flatten_into(
             columns.append(values)
     if len(columns) < len(trees):
         index = len(columns) or next(i for i, container in enumerate(opened) if container)
-        raise DifferentStructure(path, index, trees[0], trees[index])
-    if id(trees[0]) in parents:
+        first_outline, outline = (_outline(trees[i], opened[i]) for i in (0, index))
         raise ValueError(
-            f"a container that is split or joined must not contain itself (`{path}` does)"
+            "the outputs of the replicas must have the same structure (replica 0: "
+            f"{first_outline}, replica {index}: {outline}{f' at `{path}`' if path else ''}); to "
+            "keep one list per sample, wrap it in a class of your own"
         )
-    parents = (*parents, id(trees[0]))
     children = [
-        _flatten_into(rows, Path((*path, key)), tuple(values), parents)
+        _flatten_into(rows, Path((*path, key)), tuple(values))
         for key, *values in zip(keys, *columns, strict=True)
     ]
     return Spec(first, children)
+
+
+def _outline(tree: Any, container: Opened | None) -> str:
+    """Returns the type of a tree, and the names or the number of its items."""
+    keys = container.keys() if container else []
+    names = ", ".join(name_of(key) for key in keys if not isinstance(key, SequenceKey))
+    items = f" with {names}" if names else f" of length {len(keys)}" if container else ""
+    return type(tree).__name__ + items
 
 
 def _is_split(container: Any) -> bool:
@@ -336,7 +310,11 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
 def _unflatten_from(leaves: Iterator[Any], spec: Spec) -> Any:
     if spec.container is None:
         return next(leaves)
-    return spec.container.rebuild([_unflatten_from(leaves, c) for c in spec.children], {})
+    return spec.container.rebuild([_unflatten_from(leaves, c) for c in spec.children])
+
+
+#: The old and the new object, by the id of the old one, which is kept so that its id stays unique.
+Made = dict[int, tuple[Any, Any]]
 
 
 def replace_leaves(
@@ -346,25 +324,18 @@ def replace_leaves(
     opened: Callable[[Any], Opened | None] = open_any,
 ) -> Any:
     """Returns the tree with ``function(leaf)`` in place of each leaf."""
-    # A container stays the same object if ``function`` returns the same objects for its leaves. A
-    # container that several trees hold is replaced by one new object in all of them, if these
-    # share `made`. One that contains itself still does so.
-    container = opened(tree)
-    if container is None:
-        return _new_leaf(function, tree, made)
-    if id(tree) in made:
-        return made[id(tree)][1]
-    if all(_new_leaf(function, leaf, made) is leaf for leaf in leaves_of(tree, opened)):
+    # A container stays the same object if its items do. An object that several trees hold is
+    # replaced by one new object in all of them, if these share `made`.
+    if type(tree) in PLAIN:
         return tree
-    values = (replace_leaves(function, value, made, opened) for value in container.values)
-    new = container.rebuild(values, made)
-    # The walk around a cycle may have replaced a tuple already.
-    return made.setdefault(id(tree), (tree, new))[1]
-
-
-def _new_leaf(function: Callable[[Any], Any], leaf: Any, made: Made) -> Any:
-    if type(leaf) in PLAIN:
-        return leaf
-    if id(leaf) not in made:
-        made[id(leaf)] = leaf, function(leaf)
-    return made[id(leaf)][1]
+    if id(tree) not in made:
+        made[id(tree)] = tree, tree  # what a container holds that contains itself
+        container = opened(tree)
+        if container is None:
+            new = function(tree)
+        else:
+            old = container.values
+            values = [replace_leaves(function, value, made, opened) for value in old]
+            new = tree if all(map(is_, values, old)) else container.rebuild(values)
+        made[id(tree)] = tree, new
+    return made[id(tree)][1]

@@ -13,12 +13,10 @@ from replication._torch import SequenceKey
 from replication.devices import DeviceLike, check_available, parse_device, to_device
 from replication.errors import check_list, checked_names
 from replication.tree import (
-    DifferentStructure,
     Path,
     Scattered,
     flatten_together,
     name_of,
-    open_any,
     unflatten,
 )
 from replication.warning import warn
@@ -75,15 +73,7 @@ def join_leaves(
     check_list("outputs", outputs)
     if not len(outputs):
         raise ValueError("expected the output of at least one replica (got none)")
-    try:
-        rows, spec = flatten_together(outputs)
-    except DifferentStructure as error:
-        raise ValueError(
-            "the outputs of the replicas must have the same structure (replica 0: "
-            f"{_outline(error.first)}, replica {error.index}: {_outline(error.other)}"
-            f"{f' at `{error.path}`' if error.path else ''}); to keep one list per sample, "
-            "wrap it in a class of your own"
-        ) from None
+    rows, spec = flatten_together(outputs)
     if except_keywords:
         _warn_of_unknown(except_keywords, [path for path, _ in rows])
     joined: list[Any] = []
@@ -123,12 +113,3 @@ def _warn_of_unknown(names: Collection[str], paths: list[Path]) -> None:
     if unknown:
         known = ", ".join(f"`{path}`" for path in paths if path) or "none"
         warn(f"except_keywords names {', '.join(unknown)}, which the output lacks; it has {known}")
-
-
-def _outline(output: Any) -> str:
-    """Returns the type of an output, and the keys or the length of a container."""
-    if isinstance(output, (list, tuple)):
-        return f"{type(output).__name__} of length {len(output)}"
-    keys = container.keys() if (container := open_any(output)) else []
-    names = ", ".join(name_of(key) for key in keys if not isinstance(key, SequenceKey))
-    return type(output).__name__ + (f" with {names}" if names else "")

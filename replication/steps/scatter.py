@@ -266,8 +266,6 @@ def moved(tree: Any, device: torch.device | None) -> Any:
     """Returns ``tree`` with its tensors on ``device``. None leaves them where they are."""
     if device is None:
         return tree
-    if isinstance(tree, Tensor):
-        return to_device(tree, device)
 
     def on_device(leaf: Any) -> Any:
         return to_device(leaf, device) if isinstance(leaf, (Tensor, PackedSequence)) else leaf

@@ -612,22 +612,6 @@ def test_each_container_is_looked_into_once():
     assert moved[0] is moved[1]
 
 
-def test_container_that_contains_itself_and_a_submodule_does_so_in_replicas():
-    net = nn.Sequential(nn.Linear(2, 2))
-    inner, outer = [net[0]], {}
-    outer |= {"inner": (inner, outer), "layer": net[0]}
-    inner.append(inner)
-    net.inner, net.outer = inner, outer
-    for replica in replicate(net, ["cpu"] * 2):
-        layer, again = replica.inner
-        assert layer is replica[0]
-        assert again is replica.inner
-        assert replica.outer["layer"] is replica[0]
-        assert replica.outer["inner"][0] is replica.inner  # the same one in both
-        assert replica.outer["inner"][1] is replica.outer
-    assert net.outer["inner"] == (inner, net.outer)
-
-
 def test_plain_attribute_with_a_gradient_carries_it_back():
     tensor = torch.ones(2, requires_grad=True)
     sum(r.value[0].sum() for r in replicate(Holder([tensor]), ["cpu"] * 3)).backward()

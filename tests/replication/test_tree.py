@@ -177,10 +177,6 @@ class Row(tuple):
     pass
 
 
-class Slotted(list):
-    __slots__ = ("note", "unset")
-
-
 @dataclass(frozen=True, slots=True)
 class FrozenSlots:
     x: Tensor
@@ -273,12 +269,6 @@ def pair_with_note(x: Tensor) -> NamedPair:
     return made
 
 
-def slotted(x: Tensor) -> Slotted:
-    made = Slotted([x])
-    made.note = "kept"
-    return made
-
-
 #: How a container is made around a tensor, and how the tensor is found in it. These are opened in
 #: attributes of modules as well.
 BUILTIN: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
@@ -293,7 +283,6 @@ BUILTIN: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "keys with dots": (lambda x: {"a.b": x, "a": {"b": x}}, lambda v: v["a"]["b"]),
     "derived from a tuple": (lambda x: Row([1, x]), lambda v: v[1]),
     "derived from a namedtuple": (pair_with_note, lambda v: v.left),
-    "derived with slots": (slotted, lambda v: v[0]),
     "attributes that mirror items": (mirror, lambda v: v.x),
     "dict that refuses items": (lambda x: Registry({"x": x}), lambda v: v["x"]),
     "return_types": (lambda x: torch.return_types.max((x, x)), lambda v: v.indices),
@@ -343,8 +332,6 @@ def test_parts_keep_what_is_beside_the_items():
     first, _ = scatter(deque([X], maxlen=3), CPUS)
     assert first.maxlen == 3
     assert scatter(pair_with_note(X), CPUS)[0].note == "kept"
-    assert scatter(slotted(X), CPUS)[0].note == "kept"
-    assert not hasattr(scatter(slotted(X), CPUS)[0], "unset")
     assert scatter(Untyped(x=X), CPUS)[1].extra == "kept"
     assert scatter(Encoding({"x": X}, ["e"]), CPUS)[1].encodings == ["e"]
     assert not hasattr(scatter(WithoutField(X), CPUS)[0], "late")
@@ -436,35 +423,6 @@ def test_error_of_a_registered_function_arrives_as_it_is(call):
         call(Failing(X))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda x: [x],
-        lambda x: {"x": x},
-        lambda x: Own([x]),
-        lambda x: Linked("n", [x]),
-        lambda x: UserList([x]),
-    ],
-    ids=["list", "dict", "derived", "dataclass", "UserList"],
-)
-def test_a_container_with_a_batch_that_contains_itself(make):
-    value = make(X)
-    for holder in (value, getattr(value, "parent", None)):
-        if isinstance(holder, (list, UserList)):
-            holder.append(value)
-        elif isinstance(holder, dict):
-            holder["self"] = value
-    for call in (lambda: scatter(value, CPUS), lambda: gather([value, value], "cpu")):
-        with pytest.raises(ValueError, match=r"must not contain itself \(`.+` does\)"):
-            call()
-    (given,) = scatter_kwargs((value,), None, ["cpu"])[0][0]
-    assert given is value  # on one device nothing is split
-    (moved,) = scatter_kwargs((value,), None, ["meta"])[0][0]
-    assert moved is not value
-    items = moved.parent if isinstance(moved, Linked) else moved
-    assert (items["self"] if isinstance(items, dict) else items[1]) is moved
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 def test_without_a_batch_one_replica_is_given_the_same_objects(devices):
     value = Plain(1)
@@ -527,7 +485,7 @@ _pytree.register_pytree_node(
 
 def test_registered_classes_of_different_contexts_are_different_structures():
     assert gather([Sized(2, X), Sized(2, X)], "cpu").parts[0] == 2
-    with pytest.raises(ValueError, match=r"replica 0: Sized, replica 1: Sized"):
+    with pytest.raises(ValueError, match=r"replica 0: Sized of length 1, replica 1: Sized"):
         gather([Sized(2, X), Sized(3, X)], "cpu")
 
 
@@ -609,16 +567,6 @@ def test_container_that_several_attributes_hold_is_one_in_the_replica():
     replica = on_meta(one=inner, other=(inner, inner))
     assert replica.one is replica.other[0] is replica.other[1]
     assert replica.one is not inner
-
-
-def test_tuple_in_a_cycle_is_one_in_the_replica():
-    inner: list[Any] = [X]
-    outer = (inner, 1)
-    inner.append(outer)
-    replica = on_meta(outer=outer, inner=inner)
-    assert replica.outer[0] is replica.inner
-    assert replica.inner[1] is replica.outer
-    assert replica.inner[0].device.type == "meta"
 
 
 def test_mock_of_a_container_is_an_object_as_any_other():

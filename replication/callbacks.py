@@ -36,9 +36,6 @@ __all__ = [
 
 CALLBACK = "__data_parallel_replicate__"
 
-#: The attribute of a method ``replicate`` that already runs the callbacks.
-RUNS_CALLBACKS = "runs_replication_callbacks"
-
 #: The attribute of a module with its registered callbacks, which its replicas share.
 _REGISTERED = "_replication_callbacks"
 

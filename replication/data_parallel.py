@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from replication._torch import check_balance, is_exporting, named_range, uncompiled
-from replication.callbacks import CALLBACK, RUNS_CALLBACKS, connect_copies
+from replication.callbacks import CALLBACK, connect_copies
 from replication.devices import (
     DeviceLike,
     accelerator,
@@ -212,9 +212,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
         replicas, positions = make_replicas(module, devices, not torch.is_grad_enabled())
         connect_copies(paired(replicas) if positions is None else positions, devices)
         return replicas
-
-    # This method calls the callbacks, so `patch_replication_callback` need not add them.
-    setattr(replicate, RUNS_CALLBACKS, True)
 
     def parallel_apply(self, replicas: Sequence[ModuleT], inputs: Any, kwargs: Any) -> list[Any]:
         """Calls each replica with its part of the arguments."""

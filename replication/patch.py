@@ -10,7 +10,8 @@ from weakref import ref
 from torch import nn
 
 from replication._torch import HOOKS
-from replication.callbacks import RUNS_CALLBACKS, execute_replication_callbacks
+from replication.callbacks import execute_replication_callbacks
+from replication.data_parallel import DataParallel
 from replication.modules import layers_of
 from replication.sync.lifecycle import first_failure_wins, rendezvous_of
 from replication.sync.rendezvous import RenewedLock
@@ -18,21 +19,31 @@ from replication.sync.rendezvous import RenewedLock
 __all__ = ["PatchHandle", "patch_replication_callback"]
 
 
-def extended(method: Callable[..., Any]) -> property:
+class extended:
     """Makes a method that extends the one of the unpatched object, and gets it as an argument."""
-    # A property comes before an attribute of the object. So a method that the user sets on the
-    # object stays where it is, before, during and after the patch, and is extended as well.
-    name = method.__name__
 
-    def get(owner: Any) -> Callable[..., Any]:
-        own = vars(owner).get(name)
-        unpatched = getattr(super(Patched, owner), name) if own is None else own
-        return partial(method, owner, unpatched)
+    # With `__set__` it comes before an attribute of the object. So a method that the user sets on
+    # the object stays where it is, before, during and after the patch, and is extended as well.
 
-    def set_own(owner: Any, value: Any) -> None:
-        vars(owner)[name] = value
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method, self._name = method, method.__name__
 
-    return property(get, set_own, lambda owner: vars(owner).pop(name))
+    def __get__(self, owner: Any, kind: Any = None) -> Callable[..., Any]:
+        if owner is None:  # as in `type(model).replicate(model, ...)`
+            return self._call
+        own = vars(owner).get(self._name)
+        unpatched = getattr(super(Patched, owner), self._name) if own is None else own
+        return partial(self._method, owner, unpatched)
+
+    def _call(self, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.__get__(owner)(*args, **kwargs)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        vars(owner)[self._name] = value
+
+    def __delete__(self, owner: Any) -> None:
+        if vars(owner).pop(self._name, None) is None:
+            raise AttributeError(self._name)
 
 
 # Methods of a class, so that they also act on copies of the object (by ``copy``, ``deepcopy``
@@ -74,14 +85,8 @@ class Patched:
 
 def _make_patched(make: Callable[..., Any], *args: Any) -> Any:
     data_parallel = make(*args)
-    _patch(data_parallel, type(data_parallel))
+    patch_replication_callback(data_parallel)
     return data_parallel
-
-
-def _patch(data_parallel: Any, kind: Any) -> None:
-    """Gives an object of class ``kind`` a `Patched` class of the same name."""
-    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    _change_class(data_parallel, kind, type(kind.__name__, (Patched, kind), names))
 
 
 _lock = RenewedLock()
@@ -137,15 +142,13 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
     if not isinstance(data_parallel, nn.DataParallel):
         raise TypeError(f"expected a torch.nn.DataParallel (got {type(data_parallel).__name__})")
     kind = type(data_parallel)  # read once: another thread may patch it
-    if not _runs_callbacks(kind):
-        _patch(data_parallel, kind)
+    if not runs_callbacks(kind):
+        names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+        patched = type(kind.__name__, (Patched, kind), names)
+        _change_class(data_parallel, kind, patched)
     return PatchHandle(data_parallel)
 
 
-def has_replication_callback(data_parallel: nn.DataParallel[Any]) -> bool:
-    """Returns whether a DataParallel runs the callbacks, by its class or because of a patch."""
-    return _runs_callbacks(type(data_parallel))
-
-
-def _runs_callbacks(kind: type[nn.DataParallel[Any]]) -> bool:
-    return issubclass(kind, Patched) or getattr(kind.replicate, RUNS_CALLBACKS, False)
+def runs_callbacks(kind: type[nn.DataParallel[Any]]) -> bool:
+    """Whether a class runs the replication callbacks, by itself or because of a patch."""
+    return issubclass(kind, Patched) or kind.replicate is DataParallel.replicate

@@ -12,7 +12,7 @@ from replication.data_parallel import DataParallel
 from replication.errors import check_module, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import check_process_group
-from replication.patch import has_replication_callback, patch_replication_callback
+from replication.patch import patch_replication_callback, runs_callbacks
 from replication.sync.rendezvous import RenewedLock
 from replication.warning import UnsynchronizedWarning, warn
 from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
@@ -148,7 +148,7 @@ def _convert(layer: nn.Module) -> bool:
         layer.__class__ = counterpart(layer)
         correction = [layer._buffers.pop(name, None) for name in CORRECTION]
         return any(buffer is not None for buffer in correction)
-    elif isinstance(layer, nn.DataParallel) and not has_replication_callback(layer):
+    elif isinstance(layer, nn.DataParallel) and not runs_callbacks(type(layer)):
         if type(layer) is nn.DataParallel:
             layer.__class__ = DataParallel
         else:

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from replication.callbacks import CALLBACK
 from replication.diagnosis.table import ShownAsTable, Table
 from replication.errors import check_module, path_or_root
-from replication.patch import has_replication_callback
+from replication.patch import runs_callbacks
 from replication.tree import leaves_of, open_builtin
 from syncbn.batchnorm import (
     CORRECTION,
@@ -125,7 +125,7 @@ def kind_of(module: nn.Module) -> Kind | None:
     if isinstance(module, _BY_SAMPLE):
         return Kind("by sample")
     if isinstance(module, nn.DataParallel):
-        if not has_replication_callback(module):
+        if not runs_callbacks(type(module)):
             return Kind("wrapper", "does not connect copies: convert_model(model) makes it do so")
         if not module.device_ids:
             note = "makes no copies without an accelerator: DataParallel(net, ['cpu'] * n) does"

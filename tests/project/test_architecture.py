@@ -38,9 +38,8 @@ ORDER = [
     ["steps"],
     ["groups"],
     ["callbacks", "join"],
-    ["patch"],
     ["data_parallel"],
-    ["criterion"],
+    ["criterion", "patch"],
     ["diagnosis"],
     ["__main__"],
 ]

@@ -358,6 +358,10 @@ def test_method_that_the_user_sets_on_a_patched_object_is_extended_as_well():
         assert recorded(model) == [("own", 2), *BOTH]
         del model.replicate
         assert recorded(model) == BOTH
+        with pytest.raises(AttributeError, match="replicate"):
+            del model.replicate
+        replicas = type(model).replicate(model, model.module, ["cpu"] * 2)
+        assert type(model).parallel_apply(model, replicas, [(torch.ones(1),)] * 2, [{}] * 2)
     assert recorded(model) == []
 
 

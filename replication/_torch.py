@@ -37,8 +37,6 @@ CALL_IMPL = "_call_impl"
 #: original module.
 COMPILED_CALL_IMPL = "_compiled_call_impl"
 
-_TORCHS_SHELL = nn.Module._replicate_for_data_parallel
-
 #: A class of ours that overrides `MAKE_SHELL` also has this method. It returns the attributes that
 #: the override sets.
 SHELL_ATTRIBUTES = "_shell_attributes"
@@ -48,14 +46,12 @@ def shell_state(module: nn.Module) -> dict[str, Any] | None:
     """The attributes of the shell that `MAKE_SHELL` would make; None if the class overrides it."""
     # Dictionaries other than `_parameters` are shared with the module.
     kind = type(module)
-    is_usual = kind._replicate_for_data_parallel is _TORCHS_SHELL
+    is_usual = kind._replicate_for_data_parallel is nn.Module._replicate_for_data_parallel
     if not is_usual:
         for base in kind.__mro__:
             own = base.__dict__
-            if MAKE_SHELL in own and SHELL_ATTRIBUTES not in own:
-                if own[MAKE_SHELL] is not _TORCHS_SHELL:
-                    return None
-                break
+            if MAKE_SHELL in own and SHELL_ATTRIBUTES not in own and base is not nn.Module:
+                return None
     state = module.__dict__.copy()
     if MAKE_SHELL in state:
         return None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Sequence
-from numbers import Real
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +20,7 @@ from replication.devices import (
     parse_devices,
     usable_devices,
 )
-from replication.errors import check_module, checked_names, is_int
+from replication.errors import check_list, check_module, checked_names, is_int
 from replication.groups.processes import has_other_processes
 from replication.modules import layers_of, paired
 from replication.steps.gather import gather, join_leaves
@@ -115,9 +114,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
         timeout: float | None = None,
     ) -> None:
         nn.Module.__init__(self)  # torch's constructor accepts accelerators only
-        check_module(module)
+        devices = _devices_to_use(module, device_ids)
         if not is_int(dim):
             raise TypeError(f"dim must be an int (got {dim!r})")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout must be a number of seconds above 0 (got {timeout!r})")
         self.module = module
         self.dim = dim
         self.gather_to_one_device = gather_to_one_device
@@ -125,8 +126,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.except_keywords = checked_names("except_keywords", except_keywords)
         self.sort_and_gather = sort_and_gather
         self.cpu_keywords = checked_names("cpu_keywords", cpu_keywords)
-        self.timeout = _seconds(timeout)
-        devices = _devices_to_use(module, device_ids)
+        self.timeout = timeout
         self.device_ids = [_torch_spelling(device) for device in devices]
         if not devices:
             return
@@ -162,10 +162,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
             module = self.module
             # 1. Split the arguments between the replicas that have data.
             inputs, kwargs_tup = self._split_arguments(inputs, kwargs)
-            if len(inputs) > 1:
+            count = len(inputs)
+            if count > 1:
                 warn_of_plain_batch_norm(self, module)
             # 2. Make the replicas, and connect the copies of each layer.
-            replicas = self.replicate(module, self.device_ids[: len(inputs)])
+            replicas = self.replicate(module, self.device_ids[:count])
             # 3. Run each replica in its thread. The steps have torch's signatures, so the time
             # limit travels in the rendezvous, which the replicas lead to.
             if self.timeout is not None and (rendezvous := rendezvous_of(replicas)) is not None:
@@ -175,20 +176,20 @@ class DataParallel(nn.DataParallel[ModuleT]):
             return self.gather(outputs, self.output_device)
 
     def _split_arguments(self, inputs: Any, kwargs: Any) -> Any:
+        self._check_keywords(inputs, kwargs)
         if not self.device_ids:  # the method of a subclass may not expect that
-            return DataParallel.scatter(self, inputs, kwargs, None)
+            scattered = self.inputs_are_scattered
+            return scatter_kwargs(inputs, kwargs, None, self.dim, inputs_are_scattered=scattered)
         _check_placement(self.module, self.src_device_obj)
         inputs, kwargs_tup = self.scatter(inputs, kwargs, self.device_ids)
         if not inputs and not kwargs_tup:  # torch's scatter returns this for no arguments
             return ((),), ({},)
         return inputs, kwargs_tup
 
-    def scatter(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any
-    ) -> Any:
-        """Splits the arguments into one part for each replica that has data."""
+    def _check_keywords(self, inputs: Any, kwargs: Any) -> None:
+        """Warns of `cpu_keywords` that the module does not take in this call."""
         for name in self.cpu_keywords:
-            if name not in (kwargs or {}):
+            if name not in kwargs:
                 signature = inspect.signature(self.module.forward)
                 try:
                     signature.bind_partial(*inputs, **{name: None})
@@ -197,6 +198,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
                         f"cpu_keywords names {name!r}, which is not a keyword argument in this "
                         f"call of {type(self.module).__name__}.forward{signature}"
                     )
+
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any
+    ) -> Any:
+        """Splits the arguments into one part for each replica that has data."""
         return scatter_kwargs(
             inputs,
             kwargs,
@@ -266,7 +272,6 @@ def data_parallel(
     """
     if not isinstance(inputs, tuple) or isinstance(inputs, Scattered):
         inputs = () if inputs is None else (inputs,)
-    check_module(module)
     devices = _devices_to_use(module, device_ids)
     if len(devices) == 1:  # the class would move the module
         _check_placement(module, devices[0])
@@ -286,14 +291,6 @@ def _check_placement(module: nn.Module, home: torch.device) -> None:
                 )
 
 
-def _seconds(timeout: float | None) -> float | None:
-    is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
-    if timeout is None or (is_number and timeout > 0):
-        return timeout
-    error = ValueError if is_number else TypeError
-    raise error(f"timeout must be a number of seconds above 0 or None (got {timeout!r})")
-
-
 #: Only the first warns: a program for any machine may not need replicas.
 _first_warning = WarnOnce()
 
@@ -302,6 +299,7 @@ def _devices_to_use(
     module: nn.Module, device_ids: Sequence[DeviceLike] | None
 ) -> list[torch.device]:
     """Returns the devices of the replicas, or no device if the module is called directly."""
+    check_module(module)
     if device_ids is None:
         if devices := default_devices():
             return devices
@@ -309,19 +307,15 @@ def _devices_to_use(
         warns = communicates and not has_other_processes() and _first_warning()
         why, count = "this machine has no accelerator", "n"
     else:
-        if not isinstance(device_ids, Iterable) or isinstance(device_ids, str):
-            return usable_devices(device_ids)  # which refuses it
-        device_ids = list(device_ids)
-        if not device_ids:
+        check_list("device_ids", device_ids)
+        if not len(device_ids):
             raise ValueError("device_ids must name at least one device (got none)")
-        indices = [device for device in device_ids if is_int(device)]
-        if any(index < 0 for index in indices):
-            raise ValueError(f"device_ids must be indices of devices (got {device_ids})")
-        if len(indices) < len(device_ids) or accelerator() is not None:
+        indices = sum(map(is_int, device_ids))
+        if indices < len(device_ids) or accelerator() is not None:
             return usable_devices(device_ids)
-        warns = len(indices) > 1
+        warns = indices > 1
         why = f"device_ids={device_ids} are indices of accelerators, and this machine has none"
-        count = str(len(indices))
+        count = str(indices)
     if warns:
         warn(
             f"{why}: no replicas run; device_ids=['cpu'] * {count} makes replicas on the CPU",

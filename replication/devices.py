@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -49,28 +49,24 @@ def parse_device(device: DeviceLike) -> torch.device:
             device = torch.device(device)
         except RuntimeError as error:
             raise ValueError(f"{device!r} is not a device of torch; {_CPU_HINT}") from error
+    elif is_int(device):
+        if device == -1:  # torch's own spelling of the CPU as an output device
+            return _CPU
+        kind = accelerator()
+        if kind is None:
+            raise ValueError(
+                f"device {device} is the index of an accelerator, but there is none; {_CPU_HINT}"
+            )
+        return torch.device(kind, int(device))
     elif not isinstance(device, torch.device):
-        return _device_of_index(device)
+        raise TypeError(f"a device is an int, a str or a torch.device (got {device!r})")
     if device.type == "cpu":
         return _CPU
     if device.index is None and device_count(device.type):
         # MPS has a single device, and no function for the current one.
-        current = getattr(module_of(device), "current_device", int)
+        current = getattr(torch.get_device_module(device), "current_device", int)
         return torch.device(device.type, current())
     return device
-
-
-def _device_of_index(index: object) -> torch.device:
-    if not is_int(index):
-        raise TypeError(f"a device is an int, a str or a torch.device (got {index!r})")
-    if index == -1:  # torch's own spelling of the CPU as an output device
-        return _CPU
-    kind = accelerator()
-    if kind is None:
-        raise ValueError(
-            f"device {index} is the index of an accelerator, but there is none; {_CPU_HINT}"
-        )
-    return torch.device(kind, int(index))
 
 
 def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
@@ -100,11 +96,6 @@ def default_devices() -> list[torch.device]:
     return [] if kind is None else [torch.device(kind, i) for i in range(device_count(kind))]
 
 
-def module_of(device: torch.device) -> Any:
-    """Returns the module of torch for a device, such as `torch.cuda`."""
-    return torch.get_device_module(device)
-
-
 def device_of(replica: nn.Module) -> torch.device | None:
     """Returns the device of a replica's first parameter, buffer or other tensor, or None."""
     # Not `parameters()`, which is empty on replicas. Attributes come last, because torch's
@@ -122,7 +113,7 @@ def current_stream(device: torch.device) -> Any:
     """Returns the current stream of this thread on ``device``, or None if it has no streams."""
     if device.type in _WITHOUT_MODULE:
         return None
-    module = module_of(device)
+    module = torch.get_device_module(device)
     # `use_device` needs both of them.
     has_streams = hasattr(module, "current_stream") and hasattr(module, "stream")
     return module.current_stream(device) if has_streams else None
@@ -142,26 +133,21 @@ def current_streams(devices: Iterable[torch.device]) -> Streams:
     return {device: stream for device, stream in streams.items() if stream is not None}
 
 
-def use_streams(streams: Streams) -> AbstractContextManager[None]:
-    """Makes streams, but no device, current in a ``with`` block inside an autograd node."""
+def use_streams(streams: Streams) -> AbstractContextManager[object]:
+    """Makes streams, but no device, current until the end of a ``with`` block inside a node."""
     # Autograd orders only the stream of the node's own device, the current one, with the nodes
     # before and after. So the others wait for it, and it waits for them.
-    return _using(streams) if streams else nullcontext()
-
-
-@contextmanager
-def _using(streams: Streams) -> Iterator[None]:
-    with ExitStack() as stack:
-        for device, stream in streams.items():
-            module = module_of(device)
-            current = module.current_device()
-            of_node = module.current_stream(current)
-            if stream != of_node:
-                stream.wait_stream(of_node)
-                stack.callback(of_node.wait_stream, stream)
-            stack.enter_context(module.stream(stream))
-            stack.enter_context(module.device(current))
-        yield
+    stack = ExitStack()
+    for device, stream in streams.items():
+        module = torch.get_device_module(device)
+        current = module.current_device()
+        of_node = module.current_stream(current)
+        if stream != of_node:
+            stream.wait_stream(of_node)
+            stack.callback(of_node.wait_stream, stream)
+        stack.enter_context(module.stream(stream))
+        stack.enter_context(module.device(current))
+    return stack
 
 
 def to_device(tensor: Any, device: torch.device) -> Any:
@@ -169,18 +155,13 @@ def to_device(tensor: Any, device: torch.device) -> Any:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-class use_device(ExitStack):
-    """Makes ``device`` and ``stream`` current in a ``with`` block, where the backend has both."""
-
-    def __init__(self, device: torch.device, stream: Any) -> None:
-        super().__init__()
-        self._device, self._stream = device, stream
-
-    def __enter__(self) -> use_device:
-        if self._device.type not in _WITHOUT_MODULE:
-            module = module_of(self._device)
-            if hasattr(module, "device"):
-                self.enter_context(module.device(self._device))
-            if self._stream is not None:
-                self.enter_context(module.stream(self._stream))
-        return self
+def use_device(device: torch.device, stream: Any) -> AbstractContextManager[object]:
+    """Makes ``device`` and ``stream`` current until the end of a ``with`` block."""
+    stack = ExitStack()
+    if device.type not in _WITHOUT_MODULE:
+        module = torch.get_device_module(device)
+        if hasattr(module, "device"):
+            stack.enter_context(module.device(device))
+        if stream is not None:
+            stack.enter_context(module.stream(stream))
+    return stack

@@ -76,6 +76,8 @@ _BASES = (list, tuple, OrderedDict, defaultdict, dict, deque)
 _DICTS = (dict, OrderedDict, defaultdict)
 #: Types whose objects hold nothing. Most items and attributes are of these.
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
+#: Types that are certainly no containers.
+_LEAVES = PLAIN | {Tensor, nn.Parameter}
 #: Tuples that are never opened.
 _WHOLE = (PackedSequence, Scattered)
 #: Types that are never opened, even if a derived class is a dataclass. `object.__new__` cannot
@@ -259,8 +261,8 @@ def flatten_together(outputs: Sequence[Any]) -> tuple[list[Row], Spec]:
 
 
 def _flatten_into(rows: list[Row], path: Path, trees: tuple[Any, ...]) -> Spec:
-    opened = [open_any(tree) for tree in trees]
-    if not any(c is not None and _is_split(t) for c, t in zip(opened, trees, strict=True)):
+    opened = [] if _LEAVES.issuperset(map(type, trees)) else [open_any(tree) for tree in trees]
+    if not any(c is not None and _is_split(t) for c, t in zip(opened, trees, strict=False)):
         rows.append((path, trees))
         return Spec(None, [])
     first, columns = opened[0], []

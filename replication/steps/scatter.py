@@ -97,9 +97,9 @@ def scatter_kwargs(
     targets: Devices = [None] if target_gpus is None else usable_devices(target_gpus)
     args, named = tuple(inputs), dict(kwargs or {})
     if inputs_are_scattered:
-        arguments = (*args, *named.values())
+        scattered = [x for x in (*args, *named.values()) if isinstance(x, Scattered)]
         # A Scattered from a smaller batch may have fewer entries.
-        count = min([len(targets), *(len(x) for x in arguments if isinstance(x, Scattered))])
+        count = min([len(targets), *map(len, scattered)])
         args = tuple(_as_scattered(f"args[{i}]", x, count) for i, x in enumerate(args))
         named = {name: _as_scattered(name, x, count) for name, x in named.items()}
     if len(targets) == 1 and not any(isinstance(x, Scattered) for x in leaves_of((args, named))):
@@ -209,15 +209,10 @@ def split_leaf(leaf: Leaf, splits: list[Sizes], dim: int, devices: Devices) -> l
             f"{_title(leaf)} cannot be split like the Scattered beside it (got length {length}, "
             f"and sizes {' and '.join(map(str, splits)) or 'of no tensor'}); pass Scattered(parts)"
         )
-    return split_tensor(leaf.value, fitting[0], dim, devices)
-
-
-def split_tensor(tensor: Tensor, sizes: Sizes, dim: int, devices: Devices) -> list[Tensor]:
-    """Returns the parts of a tensor, each on its device."""
     # A part that stays is copied as well: an in-place change by one replica must change neither
     # the other parts nor the caller's tensor. A part that leaves is copied once: through a clone
     # it would come from pageable memory, also if the batch is in pinned memory.
-    views = tensor.split(sizes, dim)
+    views = leaf.value.split(fitting[0], dim)
     parts = list(map(moved, views, devices))
     return [p.clone() if p is view else p for p, view in zip(parts, views, strict=True)]
 
@@ -266,6 +261,8 @@ def moved(tree: Any, device: torch.device | None) -> Any:
     """Returns ``tree`` with its tensors on ``device``. None leaves them where they are."""
     if device is None:
         return tree
+    if isinstance(tree, Tensor):
+        return to_device(tree, device)
 
     def on_device(leaf: Any) -> Any:
         return to_device(leaf, device) if isinstance(leaf, (Tensor, PackedSequence)) else leaf

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ _REGISTERED = "_replication_callbacks"
 
 Callback = Callable[[nn.Module, CallbackContext, int], object]
 
-#: The callbacks of one copy: names for messages, and what to call with the context and copy index.
+#: Names for messages, and functions to be called with the context and the copy's index.
 Callbacks = list[tuple[str, Callable[[CallbackContext, int], object]]]
 
 
@@ -137,33 +138,32 @@ def connect_copies(
     kinds = {kind for kind in {type(c[0]) for _, c in positions} if hasattr(kind, CALLBACK)}
     devices = tuple(map(device_of, roots) if devices is None else devices)
     rendezvous = attach_rendezvous(roots)
-    found: list[tuple[Position, str, CallbackContext, list[Callbacks]]] = []
+    calls: list[list[Any]] = [[] for _ in roots]  # position, context, name and function, by copy
     for position in positions:
-        for copy in position[1]:
+        path, copies = position
+        context = None
+        for copy_id, copy in enumerate(copies):
             if type(copy) in kinds or CALLBACK in copy.__dict__ or _REGISTERED in copy.__dict__:
-                callbacks = [_callbacks_of(position, copy_id) for copy_id in range(size)]
-                if any(callbacks):
-                    context = CallbackContext(size, devices, position[0], rendezvous)
-                    found.append((position, path_or_root(position[0]), context, callbacks))
-                break
+                for name, callback in _callbacks_of(position, copy_id):
+                    context = context or CallbackContext(size, devices, path, rendezvous)
+                    calls[copy_id].append((position, context, name, callback))
     backward, current = current_backward(), this_thread.current
     try:
         for copy_id in range(size):
-            for position, path, context, callbacks in found:
+            for position, context, name, callback in calls[copy_id]:
+                path = path_or_root(position[0])
                 this_thread.current = CurrentReplica(rendezvous, copy_id, backward, path)
-                for name, callback in callbacks[copy_id]:
-                    try:
-                        callback(context, copy_id)
-                    except BaseException as error:
-                        where = f"in {name} of {label(position)}, copy {copy_id} of {size}"
-                        add_note(error, where)
-                        raise
+                try:
+                    callback(context, copy_id)
+                except BaseException as error:
+                    add_note(error, f"in {name} of {label(position)}, copy {copy_id} of {size}")
+                    raise
     finally:
         this_thread.current = current  # not in an `__exit__`, which a Ctrl-C may keep from running
 
 
 def _callbacks_of(position: Position, copy_id: int) -> Callbacks:
-    """Returns the names and functions to be called with the context and the copy's index."""
+    """Returns the callbacks of one copy, in order."""
     module = position[1][copy_id]
     callbacks: Callbacks = []
     method = getattr(module, CALLBACK, None)

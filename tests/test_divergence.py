@@ -168,11 +168,11 @@ CALLS: dict[str, tuple[Any, Any, str, str]] = {
     "dtype": (all_reduce, lambda g, x: g.all_reduce(x.float()), "float64", "float32"),
     "width": (
         lambda g, x: g.all_gather(x[None]), lambda g, x: g.all_gather(x[None, :2]),
-        r"float64 \[1, 3\]", r"float64 \[1, 2\]",
+        r"float64 \[\*, 3\]", r"float64 \[\*, 2\]",
     ),
     "scalar": (
         lambda g, x: g.all_gather(x), lambda g, x: g.all_gather(x.sum()),
-        r"float64 \[3\]", r"float64 \[\]",
+        r"float64 \[\*\]", r"float64 \[\]",
     ),
     "dtype in all_gather": (
         lambda g, x: g.all_gather(x), lambda g, x: g.all_gather(x.float()), "float64", "float32"
@@ -282,15 +282,6 @@ def test_module_path_is_that_within_the_network():
     net = nn.Sequential(nn.ReLU(), nn.Sequential(Repeat(Centering(), (1, 0))))
     with pytest.raises(ReplicasDiverged, match=r"`1\.0\.layer`, call 1"):
         DataParallel(net, several(2))(torch.randn(4, 2))
-
-
-def test_layer_that_is_the_root_has_a_name():
-    class Skips(Centering):
-        def forward(self, x: Tensor) -> Tensor:
-            return x if self._parallel_id == 1 else super().forward(x)
-
-    with pytest.raises(ReplicasDiverged, match=r"`\(root\)`, call 1: replica 0 waits"):
-        DataParallel(Skips(), several(2))(torch.randn(4, 2))
 
 
 class Program(Numbered):

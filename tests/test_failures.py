@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from replication import (
     DataParallel,
@@ -30,9 +29,7 @@ from tests.layers import (
     LayerError,
     Numbered,
     freed,
-    together,
     until_others_wait,
-    values,
 )
 from tests.sharded import BATCH, norm, run_sharded
 
@@ -144,28 +141,7 @@ def test_an_error_that_ends_programs_does_not_wait_for_the_other_replicas():
     assert caught.value.__notes__ == ["in replica 0 of 3 on cpu, module `(root)`"]
 
 
-# -- calls in backward, and in other threads ---------------------------------------------------
-
-
-class Asks(ReplicaAware, nn.Module):
-    """Notes whether it is in a recomputation, asked in a thread that the replica starts."""
-
-    def __init__(self, answers: list[bool]) -> None:
-        super().__init__()
-        self.answers = answers
-
-    def forward(self, x: Tensor) -> Tensor:
-        group = self.group
-        self.answers += values(together(lambda: group.recomputes))
-        return x * 2
-
-
-def test_a_thread_that_a_replica_starts_knows_whether_the_forward_is_a_recomputation():
-    answers: list[bool] = []
-    model = ours(Asks(answers), 2)
-    x = torch.randn(4, 3, requires_grad=True)
-    checkpoint(lambda x: model(x).square(), x, use_reentrant=False).sum().backward()
-    assert answers == [False, False, True, True]
+# -- calls in backward ---------------------------------------------------------------------------
 
 
 def test_a_backward_inside_the_forward_may_call_collectives():

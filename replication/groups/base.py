@@ -12,7 +12,7 @@ from torch import Tensor
 
 from replication._torch import has_other_derivatives
 from replication.errors import ReplicasDiverged, ReplicationError, is_int, listed, lost_derivatives
-from replication.sync.rendezvous import Rendezvous, current_replica, is_recomputation
+from replication.sync.rendezvous import current_replica, is_recomputation
 
 __all__ = ["Group", "SoloGroup"]
 
@@ -38,8 +38,8 @@ _DTYPES = (
 
 Tensors = tuple[Tensor, ...]
 
-#: The dtypes and shapes of some tensors.
-Layouts = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+#: The dtypes and shapes of some tensors. The string ``"*"`` is a dimension that may differ.
+Layouts = tuple[tuple[torch.dtype, tuple[int | str, ...]], ...]
 
 
 class Call(NamedTuple):
@@ -49,50 +49,38 @@ class Call(NamedTuple):
     #: The argument ``op`` or ``src``, as ``"op='sum'"`` (see `text_of`).
     option: str = ""
     layouts: Layouts = ()
-    #: Whether the first dimension may differ.
-    any_length: bool = False
-    #: Whether autograd records the call. None between replicas, where it may differ.
+    #: Whether autograd records the call. None where it may differ.
     requires_grad: bool | None = None
     #: The layer and the number of its call, between processes.
     where: str = ""
 
-    def backward(self, grad: Tensor) -> Call:
-        """Returns the call that a backward makes to compute the derivative of this one."""
-        name = f"{self.name.removesuffix('_backward')}_backward"
-        return Call(name, layouts=layouts_of([grad]), any_length=True)
-
     def __str__(self) -> str:
         tensors = ", ".join(
-            f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in self.layouts
+            f"{str(dtype).removeprefix('torch.')} [{', '.join(map(str, shape))}]"
+            for dtype, shape in self.layouts
         )
         text = f"{self.where}: " if self.where else ""
         text += f"{self.name}({self.option})" + (f" of {tensors}" if tensors else "")
-        if self.requires_grad is not None and self.layouts:
+        if self.requires_grad is not None:
             text += f" that {'requires' if self.requires_grad else 'does not require'} gradients"
         return text
-
-    def matching_key(self) -> tuple[object, ...]:
-        """Returns a value that is equal for all calls that match."""
-        if not self.any_length:
-            return self
-        layouts = tuple((dtype, len(shape), shape[1:]) for dtype, shape in self.layouts)
-        return (*self._replace(layouts=()), layouts)
 
 
 def check_same_call(
     calls: Sequence[tuple[object, str]], where: str, members: Sequence[int], kind: str
 ) -> None:
-    """Raises `ReplicasDiverged` unless all members make the call with the same key."""
-    if all(key == calls[0][0] for key, _ in calls):
-        return
+    """Raises `ReplicasDiverged` unless all members make the same call."""
+    # Each call is a value that is equal where calls match, and the text that names it.
     callers: dict[tuple[object, str], list[int]] = {}
     for member, call in zip(members, calls, strict=True):
         callers.setdefault(call, []).append(member)
-    found = "; ".join(f"{listed(ranks, kind)}: {text}" for (_, text), ranks in callers.items())
-    raise ReplicasDiverged(
-        f"{where}: the calls do not match: {found}. All must make the same calls in the same "
-        "order, with tensors of one dtype and shape (but all_gather takes any first dimension)."
-    )
+    if len(callers) > 1:
+        found = "; ".join(f"{listed(ranks, kind)}: {text}" for (_, text), ranks in callers.items())
+        raise ReplicasDiverged(
+            f"{where}: the calls do not match: {found}. All must make the same calls in the "
+            "same order, with tensors of one dtype and shape (but all_gather takes any first "
+            "dimension)."
+        )
 
 
 class Group(ABC):
@@ -125,11 +113,7 @@ class Group(ABC):
     @property
     def recomputes(self) -> bool:
         """Whether this call recomputes a checkpoint, so that a layer must not update its state."""
-        rendezvous = self._rendezvous  # also true in a thread that a replica has started
-        return is_recomputation() or (rendezvous is not None and rendezvous.in_backward)
-
-    #: The rendezvous of the forward, between replicas.
-    _rendezvous: Rendezvous | None = None
+        return is_recomputation()
 
     def _where(self) -> str:
         return repr(self)
@@ -145,8 +129,7 @@ class Group(ABC):
                 gradient of a maximum or minimum is divided evenly among the members that attain
                 it, as in `torch.amax`.
         """
-        self._check("all_reduce", (tensor,), op)
-        return self._run("all_reduce", (tensor,), op=op)[0]
+        return self._check_and_run("all_reduce", (tensor,), op=op)[0]
 
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Returns the tensors of all members, in the order of their ranks.
@@ -154,8 +137,7 @@ class Group(ABC):
         Args:
             tensor: Any shape. The first dimension may differ between members, and may be 0.
         """
-        self._check("all_gather", (tensor,))
-        return self._run("all_gather", (tensor,))
+        return self._check_and_run("all_gather", (tensor,))
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Tensor:
         """Reduces one tensor per member, and returns the result for this member.
@@ -176,8 +158,7 @@ class Group(ABC):
                 len(tensors) if is_list else describe_argument(tensors),
                 f"split one tensor by list(tensor.chunk({self.size}))",
             )
-        self._check("reduce_scatter", tensors, op)
-        return self._run("reduce_scatter", tuple(tensors), op=op)[0]
+        return self._check_and_run("reduce_scatter", tensors, op=op)[0]
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Returns the tensor of the member of rank ``src``.
@@ -186,10 +167,9 @@ class Group(ABC):
             tensor: Any shape. Shape and dtype must match on every member.
             src: A rank of this group.
         """
-        self._check("broadcast", (tensor,))
         if not is_int(src) or not 0 <= src < self.size:
             self._refuse(ValueError, f"broadcast takes a src from 0 to {self.size - 1}", repr(src))
-        return self._run("broadcast", (tensor,), src=src)[0]
+        return self._check_and_run("broadcast", (tensor,), src=src)[0]
 
     @abstractmethod
     def barrier(self) -> None:
@@ -228,13 +208,8 @@ class Group(ABC):
         text = f"{self._where()}: {requirement} (got {got})"
         raise error(f"{text}; {remedy}" if remedy else text)
 
-    def _check_use(self, name: str) -> None:
-        """Raises if no other member could answer a collective that is called here."""
-        return
-
-    def _check(self, name: str, tensors: Sequence[Any], *ops: Any) -> None:
-        """Raises unless a collective can be called here with these tensors and ops."""
-        self._check_use(name)
+    def _check_and_run(self, name: str, tensors: Sequence[Any], **option: Any) -> Tensors:
+        """Checks the arguments of the collective ``name``, and runs it."""
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 got, remedy = describe_argument(tensor), "torch.tensor makes one of a number"
@@ -249,20 +224,14 @@ class Group(ABC):
         if len(tensors) > 1 and len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
             got = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in tensors)
             self._refuse(ValueError, f"{name} takes tensors of one dtype on one device", got)
-        for op in ops:
+        if "op" in option:
+            op, dtype = option["op"], tensors[0].dtype
             if op not in tuple(_OPS):
                 self._refuse(ValueError, f"{name} knows the ops {', '.join(_OPS)}", repr(op))
-            if not _OPS[op](dtype := tensors[0].dtype):
+            if not _OPS[op](dtype):
                 remedy = "convert the tensor first"
                 self._refuse(TypeError, f"{name} has no {op} of this dtype", dtype, remedy)
-
-
-def callback_message(name: str) -> str:
-    """Returns the message for a collective that is called in a replication callback."""
-    return (
-        f"{name} in a replication callback; callbacks run one after the other, so that no other "
-        "copy can answer: call collectives in forward"
-    )
+        return self._run(name, tuple(tensors), **option)
 
 
 def describe_argument(value: Any) -> str:
@@ -277,8 +246,10 @@ def text_of(option: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in option.items())
 
 
-def layouts_of(tensors: Sequence[Tensor]) -> Layouts:
-    """Returns the dtypes and shapes of tensors, for a `Call`."""
+def layouts_of(tensors: Sequence[Tensor], any_length: bool = False) -> Layouts:
+    """Returns the dtypes and shapes of tensors, for a `Call`: of any first dimension, perhaps."""
+    if any_length:
+        return tuple((t.dtype, ("*", *t.shape[1:]) if t.dim() else ()) for t in tensors)
     return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
 
 
@@ -317,8 +288,6 @@ class SoloGroup(Group):
 
     def _check_use(self, name: str) -> None:
         current = current_replica()
-        if current is not None and current.in_callback:  # as in a larger group
-            raise ReplicationError(f"{self!r}: {callback_message(name)}")
         if self._layer and current is not None and (current.rendezvous.size or 0) > 1:
             raise ReplicationError(
                 f"{self._layer}: replica {current.replica} calls {name} of a group from outside "
@@ -333,4 +302,5 @@ class SoloGroup(Group):
         return (obj,)
 
     def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
+        self._check_use(name)
         return tuple(tensor.clone() for tensor in tensors)

@@ -102,8 +102,7 @@ class ReplicaAware(_Base):
         if isinstance(ctx, CallbackContext):
             # Not `ctx.group`, which a copy may have overwritten. Not `self._replica_group = ...`,
             # which is slow on a module.
-            group = CallbackContext.group(ctx, copy_id)
-            vars(self)["_replica_group"] = group
+            vars(self)["_replica_group"] = CallbackContext.group(ctx, copy_id)
             # Once per forward, because reading `WORLD` takes calls in Python.
             vars(self)["_is_one_process"] = GroupMember is None or GroupMember.WORLD is None
 
@@ -130,6 +129,8 @@ class ReplicaAware(_Base):
             return group  # the usual case, which each forward of a layer takes
         if group is None and self._warn_if_isolated():
             return SoloGroup()
+        if "group" in self._modules:
+            raise TypeError("`group` must be the group of the copies; rename the submodule")
         name = self._layer_name or type(self).__name__
         if has_other_processes(self.process_group):
             processes = ProcessGroup(self.process_group, name)

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from ctypes import string_at
 from functools import partial
 from hashlib import sha256
+from math import prod
 from struct import Struct
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -22,7 +23,7 @@ from torch.nn.functional import pad
 
 from replication._torch import device_of_group, is_batched, named_range, timeout_of, uncompiled
 from replication.devices import current_stream, use_device
-from replication.errors import ReplicationError, add_note
+from replication.errors import ReplicationError, add_note, has_type
 from replication.groups.base import (
     Call,
     Group,
@@ -151,18 +152,16 @@ class ProcessGroupHandle:
 # unpickled: unpickling could run any code.
 
 
-def packed_header(call: Call) -> bytes:
-    """Returns the first dimension if it may differ, the hash of what must match, and the text."""
-    shape = call.layouts[0][1] if call.any_length else ()
-    digest = sha256(repr(call.matching_key()).encode()).digest()
-    return _HEADER.pack(shape[0] if shape else 0, digest, str(call).encode())
+def packed_header(call: Call, length: int = 0) -> bytes:
+    """Returns a length, which may differ, the hash of the call, and its text."""
+    return _HEADER.pack(length, sha256(repr(call).encode()).digest(), str(call).encode())
 
 
-def unpacked_header(packed: bytes) -> tuple[int, bytes, str]:
-    """Returns length, hash and printable text, given any bytes of the right number."""
+def unpacked_header(packed: bytes) -> tuple[int, tuple[bytes, str]]:
+    """Returns the length, and hash and printable text, given any bytes of the right number."""
     length, digest, encoded = _HEADER.unpack(packed)
     text = encoded.rstrip(b"\0").decode(errors="replace")
-    return length, digest, "".join(c if c.isprintable() else "\ufffd" for c in text)
+    return length, (digest, "".join(c if c.isprintable() else "\ufffd" for c in text))
 
 
 # -- the group ------------------------------------------------------------------------------------
@@ -182,14 +181,9 @@ class Collective(Function):
     """Runs a collective in an autograd graph. ``derivative`` consists of such collectives."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        collective: Callable[[Tensor], Tensor],
-        derivative: Callable[[Tensor], Tensor],
-        tensor: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, collective: Any, derivative: Any, tensor: Tensor) -> Tensor:
         ctx.derivative = derivative
-        return collective(tensor)
+        return collective(tensor)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
@@ -263,12 +257,6 @@ class ProcessGroup(Group):
             )
         return process_group
 
-    def __deepcopy__(self, memo: Any) -> ProcessGroup:
-        return ProcessGroup(self.process_group, self._name)  # between the same processes
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a ProcessGroup cannot be pickled: it connects the processes of this run")
-
     def _where(self) -> str:
         return f"`{self._name}`, rank {self.rank}"
 
@@ -291,18 +279,17 @@ class ProcessGroup(Group):
                     self._compare(call)
                 yield call
         except Exception as error:
-            if not issubclass(type(error), ReplicationError):
+            if not has_type(error, ReplicationError):
                 add_note(error, f"in {call}, rank {self.rank} of {self.size}")
                 add_note(error, _REMEDY)
             raise
 
-    def _compare(self, call: Call) -> list[int]:
+    def _compare(self, call: Call, length: int = 0) -> list[int]:
         """Raises `ReplicasDiverged` if the ranks' calls do not match. Returns their lengths."""
-        rows = stacked(self._to_tensor(packed_header(call)), self.process_group).cpu()
+        rows = stacked(self._to_tensor(packed_header(call, length)), self.process_group)
         headers = [unpacked_header(_to_bytes(row)) for row in rows]
-        calls = [header[1:] for header in headers]
-        check_same_call(calls, f"`{self._name}`", range(self.size), "rank")
-        return [header[0] for header in headers]
+        check_same_call([call for _, call in headers], f"`{self._name}`", range(self.size), "rank")
+        return [length for length, _ in headers]
 
     def _to_tensor(self, data: bytes) -> Tensor:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -316,14 +303,17 @@ class ProcessGroup(Group):
         tensor: Tensor,
     ) -> Tensor:
         """Runs a collective in an autograd graph. Its backward is a separate call."""
-        # `derivative` gets the call of the backward and the gradient of the result.
+        # `derivative` gets the call of the backward, which has one name for all orders, and the
+        # gradient of the result.
         if is_batched(tensor):
             raise ReplicationError(
                 "collectives between processes take no batched gradients; compute one at a time"
             )
 
+        name = f"{call.name.removesuffix('_backward')}_backward"
+
         def backward(grad: Tensor) -> Tensor:
-            of_backward = call.backward(grad)
+            of_backward = Call(name, layouts=layouts_of([grad], any_length=True))
             with self._calling(of_backward):
                 return derivative(of_backward, grad)
 
@@ -345,10 +335,9 @@ class ProcessGroup(Group):
         """
         # Not torch.distributed.all_gather_object, which needs NumPy.
         pickled = self._to_tensor(pickle.dumps(obj))
-        call = Call("all_gather_object", layouts=layouts_of([pickled]), any_length=True)
-        with self._calling(call) as call:
+        with self._calling(Call("all_gather_object")) as call:
             parts = self._all_gather(call, pickled)
-            return tuple(pickle.loads(_to_bytes(part.cpu())) for part in parts)
+        return tuple(pickle.loads(_to_bytes(part)) for part in parts)
 
     @uncompiled
     def exchange(
@@ -369,7 +358,7 @@ class ProcessGroup(Group):
             layouts: Dtypes and shapes that must match on all ranks.
             requires_grad: Whether autograd records the call.
         """
-        with self._calling(Call(name, "", layouts, False, requires_grad)) as call:
+        with self._calling(Call(name, "", layouts, requires_grad)) as call:
             return self._stack(call, tensor) if stack else self._sum(call, tensor)
 
     def prefers_gather(self, tensor: Tensor) -> bool:
@@ -388,9 +377,8 @@ class ProcessGroup(Group):
     def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
         """Counts a call, and hands it to the method of its name: `_all_reduce`, for example."""
         requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        layouts, any_length = layouts_of(tensors), name == "all_gather"
-        call = Call(name, text_of(option), layouts, any_length, requires_grad)
-        with self._calling(call) as call:
+        layouts = layouts_of(tensors, any_length=name == "all_gather")
+        with self._calling(Call(name, text_of(option), layouts, requires_grad)) as call:
             return getattr(self, f"_{name}")(call, *tensors, **option)  # type: ignore[no-any-return]
 
     def _all_reduce(self, call: Call, tensor: Tensor, op: ReduceOp) -> Tensors:
@@ -404,11 +392,15 @@ class ProcessGroup(Group):
     def _all_gather(self, call: Call, tensor: Tensor) -> Tensors:
         # With NCCL the headers travel through the current device.
         with use_device(tensor.device, current_stream(tensor.device)):
-            lengths = self._compare(call)
-        if tensor.dim() == 0:
-            return tuple(entry.clone() for entry in self._stack(call, tensor))
-        rows = self._stack(call, _padded(tensor, max(lengths)))
-        return tuple(row[:n].clone() for row, n in zip(rows, lengths, strict=True))
+            lengths = self._compare(call, len(tensor) if tensor.dim() else 0)
+        shapes = [(n, *tensor.shape[1:]) if tensor.dim() else () for n in lengths]
+        sizes = [prod(shape) for shape in shapes]
+        values = tensor.reshape(-1)
+        if len(values) < max(sizes):  # backends need the same shape on all ranks
+            # Not `torch.cat`, which ignores an empty vector, in backward as well.
+            values = pad(values, [0, max(sizes) - len(values)])
+        rows = zip(self._stack(call, values), sizes, shapes, strict=True)
+        return tuple(row[:size].view(shape).clone() for row, size, shape in rows)
 
     def _reduce_scatter(self, call: Call, *tensors: Tensor, op: ReduceOp) -> Tensors:
         mine = tensors[self.rank]
@@ -505,15 +497,7 @@ class ProcessGroup(Group):
         return distributed.get_global_rank(self.process_group, rank)
 
 
-def _padded(tensor: Tensor, length: int) -> Tensor:
-    """Appends zeros up to a length, because backends need the same shape on all ranks."""
-    missing = length - len(tensor)
-    if missing and 0 in tensor.shape[1:]:  # older releases of torch do not pad such tensors
-        return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
-    # Not `torch.cat`, which ignores an empty vector, in backward as well.
-    return pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing]) if missing else tensor
-
-
 def _to_bytes(tensor: Tensor) -> bytes:
-    """Copies the bytes of a tensor on the CPU, without NumPy."""
+    """Returns the values of a vector of bytes, without NumPy."""
+    tensor = tensor.cpu()
     return string_at(tensor.data_ptr(), len(tensor))

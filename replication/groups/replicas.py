@@ -6,7 +6,6 @@ differentiable operations, so no thread waits in backward.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,7 +23,7 @@ from replication._torch import (
     set_grad_modes,
 )
 from replication.devices import to_device
-from replication.errors import ReplicationError, is_int, path_or_root
+from replication.errors import ReplicationError, path_or_root
 from replication.groups.base import (
     Call,
     Group,
@@ -32,7 +31,6 @@ from replication.groups.base import (
     ReduceOp,
     SoloGroup,
     Tensors,
-    callback_message,
     check_same_call,
     layouts_of,
     reduce_tensors,
@@ -95,7 +93,6 @@ class CallbackContext:
         callback.
 
         Raises:
-            TypeError: ``copy_id`` is not an int.
             IndexError: There is no such copy.
             ReplicationError: The context is a copy, and belongs to no forward.
         """
@@ -106,7 +103,7 @@ class CallbackContext:
 #: requires gradients, whether the thread is in inference mode, and the number of autograd nodes
 #: that the thread has made. A plain tuple is faster to make than a named one.
 Request = tuple[
-    tuple[str, str, Layouts, bool], Any, Callable[[list[Any]], Iterable[Any]], bool, bool, int
+    tuple[str, str, Layouts], Any, Callable[[list[Any]], Iterable[Any]], bool, bool, int
 ]
 
 
@@ -129,8 +126,6 @@ class Communicator:
 
     def group(self, rank: int) -> Group:
         size = len(self.replicas)
-        if type(rank) is not int and not is_int(rank):
-            raise TypeError(f"a copy_id is an int (got {rank!r})")
         if not 0 <= rank < size:
             raise IndexError(f"`{self.layer}` has copies 0 to {size - 1} (got copy_id {rank})")
         if size == 1:
@@ -161,9 +156,7 @@ class Communicator:
         calls, messages, merges, requires_grad, inferring, nodes = zip(*requests, strict=True)
         if calls.count(calls[0]) < len(calls):
             where = site(self.path, self.exchange.calls[self.replicas[0]])
-            described = [
-                (call.matching_key(), str(call)) for call in itertools.starmap(Call, calls)
-            ]
+            described = [(call, str(Call(*call))) for call in calls]
             check_same_call(described, where, self.replicas, "replica")
         most, grad, inference = max(nodes), any(requires_grad), all(inferring)
         if nodes_made() < most:
@@ -212,11 +205,7 @@ class ReplicaGroup(Group):
     def __init__(self, rank: int, size: int, communicator: Communicator) -> None:
         self.rank, self.size = rank, size
         self._communicator = communicator
-        self._rendezvous = communicator.rendezvous  # None in a copy
         self._replica = communicator.replicas[rank]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.rank, self.size, self._communicator)
 
     def _where(self) -> str:
         return f"`{self._communicator.path}`, replica {self._replica}"
@@ -226,7 +215,7 @@ class ReplicaGroup(Group):
         """Whether this thread is in a backward that began after the replica's forward."""
         # No other replica would answer a call.
         current, began_in = this_thread.current, NO_BACKWARD
-        if current is not None and current.rendezvous is self._rendezvous:
+        if current is not None and current.rendezvous is self._communicator.rendezvous:
             began_in = current.backward
         return current_backward() != began_in
 
@@ -243,7 +232,6 @@ class ReplicaGroup(Group):
         layouts: Layouts = (),
         requires_grad: bool = False,
         option: str = "",
-        any_length: bool = False,
     ) -> ReplyT:
         """Sends a message and returns the reply. One member computes the replies to all members.
 
@@ -254,56 +242,52 @@ class ReplicaGroup(Group):
             message: Any object.
             merge: Returns the replies by rank, given the messages by rank. The function of rank 0
                 is called, in the thread of the last member to arrive.
-            layouts: Dtypes and shapes that must match on every member.
+            layouts: Dtypes and shapes that must match on every member. Leave out what may differ.
             requires_grad: Whether the message holds a tensor that requires gradients. If it is
                 true on any member, ``merge`` runs with grad enabled.
             option: An argument of the call that must match on every member.
-            any_length: Whether the first dimension in ``layouts`` may differ.
 
         Raises:
             ReplicationError: As `Group`. Also if no other member could answer the call.
         """
-        communicator, replica = self._communicator, self._replica
-        rendezvous = self._rendezvous or communicator.live_rendezvous()
-        current = this_thread.current
-        if (
-            current is None
-            or current.rendezvous is not rendezvous
-            or current.replica != replica
-            or current.path  # in a callback
-        ):
-            self._check_use(name)
+        communicator, rendezvous = self._communicator, self._checked_rendezvous(name)
         # Autograd orders nodes by how many nodes each thread has made before. All members count up
         # to the same number after a merge, so that the order does not depend on who merged.
         counts = requires_grad and not torch.is_anomaly_enabled()
         nodes = nodes_made() or 1 if counts else 0
-        call, infers = (name, option, layouts, any_length), torch.is_inference_mode_enabled()
+        call, infers = (name, option, layouts), torch.is_inference_mode_enabled()
         request: Request = (call, message, merge, requires_grad, infers, nodes)
-        reply, nodes = communicator.exchange(rendezvous, replica, request, communicator.merge)
+        reply, nodes = communicator.exchange(
+            rendezvous, self._replica, request, communicator.merge
+        )
         if nodes_made() < nodes:
             count_nodes_up_to(nodes)
         return reply  # type: ignore[no-any-return]
 
-    def _check_use(self, name: str) -> None:
-        rendezvous, replica = self._communicator.live_rendezvous(), self._replica
-        current = this_thread.current
+    def _checked_rendezvous(self, name: str) -> Rendezvous:
+        """Returns the rendezvous. Raises if no other member could answer a call made here."""
+        rendezvous = self._communicator.rendezvous or self._communicator.live_rendezvous()
+        replica, current = self._replica, this_thread.current
         if current is None or current.rendezvous is not rendezvous:
             if not rendezvous.has_left(replica):
-                return
+                return rendezvous
             text = (
                 f"{name} of a group whose forward has ended; get the group afresh in each "
                 "forward, call no collectives in hooks or custom backwards, and leave the layer "
                 "out of activation checkpoints"
             )
-        elif current.in_callback:
-            text = callback_message(name)
+        elif current.path:  # a callback runs
+            text = (
+                f"{name} in a replication callback; callbacks run one after the other, so that "
+                "no other copy can answer: call collectives in forward"
+            )
         elif current.replica != replica:
             text = (
                 f"replica {current.replica} calls {name} of the group of copy {replica}; pass "
                 "ctx.group the copy_id that the callback receives"
             )
         else:
-            return
+            return rendezvous
         raise ReplicationError(f"{self._where()}: {text}")
 
     def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
@@ -314,10 +298,9 @@ class ReplicaGroup(Group):
             name,
             tensors,
             lambda messages: merge([tuple(map(recordable, m)) for m in messages], **option),
-            layouts=layouts_of(tensors),
+            layouts=layouts_of(tensors, any_length=name == "all_gather"),
             requires_grad=any(tensor.requires_grad for tensor in tensors),
             option=text_of(option),
-            any_length=name == "all_gather",
         )
         return results if grad_enabled else tuple(result.detach() for result in results)
 

@@ -461,11 +461,6 @@ class CurrentReplica(NamedTuple):
     path: str = ""
 
     @property
-    def in_callback(self) -> bool:
-        """Whether a replication callback runs, and not the forward."""
-        return bool(self.path)
-
-    @property
     def is_one_of_several(self) -> bool:
         """Whether it is one of several replicas, or inside one."""
         rendezvous: Rendezvous | None = self.rendezvous

@@ -198,8 +198,8 @@ def calls_of_all_gather_that_do_not_match_are_named_in_every_rank(rank: int) -> 
     group.barrier()
     diverges(
         lambda: group.all_gather(torch.ones(2, 3 + rank)),
-        "`head`: the calls do not match: rank 0: `head`, call 2: all_gather() of float32 [2, 3] "
-        "that does not require gradients; rank 1: `head`, call 2: all_gather() of float32 [2, 4] ",
+        "`head`: the calls do not match: rank 0: `head`, call 2: all_gather() of float32 [*, 3] "
+        "that does not require gradients; rank 1: `head`, call 2: all_gather() of float32 [*, 4] ",
     )
     gathers = group.all_gather if rank else group.all_gather_object
     diverges(lambda: gathers(torch.ones(2)), "rank 0: `head`, call 3: all_gather_object()")
@@ -232,10 +232,10 @@ def tensors_that_require_gradients_on_some_ranks_only_are_named(rank: int) -> No
     group, x, y = ProcessGroup(), torch.ones(2, requires_grad=rank == 0), torch.ones(2)
     with torch.no_grad():
         assert torch.cat(group.all_gather(x)).eq(1).all()
-    required = "float32 [2] that requires gradients; rank 1"
+    required = "that requires gradients; rank 1"
     diverges(lambda: group.all_gather(x), required, "does not require gradients. All")
     with debugging():
-        diverges(lambda: group.reduce_scatter([y, x]), f"float32 [2], {required}")
+        diverges(lambda: group.reduce_scatter([y, x]), f"float32 [2], float32 [2] {required}")
 
 
 @debugging()
@@ -269,11 +269,11 @@ def all_calls_are_compared(rank: int) -> None:
 def backwards_are_compared_and_named_after_their_calls(rank: int) -> None:
     group, x = ProcessGroup(name="spine"), torch.ones(2, requires_grad=True)
     calls = {
-        "all_reduce_backward() of float32 [2]": group.all_reduce(x),
-        "all_reduce_backward() of float32 [2, 2]": group.all_reduce(x, "max"),
-        "all_gather_backward() of float32 [2, 2]": group.all_gather(x)[1],
-        "reduce_scatter_backward() of float32 [4]": group.reduce_scatter([x, x]),
-        "broadcast_backward() of float32 [2]": group.broadcast(x),
+        "all_reduce_backward() of float32 [*]": group.all_reduce(x),
+        "all_reduce_backward() of float32 [*, 2]": group.all_reduce(x, "max"),
+        "all_gather_backward() of float32 [*, 2]": group.all_gather(x)[1],
+        "reduce_scatter_backward() of float32 [*]": group.reduce_scatter([x, x]),
+        "broadcast_backward() of float32 [*]": group.broadcast(x),
     }
     # Gradients of a scattered result differ in length, which is no mismatch.
     tensors = [torch.ones(2 + i, requires_grad=True) for i in range(2)]
@@ -329,7 +329,7 @@ def copies_go_on_with_the_others(rank: int) -> None:
     layer(torch.ones(3, 2))
     group = copy.deepcopy({"group": ProcessGroup()})["group"]
     assert group.all_gather_object(rank) == (0, 1)
-    with pytest.raises(TypeError, match="cannot be pickled"):
+    with pytest.raises(TypeError, match="cannot pickle"):
         pickle.dumps(group)
 
 
@@ -411,69 +411,12 @@ def test_two_ranks(two, check):
 # -- headers -----------------------------------------------------------------------------------
 
 
-def test_a_header_has_one_size_and_survives_packing():
-    shapes = [(), (2,), (3, 0), tuple(range(40))]
-    calls = [
-        Call("all_gather", layouts=((torch.float32, shape),), any_length=True, where="`a`, call 1")
-        for shape in shapes
-    ]
-    calls += [
-        calls[1]._replace(where="`" + "\N{BLACK STAR}" * 200),
-        calls[1]._replace(option="x" * 1000),
-    ]
-    packed = [packed_header(call) for call in calls]
-    assert len(set(map(len, packed))) == 1
-    lengths, _, texts = zip(*map(unpacked_header, packed), strict=True)
-    assert lengths == (0, 2, 3, 0, 2, 2)
-    assert list(texts[:4]) == list(map(str, calls[:4]))
-    for text, call in zip(texts[4:], calls[4:], strict=True):
-        assert str(call).startswith(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-
-
-def digest_of(call: Call) -> bytes:
-    return unpacked_header(packed_header(call))[1]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"name": "all_reduce"},
-        {"option": "op='max'"},
-        {"layouts": ((torch.float64, (2, 3)),)},
-        {"layouts": ((torch.float32, (2, 4)),)},
-        {"layouts": ((torch.float32, (2, 3, 1)),)},
-        {"any_length": False},
-        {"requires_grad": True},
-        {"where": "`head`, call 2"},
-    ],
-    ids=str,
-)
-def test_headers_differ_where_calls_do(change):
-    call = Call(
-        "all_gather",
-        layouts=((torch.float32, (2, 3)),),
-        any_length=True,
-        requires_grad=False,
-        where="`head`, call 1",
-    )
-    assert digest_of(call._replace(**change)) != digest_of(call)
-    longer = call._replace(layouts=((torch.float32, (5, 3)),))
-    assert digest_of(longer) == digest_of(call)
-    vector, scalar = (call._replace(layouts=((torch.float32, shape),)) for shape in [(2,), ()])
-    assert digest_of(vector) != digest_of(scalar)
-
-
-def test_calls_of_all_backwards_of_a_collective_have_one_name():
-    first = Call("all_gather", where="`head`, call 1").backward(torch.ones(2))
-    second = first.backward(torch.ones(2))
-    assert [str(call) for call in (first, second)] == ["all_gather_backward() of float32 [2]"] * 2
-
-
 def test_calls_whose_texts_are_cut_before_they_differ_are_named_one_by_one():
     calls = [Call("all_gather", option="x" * 1000 + end) for end in "ab"]
-    described = [unpacked_header(packed_header(call))[1:] for call in calls]
+    lengths, headers = zip(*[unpacked_header(packed_header(c, 3)) for c in calls], strict=True)
+    assert lengths == (3, 3)
     with pytest.raises(ReplicasDiverged, match=r"rank 0: all_gather\(x+; rank 1: all_gather\(x+"):
-        check_same_call(described, "`head`", range(2), "rank")
+        check_same_call(headers, "`head`", range(2), "rank")
 
 
 # -- other groups, and the end of groups -------------------------------------------------------

@@ -195,39 +195,39 @@ def revert_model(module: ModuleT) -> ModuleT:
         ``module``, changed in place.
     """
     check_module(module)
+    for layer in module.modules():
+        _revert(layer)
     left_alone = [
         f"`{path_or_root(path)}` ({type(layer).__name__})"
         for path, layer in module.named_modules()
-        if not _revert(layer) and isinstance(layer, SynchronizedBatchNorm)
+        if isinstance(layer, SynchronizedBatchNorm)
     ]
     if left_alone:
         warn(f"these layers of other classes stay synchronized: {', '.join(left_alone)}")
     return module
 
 
-def _revert(layer: nn.Module) -> bool:
-    """Undoes `_convert`, or `replace`. Returns whether the layer was converted."""
+def _revert(layer: Any) -> None:
+    """Undoes `_convert`, or `replace`."""
     plain = PLAIN.get(type(layer))
-    if isinstance(layer, nn.DataParallel) and vars(layer).pop(_CONVERTED, False):
+    if vars(layer).pop(_CONVERTED, False):
         if type(layer) is DataParallel:
             layer.__class__ = nn.DataParallel  # type: ignore[assignment]
         else:
             patch_replication_callback(layer).remove()
-    elif (is_replaced := revert_replaced(layer)) or plain is not None:
-        process_group = getattr(layer, "process_group", None)
+    elif not revert_replaced(layer) and plain is not None:
+        process_group = layer.process_group
         for name in _OF_COPIES:
             vars(layer).pop(name, None)
-        if plain is not None and not is_replaced:
-            layer.__class__ = plain
-        if isinstance(layer, nn.SyncBatchNorm):
+        layer.__class__ = plain
+        if plain is nn.SyncBatchNorm:
             layer.process_group = process_group
-    else:
-        return False
-    return True
 
 
-_PLAIN_NAMES = {kind.__name__: kind for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)}
-
+_PATCHED = {
+    plain.__name__: SYNCHRONIZED[plain]
+    for plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+}
 #: The open blocks of `patch_sync_batchnorm`, and the classes that the first of them replaced.
 _blocks: list[object] = []
 _replaced: dict[str, Any] = {}
@@ -254,14 +254,14 @@ def patch_sync_batchnorm() -> Iterator[None]:
     try:
         with _changing_names():
             _blocks.append(block)
-            for name, plain in _PLAIN_NAMES.items() if len(_blocks) == 1 else ():
+            for name, synchronized in _PATCHED.items() if len(_blocks) == 1 else ():
                 _replaced[name] = getattr(nn, name)
-                setattr(nn, name, SYNCHRONIZED[plain])
+                setattr(nn, name, synchronized)
         yield
     finally:
         with _changing_names():
             if block in _blocks:  # otherwise an interrupt came first
                 _blocks.remove(block)
-                for name, plain in _PLAIN_NAMES.items() if not _blocks else ():
-                    if getattr(nn, name) is SYNCHRONIZED[plain]:
+                for name, synchronized in _PATCHED.items() if not _blocks else ():
+                    if getattr(nn, name) is synchronized:
                         setattr(nn, name, _replaced[name])

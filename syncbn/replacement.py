@@ -25,10 +25,12 @@ _KEPT = vars(nn.BatchNorm2d(1, device="meta")).keys()
 
 
 class _Before(NamedTuple):
+    """What `replace` has changed of a layer."""
+
     kind: type[nn.Module]
-    #: Attributes that the new layer has otherwise.
+    #: The former values of attributes that the new layer has otherwise.
     changed: dict[str, Any]
-    #: Attributes that only the new layer has.
+    #: Attributes that it did not have.
     added: list[str]
 
 
@@ -73,7 +75,8 @@ def replace(layer: nn.Module, new: nn.Module) -> None:
     attributes = vars(layer)
     others = {name: value for name, value in vars(new).items() if name not in _KEPT}
     changed = {name: attributes[name] for name in others if name in attributes}
-    added = [name for name in others if name not in attributes]
+    # `convert_model` sets the name later.
+    added = [name for name in (*others, "_layer_name") if name not in attributes]
     before = _Before(type(layer), changed, added)
     layer.__class__ = type(new)
     attributes.update(others, _modules=new._modules, **{_RECORD: before})

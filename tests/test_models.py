@@ -117,13 +117,6 @@ def unet() -> nn.Module:
     return nets.UNet(3, 2, 3, channels=(4, 8, 8), strides=(2, 2), num_res_units=2, norm="batch")
 
 
-def segresnet() -> nn.Module:
-    """Segments volumes, and normalizes before it convolves."""
-    nets = package("monai.networks.nets")
-    blocks = {"blocks_down": (1, 1, 1), "blocks_up": (1, 1)}
-    return nets.SegResNet(3, 4, in_channels=2, out_channels=3, norm="batch", **blocks)
-
-
 def generator() -> nn.Module:
     nets = package("monai.networks.nets")
     return nets.Generator((4,), (8, 2, 2), (6, 4, 2), (2, 2, 2), num_res_units=2, norm="batch")
@@ -212,7 +205,6 @@ trainings = pytest.mark.parametrize(
         pytest.param(Images(mobilenet, [2, 32, 32], [4, 4]), id="mobilenet"),
         pytest.param(Images(segformer, [2, 16, 16], [8, 8]), id="segformer"),
         pytest.param(Volumes(unet, [2, 8, 8, 8], [8, 8, 8]), id="unet"),
-        pytest.param(Volumes(segresnet, [2, 8, 8, 8], [8, 8, 8]), id="segresnet"),
         pytest.param(Adversarial(), id="gan"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from functools import partial
 
 import pytest
@@ -79,6 +78,8 @@ def test_unreplicated_layer_equals_torchs_layer_bit_for_bit(pair, options, repli
     reference = randomized(plain_with(plain, **options))
     layer = synchronized(3, **options)
     layer.load_state_dict(reference.state_dict(), strict=True)
+    reference.load_state_dict(layer.state_dict(), strict=True)
+    assert layer.state_dict()._metadata == reference.state_dict()._metadata
     model = DataParallel(layer, several(4)) if replicated else layer
     for training in (True, True, False):
         reference.train(training)
@@ -96,24 +97,6 @@ def test_unreplicated_layer_equals_torchs_layer_bit_for_bit(pair, options, repli
         for p, q in zip(reference.parameters(), layer.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad)
         assert_same_buffers(reference, layer, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_state_dicts_are_torchs_in_both_directions(options):
-    for plain, synchronized, _ in PAIRS:
-        reference, layer = plain_with(plain, **options), synchronized(3, **options)
-        reference.load_state_dict(layer.state_dict(), strict=True)
-        layer.load_state_dict(reference.state_dict(), strict=True)
-        assert layer.state_dict()._metadata == reference.state_dict()._metadata
-
-
-def test_a_checkpoint_from_before_num_batches_tracked_loads():
-    state = SynchronizedBatchNorm2d(3).state_dict()
-    del state["num_batches_tracked"]
-    state._metadata[""]["version"] = 1
-    layer = SynchronizedBatchNorm2d(3)
-    layer.load_state_dict(state, strict=True)
-    assert layer.num_batches_tracked.item() == 0
 
 
 @pytest.mark.parametrize(("plain", "synchronized", "shape"), PAIRS)
@@ -284,22 +267,6 @@ def test_without_running_statistics_training_spans_the_replicas_and_evaluation_d
     torch.testing.assert_close(y, whole if training else local)
 
 
-def test_a_layer_used_twice_in_a_forward_counts_twice():
-    class Twice(nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x):
-            return self.layer(self.layer(x).relu() * 2)
-
-    reference = Twice(nn.BatchNorm1d(3, dtype=torch.float64))
-    model = DataParallel(Twice(SynchronizedBatchNorm1d(3, dtype=torch.float64)), several(3))
-    x = torch.randn(7, 3, dtype=torch.float64)
-    torch.testing.assert_close(model(x), reference(x))
-    assert_same_buffers(reference, model.module)
-
-
 def test_all_shards_empty_is_torchs_empty_batch():
     reference, layer = nn.BatchNorm1d(3), SynchronizedBatchNorm1d(3)
     shards = [torch.randn(0, 3, requires_grad=True) for _ in range(3)]
@@ -376,23 +343,6 @@ def test_bad_group_size_is_refused(size, error, text):
 def test_an_unknown_eps_mode_is_refused(mode):
     with pytest.raises(ValueError, match="'plus' or 'clamp'"):
         set_sbn_eps_mode(mode)
-
-
-def run_without_callbacks(layer: nn.Module) -> None:
-    parallel_apply(replicate(layer, several(3)), [(torch.randn(4, 3),)] * 3)
-
-
-@pytest.mark.cpu("calls replicas with inputs of one device")
-def test_it_warns_once_per_layer_and_not_in_evaluation():
-    layer = SynchronizedBatchNorm1d(3).eval()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run_without_callbacks(layer)
-        assert caught == []
-        layer.train()
-        for _ in range(3):
-            run_without_callbacks(layer)
-    assert len(caught) == 1
 
 
 class Counting(nn.Module):

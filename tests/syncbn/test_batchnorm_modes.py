@@ -17,11 +17,13 @@ from tests.sharded import randomized
 
 @pytest.mark.parametrize("track", [True, False])
 @pytest.mark.parametrize("replica", range(3))
-def test_a_single_replica_evaluates_alone(track, replica):
-    """pytorch#48988, #22538: the others never come."""
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_single_replica_evaluates_alone(track, replica, connected):
+    """pytorch#48988, #22538: the others never come. It does not warn that it is not connected."""
     layer = SynchronizedBatchNorm1d(3, track_running_stats=track).eval()
     replicas = replicate(layer, ["cpu"] * 3)
-    execute_replication_callbacks(replicas)
+    if connected:
+        execute_replication_callbacks(replicas)
     x = torch.randn(4, 3)
     expected = nn.BatchNorm1d(3, track_running_stats=track).eval()(x)
     assert torch.equal(replicas[replica](x), expected)

@@ -137,16 +137,6 @@ def test_program_for_the_older_toolkit_runs_unchanged(tmp_path):
     assert done.stdout == "done syncbn.batchnorm\n", done.stderr
 
 
-def test_modules_are_attributes_of_what_contains_them(package):
-    module = importlib.import_module(f"{package}.comm")
-    parent, _, name = package.rpartition(".")
-    if parent:
-        assert getattr(sys.modules[parent], name) is sys.modules[package]
-    assert sys.modules[package].comm is module
-    assert {"SyncMaster", "FutureResult"} <= set(dir(module))
-    assert importlib.reload(module).SyncMaster is replication.SyncMaster
-
-
 def test_a_package_in_no_package_is_not_found():
     syncbn.stand_in_for("nowhere.sync_batchnorm")
     with pytest.raises(ModuleNotFoundError, match="nowhere"):

@@ -24,7 +24,6 @@ from replication.callbacks import CALLBACK
 from replication.groups.processes import ProcessGroupHandle
 from replication.patch import runs_callbacks
 from syncbn import (
-    DataParallelWithCallback,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
@@ -346,25 +345,13 @@ def test_layer_that_is_registered_as_well_is_not_warned_of(recwarn):
     assert not recwarn.list
 
 
-def test_a_stock_data_parallel_keeps_its_settings_and_gains_callbacks():
-    wrapper = nn.DataParallel(nn.Sequential(nn.BatchNorm1d(3)))
-    # As they are where there are accelerators; without one torch leaves them unset.
-    wrapper.device_ids, wrapper.output_device, wrapper.dim = [1, 0], 1, 1
-    converted = convert_model(wrapper)
-    assert converted is wrapper
-    assert isinstance(converted, DataParallelWithCallback)
-    assert (wrapper.device_ids, wrapper.output_device, wrapper.dim) == ([1, 0], 1, 1)
-    assert type(wrapper.module[0]) is SynchronizedBatchNorm1d
-    revert_model(wrapper)
-    assert type(wrapper) is nn.DataParallel
-    assert type(wrapper.module[0]) is nn.BatchNorm1d
-
-
 @pytest.mark.parametrize("kind", [nn.DataParallel, CustomDataParallel, DataParallel])
 def test_a_round_trip_leaves_nothing_on_a_wrapper_or_its_layers(kind):
     wrapper = kind(nn.BatchNorm1d(3), *([2] if kind is CustomDataParallel else []))
     before = dict(vars(wrapper)), dict(vars(wrapper.module))
     assert runs_callbacks(type(convert_model(wrapper)))
+    assert isinstance(wrapper, DataParallel) or kind is CustomDataParallel
+    assert {name: vars(wrapper)[name] for name in before[0]} == before[0]
     for model in (wrapper, copy.deepcopy(wrapper)):
         assert model(torch.randn(4, 3)).shape == (4, 3)
     wrapper.module.reset_running_stats()

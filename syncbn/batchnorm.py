@@ -72,10 +72,9 @@ def set_sbn_eps_mode(mode: str) -> None:
 
 def check_group_size(size: int | None) -> None:
     """Raises TypeError or ValueError unless ``size`` is None or a positive int."""
-    if size is not None and not is_int(size):
-        raise TypeError(f"group_size must be an int or None (got {size!r})")
-    if size is not None and size < 1:
-        raise ValueError(f"group_size must be at least 1 (got {size})")
+    if size is not None and (not is_int(size) or size < 1):
+        error = ValueError if is_int(size) else TypeError
+        raise error(f"group_size must be an int of at least 1, or None (got {size!r})")
 
 
 class SynchronizedBatchNorm(ReplicaAware, _Base):

@@ -90,9 +90,7 @@ _BY_SAMPLE = (
 
 KindName = Literal["synchronized", "plain", "left alone", "by sample", "wrapper"]
 
-_CONTAINERS = (list, tuple, dict)
 _CONVERTIBLE = "convert_model synchronizes it"
-_PER_SAMPLE = "nothing to synchronize: works per sample"
 
 
 class Kind(NamedTuple):
@@ -186,11 +184,12 @@ def counterpart(layer: nn.Module) -> type[nn.Module]:
 
 def out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields each batch norm in a plain list, tuple or dict, with the path of the attribute."""
+    containers = list, tuple, dict
     modules = dict(root.named_modules())
     seen = set(modules.values())
     for path, module in modules.items():
         for name, value in vars(module).items():
-            for leaf in leaves_of(value, open_builtin) if isinstance(value, _CONTAINERS) else ():
+            for leaf in leaves_of(value, open_builtin) if isinstance(value, containers) else ():
                 for layer in leaf.modules() if isinstance(leaf, nn.Module) else ():
                     if isinstance(layer, _BatchNorm) and layer not in seen:
                         seen.add(layer)
@@ -242,8 +241,9 @@ class Summary(ShownAsTable):
             if kind.name != "by sample"
         ]
         by_sample = Counter(la.layer for la in self.layers if la.kind.name == "by sample")
+        note = "nothing to synchronize: works per sample"
         rows += [
-            (f"({count} layer{'s' * (count > 1)})", layer, "by sample", _PER_SAMPLE)
+            (f"({count} layer{'s' * (count > 1)})", layer, "by sample", note)
             for layer, count in sorted(by_sample.items())
         ]
         if not rows:

@@ -104,9 +104,11 @@ def network() -> nn.Module:
 
 
 @reads("""
-    ReplicasDiverged: the replicas have diverged: `1.layer`, call 1: replica 0 waits; replica 1
-    has ended. Every replica must make the same calls in the same order: look for branches that
-    depend on data, and for layers in eval() in one replica only.
+    ReplicasDiverged: the replicas have diverged. Every replica must make the same calls in the
+    same order: look for branches that depend on data, and for layers in eval() in one replica
+    only.
+      replica 0: waits at `1.layer`, call 1
+      replica 1: has ended
 """)
 def test_a_replica_skips_a_layer():
     """vacancy#44, pt#44957"""
@@ -115,8 +117,10 @@ def test_a_replica_skips_a_layer():
 
 
 @reads("""
-    ReplicasDiverged: `1.0`, call 1: replica 0 waits, and replica 1 did not begin within 0.01 s.
-    Replicas that communicate must run at the same time, each in a thread of its own.
+    ReplicasDiverged: replica 1 did not begin within 0.01 s. Replicas that communicate must run at
+    the same time, each in a thread of its own.
+      replica 0: waits at `1.0`, call 1
+      replica 1: has not begun
 """)
 def test_replicas_are_called_one_after_the_other():
     replicas = replicate(network(), CPUS)

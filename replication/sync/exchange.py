@@ -43,11 +43,6 @@ class Exchange:
         self.master = master
         self._round = Round(self.calls)
 
-    def add(self, replica: int) -> None:
-        """Lets another replica take part. The rendezvous' lock is held."""
-        self.calls[replica] = 0
-        self._round.missing.add(replica)
-
     def __call__(
         self, rendezvous: Rendezvous, replica: int, message: Any, merge: Merge | None
     ) -> Any:

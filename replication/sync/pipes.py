@@ -75,27 +75,22 @@ class FutureResult:
             ReplicaFailed: Another replica raised.
             ReplicasDiverged: No replica can put a result any more.
         """
-        while True:
-            with suppress(KeyError):  # empty, or another getter was faster
-                return self._box.pop("result")[0]
-            self._await_result()
-
-    def _await_result(self) -> None:
         current = current_replica()
         rendezvous = current.rendezvous if current else Rendezvous(None)
         replica = current.replica if current else 0
-        # While this lock is held no replica can end, so a replica that puts counts as running.
-        with rendezvous.lock:
-            if self._box:
-                return
-            wait = rendezvous.begin_wait(replica, (), "FutureResult", 1)
-            self._waits.append(wait)
-            if self._box:  # `put` has not seen the wait
-                rendezvous.end_waits([wait])
-        try:
-            wait.block()
-        finally:
-            self._waits.remove(wait)
+        while True:
+            # While this lock is held no replica can end, so a replica that puts counts as running.
+            with rendezvous.lock:
+                with suppress(KeyError):  # empty, or another getter was faster
+                    return self._box.pop("result")[0]
+                wait = rendezvous.begin_wait(replica, (), "FutureResult", 1)
+                self._waits.append(wait)
+                if self._box:  # `put` has not seen the wait
+                    rendezvous.end_waits([wait])
+            try:
+                wait.block()
+            finally:
+                self._waits.remove(wait)
 
 
 #: The identifier of the master's own message, and the replica that the master is in.
@@ -129,7 +124,8 @@ class Channel(Exchange):
                     "replica has one slave, and the master's replica none"
                 )
             self.slaves[replica] = identifier
-            self.add(replica)
+            self.calls[replica] = 0
+            self._round.missing.add(replica)
         return SlavePipe(identifier, partial(self, rendezvous, replica))
 
 

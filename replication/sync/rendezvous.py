@@ -24,7 +24,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -65,8 +65,8 @@ class Abort(NamedTuple):
     def error(self, replica: int | None = None, site: str = "") -> ReplicationError:
         """Makes the error of a replica that is at a call, or of the caller of the forward."""
         # A new error each: the traceback of a shared one would grow with each replica.
-        tells_all = self.kind in (ReplicasDiverged, ReplicasTimedOut)  # where every replica is
-        where = "" if replica is None or tells_all else f" Replica {replica} was at {site}."
+        names_all = self.kind in (ReplicasDiverged, ReplicasTimedOut)  # see `_positions`
+        where = "" if replica is None or names_all else f" Replica {replica} was at {site}."
         error = self.kind(self.reason + where)
         error.__cause__ = self.cause
         return error
@@ -341,7 +341,12 @@ class Rendezvous:
             for replica, progress in enumerate(self._progress)
         )
         if cannot_end or not can_progress:
-            self._abort_waits(ReplicasDiverged, self._divergence())
+            self._abort_waits(
+                ReplicasDiverged,
+                "the replicas have diverged. Every replica must make the same calls in the same "
+                "order: look for branches that depend on data, and for layers in eval() in one "
+                f"replica only.{self._positions()}",
+            )
 
     def _run_of(self, wait: Wait) -> int:
         return self._progress[wait.replica].runs
@@ -371,9 +376,9 @@ class Rendezvous:
             if late:
                 self._abort_waits(
                     ReplicasDiverged,
-                    f"{wait.site}: replica {wait.replica} waits, and {listed(late)} did not begin "
-                    f"within {STALL_TIMEOUT:g} s. Replicas that communicate must run at the same "
-                    "time, each in a thread of its own.",
+                    f"{listed(late)} did not begin within {STALL_TIMEOUT:g} s. Replicas that "
+                    "communicate must run at the same time, each in a thread of its own."
+                    f"{self._positions()}",
                 )
 
     def limit_time(self, seconds: float) -> None:
@@ -382,48 +387,30 @@ class Rendezvous:
     def time_out(self) -> ReplicationError:
         """Fails all waits of a forward that has not ended by its deadline. Returns the error."""
         # Without the lock, because it runs code of the replicas' modules.
-        spots = [self.locate(r, progress.thread) for r, progress in enumerate(self._progress)]
+        locations = [self.locate(r, progress.thread) for r, progress in enumerate(self._progress)]
         with self.lock:
-            states = [
-                f"{progress} {spot if progress.depth else ''}".rstrip()
-                for progress, spot in zip(self._progress, spots, strict=True)
-            ]
-            for wait in self._waits:
-                states[wait.replica] = f"waits at {wait.site}"
             self._abort_waits(
                 ReplicasTimedOut,
                 f"the replicas must end within {self._timeout:g} s, the timeout, which has passed:"
-                + "".join(f"\n  replica {r}: {state}" for r, state in enumerate(states)),
+                f"{self._positions(locations)}",
             )
             assert self.abort is not None
             return self.abort.error()
 
-    def _divergence(self) -> str:
-        """Returns the message that says where every replica is. The lock is held."""
-        waits = sorted(self._waits, key=lambda wait: wait.replica)
-        sites: dict[str, list[int]] = {}
-        for wait in waits:
-            sites.setdefault(wait.site, []).append(wait.replica)
-        parts = [
-            f"{where}: {listed(replicas)} wait{'s' if len(replicas) == 1 else ''}"
-            for where, replicas in sites.items()
-        ]
-        earliest, waiting = min(map(self._run_of, waits)), {wait.replica for wait in waits}
+    def _positions(self, locations: Sequence[str] | None = None) -> str:
+        """Returns a line for each replica that says where it is. The lock is held."""
+        positions = []
         for replica, progress in enumerate(self._progress):
-            # A replica that runs, or has not begun, may still arrive.
-            if replica not in waiting and progress.is_over(earliest):
-                parts.append(f"replica {replica} {progress}")
-        outside = [wait.replica for wait in waits if not self._progress[wait.replica].depth]
-        if outside:
-            parts.append(
-                f"{listed(outside)} called it outside the forward (in a recomputation, by another"
-                " method, or through a part of the replica)"
-            )
-        return (
-            f"the replicas have diverged: {'; '.join(parts)}. Every replica must make the same "
-            "calls in the same order: look for branches that depend on data, and for layers in "
-            "eval() in one replica only."
-        )
+            location = locations[replica] if locations and progress.depth else ""
+            positions.append(f"{progress} {location}".rstrip())
+        for wait in self._waits:
+            positions[wait.replica] = f"waits at {wait.site}"
+            if not self._progress[wait.replica].depth:
+                positions[wait.replica] += (
+                    ", outside the forward (in a recomputation, by another method, or through a "
+                    "part of the replica)"
+                )
+        return "".join(f"\n  replica {r}: {position}" for r, position in enumerate(positions))
 
 
 # The holder may not exist in the child. Re-entrant: a signal handler or a finalizer may

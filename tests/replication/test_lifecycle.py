@@ -141,7 +141,7 @@ def test_hooks_of_the_root_run_once_per_replica(wrap):
 
 def test_omitted_replica_does_not_block_the_others():
     replicas = watched(Centering(), 3)
-    with pytest.raises(ReplicasDiverged, match="replica 2 does not run"):
+    with pytest.raises(ReplicasDiverged, match="replica 2: does not run"):
         parallel_apply(replicas[:2], [torch.ones(1, 1)] * 2)
 
 
@@ -162,7 +162,7 @@ def test_replica_with_fewer_micro_batches_does_not_block_the_others(monkeypatch)
     monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.05)
     # 3 samples for two replicas: 2 and 1, so that the second replica has one micro-batch only.
     model = patched(ByMicroBatches)(Centering(), 2)
-    with pytest.raises(ReplicasDiverged, match="replica 0 waits, and replica 1 did not begin"):
+    with pytest.raises(ReplicasDiverged, match="replica 1 did not begin"):
         model(torch.randn(3, 2))
 
 
@@ -510,7 +510,7 @@ def test_a_replica_that_is_kept_after_its_forward_is_given_up(
     net.kept.clear()
     if part == "replica":  # which may not run alone
         monkeypatch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.05)
-        with pytest.raises(ReplicasDiverged, match=f"replica {index} waits.*did not begin"):
+        with pytest.raises(ReplicasDiverged, match=f"replica {1 - index} did not begin"):
             replica(torch.randn(4, 3))
     else:
         with pytest.raises(

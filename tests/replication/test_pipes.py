@@ -598,7 +598,7 @@ def test_future_serves_two_replicas():
 
 
 def test_get_in_a_replica_fails_when_no_replica_can_put():
-    with pytest.raises(ReplicasDiverged, match=r"`FutureResult`, call 1: replica 1 waits"):
+    with pytest.raises(ReplicasDiverged, match=r"replica 1: waits at `FutureResult`, call 1"):
         DataParallel(Hands(puts=False), ["cpu"] * 2)(torch.zeros(2))
 
 

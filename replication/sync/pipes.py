@@ -229,19 +229,18 @@ class SyncMaster:
         with _registration():
             outside = self._outside_forward
             if outside is None or any(outside[1].calls.values()):
-                self._end_outside("new slaves have been registered; this pipe is of an older set.")
+                self.reset()
                 outside = self._outside_forward = Rendezvous(None), Channel("SyncMaster")
             return outside[1].register(outside[0], identifier)
 
     def reset(self) -> None:
         """Drops slaves that an interrupted program registered outside a forward."""
         with _registration():
-            self._end_outside("the SyncMaster has been reset.")
-
-    def _end_outside(self, reason: str) -> None:
-        if self._outside_forward is not None:
-            self._outside_forward[0].close(reason)
-            self._outside_forward = None
+            if self._outside_forward is not None:
+                self._outside_forward[0].close(
+                    "this slave was dropped, by reset or because new slaves have been registered."
+                )
+                self._outside_forward = None
 
     def _slaves(self) -> tuple[Rendezvous, Channel] | None:
         """Returns the rendezvous of the current slaves and their channel, if there are any."""

@@ -322,8 +322,9 @@ class Rendezvous:
         # The lock is held, and a wait has begun or stalled, or a replica has ended.
         if not self._waits or self.size is None or self.abort is not None:
             return
+        runs = {wait.replica: self._progress[wait.replica].runs for wait in self._waits}
         cannot_end = any(
-            self._progress[needed].is_over(self._run_of(wait))
+            self._progress[needed].is_over(runs[wait.replica])
             for wait in self._waits
             for needed in wait.missing
         )
@@ -335,9 +336,8 @@ class Rendezvous:
             for wait in self._waits
             if have_stalled or self._progress[wait.replica].thread in threads
         }
-        latest = max(map(self._run_of, self._waits))
         can_progress = any(
-            replica not in blocked and not progress.is_over(latest)
+            replica not in blocked and not progress.is_over(max(runs.values()))
             for replica, progress in enumerate(self._progress)
         )
         if cannot_end or not can_progress:
@@ -348,18 +348,16 @@ class Rendezvous:
                 f"replica only.{self._positions()}",
             )
 
-    def _run_of(self, wait: Wait) -> int:
-        return self._progress[wait.replica].runs
-
     def _abort_waits(
         self, kind: type[ReplicationError], reason: str, cause: BaseException | None = None
-    ) -> None:
+    ) -> Abort:
         """Fails all waits, for the reason of the first call. The lock is held."""
         # Later calls fail the waits that an interrupt of an earlier one has left.
         self.abort = self.abort or Abort(kind, reason, cause)
         for wait in self._waits:
             wait.abort = self.abort
         self.end_waits(self._waits[:])
+        return self.abort
 
     def fail_if_stalled(self, wait: Wait) -> None:
         """Fails all waits at the deadline, or when a doubtful wait has taken `STALL_TIMEOUT`."""
@@ -389,13 +387,12 @@ class Rendezvous:
         # Without the lock, because it runs code of the replicas' modules.
         locations = [self.locate(r, progress.thread) for r, progress in enumerate(self._progress)]
         with self.lock:
-            self._abort_waits(
+            abort = self._abort_waits(
                 ReplicasTimedOut,
                 f"the replicas must end within {self._timeout:g} s, the timeout, which has passed:"
                 f"{self._positions(locations)}",
             )
-            assert self.abort is not None
-            return self.abort.error()
+        return abort.error()
 
     def _positions(self, locations: Sequence[str] | None = None) -> str:
         """Returns a line for each replica that says where it is. The lock is held."""

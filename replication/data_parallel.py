@@ -14,11 +14,9 @@ from replication.callbacks import CALLBACK, connect_copies
 from replication.devices import (
     DeviceLike,
     accelerator,
-    check_available,
     default_devices,
     parse_device,
     parse_devices,
-    usable_devices,
 )
 from replication.errors import check_list, check_module, checked_names, is_int
 from replication.groups.processes import has_other_processes
@@ -131,7 +129,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
         if not devices:
             return
         target = devices[0] if output_device is None else parse_device(output_device)
-        check_available(target)
         self.src_device_obj = devices[0]
         self.output_device = _torch_spelling(target)
         if all(device.type == "cuda" for device in devices):
@@ -312,7 +309,7 @@ def _devices_to_use(
             raise ValueError("device_ids must name at least one device (got none)")
         indices = sum(map(is_int, device_ids))
         if indices < len(device_ids) or accelerator() is not None:
-            return usable_devices(device_ids)
+            return parse_devices(device_ids)
         warns = indices > 1
         why = f"device_ids={device_ids} are indices of accelerators, and this machine has none"
         count = str(indices)

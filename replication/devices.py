@@ -43,7 +43,7 @@ def device_count(kind: str) -> int:
 
 
 def parse_device(device: DeviceLike) -> torch.device:
-    """Makes a `torch.device` from an index, a string or a device. Accelerators get an index."""
+    """Makes a `torch.device` of this machine, with an index if it is an accelerator."""
     if isinstance(device, str):
         try:
             device = torch.device(device)
@@ -57,16 +57,18 @@ def parse_device(device: DeviceLike) -> torch.device:
             raise ValueError(
                 f"device {device} is the index of an accelerator, but there is none; {_CPU_HINT}"
             )
-        return torch.device(kind, int(device))
+        device = torch.device(kind, int(device))
     elif not isinstance(device, torch.device):
         raise TypeError(f"a device is an int, a str or a torch.device (got {device!r})")
-    if device.type == "cpu":
-        return _CPU
-    if device.index is None and device_count(device.type):
-        # MPS has a single device, and no function for the current one.
-        current = getattr(torch.get_device_module(device), "current_device", int)
-        return torch.device(device.type, current())
-    return device
+    if device.type in _WITHOUT_MODULE:
+        return _CPU if device.type == "cpu" else device
+    if (device.index or 0) >= device_count(device.type):
+        raise ValueError(f"this machine has no device {str(device)!r}; {_CPU_HINT}")
+    if device.index is not None:
+        return device
+    # MPS has a single device, and no function for the current one.
+    current = getattr(torch.get_device_module(device), "current_device", int)
+    return torch.device(device.type, current())
 
 
 def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
@@ -74,20 +76,6 @@ def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
     if isinstance(devices, (str, int, torch.device)):
         raise TypeError(f"expected a list of devices (got {devices!r})")
     return [device if device == _CPU else parse_device(device) for device in devices]
-
-
-def usable_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
-    """Parses a list of devices, and raises ValueError unless replicas can run on each."""
-    parsed = parse_devices(devices)
-    for device in dict.fromkeys(parsed):
-        check_available(device)
-    return parsed
-
-
-def check_available(device: torch.device) -> None:
-    """Raises ValueError if replicas cannot run on ``device`` on this machine."""
-    if device.type not in _WITHOUT_MODULE and (device.index or 0) >= device_count(device.type):
-        raise ValueError(f"this machine has no device {str(device)!r}; {_CPU_HINT}")
 
 
 def default_devices() -> list[torch.device]:

@@ -55,11 +55,10 @@ class Patched:
         """Does nothing, so that a hook of the original class does not run."""
 
     @extended
-    def replicate(self, unpatched: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def replicate(self: Any, unpatched: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Makes the replicas, gives them their own hooks, and runs their callbacks."""
         replicas = unpatched(*args, **kwargs)
-        roots = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, nn.Module)]
-        originals = {id(module) for root in roots for _, module in layers_of(root)}
+        originals = {id(module) for _, module in layers_of(self.module)}
         for replica in replicas:
             for _, module in layers_of(replica):
                 if id(module) not in originals:  # else its class returns itself as its replica

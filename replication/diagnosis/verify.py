@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from replication._torch import compiled_module
 from replication.data_parallel import DataParallel
-from replication.devices import DeviceLike, usable_devices
+from replication.devices import DeviceLike, parse_devices
 from replication.diagnosis.table import ShownAsTable, Table
 from replication.errors import ReplicationError, add_note, check_module, path_or_root
 from replication.groups.layer import ReplicaAware
@@ -171,7 +171,7 @@ def verify(
     _check_layers(model)
     if tolerance is None:
         tolerance = 1e-6 if dtype is torch.float64 else 1e-3
-    devices = usable_devices(device_ids)
+    devices = parse_devices(device_ids)
 
     def run(on: Sequence[torch.device], noise: torch.Generator | None = None) -> Step:
         cast = partial(_cast, dtype=dtype, noise=noise)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from replication._torch import SequenceKey
-from replication.devices import DeviceLike, check_available, parse_device, to_device
+from replication.devices import DeviceLike, parse_device, to_device
 from replication.errors import check_list, checked_names
 from replication.tree import (
     Path,
@@ -53,11 +53,9 @@ def gather(
     Raises:
         ValueError: The outputs differ in structure, or tensors cannot be joined.
     """
-    device = parse_device(target_device)
-    check_available(device)
     return join_leaves(
         outputs,
-        partial(_joined, device, dim),
+        partial(_joined, parse_device(target_device), dim),
         gather_to_one_device,
         checked_names("except_keywords", except_keywords),
     )

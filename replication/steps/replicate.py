@@ -20,7 +20,7 @@ from replication._torch import (
     is_compiled_wrapper,
     shell_state,
 )
-from replication.devices import DeviceLike, to_device, usable_devices
+from replication.devices import DeviceLike, parse_devices, to_device
 from replication.errors import check_module, lost_derivatives
 from replication.modules import Position, check_initialized, layers_of
 from replication.steps.broadcast import broadcast, copy_buffers
@@ -82,7 +82,7 @@ def replicate(
         NotImplementedError: A transform of `torch.func` or a forward-mode derivative is active.
     """
     check_module(network)
-    replicas, _ = make_replicas(network, usable_devices(devices), detach)
+    replicas, _ = make_replicas(network, parse_devices(devices), detach)
     return replicas
 
 

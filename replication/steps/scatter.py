@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from replication._torch import SequenceKey
-from replication.devices import DeviceLike, to_device, usable_devices
+from replication.devices import DeviceLike, parse_devices, to_device
 from replication.errors import checked_names
 from replication.tree import (
     Leaf,
@@ -56,7 +56,7 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
         ValueError: Tensors differ in length or fit no `Scattered` beside them.
     """
     leaves, spec = flatten(inputs)
-    parts = split_leaves(leaves, usable_devices(target_gpus), dim)
+    parts = split_leaves(leaves, parse_devices(target_gpus), dim)
     return [unflatten(spec, part) for part in parts]
 
 
@@ -94,7 +94,7 @@ def scatter_kwargs(
     if not isinstance(inputs, (tuple, list)):
         raise TypeError(f"inputs must be a tuple of arguments (got {type(inputs).__name__})")
     cpu_keywords = checked_names("cpu_keywords", cpu_keywords)
-    targets: Devices = [None] if target_gpus is None else usable_devices(target_gpus)
+    targets: Devices = [None] if target_gpus is None else parse_devices(target_gpus)
     args, named = tuple(inputs), dict(kwargs or {})
     if inputs_are_scattered:
         scattered = [x for x in (*args, *named.values()) if isinstance(x, Scattered)]

@@ -383,17 +383,15 @@ def test_a_number_names_a_key_and_a_position_only_in_a_path():
 @pytest.mark.parametrize(
     ("devices", "order"),
     [
-        (["cuda:1", "cuda:0"], [1, 0]),
-        (["cuda:2", "cuda:0", "cuda:2", "cuda:1"], [1, 3, 0, 2]),
+        (["meta:2", "cpu", "meta:2", "meta:1"], [1, 3, 0, 2]),
         (["cpu"] * 4, [0, 1, 2, 3]),
-        (["meta:3", "meta:1", "meta:2"], [1, 2, 0]),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("sorts", [False, True])
 def test_all_leaves_have_the_order_of_the_devices(devices, order, sorts):
     model = echo(2, sort_and_gather=sorts, except_keywords=["kept"])
-    model.device_ids = devices  # of replicas on devices that this machine may lack
+    model.device_ids = devices
     outputs = [
         {"x": torch.tensor([i, i]), "n": i, "kept": torch.tensor([i]), "t": torch.tensor(i)}
         for i in range(len(devices))

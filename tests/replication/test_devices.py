@@ -14,6 +14,7 @@ from replication import (
     DataParallel,
     execute_replication_callbacks,
     gather,
+    parallel_apply,
     replicate,
     scatter,
     scatter_kwargs,
@@ -23,7 +24,7 @@ from replication.devices import (
     current_stream,
     default_devices,
     device_of,
-    usable_devices,
+    parse_devices,
     use_device,
 )
 from syncbn import SynchronizedBatchNorm1d
@@ -95,13 +96,13 @@ def test_torch_that_names_no_accelerator_keeps_a_list_of_types(monkeypatch):
 def test_a_backend_needs_neither_streams_nor_a_current_device(monkeypatch):
     module = SimpleNamespace(device_count=lambda: 2)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    first, second = usable_devices(["hpu", "hpu:1"])
+    first, second = parse_devices(["hpu", "hpu:1"])
     assert (first, second) == (torch.device("hpu:0"), torch.device("hpu:1"))
     assert current_stream(second) is None
     with use_device(second, None):
         pass
     with pytest.raises(ValueError, match="this machine has no device 'hpu:2'"):
-        usable_devices(["hpu:2"])
+        parse_devices(["hpu:2"])
 
 
 CPU_BUILD = """
@@ -166,9 +167,10 @@ def test_device_of_a_replica_comes_from_its_first_tensor():
         lambda: replicate(nn.Linear(3, 2), ["cuda:0"]),
         lambda: scatter(X, ["cuda:0"]),
         lambda: scatter_kwargs((X,), None, ["cuda:0"]),
+        lambda: parallel_apply([nn.ReLU()] * 2, [X, X], devices=["cpu", "cuda:0"]),
         lambda: gather([X, X], "cuda:0"),
     ],
-    ids=["replicate", "scatter", "scatter_kwargs", "gather"],
+    ids=["replicate", "scatter", "scatter_kwargs", "parallel_apply", "gather"],
 )
 def test_each_step_refuses_a_device_that_is_not_there(call):
     with pytest.raises(ValueError, match="this machine has no device 'cuda:0'"):

@@ -149,6 +149,23 @@ class Centering(nn.Module):
         return [(identifier, total / count) for identifier, _ in intermediates]
 
 
+def echoed(*args: Any, **kwargs: Any) -> Any:
+    """The only argument, or a dict of all arguments."""
+    return args[0] if len(args) == 1 and not kwargs else {"args": args, **kwargs}
+
+
+class Echo(nn.Module):
+    """Returns its arguments, and remembers what each replica was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []  # the replicas share it
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append((args, kwargs))
+        return echoed(*args, **kwargs)
+
+
 class LayerError(Exception):
     """An error that only the tests raise."""
 

@@ -223,11 +223,7 @@ class ReplicaThread(threading.Thread):
     def __init__(
         self, index: int, call: Callable[[], Any], torch_threads: int, done: Outcomes
     ) -> None:
-        # From 3.14 on a thread would keep a copy of the caller's context, also if it never starts.
-        own: dict[str, Any] = (
-            {"context": contextvars.Context()} if sys.version_info >= (3, 14) else {}
-        )
-        super().__init__(name=f"replica-{index}", daemon=True, **own)
+        super().__init__(name=f"replica-{index}", daemon=True)
         # Two threads cannot enter the same Context, so each has a copy.
         self._work = index, call, contextvars.copy_context(), torch_threads, done
 

@@ -21,7 +21,6 @@ from replication import (
     register_replication_callback,
     replicate,
 )
-from replication._torch import HOOKS
 from replication.modules import layers_of
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.faults import WRAPS, N
@@ -494,45 +493,6 @@ def test_callbacks_run_once_where_a_replicate_of_the_users_runs_them_itself():
     model = Runs(Recorder([], "root"), 2)
     patch_replication_callback(model)
     assert recorded(model) == BOTH
-
-
-class HooksItself(nn.Module):
-    """Registers a hook on a layer of its replica, as `torch.nn.utils` and profilers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Identity()
-        self.calls: list[Any] = []
-        self.layer.register_forward_hook(lambda *args: self.calls.append("own"))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.layer.register_forward_hook(lambda layer, *args: self.calls.append(id(layer)))
-        return self.layer(x)
-
-
-class AsTorchReplicates(CustomDataParallel):
-    """Makes replicas that share the dictionaries of hooks, as torch's `replicate` does."""
-
-    def replicate(self, module: Any, device_ids: Any) -> Any:
-        replicas = super().replicate(module, device_ids)
-        for replica in replicas:
-            for name, own in replica.named_modules():
-                for hooks in HOOKS:
-                    vars(own)[hooks] = vars(module.get_submodule(name))[hooks]
-        return replicas
-
-
-@pytest.mark.parametrize("kind", [CustomDataParallel, AsTorchReplicates])
-def test_hooks_that_a_replica_adds_do_not_reach_the_layer(kind):
-    net = HooksItself()
-    model = kind(net, 2)
-    patch_replication_callback(model)
-    for _ in range(2):
-        model(torch.ones(4, 1))
-    hooks = [call for call in net.calls if call != "own"]
-    assert net.calls.count("own") == 4
-    assert len(hooks) == 4  # one for each replica and forward
-    assert len(net.layer._forward_hooks) == 1
 
 
 def test_stock_data_parallel_without_an_accelerator_calls_the_module():

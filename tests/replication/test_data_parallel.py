@@ -28,7 +28,9 @@ from tests.junk import nested
 from tests.layers import (
     AsTorchDoes,
     Centering,
+    Echo,
     Numbered,
+    echoed,
 )
 from tests.pairwise import pairwise
 from tests.stepping import batch, network, ours, patched, step
@@ -124,7 +126,7 @@ def test_empty_list_of_devices_is_refused(device_ids):
         DataParallel(nn.ReLU(), device_ids)
 
 
-@pytest.mark.parametrize("device_ids", ["cpu", torch.device("cpu"), ["cpu", None], ["cpu", 1.5]])
+@pytest.mark.parametrize("device_ids", ["cpu", torch.device("cpu"), 2, ["cpu", None]])
 def test_what_names_no_devices_is_refused(device_ids):
     with pytest.raises(TypeError):
         DataParallel(nn.ReLU(), device_ids)
@@ -239,9 +241,10 @@ def test_function_passes_keyword_arguments():
     assert torch.equal(output, x + 1)
 
 
-def test_function_takes_output_device_and_dimension():
+@pytest.mark.parametrize("dim", [1, -1])
+def test_function_takes_output_device_and_dimension(dim):
     x = torch.randn(2, 6)
-    output = data_parallel(nn.ReLU(), x, ["cpu"] * 3, "cpu", dim=1)
+    output = data_parallel(nn.ReLU(), x, ["cpu"] * 3, "cpu", dim=dim)
     assert torch.equal(output, x.relu())
 
 
@@ -355,16 +358,6 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-class Echo(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.seen.append((args, kwargs))
-        return args, kwargs
-
-
 @settings(max_examples=60)
 @given(args=ARGS, kwargs=KWARGS)
 def test_the_module_sees_the_same_with_and_without_replicas(args, kwargs):
@@ -376,7 +369,7 @@ def test_the_module_sees_the_same_with_and_without_replicas(args, kwargs):
     def emptied(leaf: Any) -> Any:
         return "tensor" if isinstance(leaf, Tensor) else leaf
 
-    asked = (tuple(args), kwargs)
+    asked, returned = (tuple(args), kwargs), echoed(*args, **kwargs)
     for devices in (None, ["cpu"], ["cpu"] * 2, ["cpu"] * 3):
         net = Echo()
         call_args, call_kwargs = mapped(filled, asked)
@@ -390,4 +383,4 @@ def test_the_module_sees_the_same_with_and_without_replicas(args, kwargs):
             assert mapped(emptied, seen) == asked
         # Where nothing is joined, what is no tensor stays as it is.
         is_alone = devices is None or len(devices) == 1
-        assert mapped(emptied, output) == (asked if is_alone else mapped(joined, asked))
+        assert mapped(emptied, output) == (returned if is_alone else mapped(joined, returned))

@@ -77,14 +77,6 @@ def test_callbacks_and_forwards_find_all_tensors_on_the_replicas_device():
         assert replica.weight.requires_grad
 
 
-def test_device_of_a_replica_may_come_from_a_plain_attribute():
-    """As torch's own replicas leave it where it is."""
-    module = nn.Module()
-    assert device_of(module) is None
-    module.table = torch.empty(2, device="meta")
-    assert device_of(module) == torch.device("meta")
-
-
 def test_torch_that_names_no_accelerator_keeps_a_list_of_types(monkeypatch):
     monkeypatch.delattr(torch, "accelerator", raising=False)
     assert accelerator() is None

@@ -99,13 +99,9 @@ def constant_tensor(
     tensor = _constants.get(key)
     if tensor is None:
         with torch.inference_mode(False):
-            if device.type == "cpu":
-                tensor = torch.tensor(numbers, dtype=dtype, device=device)
-            elif len(set(numbers)) == 1:  # most shards have equal sizes
-                tensor = torch.full((len(numbers),), numbers[0], dtype=dtype, device=device)
-            else:
-                tensor = torch.empty(len(numbers), dtype=dtype, device=device)
-                for one, number in zip(tensor, numbers, strict=True):
+            tensor = torch.full((len(numbers),), numbers[0], dtype=dtype, device=device)
+            for one, number in zip(tensor, numbers, strict=True):
+                if number != numbers[0]:  # most shards have equal sizes
                     one.fill_(number)
         # Neither a fake tensor nor one that only the replay of a graph fills.
         is_real = type(tensor) is Tensor and not _is_capturing(device)

@@ -34,7 +34,7 @@ from replication.devices import Streams, current_streams, use_streams
 from replication.errors import lost_derivatives
 from replication.groups.base import Group
 from replication.groups.replicas import ReplicaGroup, hidden_from_hooks
-from syncbn.channels import empty_output, in_float64, per_channel, reduced_dims, values_per_channel
+from syncbn.channels import empty_output, in_float64, per_channel, reduced_dims
 from syncbn.joined import join, may_join, may_join_all
 from syncbn.merge import (
     CountBatch,
@@ -307,9 +307,12 @@ def gradients_by_kernels(
     """Computes the gradients of all shards by the kernels of their devices."""
     shards, first = batch.shards, batch.shards[0]
     sums = [
-        None if dy is None else _reduced(shard, dy, x)
+        shard.kernels.reduce(dy, x, shard.stats)
         for shard, dy, x in zip(shards, dys, xs, strict=True)
+        if dy is not None and shard.values
     ]
+    if not sums:  # only empty outputs are used
+        sums = [first.stats.mean.new_zeros(2, len(first.stats.mean))]
     own = total = added(sums).to(first.device)
     if first.denominator.clamps:  # a clamped variance has no derivative
         _, var = first.batch_mean_and_var()
@@ -340,12 +343,6 @@ def gradients_by_kernels(
     return dxs, [first.kernels.weight_gradient(own, first.stats), *rest], [own[0], *rest]
 
 
-def _reduced(shard: Shard, dy: Tensor, x: Tensor) -> Tensor:
-    if shard.values:
-        return shard.kernels.reduce(dy, x, shard.stats)
-    return shard.stats.mean.new_zeros(2, len(shard.stats.mean))
-
-
 def added(tensors: Sequence[Tensor | None]) -> Tensor:
     """Returns the sum of all that are not None, in order, on the device of the first."""
     present = [tensor for tensor in tensors if tensor is not None]
@@ -366,7 +363,7 @@ def gradients_by_autograd(
     # the values of the forward and derivatives by every x, in float64, on one device.
     shards, first = batch.shards, batch.shards[0]
     mean, var = first.batch_mean_and_var()
-    n, home = first.stats.total, mean.device
+    home = mean.device
     # Inputs are centered by a value of their own precision, before they are summed.
     center = mean.to(first.dtype)
     off = mean - center.to(mean)
@@ -378,19 +375,20 @@ def gradients_by_autograd(
         biases = [s.stats.mean.new_zeros(len(mean), requires_grad=True) for s in shards]
         centered: list[Any] = [None if x is None else x - per_channel(center, x) for x in xs]
         sums = [
-            _centered_sums(x, off)
+            in_float64(torch.stack((x.sum(reduced_dims(x)), x.square().sum(reduced_dims(x)))))
             for shard, x in zip(shards, centered, strict=True)
             if shard.needs_dx
         ]
         if sums:
-            # Zeros, which have the derivatives of the batch's mean and variance.
-            total = added(sums) / n
+            # Zeros, which have the derivatives of the means of all centered x and their squares.
+            total = added(sums).to(home) / first.stats.total
             if batch.ranks is None:
                 zeros = total - total.detach()
             else:
                 zeros = Zeros.apply(batch.ranks, total)  # type: ignore[no-untyped-call]
             drift, square = zeros.unbind()
-            off, var = off + drift, var + square - drift.square()
+            var = var + square - drift * (drift + 2 * off)
+            off = off + drift
         ys, upstream = [], []
         for shard, dy, x, weight, bias in zip(shards, dys, centered, weights, biases, strict=True):
             if dy is None:
@@ -409,10 +407,3 @@ def gradients_by_autograd(
     found = [next(grads) if t is not None and t.requires_grad else None for t in inputs]
     k = len(shards)
     return found[:k], found[k : 2 * k], found[2 * k :]
-
-
-def _centered_sums(x: Tensor, off: Tensor) -> Tensor:
-    """Returns the sums of ``x - off`` and of its square, ``(2, C)``, near ``off`` = 0."""
-    n, dims = values_per_channel(x), reduced_dims(x)
-    plain, squares = (in_float64(s).to(off) for s in (x.sum(dims), x.square().sum(dims)))
-    return torch.stack((plain - n * off, squares - 2 * off * plain + n * off.square()))

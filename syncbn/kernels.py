@@ -73,10 +73,8 @@ class Kernels:
     """The functions of a strategy, and what the merge of the moments must know about it."""
 
     #: Whether `moments` returns mean and ``1 / sqrt(var + eps)`` instead of mean and variance.
+    #: Then the strategy also has `merge`. Other moments are merged in float64.
     returns_inverse = False
-
-    #: Whether the strategy has `merge`. Otherwise moments are merged in float64.
-    has_merge = False
 
     #: Whether the host waits for the device where it reads a value.
     is_asynchronous = True
@@ -194,7 +192,6 @@ class Fused(Kernels):
     """The kernels of `torch.nn.SyncBatchNorm`, for contiguous and channels_last inputs."""
 
     returns_inverse = True
-    has_merge = True
 
     def moments(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return torch.batch_norm_stats(x, eps)

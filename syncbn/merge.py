@@ -137,7 +137,7 @@ def merge_moments(shards: Sequence[Shard], total: int, count_batch: CountBatch |
     running = count_batch and count_batch()
     first = shards[0]
     are_alike = len({(shard.kernels, shard.denominator) for shard in shards}) == 1
-    if are_alike and first.kernels.has_merge and not first.denominator.clamps:
+    if are_alike and first.kernels.returns_inverse and not first.denominator.clamps:
         merged = _merge_by_kernel(shards, total, running)
         for shard in shards:
             mean, inverse = (vector.to(shard.device, non_blocking=True) for vector in merged)

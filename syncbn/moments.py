@@ -41,7 +41,11 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.numel() <= _SMALL:
         return _exact_moments(x)
     fast = _moments_in_accumulation_dtype(x)
-    return _moments_in_float64(x) if fast is None else fast
+    if fast is not None:
+        return fast
+    blocks = x.split(max(1, _BLOCK // x[0].numel()))
+    stats = zip(*map(_exact_moments, blocks), strict=True)
+    return merge([values_per_channel(block) for block in blocks], *stats)
 
 
 def merge(
@@ -61,13 +65,6 @@ def merge_shares(share: Tensor, means: Tensor, variances: Tensor) -> tuple[Tenso
     mean = share @ means
     apart = means - mean
     return mean, share @ torch.addcmul(variances, apart, apart)
-
-
-def _moments_in_float64(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `moments` by copies in float64, block by block."""
-    blocks = x.split(max(1, _BLOCK // x[0].numel()))
-    stats = zip(*[_exact_moments(block) for block in blocks], strict=True)
-    return merge([values_per_channel(block) for block in blocks], *stats)
 
 
 def _exact_moments(x: Tensor) -> tuple[Tensor, Tensor]:

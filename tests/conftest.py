@@ -195,13 +195,7 @@ def fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, stand_in)
 
 
-class WithoutMerge(kernels.Fused):
-    """Measures as CUDA does, but has no kernel that merges."""
-
-    has_merge = False
-
-
-STRATEGIES = [kernels.Native(), kernels.PLAIN, kernels.FUSED, WithoutMerge()]
+STRATEGIES = [kernels.Native(), kernels.PLAIN, kernels.FUSED]
 
 
 @pytest.fixture(params=STRATEGIES, ids=lambda strategy: type(strategy).__name__)

@@ -48,8 +48,8 @@ from syncbn.merge import (
 from syncbn.processes import RankExchange, Zeros
 from syncbn.recomputation import RecordedCalls
 
-#: For each shard its gradient of x, weight and bias, where it has one.
-Gradients = tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]
+#: One entry for each shard.
+Tensors = Sequence[Tensor | None]
 
 #: Stands for a weight that is 0, where a total is divided by the weight by which a kernel
 #: multiplies again. The gradient of the output times this vanishes.
@@ -283,15 +283,14 @@ class Normalize(Function):
                 dy.record_stream(batch.streams[dy.device])
         with use_streams(batch.streams):
             compute = gradients_by_autograd if by_autograd else gradients_by_kernels
-            dxs, *of_parameters = compute(batch, dys, xs, weights)
-            for k, grads in enumerate(of_parameters, 1):
-                needs = ctx.needs_input_grad[2 + k * n :][:n]
-                if any(needs) and not batch.differ:  # add here, in the accumulation dtype
-                    total, taker = added(grads), needs.index(True)
-                    grads[:] = [None] * n
-                    grads[taker] = total.to(batch.shards[taker].device)
-                grads[:] = [g if need else None for g, need in zip(grads, needs, strict=True)]
-        return None, None, *dxs, *of_parameters[0], *of_parameters[1]
+            grads, needs = compute(batch, dys, xs, weights), ctx.needs_input_grad[2:]
+            for k in (n, 2 * n):  # where the gradients of weights and of biases begin
+                if any(needs[k : k + n]) and not batch.differ:
+                    taker = needs.index(True, k)
+                    total = added(grads[k : k + n])  # here, in the accumulation dtype
+                    grads[k : k + n] = [None] * n
+                    grads[taker] = total.to(batch.shards[taker - k].device)
+        return None, None, *[g if need else None for g, need in zip(grads, needs, strict=True)]
 
 
 # Without the calls in Python that `Function.apply` makes. Not for a `torch.func` transform.
@@ -299,12 +298,9 @@ _normalize: Callable[..., Any] = super(Function, Normalize).apply
 
 
 def gradients_by_kernels(
-    batch: Batch,
-    dys: Sequence[Tensor | None],
-    xs: Sequence[Any],
-    weights: Sequence[Tensor | None],
-) -> Gradients:
-    """Computes the gradients of all shards by the kernels of their devices."""
+    batch: Batch, dys: Tensors, xs: Sequence[Any], weights: Tensors
+) -> list[Tensor | None]:
+    """Computes the gradients of all x, then weights, then biases by the kernels of the devices."""
     shards, first = batch.shards, batch.shards[0]
     sums = [
         shard.kernels.reduce(dy, x, shard.stats)
@@ -340,10 +336,10 @@ def gradients_by_kernels(
                 dy = x.new_zeros(()).expand_as(x)
             dxs[i] = kernels.input_gradient(dy, x, stats, weight, shared[id(stats)])
     rest = [None] * (len(shards) - 1)
-    return dxs, [first.kernels.weight_gradient(own, first.stats), *rest], [own[0], *rest]
+    return [*dxs, first.kernels.weight_gradient(own, first.stats), *rest, own[0], *rest]
 
 
-def added(tensors: Sequence[Tensor | None]) -> Tensor:
+def added(tensors: Tensors) -> Tensor:
     """Returns the sum of all that are not None, in order, on the device of the first."""
     present = [tensor for tensor in tensors if tensor is not None]
     present = [tensor.to(present[0].device) for tensor in present]
@@ -353,12 +349,9 @@ def added(tensors: Sequence[Tensor | None]) -> Tensor:
 
 
 def gradients_by_autograd(
-    batch: Batch,
-    dys: Sequence[Tensor | None],
-    xs: Sequence[Any],
-    weights: Sequence[Tensor | None],
-) -> Gradients:
-    """Computes the gradients of all shards by autograd, so that they have derivatives."""
+    batch: Batch, dys: Tensors, xs: Sequence[Any], weights: Tensors
+) -> list[Tensor | None]:
+    """Computes `gradients_by_kernels` by autograd, so that the gradients have derivatives."""
     # It differentiates the forward in operations of torch. Mean and variance of the batch have
     # the values of the forward and derivatives by every x, in float64, on one device.
     shards, first = batch.shards, batch.shards[0]
@@ -404,6 +397,4 @@ def gradients_by_autograd(
     grads = iter(
         torch.autograd.grad(ys, wanted, upstream, create_graph=creates_graph, allow_unused=True)
     )
-    found = [next(grads) if t is not None and t.requires_grad else None for t in inputs]
-    k = len(shards)
-    return found[:k], found[k : 2 * k], found[2 * k :]
+    return [next(grads) if t is not None and t.requires_grad else None for t in inputs]

@@ -5,7 +5,7 @@ Strategy   Kernels                                            Devices
 =========  =================================================  ==========================
 `Native`   torch's fused kernels for evaluation mode          CPU
 `Fused`    torch's kernels for `torch.nn.SyncBatchNorm`       those that have them, as CUDA
-`Plain`    plain tensor operations                            every other device
+`Kernels`  plain tensor operations                            every other device
 =========  =================================================  ==========================
 
 They know nothing of replicas, and compute in the *accumulation dtype*: float64 for float64,
@@ -70,39 +70,48 @@ Buffers = tuple[Tensor | None, Tensor | None, float]
 
 
 class Kernels:
-    """The functions of a strategy, and what the merge of the moments must know about it."""
-
-    #: Whether `moments` returns mean and ``1 / sqrt(var + eps)`` instead of mean and variance.
-    #: Then the strategy also has `merge`. Other moments are merged in float64.
-    returns_inverse = False
+    """Tensor operations that every device has."""
 
     #: Whether the host waits for the device where it reads a value.
     is_asynchronous = True
 
     def moments(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Computes mean and biased variance of each channel, for an ``x`` that is not empty."""
-        raise NotImplementedError
-
-    def merge(
-        self, counts: tuple[int, ...], moments: Sequence[Tensor], eps: float, running: Buffers
-    ) -> tuple[Tensor, Tensor]:
-        """Merges `moments` of n shards, ``(n, C)`` each, and updates running statistics.
-
-        Returns mean and ``1 / sqrt(var + eps)``, ``(C,)``.
-        """
-        raise NotImplementedError
+        home, dims = statistics_device(x.device), reduced_dims(x)
+        head = x.mean(dims, dtype=accumulation_dtype(x.dtype))
+        centered = x - per_channel(head, x)
+        # The centered values still contain the rounding error of the mean.
+        rest, squares = (
+            sums.to(home).double() for sums in (centered.mean(dims), centered.square().mean(dims))
+        )
+        return head.to(home) + rest, squares.addcmul_(rest, rest, value=-1).clamp_(min=0)
 
     def normalize(
         self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine, out: Tensor
     ) -> None:
         """Writes ``x_hat * weight + bias`` into ``out``, for an ``x`` that is not empty."""
-        raise NotImplementedError
+        out.copy_(self.affine(x, stats, weight, bias))
+
+    def affine(self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine) -> Tensor:
+        """Returns ``x_hat * weight + bias``, in the accumulation dtype."""
+        scale = _scale(stats, weight)
+        y = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(scale, x))
+        if stats.mean_error is not None:
+            shift = stats.mean_error * -scale
+            bias = shift if bias is None else bias + shift
+        return y if bias is None else y.add_(per_channel(bias, x))
 
     def reduce(self, dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
         """Computes the sums of ``dy`` and of ``dy * x_hat`` over a shard, ``(2, C)``."""
         # The second may be in units of the strategy's own, for `weight_gradient`,
         # `derivative_factors` and `shared_terms` of the same strategy.
-        raise NotImplementedError
+        dims = reduced_dims(x)
+        dbias = dy.sum(dims, dtype=stats.mean.dtype)
+        dweight = (x - per_channel(stats.mean, x)).mul_(dy).sum(dims)
+        if stats.mean_error is not None:
+            dweight -= stats.mean_error * dbias
+        dweight *= stats.inverse
+        return torch.stack((dbias, dweight))
 
     def weight_gradient(self, sums: Tensor, stats: Statistics) -> Tensor:
         """Returns the sum of ``dy * x_hat``, given the result of `reduce`."""
@@ -126,7 +135,14 @@ class Kernels:
         # With the totals T1 of dy and T2 of dy * x_hat, over the n values of the whole batch:
         #     dx = (weight * dy - (weight * T1 + x_hat * weight * T2) / n) / sqrt(denominator)
         # (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx.)
-        raise NotImplementedError
+        shift, slope = shared.unbind()
+        slope = slope * stats.inverse
+        if stats.mean_error is not None:
+            shift = shift - stats.mean_error * slope
+        dx = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(slope, x))
+        dx.add_(per_channel(shift, x))
+        dx.addcmul_(dy.to(dx.dtype), per_channel(_scale(stats, weight), x))
+        return dx.to(x.dtype)
 
 
 # Not those for training mode, which cannot take statistics from outside.
@@ -143,7 +159,7 @@ class Native(Kernels):
     ) -> None:
         if stats.mean_error is not None:
             # x * scale + (bias - mean * scale), as below, would lose digits.
-            in_blocks(lambda x: PLAIN.affine(x, stats, weight, bias), out, x)
+            in_blocks(lambda x: self.affine(x, stats, weight, bias), out, x)
             return
         none = stats.mean.new_empty(0)  # in evaluation mode the kernel saves nothing
         args = (weight, bias, stats.mean, stats.denominator, False, 0.0, 0.0)
@@ -174,11 +190,11 @@ class Native(Kernels):
         self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
     ) -> Tensor:
         if x.dtype != shared.dtype:
-            dx = empty_output(x)
-            in_blocks(lambda x, dy: PLAIN.input_gradient(dy, x, stats, weight, shared), dx, x, dy)
+            dx, plain = empty_output(x), super().input_gradient
+            in_blocks(lambda x, dy: plain(dy, x, stats, weight, shared), dx, x, dy)
             return dx
         if stats.mean_error is not None:
-            return PLAIN.input_gradient(dy, x, stats, weight, shared)
+            return super().input_gradient(dy, x, stats, weight, shared)
         shift, slope = shared.unbind()
         x = with_usual_strides(x)  # the result inherits them
         args = (x, slope, shift, stats.mean, stats.denominator, False, 0.0, 0.0)
@@ -191,14 +207,14 @@ class Native(Kernels):
 class Fused(Kernels):
     """The kernels of `torch.nn.SyncBatchNorm`, for contiguous and channels_last inputs."""
 
-    returns_inverse = True
-
     def moments(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Computes mean and ``1 / sqrt(var + eps)``."""
         return torch.batch_norm_stats(x, eps)
 
     def merge(
         self, counts: tuple[int, ...], moments: Sequence[Tensor], eps: float, running: Buffers
     ) -> tuple[Tensor, Tensor]:
+        """Merges `moments` of n shards, ``(n, C)`` each, and updates running statistics."""
         mean, inverse = moments
         count = constant_tensor(counts, mean.device, mean.dtype)
         # The first argument only gives the dtype.
@@ -243,55 +259,6 @@ def _is_int32(total: int | Tensor) -> TypeGuard[int]:
     return isinstance(total, int) and total < 2**31
 
 
-class Plain(Kernels):
-    """Tensor operations that every device has."""
-
-    def moments(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        home, dims = statistics_device(x.device), reduced_dims(x)
-        head = x.mean(dims, dtype=accumulation_dtype(x.dtype))
-        centered = x - per_channel(head, x)
-        # The centered values still contain the rounding error of the mean.
-        rest, squares = (
-            sums.to(home).double() for sums in (centered.mean(dims), centered.square().mean(dims))
-        )
-        return head.to(home) + rest, squares.addcmul_(rest, rest, value=-1).clamp_(min=0)
-
-    def normalize(
-        self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine, out: Tensor
-    ) -> None:
-        out.copy_(self.affine(x, stats, weight, bias))
-
-    def affine(self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine) -> Tensor:
-        """Returns ``x_hat * weight + bias``, in the accumulation dtype."""
-        scale = _scale(stats, weight)
-        y = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(scale, x))
-        if stats.mean_error is not None:
-            shift = stats.mean_error * -scale
-            bias = shift if bias is None else bias + shift
-        return y if bias is None else y.add_(per_channel(bias, x))
-
-    def reduce(self, dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
-        dims = reduced_dims(x)
-        dbias = dy.sum(dims, dtype=stats.mean.dtype)
-        dweight = (x - per_channel(stats.mean, x)).mul_(dy).sum(dims)
-        if stats.mean_error is not None:
-            dweight -= stats.mean_error * dbias
-        dweight *= stats.inverse
-        return torch.stack((dbias, dweight))
-
-    def input_gradient(
-        self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
-    ) -> Tensor:
-        shift, slope = shared.unbind()
-        slope = slope * stats.inverse
-        if stats.mean_error is not None:
-            shift = shift - stats.mean_error * slope
-        dx = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(slope, x))
-        dx.add_(per_channel(shift, x))
-        dx.addcmul_(dy.to(dx.dtype), per_channel(_scale(stats, weight), x))
-        return dx.to(x.dtype)
-
-
 #: The operators of torch that `Fused` calls.
 _FUSED = (
     "batch_norm_stats",
@@ -301,7 +268,7 @@ _FUSED = (
     "batch_norm_backward_elemt",
 )
 
-FUSED, PLAIN = Fused(), Plain()
+FUSED, PLAIN = Fused(), Kernels()
 
 
 class Strategies(dict[str, Kernels]):

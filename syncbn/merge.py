@@ -10,7 +10,7 @@ from torch import Tensor
 
 from syncbn import moments as statistics
 from syncbn.channels import in_float64
-from syncbn.kernels import KERNELS, Buffers, Statistics
+from syncbn.kernels import KERNELS, Buffers, Fused, Statistics
 
 #: In standard deviations. A larger mean would cost more than three bits of precision.
 _LARGE_MEAN = 8
@@ -115,7 +115,7 @@ class Shard:
     def mean_and_var(self) -> tuple[Tensor, Tensor]:
         """Returns mean and biased variance of each channel, in float64 where it is supported."""
         assert self.moments is not None
-        if not self.kernels.returns_inverse or not self.values:
+        if not isinstance(self.kernels, Fused) or not self.values:
             return self.moments
         mean, inverse = self.moments
         return in_float64(mean), self.denominator.variance(inverse)
@@ -137,8 +137,8 @@ def merge_moments(shards: Sequence[Shard], total: int, count_batch: CountBatch |
     running = count_batch and count_batch()
     first = shards[0]
     are_alike = len({(shard.kernels, shard.denominator) for shard in shards}) == 1
-    if are_alike and first.kernels.returns_inverse and not first.denominator.clamps:
-        merged = _merge_by_kernel(shards, total, running)
+    if are_alike and isinstance(first.kernels, Fused) and not first.denominator.clamps:
+        merged = _merge_by_kernel(first.kernels, shards, total, running)
         for shard in shards:
             mean, inverse = (vector.to(shard.device, non_blocking=True) for vector in merged)
             shard.stats = Statistics(total, mean, inverse, inverse)
@@ -186,10 +186,10 @@ def _is_large(mean: Tensor, divisor: Tensor) -> bool:
 
 
 def _merge_by_kernel(
-    shards: Sequence[Shard], total: int, running: RunningStatistics | None
+    kernels: Fused, shards: Sequence[Shard], total: int, running: RunningStatistics | None
 ) -> tuple[Tensor, Tensor]:
-    """Calls `Kernels.merge`, and updates the running statistics."""
-    home, kernels, denominator = shards[0].device, shards[0].kernels, shards[0].denominator
+    """Calls `Fused.merge`, and updates the running statistics."""
+    home, denominator = shards[0].device, shards[0].denominator
     shards = [shard for shard in shards if shard.values]
     moments = [
         torch.stack([moment.to(home) for moment in of_shards])

@@ -62,17 +62,19 @@ _DEFAULTS = {
 }
 
 
-def with_defaults(layer: Any, defaults: Mapping[str, Any]) -> Any:
+def with_defaults(layer: Any, defaults: Mapping[str, Any], module: str, name: str) -> Any:
     """Returns a class that makes instances of ``layer`` with other constructor defaults."""
-    # The instances are pickled, converted and reverted like every other layer. To `isinstance`
-    # both classes are the same. Subclasses are ordinary classes.
+    # The instances are pickled, converted and reverted like every other layer. The class, which
+    # networks may keep, is pickled by its name in ``module``. To `isinstance` it and ``layer`` are
+    # the same. Subclasses are ordinary classes.
     if not defaults:
         return layer
     signature = inspect.signature(layer)
 
     class Derived(layer, metaclass=ABCMeta):  # type: ignore[misc]
         __doc__ = layer.__doc__
-        __qualname__ = layer.__qualname__
+        __module__ = module
+        __qualname__ = name
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             given = signature.bind_partial(*args, **kwargs).arguments
@@ -85,7 +87,7 @@ def with_defaults(layer: Any, defaults: Mapping[str, Any]) -> Any:
         def __subclasshook__(cls, other: type) -> Any:
             return issubclass(other, layer) if cls is Derived else NotImplemented
 
-    Derived.__name__ = layer.__name__
+    Derived.__name__ = name
     return Derived
 
 
@@ -172,7 +174,10 @@ class Finder(MetaPathFinder, Loader):
             defaults = {key: value for key, value in chosen.items() if key in _DEFAULTS}
             if copy := module.__spec__ and module.__spec__.loader_state:
                 defaults = {**defaults_of_copy(package, copy, defaults), **defaults}
-            layers = {k: with_defaults(chosen.get(k, c), defaults) for k, c in _CLASSES.items()}
+            layers = {
+                key: with_defaults(chosen.get(key, layer), defaults, package, key)
+                for key, layer in _CLASSES.items()
+            }
         names = _NAMES[name]
         vars(module).update((key, layers.get(key, value)) for key, value in names.items())
         vars(module)["__all__"] = [key for key in names if not key.startswith("_")]

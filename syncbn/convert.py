@@ -180,9 +180,9 @@ def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:
 def revert_model(module: ModuleT) -> ModuleT:
     """Undoes `convert_model`: converts synchronized layers in ``module`` to plain ones, in place.
 
-    Layers and DataParallels get their former class back, but a layer of an older toolkit becomes a
-    `torch.nn.BatchNorm1d`, ``2d`` or ``3d``, because its pipes are gone. Other DataParallels stay
-    as they are. Other synchronized layers of derived classes, parametrized ones included, stay
+    Layers and DataParallels get their former class back, but a layer of an older toolkit becomes
+    one of torch's for its dimensions, because its pipes are gone. Other DataParallels stay as they
+    are. Other synchronized layers of derived classes, parametrized ones included, stay
     synchronized, with a warning that names them.
 
     >>> from torch import nn

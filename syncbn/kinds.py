@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
@@ -151,7 +152,7 @@ def why_older_stays(layer: nn.Module) -> str:
     for other in {*classes} - {toolkit}:
         methods.update(n for n in vars(other) if n[:2] != "__" or n in (CALLBACK, "__call__"))
     # A plain attribute matters if the forward reads it, or if it is the forward.
-    code = getattr(toolkit.forward, "__code__", None)
+    code = getattr(unwrap(toolkit.forward), "__code__", None)
     attributes = vars(layer).keys() & {"forward", *(code.co_names if code else ())}
     state = {*attributes, *layer._parameters, *layer._buffers, *layer._modules}
     own = methods - {"_check_input_dim", "extra_repr"} | state - _KNOWN_STATE

@@ -232,6 +232,7 @@ def test_class_with_other_defaults_is_the_same_in_every_module_and_to_isinstance
     own = syncbn.SynchronizedBatchNorm2d
     assert isinstance(own(3), kind) and isinstance(kind(3), own)
     assert issubclass(own, kind) and issubclass(kind, own)
+    assert pickle.loads(pickle.dumps(kind)) is kind  # networks keep it in attributes
     for other in (nn.BatchNorm2d, syncbn.SynchronizedBatchNorm1d):
         assert not isinstance(other(3), kind) and not issubclass(other, kind)
 

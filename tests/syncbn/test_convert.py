@@ -543,6 +543,7 @@ def derived(name, base=BatchNorm2dOlder, **members):
     return type(name, (base,), {"__module__": __name__, **members})
 
 
+@torch.no_grad()
 def reads_an_attribute(self, x):
     return getattr(nn.functional, self.activation)(Base.forward(self, x))
 

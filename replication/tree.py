@@ -73,7 +73,6 @@ class Leaf(NamedTuple):
 # -- containers --------------------------------------------------------------------------------
 
 _BASES = (list, tuple, OrderedDict, defaultdict, dict, deque)
-_DICTS = (dict, OrderedDict, defaultdict)
 #: Types whose objects hold nothing. Most items and attributes are of these.
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
 #: Types that are certainly no containers.
@@ -142,7 +141,7 @@ def open_builtin(old: Any) -> Opened | None:
             _copy_attributes(old, new)
         return new
 
-    return Opened(dict if kind in _DICTS else kind, values, keys, rebuild)
+    return Opened(kind, values, keys, rebuild)
 
 
 def _open_registered(old: Any) -> Opened:

@@ -124,10 +124,8 @@ def run_replicas(
             "torch.func transforms do not reach the threads of replicas; transform model.module"
         )
     state = ThreadState(devices)
-    calls = []
-    for index, (replica, args, kwargs) in enumerate(zip(modules, inputs, kwargs_tup, strict=True)):
-        args = args if isinstance(args, (list, tuple)) else (args,)
-        calls.append(partial(state.run, index, replica, args, kwargs))
+    arguments = zip(range(n), modules, inputs, kwargs_tup, strict=True)
+    calls = [partial(state.run, *of_replica) for of_replica in arguments]
     return _run_all(modules, calls, state.torch_threads)
 
 
@@ -289,9 +287,10 @@ class ThreadState:
             if torch.amp.is_autocast_available(kind)
         }
 
-    def run(self, index: int, module: nn.Module, args: Sequence[Any], kwargs: Any) -> Any:
+    def run(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Calls ``module`` in this state, in the thread of replica ``index``."""
         device = self.devices[index]
+        args = args if isinstance(args, (list, tuple)) else (args,)
         try:
             with named_range(f"replica {index}"), ExitStack() as stack:
                 self._enter(stack, device)

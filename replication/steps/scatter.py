@@ -202,9 +202,11 @@ def split_leaf(leaf: Leaf, splits: list[Sizes], dim: int, devices: Devices) -> l
         return [moved(leaf.value, device) for device in devices]
     length, count = _length(leaf, dim), len(devices)
     fitting = [sizes for sizes in splits if sum(sizes) == length]
-    if not fitting and (count == 1 or devices[0] is None):  # a leaf that stays
-        fitting = [[length // count + (i < length % count) for i in range(count)]]  # evenly
-    if len(fitting) != 1:
+    if len(fitting) == 1:
+        views = leaf.value.split(fitting[0], dim)
+    elif not fitting and (count == 1 or devices[0] is None):  # a leaf that stays
+        views = leaf.value.tensor_split(count, dim)  # as evenly as possible
+    else:
         raise ValueError(
             f"{_title(leaf)} cannot be split like the Scattered beside it (got length {length}, "
             f"and sizes {' and '.join(map(str, splits)) or 'of no tensor'}); pass Scattered(parts)"
@@ -212,7 +214,6 @@ def split_leaf(leaf: Leaf, splits: list[Sizes], dim: int, devices: Devices) -> l
     # A part that stays is copied as well: an in-place change by one replica must change neither
     # the other parts nor the caller's tensor. A part that leaves is copied once: through a clone
     # it would come from pageable memory, also if the batch is in pinned memory.
-    views = leaf.value.split(fitting[0], dim)
     parts = list(map(moved, views, devices))
     return [p.clone() if p is view else p for p, view in zip(parts, views, strict=True)]
 

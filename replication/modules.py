@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_not
+from itertools import zip_longest
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -36,48 +36,33 @@ def check_initialized(path: str, layer: nn.Module) -> None:
     """Raises RuntimeError if a layer is lazy and has not been called."""
     if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
         raise RuntimeError(
-            f"`{path_or_root(path)}` ({type(layer).__name__}) has uninitialized parameters; "
-            "initialize them first: run one batch through the module before it is replicated"
+            f"{with_class(path, layer)} has uninitialized parameters; initialize them first: run "
+            "one batch through the module before it is replicated"
         )
 
 
 def paired(modules: Sequence[nn.Module]) -> list[Position]:
     """Returns each submodule with its copies, in the order of ``modules()``."""
-    roots = tuple(modules)
-    if not roots:
+    if not modules:
         raise ValueError("expected at least one copy of a module (got none)")
-    for index, root in enumerate(roots):
+    for copy_id, root in enumerate(modules):
         if not isinstance(root, nn.Module):
-            raise TypeError(f"copy {index} must be a module (got {type(root).__name__})")
-    # By the id of copy 0's submodule. A submodule that it uses twice must be used twice in all.
-    positions: dict[int, Position] = {}
-    pending: list[Position] = [("", roots)]
-    while pending:
-        position = pending.pop()
-        path, copies = position
-        first = copies[0]
-        known = positions.setdefault(id(first), position)
-        if known is not position:
-            if any(map(is_not, known[1], copies)):
-                raise ValueError(f"the copies must match: they tie {label(position)} differently")
-            continue
-        names = list(first._modules)
-        for copy_id, module in enumerate(copies):
-            if type(module) is not type(first) or list(module._modules) != names:
-                kinds = [f"{type(m).__name__}({', '.join(m._modules)})" for m in (first, module)]
+            raise TypeError(f"copy {copy_id} must be a module (got {type(root).__name__})")
+    layers = [layers_of(root) for root in modules]
+    for copy_id, others in enumerate(layers):
+        for first, other in zip_longest(layers[0], others, fillvalue=("", None)):
+            if first[0] != other[0] or type(first[1]) is not type(other[1]):
                 raise ValueError(
-                    f"the copies must match: {label(position)} is {kinds[0]} in copy 0 but "
-                    f"{kinds[1]} in copy {copy_id}"
+                    "the copies must have the same submodules in the same order: where copy 0 has "
+                    f"{with_class(*first)}, copy {copy_id} has {with_class(*other)}"
                 )
-        for name in reversed(names):
-            children = [module._modules[name] for module in copies]
-            present = tuple(child for child in children if child is not None)
-            child_path = f"{path}.{name}" if path else name
-            if len(present) == len(copies):
-                pending.append((child_path, present))
-            elif present:
-                raise ValueError(f"the copies must match: only some of them have `{child_path}`")
-    return list(positions.values())
+    copies = zip(*[[module for _, module in column] for column in layers], strict=True)
+    return list(zip([path for path, _ in layers[0]], copies, strict=True))
+
+
+def with_class(path: str, module: nn.Module | None) -> str:
+    """Returns the path and the class of a module for messages."""
+    return "none" if module is None else f"`{path_or_root(path)}` ({type(module).__name__})"
 
 
 def label(position: Position) -> str:

@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from replication.errors import path_or_root
-from replication.modules import layers_of
+from replication.modules import layers_of, with_class
 
 __all__ = ["UnsynchronizedWarning"]
 
@@ -25,7 +24,7 @@ _NAMED = 3
 def warn_of_plain_batch_norm(model: nn.Module, module: nn.Module) -> None:
     """Warns once for each ``model`` if its ``module`` trains plain batch norm."""
     paths = [
-        f"`{path_or_root(path)}` ({type(layer).__name__})"
+        with_class(path, layer)
         for path, layer in layers_of(module)
         if type(layer) in _PLAIN and layer.training
     ]

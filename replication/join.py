@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,14 +16,13 @@ __all__ = ["JoinableStep"]
 T = TypeVar("T")
 
 
-class JoinableStep(Joinable, Generic[T]):
+class JoinableStep(Joinable, JoinHook, Generic[T]):
     """A training step for `torch.distributed.algorithms.Join`, for ranks that run out of data.
 
     While other ranks still have batches, a rank that has left its loop runs the step on an empty
     batch, so it takes part in every collective, and all ranks keep equal parameters::
 
-        empty = torch.empty(0, 3, 32, 32), torch.empty(0, dtype=torch.long)
-        step = JoinableStep(train_one_batch, empty)
+        step = JoinableStep(train_one_batch, empty=(images[:0], labels[:0]))
         with Join([step]):
             for images, labels in loader:
                 step(images, labels)
@@ -62,7 +60,7 @@ class JoinableStep(Joinable, Generic[T]):
                 f"samples (got {type(step).__name__} and {type(empty).__name__})"
             )
         self._step = step
-        self._empty = tuple(empty)
+        self._empty = empty
         self._process_group = process_group
         if process_group is not None:
             _ = self.join_process_group  # raises
@@ -73,8 +71,11 @@ class JoinableStep(Joinable, Generic[T]):
         return self._step(*args, **kwargs)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Returns the hook that runs the step on the empty batch. `Join` calls this."""
-        return _EmptyBatches(partial(self._step, *self._empty))
+        return self
+
+    def main_hook(self) -> None:
+        """Runs the step on the empty batch. `Join` calls this while other ranks have data."""
+        self._step(*self._empty)
 
     @property
     def join_device(self) -> torch.device:
@@ -85,12 +86,3 @@ class JoinableStep(Joinable, Generic[T]):
     def join_process_group(self) -> Any:
         """The ranks that train together."""
         return ProcessGroup(self._process_group, type(self).__name__).process_group
-
-
-class _EmptyBatches(JoinHook):
-    def __init__(self, run: Callable[[], object]) -> None:
-        self._run = run
-
-    def main_hook(self) -> None:
-        """Called as long as any rank has data."""
-        self._run()

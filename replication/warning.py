@@ -18,8 +18,6 @@ __all__ = ["UnsynchronizedWarning"]
 #: Captured on import, because programs may replace these names.
 _PLAIN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
 
-_NAMED = 3
-
 
 def warn_of_plain_batch_norm(model: nn.Module, module: nn.Module) -> None:
     """Warns once for each ``model`` if its ``module`` trains plain batch norm."""
@@ -30,11 +28,10 @@ def warn_of_plain_batch_norm(model: nn.Module, module: nn.Module) -> None:
     ]
     if not paths or not once_for(model)():
         return
-    others = len(paths) - _NAMED
+    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if paths[3:] else "")
     warn(
-        "each replica normalizes over its own part of the batch in "
-        f"{', '.join(paths[:_NAMED])}{f' and {others} more' if others > 0 else ''}; "
-        "call syncbn.convert_model(model), or filter replication.UnsynchronizedWarning",
+        f"each replica normalizes over its own part of the batch in {named}; call "
+        "syncbn.convert_model(model), or filter replication.UnsynchronizedWarning",
         UnsynchronizedWarning,
     )
 
@@ -54,20 +51,14 @@ class UnsynchronizedWarning(UserWarning):
 
 
 class WarnOnce:
-    """A flag that returns True on its first call, in any thread. A copy is a new flag."""
+    """A flag that returns True on its first call, in any thread."""
 
     def __init__(self) -> None:
-        self._pending = [True]
+        self._answers = {"first": True}
 
     def __call__(self) -> bool:
-        try:
-            # Atomic. A signal handler could interrupt the thread that holds a lock.
-            return self._pending.pop()
-        except IndexError:
-            return False
-
-    def __reduce__(self) -> tuple[type[WarnOnce], tuple[()]]:
-        return WarnOnce, ()
+        # Atomic. A signal handler could interrupt the thread that holds a lock.
+        return self._answers.pop("first", False)
 
 
 _flags: WeakKeyDictionary[object, WarnOnce] = WeakKeyDictionary()

@@ -1,13 +1,8 @@
-"""Observing waits: named ranges for `torch.profiler`, and reports of how long replicas wait.
-
-A forward checks once, when its replicas are made, whether it is observed. If not, it records
-nothing.
-"""
+"""Observing waits: named ranges for `torch.profiler`, and reports of how long replicas wait."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -33,10 +28,6 @@ class Waits(NamedTuple):
     calls: int
     seconds: dict[int, float]
 
-    @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
-
 
 class WaitReport(ShownAsTable):
     """How long each replica waited for the others in each layer (see `wait_report`).
@@ -51,9 +42,8 @@ class WaitReport(ShownAsTable):
         self.forwards = 0
         self._size = 0
         self._lock = RenewedLock()
-        # By path and replica.
-        self._counts: dict[tuple[str, int], int] = defaultdict(int)
-        self._seconds: dict[tuple[str, int], float] = defaultdict(float)
+        # By path: the calls and the seconds by replica.
+        self._waits: dict[str, tuple[dict[int, int], dict[int, float]]] = {}
 
     def add_forward(self, size: int) -> None:
         with self._lock():
@@ -62,8 +52,9 @@ class WaitReport(ShownAsTable):
 
     def add(self, path: str, replica: int, seconds: float, calls: int = 1) -> None:
         with self._lock():
-            self._counts[path, replica] += calls
-            self._seconds[path, replica] += seconds
+            calls_by, seconds_by = self._waits.setdefault(path, ({}, {}))
+            calls_by[replica] = calls_by.get(replica, 0) + calls
+            seconds_by[replica] = seconds_by.get(replica, 0.0) + seconds
 
     @property
     def replicas(self) -> range:
@@ -75,14 +66,10 @@ class WaitReport(ShownAsTable):
         """The ``path``, ``calls`` and ``seconds`` (by replica) of each layer, longest first."""
         with self._lock():
             layers = [
-                Waits(
-                    path,
-                    max(self._counts.get((path, r), 0) for r in self.replicas),
-                    {r: self._seconds.get((path, r), 0.0) for r in self.replicas},
-                )
-                for path in dict.fromkeys(path for path, _ in self._counts)
+                Waits(path, max(calls.values()), {r: seconds.get(r, 0.0) for r in self.replicas})
+                for path, (calls, seconds) in self._waits.items()
             ]
-        return sorted(layers, key=lambda layer: -layer.total)
+        return sorted(layers, key=lambda layer: -sum(layer.seconds.values()))
 
     @property
     def straggler(self) -> int | None:
@@ -91,7 +78,7 @@ class WaitReport(ShownAsTable):
         It waits less than half as long as any other, and these more than a millisecond per
         forward.
         """
-        seconds = _together(self.layers)
+        seconds = _added("all", self.layers).seconds
         order = sorted(seconds, key=seconds.__getitem__)
         least = 1e-3 * self.forwards  # waking up a thread takes about as long
         stands_out = len(order) > 1 and seconds[order[1]] > max(2 * seconds[order[0]], least)
@@ -104,10 +91,13 @@ class WaitReport(ShownAsTable):
         if not layers:
             none = f"{head}: none (only replicas of a DataParallel are measured, not processes)"
             return Table((), (), [none])
-        rows = [self._cells(f"`{layer.path}`", [layer]) for layer in layers[:_ROWS]]
+        lines = [layer._replace(path=f"`{layer.path}`") for layer in layers[:_ROWS]]
         if others := layers[_ROWS:]:
-            rows.append(self._cells(f"{len(others)} others", others))
-        rows.append(self._cells("all", layers))
+            lines.append(_added(f"{len(others)} others", others))
+        rows, unit = [], 1e3 / max(self.forwards, 1)
+        for name, calls, seconds in (*lines, _added("all", layers)):
+            figures = (*seconds.values(), sum(seconds.values()))
+            rows.append((name, str(calls), *(f"{unit * s:.3f}" for s in figures)))
         titles = ["layer", "calls", *(f"replica {r}" for r in layers[0].seconds), "together"]
         verdict = (
             "No replica stands out as the one that the others wait for."
@@ -117,20 +107,12 @@ class WaitReport(ShownAsTable):
         after = f"Replicas wait longest in `{layers[0].path}`. {verdict}"
         return Table(titles, rows, [head], [after], numbers_from=1)
 
-    def _cells(self, name: str, layers: Sequence[Waits]) -> list[str]:
-        seconds = _together(layers).values()
-        figures = [f"{self._per_forward(s):.3f}" for s in (*seconds, sum(seconds))]
-        return [name, str(sum(layer.calls for layer in layers)), *figures]
-
-    def _per_forward(self, seconds: float) -> float:
-        return 1e3 * seconds / max(self.forwards, 1)
-
     def plot(self, axes: Any) -> None:
         """Draws a bar per layer, with a segment per replica, into ``axes`` of matplotlib."""
         layers = self.layers[:_ROWS][::-1]
-        left = [0.0] * len(layers)
+        left, unit = [0.0] * len(layers), 1e3 / max(self.forwards, 1)
         for replica in self.replicas:
-            widths = [self._per_forward(layer.seconds[replica]) for layer in layers]
+            widths = [unit * layer.seconds[replica] for layer in layers]
             axes.barh([w.path for w in layers], widths, left=left, label=f"replica {replica}")
             left = [sum(pair) for pair in zip(left, widths, strict=True)]
         axes.set_xlabel("waits, ms per forward")
@@ -138,9 +120,11 @@ class WaitReport(ShownAsTable):
             axes.legend()
 
 
-def _together(layers: Sequence[Waits]) -> dict[int, float]:
-    """Returns the seconds that each replica waits in all of the layers."""
-    return {r: sum(w.seconds[r] for w in layers) for r in (layers[0].seconds if layers else ())}
+def _added(name: str, layers: Sequence[Waits]) -> Waits:
+    """Returns the sums over the layers."""
+    replicas = layers[0].seconds if layers else ()
+    seconds = {replica: sum(w.seconds[replica] for w in layers) for replica in replicas}
+    return Waits(name, sum(layer.calls for layer in layers), seconds)
 
 
 _reports: list[WaitReport] = []

@@ -20,13 +20,10 @@ def path_or_root(path: str) -> str:
 #: The maximal number of characters that a message quotes of an error.
 _LONGEST = 1_000
 
-#: Reads the name of any class, even if its metaclass redefines it.
-_NAME = vars(type)["__name__"]
-
 
 def describe_error(error: BaseException) -> str:
     """Returns ``ValueError: its text``, shortened, or only the type if the text raises."""
-    name: str = _NAME.__get__(type(error))
+    name = type(error).__name__
     try:
         text = str(error)
         if len(text) > _LONGEST:

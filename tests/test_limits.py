@@ -35,18 +35,6 @@ def test_parametrization_after_conversion():
     assert verify(net, torch.randn(8, 3), CPUS)
 
 
-def test_batch_norm_in_a_module_list():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms = nn.ModuleList([nn.BatchNorm1d(3)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norms[0](x)
-
-    assert verify(convert_model(Net()), torch.randn(8, 3), CPUS)
-
-
 def test_dropout_between_checkpoints():
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -104,22 +92,3 @@ def test_timeout_with_a_parallel_apply_that_calls_ours():
             Own(Hangs(), CPUS, timeout=0.2)(torch.ones(4, 1))
     finally:
         released.set()
-
-
-def test_buffers_that_copy_0_writes_in_place_last():
-    class Counts(nn.Module):
-        seen: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen += 1
-            self.lost = True
-            return x
-
-    net = Counts()
-    DataParallel(net, CPUS)(torch.ones(4, 1))
-    assert net.seen == 1
-    assert not hasattr(net, "lost")

@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 import replication.sync.rendezvous
 from replication import (
     DataParallel,
-    ProcessGroup,
     ReplicaAware,
     ReplicaFailed,
     ReplicationError,
@@ -283,14 +282,6 @@ def test_replicas_are_exported(how):
     how(DataParallel(net, CPUS).module, (X,))
 
 
-@reads("""
-    RuntimeError: torch.distributed is not initialized; call init_process_group, or use a
-    SoloGroup
-""")
-def test_torch_distributed_is_not_initialized():
-    ProcessGroup()
-
-
 # -- arguments and outputs ---------------------------------------------------------------------
 
 
@@ -317,16 +308,6 @@ def test_a_list_of_parts_has_the_wrong_length():
 """)
 def test_outputs_have_different_keys():
     gather([{"loss": X}, {"score": X}], "cpu")
-
-
-@reads("""
-    KeyError: 'label'
-    in replica 1 of 2 on cpu, module `1.0`
-""")
-def test_the_users_own_code_fails_in_one_replica():
-    """vacancy#22, #46"""
-    fails = nn.Sequential(FailsAt(1, lambda: KeyError("label")))
-    DataParallel(nn.Sequential(nn.Linear(3, 3), fails, SynchronizedBatchNorm1d(3)), CPUS)(X)
 
 
 # -- errors with methods of their own ----------------------------------------------------------
@@ -490,13 +471,6 @@ def test_long_texts_are_cut_in_messages_about_them():
     assert describe_error(ValueError("x" * 1_000)) == "ValueError: " + "x" * 1_000
     assert describe_error(ValueError("x" * 1_001)) == "ValueError: " + "x" * 1_000 + "..."
     assert describe_error(ValueError()) == "ValueError"
-
-
-def test_name_of_an_error_is_read_without_its_metaclass():
-    class Meta(type):
-        __name__ = property(exits)
-
-    assert describe_error(Meta("Odd", (Exception,), {})("text")) == "Odd: text"
 
 
 def test_an_interrupt_while_an_error_is_described_is_not_lost():

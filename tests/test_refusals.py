@@ -48,7 +48,6 @@ DIFFERENT = [{"a": X, "b": torch.ones(2, 3)}, {"a": X, "b": torch.ones(2, 4)}]
             r"inputs must be a tuple .*\(got Tensor",
         ),
         (lambda: DataParallel(nn.ReLU(), CPUS, dim="0"), TypeError, "dim"),
-        (lambda: DataParallel(nn.ReLU(), CPUS, dim=0.5), TypeError, "dim"),
         (lambda: DataParallel(nn.ReLU(), CPUS, dim=True), TypeError, "dim"),
         (lambda: DataParallel(nn.ReLU(), CPUS, dim=None), TypeError, "dim"),
         (lambda: gather([X, X], "cpu", dim=2), ValueError, "dimension 2"),

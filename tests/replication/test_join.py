@@ -127,13 +127,6 @@ def test_the_error_without_it_names_the_layer_and_says_what_to_do():
     assert "replication.JoinableStep" in remedy
 
 
-def test_without_other_processes_it_is_the_step():
-    calls = []
-    step = JoinableStep(lambda *args, **kwargs: calls.append((args, kwargs)) or 7, empty=())
-    assert step(1, 2, key=3) == 7
-    assert calls == [((1, 2), {"key": 3})]
-
-
 def test_a_step_begins_when_the_others_know_of_it(monkeypatch):
     handle = mock.Mock()
     monkeypatch.setattr(Join, "notify_join_context", lambda step: handle)

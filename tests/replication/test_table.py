@@ -62,12 +62,6 @@ def test_html_has_the_cells_of_the_text():
     assert as_html(table).count("<code>a</code>") == 1
 
 
-def test_without_rows_there_are_lines_only():
-    table = Table((), (), ["nothing"])
-    assert as_text(table) == "nothing"
-    assert as_html(table) == "<div><p>nothing</p></div>"
-
-
 class Norm(nn.BatchNorm1d):
     """A layer that is left alone."""
 

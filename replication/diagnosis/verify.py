@@ -101,10 +101,7 @@ class Verification(ShownAsTable):
         verdict = "equal" if first is None else f"the first difference is {first}"
         after = [f"{self.replicas} replicas: {verdict} (tolerance {self.tolerance:.0e})"]
         if self.is_evaluation:
-            after.append(
-                "This compares evaluation, where batch norm does not synchronize: call train() "
-                "first."
-            )
+            after.append("In eval() batch norm does not synchronize: call train() first.")
         if self.is_random:
             after.append("Two runs on one device differ as well: the model draws random numbers.")
         if self.is_ill_conditioned:

@@ -250,7 +250,7 @@ def test_loss_of_each_sample_is_compared():
 
 
 def test_the_result_says_that_evaluation_was_compared():
-    note = "This compares evaluation, where batch norm does not synchronize: call train() first."
+    note = "In eval() batch norm does not synchronize: call train() first."
     plain = nn.Sequential(nn.BatchNorm2d(2))
     found = verify(plain.eval(), X, CPUS)
     assert found and found.is_evaluation and str(found).splitlines()[-1] == note

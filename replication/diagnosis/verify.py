@@ -169,6 +169,8 @@ def verify(
     if tolerance is None:
         tolerance = 1e-6 if dtype is torch.float64 else 1e-3
     devices = parse_devices(device_ids)
+    if len(devices) < 2:
+        raise ValueError(f"expected at least two devices to compare with one (got {len(devices)})")
 
     def run(on: Sequence[torch.device], noise: torch.Generator | None = None) -> Step:
         cast = partial(_cast, dtype=dtype, noise=noise)
@@ -185,7 +187,7 @@ def verify(
     expected, actual = run(devices[:1]), run(devices)
     count = len(actual.replicas)
     if count < 2:
-        raise ValueError("expected several replicas with data (got one); add devices or samples")
+        raise ValueError("expected at least two replicas with data (got one); pass more samples")
     is_evaluation = not any(module.training for module in model.modules())
     result = Verification(_compare(actual, expected), tolerance, count, is_evaluation)
     if result:
@@ -395,7 +397,6 @@ def _joined(parts: list[Tensor], shape: torch.Size) -> list[Tensor]:
 
 
 def _error(actual: Tensor, reference: Tensor, largest_of_kind: float) -> float:
-    reference = reference.expand_as(actual)
     is_equal = (actual == reference) | (actual.isnan() & reference.isnan())
     if is_equal.all():
         return 0.0

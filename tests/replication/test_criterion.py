@@ -34,10 +34,6 @@ def positive(n):
     return torch.rand(n, CLASSES).double()
 
 
-def signs(n):
-    return torch.randint(2, (n, CLASSES)).double() * 2 - 1
-
-
 def several(n):
     """The classes of each sample, and -1 behind the last."""
     return torch.stack([torch.randperm(CLASSES) for _ in range(n)] or [torch.zeros(0, 4).long()])
@@ -58,13 +54,9 @@ LOSSES = {
     "MSE": (nn.MSELoss(), values),
     "summed MSE": (nn.MSELoss(reduction="sum"), values),
     "L1": (nn.L1Loss(), values),
-    "smooth L1": (nn.SmoothL1Loss(), values),
-    "Huber": (nn.HuberLoss(), values),
     "BCE": (nn.BCEWithLogitsLoss(WEIGHT, pos_weight=WEIGHT + 1), positive),
     "KL": (nn.KLDivLoss(reduction="sum"), positive),
     "Poisson": (nn.PoissonNLLLoss(), positive),
-    "soft margin": (nn.SoftMarginLoss(), signs),
-    "hinge": (nn.HingeEmbeddingLoss(), signs),
     "multi margin": (nn.MultiMarginLoss(weight=WEIGHT), labels),
     "multi label margin": (nn.MultiLabelMarginLoss(), several),
     "multi label soft margin": (nn.MultiLabelSoftMarginLoss(WEIGHT), positive),

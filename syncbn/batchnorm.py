@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,6 @@ from syncbn.merge import Denominator, RunningStatistics
 from syncbn.recomputation import RecordedCalls
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
-
-if TYPE_CHECKING:
-    _Base = _BatchNorm
-else:
-    _Base = object
 
 __all__ = [
     "SynchronizedBatchNorm1d",
@@ -77,7 +72,7 @@ def check_group_size(size: int | None) -> None:
         raise error(f"group_size must be an int of at least 1, or None (got {size!r})")
 
 
-class SynchronizedBatchNorm(ReplicaAware, _Base):
+class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     """The base class of the layers for 1, 2 and 3 dimensions.
 
     In training, the statistics span the layer's group (see `replication.ReplicaAware`). In
@@ -226,7 +221,7 @@ class SynchronizedBatchNorm(ReplicaAware, _Base):
                 )
 
 
-class SynchronizedBatchNormNd(SynchronizedBatchNorm, _BatchNorm):
+class SynchronizedBatchNormNd(SynchronizedBatchNorm):
     """The counterpart of `torch.nn.SyncBatchNorm`, for inputs of any number of dimensions.
 
     It takes the arguments of `SynchronizedBatchNorm1d`. It is not derived from torch's class,

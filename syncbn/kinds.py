@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import unwrap
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
@@ -59,9 +59,8 @@ def synchronized_class(kind: type[nn.Module]) -> type[nn.Module] | None:
 class _Activated(SynchronizedBatchNorm2d):
     """Runs the modules of timm's layer after the normalization."""
 
-    if TYPE_CHECKING:
-        drop: nn.Module
-        act: nn.Module
+    drop: nn.Module
+    act: nn.Module
 
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = self.act(self.drop(super().forward(input)))
@@ -198,14 +197,12 @@ def out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _note_on(layer: SynchronizedBatchNorm) -> str:
-    notes = []
-    if not layer.training:
-        notes.append("in eval(): does not synchronize")
-    if layer.group_size is not None:
-        notes.append(f"in groups of {layer.group_size}")
-    if layer.process_group is not None:
-        notes.append("in a process group")
-    return "; ".join(notes)
+    notes = {
+        "in eval(): does not synchronize": not layer.training,
+        f"in groups of {layer.group_size}": layer.group_size is not None,
+        "in a process group": layer.process_group is not None,
+    }
+    return "; ".join(note for note, applies in notes.items() if applies)
 
 
 class LayerSummary(NamedTuple):

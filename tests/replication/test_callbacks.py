@@ -66,14 +66,6 @@ def copies(module: nn.Module, n: int) -> list[nn.Module]:
 # -- who is called -----------------------------------------------------------------------------
 
 
-def test_callbacks_run_copy_by_copy_in_the_order_of_modules():
-    out: list[Any] = []
-    execute_replication_callbacks(copies(tree(out), 3))
-    assert [(name, copy_id) for name, copy_id, _ in out] == [
-        (name, copy_id) for copy_id in range(3) for name in ORDER
-    ]
-
-
 def test_copies_of_one_layer_share_a_context_and_layers_do_not():
     out: list[Any] = []
     execute_replication_callbacks(copies(tree(out), 3))
@@ -91,26 +83,6 @@ def test_each_forward_has_new_contexts():
     assert first is not second
 
 
-def test_callback_is_called_on_the_copy_itself():
-    class Keeps(nn.Module):
-        copy_id = None
-
-        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-            self.copy_id = copy_id
-
-    replicas = copies(nn.Sequential(Keeps()), 3)
-    execute_replication_callbacks(replicas)
-    assert [replica[0].copy_id for replica in replicas] == [0, 1, 2]
-
-
-def test_submodule_under_two_names_is_called_once_per_copy():
-    out: list[Any] = []
-    shared = Recorder(out, "shared")
-    execute_replication_callbacks(copies(nn.Sequential(shared, nn.Sequential(shared)), 2))
-    assert [(name, copy_id) for name, copy_id, _ in out] == [("shared", 0), ("shared", 1)]
-    assert out[0][2] is out[1][2]
-
-
 @pytest.mark.parametrize("those", [[0, 2], [0], [1], [2]])
 def test_layer_whose_copies_have_the_callback_in_part_is_called_where_it_has_it(those):
     calls = []
@@ -119,14 +91,6 @@ def test_layer_whose_copies_have_the_callback_in_part_is_called_where_it_has_it(
         modules[index].__data_parallel_replicate__ = lambda ctx, copy_id: calls.append(copy_id)
     execute_replication_callbacks(modules)
     assert calls == those
-
-
-def test_none_children_are_passed_over():
-    out: list[Any] = []
-    module = Recorder(out, "root", Recorder(out, "a"))
-    module.register_module("absent", None)
-    execute_replication_callbacks(copies(module, 2))
-    assert [name for name, _, _ in out] == ["root", "a"] * 2
 
 
 def test_submodule_that_a_class_gives_its_copies_is_called():
@@ -148,6 +112,7 @@ def test_submodule_that_a_class_gives_its_copies_is_called():
 def test_paths_of_contexts_are_those_of_named_modules(kind):
     net = nn.Sequential(tree([]), tree([]), nn.LSTM(1, 1) if kind is nn.LSTM else nn.ReLU())
     net.append(net[1])
+    net.register_module("absent", None)
     paths = []
     for module in net.modules():
         register_replication_callback(module, lambda m, ctx, copy_id: paths.append(ctx.path))
@@ -371,17 +336,23 @@ copied_each_way = pytest.mark.parametrize(
 )
 
 
+class RebuildsItself(CustomDataParallel):
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.module, len(self.device_ids))
+
+
 @copied_each_way
+@pytest.mark.parametrize("kind", [CustomDataParallel, RebuildsItself])
 @pytest.mark.parametrize("is_first", [False, True])
-def test_copy_of_a_patched_data_parallel_is_patched_independently(copied, is_first):
-    model = unpatched()
+def test_copy_of_a_patched_data_parallel_is_patched_independently(copied, kind, is_first):
+    model = kind(Recorder([], "root"), 2)
     handle = patch_replication_callback(model)
     twin = copied(model)
     for removed in (handle, patch_replication_callback(twin))[:: 1 if is_first else -1]:
         assert recorded(model if removed is handle else twin) == BOTH
         removed.remove()
         assert recorded(model if removed is handle else twin) == []
-    assert type(twin) is type(model) is CustomDataParallel
+    assert type(twin) is type(model) is kind
     assert set(vars(twin)) == set(vars(model)) == set(vars(unpatched()))
 
 
@@ -427,22 +398,6 @@ def test_copy_of_a_patched_data_parallel_keeps_a_method_of_the_users(copied, is_
     handle.remove()
     assert recorded(twin) == [("own", 2)]
     assert recorded(model) == [("own", 2), *BOTH]
-
-
-class RebuildsItself(CustomDataParallel):
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.module, len(self.device_ids))
-
-
-@copied_each_way
-def test_copy_of_a_patched_data_parallel_that_rebuilds_itself_is_patched(copied):
-    model = RebuildsItself(Recorder([], "root"), 2)
-    patch_replication_callback(model)
-    twin = copied(model)
-    assert recorded(twin) == BOTH
-    patch_replication_callback(twin).remove()
-    assert recorded(twin) == []
-    assert type(twin) is RebuildsItself
 
 
 def test_patched_data_parallel_in_a_replica_runs_the_replicas_own_methods():

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from replication import (
     CallbackContext,
     DataParallel,
-    ReplicaGroup,
     ReplicationError,
     SoloGroup,
-    data_parallel,
     execute_replication_callbacks,
     patch_replication_callback,
     replicate,
@@ -62,12 +60,6 @@ def test_fields():
     assert all(ctx is first for ctx in others)
 
 
-def test_path_of_the_root_is_empty():
-    (replica,) = replicas = replicate(Keeps(), ["cpu"])
-    execute_replication_callbacks(replicas)
-    assert replica.ctx.path == ""
-
-
 def test_devices_may_be_given():
     (ctx, _) = contexts(NET, 2, devices=["meta", torch.device("cpu")])
     assert ctx.devices == (torch.device("meta"), torch.device("cpu"))
@@ -96,11 +88,6 @@ def test_any_attribute_can_be_set_the_names_of_the_fields_included():
     assert DataParallel(Sets(), ["cpu"] * 2)(x).tolist() == [[4.0]] * 2
 
 
-def test_unknown_attribute_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="sync_master"):
-        _ = CallbackContext().sync_master
-
-
 # -- groups ------------------------------------------------------------------------------------
 
 
@@ -118,16 +105,6 @@ def test_unknown_attribute_is_an_attribute_error():
 def test_copies_communicate_in_every_runner(model):
     patch_replication_callback(model)
     assert model(torch.ones(7, 1)).tolist() == [[7.0]] * 3
-
-
-def test_copies_communicate_in_the_functional_form():
-    assert data_parallel(Keeps(), torch.ones(4, 1), ["cpu"] * 2).tolist() == [[4.0]] * 2
-
-
-def test_group_knows_its_rank_and_size():
-    ctx, _ = contexts(NET, 2)
-    assert isinstance(ctx.group(1), ReplicaGroup)
-    assert (ctx.group(1).rank, ctx.group(1).size) == (1, 2)
 
 
 def test_single_copy_has_a_group_of_one():

@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 
 from replication import (
@@ -205,12 +204,6 @@ def calls_of_all_gather_that_do_not_match_are_named_in_every_rank(rank: int) -> 
     diverges(lambda: gathers(torch.ones(2)), "rank 0: `head`, call 3: all_gather_object()")
 
 
-def calls_of_other_layers_are_named(rank: int) -> None:
-    group = ProcessGroup(name="neck" if rank else "stem")
-    texts = [f"rank {i}: `{name}`, call 1: all_ga" for i, name in enumerate(["stem", "neck"])]
-    diverges(lambda: group.all_gather(torch.ones(2)), *texts)
-
-
 @contextmanager
 def debugging() -> Iterator[None]:
     """As with ``TORCH_DISTRIBUTED_DEBUG=INFO``."""
@@ -373,7 +366,7 @@ CHECKS = [
     batched_gradients_are_refused, argument_is_left_alone,
     objects_are_gathered_in_the_order_of_ranks, bad_input_is_refused_by_the_rank_that_has_it,
     calls_of_all_gather_that_do_not_match_are_named_in_every_rank,
-    calls_of_other_layers_are_named, synchronized_layers_of_different_widths_are_named,
+    synchronized_layers_of_different_widths_are_named,
     tensors_that_require_gradients_on_some_ranks_only_are_named,
     layers_that_are_called_in_another_order_are_named_by_their_paths, all_calls_are_compared,
     backwards_are_compared_and_named_after_their_calls, groups_of_some_processes,
@@ -441,23 +434,6 @@ def group_of_some_of_four_ranks_is_split_without_the_others(rank: int, _: str) -
     if rank:
         gathered = ProcessGroup(group).split(2).all_gather_object(rank)
         assert gathered == ((3,) if rank == 3 else (1, 2))
-
-
-def derivatives_in_forward_mode_are_refused(rank: int, _: str) -> None:
-    group = ProcessGroup()
-    warnings.simplefilter("ignore")  # of torch, about what it imports for this
-    for call in (
-        group.all_gather,
-        partial(group.all_reduce, op="max"),
-        lambda x: group.reduce_scatter([x, x]),
-        group.all_reduce,
-        group.broadcast,
-    ):
-        with (
-            forward_ad.dual_level(),
-            pytest.raises(NotImplementedError, match="forward-mode derivatives do not reach"),
-        ):
-            call(forward_ad.make_dual(torch.ones(2), torch.ones(2)))
 
 
 def backward_after_destroy_is_an_error_while_the_group_is_referenced(rank: int, _: str) -> None:
@@ -580,7 +556,6 @@ def layer_outlives_the_processes_it_was_used_with(rank: int, store: str) -> None
     [
         (3, some_of_three_ranks),
         (4, group_of_some_of_four_ranks_is_split_without_the_others),
-        (2, derivatives_in_forward_mode_are_refused),
         (2, backward_after_destroy_is_an_error_while_the_group_is_referenced),
         (2, destroyed_process_group_is_named_with_its_layer),
         (3, part_of_a_group_is_not_used_by_three_ranks_after_either_is_destroyed),

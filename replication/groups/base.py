@@ -45,9 +45,8 @@ Layouts = tuple[tuple[torch.dtype, tuple[int | str, ...]], ...]
 class Call(NamedTuple):
     """The parts of a collective call that must match on every member."""
 
+    #: The collective, with its ``op`` or ``src``: ``"all_reduce(op='sum')"`` (see `name_of`).
     name: str
-    #: The argument ``op`` or ``src``, as ``"op='sum'"`` (see `text_of`).
-    option: str = ""
     layouts: Layouts = ()
     #: Whether autograd records the call. None where it may differ.
     requires_grad: bool | None = None
@@ -60,7 +59,7 @@ class Call(NamedTuple):
             for dtype, shape in self.layouts
         )
         text = f"{self.where}: " if self.where else ""
-        text += f"{self.name}({self.option})" + (f" of {tensors}" if tensors else "")
+        text += f"{self.name} of {tensors}" if tensors else self.name
         if self.requires_grad is not None:
             text += f" that {'requires' if self.requires_grad else 'does not require'} gradients"
         return text
@@ -241,9 +240,11 @@ def describe_argument(value: Any) -> str:
     return type(value).__name__
 
 
-def text_of(option: dict[str, Any]) -> str:
-    """Returns the argument ``op`` or ``src`` of a collective as text, for a `Call`."""
-    return ", ".join(f"{name}={value!r}" for name, value in option.items())
+def name_of(name: str, option: dict[str, Any]) -> str:
+    """Returns the name of a collective with its argument ``op`` or ``src``, for a `Call`."""
+    for key, value in option.items():
+        name += f"({key}={value!r})"
+    return name
 
 
 def layouts_of(tensors: Sequence[Tensor], any_length: bool = False) -> Layouts:

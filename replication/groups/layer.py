@@ -69,10 +69,6 @@ class ReplicaAware(_Base):
             raise TypeError(
                 f"ReplicaAware must be in front: class {cls.__name__}(ReplicaAware, {bases})"
             )
-        if not isinstance(cls.group, property):
-            raise TypeError(
-                f"`group` of {cls.__name__} must be the group of its copies; rename what hides it"
-            )
 
     _replica_group: Group | None = None
     #: Whether `torch.distributed` was not initialized when the replica was made.

@@ -33,8 +33,8 @@ from replication.groups.base import (
     Tensors,
     check_same_call,
     layouts_of,
+    name_of,
     reduce_tensors,
-    text_of,
 )
 from replication.warning import warn
 
@@ -167,16 +167,6 @@ def unpacked_header(packed: bytes) -> tuple[int, tuple[bytes, str]]:
 # -- the group ------------------------------------------------------------------------------------
 
 
-def stacked(tensor: Tensor, process_group: Any) -> Tensor:
-    """Stacks the tensors of all ranks, which have the same shape, to ``(size, *shape)``."""
-    tensor = tensor.resolve_conj().contiguous()
-    rows = tensor.new_empty(process_group.size(), *tensor.shape)
-    if rows.numel():  # else there is nothing to send
-        # Not all_gather_into_tensor, which gloo lacks in older releases of torch.
-        distributed.all_gather(list(rows), tensor, process_group)
-    return rows
-
-
 class Collective(Function):
     """Runs a collective in an autograd graph. ``derivative`` consists of such collectives."""
 
@@ -286,7 +276,7 @@ class ProcessGroup(Group):
 
     def _compare(self, call: Call, length: int = 0) -> list[int]:
         """Raises `ReplicasDiverged` if the ranks' calls do not match. Returns their lengths."""
-        rows = stacked(self._to_tensor(packed_header(call, length)), self.process_group)
+        rows = self._rows(self._to_tensor(packed_header(call, length)))
         headers = [unpacked_header(_to_bytes(row)) for row in rows]
         check_same_call([call for _, call in headers], f"`{self._name}`", range(self.size), "rank")
         return [length for length, _ in headers]
@@ -303,14 +293,14 @@ class ProcessGroup(Group):
         tensor: Tensor,
     ) -> Tensor:
         """Runs a collective in an autograd graph. Its backward is a separate call."""
-        # `derivative` gets the call of the backward, which has one name for all orders, and the
-        # gradient of the result.
+        # `derivative` gets the call of the backward and the gradient of the result.
         if is_batched(tensor):
             raise ReplicationError(
                 "collectives between processes take no batched gradients; compute one at a time"
             )
 
-        name = f"{call.name.removesuffix('_backward')}_backward"
+        # One name for derivatives of any order.
+        name = f"{call.name.partition('(')[0].removesuffix('_backward')}_backward"
 
         def backward(grad: Tensor) -> Tensor:
             of_backward = Call(name, layouts=layouts_of([grad], any_length=True))
@@ -358,7 +348,7 @@ class ProcessGroup(Group):
             layouts: Dtypes and shapes that must match on all ranks.
             requires_grad: Whether autograd records the call.
         """
-        with self._calling(Call(name, "", layouts, requires_grad)) as call:
+        with self._calling(Call(name, layouts, requires_grad)) as call:
             return self._stack(call, tensor) if stack else self._sum(call, tensor)
 
     def prefers_gather(self, tensor: Tensor) -> bool:
@@ -378,7 +368,7 @@ class ProcessGroup(Group):
         """Counts a call, and hands it to the method of its name: `_all_reduce`, for example."""
         requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         layouts = layouts_of(tensors, any_length=name == "all_gather")
-        with self._calling(Call(name, text_of(option), layouts, requires_grad)) as call:
+        with self._calling(Call(name_of(name, option), layouts, requires_grad)) as call:
             return getattr(self, f"_{name}")(call, *tensors, **option)  # type: ignore[no-any-return]
 
     def _all_reduce(self, call: Call, tensor: Tensor, op: ReduceOp) -> Tensors:
@@ -431,12 +421,21 @@ class ProcessGroup(Group):
 
         def sum_of_ranks(tensor: Tensor) -> Tensor:
             if self.prefers_gather(tensor):
-                return reduce_tensors(stacked(tensor, self.process_group).unbind(), "sum")
+                return reduce_tensors(self._rows(tensor).unbind(), "sum")
             total = tensor.clone(memory_format=torch.contiguous_format)
             distributed.all_reduce(total, group=self.process_group)
             return total
 
         return self._differentiable(call, sum_of_ranks, self._sum, tensor)
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """Stacks the tensors of all ranks, without a derivative."""
+        tensor = tensor.resolve_conj().contiguous()
+        rows = tensor.new_empty(self.size, *tensor.shape)
+        if rows.numel():  # else there is nothing to send
+            # Not all_gather_into_tensor, which gloo lacks in older releases of torch.
+            distributed.all_gather(list(rows), tensor, self.process_group)
+        return rows
 
     def _stack(self, call: Call, tensor: Tensor) -> Tensor:
         """Stacks the tensors of all ranks, which have the same shape, to ``(size, ...)``."""
@@ -446,8 +445,7 @@ class ProcessGroup(Group):
             received = self._send_values(counts, counts, call, grad.reshape(-1))
             return reduce_tensors(received.view(grad.shape).unbind(), "sum")
 
-        stack = partial(stacked, process_group=self.process_group)
-        return self._differentiable(call, stack, to_owners, tensor)
+        return self._differentiable(call, self._rows, to_owners, tensor)
 
     def _send_values(
         self, sent: list[int], received: list[int], call: Call, tensor: Tensor

@@ -33,8 +33,8 @@ from replication.groups.base import (
     Tensors,
     check_same_call,
     layouts_of,
+    name_of,
     reduce_tensors,
-    text_of,
 )
 from replication.steps.broadcast import broadcast
 from replication.sync.exchange import Exchange
@@ -99,12 +99,10 @@ class CallbackContext:
         return self._communicator.group(copy_id)
 
 
-#: The arguments of a member's `Call`, its message, the function that merges, whether the message
-#: requires gradients, whether the thread is in inference mode, and the number of autograd nodes
-#: that the thread has made. A plain tuple is faster to make than a named one.
-Request = tuple[
-    tuple[str, str, Layouts], Any, Callable[[list[Any]], Iterable[Any]], bool, bool, int
-]
+#: The name and layouts of a member's `Call`, its message, the function that merges, whether the
+#: message requires gradients, whether the thread is in inference mode, and the number of autograd
+#: nodes that the thread has made. A plain tuple is faster to make than a named one.
+Request = tuple[tuple[str, Layouts], Any, Callable[..., Iterable[Any]], bool, bool, int]
 
 
 # Outside a forward there is no rendezvous. It does not refer to their groups, so that it is
@@ -231,7 +229,6 @@ class ReplicaGroup(Group):
         *,
         layouts: Layouts = (),
         requires_grad: bool = False,
-        option: str = "",
     ) -> ReplyT:
         """Sends a message and returns the reply. One member computes the replies to all members.
 
@@ -245,7 +242,6 @@ class ReplicaGroup(Group):
             layouts: Dtypes and shapes that must match on every member. Leave out what may differ.
             requires_grad: Whether the message holds a tensor that requires gradients. If it is
                 true on any member, ``merge`` runs with grad enabled.
-            option: An argument of the call that must match on every member.
 
         Raises:
             ReplicationError: As `Group`. Also if no other member could answer the call.
@@ -255,7 +251,7 @@ class ReplicaGroup(Group):
         # to the same number after a merge, so that the order does not depend on who merged.
         counts = requires_grad and not torch.is_anomaly_enabled()
         nodes = nodes_made() or 1 if counts else 0
-        call, infers = (name, option, layouts), torch.is_inference_mode_enabled()
+        call, infers = (name, layouts), torch.is_inference_mode_enabled()
         request: Request = (call, message, merge, requires_grad, infers, nodes)
         reply, nodes = communicator.exchange(
             rendezvous, self._replica, request, communicator.merge
@@ -295,12 +291,11 @@ class ReplicaGroup(Group):
         if not grad_enabled:  # the results are constants
             tensors = tuple(tensor.detach() for tensor in tensors)
         results: Tensors = self.exchange(
-            name,
+            name_of(name, option),
             tensors,
             lambda messages: merge([tuple(map(recordable, m)) for m in messages], **option),
             layouts=layouts_of(tensors, any_length=name == "all_gather"),
             requires_grad=any(tensor.requires_grad for tensor in tensors),
-            option=text_of(option),
         )
         return results if grad_enabled else tuple(result.detach() for result in results)
 

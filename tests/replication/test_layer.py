@@ -110,11 +110,6 @@ def test_group_is_its_name():
     layer.group = nn.Linear(1, 1)  # which torch registers as a submodule
     with pytest.raises(TypeError, match="rename the submodule"):
         layer(torch.ones(2, 1))
-    with pytest.raises(TypeError, match=r"`group` of Method .* rename what hides it"):
-
-        class Method(Total):
-            def group(self) -> None:
-                pass
 
 
 # -- never silently alone ----------------------------------------------------------------------

@@ -428,7 +428,7 @@ def requires_grad_differs(rank: int) -> str:
 
 def test_under_debug_inputs_that_require_gradients_on_some_ranks_only_are_named():
     for error in run_ranks(2, requires_grad_differs):
-        assert "call 1: batch_norm() of float32 [2] that requires gradients; rank 1: " in error
+        assert "call 1: batch_norm of float32 [2] that requires gradients; rank 1: " in error
 
 
 class Parts(ReplicaAware, nn.Module):
@@ -513,7 +513,7 @@ def test_error_after_the_death_of_a_peer_names_the_layer_and_the_call(where, cal
     assert kind == "RuntimeError"
     suffix = "_backward" if where == "backward" else ""
     assert note == (
-        f"in `SynchronizedBatchNorm1d`, call {call}: batch_norm{suffix}() of float32 [3] that "
+        f"in `SynchronizedBatchNorm1d`, call {call}: batch_norm{suffix} of float32 [3] that "
         "requires gradients, rank 0 of 2"
     )
 

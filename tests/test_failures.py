@@ -1,12 +1,14 @@
-"""The first error wins, wakes all who wait, and the next step is correct."""
+"""The first error wins: it arrives unchanged, wakes all who wait, and leaves nothing behind."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import signal
 import threading
-import weakref
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -20,70 +22,194 @@ from replication import (
     parallel_apply,
     replicate,
 )
-from syncbn import SynchronizedBatchNorm1d
-from tests.faults import ours
-from tests.layers import (
-    DEADLINE,
-    Centering,
-    FailsAt,
-    LayerError,
-    Numbered,
-    freed,
-    until_others_wait,
+from replication.sync.rendezvous import Rendezvous, current_replica
+from tests.deadlines import Deadline, soon
+from tests.faults import (
+    WRAPS,
+    Fault,
+    N,
+    as_a_function,
+    assert_next_step_is_exact,
+    batch,
+    faulty,
+    ours,
+    twin_of,
 )
-from tests.sharded import BATCH, norm, run_sharded
+from tests.layers import DEADLINE, Centering, FailsAt, LayerError, Numbered
+from tests.pairwise import pairwise
+from tests.sharded import BATCH, norm
 
-# -- one replica fails -------------------------------------------------------------------------
+# -- any error, in any place, copy and runner --------------------------------------------------
+
+#: Seconds. A replica that is left waiting takes `replication.sync.rendezvous.STALL_TIMEOUT`.
+AT_ONCE = 5.0
+
+#: Where an error strikes, and the synchronized layers that all copies have finished by then.
+PLACES = {
+    "callback, between": (),
+    "before": (),
+    "between": ("bn1",),
+    "pre-hook": ("bn1",),
+    "in": ("bn1",),
+    "hook": ("bn1", "bn2"),
+    "master": ("bn1", "bn2"),
+    "after": ("bn1", "bn2"),
+    "tensor hook, between": ("bn1", "bn2"),
+    "backward, between": ("bn1", "bn2"),
+}
+WHERE = [(place, replica) for place in PLACES for replica in range(1 if place == "master" else N)]
 
 
-def test_uncollected_results_are_freed():
-    """The message of a replica that waited, whose graph refers to the replica by a hook."""
+class NeedsTwo(Exception):
+    """Cannot be made anew from a text, as torch does it."""
 
-    class Hooked(Numbered):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.factor = SynchronizedBatchNorm1d(2), 2.0
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code, reason)
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = x * 2
-            x.register_hook(lambda grad: grad * self.factor)
-            seen.append(weakref.ref(x))
-            if self.copy_id == 1:
-                until_others_wait(2)
-                raise LayerError
-            return self.layer(x)
 
-    seen: list[Any] = []
-    with contextlib.suppress(LayerError):
-        ours(Hooked(), 3)(torch.randn(6, 2, requires_grad=True))
+def out_of_memory() -> BaseException:
+    kind = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)  # before torch 2.5
+    return kind("tried to allocate too much")
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "RuntimeError": lambda: RuntimeError("own"),
+    "OutOfMemoryError": out_of_memory,
+    "NeedsTwo": lambda: NeedsTwo(3, "own"),
+    "SystemExit": lambda: SystemExit(3),
+    "KeyboardInterrupt": KeyboardInterrupt,
+    "GeneratorExit": GeneratorExit,
+}
+
+
+@pytest.fixture(scope="module")
+def frozen_garbage() -> Iterator[None]:
+    yield
+    gc.unfreeze()
     gc.collect()
-    assert len(seen) == 3
-    assert freed(*seen)
+    gc.freeze()  # as tests/conftest.py leaves it
 
 
-def test_waiting_peer_is_woken_while_another_replica_still_runs():
-    woken = threading.Event()
+@pytest.fixture
+def garbage_of_the_test_alone(frozen_garbage: None, monkeypatch) -> Iterator[None]:
+    """Objects that are freed in a test are freed by their last reference, so they are in no cycle.
+    Freezing hides the objects of earlier tests."""
+    # The plain threads of torch die of what is no Exception, and report it to this hook.
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    ours(nn.Identity())(torch.zeros(N))  # the first forward makes objects that stay
+    gc.freeze()
+    gc.disable()
+    yield
+    gc.enable()
 
-    class Layer(Numbered):
-        """Copy 2 fails; copy 1 waits; copy 0 runs until copy 1 has been woken."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = Centering()
+def live_tensors() -> int:
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
-        def forward(self, x: Tensor) -> Tensor:
-            if self.copy_id == 0:
-                assert woken.wait(DEADLINE)
-                return x
-            if self.copy_id == 2:
-                raise LayerError
-            try:
-                return self.layer(x)
-            finally:
-                woken.set()
 
-    with pytest.raises(LayerError):
-        ours(Layer(), 3)(torch.randn(6, 2))
+def forgotten(fault: Fault, *, in_cycles: bool) -> bool:
+    """Whether no replica is left, soon; ``in_cycles`` they may need the garbage collector."""
+
+    def none_is_left() -> bool:
+        if in_cycles:
+            gc.collect()
+        return not any(copy() is not None for copy in fault.copies)
+
+    return soon(none_is_left)
+
+
+def fail(run: Callable[[Tensor], Tensor], fault: Fault, x: Tensor, dy: Tensor) -> None:
+    """Makes a step that ends in the very error of the fault, and forgets that."""
+    at_once = Deadline(AT_ONCE)
+    try:
+        run(x.clone().requires_grad_()).backward(dy)
+    except BaseException as error:
+        assert error is fault.error  # the first one, no follow-up, no new one of the same type
+        assert not at_once.has_passed()
+        frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        assert frames[0] == "fail"
+        assert frames[-2:] == ["strike", "act"]
+    else:
+        pytest.fail("the error has not arrived")
+    fault.error = None
+
+
+@pytest.mark.slow
+@pytest.mark.accelerator
+@pytest.mark.usefixtures("garbage_of_the_test_alone")
+@pairwise(where=WHERE, error=ERRORS, wrap=WRAPS)
+def test_error_arrives_unchanged_and_leaves_an_exact_model_behind(where, error, wrap):
+    place, replica = where
+    fault = Fault(place, replica, ERRORS[error]())
+    net = faulty(fault)
+    twin, run = twin_of(net), wrap(net)
+    state = copy.deepcopy(net.state_dict())
+    x, dy = batch()
+    twin(x)
+    threads, tensors = threading.active_count(), live_tensors()
+
+    fail(run, fault, x, dy)
+    assert fault.copies
+    # The code that runs replicas may hold a follow-up in the frame that raised it.
+    assert forgotten(fault, in_cycles=wrap not in (ours, as_a_function))
+    net.zero_grad()
+    # The engine keeps what a failed backward has left to do until the next one.
+    torch.ones((), requires_grad=True).backward()
+    assert soon(lambda: live_tensors() == tensors)
+
+    # Layers that all copies have finished have the running statistics of the batch, and all
+    # others what they were.
+    for name, value in net.state_dict().items():
+        is_new = name.split(".")[0] in PLACES[place]
+        torch.testing.assert_close(value, twin.state_dict()[name] if is_new else state[name])
+
+    fault.active = False
+    assert_next_step_is_exact(run, net, twin_of(net))
+    assert soon(lambda: threading.active_count() <= threads)
+
+
+class Interruption(Fault):
+    """Interrupts the main thread, which awaits the replicas; till then its replica goes on."""
+
+    def __init__(self, place: str, replica: int) -> None:
+        super().__init__(place, replica)
+        self.main = threading.main_thread().ident or 0
+        self.is_over = threading.Event()
+        self.rendezvous: Rendezvous | None = None
+
+    def act(self) -> None:
+        place = current_replica()
+        assert place is not None
+        self.rendezvous = place.rendezvous
+        while not self.is_over.wait(0.01):  # the test sets it in any case
+            signal.pthread_kill(self.main, signal.SIGINT)
+
+
+@pytest.mark.slow
+@pytest.mark.accelerator
+@pytest.mark.usefixtures("one_interrupt", "garbage_of_the_test_alone")
+@pairwise(wrap=WRAPS, place=["before", "in", "between", "after"], replica=range(N))
+def test_interrupt_of_the_caller_arrives_at_once_and_leaves_an_exact_model(wrap, place, replica):
+    fault = Interruption(place, replica)
+    net = faulty(fault)
+    run, (x, _) = wrap(net), batch()
+    threads = threading.active_count()
+    at_once = Deadline(AT_ONCE)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(x)
+        assert not at_once.has_passed()
+        assert soon(lambda: not fault.rendezvous._waits)  # no wait for the busy replica
+    finally:
+        fault.is_over.set()
+        fault.rendezvous = None
+    assert forgotten(fault, in_cycles=True)
+    fault.active = False
+    assert_next_step_is_exact(run, net, twin_of(net))
+    assert soon(lambda: threading.active_count() <= threads)
+
+
+# -- errors in replicas of one's own -----------------------------------------------------------
 
 
 def test_replica_that_handles_the_failure_of_another_does_not_hide_it():
@@ -120,9 +246,6 @@ def test_replica_that_handles_its_own_error_has_not_failed():
     torch.testing.assert_close(ours(Handles(), 2)(x), x - x.mean(0))
 
 
-# -- errors that end programs ------------------------------------------------------------------
-
-
 def test_an_error_that_ends_programs_does_not_wait_for_the_other_replicas():
     released = threading.Event()
 
@@ -139,9 +262,6 @@ def test_an_error_that_ends_programs_does_not_wait_for_the_other_replicas():
     released.set()
     # A second note would say which replicas were still running after some seconds.
     assert caught.value.__notes__ == ["in replica 0 of 3 on cpu, module `(root)`"]
-
-
-# -- calls in backward ---------------------------------------------------------------------------
 
 
 def test_a_backward_inside_the_forward_may_call_collectives():
@@ -161,49 +281,13 @@ def test_a_backward_inside_the_forward_may_call_collectives():
     assert answers == [False] * 3
 
 
-# -- what a replica leaves behind that something has ended -------------------------------------
-
-
-# -- errors that hide others -------------------------------------------------------------------
-
-
-class Failing(nn.Module):
-    """Raises ``errors[index]`` in the replica of that index."""
-
-    def __init__(self, errors: dict[int, object]) -> None:
-        super().__init__()
-        self.errors = errors
-
-    def forward(self, x):
-        error = self.errors.get(int(threading.current_thread().name[-1]))
-        if error is not None:
-            raise error
-        return x
-
-
-def test_a_follow_up_of_another_kind_does_not_mask_the_first_error():
-    class Exits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = norm()
-
-        def forward(self, x):
-            try:
-                return self.bn(x)
-            except ReplicaFailed:
-                raise SystemExit(1) from None
-
-    with pytest.raises(KeyError, match="first"):
-        run_sharded(nn.Sequential(Failing({0: KeyError("first")}), Exits()), BATCH.split([4, 4]))
-
-
 def test_replicas_that_have_failed_say_so_when_they_are_used_again():
-    replicas = replicate(nn.Sequential(Failing({1: KeyError("k")}), norm()), ["cpu"] * 2)
+    replicas = replicate(nn.Sequential(FailsAt(1, KeyError), norm()), ["cpu"] * 2)
     execute_replication_callbacks(replicas)
     inputs = [(part,) for part in BATCH.chunk(2)]
     with pytest.raises(KeyError):
         parallel_apply(replicas, inputs)
     for replica in replicas:
-        replica[0].errors = {}
+        replica[0].active = False
     with pytest.raises(ReplicaFailed, match=r"failed with KeyError.* was at `1`, call \d"):
         parallel_apply(replicas, inputs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-import signal
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -166,13 +165,6 @@ def test_replica_with_fewer_micro_batches_does_not_block_the_others(monkeypatch)
         model(torch.randn(3, 2))
 
 
-@pytest.mark.parametrize("counts", [(1, 0), (0, 1)], ids=str)
-def test_replica_that_ends_a_micro_batch_early_does_not_block_the_others(counts):
-    model = patched(ByMicroBatches)(Repeat(Centering(), counts), 2)
-    with pytest.raises(ReplicasDiverged, match="`layer`, call 1"):
-        model(torch.randn(4, 2))
-
-
 # -- a caller that swallows errors -------------------------------------------------------------
 
 
@@ -269,38 +261,8 @@ def test_replicas_end_with_a_forward_that_has_diverged():
         assert freed(*seen)
 
 
-@pytest.mark.usefixtures("one_interrupt")
-def test_replicas_end_with_an_interrupted_forward():
-    """Without the garbage collector, as after any other error (test_watch.py)."""
-    main, waits, over = threading.get_ident(), threading.Event(), threading.Event()
-
-    class Interrupts(Numbered):
-        """Copy 1 interrupts the caller while copy 0 waits for it."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = Centering()
-
-        def forward(self, x: Tensor) -> Tensor:
-            while self.copy_id == 1 and not over.wait(0.01):
-                signal.pthread_kill(main, signal.SIGINT)
-            waits.set()
-            return self.layer(x)
-
-    model = ours(Interrupts(), 2)
-    seen = live_replicas(model)
-    with no_garbage_collection():
-        try:
-            model(torch.randn(4, 2))
-        except KeyboardInterrupt:
-            over.set()
-        assert seen
-        assert waits.wait(DEADLINE)
-        assert freed(*seen)
-
-
 def test_replicas_end_after_a_system_exit_that_another_error_follows():
-    """The same without signals: the second error comes after the caller has gone."""
+    """Which comes after the caller has gone. No cycle needs the garbage collector."""
     gone = threading.Event()
 
     class Both(Numbered):

@@ -26,7 +26,6 @@ from replication import (
     ReplicasTimedOut,
     ReplicationError,
 )
-from replication.errors import listed
 from replication.sync import rendezvous as module
 from replication.sync.rendezvous import (
     CurrentReplica,
@@ -310,14 +309,6 @@ def test_error_of_a_waiting_replica_says_who_failed_and_where_it_waited():
         wait.block()
 
 
-def test_failure_without_a_message_is_named_by_its_type():
-    rendezvous = entered(2)
-    wait = begin_wait(rendezvous, 0, 1)
-    rendezvous.fail(1, KeyboardInterrupt())
-    with pytest.raises(ReplicaFailed, match=r"^replica 1 of 2 failed with KeyboardInterrupt\. "):
-        wait.block()
-
-
 def test_failure_whose_text_takes_long_is_the_first_all_the_same():
     is_read, second_failed = threading.Event(), threading.Event()
 
@@ -343,6 +334,7 @@ def test_failure_whose_text_takes_long_is_the_first_all_the_same():
 def test_message_says_where_every_replica_is():
     """Of six replicas one skips the layer before the last ones have begun."""
     rendezvous = Rendezvous(6)
+    rendezvous.expect_only(range(5))
     for replica in range(4):
         rendezvous.enter(replica)
     waits = [begin_wait(rendezvous, 0, 2, path="layer3.bn2", call=2)]
@@ -358,28 +350,11 @@ method, or through a part of the replica)
   replica 2: has ended
   replica 3: runs
   replica 4: has not begun
-  replica 5: has not begun"""
+  replica 5: does not run"""
     assert [diverged(wait) for wait in waits] == [expected] * 2
     with pytest.raises(ReplicasDiverged) as caught:
         begin_wait(rendezvous, 3, 0)
     assert str(caught.value) == expected
-
-
-def test_wait_for_a_replica_that_will_not_run_is_given_up():
-    rendezvous = Rendezvous(3)
-    rendezvous.enter(0)
-    wait = begin_wait(rendezvous, 0, 2)
-    rendezvous.expect_only({0, 1})
-    assert diverged(wait).endswith("replica 1: has not begun\n  replica 2: does not run")
-
-
-@pytest.mark.parametrize(
-    ("replicas", "expected"),
-    [([0], "replica 0"), ([0, 2], "replicas 0, 2"), (range(3), "replicas 0, 1, 2")],
-    ids=["one", "two", "range"],
-)
-def test_listed(replicas, expected):
-    assert listed(replicas) == expected
 
 
 # -- pipes used by hand ------------------------------------------------------------------------
@@ -548,6 +523,20 @@ def test_close_does_not_wait_for_a_write_that_takes_long(monkeypatch):
         closed.set()
 
     values(together(lambda: rendezvous.commit(write), close))
+
+
+def test_a_write_does_not_wait_for_another():
+    """Foreign code that interrupts a write, such as a finalizer, may train another model."""
+    rendezvous, inner = entered(1), Rendezvous(1)
+    inner.outer = rendezvous
+
+    def write() -> list[str]:
+        return values(together(lambda: inner.commit(lambda: "inner")))
+
+    assert rendezvous.commit(write) == ["inner"]
+    rendezvous.close("over")
+    with pytest.raises(ReplicationError, match="has been ended by its caller"):
+        inner.commit(write)
 
 
 # -- replicas that do not begin ----------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""A forward that has failed, timed out or been interrupted writes no statistics any more."""
+"""A time limit or a Ctrl-C ends a forward: the caller goes on, and nothing is written later."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import math
 import random
+import re
 import signal
 import sys
 import threading
@@ -17,25 +18,144 @@ import torch
 from torch import Tensor, nn
 
 from replication import (
+    DataParallel,
     FutureResult,
     ReplicasTimedOut,
     ReplicationError,
+    data_parallel,
     execute_replication_callbacks,
     patch_replication_callback,
     replicate,
+    warning,
 )
-from replication.sync import rendezvous
-from replication.sync.lifecycle import ForwardScope
+from replication.sync.lifecycle import rendezvous_of
 from replication.sync.rendezvous import current_replica
 from syncbn import SynchronizedBatchNorm1d, convert_model, graph
 from tests.deadlines import ends
 from tests.faults import as_torch_does, ours
-from tests.layers import DEADLINE, AsTorchDoes, knows_hooks, soon, together, values
+from tests.layers import (
+    DEADLINE,
+    HAS_GIL,
+    AsTorchDoes,
+    Centering,
+    FailsAt,
+    Numbered,
+    soon,
+    together,
+    until_others_wait,
+    values,
+)
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signal"),
-]
+#: Seconds.
+LIMIT = 0.3
+
+# -- the time limit ----------------------------------------------------------------------------
+
+
+class Hangs(Numbered):
+    """One replica waits for something that no other replica knows of."""
+
+    def __init__(self, replica: int, others: int) -> None:
+        super().__init__()
+        self.replica, self.others = replica, others
+        self.go = threading.Event()
+        self.ended = threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.copy_id == self.replica:
+            until_others_wait(self.others)
+            self.go.wait(DEADLINE)
+            self.ended.set()
+        return x
+
+
+@pytest.mark.parametrize("last", [nn.Tanh, Centering])
+@pytest.mark.parametrize("replica", [0, 1, 2])
+def test_a_replica_that_hangs_is_named_and_the_caller_goes_on(replica, last):
+    """The others end, or wait for it in the last layer."""
+    hangs = Hangs(replica, others=2 if last is Centering else 0)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(hangs), last())
+    model = DataParallel(net, ["cpu"] * 3, timeout=LIMIT)
+    x = torch.randn(6, 2)
+    with pytest.raises(ReplicasTimedOut) as caught:
+        model(x)
+    assert not hangs.ended.is_set()  # the caller has not waited for it
+    hangs.go.set()
+    first, *rows = str(caught.value).splitlines()
+    assert first == "the replicas must end within 0.3 s, the timeout, which has passed:"
+    at = r" in `1\.0`, at .*\.py:\d+" if HAS_GIL else ""
+    assert re.fullmatch(f"  replica {replica}: runs{at}", rows[replica])
+    state = "waits at `2`, call 1" if last is Centering else "has ended"
+    assert all(rows[i] == f"  replica {i}: {state}" for i in {0, 1, 2} - {replica})
+    assert hangs.ended.wait(DEADLINE)
+    hangs.replica, model.timeout = -1, None
+    torch.testing.assert_close(model(x), net(x))
+
+
+def test_an_error_comes_before_the_timeout():
+    hangs = Hangs(1, others=0)
+    model = DataParallel(nn.Sequential(hangs, FailsAt(2, KeyError)), ["cpu"] * 3, timeout=LIMIT)
+    with pytest.raises(KeyError):
+        model(torch.randn(6, 2))
+    assert not hangs.ended.is_set()
+    hangs.go.set()
+    assert hangs.ended.wait(DEADLINE)
+
+
+def test_a_forward_that_ends_in_time_does_not_meet_the_limit():
+    x = torch.randn(6, 2)
+    y = data_parallel(Centering(), x, ["cpu"] * 2, timeout=DEADLINE)
+    torch.testing.assert_close(y, x - x.mean(0))
+
+
+def test_a_replica_that_comes_late_is_a_matter_of_the_limit():
+    """Not of the time within which replicas have to begin, which is longer."""
+    limit_passed = threading.Event()
+
+    class Late(AsTorchDoes):
+        def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+            rendezvous_of(replicas).limit_time(LIMIT)
+
+            def run(i: int) -> Any:
+                if i == 1:
+                    assert limit_passed.wait(DEADLINE)
+                try:
+                    return replicas[i](*inputs[i], **kwargs[i])
+                finally:
+                    limit_passed.set()
+
+            return values(together(*(lambda i=i: run(i) for i in range(2))))
+
+    model = Late(Centering(), 2)
+    patch_replication_callback(model)
+    with pytest.raises(ReplicasTimedOut, match=r"replica 1: has not begun"):
+        model(torch.randn(4, 2))
+
+
+def test_without_the_gil_no_frame_of_another_thread_is_read(monkeypatch):
+    monkeypatch.setattr(warning, "_has_gil", lambda: False)
+    hangs = Hangs(1, others=1)
+    model = DataParallel(nn.Sequential(hangs, Centering()), ["cpu"] * 2, timeout=LIMIT)
+    with pytest.raises(ReplicasTimedOut, match=r"replica 1: runs$"):
+        model(torch.ones(4, 2))
+    hangs.go.set()
+    assert hangs.ended.wait(DEADLINE)
+
+
+def test_by_default_there_is_no_limit():
+    assert DataParallel(nn.ReLU(), ["cpu"] * 2).timeout is None
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"),
+    [(0, ValueError), (-1.0, ValueError), (math.nan, ValueError), ("5", TypeError)],
+)
+def test_what_is_no_limit_is_refused(timeout, error):
+    with pytest.raises(error):
+        DataParallel(nn.ReLU(), ["cpu"] * 2, timeout=timeout)
+
+
+# -- training that is ended --------------------------------------------------------------------
 
 #: Of the delays.
 chance = random.Random(0)
@@ -114,6 +234,8 @@ def interrupted(call: Callable[[], Any], after: float) -> bool:
         sys.unraisablehook = hook
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signal")
 def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(monkeypatch):
     """Those of one device, which has updated the first few layers, and no other, by then."""
 
@@ -211,18 +333,6 @@ def test_nothing_is_written_after_a_timeout(monkeypatch):
     assert_step_is_exact(model, net)
 
 
-class Unhurried(SynchronizedBatchNorm1d):
-    """Is interrupted in the middle of its update."""
-
-    main = threading.main_thread()
-
-    def _count_batch(self) -> Any:
-        for _ in range(20):
-            signal.pthread_kill(self.main.ident or 0, signal.SIGINT)
-            time.sleep(0.005)
-        return super()._count_batch()
-
-
 class Late(nn.Module):
     """Ends in replica 0 when it may."""
 
@@ -249,60 +359,6 @@ def test_layers_without_copies_in_the_abandoned_forward_write_nothing(inside):
         ours(net, 2, timeout=0.05)(torch.randn(8, 3, dtype=torch.float64))
     may_end.set()
     assert_unchanged(net, before)
-
-
-@pytest.mark.usefixtures("one_interrupt")
-def test_a_layer_that_is_about_to_write_does_so_before_the_interrupt_arrives():
-    net = nn.Sequential(Unhurried(3)).double()
-    twin = copy.deepcopy(nn.Sequential(nn.BatchNorm1d(3)).double())
-    x = torch.randn(7, 3, dtype=torch.float64)
-    with pytest.raises(KeyboardInterrupt):
-        ours(net)(x)
-    state = state_of(net)
-    assert_unchanged(net, state)  # and no more interrupts come
-    twin(x)
-    torch.testing.assert_close(state, dict(twin.state_dict()))
-
-
-@knows_hooks
-def test_foreign_code_that_interrupts_a_write_may_train_another_model(monkeypatch):
-    """Such as a finalizer. Its replicas once waited for the write that it had interrupted."""
-    other = convert_model(network())
-    train, x = ours(other, 2), torch.randn(7, 3, dtype=torch.float64)
-    join, interrupted = graph.join, []
-
-    def interrupted_merge(*args: Any) -> Any:
-        if not interrupted:
-            interrupted.append(True)
-            train(x)
-        return join(*args)
-
-    net = convert_model(network())
-    model = ours(net, 2)
-    twin, other_twin = twin_of(net), twin_of(other)
-    monkeypatch.setattr(graph, "join", interrupted_merge)
-    values(together(lambda: model(x)))
-    assert interrupted
-    twin(x)
-    other_twin(x)
-    torch.testing.assert_close(net.state_dict(), twin.state_dict())
-    torch.testing.assert_close(other.state_dict(), other_twin.state_dict())
-
-
-@knows_hooks
-def test_a_slow_write_does_not_hold_up_the_timeout(monkeypatch):
-    join, goes_on = graph.join, threading.Event()
-
-    def slow_merge(*args: Any) -> Any:
-        assert soon(goes_on.is_set), "the caller waits for the write"
-        return join(*args)
-
-    monkeypatch.setattr(rendezvous, "LONGEST_WRITE", 0.05, raising=False)
-    monkeypatch.setattr(graph, "join", slow_merge)
-    with pytest.raises(ReplicasTimedOut):
-        ours(convert_model(network()), timeout=0.05)(torch.randn(7, 3, dtype=torch.float64))
-    goes_on.set()
-    assert soon(all_replicas_have_ended)
 
 
 # -- at every place where Python lets an interrupt in ------------------------------------------
@@ -341,6 +397,7 @@ def interrupted_at(place: int, call: Callable[[], Any]) -> bool:
     return left < 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 4])
 def test_an_interrupt_anywhere_in_a_forward_leaves_the_thread_as_it_was(samples):
     """A thread that counts as a replica's cannot train; one with too few threads is slow."""
@@ -414,22 +471,3 @@ def test_an_interrupt_of_a_patch_or_of_its_removal_leaves_a_model_patched_or_not
         assert type(model) is AsTorchDoes
         place += 1
     assert patched == {False, True}
-
-
-@pytest.mark.parametrize("samples", [1, 4])
-def test_an_interrupt_while_a_callback_or_a_replica_begins_leaves_no_current_replica(
-    monkeypatch, samples
-):
-    """Once the thread counted as a replica's for good: later forwards failed, or trained alone."""
-    enter = ForwardScope.__enter__
-
-    def interrupted(scope: ForwardScope) -> None:
-        enter(scope)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ForwardScope, "__enter__", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        ours(SynchronizedBatchNorm1d(3) if samples > 1 else nn.Linear(3, 3))(
-            torch.randn(samples, 3)
-        )
-    assert current_replica() is None

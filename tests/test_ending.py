@@ -38,7 +38,6 @@ from tests.layers import (
     HAS_GIL,
     AsTorchDoes,
     Centering,
-    FailsAt,
     Numbered,
     soon,
     together,
@@ -90,16 +89,6 @@ def test_a_replica_that_hangs_is_named_and_the_caller_goes_on(replica, last):
     assert hangs.ended.wait(DEADLINE)
     hangs.replica, model.timeout = -1, None
     torch.testing.assert_close(model(x), net(x))
-
-
-def test_an_error_comes_before_the_timeout():
-    hangs = Hangs(1, others=0)
-    model = DataParallel(nn.Sequential(hangs, FailsAt(2, KeyError)), ["cpu"] * 3, timeout=LIMIT)
-    with pytest.raises(KeyError):
-        model(torch.randn(6, 2))
-    assert not hangs.ended.is_set()
-    hangs.go.set()
-    assert hangs.ended.wait(DEADLINE)
 
 
 def test_a_forward_that_ends_in_time_does_not_meet_the_limit():

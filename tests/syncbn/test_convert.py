@@ -401,29 +401,15 @@ class Mine(nn.BatchNorm2d):
     """A user's patch of torch."""
 
 
-def test_patch_of_a_user_around_a_block_comes_back(monkeypatch):
-    monkeypatch.setattr(nn, "BatchNorm2d", Mine)
+@pytest.mark.parametrize("when", ["around", "inside"])
+def test_patch_of_a_user_stays(monkeypatch, when):
+    monkeypatch.setattr(nn, "BatchNorm2d", Mine if when == "around" else PLAIN[1])
     with patch_sync_batchnorm():
         assert names_of_torch() == SYNCHRONIZED
-    assert nn.BatchNorm2d is Mine
-
-
-@pytest.fixture
-def restored():
-    """Puts torch's names back, which a test has replaced."""
-    yield
-    for plain in PLAIN:
-        setattr(nn, plain.__name__, plain)
-
-
-def test_patch_of_a_user_inside_a_block_is_the_users_to_undo(restored):
-    first, second = patch_sync_batchnorm(), patch_sync_batchnorm()
-    first.__enter__()
-    nn.BatchNorm2d = Mine
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert names_of_torch() == [SYNCHRONIZED[0], Mine, SYNCHRONIZED[2]]
-    second.__exit__(None, None, None)
+        if when == "inside":
+            nn.BatchNorm2d = Mine
+            with patch_sync_batchnorm():
+                assert nn.BatchNorm2d is Mine
     assert names_of_torch() == [PLAIN[0], Mine, PLAIN[2]]
 
 

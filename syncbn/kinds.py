@@ -51,8 +51,8 @@ def synchronized_class(kind: type[nn.Module]) -> type[nn.Module] | None:
         # otherwise take the layer for one without activation.
         namespace = {"__module__": __name__, "__doc__": f"A synchronized `{'.'.join(_TIMM)}`."}
         made = type("SynchronizedBatchNormAct2d", (_Activated, kind), namespace)
-        # Another thread may have been faster.
-        PLAIN[SYNCHRONIZED.setdefault(kind, made)] = kind
+        PLAIN[made] = kind
+        SYNCHRONIZED.setdefault(kind, made)  # another thread may have been faster
     return SYNCHRONIZED.get(kind)
 
 

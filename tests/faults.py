@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from replication import DataParallel, data_parallel, patch_replication_callback, replicate
 from syncbn import SynchronizedBatchNorm1d
-from tests.devices import several
-from tests.layers import AsTorchDoes, ByPlainThreads, Centering, CustomDataParallel, Numbered
-
-#: How many replicas there are.
-N = 3
-
-#: What runs a network's replicas, as a function of the batch.
-Run = Callable[[Tensor], Tensor]
+from tests import stepping
+from tests.layers import Centering, Numbered, Run
 
 
 class Fault:
@@ -137,67 +129,15 @@ def twin_of(net: nn.Sequential) -> nn.Sequential:
     return twin
 
 
-def batch(features: int = 2) -> tuple[Tensor, Tensor]:
+def batch(features: int = 2, samples: int = 7) -> tuple[Tensor, Tensor]:
     """An input, of which the last replica gets a single sample, and an upstream gradient."""
-    x, dy = (torch.randn(7, size, dtype=torch.float64) for size in (3, features))
+    x, dy = (torch.randn(samples, size, dtype=torch.float64) for size in (3, features))
     return x, dy
-
-
-def numbers(run: Run, net: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """All that a step makes: output, gradients, running statistics."""
-    net.zero_grad()
-    x = x.clone().requires_grad_()
-    y = run(x)
-    y.backward(dy)
-    grads = {name: parameter.grad for name, parameter in net.named_parameters()}
-    return {"y": y.detach(), "dx": x.grad, **grads, **dict(net.named_buffers())}
 
 
 def assert_next_step_is_exact(
     run: Run, net: nn.Module, twin: nn.Module, step: tuple[Tensor, Tensor] | None = None
 ) -> None:
     x, dy = step or batch()
-    expected = numbers(twin, twin, x, dy)
-    torch.testing.assert_close(numbers(run, net, x, dy), expected, rtol=1e-10, atol=1e-12)
-
-
-# -- what runs the replicas --------------------------------------------------------------------
-
-
-def ours(net: nn.Module, n: int = N, **options: Any) -> DataParallel[Any]:
-    return DataParallel(net, several(n), **options)
-
-
-def patched(kind: type[CustomDataParallel]) -> Callable[..., Any]:
-    def make(net: nn.Module, n: int = N) -> nn.Module:
-        model = kind(net, n)
-        patch_replication_callback(model)
-        return model
-
-    return make
-
-
-as_torch_does = patched(AsTorchDoes)
-
-
-class Customized(DataParallel):
-    """Ours, with the user's own way to make the replicas and to run them."""
-
-    call = ByPlainThreads.call
-    parallel_apply = ByPlainThreads.parallel_apply
-
-    def replicate(self, module: Any, device_ids: Any) -> Any:
-        return replicate(module, device_ids)
-
-
-def customized(net: nn.Module, n: int = N) -> nn.Module:
-    model = Customized(net, several(n))
-    patch_replication_callback(model)
-    return model
-
-
-def as_a_function(net: nn.Module) -> Run:
-    return lambda x: data_parallel(net, x, several(N))
-
-
-WRAPS = (ours, as_torch_does, customized, as_a_function)
+    expected = stepping.step(twin, twin, x, dy)
+    torch.testing.assert_close(stepping.step(run, net, x, dy), expected, rtol=1e-10, atol=1e-12)

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 
-from replication import SyncMaster, gather, parallel_apply, replicate, scatter_kwargs
+from replication import (
+    DataParallel,
+    SyncMaster,
+    data_parallel,
+    gather,
+    parallel_apply,
+    patch_replication_callback,
+    replicate,
+    scatter_kwargs,
+)
 from replication.sync.rendezvous import current_replica
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
 from tests.deadlines import DEADLINE as DEADLINE
@@ -309,3 +318,51 @@ class SwallowingErrors(ByPlainThreads):
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         return outputs
+
+
+# -- what runs the replicas --------------------------------------------------------------------
+
+#: How many replicas there are.
+N = 3
+
+#: What runs a network's replicas, as a function of the batch.
+Run = Callable[[Tensor], Tensor]
+
+
+def ours(net: nn.Module, n: int = N, **options: Any) -> DataParallel[Any]:
+    return DataParallel(net, several(n), **options)
+
+
+def patched(kind: Callable[[nn.Module, int], nn.Module]) -> Callable[..., Any]:
+    def make(net: nn.Module, n: int = N) -> nn.Module:
+        model = kind(net, n)
+        patch_replication_callback(model)
+        return model
+
+    return make
+
+
+as_torch_does = patched(AsTorchDoes)
+
+
+class Customized(DataParallel):
+    """Ours, with the user's own way to make the replicas and to run them."""
+
+    call = ByPlainThreads.call
+    parallel_apply = ByPlainThreads.parallel_apply
+
+    def __init__(self, net: nn.Module, n: int) -> None:
+        super().__init__(net, several(n))
+
+    def replicate(self, module: Any, device_ids: Any) -> Any:
+        return replicate(module, device_ids)
+
+
+customized = patched(Customized)
+
+
+def as_a_function(net: nn.Module) -> Run:
+    return lambda x: data_parallel(net, x, several(N))
+
+
+WRAPS = (ours, as_torch_does, customized, as_a_function)

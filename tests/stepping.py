@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from replication import DataParallel, patch_replication_callback
-from tests.devices import several
-from tests.layers import AsTorchDoes
+from tests.layers import as_torch_does, ours
 from tests.sharded import randomized
 
 
@@ -58,14 +56,4 @@ def assert_alike(
         torch.testing.assert_close(actual, expected, **tolerances)
 
 
-def patched(net: nn.Module, n: int) -> DataParallel:
-    model = AsTorchDoes(net, n)
-    patch_replication_callback(model)
-    return model
-
-
-def ours(net: nn.Module, n: int) -> DataParallel:
-    return DataParallel(net, several(n))
-
-
-wraps = pytest.mark.parametrize("wrap", [ours, patched])
+wraps = pytest.mark.parametrize("wrap", [ours, as_torch_does], ids=["ours", "patched"])

@@ -45,14 +45,8 @@ def fresh_compiler() -> Iterator[None]:
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(16, 5),
-        nn.BatchNorm1d(5),
-    ).double()
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5)]
+    return nn.Sequential(*layers, nn.BatchNorm1d(5)).double()
 
 
 def data() -> tuple[Tensor, Tensor]:

@@ -20,20 +20,14 @@ pytestmark = pytest.mark.slow
 
 
 def trained(converts: bool = True) -> nn.Sequential:
-    """A network with one layer of each kind, in evaluation, that has trainable on replicas."""
+    """A network with one layer of each kind, in evaluation, that has trained on replicas."""
     torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv3d(1, 2, 1),
-        nn.BatchNorm3d(2),
-        nn.Flatten(2, 3),
-        nn.Conv2d(2, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(32, 5),
-        nn.BatchNorm1d(5),
-    )
-    convert_model(net)
+    layers = [
+        *(nn.Conv3d(1, 2, 1), nn.BatchNorm3d(2), nn.Flatten(2, 3)),
+        *(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(32, 5), nn.BatchNorm1d(5)),
+    ]
+    net = convert_model(nn.Sequential(*layers))
     generator = torch.Generator().manual_seed(1)
     for parameter in net.parameters():  # also where a layer begins with zeros and ones
         parameter.data += torch.randn(parameter.shape, generator=generator) / 4

@@ -22,14 +22,18 @@ from replication import (
     ReplicasDiverged,
 )
 from syncbn import SynchronizedBatchNorm1d
+from tests import stepping
 from tests.deadlines import Deadline
 from tests.devices import several
-from tests.faults import N, as_torch_does, assert_next_step_is_exact, batch, numbers, ours
+from tests.faults import assert_next_step_is_exact, batch
 from tests.layers import (
     Centering,
     LayerError,
+    N,
     Numbered,
     Repeat,
+    as_torch_does,
+    ours,
     outcome_of,
 )
 from tests.pairwise import pairwise
@@ -250,8 +254,9 @@ def test_messages_of_a_replica_without_grad_are_constants(wrap, replica, what):
             x = layer(x)
         return x
 
-    expected = numbers(by_hand, twin, x, dy)
-    torch.testing.assert_close(numbers(wrap(net), net, x, dy), expected, rtol=1e-10, atol=1e-12)
+    expected = stepping.step(by_hand, twin, x, dy)
+    actual = stepping.step(wrap(net), net, x, dy)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 @replicas

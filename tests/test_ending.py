@@ -32,13 +32,14 @@ from replication.sync.lifecycle import rendezvous_of
 from replication.sync.rendezvous import current_replica
 from syncbn import SynchronizedBatchNorm1d, convert_model, graph
 from tests.deadlines import ends
-from tests.faults import as_torch_does, ours
 from tests.layers import (
     DEADLINE,
     HAS_GIL,
     AsTorchDoes,
     Centering,
     Numbered,
+    as_torch_does,
+    ours,
     soon,
     together,
     until_others_wait,

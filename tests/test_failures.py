@@ -24,18 +24,18 @@ from replication import (
 )
 from replication.sync.rendezvous import Rendezvous, current_replica
 from tests.deadlines import Deadline, soon
-from tests.faults import (
+from tests.faults import Fault, assert_next_step_is_exact, batch, faulty, twin_of
+from tests.layers import (
+    DEADLINE,
     WRAPS,
-    Fault,
+    Centering,
+    FailsAt,
+    LayerError,
     N,
+    Numbered,
     as_a_function,
-    assert_next_step_is_exact,
-    batch,
-    faulty,
     ours,
-    twin_of,
 )
-from tests.layers import DEADLINE, Centering, FailsAt, LayerError, Numbered
 from tests.pairwise import pairwise
 from tests.sharded import BATCH, norm
 

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from torch import Tensor, nn
 
-from replication import DataParallel, ReplicasDiverged, patch_replication_callback
+from replication import DataParallel, ReplicasDiverged
 from replication.sync.rendezvous import Rendezvous
 from syncbn import SynchronizedBatchNorm1d, channels
 from tests.deadlines import soon
-from tests.faults import Fault, assert_next_step_is_exact, faulty, twin_of
-from tests.layers import AsTorchDoes, Repeat, outcome_of, together, values
+from tests.faults import Fault, assert_next_step_is_exact, batch, faulty, twin_of
+from tests.layers import Repeat, as_torch_does, ours, outcome_of, together, values
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +44,7 @@ chance = random.Random(0)
 nets = st.integers(0, 1)
 replica_counts = st.integers(1, MOST)
 sample_counts = st.integers(2, 2 * MOST)
+wraps = st.sampled_from((ours, as_torch_does))
 
 
 class Strike(Fault):
@@ -65,19 +66,6 @@ def delayed(net: nn.Module) -> nn.Module:
     for layer in net.modules():
         layer.register_forward_pre_hook(delay)
     return net
-
-
-def parallel(net: nn.Module, replicas: int, ours: bool) -> nn.Module:
-    if ours:
-        return DataParallel(net, ["cpu"] * replicas)
-    model = AsTorchDoes(net, replicas)
-    patch_replication_callback(model)
-    return model
-
-
-def batch(samples: int) -> tuple[Tensor, Tensor]:
-    x, dy = (torch.randn(samples, size, dtype=torch.float64) for size in (3, 2))
-    return x, dy
 
 
 def census() -> Counter[str]:
@@ -107,37 +95,37 @@ class Soak(RuleBasedStateMachine):
         self.nets = [delayed(faulty(Strike("nowhere", 0))) for _ in range(2)]
         for net in range(2):  # what the first use makes, once and for all
             self.threads(net, 2, 4)
-            self.step(net, MOST, MOST, ours=True)
+            self.step(net, MOST, MOST, ours)
         self.least = census()
 
     def teardown(self) -> None:
         """Waits, as workers let go of a call right after it has ended."""
         assert soon(lambda: not census() - self.least), f"left: {dict(census() - self.least)}"
 
-    @rule(net=nets, replicas=replica_counts, samples=sample_counts, ours=st.booleans())
-    def step(self, net: int, replicas: int, samples: int, ours: bool) -> None:
+    @rule(net=nets, replicas=replica_counts, samples=sample_counts, wrap=wraps)
+    def step(self, net: int, replicas: int, samples: int, wrap: Any) -> None:
         """A forward and a backward."""
         model = self.nets[net]
-        run = parallel(model, replicas, ours)
-        assert_next_step_is_exact(run, model, twin_of(model), batch(samples))
+        run = wrap(model, replicas)
+        assert_next_step_is_exact(run, model, twin_of(model), batch(samples=samples))
 
     @rule(
         net=nets,
         replicas=replica_counts,
         samples=sample_counts,
-        ours=st.booleans(),
+        wrap=wraps,
         place=st.sampled_from(PLACES),
         replica=st.integers(0, MOST - 1),
     )
     def strike(
-        self, net: int, replicas: int, samples: int, ours: bool, place: str, replica: int
+        self, net: int, replicas: int, samples: int, wrap: Any, place: str, replica: int
     ) -> None:
         """The same with an error somewhere, if that replica runs."""
         model, fault = self.nets[net], Strike(place, replica % replicas, KeyError(place))
         for layer in model.modules():
             if hasattr(layer, "fault"):
                 layer.fault = fault
-        run, twin, step = parallel(model, replicas, ours), twin_of(model), batch(samples)
+        run, twin, step = wrap(model, replicas), twin_of(model), batch(samples=samples)
         error = outcome_of(lambda: assert_next_step_is_exact(run, model, twin, step)).error
         assert error is (fault.error if fault.has_struck else None)
         fault.active = False
@@ -150,7 +138,7 @@ class Soak(RuleBasedStateMachine):
     def diverge(self, samples: int, calls: list[int]) -> None:
         """Replicas call a layer so many times each; that is an error unless all agree."""
         net = nn.Sequential(nn.Linear(3, 3), Repeat(SynchronizedBatchNorm1d(3), calls)).double()
-        x, _ = batch(samples)
+        x, _ = batch(samples=samples)
         outcome = outcome_of(lambda: DataParallel(net, ["cpu"] * len(calls))(x))
         running = len(x.chunk(len(calls)))
         if running > 1 and len({*calls[:running]}) > 1:
@@ -162,8 +150,8 @@ class Soak(RuleBasedStateMachine):
     def threads(self, net: int, callers: int, samples: int) -> None:
         """Several threads share one model; each gets its own numbers."""
         model = self.nets[net]
-        shared, twin = parallel(model, 3, ours=True), twin_of(model)
-        batches = [batch(samples) for _ in range(callers)]
+        shared, twin = ours(model), twin_of(model)
+        batches = [batch(samples=samples) for _ in range(callers)]
 
         def numbers(run: Any, x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
             x = x.clone().requires_grad_()
@@ -171,14 +159,14 @@ class Soak(RuleBasedStateMachine):
             return y.detach(), *torch.autograd.grad(y, x, dy)
 
         found = values(together(*(lambda b=b: numbers(shared, *b) for b in batches)))
-        for one, ours in zip(batches, found, strict=True):
-            torch.testing.assert_close(ours, numbers(twin, *one), rtol=1e-10, atol=1e-12)
+        expected = [numbers(twin, *one) for one in batches]
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
     @rule(net=nets, replicas=replica_counts, samples=sample_counts)
     def drop(self, net: int, replicas: int, samples: int) -> None:
         """A graph is dropped without a backward."""
-        x, _ = batch(samples)
-        parallel(self.nets[net], replicas, ours=True)(x.requires_grad_())
+        x, _ = batch(samples=samples)
+        ours(self.nets[net], replicas)(x.requires_grad_())
 
 
 TestSoak = Soak.TestCase

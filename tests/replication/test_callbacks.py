@@ -23,8 +23,7 @@ from replication import (
 )
 from replication.modules import layers_of
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from tests.faults import WRAPS, N
-from tests.layers import Centering, CustomDataParallel, freed, pickled
+from tests.layers import WRAPS, Centering, CustomDataParallel, N, freed, pickled
 from tests.sharded import BATCH, norm, whole_batch
 
 

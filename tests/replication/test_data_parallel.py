@@ -25,15 +25,9 @@ from replication import (
 )
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.junk import nested
-from tests.layers import (
-    AsTorchDoes,
-    Centering,
-    Echo,
-    Numbered,
-    echoed,
-)
+from tests.layers import AsTorchDoes, Centering, Echo, Numbered, as_torch_does, echoed, ours
 from tests.pairwise import pairwise
-from tests.stepping import batch, network, ours, patched, step
+from tests.stepping import batch, network, step
 
 no_accelerator = pytest.mark.skipif(
     torch.cuda.is_available(), reason="needs a machine without an accelerator"
@@ -283,7 +277,7 @@ class Notes(Numbered):
         return self.norm(x[:, :, None].expand(-1, -1, 2) * torch.arange(1.0, 3).double())
 
 
-@pairwise(wrap=[ours, patched], kind=["tensors", "keywords", "flags", "none"], n=range(1, 5))
+@pairwise(wrap=[ours, as_torch_does], kind=["tensors", "keywords", "flags", "none"], n=range(1, 5))
 def test_exactly_the_replicas_that_have_a_part_exist(wrap, kind, n):
     """pytorch#15161, #52260, nnUNet#677."""
     for samples in range(1, 3 * n + 1):

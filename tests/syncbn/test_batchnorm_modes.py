@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from replication import DataParallel, execute_replication_callbacks, replicate, wait_report
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from tests.faults import WRAPS
+from tests.layers import WRAPS
 from tests.sharded import randomized
 
 

@@ -17,8 +17,7 @@ from syncbn import (
 )
 from tests import oracle
 from tests.devices import several
-from tests.faults import WRAPS
-from tests.layers import LAYERS, outcome_of
+from tests.layers import LAYERS, WRAPS, outcome_of
 from tests.pairwise import pairwise
 from tests.sharded import eps_mode, randomized, run_sharded
 

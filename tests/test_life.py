@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import textwrap
 import threading
 import weakref
 from collections import Counter
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 
 from replication import DataParallel, ReplicaAware, ReplicasDiverged
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from tests.deadlines import Deadline
 from tests.layers import (
     FailsAt,
     LayerError,
@@ -35,6 +33,7 @@ from tests.layers import (
 )
 from tests.pairwise import pairwise
 from tests.processes import run_python
+from tests.ranks import needs_gloo, run_ranks
 from tests.sharded import randomized
 from tests.stepping import assert_alike, inner
 
@@ -167,114 +166,27 @@ def test_a_copy_made_while_replicas_wait_is_one_of_the_model_before(
 
 # -- other processes ---------------------------------------------------------------------------
 
-SCRIPT = """
-import multiprocessing, threading, time
-import torch
-from torch import nn
-from replication import DataParallel
-from syncbn import convert_model
 
-def step(model):
-    generator = torch.Generator().manual_seed(1)
-    x, dy = torch.randn(2, 7, 3, dtype=torch.float64, generator=generator)
-    model.zero_grad()
-    y = model(x)
-    y.backward(dy)
-    return [y.detach(), *(p.grad for p in model.parameters()), *model.buffers()]
-
-def make():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
-
-def check(model, net):
-    for actual, expected in zip(step(model), step(net), strict=True):
-        torch.testing.assert_close(actual, expected)
-    print("exact", flush=True)
-
-def child(model, steps):
-    torch.set_num_threads(1)
-    net = make()
-    for _ in range(steps):
-        step(net)
-    check(model, net)
-
-def parent():
-    torch.set_num_threads(1)
-    net = make()
-    model = DataParallel(convert_model(make()), ["cpu"] * 3)
-    check(model, net)
-    return net, model
-"""
+def trained_further(rank: int, model: nn.Module) -> list[Tensor]:
+    return train(model, range(2, 4))
 
 
-def run_script(folder: Any, rest: str, returncode: int | None = 0) -> str:
-    """What a script prints; it ends with this code, or, for None, with any."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT + textwrap.dedent(rest))
-    process = run_python(str(script))
-    assert returncode in (None, process.returncode), process.stderr
-    assert returncode != 0 or process.stderr == ""
-    return process.stdout
-
-
-def test_a_model_is_an_argument_of_a_spawned_process(tmp_path):
+@needs_gloo
+def test_a_model_is_an_argument_of_another_process():
     """After use. Its tensors are in shared memory, as torch sends them: it is sent a copy."""
-    output = run_script(
-        tmp_path,
-        """
-        if __name__ == "__main__":
-            import copy
-            net, model = parent()
-            process = multiprocessing.get_context("spawn").Process(
-                target=child, args=(copy.deepcopy(model), 1)
-            )
-            process.start()
-            check(model, net)
-            process.join()
-            assert process.exitcode == 0
-            check(model, net)
-        """,
-    )
-    assert output == "exact\n" * 4
+    net = network()
+    model = replicated(net)
+    torch.testing.assert_close(train(model), train(net))
+    (there,) = run_ranks(1, trained_further, copy.deepcopy(model))
+    expected = trained_further(0, net)
+    torch.testing.assert_close(there, expected)
+    torch.testing.assert_close(trained_further(0, model), expected)
 
 
-FAILURES = {
-    "diverged": "if replica == 1: return x",
-    "ended while others are busy": """
-        if replica == 1: raise SystemExit(1)
-        if replica == 2: threading.Event().wait()""",
-}
+FORWARD_IN_A_FINALIZER = """
+import torch
+from replication import DataParallel
 
-
-@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
-def test_interpreter_exits_after_any_failure(tmp_path, failure):
-    """Within 2 s where nothing else runs; here, in time at all."""
-    in_time = Deadline(20)
-    run_script(
-        tmp_path,
-        f"""
-class Fails(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = convert_model(nn.BatchNorm1d(3).double())
-
-    def forward(self, x):
-        replica = int(threading.current_thread().name[-1])
-        {failure}
-        return self.layer(x)
-
-step(DataParallel(Fails(), ["cpu"] * 3))
-""",
-        returncode=1,
-    )
-    assert not in_time.has_passed()
-
-
-def test_a_forward_while_the_interpreter_ends_is_an_error(tmp_path):
-    """In a finalizer that runs when all other threads have been stopped."""
-    output = run_script(
-        tmp_path,
-        """
 class Late:
     def __init__(self):
         self.itself = self
@@ -285,12 +197,16 @@ class Late:
         except RuntimeError as error:
             print(error, flush=True)
 
-model = DataParallel(nn.Linear(3, 3), ["cpu"] * 2)
+model = DataParallel(torch.nn.Linear(3, 3), ["cpu"] * 2)
 model(torch.ones(4, 3))
 Late()
-""",
-        returncode=None,  # torch does not like its tensors to be freed then, and may abort
-    )
+"""
+
+
+def test_a_forward_while_the_interpreter_ends_is_an_error():
+    """In a finalizer that runs when all other threads have been stopped."""
+    # Torch does not like its tensors to be freed then, and may abort.
+    output = run_python("-c", FORWARD_IN_A_FINALIZER).stdout
     assert output.endswith("during interpreter shutdown (by a finalizer?)\n")
 
 

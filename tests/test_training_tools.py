@@ -22,16 +22,16 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from syncbn import convert_model
-from tests.layers import Numbered
+from tests.layers import Numbered, as_torch_does, ours
 from tests.sharded import randomized
-from tests.stepping import assert_alike, batch, inner, network, ours, patched, wraps
+from tests.stepping import assert_alike, batch, inner, network
 
 pytestmark = pytest.mark.slow
 
 #: None divides by 3; the second keeps two of three replicas busy.
 SIZES = (7, 4, 5, 8)
 
-setups = pytest.mark.parametrize(("wrap", "n"), [(ours, 3), (patched, 2)])
+setups = pytest.mark.parametrize(("wrap", "n"), [(ours, 3), (as_torch_does, 2)])
 
 Batches = list[tuple[Tensor, Tensor]]
 Use = Callable[[nn.Module, Batches], Sequence[Any]]
@@ -53,8 +53,8 @@ def assert_trains_alike(
     assert_alike(lambda one: use(one, [batch(n) for n in SIZES]), nets[0], model, **tolerances)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+def sgd(model: nn.Module, **options: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.01, **options)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> list[Tensor]:
@@ -97,28 +97,12 @@ def test_frozen_parts_stay_and_train_again_after_unfreezing(freeze, n, wrap):
     assert_trains_alike(use, wrap, n)
 
 
-class KeepsStatistics(nn.Module):
-    """Never trains the statistics of its body, whatever mode it is in."""
+class WithoutGraph(nn.Module):
+    """Trains its head alone, on a body that is run without a graph and learns statistics."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body, self.norm, self.head = network(), nn.BatchNorm1d(2), nn.Linear(2, 2)
-
-    def train(self, mode: bool = True) -> KeepsStatistics:
-        super().train(mode)
-        self.body.eval()
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.body(x)))
-
-
-class WithoutGraph(KeepsStatistics):
-    """Trains its head alone, on a body that is run without a graph and learns statistics."""
-
-    def train(self, mode: bool = True) -> WithoutGraph:
-        nn.Module.train(self, mode)
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -127,13 +111,11 @@ class WithoutGraph(KeepsStatistics):
 
 
 @setups
-@pytest.mark.parametrize("make", [KeepsStatistics, WithoutGraph])
-def test_a_network_that_freezes_a_part_of_itself(make, n, wrap):
+def test_a_network_that_runs_a_part_of_itself_without_a_graph(n, wrap):
     def use(model: nn.Module, batches: Batches) -> list[Any]:
-        optimizer = sgd(model.train())
-        return [step for one in batches for step in train(model.train(), optimizer, [one])]
+        return train(model, sgd(model), batches)
 
-    assert_trains_alike(use, wrap, n, lambda: make().double())
+    assert_trains_alike(use, wrap, n, lambda: WithoutGraph().double())
 
 
 # -- averages of weights -----------------------------------------------------------------------
@@ -169,20 +151,6 @@ def test_weight_average_follows_the_training_without_changing_it(average, of, n,
         return [*seen, list(mean.state_dict().values())]
 
     assert_trains_alike(use, wrap, n)
-
-
-@wraps
-def test_an_average_shares_no_tensor_with_the_model(wrap):
-    model = wrap(convert_model(network()), 3)
-    x, dy = batch(7)
-    y = model(x)
-    mean = AveragedModel(model)
-    before = [tensor.clone() for tensor in model.state_dict().values()]
-    for tensor in mean.state_dict().values():
-        tensor.zero_()
-    torch.testing.assert_close(list(model.state_dict().values()), before, rtol=0, atol=0)
-    y.backward(dy)
-    assert all(parameter.grad is None for parameter in mean.parameters())
 
 
 ARRANGED: dict[str, Callable[[Any, Any], nn.Module]] = {
@@ -423,7 +391,8 @@ def test_a_step_to_where_the_loss_is_sharpest_and_back(n, wrap):
 
 
 @setups
-def test_gradients_may_keep_their_memory(n, wrap):
+@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+def test_gradients_may_keep_their_memory(implementation, n, wrap):
     """In one flat tensor, which is zeroed instead of dropped."""
 
     def use(model: nn.Module, batches: Batches) -> list[Any]:
@@ -433,7 +402,7 @@ def test_gradients_may_keep_their_memory(n, wrap):
             parameters, flat.split([p.numel() for p in parameters]), strict=True
         ):
             parameter.grad = part.view_as(parameter)
-        optimizer = sgd(model)
+        optimizer = sgd(model, **{implementation: True})
         seen = []
         for x, dy in batches:
             optimizer.zero_grad(set_to_none=False)

@@ -59,21 +59,15 @@ def test_every_requirement_has_a_pin(config):
     assert {re.match(r"[\w-]+", line)[0] for line in required.split()} <= set(pins)
 
 
-def test_matrix_begins_with_the_oldest_versions_and_has_all_classifiers(config):
-    matrix = (ROOT / "noxfile.py").read_text("utf-8")
+def test_readme_and_matrix_have_the_oldest_versions_and_the_matrix_all_classifiers(config):
+    readme, matrix = ((ROOT / name).read_text("utf-8") for name in ("README.md", "noxfile.py"))
     torches = re.findall(r'^    "([\d.]+)": \["([\d.]+)"', matrix, re.MULTILINE)
     oldest = config["options"]["install_requires"].strip().removeprefix("torch>=")
     python = config["options"]["python_requires"].removeprefix(">=")
+    assert f"Python {python} and torch {oldest}, or later, are required." in readme
     assert torches[0][0].startswith(f"{oldest}.") and {first for _, first in torches} == {python}
     classified = re.findall(r":: Python :: (3\.\d+)", config["metadata"]["classifiers"])
     assert set(classified) <= set(re.findall(r'"(3\.\d+)"', matrix))
-
-
-def test_the_readme_names_the_oldest_versions(config):
-    oldest = config["options"]["install_requires"].strip().removeprefix("torch>=")
-    python = config["options"]["python_requires"].removeprefix(">=")
-    readme = (ROOT / "README.md").read_text("utf-8")
-    assert f"Python {python} and torch {oldest}, or later, are required." in readme
 
 
 @pytest.mark.parametrize("package", ["replication", "syncbn"])

@@ -14,7 +14,6 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +90,6 @@ def test_packages_use_only_names_of_the_oldest_supported_torch():
 def test_names_are_in_this_torch():
     assert [name for name in NAMES if not is_there(name)] == []
     assert not is_there("torch.nn.functional.synchronized_batch_norm")
-
-
-def test_metadata_requires_the_oldest_supported_torch():
-    assert (requires("synchronized-batchnorm") or [])[0] == "torch>=2.4"
-    assert torch.__version__ >= "2.4"
 
 
 # -- names of arguments ------------------------------------------------------------------------

@@ -36,7 +36,6 @@ from replication.sync.lifecycle import (
 )
 from replication.sync.rendezvous import current_replica
 from syncbn import SynchronizedBatchNorm1d
-from tests.faults import as_torch_does, customized, ours, patched
 from tests.layers import (
     DEADLINE,
     HAS_GIL,
@@ -51,9 +50,13 @@ from tests.layers import (
     Numbered,
     Repeat,
     SwallowingErrors,
+    as_torch_does,
+    customized,
     freed,
     no_garbage_collection,
+    ours,
     outcome_of,
+    patched,
     pickled,
     together,
     values,
@@ -390,7 +393,8 @@ def test_the_first_failure_wins_and_an_interrupt_of_the_caller_before_it():
     first, second, interrupt = KeyError("first"), SystemExit("second"), KeyboardInterrupt()
 
     def fail(replicas: Any, raised: BaseException) -> None:
-        for replica, error in enumerate((first, second, ReplicationError("follow-up"), second)):
+        follow_up = ReplicationError("follow-up")
+        for replica, error in ((3, first), (1, second), (2, follow_up), (0, second)):
             rendezvous_of(replicas).fail(replica, error)
         raise raised
 

@@ -104,34 +104,21 @@ def as_one_kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]
 def device_module() -> ModuleType:
     """Returns ``torch.sim``, with the functions that every backend has, as `torch.xpu` does."""
     module = ModuleType(f"torch.{NAME}")
+    current_device = torch.accelerator.current_device_index
 
     def index_of(device: Any = None) -> int:
-        if device is None or isinstance(device, int):
-            return library.current_device() if device is None else device
-        index = torch.device(device).index
-        return library.current_device() if index is None else index
-
-    @contextmanager
-    def device(device: Any) -> Iterator[None]:
-        before = library.current_device()
-        library.set_device(index_of(device))
-        try:
-            yield
-        finally:
-            library.set_device(before)
+        index = device if isinstance(device, int) else torch.device(device or NAME).index
+        return current_device() if index is None else index
 
     @contextmanager
     def stream(stream: torch.Stream) -> Iterator[None]:
-        with device(stream.device):
-            before = current_stream(stream.device)
-            torch._C._accelerator_setStream(stream)
+        with torch.accelerator.device_index(stream.device_index):
+            before = torch.accelerator.current_stream()
+            torch.accelerator.set_stream(stream)
             try:
                 yield
             finally:
-                torch._C._accelerator_setStream(before)
-
-    def current_stream(device: Any = None) -> torch.Stream:
-        return torch._C._accelerator_getStream(index_of(device))
+                torch.accelerator.set_stream(before)
 
     def generator(device: Any = None) -> torch.Generator:
         return library.default_generator(index_of(device))
@@ -140,14 +127,16 @@ def device_module() -> ModuleType:
         for index in range(library.device_count()):
             generator(index).manual_seed(seed)
 
-    for function in (device, stream, current_stream, manual_seed_all):
-        setattr(module, function.__name__, function)
     vars(module).update(
         device_count=library.device_count,
-        current_device=library.current_device,
-        set_device=lambda device: library.set_device(index_of(device)),
-        synchronize=lambda device=None: torch._C._accelerator_synchronizeDevice(index_of(device)),
+        current_device=current_device,
+        set_device=torch.accelerator.set_device_index,
+        device=lambda device: torch.accelerator.device_index(index_of(device)),
+        current_stream=torch.accelerator.current_stream,
+        stream=stream,
+        synchronize=torch.accelerator.synchronize,
         manual_seed=lambda seed: generator().manual_seed(seed),
+        manual_seed_all=manual_seed_all,
         get_rng_state=lambda device=None: generator(device).get_state(),
         set_rng_state=lambda state, device=None: generator(device).set_state(state),
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],

@@ -534,8 +534,6 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 TORCH_LIBRARY(simulated, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   m.def("device_count", [] { return std::int64_t(DEVICES); });
-  m.def("current_device", [] { return std::int64_t(current_device); });
-  m.def("set_device", [](std::int64_t index) { set_device(static_cast<int>(index)); });
   m.def("default_generator", [](std::int64_t index) { return default_generator(index); });
   m.def("set_longest_delay", [](std::int64_t microseconds) { longest_delay = microseconds; });
   m.def("begin_kernel", [](std::string name) { log("launch", name), kernels++; });

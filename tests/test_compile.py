@@ -166,13 +166,6 @@ def test_callback_of_a_compiled_wrapper_is_called_for_the_wrapped_module():
     assert calls == [0, 1]
 
 
-def test_hooks_of_a_wrapper_are_refused_instead_of_forgotten():
-    wrapper = torch.compile(nn.Linear(3, 2), backend="eager")
-    wrapper.register_forward_hook(print)
-    with pytest.raises(TypeError, match="its own hooks"):
-        DataParallel(nn.Sequential(wrapper), ["cpu"] * 2)(torch.randn(4, 3))
-
-
 def in_processes(rank: int) -> list[list[Tensor]]:
     """Steps of networks that are compiled before and after DDP wraps them."""
     warnings.simplefilter("ignore")  # the compiler's own

@@ -43,12 +43,13 @@ def check_initialized(path: str, layer: nn.Module) -> None:
 
 def paired(modules: Sequence[nn.Module]) -> list[Position]:
     """Returns each submodule with its copies, in the order of ``modules()``."""
-    if not modules:
+    roots = tuple(modules)
+    if not roots:
         raise ValueError("expected at least one copy of a module (got none)")
-    for copy_id, root in enumerate(modules):
+    for copy_id, root in enumerate(roots):
         if not isinstance(root, nn.Module):
             raise TypeError(f"copy {copy_id} must be a module (got {type(root).__name__})")
-    layers = [layers_of(root) for root in modules]
+    layers = [layers_of(root) for root in roots]
     for copy_id, others in enumerate(layers):
         for first, other in zip_longest(layers[0], others, fillvalue=("", None)):
             if first[0] != other[0] or type(first[1]) is not type(other[1]):

@@ -135,9 +135,10 @@ def test_both_names_are_the_same_function():
 # -- who is refused, before anyone is called ---------------------------------------------------
 
 
-def test_no_copies_are_refused():
+@pytest.mark.parametrize("copies", [[], iter([])], ids=["list", "iterator"])
+def test_no_copies_are_refused(copies):
     with pytest.raises(ValueError, match=r"at least one copy of a module \(got none\)"):
-        execute_replication_callbacks([])
+        execute_replication_callbacks(copies)
 
 
 def test_copy_that_is_no_module_is_refused():

@@ -185,7 +185,7 @@ def verify(
             raise
 
     expected, actual = run(devices[:1]), run(devices)
-    count = len(actual.replicas)
+    count = len({replica for _, replica in actual.calls})
     if count < 2:
         raise ValueError("expected at least two replicas with data (got one); pass more samples")
     is_evaluation = not any(module.training for module in model.modules())
@@ -270,8 +270,8 @@ class Step:
     ) -> None:
         #: By kind and name. The outputs of layers are in the order of calls.
         self.quantities: dict[str, dict[str, Parts]] = {_OF_LAYERS: {}}
-        self.replicas: set[int] = set()
-        self._calls: Counter[tuple[str, int]] = Counter()
+        #: The number of calls by path and replica.
+        self.calls: Counter[tuple[str, int]] = Counter()
         layers = dict(net.named_modules())
         # A DataParallel inside the network has replicas of its own.
         inner = tuple(f"{path}." for path, m in layers.items() if isinstance(m, nn.DataParallel))
@@ -304,11 +304,10 @@ class Step:
             return
         current = current_replica()
         replica = 0 if current is None else current.replica
-        self.replicas.add(replica)
+        self.calls[path, replica] += 1
         if not path:
             return  # "outputs" has the model's
-        self._calls[path, replica] += 1
-        number = self._calls[path, replica]
+        number = self.calls[path, replica]
         later = f", call {number}" if number > 1 else ""
         for key, tensor in _tensors(output).items():
             which = f"output `{key}`" if key else "output"

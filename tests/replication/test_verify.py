@@ -538,17 +538,3 @@ def test_plain_container_that_a_forward_changes_is_named(kind):
         "The forward changes `0.heads`: replicas share plain containers, and overwrite each "
         "other's items."
     )
-
-
-def test_plain_containers_of_a_model_that_is_equal_are_not_mentioned():
-    class Logs(nn.Linear):
-        seen: list[int]
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen.append(len(x))
-            return super().forward(x)
-
-    net = Logs(3, 2)
-    net.seen = []
-    found = verify(net, torch.randn(6, 3), CPUS)
-    assert found and "seen" not in str(found) and net.seen == []

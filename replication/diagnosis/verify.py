@@ -122,7 +122,6 @@ def _largest(differences: list[Difference]) -> float:
     return max((d.error for d in differences), default=0.0)
 
 
-@torch.inference_mode(False)  # computes gradients, whatever the mode of the caller
 def verify(
     model: nn.Module,
     batch: Any,
@@ -172,6 +171,7 @@ def verify(
     if len(devices) < 2:
         raise ValueError(f"expected at least two devices to compare with one (got {len(devices)})")
 
+    @torch.inference_mode(False)  # computes gradients, whatever the mode of the caller
     def run(on: Sequence[torch.device], noise: torch.Generator | None = None) -> Step:
         cast = partial(_cast, dtype=dtype, noise=noise)
         net = _copied(model, devices[0], cast)

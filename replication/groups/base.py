@@ -242,13 +242,12 @@ def describe_argument(value: Any) -> str:
 
 def name_of(name: str, option: dict[str, Any]) -> str:
     """Returns the name of a collective with its argument ``op`` or ``src``, for a `Call`."""
-    for key, value in option.items():
-        name += f"({key}={value!r})"
-    return name
+    arguments = ", ".join(f"{key}={value!r}" for key, value in option.items())
+    return f"{name}({arguments})" if option else name
 
 
 def layouts_of(tensors: Sequence[Tensor], any_length: bool = False) -> Layouts:
-    """Returns the dtypes and shapes of tensors, for a `Call`: of any first dimension, perhaps."""
+    """Returns dtypes and shapes for a `Call`. With ``any_length``, first dimensions may differ."""
     if any_length:
         return tuple((t.dtype, ("*", *t.shape[1:]) if t.dim() else ()) for t in tensors)
     return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)

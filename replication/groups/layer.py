@@ -112,7 +112,7 @@ class ReplicaAware(_Base):
         Raises:
             ReplicationError: There are several replicas in each of several processes.
             ValueError: This process is not in ``process_group``, or ``group_size`` is less than 1.
-            TypeError: ``group_size`` is not an int.
+            TypeError: ``group_size`` is not an int, or a submodule is named ``group``.
         """
         group = self._replica_group
         if (

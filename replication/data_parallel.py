@@ -307,12 +307,12 @@ def _devices_to_use(
         check_list("device_ids", device_ids)
         if not len(device_ids):
             raise ValueError("device_ids must name at least one device (got none)")
-        indices = sum(map(is_int, device_ids))
-        if indices < len(device_ids) or accelerator() is not None:
+        indices = [device for device in device_ids if is_int(device) and device >= 0]
+        if len(indices) < len(device_ids) or accelerator() is not None:
             return parse_devices(device_ids)
-        warns = indices > 1
-        why = f"device_ids={device_ids} are indices of accelerators, and this machine has none"
-        count = str(indices)
+        warns = len(indices) > 1
+        why = f"device_ids={indices} are indices of accelerators, and this machine has none"
+        count = str(len(indices))
     if warns:
         warn(
             f"{why}: no replicas run; device_ids=['cpu'] * {count} makes replicas on the CPU",

@@ -135,6 +135,7 @@ class Number(int):
 @pytest.mark.parametrize("number", [int, Number])
 def test_indices_may_be_whole_numbers_of_any_kind(number):
     assert DataParallel(nn.ReLU(), [number(0), number(1)]).device_ids == []
+    assert DataParallel(nn.ReLU(), [number(-1)] * 2).device_ids == [torch.device("cpu")] * 2
 
 
 def test_the_function_moves_no_module():

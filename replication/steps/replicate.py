@@ -95,21 +95,15 @@ def make_replicas(
     layers, wrappers = _layers_to_copy(module)
     paths, modules = zip(*layers, strict=True)
     templates = [shell_state(module) for module in modules]
-    parameters: dict[int, Tensor] = {}
-    buffers: dict[int, Tensor] = {}
     for (path, original), template in zip(layers, templates, strict=True):
         if template is None:
             check_initialized(path, original)
             if isinstance(original, torch.jit.ScriptModule):
                 raise TypeError("a ScriptModule cannot be replicated; wrap what it was made of")
-        for parameter in original._parameters.values():
-            if parameter is not None:
-                parameters[id(parameter)] = parameter
-        for buffer in original._buffers.values():
-            if buffer is not None:
-                buffers[id(buffer)] = buffer
     if not devices:
         return [], None
+    parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+    buffers = {id(b): b for m in modules for b in m._buffers.values() if b is not None}
     if has_other_derivatives((*parameters.values(), *buffers.values())):
         raise lost_derivatives("replicate")
     keys = [*parameters, *buffers, *map(id, modules), id(None)]
@@ -195,12 +189,11 @@ def _fill(
                 own[name] = copies[id(buffer)]
         # torch exposes the copies of the parameters here as well.
         state["_former_parameters"] = attributes = {}
-        if parameters:
-            for name, parameter in parameters.items():
-                if parameter is None:
-                    state["_parameters"][name] = None
-                else:
-                    attributes[name] = copies[id(parameter)]
+        for name, parameter in parameters.items():
+            if parameter is None:
+                state["_parameters"][name] = None
+            else:
+                attributes[name] = copies[id(parameter)]
         if replaced:
             attributes = attributes | replaced_attributes(replaced, copies, device)
         if sets_attributes:

@@ -22,11 +22,13 @@ class Fault:
         self.replica = replica
         self.error = error
         self.active = True
+        self.has_struck = False
         #: Weak references to the copies of a layer in all forwards.
         self.copies: list[weakref.ref[nn.Module]] = []
 
     def strike(self, place: str, replica: int | None) -> None:
         if self.active and (place, replica) == (self.place, self.replica):
+            self.has_struck = True
             self.act()
 
     def act(self) -> None:

@@ -151,27 +151,23 @@ def test_callbacks_may_be_registered_during_forwards():
     assert len(calls) == 500 * 2 * 20
 
 
-def test_forward_keeps_nothing_of_the_caller_alive():
-    """Neither a context variable, which new threads inherit, nor what the replicas compute."""
+def test_forward_keeps_no_context_variable_of_the_caller_alive():
+    """Threads inherit it."""
     variable: contextvars.ContextVar[Any] = contextvars.ContextVar("variable")
-    computed: list[weakref.ref[Tensor]] = []
 
-    class Doubles(nn.Module):
+    class Reads(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             assert variable.get() is not None
-            y = 2 * x
-            computed.append(weakref.ref(y))
-            return y + 1
+            return x
 
     token = torch.zeros(1)
     reset = variable.set(token)
-    y = DataParallel(Doubles(), ["cpu"] * 2)(torch.ones(4, 1))
+    DataParallel(Reads(), ["cpu"] * 2)(torch.ones(4, 1))
     variable.reset(reset)
     gone = weakref.ref(token)
-    del y, token, reset
+    del token, reset
     gc.collect()  # a `contextvars.Token` refers to its context
     assert gone() is None
-    assert [of_replica() for of_replica in computed] == [None] * 2
 
 
 # -- groups ------------------------------------------------------------------------------------

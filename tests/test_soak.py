@@ -47,16 +47,6 @@ sample_counts = st.integers(2, 2 * MOST)
 wraps = st.sampled_from((ours, as_torch_does))
 
 
-class Strike(Fault):
-    """Says whether it has."""
-
-    has_struck = False
-
-    def act(self) -> None:
-        self.has_struck = True
-        super().act()
-
-
 def delay(*args: Any) -> None:
     if chance.random() < 0.05:
         time.sleep(chance.random() / 5000)
@@ -92,7 +82,7 @@ class Soak(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.nets = [delayed(faulty(Strike("nowhere", 0))) for _ in range(2)]
+        self.nets = [delayed(faulty(Fault("nowhere", 0))) for _ in range(2)]
         for net in range(2):  # what the first use makes, once and for all
             self.threads(net, 2, 4)
             self.step(net, MOST, MOST, ours)
@@ -121,7 +111,7 @@ class Soak(RuleBasedStateMachine):
         self, net: int, replicas: int, samples: int, wrap: Any, place: str, replica: int
     ) -> None:
         """The same with an error somewhere, if that replica runs."""
-        model, fault = self.nets[net], Strike(place, replica % replicas, KeyError(place))
+        model, fault = self.nets[net], Fault(place, replica % replicas, KeyError(place))
         for layer in model.modules():
             if hasattr(layer, "fault"):
                 layer.fault = fault

@@ -312,18 +312,6 @@ def test_hooks_on_saved_tensors_around_forward_and_backward():
 # -- derivatives of derivatives ----------------------------------------------------------------
 
 
-def test_a_graph_that_was_differentiated_takes_a_plain_backward():
-    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
-        y = model(x)
-        leaves = [x, *model.parameters()]
-        first = torch.autograd.grad(y, leaves, dy, create_graph=True)
-        y.backward(dy.cos(), retain_graph=True)
-        sum(grad.sin().sum() for grad in first).backward()
-        return [y, *first]
-
-    assert_alike(use)
-
-
 @pytest.mark.parametrize("function", ["jacobian", "hessian", "vjp", "vhp", "hvp"])
 def test_functional_derivatives(function):
     def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Any]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from replication import DataParallel
 from syncbn import SynchronizedBatchNorm2d, kernels, merge
@@ -109,26 +108,3 @@ def test_replicas_of_different_kernels_get_the_gradients_of_torchs_layer(
         grads.append(torch.autograd.grad(module(leaf), inputs, dy, create_graph=create_graph))
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(layer.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_replicas_of_different_weights_get_the_gradients_of_float64(create_graph):
-    class Differs(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = SynchronizedBatchNorm2d(3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.norm.weight = self.norm.weight * (1 + self.norm.group.rank)
-            return self.norm(x)
-
-    net = Differs()
-    x = torch.randn(4, 3, 2, 2, requires_grad=True)
-    dy = torch.randn_like(x)
-    y = DataParallel(net, ["cpu"] * 2)(x)
-    dx, dw = torch.autograd.grad(y, (x, net.norm.weight), dy, create_graph=create_graph)
-    exact, w = x.detach().double().requires_grad_(), torch.ones(3).double().requires_grad_()
-    hat = torch.nn.functional.batch_norm(exact, None, None, training=True)
-    scale = torch.tensor([1.0, 1.0, 2.0, 2.0]).view(4, 1, 1, 1) * w.view(1, 3, 1, 1)
-    expected = torch.autograd.grad(hat * scale, (exact, w), dy.double())
-    torch.testing.assert_close((dx.double(), dw.double()), expected, rtol=1e-5, atol=1e-5)

@@ -17,7 +17,6 @@ from syncbn.merge import (
     all_match,
     kernel_statistics,
     merge_moments,
-    set_statistics,
 )
 
 
@@ -69,13 +68,6 @@ def copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def test_kernels_update_usual_buffers_alone():
-    usual = running()
-    assert usual.for_kernel(torch.float32) == (usual.mean, usual.var, 0.25)
-    for other in (running(torch.float64), running(momentum=torch.tensor(0.25))):
-        assert other.for_kernel(torch.float32) is None
-
-
 def test_a_rounded_variance_is_never_negative():
     inverse = torch.tensor([1e-5]).rsqrt() * (1 + 1e-6)
     assert Denominator(1e-5).variance(inverse) == 0
@@ -112,16 +104,6 @@ def test_the_error_of_a_large_mean_is_kept(mean, monkeypatch):
     assert stats.mean_error is not None and stats.mean_error.dtype == torch.float32
     exact = stats.mean.double() + stats.mean_error.double()
     torch.testing.assert_close(exact, means, rtol=1e-12, atol=1e-14, equal_nan=True)
-
-
-def test_shards_of_one_denominator_share_their_statistics():
-    x, one, other = torch.randn(4, 2), Denominator(1e-5), Denominator(0.5)
-    shards = [shard_of(x, denominator) for denominator in (one, one, other)]
-    mean, var = shards[0].mean_and_var()
-    set_statistics(shards, 8, mean, var, None)
-    first, second, third = (shard.stats for shard in shards)
-    assert first is second
-    torch.testing.assert_close(third.denominator, (var + 0.5).float())
 
 
 LEAF, FROZEN = torch.randn(6, requires_grad=True), torch.randn(6)

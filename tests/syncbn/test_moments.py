@@ -25,16 +25,6 @@ def test_moments_are_mean_and_biased_variance(layout, channels, dtype):
     torch.testing.assert_close(var.double(), values.var(1, correction=0), rtol=rtol, atol=rtol)
 
 
-@pytest.mark.parametrize("mean", [0, 1e2, 1e3, 1e4, -1e6])
-def test_the_variance_does_not_suffer_from_a_large_mean(mean):
-    x = torch.randn(65536, 2) + mean
-    exact = x.double().var(0, correction=0)
-    mean_of_x, var = statistics.moments(x)
-    torch.testing.assert_close(var, exact, rtol=2e-7, atol=0)
-    # Half an ulp of values about one; a float32 mean would be off by half an ulp of the mean.
-    torch.testing.assert_close(mean_of_x, x.double().mean(0), rtol=0, atol=2**-24)
-
-
 @pytest.mark.parametrize("shape", [(64, 3), (40_000, 2), (4, 3, 80, 80)], ids=str)
 def test_a_small_variance_at_a_large_mean_has_the_digits_that_float64_leaves(shape):
     x = 1e8 + 1e-2 * torch.randn(shape, dtype=torch.float64)
@@ -46,27 +36,18 @@ def test_a_small_variance_at_a_large_mean_has_the_digits_that_float64_leaves(sha
 
 
 @pairwise(
-    mean=[0, 1, 3.9, 4.1, 20, 1e3],
-    shape=[(8, 3, 56, 56), (2, 3, 7, 7), (16, 3, 512), (1, 3, 200, 300)],
-    layout=["contiguous", "channels_last"],
-)
-def test_the_variance_has_the_digits_of_float32_whatever_the_mean(mean, shape, layout):
-    x = torch.randn(shape) + mean + torch.randn(shape[0], *[1] * (len(shape) - 1))
-    if layout == "channels_last" and len(shape) == 4:
-        x = x.contiguous(memory_format=torch.channels_last)
-    exact = channels_of(x)
-    center, var = statistics.moments(x)
-    # Where the channels are last torch's kernels add one value after the other.
-    rtol = 2e-5 if layout == "channels_last" else 1e-6
-    torch.testing.assert_close(var, exact.var(1, correction=0), rtol=rtol, atol=0)
-    torch.testing.assert_close(center, exact.mean(1), rtol=1e-6, atol=rtol)
-
-
-@pairwise(
     layout=[torch.clone, channels_last],
-    shape=[(70000, 3), (9, 5, 41, 29), (2, 70, 100, 90), (1, 3, 7, 41, 29)],
+    shape=[
+        (70000, 3),
+        (16, 3, 2048),
+        (8, 3, 56, 56),
+        (9, 5, 41, 29),
+        (2, 70, 100, 90),
+        (1, 3, 200, 300),
+        (1, 3, 7, 41, 29),
+    ],
     dtype=[torch.float16, torch.bfloat16, torch.float32],
-    mean=[0, 3, 50],
+    mean=[0, 1, 3.9, 4.1, 50, 1e3],
     first=[0, 1, 30],
 )
 def test_the_moments_of_many_values_are_those_of_float64(layout, shape, dtype, mean, first):
@@ -77,9 +58,12 @@ def test_the_moments_of_many_values_are_those_of_float64(layout, shape, dtype, m
     values = channels_of(x)
     var, means = torch.var_mean(values, 1, correction=0)
     own_mean, own_var = statistics.moments(x)
-    # At most a thousand are added one by one, each with an error of 6e-8.
-    torch.testing.assert_close(own_var, var, rtol=1e-5, atol=0)
-    assert ((own_mean - means).abs() <= 5e-6 * var.sqrt()).all()
+    # Longer runs are added one by one where channels are last, and the longest in half precision.
+    rtol = 1e-5
+    if dtype == torch.float32:
+        rtol = 1e-6 if x.is_contiguous() and x.dim() > 2 else 2e-6
+    torch.testing.assert_close(own_var, var, rtol=rtol, atol=0)
+    assert ((own_mean - means).abs() <= min(rtol, 5e-6) * var.sqrt()).all()
 
 
 def test_first_samples_far_from_the_others_cost_no_digits():

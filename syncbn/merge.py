@@ -95,12 +95,10 @@ class Shard:
         #: Whether the replica records a graph, and whether it and its input need a gradient.
         self.records_graph = torch.is_grad_enabled()
         self.needs_dx = self.records_graph and x.requires_grad
-        self.requires_grad = self.needs_dx or (
-            self.records_graph
-            and (
-                (weight is not None and weight.requires_grad)
-                or (bias is not None and bias.requires_grad)
-            )
+        self.requires_grad = self.records_graph and (
+            x.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
         )
 
     def measure(self, x: Tensor) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
 from tests import oracle
@@ -93,9 +94,9 @@ def test_derivatives_of_other_layers(mode, options):
     "frozen", ["", "x", "x of 0", "weight", "bias", "weight bias", "x weight"]
 )
 def test_frozen_tensors_get_no_gradient_and_the_others_theirs(frozen, used):
-    """Where only some outputs enter the loss."""
+    """Where only some outputs enter the loss, perhaps only the empty one."""
     layer = randomized(SynchronizedBatchNorm1d(3, dtype=torch.float64))
-    shards = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (2, 4, 3)]
+    shards = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (2, 4, 0)]
     tensors = {"x": shards, "weight": [layer.weight], "bias": [layer.bias], "of": [], "0": []}
     for name in frozen.split():
         for tensor in tensors[name][: 1 if "of" in frozen else None]:
@@ -185,6 +186,7 @@ def test_a_second_backward_without_retain_graph_is_torchs_error():
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_no_more_is_saved_for_backward_than_the_input(replicas, requires_grad):
     layer = SynchronizedBatchNorm2d(4)
+    layer.weight.requires_grad_(requires_grad)  # the bias always needs a gradient
     shards = [torch.randn(8, 4, 16, 16, requires_grad=requires_grad) for _ in range(replicas)]
     saved = []
 
@@ -296,6 +298,77 @@ def test_replicas_may_change_their_own_layer(case, create_graph, dtype, used):
     grads = torch.autograd.grad(outputs, inputs, upstream, create_graph=create_graph)
     exact = torch.autograd.grad(expected, inputs, upstream)
     torch.testing.assert_close([*outputs, *grads], [*expected, *exact], rtol=1e-5, atol=1e-5)
+
+
+class Stop(torch.autograd.Function):
+    """Passes its input on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("case", ["nothing", "hooks on saved tensors"])
+def test_where_no_gradient_comes_none_is_passed_on(case):
+    shards = [torch.randn(n, 3, requires_grad=True) for n in (4, 3)]
+    sum(Stop.apply(y).sum() for y in run_sharded(Changed(case), shards)).backward()
+    assert [shard.grad for shard in shards] == [None, None]
+
+
+class WithTangent(nn.Module):
+    """Gives the input or a parameter of its layer a forward-mode derivative."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.norm = name, SynchronizedBatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tensor = x if self.name == "x" else getattr(self.norm, self.name)
+        dual = forward_ad.make_dual(tensor, torch.ones_like(tensor))
+        if self.name == "x":
+            return self.norm(dual)
+        setattr(self.norm, self.name, dual)
+        return self.norm(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when it first loads a jvp
+@pytest.mark.parametrize("name", ["x", "weight", "bias"])
+def test_forward_mode_derivatives_are_refused(name):
+    shards = [torch.randn(n, 3) for n in (4, 3)]
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        run_sharded(WithTangent(name), shards)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its layer in backward, or not."""
+
+    def __init__(self, recomputes: bool, affine: bool) -> None:
+        super().__init__()
+        self.recomputes = recomputes
+        self.norm = SynchronizedBatchNorm1d(3, affine=affine, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.recomputes:
+            return self.norm(x).tanh()
+        return checkpoint(lambda x: self.norm(x).tanh(), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("constant", [None, 0, 1])
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_recomputation_gives_the_same_gradients(affine, constant):
+    """Also of a replica whose own input needs none."""
+    shards, upstream = torch.randn(2, 2, 4, 3, dtype=torch.float64)
+    found = []
+    for recomputes in (False, True):
+        net = Checkpointed(recomputes, affine)
+        leaves = [s.clone().requires_grad_(i != constant) for i, s in enumerate(shards)]
+        torch.autograd.backward(run_sharded(net, leaves), list(upstream))
+        found.append([leaf.grad for leaf in (*leaves, *net.parameters()) if leaf.requires_grad])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

@@ -10,8 +10,8 @@ from syncbn.batchnorm import (
     SynchronizedBatchNormNd,
     set_sbn_eps_mode,
 )
-from syncbn.compat import stand_in_for
-from syncbn.convert import convert_model, patch_sync_batchnorm, revert_model
+from syncbn.compat import patch_sync_batchnorm, stand_in_for
+from syncbn.convert import convert_model, revert_model
 from syncbn.kinds import Summary, summary
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Replaces vendored copies of older synchronized batch norm toolkits, under their own names."""
+"""Synchronized layers under the names that other code imports: torch's, or an older toolkit's."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import inspect
 import sys
 from abc import ABCMeta
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from replication.callbacks import execute_replication_callbacks
 from replication.data_parallel import DataParallelWithCallback
 from replication.groups.replicas import CallbackContext
 from replication.patch import patch_replication_callback
 from replication.sync.pipes import FutureResult, SlavePipe, SyncMaster
+from replication.sync.rendezvous import RenewedLock
 from replication.warning import warn
 from syncbn.batchnorm import (
     SynchronizedBatchNorm,
@@ -27,9 +30,53 @@ from syncbn.batchnorm import (
     SynchronizedBatchNorm3d,
     set_sbn_eps_mode,
 )
-from syncbn.convert import convert_model, patch_sync_batchnorm
+from syncbn.convert import convert_model
+from syncbn.kinds import SYNCHRONIZED
 
-__all__ = ["stand_in_for"]
+__all__ = ["patch_sync_batchnorm", "stand_in_for"]
+
+
+_PATCHED = {
+    plain.__name__: SYNCHRONIZED[plain]
+    for plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+}
+#: The open blocks of `patch_sync_batchnorm`, and the classes that the first of them replaced.
+_blocks: list[object] = []
+_replaced: dict[str, Any] = {}
+_changing_names = RenewedLock()
+
+
+@contextmanager
+def patch_sync_batchnorm() -> Iterator[None]:
+    """Replaces ``torch.nn.BatchNorm1d/2d/3d`` by the synchronized classes inside the block.
+
+    Use it for model code that you cannot edit. The patch applies to the whole process. Blocks may
+    be nested, and blocks of several threads may overlap: the plain classes are back when the last
+    block ends, also after an error. Code that ran ``from torch.nn import BatchNorm2d`` before
+    keeps the plain class; use `convert_model` on the network.
+
+    >>> from torch import nn
+    >>> from syncbn import patch_sync_batchnorm
+    >>> with patch_sync_batchnorm():
+    ...     net = nn.Sequential(nn.BatchNorm2d(8))
+    >>> type(net[0]).__name__
+    'SynchronizedBatchNorm2d'
+    """
+    block = object()
+    try:
+        with _changing_names():
+            _blocks.append(block)
+            for name, synchronized in _PATCHED.items() if len(_blocks) == 1 else ():
+                _replaced[name] = getattr(nn, name)
+                setattr(nn, name, synchronized)
+        yield
+    finally:
+        with _changing_names():
+            if block in _blocks:  # otherwise an interrupt came first
+                _blocks.remove(block)
+                for name, synchronized in _PATCHED.items() if not _blocks else ():
+                    if getattr(nn, name) is synchronized:
+                        setattr(nn, name, _replaced[name])
 
 
 def _named(*objects: Any) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -13,13 +12,11 @@ from replication.errors import check_module, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import check_process_group
 from replication.patch import patch_replication_callback, runs_callbacks
-from replication.sync.rendezvous import RenewedLock
 from replication.warning import UnsynchronizedWarning, warn
 from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
 from syncbn.kinds import (
     OLDER_ATTRIBUTES,
     PLAIN,
-    SYNCHRONIZED,
     Summary,
     counterpart,
     is_older,
@@ -27,9 +24,8 @@ from syncbn.kinds import (
     synchronized_class,
     why_older_stays,
 )
-from syncbn.replacement import replace, replacements, revert_replaced
 
-__all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
+__all__ = ["convert_model", "revert_model"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -38,6 +34,22 @@ _CONVERTED = "_converted_by_convert_model"
 
 #: Attributes of a synchronized layer that a plain one does not have.
 _OF_COPIES = ("group_size", "_process_group", "_layer_name")
+
+#: The attribute of a layer in which `_replace` keeps what it has changed.
+_RECORD = "_before_convert_model"
+
+#: Attributes that a replaced layer keeps. Only the modules inside it are the new layer's.
+_KEPT = vars(nn.BatchNorm2d(1, device="meta")).keys()
+
+
+class _Before(NamedTuple):
+    """What `_replace` has changed of a layer."""
+
+    kind: type[nn.Module]
+    #: The former values of attributes that the new layer has otherwise.
+    changed: dict[str, Any]
+    #: Attributes that it did not have.
+    added: list[str]
 
 
 def convert_model(
@@ -108,11 +120,11 @@ def convert_model(
     if process_group is not None:
         check_process_group(process_group)
     # Before any change, so that an error leaves the module as it was.
-    new_layers = replacements(module, classes or {})
+    new_layers = _replacements(module, classes or {})
     corrected = []
     for path, layer in module.named_modules():
         if layer in new_layers:
-            replace(layer, new_layers[layer])
+            _replace(layer, new_layers[layer])
         elif _convert(layer):
             corrected.append(f"`{path_or_root(path)}`")
         if isinstance(layer, ReplicaAware):
@@ -133,6 +145,56 @@ def convert_model(
     else:
         _warn_of_unsynchronized(module, result)
     return module
+
+
+def _replacements(
+    root: nn.Module, classes: Mapping[type[Any], Callable[[Any], nn.Module]]
+) -> dict[Any, nn.Module]:
+    """Returns the new layer for each layer of these classes, changing nothing, or raises."""
+    if not isinstance(classes, Mapping) or not all(
+        isinstance(kind, type) and issubclass(kind, nn.Module) and callable(function)
+        for kind, function in classes.items()
+    ):
+        raise TypeError(
+            "classes must be a dict of {class: function}, where the function gets a layer of the "
+            f"class and returns the synchronized one (got {classes!r})"
+        )
+    olds = [(path, old) for path, old in root.named_modules() if type(old) in classes]
+    return {old: _replacement(path, old, classes[type(old)]) for path, old in olds}
+
+
+def _replacement(path: str, old: nn.Module, function: Callable[[Any], nn.Module]) -> nn.Module:
+    new = function(old)
+    where = f"the layer made for `{path_or_root(path)}` ({type(old).__name__})"
+    if new is old or not (isinstance(new, nn.Module) and isinstance(new, ReplicaAware)):
+        raise TypeError(
+            f"{where} must be a new layer of a synchronized class, such as one derived from "
+            f"SynchronizedBatchNorm2d (got {type(new).__name__})"
+        )
+    if (has := _parts(new)) != (expected := _parts(old)):
+        raise ValueError(
+            f"{where} must have the same parameters, buffers and modules (expected "
+            f"{expected or 'none'}, got {has or 'none'})"
+        )
+    return new
+
+
+def _parts(layer: nn.Module) -> dict[str, Any]:
+    """Returns the shapes of parameters and buffers by name, and the names of modules."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+    return {**dict.fromkeys(layer._modules, "module"), **shapes}
+
+
+def _replace(layer: nn.Module, new: nn.Module) -> None:
+    """Gives ``layer`` the class, the modules and the attributes of ``new``."""
+    attributes = vars(layer)
+    others = {name: value for name, value in vars(new).items() if name not in _KEPT}
+    changed = {name: attributes[name] for name in others if name in attributes}
+    # `convert_model` sets the name later.
+    added = [name for name in (*others, "_layer_name") if name not in attributes]
+    before = _Before(type(layer), changed, added)
+    layer.__class__ = type(new)
+    attributes.update(others, _modules=new._modules, **{_RECORD: before})
 
 
 def _convert(layer: nn.Module) -> bool:
@@ -208,60 +270,24 @@ def revert_model(module: ModuleT) -> ModuleT:
 
 
 def _revert(layer: Any) -> None:
-    """Undoes `_convert`, or `replace`."""
+    """Undoes `_convert`, or `_replace`."""
+    attributes = vars(layer)
+    before: _Before | None = attributes.pop(_RECORD, None)
     plain = PLAIN.get(type(layer))
-    if vars(layer).pop(_CONVERTED, False):
+    if attributes.pop(_CONVERTED, False):
         if type(layer) is DataParallel:
             layer.__class__ = nn.DataParallel  # type: ignore[assignment]
         else:
             patch_replication_callback(layer).remove()
-    elif not revert_replaced(layer) and plain is not None:
+    elif before is not None:
+        layer.__class__ = before.kind
+        for name in before.added:
+            attributes.pop(name, None)
+        attributes.update(before.changed)
+    elif plain is not None:
         process_group = layer.process_group
         for name in _OF_COPIES:
-            vars(layer).pop(name, None)
+            attributes.pop(name, None)
         layer.__class__ = plain
         if plain is nn.SyncBatchNorm:
             layer.process_group = process_group
-
-
-_PATCHED = {
-    plain.__name__: SYNCHRONIZED[plain]
-    for plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-}
-#: The open blocks of `patch_sync_batchnorm`, and the classes that the first of them replaced.
-_blocks: list[object] = []
-_replaced: dict[str, Any] = {}
-_changing_names = RenewedLock()
-
-
-@contextmanager
-def patch_sync_batchnorm() -> Iterator[None]:
-    """Replaces ``torch.nn.BatchNorm1d/2d/3d`` by the synchronized classes inside the block.
-
-    Use it for model code that you cannot edit. The patch applies to the whole process. Blocks may
-    be nested, and blocks of several threads may overlap: the plain classes are back when the last
-    block ends, also after an error. Code that ran ``from torch.nn import BatchNorm2d`` before
-    keeps the plain class; use `convert_model` on the network.
-
-    >>> from torch import nn
-    >>> from syncbn import patch_sync_batchnorm
-    >>> with patch_sync_batchnorm():
-    ...     net = nn.Sequential(nn.BatchNorm2d(8))
-    >>> type(net[0]).__name__
-    'SynchronizedBatchNorm2d'
-    """
-    block = object()
-    try:
-        with _changing_names():
-            _blocks.append(block)
-            for name, synchronized in _PATCHED.items() if len(_blocks) == 1 else ():
-                _replaced[name] = getattr(nn, name)
-                setattr(nn, name, synchronized)
-        yield
-    finally:
-        with _changing_names():
-            if block in _blocks:  # otherwise an interrupt came first
-                _blocks.remove(block)
-                for name, synchronized in _PATCHED.items() if not _blocks else ():
-                    if getattr(nn, name) is synchronized:
-                        setattr(nn, name, _replaced[name])

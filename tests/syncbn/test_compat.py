@@ -1,4 +1,4 @@
-"""Code that ships a copy of the older toolkit gets ours, under the names it imports."""
+"""Code that is not edited gets our layers under the names it imports: torch's, or of a copy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import PathFinder
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 import replication
 import syncbn
 from syncbn import compat as stand_in
+from syncbn import patch_sync_batchnorm
 
 LAYERS = ["SynchronizedBatchNorm1d", "SynchronizedBatchNorm2d", "SynchronizedBatchNorm3d"]
 FUNCTIONS = ["set_sbn_eps_mode", "patch_sync_batchnorm", "convert_model"]
@@ -405,3 +407,54 @@ def test_only_a_class_takes_the_place_of_a_layer(value):
         syncbn.stand_in_for("refused_toolkit", SynchronizedBatchNorm4d=Gained)
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("refused_toolkit")
+
+
+# -- names of torch ----------------------------------------------------------------------------
+
+
+def names_of_torch():
+    return [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]
+
+
+PLAIN = names_of_torch()
+SYNCHRONIZED = [getattr(syncbn, name) for name in LAYERS]
+
+
+def test_the_patch_changes_what_a_builder_builds_and_ends():
+    with patch_sync_batchnorm():
+        assert names_of_torch() == SYNCHRONIZED
+        with patch_sync_batchnorm():
+            assert names_of_torch() == SYNCHRONIZED
+        assert names_of_torch() == SYNCHRONIZED
+    with pytest.raises(KeyError), patch_sync_batchnorm():
+        raise KeyError
+    assert names_of_torch() == PLAIN
+    assert nn.BatchNorm2d.__module__.startswith("torch.")
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_blocks_of_threads_overlap_and_end_in_any_order(first_out):
+    blocks = [patch_sync_batchnorm(), patch_sync_batchnorm()]
+    for block in blocks:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(block.__enter__).result(10)
+    blocks.pop(first_out).__exit__(None, None, None)
+    assert names_of_torch() == SYNCHRONIZED
+    blocks.pop().__exit__(None, None, None)
+    assert names_of_torch() == PLAIN
+
+
+class Mine(nn.BatchNorm2d):
+    """A user's patch of torch."""
+
+
+@pytest.mark.parametrize("when", ["around", "inside"])
+def test_patch_of_a_user_stays(monkeypatch, when):
+    monkeypatch.setattr(nn, "BatchNorm2d", Mine if when == "around" else PLAIN[1])
+    with patch_sync_batchnorm():
+        assert names_of_torch() == SYNCHRONIZED
+        if when == "inside":
+            nn.BatchNorm2d = Mine
+            with patch_sync_batchnorm():
+                assert nn.BatchNorm2d is Mine
+    assert names_of_torch() == [PLAIN[0], Mine, PLAIN[2]]

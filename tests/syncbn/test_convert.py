@@ -7,7 +7,6 @@ import pickle
 import re
 import sys
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import pytest
@@ -365,54 +364,6 @@ def test_a_round_trip_leaves_nothing_on_a_wrapper_or_its_layers(kind):
     assert vars(wrapper) == patched
 
 
-def test_the_patch_changes_what_a_builder_builds_and_ends():
-    with patch_sync_batchnorm():
-        assert type(nn.BatchNorm2d(3)) is SynchronizedBatchNorm2d
-        with patch_sync_batchnorm():
-            assert type(nn.BatchNorm1d(3)) is SynchronizedBatchNorm1d
-        assert type(nn.BatchNorm3d(3)) is SynchronizedBatchNorm3d
-    with pytest.raises(KeyError), patch_sync_batchnorm():
-        raise KeyError
-    assert nn.BatchNorm2d.__module__.startswith("torch.")
-    assert type(nn.BatchNorm2d(3)) is nn.BatchNorm2d
-
-
-def names_of_torch():
-    return [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]
-
-
-PLAIN = names_of_torch()
-SYNCHRONIZED = [SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d]
-
-
-@pytest.mark.parametrize("first_out", [0, 1])
-def test_blocks_of_threads_overlap_and_end_in_any_order(first_out):
-    blocks = [patch_sync_batchnorm(), patch_sync_batchnorm()]
-    for block in blocks:
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(block.__enter__).result(10)
-    blocks.pop(first_out).__exit__(None, None, None)
-    assert names_of_torch() == SYNCHRONIZED
-    blocks.pop().__exit__(None, None, None)
-    assert names_of_torch() == PLAIN
-
-
-class Mine(nn.BatchNorm2d):
-    """A user's patch of torch."""
-
-
-@pytest.mark.parametrize("when", ["around", "inside"])
-def test_patch_of_a_user_stays(monkeypatch, when):
-    monkeypatch.setattr(nn, "BatchNorm2d", Mine if when == "around" else PLAIN[1])
-    with patch_sync_batchnorm():
-        assert names_of_torch() == SYNCHRONIZED
-        if when == "inside":
-            nn.BatchNorm2d = Mine
-            with patch_sync_batchnorm():
-                assert nn.BatchNorm2d is Mine
-    assert names_of_torch() == [PLAIN[0], Mine, PLAIN[2]]
-
-
 def test_group_size_is_given_to_every_layer_and_taken_away_again():
     net = nn.Sequential(nn.BatchNorm1d(3), SynchronizedBatchNorm1d(3), nn.Linear(3, 3))
     convert_model(net, group_size=2)
@@ -488,10 +439,14 @@ def test_layers_with_their_own_pipes_are_converted_and_have_the_numbers_of_one_d
 
 
 @pytest.mark.parametrize(
-    ("older", "new"),
-    [*zip((BatchNorm1dOlder, BatchNorm2dOlder, BatchNorm3dOlder), SYNCHRONIZED, strict=True)],
+    ("older", "new", "plain"),
+    [
+        (BatchNorm1dOlder, SynchronizedBatchNorm1d, nn.BatchNorm1d),
+        (BatchNorm2dOlder, SynchronizedBatchNorm2d, nn.BatchNorm2d),
+        (BatchNorm3dOlder, SynchronizedBatchNorm3d, nn.BatchNorm3d),
+    ],
 )
-def test_everything_about_a_layer_of_an_older_toolkit_is_kept_but_its_pipes(older, new):
+def test_everything_about_a_layer_of_an_older_toolkit_is_kept_but_its_pipes(older, new, plain):
     layer = older(3, eps=1e-3, momentum=0.3, affine=older is not BatchNorm1dOlder).eval()
     layer.marked = "by the user"
     layer.register_forward_hook(lambda *_: None)
@@ -504,7 +459,7 @@ def test_everything_about_a_layer_of_an_older_toolkit_is_kept_but_its_pipes(olde
         assert type(layer) is new and vars(layer) == {**before, "_layer_name": None}
     assert list(map(id, layer.state_dict(keep_vars=True).values())) == tensors
     assert vars(revert_model(layer)) == before
-    assert type(layer) is dict(zip(SYNCHRONIZED, PLAIN, strict=True))[new]
+    assert type(layer) is plain
 
 
 def test_bias_corrected_statistics_are_warned_of_and_their_checkpoints_still_load():

@@ -20,7 +20,7 @@ from replication.devices import accelerator, default_devices
 from replication.diagnosis.table import Table, as_text
 from replication.diagnosis.verify import verify
 from replication.groups.layer import ReplicaAware
-from replication.version import DISTRIBUTION, __version__
+from replication.version import __version__
 
 
 class Centered(ReplicaAware, nn.Module):
@@ -97,7 +97,7 @@ def environment() -> str:
     kind, count = accelerator(), len(default_devices())
     found = f"{count} {kind} device{'s' * (count != 1)}" if kind else "no GPU or other accelerator"
     return (
-        f"{DISTRIBUTION} {__version__}\n"
+        f"synchronized-batchnorm {__version__}\n"
         f"Python {platform.python_version()}, torch {torch.__version__}\n"
         f"Devices: CPU ({torch.get_num_threads()} threads), {found}"
     )

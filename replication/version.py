@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["DISTRIBUTION", "__version__"]
-
-#: The name under which both packages are installed.
-DISTRIBUTION = "synchronized-batchnorm"
+__all__ = ["__version__"]
 
 try:
-    __version__ = version(DISTRIBUTION)
+    __version__ = version("synchronized-batchnorm")
 except PackageNotFoundError:  # imported from its sources
     __version__ = "0+not.installed"

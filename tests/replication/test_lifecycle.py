@@ -369,6 +369,7 @@ def test_replica_may_call_itself():
 
 def test_replicas_of_plain_modules_have_no_rendezvous():
     assert rendezvous_of([nn.ReLU(), None]) is None
+    assert rendezvous_of([nn.ReLU(), *watched(nn.ReLU(), 1)]) is not None
 
 
 def test_a_replica_that_is_replicated_again_is_tracked_in_its_own_forward_only():
@@ -440,6 +441,11 @@ def test_location_of_a_thread_is_a_submodule_and_a_line():
     vars(net)["_modules"] = None  # changes while the replica runs
     assert location(net, thread).startswith("at ")
     assert location(None, thread) == ""
+    replicas = watched(nn.Identity())
+    locate = rendezvous_of(replicas).locate
+    assert locate(1, thread).startswith("at ")
+    del replicas[1]
+    assert locate(1, thread) == ""
 
 
 # -- replicas that are kept --------------------------------------------------------------------

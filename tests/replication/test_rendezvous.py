@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 import weakref
@@ -554,6 +555,22 @@ def test_wait_gives_up_on_replicas_that_do_not_begin(monkeypatch):
         begin_wait(rendezvous, 0, 1, 2).block()
 
 
+def test_wait_ends_at_the_deadline():
+    rendezvous = entered(2)
+    wait = begin_wait(rendezvous, 0, 1)
+    rendezvous.limit_time(0.01)
+    with pytest.raises(
+        ReplicasTimedOut,
+        match=r"^the replicas must end within 0\.01 s, the timeout, which has passed:\n"
+        r"  replica 0: waits at `layer`, call 1\n  replica 1: runs$",
+    ):
+        wait.block()
+
+
+def test_limits_are_as_documented():
+    assert (module.STALL_TIMEOUT, module.LONGEST_WRITE) == (20.0, 1.0)
+
+
 def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):
     monkeypatch.setattr(module, "STALL_TIMEOUT", 0.01)
     rendezvous = entered(2)
@@ -600,11 +617,22 @@ def test_a_forward_in_a_backward_is_a_recomputation(monkeypatch):
 def test_a_forked_child_ends_forwards_whose_other_replicas_run():
     lone, pair, over = entered(1), entered(2), Rendezvous(2)
     lock = module.RenewedLock()
-    assert {lone, pair, over, lock} <= set(module._all)
-    held = lock()
+    held = lock(), pair.lock
     for shared in (lone, pair, over, lock):
         shared.enter_child()
-    assert lock() is not held
+    assert lock() is not held[0] and pair.lock is not held[1]
     with pytest.raises(ReplicationError, match="a forked process cannot go on"):
         begin_wait(pair, 0, 1)
     assert lone.abort is over.abort is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's own, about threads and fork
+def test_a_fork_enters_the_child_in_all():
+    pair, lock = entered(2), module.RenewedLock()
+    held = lock()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if pair.abort is not None and lock() is not held else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert pair.abort is None and lock() is held

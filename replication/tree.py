@@ -330,7 +330,8 @@ def replace_leaves(
     if type(tree) in PLAIN:
         return tree
     if id(tree) not in made:
-        made[id(tree)] = tree, tree  # what a container holds that contains itself
+        # A container that contains itself still contains the old one: the new one is not yet made.
+        made[id(tree)] = tree, tree
         container = opened(tree)
         if container is None:
             new = function(tree)

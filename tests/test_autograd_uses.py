@@ -24,7 +24,7 @@ from syncbn import convert_model
 from tests import stepping
 from tests.devices import several
 from tests.layers import freed, no_garbage_collection, outcome_of, together, values
-from tests.sharded import one_node_only, randomized, run_sharded
+from tests.sharded import one_node_only, randomized
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("both_ways")]
 
@@ -198,45 +198,6 @@ def test_hooks_of_tensors_inside_the_forward(creates_graph):
         return [y, y.grad]
 
     assert_alike(use, HooksTensors().double())
-
-
-class Stop(torch.autograd.Function):
-    """Passes its input on, and no gradient back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
-
-
-@pytest.mark.parametrize("creates_graph", [False, True])
-@pytest.mark.parametrize("used", [[], [1], [0, 2]], ids=str)
-def test_no_gradient_is_none_and_no_zeros(used, creates_graph):
-    """The layer's nodes run, as the engine cannot tell that nothing comes."""
-
-    def gradients(ys: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        ends = [y if index in used else Stop.apply(y) for index, y in enumerate(ys)]
-        return torch.autograd.grad(
-            sum(y.sin().sum() for y in ends),
-            inputs,
-            create_graph=creates_graph,
-            allow_unused=True,
-        )
-
-    shards = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (3, 2, 2)]
-    plain = randomized(nn.Sequential(nn.BatchNorm1d(3))).double()
-    net = convert_model(copy.deepcopy(plain))
-    found = gradients(run_sharded(net, shards), [*shards, *net.parameters()])
-    if used:
-        expected = gradients(
-            plain(torch.cat(shards)).split([3, 2, 2]), [*shards, *plain.parameters()]
-        )
-        torch.testing.assert_close(found, expected)
-    else:
-        assert found == (None,) * 5
 
 
 # -- saved tensors -----------------------------------------------------------------------------

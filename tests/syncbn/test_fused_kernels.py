@@ -71,8 +71,7 @@ def test_replicas_train_as_torchs_layer_does(options, sizes):
     layer = randomized(SynchronizedBatchNorm2d(3, **options))
     plain = torch.nn.BatchNorm2d(3, **options)
     plain.load_state_dict(layer.state_dict())
-    dtype = torch.float32
-    x, dy = torch.randn(2, sum(sizes), 3, 4, 5, dtype=dtype)
+    x, dy = torch.randn(2, sum(sizes), 3, 4, 5)
     results = []
     for module in (plain, layer):
         leaf = x.clone().requires_grad_()

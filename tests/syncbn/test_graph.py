@@ -312,11 +312,14 @@ class Stop(torch.autograd.Function):
         return None
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("case", ["nothing", "hooks on saved tensors"])
-def test_where_no_gradient_comes_none_is_passed_on(case):
-    shards = [torch.randn(n, 3, requires_grad=True) for n in (4, 3)]
-    sum(Stop.apply(y).sum() for y in run_sharded(Changed(case), shards)).backward()
-    assert [shard.grad for shard in shards] == [None, None]
+def test_where_no_gradient_comes_none_is_passed_on(case, create_graph):
+    """The engine runs the node, as it cannot tell that nothing comes."""
+    net, shards = Changed(case), [torch.randn(n, 3, requires_grad=True) for n in (4, 3)]
+    loss = sum(Stop.apply(y).sum() for y in run_sharded(net, shards))
+    options = {"create_graph": create_graph, "allow_unused": True}
+    assert torch.autograd.grad(loss, [*shards, *net.parameters()], **options) == (None,) * 4
 
 
 class WithTangent(nn.Module):

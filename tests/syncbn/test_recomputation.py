@@ -190,19 +190,6 @@ def test_one_replica_recomputes_while_the_others_do_not():
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("constant", [0, 1])
-def test_a_replica_whose_input_needs_no_gradient_recomputes(constant):
-    """What it saves depends on the inputs of the others."""
-    shards, upstream = torch.randn(2, 2, 4, 3, dtype=torch.float64)
-    grads = []
-    for wrap in (plain, recomputed):
-        net = Body(lambda norm, x: norm(x).tanh(), wrap, affine=False).double()
-        leaves = [s.clone().requires_grad_(i != constant) for i, s in enumerate(shards)]
-        torch.autograd.backward(run_sharded(net, leaves), list(upstream))
-        grads.append(leaves[1 - constant].grad)
-    torch.testing.assert_close(*grads)
-
-
 def test_replicas_whose_inputs_need_no_gradient_recompute():
     """The recomputation saves as many tensors as the forward: the layer itself has no graph."""
     x, dy = torch.randn(6, 3), torch.randn(6, 2)
@@ -288,15 +275,11 @@ def test_a_reentrant_checkpoint_is_refused_with_advice(kept):
 class Calls(nn.Module):
     """Calls one layer with each of several inputs, in a checkpoint each."""
 
-    def __init__(self, without_graph: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.norm = SynchronizedBatchNorm1d(3)
-        self.without_graph = without_graph
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.without_graph:
-            with torch.no_grad():
-                self.norm(x[:, 0])
         return torch.stack([recomputed(self.norm)(part) for part in x.unbind(1)], 1)
 
 
@@ -313,12 +296,6 @@ def test_calls_that_cannot_be_told_apart_are_an_error(factor):
 def gradient(calls: nn.Module, x: Tensor, dy: Tensor) -> Tensor:
     (grad,) = torch.autograd.grad(DataParallel(calls, several(2))(x), x, dy)
     return grad
-
-
-def test_calls_without_a_graph_are_no_reentrant_checkpoints():
-    x, dy = torch.randn(2, 6, 2, 3)
-    x.requires_grad_()
-    torch.testing.assert_close(gradient(Calls(True), x, dy), gradient(Calls(), x, dy))
 
 
 def test_calls_without_a_graph_are_made_again_as_such():

@@ -159,8 +159,8 @@ def copies_that_do_not_match() -> dict[str, tuple[str, list[nn.Module]]]:
             [nn.Sequential(*[nn.ReLU() for _ in range(n)]) for n in (2, 2, 1)],
         ),
         "order": (
-            "`a` (ReLU), copy 1 has `b` (GELU)",
-            [nn.ModuleDict({"a": a, "b": b}), nn.ModuleDict({"b": b, "a": a})],
+            "`a` (ReLU), copy 1 has `b` (ReLU)",
+            [nn.ModuleDict({name: nn.ReLU() for name in names}) for names in ("ab", "ba")],
         ),
         "ties": (
             "none, copy 1 has `1` (ReLU)",

@@ -112,9 +112,10 @@ def test_frozen_tensors_get_no_gradient_and_the_others_theirs(frozen, used):
             torch.testing.assert_close(tensor.grad, grad)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_replica_without_a_graph_leaves_the_others_theirs(mode, dtype):
+def test_a_replica_without_a_graph_leaves_the_others_theirs(mode, dtype, create_graph):
     class WithoutGraphIn0(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -127,10 +128,17 @@ def test_a_replica_without_a_graph_leaves_the_others_theirs(mode, dtype):
     net = WithoutGraphIn0()
     shards = [torch.randn(n, 3, dtype=dtype, requires_grad=True) for n in (4, 3)]
     upstream = [torch.zeros_like(shards[0]), torch.randn_like(shards[1])]
-    run_sharded(net, shards)[1].backward(upstream[1])
+    none, *grads = torch.autograd.grad(
+        run_sharded(net, shards)[1],
+        [*shards, net.layer.weight],
+        upstream[1],
+        create_graph=create_graph,
+        allow_unused=True,
+    )
     expected = oracle.batch_norm(shards, upstream, net.layer.weight, net.layer.bias)
-    torch.testing.assert_close(shards[1].grad.double(), expected.input_grads[1])
-    assert shards[0].grad is None
+    exact = [expected.input_grads[1], expected.weight_grad]
+    torch.testing.assert_close([grad.double() for grad in grads], exact)
+    assert none is None
 
 
 @one_node_only

@@ -27,7 +27,9 @@ from replication import (
     parallel_apply,
     replicate,
 )
+from replication.sync import lifecycle
 from replication.sync.lifecycle import (
+    ForwardScope,
     failing_path,
     first_failure_wins,
     location,
@@ -405,6 +407,25 @@ def test_the_first_failure_wins_and_an_interrupt_of_the_caller_before_it():
     assert first.__notes__ == ["replica 1 also failed: SystemExit: second"] * 2
     for replicas in ([nn.ReLU()], watched(Signed(), 1)):
         assert first_failure_wins(lambda replicas: replicas, replicas) is replicas
+
+
+def test_a_forward_has_the_observer_of_its_number_of_replicas(monkeypatch):
+    monkeypatch.setattr(lifecycle, "observer", lambda size: f"of {size} replicas")
+    assert rendezvous_of(watched(Signed(), 3)).observe == "of 3 replicas"
+
+
+def test_the_current_replica_ends_with_its_forward_or_an_interrupt():
+    def interrupted(replicas: Any) -> None:
+        ForwardScope(tracked_calls(replicas)[0]).__enter__()
+        raise KeyboardInterrupt
+
+    replicas = watched(Signed())
+    with ForwardScope(tracked_calls(replicas)[0]):
+        assert current_replica().replica == 0
+    assert current_replica() is None
+    with pytest.raises(KeyboardInterrupt):
+        first_failure_wins(interrupted, replicas)
+    assert current_replica() is None
 
 
 def test_errors_that_are_swallowed_are_forgotten():

@@ -7,6 +7,8 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -287,6 +289,22 @@ def test_value_wakes_the_thread_that_waits():
     assert wait.abort is None
 
 
+def test_a_wait_that_is_observed_blocks_as_well():
+    rendezvous, seen = entered(2), []
+
+    @contextmanager
+    def observe(what: str, replica: int, path: str) -> Iterator[None]:
+        seen.append((what, replica, path))
+        end_wait(rendezvous, wait)
+        yield
+        assert wait.gate.locked()  # acquired in the meantime
+
+    rendezvous.observe = observe
+    wait = begin_wait(rendezvous, 0, 1)
+    wait.block()
+    assert seen == [("wait", 0, "layer")]
+
+
 # -- a replica fails ---------------------------------------------------------------------------
 
 
@@ -332,6 +350,24 @@ def test_failure_whose_text_takes_long_is_the_first_all_the_same():
 # -- a wait that can no longer be met ----------------------------------------------------------
 
 
+def test_replicas_that_all_wait_have_diverged():
+    rendezvous = entered(2)
+    wait = begin_wait(rendezvous, 0, 1)
+    assert rendezvous.abort is None
+    begin_wait(rendezvous, 1, 0)
+    diverged(wait)
+
+
+def test_a_replica_whose_other_thread_waits_may_run_for_a_while():
+    rendezvous = entered(2)
+    rendezvous._progress[1].thread = -1
+    wait = begin_wait(rendezvous, 0, 1)
+    begin_wait(rendezvous, 1, 0)
+    assert rendezvous.abort is None
+    rendezvous.fail_if_stalled(wait)
+    diverged(wait)
+
+
 def test_message_says_where_every_replica_is():
     """Of six replicas one skips the layer before the last ones have begun."""
     rendezvous = Rendezvous(6)
@@ -356,6 +392,14 @@ method, or through a part of the replica)
     with pytest.raises(ReplicasDiverged) as caught:
         begin_wait(rendezvous, 3, 0)
     assert str(caught.value) == expected
+
+
+def test_wait_for_a_replica_that_will_not_run_is_given_up():
+    rendezvous = Rendezvous(3)
+    rendezvous.enter(0)
+    wait = begin_wait(rendezvous, 0, 2)
+    rendezvous.expect_only({0, 1})
+    diverged(wait)
 
 
 # -- pipes used by hand ------------------------------------------------------------------------
@@ -559,10 +603,11 @@ def test_wait_ends_at_the_deadline():
     rendezvous = entered(2)
     wait = begin_wait(rendezvous, 0, 1)
     rendezvous.limit_time(0.01)
+    rendezvous.locate = lambda replica, thread: f"at line {replica}"
     with pytest.raises(
         ReplicasTimedOut,
         match=r"^the replicas must end within 0\.01 s, the timeout, which has passed:\n"
-        r"  replica 0: waits at `layer`, call 1\n  replica 1: runs$",
+        r"  replica 0: waits at `layer`, call 1\n  replica 1: runs at line 1$",
     ):
         wait.block()
 

@@ -25,6 +25,16 @@ def test_moments_are_mean_and_biased_variance(layout, channels, dtype):
     torch.testing.assert_close(var.double(), values.var(1, correction=0), rtol=rtol, atol=rtol)
 
 
+@pytest.mark.parametrize("mean", [0, 1e2, 1e3, 1e4, -1e6])
+def test_the_variance_does_not_suffer_from_a_large_mean(mean):
+    x = torch.randn(65536, 2) + mean
+    exact = x.double().var(0, correction=0)
+    mean_of_x, var = statistics.moments(x)
+    torch.testing.assert_close(var, exact, rtol=2e-7, atol=0)
+    # Half an ulp of values about one; a float32 mean would be off by half an ulp of the mean.
+    torch.testing.assert_close(mean_of_x, x.double().mean(0), rtol=0, atol=2**-24)
+
+
 @pytest.mark.parametrize("shape", [(64, 3), (40_000, 2), (4, 3, 80, 80)], ids=str)
 def test_a_small_variance_at_a_large_mean_has_the_digits_that_float64_leaves(shape):
     x = 1e8 + 1e-2 * torch.randn(shape, dtype=torch.float64)

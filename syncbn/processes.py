@@ -64,8 +64,8 @@ class RankExchange:
             if not (0 <= count < 2**63 and count % 1 == 0):  # false for NaN
                 who = f"rank {rank} announces" if len(counts) > 1 else "all ranks announce"
                 raise ReplicationError(
-                    f"{self._group._where()}: {who} {count} values per channel; do all ranks "
-                    "run the same program?"
+                    f"{self._group._where()}: {who} {count} values per channel; is a layer "
+                    "in eval() on some ranks? TORCH_DISTRIBUTED_DEBUG=INFO compares their calls"
                 )
         return counts
 

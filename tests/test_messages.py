@@ -148,7 +148,7 @@ def test_a_callback_calls_a_collective():
     ReplicasDiverged: `0`, call 1: the calls do not match: replica 0: all_reduce(op='sum') of
     float32 [4, 3]; replica 1: all_reduce(op='sum') of float32 [3, 3]. All must make the same calls
     in the same order, with tensors of one dtype and shape (but all_gather takes any first
-    dimension).
+    dimension): is a layer in eval() on some of them?
 """)
 def test_what_is_reduced_depends_on_the_share():
     class Sum(ReplicaAware, nn.Module):

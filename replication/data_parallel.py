@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Sequence
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -81,8 +82,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
             each replica is. If you override `parallel_apply`, only waits for others are limited.
 
     Raises:
-        ValueError: ``device_ids`` is empty or names a device that this machine lacks. In a call:
-            arguments cannot be split or outputs cannot be joined (see `scatter`, `gather`).
+        TypeError: An argument has the wrong type.
+        ValueError: ``device_ids`` is empty, a device is missing, or ``timeout`` is not above 0. In
+            a call: arguments cannot be split, or outputs not joined (see `scatter`, `gather`).
         RuntimeError: In a call: a parameter or buffer is not on ``device_ids[0]``, a lazy layer
             is not initialized, or torch transforms, exports or traces the call.
         BaseException: In a call: the first error of a replica (see `parallel_apply`).
@@ -115,8 +117,10 @@ class DataParallel(nn.DataParallel[ModuleT]):
         devices = _devices_to_use(module, device_ids)
         if not is_int(dim):
             raise TypeError(f"dim must be an int (got {dim!r})")
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout must be a number of seconds above 0 (got {timeout!r})")
+        is_number = isinstance(timeout, Real)
+        if timeout is not None and not (is_number and timeout > 0):
+            error = ValueError if is_number else TypeError
+            raise error(f"timeout must be a number of seconds above 0, or None (got {timeout!r})")
         self.module = module
         self.dim = dim
         self.gather_to_one_device = gather_to_one_device
@@ -175,8 +179,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def _split_arguments(self, inputs: Any, kwargs: Any) -> Any:
         self._check_keywords(inputs, kwargs)
         if not self.device_ids:  # the method of a subclass may not expect that
-            scattered = self.inputs_are_scattered
-            return scatter_kwargs(inputs, kwargs, None, self.dim, inputs_are_scattered=scattered)
+            return DataParallel.scatter(self, inputs, kwargs, None)
         _check_placement(self.module, self.src_device_obj)
         inputs, kwargs_tup = self.scatter(inputs, kwargs, self.device_ids)
         if not inputs and not kwargs_tup:  # torch's scatter returns this for no arguments

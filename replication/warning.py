@@ -14,7 +14,6 @@ from replication.modules import layers_of, with_class
 
 __all__ = ["UnsynchronizedWarning"]
 
-
 #: Captured on import, because programs may replace these names.
 _PLAIN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
 

@@ -197,7 +197,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             raise NotImplementedError(f"{name} is not implemented for inputs of {dtype}")
         momentum: Any = 0.0 if self.momentum is None else self.momentum
         if type(momentum) is not float or self.eps <= 0:
-            # Raises the errors of torch.
+            # torch checks both, and raises its own errors.
             nn.functional.batch_norm(_SAMPLES, None, None, None, None, True, momentum, self.eps)
         buffers = self._buffers
         for key, tensor in (

@@ -35,7 +35,6 @@ from syncbn.kinds import SYNCHRONIZED
 
 __all__ = ["patch_sync_batchnorm", "stand_in_for"]
 
-
 _PATCHED = {
     plain.__name__: SYNCHRONIZED[plain]
     for plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -125,7 +124,8 @@ def with_defaults(layer: Any, defaults: Mapping[str, Any], module: str, name: st
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             given = signature.bind_partial(*args, **kwargs).arguments
-            missing = {name: defaults[name] for name in defaults.keys() - given}
+            missing = {key: defaults[key] for key in defaults.keys() - given}
+            # In one dict, because a layer that takes `**kwargs` may get some of them there.
             super().__init__(*args, **{**missing, **kwargs})
             if type(self) is Derived:
                 self.__class__ = layer

@@ -43,12 +43,12 @@ _KEPT = vars(nn.BatchNorm2d(1, device="meta")).keys()
 
 
 class _Before(NamedTuple):
-    """What `_replace` has changed of a layer."""
+    """The changes that `_replace` made to a layer."""
 
     kind: type[nn.Module]
-    #: The former values of attributes that the new layer has otherwise.
+    #: The former values of attributes that have other values in the new layer.
     changed: dict[str, Any]
-    #: Attributes that it did not have.
+    #: The names of attributes that only the new layer has.
     added: list[str]
 
 

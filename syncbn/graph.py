@@ -210,7 +210,7 @@ def _holder(x: Tensor) -> Any:
 
 
 class Batch(NamedTuple):
-    """What the node of a call keeps for backward."""
+    """The data that the node of a call keeps for backward."""
 
     shards: Sequence[Shard]
     #: Whether weight, bias, denominator or kernels differ between replicas.

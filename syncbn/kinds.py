@@ -31,7 +31,7 @@ __all__ = ["Summary", "summary"]
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
-#: The synchronized classes of torch's and, once a network has brought it, of timm's.
+#: The counterparts of torch's classes, and of timm's once a network uses it.
 SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: SynchronizedBatchNorm1d,
     nn.BatchNorm2d: SynchronizedBatchNorm2d,

@@ -141,7 +141,7 @@ def test_by_default_there_is_no_limit():
     [(0, ValueError), (-1.0, ValueError), (math.nan, ValueError), ("5", TypeError)],
 )
 def test_what_is_no_limit_is_refused(timeout, error):
-    with pytest.raises(error):
+    with pytest.raises(error, match="timeout must be"):
         DataParallel(nn.ReLU(), ["cpu"] * 2, timeout=timeout)
 
 

@@ -295,7 +295,7 @@ def test_arguments_differ_in_batch_size():
 
 @reads("""
     ValueError: with inputs_are_scattered, `args[0]` must be a list, tuple or Scattered with one
-    entry per replica (expected 2, got 3 entries); only a Scattered may have fewer
+    entry per replica (expected 2, got 3); only a Scattered may have fewer
 """)
 def test_a_list_of_parts_has_the_wrong_length():
     DataParallel(network(), CPUS, inputs_are_scattered=True)([X, X, X])

@@ -155,7 +155,7 @@ def verify(
             tensor. The default is 1e-6 in float64 and 1e-3 in other dtypes.
 
     Raises:
-        ValueError: Only one replica has data, or the model returns a loss.
+        ValueError: Fewer than two replicas have data, or the model returns a loss.
         ReplicationError: A layer communicates with other processes.
         Exception: The model raised. A note says what `verify` was running.
     """

@@ -29,7 +29,6 @@ else:
 
 __all__ = ["ReplicaAware"]
 
-
 _first_warning_of_processes = WarnOnce()
 
 
@@ -121,6 +120,7 @@ class ReplicaAware(_Base):
             and self.group_size is None
             and self._process_group is None
             and self._is_one_process
+            and "group" not in self._modules
         ):
             return group  # the usual case, which each forward of a layer takes
         if group is None and self._warn_if_isolated():

@@ -140,9 +140,7 @@ class ProcessGroupHandle:
 
     def __reduce__(self) -> tuple[type[ProcessGroupHandle], tuple[()]]:
         if self.process_group is not None:
-            warn(
-                "a process_group is not pickled with a layer; set it where the layer is loaded",
-            )
+            warn("a process_group is not pickled with a layer; set it where the layer is loaded")
         return ProcessGroupHandle, ()
 
 

@@ -42,7 +42,6 @@ from replication.sync.rendezvous import Rendezvous, site, this_thread
 
 __all__ = ["CallbackContext", "ReplicaGroup"]
 
-
 T = TypeVar("T")
 MessageT = TypeVar("MessageT")
 ReplyT = TypeVar("ReplyT")
@@ -124,8 +123,8 @@ class Communicator:
 
     def group(self, rank: int) -> Group:
         size = len(self.replicas)
-        if not 0 <= rank < size:
-            raise IndexError(f"`{self.layer}` has copies 0 to {size - 1} (got copy_id {rank})")
+        if rank not in range(size):
+            raise IndexError(f"`{self.layer}` has copies 0 to {size - 1} (got copy_id {rank!r})")
         if size == 1:
             return SoloGroup()
         self.live_rendezvous()

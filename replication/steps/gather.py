@@ -12,13 +12,7 @@ from torch import Tensor
 from replication._torch import SequenceKey
 from replication.devices import DeviceLike, parse_device, to_device
 from replication.errors import check_list, checked_names
-from replication.tree import (
-    Path,
-    Scattered,
-    flatten_together,
-    name_of,
-    unflatten,
-)
+from replication.tree import Path, Scattered, flatten_together, name_of, unflatten
 from replication.warning import warn
 
 __all__ = ["gather"]

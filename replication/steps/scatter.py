@@ -123,7 +123,7 @@ def _as_scattered(name: str, argument: Any, count: int) -> Scattered:
     """Returns an argument of a call with ``inputs_are_scattered``."""
     is_list = isinstance(argument, (list, tuple))
     if not is_list or len(argument) != count:
-        got = f"{len(argument)} entries" if is_list else type(argument).__name__
+        got = len(argument) if is_list else type(argument).__name__
         raise (ValueError if is_list else TypeError)(
             f"with inputs_are_scattered, `{name}` must be a list, tuple or Scattered with one "
             f"entry per replica (expected {count}, got {got}); only a Scattered may have fewer"

@@ -39,7 +39,6 @@ from replication.warning import frame_of_thread
 
 T = TypeVar("T")
 
-
 #: The method that ``copy``, ``deepcopy`` and ``pickle`` look up on an object before its class.
 _REDUCE = "__reduce_ex__"
 

@@ -42,7 +42,6 @@ from replication.errors import (
 
 T = TypeVar("T")
 
-
 #: The seconds after which a wait fails if it is unknown whether its value will arrive.
 STALL_TIMEOUT = 20.0
 

@@ -118,6 +118,7 @@ def test_single_copy_has_a_group_of_one():
     [
         (2, IndexError, r"`1.0` has copies 0 to 1 \(got copy_id 2\)"),
         (-1, IndexError, "got copy_id -1"),
+        ("1", IndexError, "got copy_id '1'"),
     ],
 )
 def test_copy_that_does_not_exist_is_refused(copy_id, error, text):

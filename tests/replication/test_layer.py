@@ -108,8 +108,9 @@ def test_group_is_its_name():
     with pytest.raises(AttributeError):
         layer.group = 3
     layer.group = nn.Linear(1, 1)  # which torch registers as a submodule
-    with pytest.raises(TypeError, match="rename the submodule"):
-        layer(torch.ones(2, 1))
+    for model in (layer, DataParallel(layer, ["cpu"] * 2)):
+        with pytest.raises(TypeError, match="rename the submodule"):
+            model(torch.ones(2, 1))
 
 
 # -- never silently alone ----------------------------------------------------------------------

@@ -146,7 +146,7 @@ def verify(
 
     Args:
         model: The model, usually in training mode. It returns no loss, or one loss per sample. A
-            `torch.nn.DataParallel` is unwrapped.
+            `torch.nn.DataParallel` is unwrapped, and its ``dim`` is used.
         batch: A tensor, a tuple or list of positional arguments, or a mapping of keyword ones.
         device_ids: The devices of the replicas. The first also runs the model alone.
         dtype: The dtype of all computations. In float64 hardly any rounding is left. Models that

@@ -356,14 +356,18 @@ def test_replicas_that_are_watched_again_belong_to_the_newest_forward():
     torch.testing.assert_close(torch.stack(y), x - x.mean((0, 1)))
 
 
-def test_replica_may_call_itself():
+def test_replica_may_call_itself_and_catch_the_error():
     class Recursive(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = Centering()
 
         def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
-            return self(self.layer(x), depth - 1) if depth else x
+            if not depth:
+                raise LayerError
+            with suppress(LayerError):
+                return self(self.layer(x), depth - 1)
+            return self.layer(x)
 
     x = torch.randn(4, 2)
     torch.testing.assert_close(ours(Recursive(), 2)(x), x - x.mean(0))
@@ -412,6 +416,18 @@ def test_the_first_failure_wins_and_an_interrupt_of_the_caller_before_it():
 def test_a_forward_has_the_observer_of_its_number_of_replicas(monkeypatch):
     monkeypatch.setattr(lifecycle, "observer", lambda size: f"of {size} replicas")
     assert rendezvous_of(watched(Signed(), 3)).observe == "of 3 replicas"
+
+
+def test_a_forward_knows_whether_it_is_inside_a_backward():
+    def ask(gradient: Tensor) -> None:
+        seen.append(rendezvous_of(watched(Signed())).in_backward)
+
+    seen: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(ask)
+    x.sum().backward()
+    ask(x)
+    assert seen == [True, False]
 
 
 def test_the_current_replica_ends_with_its_forward_or_an_interrupt():

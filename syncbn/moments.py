@@ -28,10 +28,6 @@ _POOR_ESTIMATE = 2
 #: The number of values from which a mean is estimated. Their order is assumed to be random.
 _ENOUGH = 64
 
-#: The number of values that may be added one by one in float32 where channels are last, by the
-#: number of dimensions. torch adds the values of ``(N, L, C)``, seen as ``(N, C, L)``, in pairs.
-_LONGEST_RUN = {2: 512, 3: 128, 4: 512, 5: 512}
-
 #: With shorter runs, converting to float64 is faster.
 _SHORTEST_RUN = 16
 
@@ -91,7 +87,9 @@ def _moments_in_accumulation_dtype(x: Tensor) -> tuple[Tensor, Tensor] | None:
         length = _divisor(size, 64 if x.dtype == dtype else 4096)
         runs, shape = x.view(1, -1, length), (len(x), c, size // length)
     elif (rows := x.movedim(1, -1)).is_contiguous():
-        length = _divisor(n, _LONGEST_RUN[x.dim()])
+        # As many as may be added one by one. torch adds those of (N, L, C), seen as (N, C, L), in
+        # pairs.
+        length = _divisor(n, 128 if x.dim() == 3 else 512)
         runs, shape = rows.view(1, length, 1, -1).permute(0, 3, 1, 2), (n // length, c, 1)
     else:
         return None

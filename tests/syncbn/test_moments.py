@@ -55,6 +55,7 @@ def test_a_small_variance_at_a_large_mean_has_the_digits_that_float64_leaves(sha
         (2, 70, 100, 90),
         (1, 3, 200, 300),
         (1, 3, 7, 41, 29),
+        (70000, 3, 1, 1, 1, 1),
     ],
     dtype=[torch.float16, torch.bfloat16, torch.float32],
     mean=[0, 1, 3.9, 4.1, 50, 1e3],

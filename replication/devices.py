@@ -53,10 +53,8 @@ def parse_device(device: DeviceLike) -> torch.device:
         if device == -1:  # torch's own spelling of the CPU as an output device
             return _CPU
         kind = accelerator()
-        if kind is None:
-            raise ValueError(
-                f"device {device} is the index of an accelerator, but there is none; {_CPU_HINT}"
-            )
+        if kind is None or device < 0:
+            raise ValueError(f"this machine has no accelerator of index {device}; {_CPU_HINT}")
         device = torch.device(kind, int(device))
     elif not isinstance(device, torch.device):
         raise TypeError(f"a device is an int, a str or a torch.device (got {device!r})")

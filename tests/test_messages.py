@@ -234,8 +234,8 @@ def test_a_layer_is_in_a_reentrant_checkpoint():
 
 @without_accelerator
 @reads("""
-    ValueError: device 0 is the index of an accelerator, but there is none; use "cpu" for the CPU,
-    and device_ids=["cpu", "cpu"] for two replicas on it
+    ValueError: this machine has no accelerator of index 0; use "cpu" for the CPU, and
+    device_ids=["cpu", "cpu"] for two replicas on it
 """)
 def test_an_index_names_a_device_that_is_not_there():
     replicate(network(), [0, 1])

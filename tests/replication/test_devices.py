@@ -68,6 +68,8 @@ def test_torch_that_names_no_accelerator_keeps_a_list_of_types(monkeypatch):
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
     assert accelerator() == "xpu"
     assert default_devices() == [torch.device("xpu", 0), torch.device("xpu", 1)]
+    with pytest.raises(ValueError, match="no accelerator of index -2"):
+        parse_devices([0, -2])
 
 
 def test_a_backend_needs_neither_streams_nor_a_current_device(monkeypatch):

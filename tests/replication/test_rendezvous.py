@@ -36,6 +36,7 @@ from replication.sync.rendezvous import (
     Failure,
     Rendezvous,
     Wait,
+    current_replica,
     is_recomputation,
     this_thread,
 )
@@ -642,6 +643,7 @@ def test_a_forward_in_a_backward_is_a_recomputation(monkeypatch):
     assert not is_recomputation()
     current = CurrentReplica(Rendezvous(1), 0, -1)
     monkeypatch.setattr(this_thread, "current", current)
+    assert current_replica() is current
     assert not is_recomputation()
     current.rendezvous.in_backward = True
     assert is_recomputation()

@@ -10,6 +10,7 @@ from importlib import import_module
 from inspect import unwrap
 from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
@@ -38,6 +39,7 @@ SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm3d: SynchronizedBatchNorm3d,
     nn.SyncBatchNorm: SynchronizedBatchNormNd,
 }
+_NAMES = {kind.__name__ for kind in SYNCHRONIZED}
 PLAIN = {synchronized: plain for plain, synchronized in SYNCHRONIZED.items()}
 
 #: Known by name, because this package does not import timm.
@@ -118,6 +120,8 @@ def kind_of(module: nn.Module) -> Kind | None:
         if synchronized_class(kind) is not None:
             return Kind("left alone", "parametrized: convert before torch.nn.utils.parametrize")
         return Kind("left alone", f"a derived class: pass classes={{{kind.__name__}: function}}")
+    if isinstance(module, torch.jit.ScriptModule) and module.original_name in _NAMES:
+        return Kind("left alone", f"a script of {module.original_name}: convert before torch.jit")
     if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
         return Kind("left alone", "by sample, but its running statistics are the first replica's")
     if isinstance(module, _BY_SAMPLE):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
+import torch
 from torch import nn
 
 from replication import DataParallel, patch_replication_callback
@@ -25,6 +28,9 @@ class Mine(SynchronizedBatchNorm1d):
 
 def network() -> nn.Module:
     """A layer of every kind."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit
+        scripted = torch.jit.trace(nn.BatchNorm2d(8).eval(), torch.randn(2, 8, 3, 3))
     return nn.Sequential(
         nn.Conv2d(3, 8, 3),
         nn.BatchNorm2d(8),
@@ -35,6 +41,7 @@ def network() -> nn.Module:
         nn.SyncBatchNorm(8),
         nn.BatchNorm3d(8).eval(),
         Mine(8),
+        scripted,
     )
 
 
@@ -53,6 +60,7 @@ def test_every_layer_that_normalizes_is_listed_with_its_kind():
         "6": "plain",
         "7": "plain",
         "8": "synchronized",
+        "9": "left alone",
     }
     net = network()
     assert kinds(net) == expected
@@ -87,7 +95,7 @@ def test_a_report_is_printed_instead_of_a_warning_and_reads_as_a_table(capsys):
     note = "by sample nothing to synchronize: works per sample"
     assert rows["(1"] == f"layer) InstanceNorm2d {note}"
     assert rows["(2"] == f"layers) GroupNorm {note}"
-    assert lines[-1].startswith("4 synchronized, 0 not converted, 2 left alone")
+    assert lines[-1].startswith("4 synchronized, 0 not converted, 3 left alone")
 
 
 class Forwarding(nn.Module):

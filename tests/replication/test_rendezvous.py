@@ -599,6 +599,7 @@ def test_wait_ends_at_the_deadline():
         r"  replica 0: waits at `layer`, call 1\n  replica 1: runs at line 1$",
     ):
         wait.block()
+    assert time.monotonic() < rendezvous.deadline + module.STALL_TIMEOUT / 2
 
 
 def test_limits_are_as_documented():

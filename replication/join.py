@@ -22,7 +22,8 @@ class JoinableStep(Joinable, JoinHook, Generic[T]):
     While other ranks still have batches, a rank that has left its loop runs the step on an empty
     batch, so it takes part in every collective, and all ranks keep equal parameters::
 
-        step = JoinableStep(train_one_batch, empty=(images[:0], labels[:0]))
+        empty = torch.empty(0, 3, 32, 32), torch.empty(0, dtype=torch.long)
+        step = JoinableStep(train_one_batch, empty)
         with Join([step]):
             for images, labels in loader:
                 step(images, labels)

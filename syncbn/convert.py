@@ -11,10 +11,12 @@ from replication.data_parallel import DataParallel
 from replication.errors import check_module, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import check_process_group
+from replication.modules import with_class
 from replication.patch import patch_replication_callback, runs_callbacks
 from replication.warning import UnsynchronizedWarning, warn
 from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
 from syncbn.kinds import (
+    ATTRIBUTES,
     OLDER_ATTRIBUTES,
     PLAIN,
     Summary,
@@ -37,9 +39,6 @@ _OF_COPIES = ("group_size", "_process_group", "_layer_name")
 
 #: The attribute of a layer in which `_replace` keeps what it has changed.
 _RECORD = "_before_convert_model"
-
-#: Attributes that a replaced layer keeps. Only the modules inside it are the new layer's.
-_KEPT = vars(nn.BatchNorm2d(1, device="meta")).keys()
 
 
 class _Before(NamedTuple):
@@ -165,7 +164,7 @@ def _replacements(
 
 def _replacement(path: str, old: nn.Module, function: Callable[[Any], nn.Module]) -> nn.Module:
     new = function(old)
-    where = f"the layer made for `{path_or_root(path)}` ({type(old).__name__})"
+    where = f"the layer made for {with_class(path, old)}"
     if new is old or not (isinstance(new, nn.Module) and isinstance(new, ReplicaAware)):
         raise TypeError(
             f"{where} must be a new layer of a synchronized class, such as one derived from "
@@ -187,8 +186,9 @@ def _parts(layer: nn.Module) -> dict[str, Any]:
 
 def _replace(layer: nn.Module, new: nn.Module) -> None:
     """Gives ``layer`` the class, the modules and the attributes of ``new``."""
+    # The layer keeps those of torch's layers, but for the modules inside it.
     attributes = vars(layer)
-    others = {name: value for name, value in vars(new).items() if name not in _KEPT}
+    others = {name: value for name, value in vars(new).items() if name not in ATTRIBUTES}
     changed = {name: attributes[name] for name in others if name in attributes}
     # `convert_model` sets the name later.
     added = [name for name in (*others, "_layer_name") if name not in attributes]
@@ -260,7 +260,7 @@ def revert_model(module: ModuleT) -> ModuleT:
     for layer in module.modules():
         _revert(layer)
     left_alone = [
-        f"`{path_or_root(path)}` ({type(layer).__name__})"
+        with_class(path, layer)
         for path, layer in module.named_modules()
         if isinstance(layer, SynchronizedBatchNorm)
     ]

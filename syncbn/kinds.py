@@ -170,7 +170,9 @@ def why_older_stays(layer: nn.Module) -> str:
 
 
 _plain = nn.BatchNorm2d(1, device="meta")
-_KNOWN_STATE = {*vars(_plain), *_plain.state_dict(), *OLDER_ATTRIBUTES, *CORRECTION}
+#: The attributes of torch's layers.
+ATTRIBUTES = vars(_plain).keys()
+_KNOWN_STATE = {*ATTRIBUTES, *_plain.state_dict(), *OLDER_ATTRIBUTES, *CORRECTION}
 
 _BY_DIMENSIONS = {
     "1d": SynchronizedBatchNorm1d,

@@ -61,11 +61,11 @@ class Abort(NamedTuple):
     reason: str
     cause: BaseException | None = None
 
-    def error(self, replica: int | None = None, site: str = "") -> ReplicationError:
+    def error(self, replica: int | None = None, place: str = "") -> ReplicationError:
         """Makes the error of a replica that is at a call, or of the caller of the forward."""
         # A new error each: the traceback of a shared one would grow with each replica.
         names_all = self.kind in (ReplicasDiverged, ReplicasTimedOut)  # see `_positions`
-        where = "" if replica is None or names_all else f" Replica {replica} was at {site}."
+        where = "" if replica is None or names_all else f" Replica {replica} was at {place}."
         error = self.kind(self.reason + where)
         error.__cause__ = self.cause
         return error

@@ -122,7 +122,7 @@ def merge_replicas(
     group: ReplicaGroup, count_batch: CountBatch | None, messages: Sequence[Message]
 ) -> Sequence[Tensor | None]:
     """Returns the outputs in replica order, or None for each if the batch has below 2 values."""
-    # The arguments are those of the first replica.
+    # The first replica gives the arguments.
     if group.recomputes:
         count_batch = None
     shards = list(map(itemgetter(0), messages))

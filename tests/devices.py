@@ -34,5 +34,5 @@ LISTS = {
 
 
 def has_simulated() -> bool:
-    """Whether the accelerators are those of `tests.accelerator`."""
+    """Whether `tests.accelerator` simulates the accelerators."""
     return torch.device(HOME).type == "sim"

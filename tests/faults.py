@@ -132,7 +132,7 @@ def twin_of(net: nn.Sequential) -> nn.Sequential:
 
 
 def batch(features: int = 2, samples: int = 7) -> tuple[Tensor, Tensor]:
-    """An input, of which the last replica gets a single sample, and an upstream gradient."""
+    """An input whose last replica gets a single sample, and an upstream gradient."""
     x, dy = (torch.randn(samples, size, dtype=torch.float64) for size in (3, features))
     return x, dy
 

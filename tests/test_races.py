@@ -228,7 +228,7 @@ def test_each_result_reaches_one_of_two_racing_getters():
 
     def insist(call: Any) -> Any:
         while isinstance((outcome := outcome_of(call)).error, ReplicationError):
-            time.sleep(0)
+            time.sleep(0)  # lets the other threads run
         return outcome.value
 
     def get_all() -> list[Any]:
@@ -261,7 +261,7 @@ def test_report_may_be_read_while_larger_forwards_are_recorded():
         for size in range(1, 200):
             report.add_forward(size)
             report.add("layer", size - 1, 1.0)
-            time.sleep(0)
+            time.sleep(0)  # lets the readers run
 
     beside(record, *[partial(str, report)] * 2)
     assert sum(sum(layer.seconds.values()) for layer in report.layers) == 199

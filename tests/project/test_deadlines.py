@@ -42,7 +42,7 @@ def test_what_descendants_compute_is_progress():
     def look() -> None:
         while seen[-1] < 0.1:
             seen.append(deadlines._computed_by_descendants())
-            time.sleep(0.01)
+            time.sleep(0.01)  # so that looking takes little of what it measures
 
     # A grandchild, which still runs.
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{COMPUTES}'])"

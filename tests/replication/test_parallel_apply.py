@@ -315,7 +315,7 @@ def test_thread_whose_error_is_raised_has_ended(monkeypatch):
 
     def run_and_linger(thread: threading.Thread) -> None:
         run(thread)
-        time.sleep(0.02)
+        time.sleep(0.02)  # so that a caller who does not wait finds it alive
 
     def fail() -> None:
         raise WorkerError(threading.current_thread())
@@ -422,7 +422,7 @@ class Late(nn.Module):
     def forward(self, index):
         if index:
             raise ValueError
-        time.sleep(0.3)
+        time.sleep(0.3)  # longer than the caller waits
         print("ended", flush=True)
 
 try:

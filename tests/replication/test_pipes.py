@@ -53,7 +53,7 @@ def square(messages: Any) -> Any:
 
 
 def exchange(master: SyncMaster, message: Any, *slaves: tuple[Any, Any]) -> list[Any]:
-    """One call of everybody; the replies, the master's first."""
+    """Lets the master and all slaves call once. Returns the replies, the master's first."""
     return values(
         together(
             lambda: master.run_master(message),

@@ -52,7 +52,7 @@ class Plain:
 
 @registered
 class WithTensor(Plain):
-    """A class of which some objects hold a tensor and others hold none."""
+    """A class whose objects may hold a tensor or none."""
 
 
 class Attrs:

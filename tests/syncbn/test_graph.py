@@ -50,7 +50,7 @@ def test_a_backward_to_parameters_alone_keeps_no_input():
     def fresh(tensor: Tensor) -> Tensor:
         copied = tensor.clone()
         seen.append(StorageWeakRef(copied.untyped_storage()))
-        return copied  # of which torch makes another object, with the same storage
+        return copied  # torch makes another object of it, with the same storage
 
     class Hooked(nn.Module):
         def __init__(self) -> None:

@@ -73,7 +73,7 @@ class Body(nn.Module):
 
 
 class Net(nn.Module):
-    """Two layers, of which one is called twice; any part may be in a checkpoint."""
+    """Two layers, one of them called twice. Any part may be in a checkpoint."""
 
     def __init__(self, where: str = "nowhere") -> None:
         super().__init__()
@@ -323,7 +323,7 @@ def test_in_half_precision_a_recomputation_may_round_otherwise(dtype):
 
 
 def test_calls_whose_statistics_differ_by_rounding_are_alike():
-    """As those of an iteration that converges, in one replica sooner than in another."""
+    """As in an iteration that converges in one replica sooner than in another."""
     x = torch.randn(4, 1, 3, dtype=torch.float64).expand(-1, 2, -1).clone()
     x[2:, 1] *= 1 + 1e-12
     dy = torch.randn_like(x)

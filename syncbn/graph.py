@@ -135,7 +135,7 @@ def merge_replicas(
     if not differ and may_join_all(messages):
         return group.commit(partial(join, messages, count_batch))
     messages = list(map(measured, messages))  # of replicas that expected to be joined
-    group.commit(partial(merge_moments, shards, total, count_batch))
+    group.commit(partial(merge_moments, shards, total, differ, count_batch))
     return connect(messages, differ)
 
 

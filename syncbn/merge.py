@@ -130,12 +130,14 @@ class Shard:
 Message = tuple[Shard, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def merge_moments(shards: Sequence[Shard], total: int, count_batch: CountBatch | None) -> None:
+def merge_moments(
+    shards: Sequence[Shard], total: int, differ: bool, count_batch: CountBatch | None
+) -> None:
     """Sets the statistics of the whole batch, in replica order, and updates the running ones."""
+    # `differ` is whether the shards do not match (see `all_match`).
     running = count_batch and count_batch()
     first = shards[0]
-    are_alike = len({(shard.kernels, shard.denominator) for shard in shards}) == 1
-    if are_alike and isinstance(first.kernels, Fused) and not first.denominator.clamps:
+    if not differ and isinstance(first.kernels, Fused) and not first.denominator.clamps:
         merged = _merge_by_kernel(first.kernels, shards, total, running)
         for shard in shards:
             mean, inverse = (vector.to(shard.device, non_blocking=True) for vector in merged)

@@ -50,7 +50,7 @@ def test_moments_are_those_of_the_whole_batch(sizes, clamps, buffers):
     denominator = Denominator(0.25, clamps)
     shards = [shard_of(part, denominator) for part in x.split(sizes)]
     total, own = 2 * len(x), buffers and RunningStatistics(*map(copied, buffers))
-    merge_moments(shards, total, lambda: own)
+    merge_moments(shards, total, False, lambda: own)
     var, mean = torch.var_mean(x.double(), (0, 2), correction=0)
     divisor = var.clamp(min=0.25) if clamps else var + 0.25
     for shard in shards:

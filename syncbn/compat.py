@@ -23,22 +23,13 @@ from replication.patch import patch_replication_callback
 from replication.sync.pipes import FutureResult, SlavePipe, SyncMaster
 from replication.sync.rendezvous import RenewedLock
 from replication.warning import warn
-from syncbn.batchnorm import (
-    SynchronizedBatchNorm,
-    SynchronizedBatchNorm1d,
-    SynchronizedBatchNorm2d,
-    SynchronizedBatchNorm3d,
-    set_sbn_eps_mode,
-)
+from syncbn.batchnorm import SynchronizedBatchNorm, set_sbn_eps_mode
 from syncbn.convert import convert_model
-from syncbn.kinds import SYNCHRONIZED
+from syncbn.kinds import LAYERS, PLAIN
 
 __all__ = ["patch_sync_batchnorm", "stand_in_for"]
 
-_PATCHED = {
-    plain.__name__: SYNCHRONIZED[plain]
-    for plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-}
+_PATCHED = {PLAIN[layer].__name__: layer for layer in LAYERS}
 #: The open blocks of `patch_sync_batchnorm`, and the classes that the first of them replaced.
 _blocks: list[object] = []
 _replaced: dict[str, Any] = {}
@@ -82,7 +73,7 @@ def _named(*objects: Any) -> dict[str, Any]:
     return {each.__name__: each for each in objects}
 
 
-_CLASSES = _named(SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d)
+_CLASSES = _named(*LAYERS)
 _LAYERS = _CLASSES | _named(convert_model, patch_sync_batchnorm, set_sbn_eps_mode)
 _WRAPPERS = {
     "DataParallelWithCallback": DataParallelWithCallback,
@@ -276,7 +267,7 @@ def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
         if not isinstance(chosen[name], type):
             raise TypeError(f"{name} must be a class (got {chosen[name]!r})")
     # Raises on bad values.
-    SynchronizedBatchNorm2d(1, **{k: v for k, v in chosen.items() if k in _DEFAULTS})
+    LAYERS[1](1, **{k: v for k, v in chosen.items() if k in _DEFAULTS})
     loaded = sys.modules.get(package)
     previous = _finder.packages.get(package, {})
     if loaded is not None:

@@ -174,18 +174,15 @@ _plain = nn.BatchNorm2d(1, device="meta")
 ATTRIBUTES = vars(_plain).keys()
 _KNOWN_STATE = {*ATTRIBUTES, *_plain.state_dict(), *OLDER_ATTRIBUTES, *CORRECTION}
 
-_BY_DIMENSIONS = {
-    "1d": SynchronizedBatchNorm1d,
-    "2d": SynchronizedBatchNorm2d,
-    "3d": SynchronizedBatchNorm3d,
-}
+#: The classes for the inputs that their names tell: "1d", "2d" and "3d".
+LAYERS = (SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d)
 
 
 def counterpart(layer: nn.Module) -> type[nn.Module]:
     """Returns the synchronized class for the "1d", "2d" or "3d" in a layer's class names."""
     names = " ".join(base.__name__ for base in type(layer).__mro__)
-    found = re.search("[123]d", names, re.IGNORECASE)
-    return _BY_DIMENSIONS[found[0].lower()] if found else SynchronizedBatchNormNd
+    found = re.search("[123](?=d)", names, re.IGNORECASE)
+    return LAYERS[int(found[0]) - 1] if found else SynchronizedBatchNormNd
 
 
 def out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

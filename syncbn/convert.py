@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from replication.data_parallel import DataParallel
-from replication.errors import check_module, path_or_root
+from replication.errors import add_note, check_module, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import check_process_group
 from replication.modules import with_class
@@ -163,8 +163,12 @@ def _replacements(
 
 
 def _replacement(path: str, old: nn.Module, function: Callable[[Any], nn.Module]) -> nn.Module:
-    new = function(old)
     where = f"the layer made for {with_class(path, old)}"
+    try:
+        new = function(old)
+    except Exception as error:
+        add_note(error, f"while convert_model asked for {where}")
+        raise
     if new is old or not (isinstance(new, nn.Module) and isinstance(new, ReplicaAware)):
         raise TypeError(
             f"{where} must be a new layer of a synchronized class, such as one derived from "

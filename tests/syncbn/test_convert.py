@@ -189,13 +189,17 @@ def without_activation(old):
         (lambda old: SynchronizedBatchNorm2d(3), ValueError, "same parameters, buffers"),
         (lambda old: nn.Sequential(), TypeError, "got Sequential"),
         (without_activation, ValueError, "expected {'drop': 'module', 'act'"),
+        (lambda old: old.width, AttributeError, "width"),
     ],
-    ids=["same", "plain", "other parameters", "no batch norm", "no activation"],
+    ids=["same", "plain", "other parameters", "no batch norm", "no activation", "raises"],
 )
 def test_layer_that_does_not_fit_is_refused_before_any_change(function, error, text):
     net = nn.Sequential(nn.BatchNorm2d(3), Activated(3))
-    with pytest.raises(error, match=text):
+    with pytest.raises(error, match=text) as caught:
         convert_model(net, classes={Activated: function})
+    assert "`1` (Activated)" in "".join(
+        [str(caught.value), *vars(caught.value).get("__notes__", [])]
+    )
     assert [type(layer) for layer in net] == [nn.BatchNorm2d, Activated]
 
 

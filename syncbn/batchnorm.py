@@ -161,7 +161,8 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         weight, bias = self.weight, self.bias  # once: a parametrization recomputes them each time
         self._check_synchronized_input(input, weight, bias)
         denominator = _denominator(self.eps, _eps_mode == "clamp")
-        count_batch = self._count_batch if self._has_original_buffers else None
+        counts = self._has_original_buffers and not group.recomputes
+        count_batch = self._count_batch if counts else None
         args = input, weight, bias, denominator, group, self._recorded_calls, count_batch
         if not dispatch_modes():
             return synchronized_batch_norm(*args)

@@ -67,7 +67,7 @@ def synchronized_batch_norm(
 ) -> Tensor:
     """Normalizes a shard ``(N, C, ...)``, maybe empty, with the moments of the whole batch."""
     # `calls` records the calls of this replica. It is None between processes. `count_batch` is
-    # None if the buffers do not belong to this copy.
+    # None if the buffers do not belong to this copy, or stay.
     parameters = x if weight is None else weight, x if bias is None else bias
     if has_other_derivatives((x, *parameters)):
         raise lost_derivatives("a synchronized layer")
@@ -81,8 +81,7 @@ def synchronized_batch_norm(
     output: Tensor | None
     if not isinstance(group, ReplicaGroup):
         exchange = RankExchange(group, layouts, shard.needs_dx)
-        counts = None if group.recomputes else count_batch
-        output = merge_ranks(exchange, held(measured(message)), counts)
+        output = merge_ranks(exchange, held(measured(message)), count_batch)
     elif group.in_later_backward:
         assert calls is not None  # set together with the group
         output = recomputed(calls, measured(message))
@@ -123,8 +122,6 @@ def merge_replicas(
 ) -> Sequence[Tensor | None]:
     """Returns the outputs in replica order, or None for each if the batch has below 2 values."""
     # The first replica gives the arguments.
-    if group.recomputes:
-        count_batch = None
     shards = list(map(itemgetter(0), messages))
     total = sum(map(attrgetter("values"), shards))
     if total < 2:  # the replica that has 1 value raises

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from replication._torch import sees_saved_tensors
 from syncbn.channels import memory_format
@@ -51,8 +51,7 @@ def join(messages: Sequence[Message], count_batch: CountBatch | None) -> Sequenc
     mean, var, momentum = (count_batch and count_batch()) or (None, None, 0.0)
     xs: list[Tensor] = list(map(itemgetter(1), messages))
     eps = shard.denominator.eps
-    y = nn.functional.batch_norm(
-        torch.cat(xs), mean, var, weight, bias, True, float(momentum), eps
-    )
+    # Without the Python of `functional.batch_norm`. The last argument is for CUDA only.
+    y = torch.batch_norm(torch.cat(xs), weight, bias, mean, var, True, float(momentum), eps, False)
     # The results of `split` are views, which cannot be changed in place.
-    return torch.unsafe_split_with_sizes(y, list(map(len, xs)))
+    return torch.unsafe_split_with_sizes(y, [x.size(0) for x in xs])

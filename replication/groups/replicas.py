@@ -156,8 +156,7 @@ class Communicator:
             described = [(call, str(Call(*call))) for call in calls]
             check_same_call(described, where, self.replicas, "replica")
         most, grad, inference = max(nodes), any(requires_grad), all(inferring)
-        if nodes_made() < most:
-            count_nodes_up_to(most)
+        count_nodes_up_to(most)
         if (
             torch.is_grad_enabled() is grad
             and torch.is_inference_mode_enabled() is inference
@@ -255,8 +254,7 @@ class ReplicaGroup(Group):
         reply, nodes = communicator.exchange(
             rendezvous, self._replica, request, communicator.merge
         )
-        if nodes_made() < nodes:
-            count_nodes_up_to(nodes)
+        count_nodes_up_to(nodes)
         return reply  # type: ignore[no-any-return]
 
     def _checked_rendezvous(self, name: str) -> Rendezvous:

@@ -174,10 +174,13 @@ def named_range(name: str) -> AbstractContextManager[object]:
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
+#: Returns the innermost hooks on saved tensors of this thread. Unknown to older releases of torch.
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
 def sees_saved_tensors() -> bool:
-    """Whether this thread has hooks on saved tensors or a dispatch mode."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or top(True) is not None or dispatch_modes() > 0  # older torch: unknown
+    """Whether this thread has hooks on saved tensors or a dispatch mode. True if it is unknown."""
+    return _top_hooks is None or _top_hooks(True) is not None or dispatch_modes() > 0
 
 
 def beside_selective_checkpoints() -> AbstractContextManager[object]:

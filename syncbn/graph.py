@@ -72,31 +72,31 @@ def synchronized_batch_norm(
     if has_other_derivatives((x, *parameters)):
         raise lost_derivatives("a synchronized layer")
     shard = Shard(x, weight, bias, denominator)
-    if weight is not None and weight.dtype != shard.dtype:
-        weight = weight.to(shard.dtype)
-    if bias is not None and bias.dtype != shard.dtype:
-        bias = bias.to(shard.dtype)
     layouts = ((x.dtype, (x.size(1),)),)  # must match on every copy
     message: Message = (shard, x, None, weight, bias)
     output: Tensor | None
     if not isinstance(group, ReplicaGroup):
+        message = held(measured(message))
         exchange = RankExchange(group, layouts, shard.needs_dx)
-        output = merge_ranks(exchange, held(measured(message)), count_batch)
+        output = merge_ranks(exchange, message, count_batch)
     elif group.in_later_backward:
         assert calls is not None  # set together with the group
         output = recomputed(calls, measured(message))
     else:
         joins = not denominator.clamps and may_join(x)
+        if not joins:
+            message = held(measured(message))
         output = group.exchange(
             "batch_norm",
-            message if joins else held(measured(message)),
+            message,
             partial(merge_replicas, group, count_batch),
             layouts=layouts,
-            requires_grad=shard.requires_grad,
+            requires_grad=joins or shard.requires_grad,  # in grad mode, where it joins
         )
         if calls is not None and shard.moments is not None:  # not joined
             shard.output_requires_grad = output is not None and output.requires_grad
             calls.record(shard)
+    _, _, _, weight, bias = message
     if output is None:
         if shard.values:
             raise _one_value(x)
@@ -110,10 +110,11 @@ def synchronized_batch_norm(
 
 def measured(message: Message) -> Message:
     """Returns the message of a shard that is not joined: with its moments and an output."""
-    shard, x, y, weight, bias = message
+    shard, x, y, *parameters = message
     if y is not None:
         return message
     shard.measure(x)
+    weight, bias = (p if p is None else p.to(shard.dtype) for p in parameters)
     return shard, x, empty_output(x), weight, bias
 
 
@@ -132,6 +133,7 @@ def merge_replicas(
     if not differ and may_join_all(messages):
         return group.commit(partial(join, messages, count_batch))
     messages = list(map(measured, messages))  # of replicas that expected to be joined
+    differ = differ or len({shard.kernels for shard in shards}) > 1
     group.commit(partial(merge_moments, shards, total, differ, count_batch))
     return connect(messages, differ)
 

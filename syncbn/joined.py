@@ -25,7 +25,7 @@ LARGEST = 2**17
 def may_join(x: Tensor) -> bool:
     """Whether this shard may be joined with others, as far as its replica knows."""
     return (
-        x.device.type == "cpu"
+        x.is_cpu
         and x.numel() <= LARGEST
         and (x.dtype == torch.float32 or x.dtype == torch.float64)
         # The output has the layout of the input.

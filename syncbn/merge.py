@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from syncbn import moments as statistics
-from syncbn.channels import in_float64
-from syncbn.kernels import KERNELS, Buffers, Fused, Statistics
+from syncbn.channels import accumulation_dtype, in_float64
+from syncbn.kernels import KERNELS, Buffers, Fused, Kernels, Statistics
 
 #: In standard deviations. A larger mean would cost more than three bits of precision.
 _LARGE_MEAN = 8
@@ -73,36 +73,40 @@ CountBatch = Callable[[], RunningStatistics | None]
 class Shard:
     """The numbers of one replica in one call. It does not keep the input."""
 
+    # Set by `measure`, which a shard that is joined does not need.
+    device: torch.device
+    #: The accumulation dtype.
+    dtype: torch.dtype
+    kernels: Kernels
+    #: Whether the input needs a gradient, and whether it or a parameter does.
+    needs_dx: bool
+    requires_grad: bool
+    #: The statistics of the whole batch, once they are merged. Unset if it has no values.
+    stats: Statistics
+    #: Whether the output requires gradients, once it is made.
+    output_requires_grad: bool
+
     def __init__(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, denominator: Denominator
     ) -> None:
-        # Not by the functions of `channels`: they would be two calls in Python for each shard.
-        #: Values per channel.
+        #: Values per channel. Not by `values_per_channel`, which would be a call in Python.
         self.values = x.numel() // max(1, x.size(1))
-        self.device = x.device
-        #: The accumulation dtype.
-        self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        self.kernels = KERNELS[self.device.type]
         #: Weight and bias of the layer.
         self.parameters = weight, bias
         self.denominator = denominator
+        #: Whether the replica records a graph.
+        self.records_graph = torch.is_grad_enabled()
         #: The result of `Kernels.moments`, once it is computed. None if the shard is joined.
         self.moments: tuple[Tensor, Tensor] | None = None
-        #: The statistics of the whole batch, once they are merged. Unset if it has no values.
-        self.stats: Statistics
-        #: Whether the output requires gradients, once it is made.
-        self.output_requires_grad: bool
-        #: Whether the replica records a graph, and whether it and its input need a gradient.
-        self.records_graph = torch.is_grad_enabled()
-        self.needs_dx = self.records_graph and x.requires_grad
-        self.requires_grad = self.records_graph and (
-            x.requires_grad
-            or (weight is not None and weight.requires_grad)
-            or (bias is not None and bias.requires_grad)
-        )
 
     def measure(self, x: Tensor) -> None:
         """Computes the moments of the input: zeros if it is empty."""
+        self.device, self.dtype = x.device, accumulation_dtype(x.dtype)
+        self.kernels = KERNELS[x.device.type]
+        self.needs_dx = self.records_graph and x.requires_grad
+        self.requires_grad = self.records_graph and any(
+            tensor is not None and tensor.requires_grad for tensor in (x, *self.parameters)
+        )
         if not self.values:
             zeros = in_float64(x.new_zeros(x.size(1)))
             self.moments = zeros, zeros
@@ -204,14 +208,13 @@ def _merge_by_kernel(
 
 
 def all_match(shards: Sequence[Shard]) -> bool:
-    """Whether all shards have copies of the same parameters, one eps, eps mode and strategy."""
+    """Whether all shards have copies of the same parameters, one eps, and one eps mode."""
     first, *others = shards
     weight, bias = first.parameters
     for shard in others:
         own_weight, own_bias = shard.parameters
         if (
-            shard.kernels is not first.kernels
-            or shard.denominator != first.denominator
+            shard.denominator != first.denominator
             or not _are_copies(weight, own_weight)
             or not _are_copies(bias, own_bias)
         ):

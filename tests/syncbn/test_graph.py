@@ -14,6 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
+from syncbn.kernels import FUSED
+from syncbn.merge import Shard
 from tests import oracle
 from tests.deadlines import soon
 from tests.layers import freed, no_garbage_collection
@@ -523,3 +525,27 @@ def test_a_channel_of_nan_leaves_the_digits_of_a_channel_with_a_large_mean():
     (dx,) = torch.autograd.grad(y, leaf, dy)
     (wanted,) = torch.autograd.grad(wanted, exact, dy.double())
     torch.testing.assert_close(dx.double(), wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@one_node_only
+@pytest.mark.cpu("gives one shard the kernels of accelerators")
+@pytest.mark.usefixtures("fused_kernels")
+def test_replicas_may_have_different_kernels(monkeypatch):
+    """As on the CPU and on a GPU. Their sums have different units."""
+    measure = Shard.measure
+
+    def measured(shard: Shard, x: Tensor) -> None:
+        measure(shard, x)
+        if len(x) == 2:
+            shard.kernels = FUSED
+            with torch.no_grad():
+                shard.moments = FUSED.moments(x, shard.denominator.eps)
+
+    monkeypatch.setattr(Shard, "measure", measured)
+    x, dy = 3 * torch.randn(2, 6, 3)
+    leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    y = Sharded(SynchronizedBatchNorm1d(3, affine=False), [2, 4])(leaf)
+    (dx,) = torch.autograd.grad(y, leaf, dy)
+    expected = nn.BatchNorm1d(3, affine=False).double()(exact)
+    torch.testing.assert_close(y, expected.float())
+    torch.testing.assert_close(dx, torch.autograd.grad(expected, exact, dy.double())[0].float())

@@ -155,9 +155,8 @@ class Broadcast(torch.autograd.Function):
     [
         lambda shard: setattr(shard, "denominator", Denominator(0.5)),
         lambda shard: setattr(shard, "denominator", Denominator(1e-5, clamps=True)),
-        lambda shard: setattr(shard, "kernels", PLAIN),
     ],
-    ids=["eps", "mode", "kernels"],
+    ids=["eps", "mode"],
 )
 def test_shards_that_differ_are_not_alike(change: Callable[[Shard], None]):
     shards = [shard_of(torch.randn(2, 6), Denominator(1e-5)) for _ in range(3)]
@@ -173,7 +172,7 @@ def test_a_shard_knows_what_needs_a_gradient():
             tensor.requires_grad_(any(tensor is one for one in needed))
         for records in (True, False):
             with torch.set_grad_enabled(records):
-                shard = Shard(x, w, b, Denominator(1e-5))
+                shard = shard_of(x, Denominator(1e-5), w, b)
             assert shard.records_graph is records
             assert shard.needs_dx is (records and x.requires_grad)
             assert shard.requires_grad is (records and bool(needed))
@@ -188,6 +187,6 @@ def test_a_shard_counts_the_values_of_a_channel(shape, values):
     shard = shard_of(torch.randn(shape), Denominator(1e-5))
     assert shard.values == values
     assert shard.dtype == torch.float32
-    assert Shard(torch.randn(shape).double(), None, None, Denominator(1e-5)).dtype == torch.float64
+    assert shard_of(torch.randn(shape).double(), Denominator(1e-5)).dtype == torch.float64
     mean, var = shard.mean_and_var()
     assert mean.isfinite().all() and var.isfinite().all()

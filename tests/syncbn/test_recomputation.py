@@ -387,7 +387,9 @@ def test_moments_of_a_constant_channel_may_differ_by_rounding():
     mean, var = torch.tensor([[5.0, 2.0], [0.0, 1.0]], dtype=torch.float64)
 
     def shard(mean: Tensor) -> Shard:
-        shard = Shard(torch.empty(4, 2), None, None, Denominator(1e-5))
+        x = torch.zeros(4, 2)
+        shard = Shard(x, None, None, Denominator(1e-5))
+        shard.measure(x)
         shard.moments = mean, var
         return shard
 

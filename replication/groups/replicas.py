@@ -169,7 +169,7 @@ class Communicator:
                 if sees_saved_tensors():
                     stack.enter_context(hidden_from_hooks())
                 replies = list(merges[0](list(messages)))
-        reached = nodes_made() if most else 0
+        reached = nodes_made() if grad else 0
         return zip(replies, [reached] * len(replies), strict=True)
 
 
@@ -217,7 +217,8 @@ class ReplicaGroup(Group):
 
     def commit(self, write: Callable[[], T]) -> T:
         """As `Rendezvous.commit`, for the original layer."""
-        return self._communicator.live_rendezvous().commit(write)
+        communicator = self._communicator
+        return (communicator.rendezvous or communicator.live_rendezvous()).commit(write)
 
     def exchange(
         self,
@@ -247,8 +248,7 @@ class ReplicaGroup(Group):
         communicator, rendezvous = self._communicator, self._checked_rendezvous(name)
         # Autograd orders nodes by how many nodes each thread has made before. All members count up
         # to the same number after a merge, so that the order does not depend on who merged.
-        counts = requires_grad and not torch.is_anomaly_enabled()
-        nodes = nodes_made() or 1 if counts else 0
+        nodes = nodes_made() if requires_grad else 0
         call, infers = (name, layouts), torch.is_inference_mode_enabled()
         request: Request = (call, message, merge, requires_grad, infers, nodes)
         reply, nodes = communicator.exchange(

@@ -174,7 +174,7 @@ _plain = nn.BatchNorm2d(1, device="meta")
 ATTRIBUTES = vars(_plain).keys()
 _KNOWN_STATE = {*ATTRIBUTES, *_plain.state_dict(), *OLDER_ATTRIBUTES, *CORRECTION}
 
-#: The classes for the inputs that their names tell: "1d", "2d" and "3d".
+#: The layers for 1, 2 and 3 dimensions.
 LAYERS = (SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d)
 
 

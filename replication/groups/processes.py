@@ -38,12 +38,6 @@ from replication.groups.base import (
 )
 from replication.warning import warn
 
-if distributed.is_available():
-    # Before init_process_group. Arguments of its functions default to the group of all processes
-    # at the time of the import. DistributedDataParallel imports it, so the group and its threads
-    # would outlive destroy_process_group. A thread of gloo may then abort the process at its end.
-    import torch.distributed.nn
-
 __all__ = ["ProcessGroup"]
 
 T = TypeVar("T")

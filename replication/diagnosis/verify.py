@@ -249,12 +249,13 @@ def _arguments(
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, noise: torch.Generator | None) -> Tensor:
-    """Casts a tensor if it is real and floating-point. Noise changes each number by an ulp."""
-    if tensor.is_floating_point():
-        tensor = tensor.to(dtype)
-        if noise is not None:
-            signs = torch.randint(-1, 2, tensor.shape, generator=noise, device="cpu").to(tensor)
-            tensor = tensor * (1 + torch.finfo(dtype).eps * signs)
+    """Casts a tensor of real or complex numbers. Noise changes each by an ulp."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    tensor = tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)
+    if noise is not None:
+        signs = torch.randint(-1, 2, tensor.shape, generator=noise, device="cpu").to(tensor)
+        tensor = tensor * (1 + torch.finfo(dtype).eps * signs)
     return tensor
 
 

@@ -67,7 +67,7 @@ def synchronized_batch_norm(
 ) -> Tensor:
     """Normalizes a shard ``(N, C, ...)``, maybe empty, with the moments of the whole batch."""
     # `calls` records the calls of this replica. It is None between processes. `count_batch` is
-    # None if the buffers do not belong to this copy, or stay.
+    # None if the buffers do not belong to this copy, or if a recomputation must not change them.
     parameters = x if weight is None else weight, x if bias is None else bias
     if has_other_derivatives((x, *parameters)):
         raise lost_derivatives("a synchronized layer")

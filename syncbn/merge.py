@@ -81,6 +81,7 @@ class Shard:
     #: Whether the input needs a gradient, and whether it or a parameter does.
     needs_dx: bool
     requires_grad: bool
+
     #: The statistics of the whole batch, once they are merged. Unset if it has no values.
     stats: Statistics
     #: Whether the output requires gradients, once it is made.
@@ -138,7 +139,7 @@ def merge_moments(
     shards: Sequence[Shard], total: int, differ: bool, count_batch: CountBatch | None
 ) -> None:
     """Sets the statistics of the whole batch, in replica order, and updates the running ones."""
-    # `differ` is whether the shards do not match (see `all_match`).
+    # `differ` is whether parameters, denominators or kernels differ between the shards.
     running = count_batch and count_batch()
     first = shards[0]
     if not differ and isinstance(first.kernels, Fused) and not first.denominator.clamps:

@@ -17,11 +17,18 @@ from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.devices import several
 from tests.layers import together, values
 
-pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("both_ways"), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.usefixtures("both_ways"),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning"),
+]
 
 #: How often a test repeats what must give the same bits. A sum in the order of arrival differs in
 #: every second of them.
 RUNS = 12
+
+in_either_mode = pytest.mark.parametrize("anomaly", [False, True], ids=["usual", "anomaly mode"])
 
 #: Of the delays, not of the numbers.
 chance = random.Random(0)
@@ -222,6 +229,34 @@ def test_branches_are_bit_equal_for_all_earlier_work_of_the_threads(network, rep
         assert_equal_bits(bits(model, x), expected)
 
 
+class Uneven(nn.Module):
+    """Replicas make different numbers of nodes, before and after a normalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = SynchronizedBatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            for _ in range(10 * self.bn.group.rank):
+                _ = x * 1
+            before = x.sin() / 3 + x.cos() * 0.7
+            delay()
+            x = self.bn(x) * 7 + before + x.tanh() / 7 + x.sigmoid() * 0.3
+        return x
+
+
+@pytest.mark.cpu("engine threads of several devices add gradients in order of arrival")
+@pytest.mark.parametrize("replicas", [2, 3, 5])
+@in_either_mode
+def test_bits_do_not_depend_on_which_replica_merges(replicas, anomaly):
+    model, x = DataParallel(Uneven(), several(replicas)), torch.randn(4 * replicas, 4)
+    expected = bits(model, x)
+    with torch.autograd.set_detect_anomaly(anomaly):
+        for _ in range(RUNS):
+            assert_equal_bits(bits(model, x), expected)
+
+
 class Burns(nn.Module):
     """Makes more nodes than the caller is ahead of its replicas at first."""
 
@@ -231,7 +266,8 @@ class Burns(nn.Module):
         return x * 1
 
 
-def test_graph_of_the_caller_is_bit_equal_beside_replicas_of_many_nodes():
+@in_either_mode
+def test_graph_of_the_caller_is_bit_equal_beside_replicas_of_many_nodes(anomaly):
     """From the second step on: the first one tells how far ahead the caller must be."""
 
     def steps() -> None:  # in a thread that has made no nodes yet
@@ -245,4 +281,5 @@ def test_graph_of_the_caller_is_bit_equal_beside_replicas_of_many_nodes():
 
     model, x = Around(), torch.randn(12, 4)
     model.replicated.module.insert(0, Burns())
-    values(together(steps))
+    with torch.autograd.set_detect_anomaly(anomaly):
+        values(together(steps))

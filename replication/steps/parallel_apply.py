@@ -141,9 +141,8 @@ def _run_all(
     callers_torch_threads = torch.get_num_threads()
     # Autograd orders the nodes of a graph by numbers that each thread counts for itself. The
     # replicas' threads are new, so they count from 0 in every forward. The caller must be ahead of
-    # all of them, or the order of sums changes from step to step. Not in anomaly mode, where nodes
-    # are expensive.
-    nodes = _MIN_CALLER_NODES if torch.is_grad_enabled() and not torch.is_anomaly_enabled() else 0
+    # all of them, or the order of sums changes from step to step.
+    nodes = _MIN_CALLER_NODES if torch.is_grad_enabled() else 0
     count_nodes_up_to(nodes)
     outputs: list[Any] = [None] * len(calls)
     failures: list[BaseException] = []

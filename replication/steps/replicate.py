@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any, TypeVar
@@ -92,6 +93,20 @@ def make_replicas(
     """Does what `replicate` does, for devices that are checked already."""
     # Also returns each submodule with its copies, as `paired` would find them. None if a class
     # takes part in making its copies, because they may then differ.
+    collects_garbage = gc.isenabled()
+    try:
+        # Each module of each replica takes a dozen containers. None is garbage, but they would
+        # make Python look for garbage ten times in a forward, now and then among all objects.
+        gc.disable()
+        return _make_replicas(module, devices, detach)
+    finally:
+        if collects_garbage:
+            gc.enable()
+
+
+def _make_replicas(
+    module: ModuleT, devices: Sequence[torch.device], detach: bool
+) -> tuple[list[ModuleT], list[Position] | None]:
     layers, wrappers = _layers_to_copy(module)
     paths, modules = zip(*layers, strict=True)
     templates = [shell_state(module) for module in modules]

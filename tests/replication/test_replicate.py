@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 import sys
 import threading
 import types
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -778,3 +780,36 @@ def test_a_replica_can_be_replicated_in_its_own_forward():
 
     expected = torch.cat([whole_batch(half) for half in BATCH.chunk(2)])
     torch.testing.assert_close(DataParallel(Again(), ["cpu"] * 2)(BATCH), expected)
+
+
+def test_making_replicas_does_not_look_for_garbage():
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1), nn.ReLU()) for _ in range(100)))
+    seen: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        seen.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        replicas = replicate(net, ["cpu"] * 2)
+    finally:
+        gc.callbacks.remove(note)
+    assert len(replicas) == 2
+    assert seen.count("start") <= 1  # when it is on again
+
+
+class Refuses(nn.Module):
+    def _replicate_for_data_parallel(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize("net", [nn.Linear(1, 1), Refuses()], ids=["works", "fails"])
+def test_garbage_collection_is_left_on_or_off(net, is_on):
+    (gc.enable if is_on else gc.disable)()
+    try:
+        with suppress(ValueError):
+            replicate(net, ["cpu"] * 2)
+        assert gc.isenabled() is is_on
+    finally:
+        gc.enable()

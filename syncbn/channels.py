@@ -77,7 +77,8 @@ def with_usual_strides(x: Tensor) -> Tensor:
 
 def empty_output(x: Tensor) -> Tensor:
     """Returns an empty tensor with dtype and layout of ``x``, outside of its graph."""
-    with torch.no_grad():
+    # A subclass of Tensor would return a view, into which nothing could be written in place.
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         return torch.empty_like(with_usual_strides(x))
 
 

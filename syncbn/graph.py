@@ -105,7 +105,8 @@ def synchronized_batch_norm(
     if shard.moments is not None and shard.values:
         with torch.no_grad():
             shard.kernels.normalize(x, shard.stats, weight, bias, output)
-    return output
+    # A subclass of Tensor decides what its operations return, as MONAI's MetaTensor does.
+    return output if shard.moments is None or type(x) is Tensor else output.view_as(x)
 
 
 def measured(message: Message) -> Message:

@@ -549,3 +549,32 @@ def test_replicas_may_have_different_kernels(monkeypatch):
     expected = nn.BatchNorm1d(3, affine=False).double()(exact)
     torch.testing.assert_close(y, expected.float())
     torch.testing.assert_close(dx, torch.autograd.grad(expected, exact, dy.double())[0].float())
+
+
+class Named(Tensor):
+    """A subclass whose operations return it, such as MONAI's MetaTensor."""
+
+
+@pytest.mark.cpu("other than on the CPU, kernels refuse subclasses")
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_shard_may_be_of_a_tensor_subclass(recomputes):
+    class Normalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = SynchronizedBatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.norm, x, use_reentrant=False) if recomputes else self.norm(x)
+
+    x = torch.randn(6, 3)
+    leaf, exact = x.clone().requires_grad_(), x.clone().requires_grad_()
+    ys = run_sharded(Normalized(), [shard.as_subclass(Named) for shard in leaf.split([2, 4])])
+    assert [type(y) for y in ys] == [Named, Named]
+    expected = nn.BatchNorm1d(3)(exact)
+    torch.testing.assert_close(
+        torch.cat([y.relu_() for y in ys]).as_subclass(Tensor), expected.relu()
+    )
+    torch.cat(ys).square().sum().backward()
+    expected.relu().square().sum().backward()
+    torch.testing.assert_close(leaf.grad, exact.grad)

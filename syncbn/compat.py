@@ -267,7 +267,7 @@ def stand_in_for(package: str = "sync_batchnorm", **chosen: Any) -> None:
         if not isinstance(chosen[name], type):
             raise TypeError(f"{name} must be a class (got {chosen[name]!r})")
     # Raises on bad values.
-    LAYERS[1](1, **{k: v for k, v in chosen.items() if k in _DEFAULTS})
+    _CLASSES["SynchronizedBatchNorm2d"](1, **{k: v for k, v in chosen.items() if k in _DEFAULTS})
     loaded = sys.modules.get(package)
     previous = _finder.packages.get(package, {})
     if loaded is not None:

@@ -81,7 +81,8 @@ def synchronized_batch_norm(
         output = merge_ranks(exchange, message, count_batch)
     elif group.in_later_backward:
         assert calls is not None  # set together with the group
-        output = recomputed(calls, measured(message))
+        message = measured(message)
+        output = recomputed(calls, message)
     else:
         joins = not denominator.clamps and may_join(x)
         if not joins:

@@ -322,6 +322,19 @@ def test_in_half_precision_a_recomputation_may_round_otherwise(dtype):
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_layer_with_parameters_in_half_precision_is_recomputed(dtype):
+    def call(norm: nn.Module, x: Tensor) -> Tensor:
+        return norm(x).tanh()  # saves the output of the layer
+
+    x, dy = torch.randn(2, 6, 3).to(dtype)
+    grads = [
+        gradient(Body(call, way).to(dtype), x.clone().requires_grad_(), dy)
+        for way in (plain, recomputed)
+    ]
+    torch.testing.assert_close(*grads)
+
+
 def test_calls_whose_statistics_differ_by_rounding_are_alike():
     """As in an iteration that converges in one replica sooner than in another."""
     x = torch.randn(4, 1, 3, dtype=torch.float64).expand(-1, 2, -1).clone()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from replication import execute_replication_callbacks, parallel_apply, replicate
 from syncbn import SynchronizedBatchNorm1d, set_sbn_eps_mode
+from syncbn.merge import Denominator, Shard
 from tests.devices import several
 
 #: For tests with the fixture ``both_ways`` of what torch's own layer does not promise.
@@ -84,3 +85,10 @@ def assert_reads_no_value(model: nn.Module, weight: Tensor, x: Tensor, second: b
         assert weight.grad.shape == weight.shape
     with pytest.raises(RuntimeError, match="meta"):
         dx.sum().item()
+
+
+def shard_of(x: Tensor, denominator: Denominator, *parameters: Tensor | None) -> Shard:
+    """A shard with its moments, as `measured` makes it."""
+    shard = Shard(x, *(parameters or (None, None)), denominator)
+    shard.measure(x)
+    return shard

@@ -556,7 +556,6 @@ class Named(Tensor):
 
 
 @pytest.mark.cpu("other than on the CPU, kernels refuse subclasses")
-@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_shard_may_be_of_a_tensor_subclass(recomputes):
     class Normalized(nn.Module):

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncbn import channels
 from syncbn.kernels import BLOCK, PLAIN, Fused, Kernels, Native, Statistics
-from syncbn.merge import Denominator, Shard, kernel_statistics
+from syncbn.merge import Denominator, kernel_statistics
 from tests.layouts import LAYOUTS, channels_last, channels_of, with_odd_strides
 from tests.pairwise import pairwise
+from tests.sharded import shard_of
 
 # `Fused` needs a GPU, or stand-ins: see `test_fused_kernels.py`.
 NATIVE, FUSED = Native(), Fused()
@@ -26,17 +27,11 @@ every_strategy = pytest.mark.parametrize("kernels", [NATIVE, PLAIN], ids=["nativ
 large_or_not = pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
 
 
-def shard_of(x: Tensor, eps: float = 1e-5) -> Shard:
-    shard = Shard(x, None, None, Denominator(eps))
-    shard.measure(x)
-    return shard
-
-
 def statistics_of(
     mean: Tensor, var: Tensor, x: Tensor, eps: float = 0.0, is_large: bool = False
 ) -> Statistics:
     """What kernels take, given mean and variance in float64."""
-    stats = kernel_statistics(10, mean, var, shard_of(x, eps))
+    stats = kernel_statistics(10, mean, var, shard_of(x, Denominator(eps)))
     mean_error = (mean - stats.mean.to(mean)).to(stats.mean)
     return stats._replace(mean_error=mean_error if is_large else None)
 
@@ -251,7 +246,7 @@ def test_a_large_mean_costs_no_precision(kernels, mean):
     x, dy = torch.randn(512, 3, 4) + mean, torch.randn(512, 3, 4)
     moments = kernels.moments(x, 1e-5)
     torch.testing.assert_close(moments, moments_of(x), rtol=1e-6, atol=1e-6)
-    stats = kernel_statistics(10, *moments, shard_of(x))
+    stats = kernel_statistics(10, *moments, shard_of(x, Denominator(1e-5)))
     assert stats.mean_error is not None
     y = normalized(kernels, x, stats, None, None)
     torch.testing.assert_close(channels_of(y), hat_of(x, 1e-5), rtol=1e-6, atol=1e-6)
@@ -313,7 +308,7 @@ def test_a_device_without_float64_leaves_the_statistics_to_the_cpu(shape):
     with FakeTensorMode(), torch.no_grad(), WithoutFloat64():
         x, bias = torch.empty(shape, device="mps"), torch.empty(4, device="mps")
         moments = PLAIN.moments(x, 1e-5)
-        stats = kernel_statistics(10, *moments, shard_of(x))
+        stats = kernel_statistics(10, *moments, shard_of(x, Denominator(1e-5)))
         y = PLAIN.affine(x, stats, None, bias)
         sums = PLAIN.reduce(y, x, stats)
         dx = input_gradient(PLAIN, y, x, stats, None, sums, 10)

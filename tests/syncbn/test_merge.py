@@ -18,12 +18,7 @@ from syncbn.merge import (
     kernel_statistics,
     merge_moments,
 )
-
-
-def shard_of(x: Tensor, denominator: Denominator, *parameters: Tensor | None) -> Shard:
-    shard = Shard(x, *(parameters or (None, None)), denominator)
-    shard.measure(x)
-    return shard
+from tests.sharded import shard_of
 
 
 def running(dtype: torch.dtype = torch.float32, momentum: Any = 0.25) -> RunningStatistics:

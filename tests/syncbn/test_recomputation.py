@@ -25,7 +25,7 @@ from syncbn.merge import Denominator, Shard
 from syncbn.recomputation import RecordedCalls
 from tests.devices import HOME, several
 from tests.layers import freed
-from tests.sharded import Sharded, randomized, run_sharded
+from tests.sharded import Sharded, randomized, run_sharded, shard_of
 
 pytestmark = pytest.mark.accelerator
 
@@ -400,9 +400,7 @@ def test_moments_of_a_constant_channel_may_differ_by_rounding():
     mean, var = torch.tensor([[5.0, 2.0], [0.0, 1.0]], dtype=torch.float64)
 
     def shard(mean: Tensor) -> Shard:
-        x = torch.zeros(4, 2)
-        shard = Shard(x, None, None, Denominator(1e-5))
-        shard.measure(x)
+        shard = shard_of(torch.zeros(4, 2), Denominator(1e-5))
         shard.moments = mean, var
         return shard
 

@@ -217,8 +217,7 @@ class ReplicaGroup(Group):
 
     def commit(self, write: Callable[[], T]) -> T:
         """As `Rendezvous.commit`, for the original layer."""
-        communicator = self._communicator
-        return (communicator.rendezvous or communicator.live_rendezvous()).commit(write)
+        return self._communicator.live_rendezvous().commit(write)
 
     def exchange(
         self,

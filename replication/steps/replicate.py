@@ -96,7 +96,7 @@ def make_replicas(
     collects_garbage = gc.isenabled()
     try:
         # Each module of each replica takes a dozen containers. None is garbage, but they would
-        # make Python look for garbage ten times in a forward, now and then among all objects.
+        # make Python look for garbage many times in a forward, now and then among all objects.
         gc.disable()
         return _make_replicas(module, devices, detach)
     finally:

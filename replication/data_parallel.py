@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Sequence
 from numbers import Real
 from typing import Any, TypeVar
@@ -21,14 +20,14 @@ from replication.devices import (
 )
 from replication.errors import check_list, check_module, checked_names, is_int
 from replication.groups.processes import has_other_processes
-from replication.modules import layers_of, paired
+from replication.modules import layers_of, paired, with_class
 from replication.steps.gather import gather, join_leaves
 from replication.steps.parallel_apply import run_replicas
 from replication.steps.replicate import make_replicas
 from replication.steps.scatter import scatter_kwargs
 from replication.sync.lifecycle import first_failure_wins, rendezvous_of
 from replication.tree import Scattered
-from replication.warning import UnsynchronizedWarning, WarnOnce, warn, warn_of_plain_batch_norm
+from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
 
 __all__ = [
     "DataParallel",
@@ -75,8 +74,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         sort_and_gather: If True, all outputs, including `Scattered` ones, are in the order of the
             device indices, so with ``device_ids=[1, 0]`` labels must be reordered as well.
         cpu_keywords: Names of keyword arguments that are split but not moved. One that is not as
-            long as the batch is split as evenly as possible. A name that cannot be a keyword
-            argument of the call raises a warning.
+            long as the batch is split as evenly as possible.
         timeout: The time limit for the replicas' forward in seconds, by default none. It covers
             computation, waits for other replicas, and hangs. `ReplicasTimedOut` then says where
             each replica is. If you override `parallel_apply`, only waits for others are limited.
@@ -165,7 +163,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             inputs, kwargs_tup = self._split_arguments(inputs, kwargs)
             count = len(inputs)
             if count > 1:
-                warn_of_plain_batch_norm(self, module)
+                _warn_of_plain_batch_norm(self)
             # 2. Make the replicas, and connect the copies of each layer.
             replicas = self.replicate(module, self.device_ids[:count])
             # 3. Run each replica in its thread. The steps have torch's signatures, so the time
@@ -177,7 +175,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
             return self.gather(outputs, self.output_device)
 
     def _split_arguments(self, inputs: Any, kwargs: Any) -> Any:
-        self._check_keywords(inputs, kwargs)
         if not self.device_ids:  # the method of a subclass may not expect that
             return DataParallel.scatter(self, inputs, kwargs, None)
         _check_placement(self.module, self.src_device_obj)
@@ -185,19 +182,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
         if not inputs and not kwargs_tup:  # torch's scatter returns this for no arguments
             return ((),), ({},)
         return inputs, kwargs_tup
-
-    def _check_keywords(self, inputs: Any, kwargs: Any) -> None:
-        """Warns of `cpu_keywords` that the module does not take in this call."""
-        for name in self.cpu_keywords:
-            if name not in kwargs:
-                signature = inspect.signature(self.module.forward)
-                try:
-                    signature.bind_partial(*inputs, **{name: None})
-                except TypeError:
-                    warn(
-                        f"cpu_keywords names {name!r}, which is not a keyword argument in this "
-                        f"call of {type(self.module).__name__}.forward{signature}"
-                    )
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any
@@ -289,6 +273,27 @@ def _check_placement(module: nn.Module, home: torch.device) -> None:
                     f"(device_ids[0]) but found one of them on device: {tensor.device} "
                     f"(`{f'{path}.{name}' if path else name}`); call module.to({str(home)!r})"
                 )
+
+
+#: Captured on import, because programs may replace these names.
+_PLAIN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
+
+
+def _warn_of_plain_batch_norm(model: DataParallel[Any]) -> None:
+    """Warns once for each ``model`` if its module trains plain batch norm."""
+    paths = [
+        with_class(path, layer)
+        for path, layer in layers_of(model.module)
+        if type(layer) in _PLAIN and layer.training
+    ]
+    if not paths or not once_for(model)():
+        return
+    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if paths[3:] else "")
+    warn(
+        f"each replica normalizes over its own part of the batch in {named}; call "
+        "syncbn.convert_model(model), or filter replication.UnsynchronizedWarning",
+        UnsynchronizedWarning,
+    )
 
 
 #: Only the first warns: a program for any machine may not need replicas.

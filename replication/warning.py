@@ -8,32 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 from weakref import WeakKeyDictionary
 
-from torch import nn
-
-from replication.modules import layers_of, with_class
-
 __all__ = ["UnsynchronizedWarning"]
-
-#: Captured on import, because programs may replace these names.
-_PLAIN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
-
-
-def warn_of_plain_batch_norm(model: nn.Module, module: nn.Module) -> None:
-    """Warns once for each ``model`` if its ``module`` trains plain batch norm."""
-    paths = [
-        with_class(path, layer)
-        for path, layer in layers_of(module)
-        if type(layer) in _PLAIN and layer.training
-    ]
-    if not paths or not once_for(model)():
-        return
-    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if paths[3:] else "")
-    warn(
-        f"each replica normalizes over its own part of the batch in {named}; call "
-        "syncbn.convert_model(model), or filter replication.UnsynchronizedWarning",
-        UnsynchronizedWarning,
-    )
-
 
 #: The packages whose frames lie between a warning and the user's line.
 _SKIPPED = {"replication", "syncbn", "torch", "contextlib", "threading", "importlib"}

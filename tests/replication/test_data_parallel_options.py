@@ -375,19 +375,6 @@ class Boxes(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(
-    ("names", "args", "message"),
-    [
-        (["box"], 1, r"'box', which is not a keyword argument .* Boxes\.forward\("),
-        (["boxes"], 2, r"'boxes', which is not a keyword argument"),
-    ],
-)
-def test_cpu_keywords_that_are_not_meant_are_warned_of(names, args, message):
-    model = DataParallel(Boxes(), ["cpu"] * 2, cpu_keywords=names)
-    with pytest.warns(UserWarning, match=message):
-        model(*[torch.zeros(4)] * args)
-
-
 def test_cpu_keywords_may_be_left_out():
     assert DataParallel(Boxes(), ["cpu"] * 2, cpu_keywords=["boxes"])(torch.zeros(4)).shape == (4,)
 

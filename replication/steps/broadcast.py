@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -47,17 +47,11 @@ def broadcast(
     """Copies ``tensors`` to each device, and sums gradients of the copies in device order."""
     # A copy on the tensor's own device shares its storage and its version counter, so that
     # autograd detects an in-place change as for the tensor itself.
-    if detach:
-        tensors = [tensor.detach() for tensor in tensors]
-    trainable = [t for t in tensors if t.requires_grad]
-    flat = Broadcast.apply(devices, *trainable) if trainable else ()  # type: ignore[no-untyped-call]
-    if len(trainable) == len(tensors):
-        return [list(flat[i :: len(devices)]) for i in range(len(devices))]
-    copies = _copies([t for t in tensors if not t.requires_grad], devices)
-    for i, constants in enumerate(copies):
-        sources = iter(flat[i :: len(devices)]), iter(constants)
-        copies[i] = [next(sources[0 if t.requires_grad else 1]) for t in tensors]
-    return copies
+    if detach or not any(tensor.requires_grad for tensor in tensors):
+        with torch.no_grad():
+            return _copies(tensors, devices)
+    copies = Broadcast.apply(devices, *tensors)  # type: ignore[no-untyped-call]
+    return [list(copies[i :: len(devices)]) for i in range(len(devices))]
 
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> Copies:
@@ -92,8 +86,10 @@ class Broadcast(torch.autograd.Function):
         ctx.sources = [tensor.device for tensor in tensors]
         ctx.copies = len(devices)
         ctx.streams = current_streams([*devices, *ctx.sources])
-        copies = _copies(tensors, devices)
-        return tuple(chain.from_iterable(zip(*copies, strict=True)))
+        of_tensors = list(zip(*_copies(tensors, devices), strict=True))
+        pairs = zip(tensors, of_tensors, strict=True)
+        ctx.mark_non_differentiable(*chain(*[own for t, own in pairs if not t.requires_grad]))
+        return tuple(chain(*of_tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -111,44 +107,34 @@ class Broadcast(torch.autograd.Function):
 
 
 def _summed_together(
-    grads: Sequence[Sequence[Tensor | None]], sources: Sequence[torch.device]
+    of_copies: Sequence[Sequence[Any]], sources: Sequence[torch.device]
 ) -> dict[int, Tensor]:
-    """Adds small gradients as `_summed` does, many of them in one copy and one addition."""
-    # By the index of the tensor, without tensors that would not gain by it.
+    """Adds small gradients as `_summed` does, but all of a dtype in one copy and one addition."""
+    # By the index of the tensor.
     groups = defaultdict(list)
-    for i, (of_copies, source) in enumerate(zip(grads, sources, strict=True)):
-        given = [grad for grad in of_copies if grad is not None]
-        devices = tuple([None if grad is None else grad.device for grad in of_copies])
-        if {*devices} - {None, source} and _can_be_flat(given):
-            groups[source, given[0].dtype, devices].append((i, given[0]))
-    sums = {}
-    for (source, _, devices), members in groups.items():
+    for i, (grads, source) in enumerate(zip(of_copies, sources, strict=True)):
+        if _can_be_flat(grads):
+            groups[source, grads[0].dtype].append((i, grads))
+    sums: dict[int, Tensor] = {}
+    for (source, _), members in groups.items():
         if len(members) > 1:
-            flat = [_flat(grads[i][copy] for i, _ in members) for copy in range(len(devices))]
-            total = _summed(flat, source)
-            assert total is not None  # as one of the devices is not
-            parts = total.split([like.numel() for _, like in members])
-            for (i, like), part in zip(members, parts, strict=True):
+            columns = zip(*[grads for _, grads in members], strict=True)
+            flat = [torch.cat([g.as_strided((g.numel(),), (1,)) for g in c]) for c in columns]
+            total: Any = _summed(flat, source)
+            parts = total.split([grads[0].numel() for _, grads in members])
+            for (i, (like, *_)), part in zip(members, parts, strict=True):
                 # `data`: each with a version counter of its own.
                 sums[i] = part.as_strided(like.shape, like.stride()).data
     return sums
 
 
-def _can_be_flat(grads: Sequence[Tensor]) -> bool:
-    """Whether small gradients of one tensor have the same layout, without gaps."""
+def _can_be_flat(grads: Sequence[Any]) -> bool:
+    """Whether every copy has a small gradient, and all are in the same layout, without gaps."""
     if any(type(g) is not Tensor or g.layout is not torch.strided or is_batched(g) for g in grads):
         return False
-    first = grads[0]
     # Torch keeps the strides of a tensor without gaps, for example with its channels last.
-    has_no_gaps = torch.empty_like(first, device="meta").stride() == first.stride()
-    same = all((g.dtype, g.stride()) == (first.dtype, first.stride()) for g in grads)
-    return has_no_gaps and same and first.nbytes <= _SMALL
-
-
-def _flat(grads: Iterable[Tensor | None]) -> Tensor | None:
-    """Returns the values of one copy's gradients in the order of memory. None without any."""
-    given = [grad.as_strided((grad.numel(),), (1,)) for grad in grads if grad is not None]
-    return torch.cat(given) if given else None
+    strides = torch.empty_like(grads[0], device="meta").stride()
+    return grads[0].nbytes <= _SMALL and all(g.stride() == strides for g in grads)
 
 
 def _summed(grads: Sequence[Tensor | None], device: torch.device) -> Tensor | None:

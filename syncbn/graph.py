@@ -20,9 +20,9 @@ backwards of one graph, of any kind, may run at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
-from operator import attrgetter, itemgetter
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -32,14 +32,14 @@ from torch.autograd import Function
 from replication._torch import has_other_derivatives, is_batched, sees_saved_tensors
 from replication.devices import Streams, current_streams, use_streams
 from replication.errors import lost_derivatives
-from replication.groups.base import Group
+from replication.groups.base import Group, Layouts
 from replication.groups.replicas import ReplicaGroup, hidden_from_hooks
 from syncbn.channels import empty_output, in_float64, per_channel, reduced_dims
-from syncbn.joined import join, may_join, may_join_all
+from syncbn.joined import can_be_joined, join, may_join
 from syncbn.merge import (
+    Arguments,
     CountBatch,
     Denominator,
-    Message,
     Shard,
     all_match,
     merge_moments,
@@ -71,104 +71,116 @@ def synchronized_batch_norm(
     parameters = x if weight is None else weight, x if bias is None else bias
     if has_other_derivatives((x, *parameters)):
         raise lost_derivatives("a synchronized layer")
-    shard = Shard(x, weight, bias, denominator)
     layouts = ((x.dtype, (x.size(1),)),)  # must match on every copy
-    message: Message = (shard, x, None, weight, bias)
-    output: Tensor | None
+    arguments = x, weight, bias, denominator
     if not isinstance(group, ReplicaGroup):
-        message = held(measured(message))
-        exchange = RankExchange(group, layouts, shard.needs_dx)
-        output = merge_ranks(exchange, message, count_batch)
+        shard, output = merge_ranks(group, layouts, held(Part.of(arguments)), count_batch)
     elif group.in_later_backward:
         assert calls is not None  # set together with the group
-        message = measured(message)
-        output = recomputed(calls, message)
+        shard, output = recomputed(calls, Part.of(arguments))
     else:
         joins = not denominator.clamps and may_join(x)
-        if not joins:
-            message = held(measured(message))
-        output = group.exchange(
+        part = None if joins else held(Part.of(arguments))
+        shard, output = group.exchange(
             "batch_norm",
-            message,
+            (arguments, part),
             partial(merge_replicas, group, count_batch),
             layouts=layouts,
-            requires_grad=joins or shard.requires_grad,  # in grad mode, where it joins
+            requires_grad=part is None or part.shard.requires_grad,  # in grad mode, if it joins
         )
-        if calls is not None and shard.moments is not None:  # not joined
+        if calls is not None and shard is not None:
             shard.output_requires_grad = output is not None and output.requires_grad
             calls.record(shard)
-    _, _, _, weight, bias = message
+    if shard is None:  # joined
+        assert output is not None
+        return output
     if output is None:
         if shard.values:
             raise _one_value(x)
         # No replica has data. torch defines the result.
-        return torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
-    if shard.moments is not None and shard.values:
+        args = None, None, shard.weight, shard.bias
+        return torch.nn.functional.batch_norm(x, *args, training=True)
+    if shard.values:
         with torch.no_grad():
-            shard.kernels.normalize(x, shard.stats, weight, bias, output)
+            shard.kernels.normalize(x, shard.stats, shard.weight, shard.bias, output)
     # A subclass of Tensor decides what its operations return, as MONAI's MetaTensor does.
-    return output if shard.moments is None or type(x) is Tensor else output.view_as(x)
+    return output if type(x) is Tensor else output.view_as(x)
 
 
-def measured(message: Message) -> Message:
-    """Returns the message of a shard that is not joined: with its moments and an output."""
-    shard, x, y, *parameters = message
-    if y is not None:
-        return message
-    shard.measure(x)
-    weight, bias = (p if p is None else p.to(shard.dtype) for p in parameters)
-    return shard, x, empty_output(x), weight, bias
+class Part(NamedTuple):
+    """A shard that is not joined, before its call has a node."""
+
+    shard: Shard
+    #: The input, whose own node may save it (see `held`).
+    x: Tensor
+    #: The output, to be filled.
+    y: Tensor
+
+    @classmethod
+    def of(cls, arguments: Arguments) -> Part:
+        x = arguments[0]
+        return cls(Shard(arguments), x, empty_output(x))
+
+
+#: What a replica sends: its arguments, and its `Part` unless it may be joined.
+Message = tuple[Arguments, Part | None]
+
+#: What it gets back: its `Shard`, or None if it was joined, and its output, or None if the batch
+#: has below 2 values.
+Reply = tuple[Shard | None, Tensor | None]
 
 
 def merge_replicas(
     group: ReplicaGroup, count_batch: CountBatch | None, messages: Sequence[Message]
-) -> Sequence[Tensor | None]:
-    """Returns the outputs in replica order, or None for each if the batch has below 2 values."""
+) -> Iterable[Reply]:
+    """Returns the replies in replica order."""
     # The first replica gives the arguments.
-    shards = list(map(itemgetter(0), messages))
-    total = sum(map(attrgetter("values"), shards))
+    calls, known = zip(*messages, strict=True)
+    match = all_match(calls)
+    if match and not any(known) and can_be_joined(calls):
+        return zip(repeat(None), group.commit(partial(join, calls, count_batch)), strict=False)
+    parts = [part or Part.of(call) for call, part in messages]
+    shards = [part.shard for part in parts]
+    total = sum(shard.values for shard in shards)
     if total < 2:  # the replica that has 1 value raises
         if total == 0 and count_batch is not None:
             group.commit(count_batch)
-        return [None] * len(shards)
-    differ = not all_match(shards)
-    if not differ and may_join_all(messages):
-        return group.commit(partial(join, messages, count_batch))
-    messages = list(map(measured, messages))  # of replicas that expected to be joined
-    differ = differ or len({shard.kernels for shard in shards}) > 1
+        return zip(shards, repeat(None), strict=False)
+    differ = not match or len({shard.kernels for shard in shards}) > 1
     group.commit(partial(merge_moments, shards, total, differ, count_batch))
-    return connect(messages, differ)
+    return zip(shards, connect(parts, differ), strict=True)
 
 
 def merge_ranks(
-    exchange: RankExchange, message: Message, count_batch: CountBatch | None
-) -> Tensor | None:
-    """Returns the output of this rank, or None if no rank has values."""
-    shard, x, _, _, _ = message
-    total, mean, var = exchange.merge(shard)
+    group: Group, layouts: Layouts, part: Part, count_batch: CountBatch | None
+) -> Reply:
+    """Returns the reply to this rank."""
+    shard = part.shard
+    ranks = RankExchange(group, layouts, shard.needs_dx)
+    total, mean, var = ranks.merge(shard)
     if isinstance(total, int) and total == 1:
-        raise _one_value(x)
+        raise _one_value(part.x)
     running = count_batch and count_batch()
     if isinstance(total, int) and total == 0:
-        return None
+        return shard, None
     set_statistics([shard], total, mean, var, running)
-    return connect([message], ranks=exchange)[0]
+    return shard, connect([part], ranks=ranks)[0]
 
 
-def recomputed(calls: RecordedCalls, message: Message) -> Tensor | None:
-    """Returns the output of a call that a checkpoint recomputes, with the recorded statistics."""
-    shard, x, _, _, _ = message
-    recorded = calls.recall(shard, x.dtype)
+def recomputed(calls: RecordedCalls, part: Part) -> Reply:
+    """Returns the reply to a call that a checkpoint recomputes, from the recorded statistics."""
+    shard = part.shard
+    recorded = calls.recall(shard, part.x.dtype)
     # Not before, because a checkpoint ends the recomputation when all is saved.
-    _, x, y, weight, bias = held(message)
+    part = held(part)
     if not hasattr(recorded, "stats"):  # the batch had no values
-        return None
+        return shard, None
     if recorded.output_requires_grad and not shard.requires_grad:
         # Only the other replicas' inputs needed a gradient, so that the outputs have a graph.
-        x = x.detach().requires_grad_()
+        part = part._replace(x=part.x.detach().requires_grad_())
     shard.stats = recorded.stats
     with hidden_from_hooks():
-        return connect([(shard, x, y, weight, bias)])[0]
+        return shard, connect([part])[0]
 
 
 def _one_value(x: Tensor) -> ValueError:
@@ -194,14 +206,14 @@ class Hold(Function):
         return dx, None
 
 
-def held(message: Message) -> Message:
-    """Returns the message with an input whose node saves it, if this replica has hooks."""
-    shard, x, y, weight, bias = message
-    if y is None or not shard.records_graph or not sees_saved_tensors():
-        return message
-    anchor = next((t for t in (weight, bias) if t is not None and t.requires_grad), None)
-    z: Tensor = Hold.apply(x, anchor)  # type: ignore[no-untyped-call]
-    return shard, z, y, weight, bias
+def held(part: Part) -> Part:
+    """Returns the part with an input whose node saves it, if this replica has hooks."""
+    shard = part.shard
+    if not shard.records_graph or not sees_saved_tensors():
+        return part
+    parameters = shard.weight, shard.bias
+    anchor = next((p for p in parameters if p is not None and p.requires_grad), None)
+    return part._replace(x=Hold.apply(part.x, anchor))  # type: ignore[no-untyped-call]
 
 
 def _holder(x: Tensor) -> Any:
@@ -225,22 +237,21 @@ class Batch(NamedTuple):
 
 
 def connect(
-    messages: Sequence[Message], differ: bool = False, ranks: RankExchange | None = None
+    parts: Sequence[Part], differ: bool = False, ranks: RankExchange | None = None
 ) -> Sequence[Tensor]:
     """Returns the outputs of all replicas, connected with their inputs and parameters."""
-    shards = [message[0] for message in messages]
-    outputs: list[Any] = [message[2] for message in messages]
+    shards, xs, outputs = zip(*parts, strict=True)
     if not torch.is_grad_enabled():
         return outputs
     # The tensors of a replica that records no graph count as constants.
-    xs, weights, biases = (
-        [message[k] if message[0].records_graph else None for message in messages]
-        for k in (1, 3, 4)
-    )
-    holders = [_holder(message[1]) for message in messages]
+    tensors = [
+        tensor if shard.records_graph else None
+        for of_kind in (xs, [s.weight for s in shards], [s.bias for s in shards])
+        for shard, tensor in zip(shards, of_kind, strict=True)
+    ]
     streams = current_streams([shard.device for shard in shards])
-    batch = Batch(shards, differ, ranks, holders, streams)
-    made: Sequence[Tensor] = _normalize(batch, outputs, *xs, *weights, *biases)
+    batch = Batch(shards, differ, ranks, list(map(_holder, xs)), streams)
+    made: Sequence[Tensor] = _normalize(batch, outputs, *tensors)
     return made
 
 
@@ -249,7 +260,7 @@ class Normalize(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, batch: Batch, outputs: list[Tensor], *tensors: Tensor | None
+        ctx: Any, batch: Batch, outputs: Sequence[Tensor], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.batch = batch

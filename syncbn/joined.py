@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from replication._torch import sees_saved_tensors
 from syncbn.channels import memory_format
-from syncbn.merge import CountBatch, Message
+
+if TYPE_CHECKING:
+    from syncbn.merge import Arguments, CountBatch
 
 #: The largest shard, in values. The copies cost more above it; `benchmarks.layer` shows where.
 LARGEST = 2**17
@@ -26,7 +29,8 @@ def may_join(x: Tensor) -> bool:
     """Whether this shard may be joined with others, as far as its replica knows."""
     return (
         x.is_cpu
-        and x.numel() <= LARGEST
+        # A batch of a single value is refused, and one without values is torch's to define.
+        and x.size(1) < x.numel() <= LARGEST
         and (x.dtype == torch.float32 or x.dtype == torch.float64)
         # The output has the layout of the input.
         and (x.is_contiguous() or memory_format(x) is not torch.contiguous_format)
@@ -35,23 +39,22 @@ def may_join(x: Tensor) -> bool:
     )
 
 
-def may_join_all(messages: Sequence[Message]) -> bool:
-    """Whether all replicas count on being joined, with shards that can be concatenated."""
-    first = messages[0][1]
-    for _, x, y, _, _ in messages:
-        if y is not None or x.shape[1:] != first.shape[1:]:
+def can_be_joined(calls: Sequence[Arguments]) -> bool:
+    """Whether shards that may be joined can be concatenated."""
+    xs: list[Tensor] = list(map(itemgetter(0), calls))
+    for x in xs:
+        if x.shape[1:] != xs[0].shape[1:]:
             return False
-    xs = list(map(itemgetter(1), messages))
     return all(map(Tensor.is_contiguous, xs)) or len(set(map(memory_format, xs))) == 1
 
 
-def join(messages: Sequence[Message], count_batch: CountBatch | None) -> Sequence[Tensor]:
+def join(calls: Sequence[Arguments], count_batch: CountBatch | None) -> Sequence[Tensor]:
     """Returns the outputs of all replicas, and updates the running statistics."""
-    shard, _, _, weight, bias = messages[0]
+    _, weight, bias, denominator = calls[0]
     mean, var, momentum = (count_batch and count_batch()) or (None, None, 0.0)
-    xs: list[Tensor] = list(map(itemgetter(1), messages))
-    eps = shard.denominator.eps
+    xs: list[Tensor] = list(map(itemgetter(0), calls))
     # Without the Python of `functional.batch_norm`. The last argument is for CUDA only.
-    y = torch.batch_norm(torch.cat(xs), weight, bias, mean, var, True, float(momentum), eps, False)
+    args = weight, bias, mean, var, True, float(momentum), denominator.eps, False
+    y = torch.batch_norm(torch.cat(xs), *args)
     # The results of `split` are views, which cannot be changed in place.
     return torch.unsafe_split_with_sizes(y, [x.size(0) for x in xs])

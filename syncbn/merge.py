@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from syncbn import moments as statistics
-from syncbn.channels import accumulation_dtype, in_float64
-from syncbn.kernels import KERNELS, Buffers, Fused, Kernels, Statistics
+from syncbn.channels import accumulation_dtype, in_float64, values_per_channel
+from syncbn.kernels import KERNELS, Buffers, Fused, Statistics
 
 #: In standard deviations. A larger mean would cost more than three bits of precision.
 _LARGE_MEAN = 8
@@ -71,53 +71,36 @@ CountBatch = Callable[[], RunningStatistics | None]
 
 
 class Shard:
-    """The numbers of one replica in one call. It does not keep the input."""
-
-    # Set by `measure`, which a shard that is joined does not need.
-    device: torch.device
-    #: The accumulation dtype.
-    dtype: torch.dtype
-    kernels: Kernels
-    #: Whether the input needs a gradient, and whether it or a parameter does.
-    needs_dx: bool
-    requires_grad: bool
+    """The numbers of one replica in a call that is not joined. It does not keep the input."""
 
     #: The statistics of the whole batch, once they are merged. Unset if it has no values.
     stats: Statistics
     #: Whether the output requires gradients, once it is made.
     output_requires_grad: bool
 
-    def __init__(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, denominator: Denominator
-    ) -> None:
-        #: Values per channel. Not by `values_per_channel`, which would be a call in Python.
-        self.values = x.numel() // max(1, x.size(1))
-        #: Weight and bias of the layer.
-        self.parameters = weight, bias
-        self.denominator = denominator
-        #: Whether the replica records a graph.
-        self.records_graph = torch.is_grad_enabled()
-        #: The result of `Kernels.moments`, once it is computed. None if the shard is joined.
-        self.moments: tuple[Tensor, Tensor] | None = None
-
-    def measure(self, x: Tensor) -> None:
-        """Computes the moments of the input: zeros if it is empty."""
-        self.device, self.dtype = x.device, accumulation_dtype(x.dtype)
+    def __init__(self, arguments: Arguments) -> None:
+        x, weight, bias, self.denominator = arguments
+        self.device, self.values = x.device, values_per_channel(x)
+        self.dtype = accumulation_dtype(x.dtype)
+        #: Weight and bias of the layer, in the accumulation dtype.
+        self.weight, self.bias = (p if p is None else p.to(self.dtype) for p in (weight, bias))
         self.kernels = KERNELS[x.device.type]
+        #: Whether the replica records a graph, its input needs a gradient, and anything does.
+        self.records_graph = torch.is_grad_enabled()
         self.needs_dx = self.records_graph and x.requires_grad
         self.requires_grad = self.records_graph and any(
-            tensor is not None and tensor.requires_grad for tensor in (x, *self.parameters)
+            tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
         )
-        if not self.values:
-            zeros = in_float64(x.new_zeros(x.size(1)))
-            self.moments = zeros, zeros
-            return
-        with torch.no_grad():
-            self.moments = self.kernels.moments(x, self.denominator.eps)
+        #: The result of `Kernels.moments`, or zeros if the input is empty.
+        self.moments: tuple[Tensor, Tensor]
+        if self.values:
+            with torch.no_grad():
+                self.moments = self.kernels.moments(x, self.denominator.eps)
+        else:
+            self.moments = (in_float64(x.new_zeros(x.size(1))),) * 2
 
     def mean_and_var(self) -> tuple[Tensor, Tensor]:
         """Returns mean and biased variance of each channel, in float64 where it is supported."""
-        assert self.moments is not None
         if not isinstance(self.kernels, Fused) or not self.values:
             return self.moments
         mean, inverse = self.moments
@@ -130,9 +113,8 @@ class Shard:
         return in_float64(self.stats.mean), self.denominator.variance(self.stats.inverse)
 
 
-#: What a replica sends: its `Shard`, input, output to be filled (None if it may join), weight and
-#: bias in the accumulation dtype. A plain tuple, because making one takes no Python call.
-Message = tuple[Shard, Tensor, Tensor | None, Tensor | None, Tensor | None]
+#: What a replica passes to a call: input, weight, bias and denominator.
+Arguments = tuple[Tensor, Tensor | None, Tensor | None, Denominator]
 
 
 def merge_moments(
@@ -208,14 +190,12 @@ def _merge_by_kernel(
     return mean, inverse
 
 
-def all_match(shards: Sequence[Shard]) -> bool:
-    """Whether all shards have copies of the same parameters, one eps, and one eps mode."""
-    first, *others = shards
-    weight, bias = first.parameters
-    for shard in others:
-        own_weight, own_bias = shard.parameters
+def all_match(calls: Sequence[Arguments]) -> bool:
+    """Whether all replicas have copies of the same parameters, one eps, and one eps mode."""
+    _, weight, bias, denominator = calls[0]
+    for _, own_weight, own_bias, own_denominator in calls[1:]:
         if (
-            shard.denominator != first.denominator
+            own_denominator != denominator
             or not _are_copies(weight, own_weight)
             or not _are_copies(bias, own_bias)
         ):

@@ -15,7 +15,7 @@ add float64 sums, a few values per channel for any number of ranks:
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from torch.autograd import Function
 from replication.errors import ReplicationError
 from replication.groups.base import Layouts
 from syncbn import moments as statistics
-from syncbn.merge import Shard
+
+if TYPE_CHECKING:
+    from syncbn.merge import Shard
 
 #: Input dtypes that need more digits than the sums keep.
 _PRECISE = {torch.float64}

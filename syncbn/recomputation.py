@@ -8,13 +8,15 @@ length C, which each replica therefore records for each of its calls.
 from __future__ import annotations
 
 import math
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
 from replication.errors import ReplicationError
-from syncbn.merge import Shard
+
+if TYPE_CHECKING:
+    from syncbn.merge import Shard
 
 #: The largest difference, in standard deviations, that is taken for rounding.
 _ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}

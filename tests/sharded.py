@@ -88,7 +88,6 @@ def assert_reads_no_value(model: nn.Module, weight: Tensor, x: Tensor, second: b
 
 
 def shard_of(x: Tensor, denominator: Denominator, *parameters: Tensor | None) -> Shard:
-    """A shard with its moments, as `measured` makes it."""
-    shard = Shard(x, *(parameters or (None, None)), denominator)
-    shard.measure(x)
-    return shard
+    """A shard of a layer, by default one without parameters."""
+    weight, bias = parameters or (None, None)
+    return Shard((x, weight, bias, denominator))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from syncbn.kernels import KERNELS, PLAIN
 from syncbn.merge import (
     Denominator,
     RunningStatistics,
-    Shard,
     all_match,
     kernel_statistics,
     merge_moments,
@@ -126,15 +124,13 @@ META, OTHER = torch.randn(6, requires_grad=True).to("meta"), torch.randn(6, devi
 def test_parameters_are_alike_if_they_are_copies(one, other, alike, first):
     x, denominator = torch.randn(2, 6), Denominator(1e-5)
     pairs = [(p, None) if first else (None, p) for p in (one, one, other)]
-    shards = [shard_of(x, denominator, *pair) for pair in pairs]
-    assert all_match(shards) is alike
+    assert all_match([(x, *pair, denominator) for pair in pairs]) is alike
 
 
 def test_copies_of_one_broadcast_are_alike():
     one, other = Broadcast.apply(LEAF)
     assert one.device != other.device
-    shards = [shard_of(torch.randn(2, 6), Denominator(1e-5), w, None) for w in (one, other)]
-    assert all_match(shards)
+    assert all_match([(torch.randn(2, 6), w, None, Denominator(1e-5)) for w in (one, other)])
 
 
 class Broadcast(torch.autograd.Function):
@@ -145,19 +141,11 @@ class Broadcast(torch.autograd.Function):
         return x.clone(), torch.empty_like(x, device="meta")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda shard: setattr(shard, "denominator", Denominator(0.5)),
-        lambda shard: setattr(shard, "denominator", Denominator(1e-5, clamps=True)),
-    ],
-    ids=["eps", "mode"],
-)
-def test_shards_that_differ_are_not_alike(change: Callable[[Shard], None]):
-    shards = [shard_of(torch.randn(2, 6), Denominator(1e-5)) for _ in range(3)]
-    assert all_match(shards)
-    change(shards[2])
-    assert not all_match(shards)
+@pytest.mark.parametrize("other", [Denominator(0.5), Denominator(1e-5, clamps=True)], ids=repr)
+def test_calls_with_other_denominators_do_not_match(other):
+    calls = [(torch.randn(2, 6), None, None, Denominator(1e-5))] * 2
+    assert all_match(calls)
+    assert not all_match([*calls, (torch.randn(2, 6), None, None, other)])
 
 
 def test_a_shard_knows_what_needs_a_gradient():

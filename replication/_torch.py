@@ -122,11 +122,11 @@ def compiled_module(module: Any) -> nn.Module:
 in_functorch_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-def has_other_derivatives(tensors: Iterable[Tensor]) -> bool:
+def has_other_derivatives(tensors: Iterable[Tensor | None]) -> bool:
     """Whether a `torch.func` transform is active, or a tensor has a forward-mode derivative."""
     return in_functorch_transform() or (
         forward_ad._current_level >= 0  # tensors are searched only inside a dual_level()
-        and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+        and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
     )
 
 

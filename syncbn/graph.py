@@ -68,8 +68,7 @@ def synchronized_batch_norm(
     """Normalizes a shard ``(N, C, ...)``, maybe empty, with the moments of the whole batch."""
     # `calls` records the calls of this replica. It is None between processes. `count_batch` is
     # None if the buffers do not belong to this copy, or if a recomputation must not change them.
-    parameters = x if weight is None else weight, x if bias is None else bias
-    if has_other_derivatives((x, *parameters)):
+    if has_other_derivatives((x, weight, bias)):
         raise lost_derivatives("a synchronized layer")
     layouts = ((x.dtype, (x.size(1),)),)  # must match on every copy
     arguments = x, weight, bias, denominator

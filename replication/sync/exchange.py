@@ -82,7 +82,11 @@ class Exchange:
                 current.waits[replica] = wait
         try:
             if wait is not None:
-                wait.block()
+                if rendezvous.observe is None:
+                    wait.block()
+                else:
+                    with rendezvous.observe("wait", replica, self.path):
+                        wait.block()
             if merges and merge is not None:
                 self._reply(rendezvous, current, merge)
         except BaseException as error:

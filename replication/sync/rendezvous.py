@@ -104,11 +104,10 @@ class Wait:
         """Blocks until the wait ends, and raises if it ends without a value."""
         rendezvous = self.rendezvous
         try:
-            if rendezvous.observe is None:
-                self._await_gate()
-            else:
-                with rendezvous.observe("wait", self.replica, self.path):
-                    self._await_gate()
+            while not self.gate.acquire(
+                timeout=max(0.0, min(STALL_TIMEOUT, rendezvous.deadline - time.monotonic()))
+            ):
+                rendezvous.fail_if_stalled(self)
         except BaseException:  # KeyboardInterrupt, where a replica runs in the main thread
             with rendezvous.lock:
                 rendezvous.end_waits([self])
@@ -116,13 +115,6 @@ class Wait:
         abort, self.abort = self.abort, None
         if abort is not None:
             raise abort.error(self.replica, self.site)
-
-    def _await_gate(self) -> None:
-        rendezvous = self.rendezvous
-        while not self.gate.acquire(
-            timeout=max(0.0, min(STALL_TIMEOUT, rendezvous.deadline - time.monotonic()))
-        ):
-            rendezvous.fail_if_stalled(self)
 
 
 #: Returns a context manager that records an exchange or a wait, given ``"exchange"`` or

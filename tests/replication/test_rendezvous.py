@@ -8,8 +8,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -328,22 +326,6 @@ def test_value_wakes_the_thread_that_waits():
     wait = begin_wait(rendezvous, 0, 1)
     values(together(wait.block, lambda: end_wait(rendezvous, wait)))
     assert wait.abort is None
-
-
-def test_a_wait_that_is_observed_blocks_as_well():
-    rendezvous, seen = entered(2), []
-
-    @contextmanager
-    def observe(what: str, replica: int, path: str) -> Iterator[None]:
-        seen.append((what, replica, path))
-        end_wait(rendezvous, wait)
-        yield
-        assert wait.gate.locked()  # acquired in the meantime
-
-    rendezvous.observe = observe
-    wait = begin_wait(rendezvous, 0, 1)
-    wait.block()
-    assert seen == [("wait", 0, "layer")]
 
 
 # -- a replica fails ---------------------------------------------------------------------------

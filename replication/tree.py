@@ -75,8 +75,6 @@ class Leaf(NamedTuple):
 _BASES = (list, tuple, OrderedDict, defaultdict, dict, deque)
 #: Types whose objects hold nothing. Most items and attributes are of these.
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
-#: Types that are certainly no containers.
-_LEAVES = PLAIN | {Tensor, nn.Parameter}
 #: Tuples that are never opened.
 _WHOLE = (PackedSequence, Scattered)
 #: Types that are never opened, even if a derived class is a dataclass. `object.__new__` cannot
@@ -106,7 +104,7 @@ class Opened(NamedTuple):
 def open_builtin(old: Any) -> Opened | None:
     """Opens a list, tuple, dict or deque, or returns None; no method of a derived class runs."""
     kind: Any = type(old)
-    if kind in PLAIN or not issubclass(kind, _BASES) or issubclass(kind, _WHOLE):
+    if not issubclass(kind, _BASES) or issubclass(kind, _WHOLE):
         return None
     is_base = kind in _BASES  # nearly always
     base: Any = kind if is_base else next(b for b in kind.__mro__ if b in _BASES)
@@ -163,21 +161,25 @@ def _open_registered(old: Any) -> Opened:
     return Opened((type(old), context), values, keys, rebuild)
 
 
-def _open_fields(old: Any) -> Opened:
+def _open_fields(old: Any) -> Opened | None:
     """Opens a dataclass, `UserDict` or `UserList`, whose constructor does not run again."""
-    names = ["data"]
-    if dataclasses.is_dataclass(old):
-        names = [field.name for field in dataclasses.fields(old) if hasattr(old, field.name)]
+    kind: Any = type(old)
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind) if hasattr(old, field.name)]
+    elif issubclass(kind, (UserDict, UserList)):
+        names = ["data"]
+    else:
+        return None
 
     def rebuild(values: list[Any]) -> Any:
-        new = object.__new__(type(old))
+        new = object.__new__(kind)
         _copy_attributes(old, new)
         for name, value in zip(names, values, strict=True):
             object.__setattr__(new, name, value)  # works on a frozen dataclass as well
         return new
 
     values = [getattr(old, name) for name in names]
-    return Opened(type(old), values, lambda: [GetAttrKey(name) for name in names], rebuild)
+    return Opened(kind, values, lambda: list(map(GetAttrKey, names)), rebuild)
 
 
 def open_any(value: Any) -> Opened | None:
@@ -187,10 +189,7 @@ def open_any(value: Any) -> Opened | None:
         return None
     if kind not in _BASES and kind in pytree_nodes:
         return _open_registered(value)
-    if issubclass(kind, _BASES):
-        return open_builtin(value)
-    is_record = issubclass(kind, (UserDict, UserList)) or dataclasses.is_dataclass(kind)
-    return _open_fields(value) if is_record else None
+    return open_builtin(value) or _open_fields(value)
 
 
 def _field_keys(kind: type, count: int) -> list[Any]:
@@ -229,12 +228,8 @@ def leaves_of(tree: Any, opened: Callable[[Any], Opened | None] = open_any) -> I
             pending += [item for item in container.values if type(item) not in PLAIN]
 
 
-class Spec(NamedTuple):
-    """The containers around some leaves. A leaf has no container."""
-
-    container: Opened | None
-    children: list[Spec]
-
+#: Makes the containers anew, around leaves that it takes from an iterator. Of a leaf it is `next`.
+Spec = Callable[[Iterator[Any]], Any]
 
 #: A path, and the leaf of each tree at that path.
 Row = tuple[Path, tuple[Any, ...]]
@@ -255,36 +250,32 @@ def flatten_together(outputs: Sequence[Any]) -> tuple[list[Row], Spec]:
     return rows, spec
 
 
-# The recursions are functions of the module: a nested function that refers to itself makes a
-# cycle, which keeps the leaves (and their graphs) until the next garbage collection.
-
-
+# Not a function inside of `flatten_together`: one that refers to itself makes a cycle, which keeps
+# the leaves (and their graphs) until the next garbage collection.
 def _flatten_into(rows: list[Row], path: Path, trees: tuple[Any, ...]) -> Spec:
-    opened = [] if _LEAVES.issuperset(map(type, trees)) else [open_any(tree) for tree in trees]
-    if not any(c is not None and _is_split(t) for c, t in zip(opened, trees, strict=False)):
+    opened = [open_any(tree) for tree in trees]
+    if not any(c is not None and _is_split(t) for c, t in zip(opened, trees, strict=True)):
         rows.append((path, trees))
-        return Spec(None, [])
-    first, columns = opened[0], []
-    if first is not None:
-        keys, columns = first.keys(), [first.values]
-        for other in opened[1:]:
-            values = other.values_of(keys) if other and other.kind == first.kind else None
-            if values is None:
-                break
-            columns.append(values)
-    if len(columns) < len(trees):
-        index = len(columns) or next(i for i, container in enumerate(opened) if container)
+        return next
+    first = opened[0]
+    keys = first.keys() if first else []
+    columns: list[Any] = [
+        c.values_of(keys) if c and first and c.kind == first.kind else None for c in opened
+    ]
+    if first is None or None in columns:
+        index = columns.index(None) or next(i for i, container in enumerate(opened) if container)
         first_outline, outline = (_outline(trees[i], opened[i]) for i in (0, index))
         raise ValueError(
             "the outputs of the replicas must have the same structure (replica 0: "
             f"{first_outline}, replica {index}: {outline}{f' at `{path}`' if path else ''}); to "
             "keep one list per sample, wrap it in a class of your own"
         )
+    rebuild = first.rebuild
     children = [
         _flatten_into(rows, Path((*path, key)), tuple(values))
         for key, *values in zip(keys, *columns, strict=True)
     ]
-    return Spec(first, children)
+    return lambda leaves: rebuild([child(leaves) for child in children])
 
 
 def _outline(tree: Any, container: Opened | None) -> str:
@@ -305,13 +296,7 @@ def _is_split(container: Any) -> bool:
 
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
     """Returns the same containers around other leaves, as new objects."""
-    return _unflatten_from(iter(leaves), spec)
-
-
-def _unflatten_from(leaves: Iterator[Any], spec: Spec) -> Any:
-    if spec.container is None:
-        return next(leaves)
-    return spec.container.rebuild([_unflatten_from(leaves, c) for c in spec.children])
+    return spec(iter(leaves))
 
 
 #: The old and the new object, by the id of the old one, which is kept so that its id stays unique.
@@ -321,14 +306,15 @@ Made = dict[int, tuple[Any, Any]]
 def replace_leaves(
     function: Callable[[Any], Any],
     tree: Any,
-    made: Made,
     opened: Callable[[Any], Opened | None] = open_any,
+    made: Made | None = None,
 ) -> Any:
     """Returns the tree with ``function(leaf)`` in place of each leaf."""
-    # A container stays the same object if its items do. An object that several trees hold is
-    # replaced by one new object in all of them, if these share `made`.
+    # A container stays the same object if its items do. An object that several containers hold is
+    # replaced by one new object in all of them.
     if type(tree) in PLAIN:
         return tree
+    made = {} if made is None else made
     if id(tree) not in made:
         # A container that contains itself still contains the old one: the new one is not yet made.
         made[id(tree)] = tree, tree
@@ -337,7 +323,7 @@ def replace_leaves(
             new = function(tree)
         else:
             old = container.values
-            values = [replace_leaves(function, value, made, opened) for value in old]
+            values = [replace_leaves(function, value, opened, made) for value in old]
             new = tree if all(map(is_, values, old)) else container.rebuild(values)
         made[id(tree)] = tree, new
     return made[id(tree)][1]

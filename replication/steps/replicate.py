@@ -26,7 +26,7 @@ from replication.errors import check_module, lost_derivatives
 from replication.modules import Position, check_initialized, layers_of
 from replication.steps.broadcast import broadcast, copy_buffers
 from replication.sync.lifecycle import untrack
-from replication.tree import PLAIN, Made, leaves_of, open_builtin, replace_leaves
+from replication.tree import PLAIN, leaves_of, open_builtin, replace_leaves
 
 __all__ = ["replicate"]
 
@@ -253,9 +253,5 @@ def replaced_attributes(
             return MethodType(leaf.__func__, copied[id(leaf.__self__)])
         return leaf
 
-    made: Made = {}
-    new = {
-        name: replace_leaves(replaced, value, made, open_builtin)
-        for name, value in attributes.items()
-    }
+    new = replace_leaves(replaced, attributes, open_builtin)
     return {name: value for name, value in new.items() if value is not attributes[name]}

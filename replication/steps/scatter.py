@@ -268,4 +268,4 @@ def moved(tree: Any, device: torch.device | None) -> Any:
     def on_device(leaf: Any) -> Any:
         return to_device(leaf, device) if isinstance(leaf, (Tensor, PackedSequence)) else leaf
 
-    return replace_leaves(on_device, tree, {})
+    return replace_leaves(on_device, tree)

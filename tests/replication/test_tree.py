@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree
 
 from replication import DataParallel, Scattered, gather, replicate, scatter, scatter_kwargs
-from replication.tree import Made, flatten, leaves_of, open_builtin, replace_leaves
+from replication.tree import flatten, leaves_of, open_builtin, replace_leaves
 from tests.layers import freed, no_garbage_collection
 
 CPUS = ["cpu", "cpu"]
@@ -613,10 +613,8 @@ def test_every_leaf_is_found_where_addresses_are_used_again():
 
 
 def test_replaced_objects_are_told_apart_where_addresses_are_used_again():
-    made: Made = {}
-    for n in range(50):
-        new = replace_leaves(lambda leaf: leaf.value, Fresh(n), made)
-        assert new == (n, [n], (n,), {"x": [n]}, Item(n))
+    found = replace_leaves(lambda leaf: leaf.value, [Fresh(n) for n in range(50)])
+    assert found == [(n, [n], (n,), {"x": [n]}, Item(n)) for n in range(50)]
 
 
 @contextmanager
@@ -648,7 +646,7 @@ def meddling(tree: Any) -> Callable[..., None]:
     [
         lambda tree: [leaf.value for leaf in flatten(tree)[0]],
         lambda tree: [*leaves_of(tree, open_builtin)][::-1],
-        lambda tree: [*replace_leaves(lambda x: [x], tree, {}, open_builtin)],
+        lambda tree: [*replace_leaves(lambda x: [x], tree, open_builtin)],
     ],
     ids=["flatten", "leaves_of", "replace_leaves"],
 )

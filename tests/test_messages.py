@@ -286,8 +286,8 @@ def test_replicas_are_exported(how):
 
 
 @reads("""
-    ValueError: tensors must have the same length along the batch dimension 0 (got shapes (8, 3) of
-    `args[0]` and (5, 3) of `mask`); keep what is not split in a buffer, or pass Scattered(parts)
+    ValueError: `mask` cannot be split like the tensors beside it (got length 5, and sizes [4, 4]
+    of `args[0]`, in dimension 0); pass Scattered(parts), or keep what is not split in a buffer
 """)
 def test_arguments_differ_in_batch_size():
     DataParallel(network(), CPUS)(X, mask=X[:5])

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from replication._torch import SequenceKey
+from replication._torch import MappingKey, SequenceKey
 from replication.devices import DeviceLike, parse_devices, to_device
 from replication.errors import checked_names
 from replication.tree import (
     Leaf,
+    Path,
     Scattered,
     flatten,
     leaves_of,
-    name_of,
     replace_leaves,
     unflatten,
 )
@@ -106,17 +106,15 @@ def scatter_kwargs(
         moving = {name: value for name, value in named.items() if name not in cpu_keywords}
         args, moving = moved((args, moving), targets[0])
         return (args,), ({**named, **moving},)
-    positional, args_spec = flatten(args)
-    keyword, kwargs_spec = flatten(named) if named else ([], None)
-    leaves, end = [*positional, *keyword], len(positional)
+    flat, spec = flatten((args, named))
+    leaves = [Leaf(Path(path[1:]), value) for path, value in flat]
     if not any(isinstance(leaf.value, Scattered) or _is_batch(leaf) for leaf in leaves):
         targets = targets[:1]
-    staying = [i for i, leaf in enumerate(keyword, end) if name_of(leaf.path[0]) in cpu_keywords]
+    keys = list(map(MappingKey, cpu_keywords))
+    staying = [i for i, leaf in enumerate(leaves) if leaf.path[0] in keys]
     parts = split_leaves(leaves, targets, dim, staying)
-    return (
-        tuple([unflatten(args_spec, part[:end]) for part in parts]),
-        tuple([unflatten(kwargs_spec, part[end:]) if kwargs_spec else {} for part in parts]),
-    )
+    positional, keyword = zip(*[unflatten(spec, part) for part in parts], strict=True)
+    return positional, keyword
 
 
 def _as_scattered(name: str, argument: Any, count: int) -> Scattered:
@@ -147,7 +145,7 @@ def split_leaves(
     # `staying` has the indices of leaves that are split but not moved.
     if not devices:
         raise ValueError("expected at least one device (got none)")
-    # Leaves that stay may have another length, unless there are no other leaves.
+    # They come first, because leaves that stay may have another length than the batch.
     moving = [leaf for i, leaf in enumerate(leaves) if i not in staying]
     count, splits = plan_sizes(leaves, moving, len(devices), dim)
     nowhere, devices = [None] * count, devices[:count]
@@ -160,56 +158,49 @@ def split_leaves(
 
 def plan_sizes(
     leaves: list[Leaf], moving: list[Leaf], devices: int, dim: int
-) -> tuple[int, list[Sizes]]:
-    """Returns the number of replicas with data, and the sizes of the parts of their tensors."""
-    # Several ways to split if `Scattered` arguments differ, none if nothing tells.
-    scattered = [leaf for leaf in leaves if isinstance(leaf.value, Scattered)]
-    if scattered:
+) -> tuple[int, dict[str, Sizes]]:
+    """Returns the number of replicas with data, and the sizes of the parts of named leaves."""
+    # Several sizes if `Scattered` arguments differ, none if nothing tells or tensors go whole.
+    if scattered := [leaf for leaf in leaves if isinstance(leaf.value, Scattered)]:
         counts = [len(leaf.value) for leaf in scattered]
         if len(set(counts)) > 1 or not 1 <= counts[0] <= devices:
             got = " and ".join(f"{len(leaf.value)} in {_title(leaf)}" for leaf in scattered)
             raise ValueError(
                 f"every Scattered must have one entry per replica, 1 to {devices} (got {got})"
             )
-        splits: list[Sizes] = []
+        splits: dict[str, Sizes] = {}
         for leaf in scattered:
             sizes = _sizes_of(leaf.value, dim)
-            if sizes and sizes not in splits:
-                splits.append(sizes)
-        return counts[0], splits
-    batch = list(filter(_is_batch, moving)) or list(filter(_is_batch, leaves))
-    if not batch or devices == 1:
-        return devices, []
-    first = batch[0]
-    length = _length(first, dim)
-    for leaf in batch:
-        if _length(leaf, dim) != length:
-            raise ValueError(
-                f"tensors must have the same length along the batch dimension {dim} (got shapes "
-                f"{tuple(first.value.shape)} of {_title(first)} and {tuple(leaf.value.shape)} of "
-                f"{_title(leaf)}); keep what is not split in a buffer, or pass Scattered(parts)"
-            )
+            if sizes and sizes not in splits.values():
+                splits[_title(leaf)] = sizes
+        return counts[0], splits if counts[0] > 1 else {}
+    batch = next(filter(_is_batch, [*moving, *leaves]), None)
+    if batch is None or devices == 1:
+        return devices, {}
+    length = _length(batch, dim)
     part = max(1, -(-length // devices))  # as in `torch.chunk`
     sizes = [min(part, length - start) for start in range(0, length, part)] or [0]
-    return len(sizes), [sizes]
+    return len(sizes), {_title(batch): sizes}
 
 
-def split_leaf(leaf: Leaf, splits: list[Sizes], dim: int, devices: Devices) -> list[Any]:
+def split_leaf(leaf: Leaf, splits: dict[str, Sizes], dim: int, devices: Devices) -> list[Any]:
     """Returns the parts of one leaf, each on its device."""
     if isinstance(leaf.value, Scattered):
         return list(map(moved, leaf.value, devices))
     if not _is_batch(leaf):
         return [moved(leaf.value, device) for device in devices]
     length, count = _length(leaf, dim), len(devices)
-    fitting = [sizes for sizes in splits if sum(sizes) == length]
+    fitting = [sizes for sizes in splits.values() if sum(sizes) == length]
     if len(fitting) == 1:
         views = leaf.value.split(fitting[0], dim)
-    elif not fitting and (count == 1 or devices[0] is None):  # a leaf that stays
-        views = leaf.value.tensor_split(count, dim)  # as evenly as possible
+    elif (count == 1 and not splits) or (not fitting and devices[0] is None):
+        views = leaf.value.tensor_split(count, dim)  # whole, or a leaf that stays
     else:
+        known = " and ".join(f"{sizes} of {title}" for title, sizes in splits.items())
         raise ValueError(
-            f"{_title(leaf)} cannot be split like the Scattered beside it (got length {length}, "
-            f"and sizes {' and '.join(map(str, splits)) or 'of no tensor'}); pass Scattered(parts)"
+            f"{_title(leaf)} cannot be split like the tensors beside it (got length {length}, "
+            f"and sizes {known or 'of no tensor'}, in dimension {dim}); pass Scattered(parts), or "
+            "keep what is not split in a buffer"
         )
     # A part that stays is copied as well: an in-place change by one replica must change neither
     # the other parts nor the caller's tensor. A part that leaves is copied once: through a clone

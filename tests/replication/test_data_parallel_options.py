@@ -197,7 +197,7 @@ def test_tensors_of_the_entries_tell_how_the_rest_is_split(parts):
 )
 def test_a_batch_beside_entries_that_do_not_tell_the_sizes_is_an_error(parts):
     """A list may hold one item for each sample or one for each argument: nothing is guessed."""
-    with pytest.raises(ValueError, match="cannot be split like the Scattered beside it"):
+    with pytest.raises(ValueError, match="cannot be split like the tensors beside it"):
         beside(parts)
     images = torch.arange(4).split([1, 3])
     found = scatter((Scattered(parts), Scattered(images)), CPUS)

@@ -46,12 +46,13 @@ def test_parts_are_copies_however_many_there_are(length):
     assert not x.any()
 
 
-def test_tensors_of_different_lengths_are_refused():
+@pytest.mark.parametrize(("length", "sizes"), [(4, r"\[2, 2\]"), (1, r"\[1\]")])
+def test_tensors_of_different_lengths_are_refused(length, sizes):
     with pytest.raises(
         ValueError,
-        match=r"same length .* \(got shapes \(4, 1\) of `args\[0\]` and \(3, 2\) of `args\[1\]`",
+        match=rf"`args\[1\]` cannot be split .*got length 3, and sizes {sizes} of `args\[0\]`",
     ):
-        scatter((torch.zeros(4, 1), torch.zeros(3, 2)), ["cpu"] * 2)
+        scatter((torch.zeros(length, 1), torch.zeros(3, 2)), ["cpu"] * 2)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -6,7 +6,7 @@
     returns reply_i  ◀── reply ───  returns reply_0
 
 A call is an `Exchange` that the master merges. Its state lives in the `Rendezvous` of the forward,
-so one `SyncMaster` serves any number of forwards. Outside any forward, it has its own.
+so one `SyncMaster` serves any number of forwards. For threads outside any forward, it has its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from replication.errors import ReplicationError
 from replication.sync.exchange import Exchange
-from replication.sync.rendezvous import Rendezvous, RenewedLock, Wait, current_replica
+from replication.sync.rendezvous import Rendezvous, Wait, current_replica
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
 
@@ -52,21 +52,15 @@ class FutureResult:
         """
         new = [result]
         try:
-            is_free = self._box.setdefault("result", new) is new
-            self._wake_getters()
-        except BaseException:  # an interrupt must not leave a getter without the result
-            self._wake_getters()
-            raise
-        if not is_free:
-            raise ReplicationError(
-                "a FutureResult holds one result at a time (put was called before the previous "
-                "result was fetched); call get first"
-            )
-
-    def _wake_getters(self) -> None:
-        for wait in self._waits[:]:
-            with wait.rendezvous.lock:
-                wait.rendezvous.end_waits([wait])
+            if self._box.setdefault("result", new) is not new:
+                raise ReplicationError(
+                    "a FutureResult holds one result at a time (put was called before the "
+                    "previous result was fetched); call get first"
+                )
+        finally:  # an interrupt must not leave a getter without the result
+            for wait in self._waits[:]:
+                with wait.rendezvous.lock:
+                    wait.rendezvous.end_waits([wait])
 
     def get(self) -> Any:
         """Waits for a result, removes it from the mailbox and returns it.
@@ -100,30 +94,30 @@ MasterCallback = Callable[[list[tuple[Any, Any]]], Iterable[tuple[Any, Any]]]
 
 
 class Channel(Exchange):
-    """The exchange between one master and its slaves in one forward."""
+    """The exchange between one master and its slaves."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, [_MASTER], master=_MASTER)
-        self.slaves: dict[int, Hashable] = {}
+        self.identifiers: set[Hashable] = {_MASTER}
 
     def register(
-        self, rendezvous: Rendezvous, identifier: Hashable, replica: int | None = None
+        self, rendezvous: Rendezvous, identifier: Hashable, replica: int | None
     ) -> SlavePipe:
         """Adds a slave that is in a replica, or that gets a new number if it is in none."""
         with rendezvous.lock:
-            if identifier == _MASTER or identifier in self.slaves.values():
+            if identifier in self.identifiers:
                 raise ReplicationError(
                     f"a slave's identifier must be new and not {_MASTER}, which is the master's "
                     f"(got {identifier!r} in `{self.path}`)"
                 )
             if replica is None:
-                replica = len(self.slaves) + 1
+                replica = len(self.calls)
             if replica in self.calls:
                 raise ReplicationError(
                     f"replica {replica} cannot register another slave in `{self.path}`: each "
                     "replica has one slave, and the master's replica none"
                 )
-            self.slaves[replica] = identifier
+            self.identifiers.add(identifier)
             self.calls[replica] = 0
             self._round.missing.add(replica)
         return SlavePipe(identifier, partial(self, rendezvous, replica))
@@ -136,9 +130,6 @@ class SlavePipe:
         self.identifier = identifier
         self._send = send
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SlavePipe, (self.identifier, _refuse)  # a copy belongs to no forward
-
     def run_slave(self, msg: Any) -> Any:
         """Sends ``msg`` to the master and returns its reply. Gradients flow through both.
 
@@ -147,13 +138,6 @@ class SlavePipe:
             ReplicasDiverged: The master can no longer reply.
         """
         return self._send((self.identifier, msg), None)
-
-
-def _refuse(message: tuple[Hashable, Any], merge: None) -> None:
-    raise ReplicationError(
-        f"the pipe of slave {message[0]!r} is a copy and belongs to no forward; register_slave "
-        "makes one for each forward"
-    )
 
 
 def replies_to(callback: MasterCallback, path: str, messages: list[tuple[Any, Any]]) -> list[Any]:
@@ -171,10 +155,6 @@ def replies_to(callback: MasterCallback, path: str, messages: list[tuple[Any, An
             f"{type(answer).__name__})"
         )
     return [replies[identifier] for identifier in expected]
-
-
-#: Held while slaves are registered outside a forward, which any thread may do.
-_registration = RenewedLock()
 
 
 class SyncMaster:
@@ -208,13 +188,16 @@ class SyncMaster:
 
     def __init__(self, master_callback: MasterCallback) -> None:
         self._master_callback = master_callback
-        # The slaves that were registered outside any forward.
-        self._outside_forward: tuple[Rendezvous, Channel] | None = None
+        # Connects the slaves that were registered outside any forward.
+        self._outside_forward = Rendezvous(None)
         # Whether the latest slave was registered in a forward.
         self._serves_forward = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_outside_forward": None, "_serves_forward": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _outside_forward=Rendezvous(None))
 
     def register_slave(self, identifier: Hashable) -> SlavePipe:
         """Adds a slave to the current forward.
@@ -228,43 +211,34 @@ class SyncMaster:
             TypeError: The identifier cannot be hashed.
             ReplicationError: The identifier is taken, or the replica has a slave already.
         """
-        hash(identifier)  # raises TypeError
         current = current_replica()
         self._serves_forward = current is not None
-        if current is not None:
-            rendezvous = current.rendezvous
-            new = Channel(current.path or "SyncMaster")
-            channel: Channel = rendezvous.channels.setdefault(self, new)
-            return channel.register(rendezvous, identifier, current.replica)
-        with _registration():
-            outside = self._outside_forward
-            if outside is None or any(outside[1].calls.values()):
-                self.reset()
-                outside = self._outside_forward = Rendezvous(None), Channel("SyncMaster")
-            return outside[1].register(outside[0], identifier)
+        if current is None:
+            with self._outside_forward.lock:  # any thread may register
+                if any(self._channel()[1].calls.values()):
+                    self.reset()
+        rendezvous, channel = self._channel()
+        return channel.register(rendezvous, identifier, current.replica if current else None)
 
     def reset(self) -> None:
         """Drops slaves that an interrupted program registered outside a forward."""
-        with _registration():
-            if self._outside_forward is not None:
-                self._outside_forward[0].close(
-                    "this slave was dropped, by reset or because new slaves have been registered."
-                )
-                self._outside_forward = None
+        self._outside_forward.close(
+            "this slave was dropped, by reset or because new slaves have been registered."
+        )
+        self._outside_forward = Rendezvous(None)
 
-    def _slaves(self) -> tuple[Rendezvous, Channel] | None:
-        """Returns the rendezvous of the current slaves and their channel, if there are any."""
+    def _channel(self) -> tuple[Rendezvous, Channel]:
+        """Returns the rendezvous of the current slaves, and the channel to them."""
         current = current_replica()
-        if current is None:
-            return self._outside_forward
-        channel = current.rendezvous.channels.get(self)
-        return None if channel is None else (current.rendezvous, channel)
+        rendezvous = self._outside_forward if current is None else current.rendezvous
+        path = (current and current.path) or "SyncMaster"
+        known: Channel | None = rendezvous.channels.get(self)
+        return rendezvous, known or rendezvous.channels.setdefault(self, Channel(path))
 
     @property
     def nr_slaves(self) -> int:
         """The number of slaves that are registered in the current forward."""
-        slaves = self._slaves()
-        return len(slaves[1].slaves) if slaves is not None else 0
+        return len(self._channel()[1].calls) - 1
 
     def run_master(self, master_msg: Any) -> Any:
         """Collects the messages of the slaves, calls the callback and returns the master's reply.
@@ -282,14 +256,13 @@ class SyncMaster:
                 "run_master must be called in the same forward as its slaves, by its replica's "
                 "own thread (in a recomputation?)"
             )
-        message, slaves = (_MASTER, master_msg), self._slaves()
-        if slaves is None:
-            return replies_to(self._master_callback, "SyncMaster", [message])[0]
-        rendezvous, channel = slaves
+        rendezvous, channel = self._channel()
+        message = (_MASTER, master_msg)
         merge = partial(replies_to, self._master_callback, channel.path)
+        if len(channel.calls) == 1:
+            return merge([message])[0]
         try:
             return channel(rendezvous, _MASTER, message, merge)
-        except BaseException:
+        finally:
             if rendezvous.size is None:  # no parallel_apply collects the failures
                 rendezvous.take_failures()
-            raise

@@ -24,7 +24,6 @@ from replication import (
     ReplicationError,
     SyncMaster,
     execute_replication_callbacks,
-    replicate,
 )
 from replication.sync.rendezvous import Abort, Rendezvous, Wait
 from tests.deadlines import ends
@@ -119,7 +118,7 @@ def test_a_slave_that_is_interrupted_takes_its_message_back(master_waits):
     """The master waits for it again, and does not go on without."""
     master, answers, interrupted = SyncMaster(echo), [], []
     pipes = [master.register_slave(i) for i in (1, 2)]
-    waits, running = master._outside_forward[0]._waits, []
+    waits, running = master._outside_forward._waits, []
     if master_waits:
         running.append(started(partial(master.run_master, "m"), answers))
         assert soon(lambda: len(waits) == 1)
@@ -147,7 +146,7 @@ def test_a_slave_that_was_interrupted_after_its_message_was_collected_gets_no_ol
 
     master, answers, late = SyncMaster(reply), [], []
     pipe = master.register_slave(1)
-    waits = master._outside_forward[0]._waits
+    waits = master._outside_forward._waits
     running = [started(partial(master.run_master, "m1"), answers)]
     first = started(partial(pipe.run_slave, "first"), [])
     assert collected.wait(DEADLINE)
@@ -174,7 +173,7 @@ def test_a_master_that_is_interrupted_with_all_messages_leaves_no_slave_waiting(
     """It has been woken by the last message, which cannot be taken back any more."""
     master, outcomes = SyncMaster(echo), []
     pipe = master.register_slave(1)
-    waits, block = master._outside_forward[0]._waits, Wait.block
+    waits, block = master._outside_forward._waits, Wait.block
 
     def interrupted(wait: Wait) -> None:
         block(wait)
@@ -327,7 +326,7 @@ def test_an_interrupt_while_the_master_replies_leaves_no_slave_waiting():
 
     master, outcomes = SyncMaster(echo), []
     pipes = [master.register_slave(i) for i in (1, 2)]
-    waits = master._outside_forward[0]._waits
+    waits = master._outside_forward._waits
     slaves = [started(partial(pipe.run_slave, "s"), outcomes) for pipe in pipes]
     assert soon(lambda: len(waits) == 2)
     waits[0].gate = Interrupted(waits[0].gate)
@@ -342,7 +341,7 @@ def test_error_names_the_number_of_the_call():
     master = SyncMaster(echo)
     pipe = master.register_slave(1)
     exchange(master, "a", (pipe, "b"))
-    master._outside_forward[0].fail(1, KeyError("elsewhere"))
+    master._outside_forward.fail(1, KeyError("elsewhere"))
     for replica, run in enumerate((master.run_master, pipe.run_slave)):
         with pytest.raises(ReplicaFailed, match=rf"{replica} was at `SyncMaster`, call 2"):
             run("c")
@@ -362,7 +361,7 @@ def test_reset_drops_slaves_of_a_program_that_was_interrupted_before_run_master(
     master.reset()  # nothing to drop
     old = master.register_slave(1)
     slave = started(lambda: old.run_slave("b"), interrupted)
-    assert soon(lambda: bool(master._outside_forward[0]._waits))
+    assert soon(lambda: bool(master._outside_forward._waits))
     master.reset()
     assert ends(slave)
     assert str(interrupted[0].error).startswith("this slave was dropped, by reset")
@@ -442,7 +441,7 @@ def test_forward_leaves_nothing_in_the_instance():
 
     class Spy(Numbered):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            rendezvous.append(weakref.ref(layer._sync_master._slaves()[0]))
+            rendezvous.append(weakref.ref(layer._sync_master._channel()[0]))
             return x
 
     gc.disable()
@@ -487,15 +486,6 @@ def test_copy_of_a_layer_that_has_run_runs(copied):
     twin = copied(model)
     assert twin.module._sync_master is not model.module._sync_master
     torch.testing.assert_close(twin(x), x - x.mean(0))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
-def test_a_replica_with_a_pipe_can_be_copied(copied):
-    replicas = replicate(Centering(), ["cpu"] * 2)
-    execute_replication_callbacks(replicas)
-    twin = copied(replicas[1])
-    with pytest.raises(ReplicationError, match="the pipe of slave 1 is a copy"):
-        twin(torch.randn(6, 2))
 
 
 # -- FutureResult ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -40,7 +40,11 @@ CALLBACK = "__data_parallel_replicate__"
 #: The attribute of a module with its registered callbacks, which its replicas share.
 _REGISTERED = "_replication_callbacks"
 
+#: The attribute of a method ``replicate`` that runs the callbacks.
+_RUNS_CALLBACKS = "_runs_replication_callbacks"
+
 Callback = Callable[[nn.Module, CallbackContext, int], object]
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 #: Names for messages, and functions to be called with the context and the copy's index.
 Callbacks = list[tuple[str, Callable[[CallbackContext, int], object]]]
@@ -126,6 +130,17 @@ def execute_replication_callbacks(
 
 
 exec_data_parallel_replication_callback = execute_replication_callbacks
+
+
+def with_callbacks(replicate: MethodT) -> MethodT:
+    """Marks a method ``replicate`` as one that runs the callbacks."""
+    vars(replicate)[_RUNS_CALLBACKS] = True
+    return replicate
+
+
+def runs_callbacks(kind: type[nn.DataParallel[Any]]) -> bool:
+    """Whether a class runs the replication callbacks, by itself or because of a patch."""
+    return hasattr(kind.replicate, _RUNS_CALLBACKS)
 
 
 def connect_copies(

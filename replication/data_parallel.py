@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from replication._torch import check_balance, is_exporting, named_range, uncompiled
-from replication.callbacks import CALLBACK, connect_copies
+from replication.callbacks import CALLBACK, connect_copies, with_callbacks
 from replication.devices import (
     DeviceLike,
     accelerator,
@@ -196,6 +196,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             cpu_keywords=self.cpu_keywords,
         )
 
+    @with_callbacks
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Makes the replicas and runs their callbacks."""
         devices = parse_devices(device_ids)

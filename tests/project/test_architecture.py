@@ -37,8 +37,8 @@ ORDER = [
     ["steps"],
     ["groups"],
     ["callbacks", "join"],
-    ["data_parallel"],
-    ["criterion", "patch"],
+    ["data_parallel", "patch"],
+    ["criterion"],
     ["diagnosis"],
     ["__main__"],
 ]

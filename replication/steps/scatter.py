@@ -110,7 +110,7 @@ def scatter_kwargs(
     leaves = [Leaf(Path(path[1:]), value) for path, value in flat]
     if not any(isinstance(leaf.value, Scattered) or _is_batch(leaf) for leaf in leaves):
         targets = targets[:1]
-    keys = list(map(MappingKey, cpu_keywords))
+    keys: list[Any] = [MappingKey(name) for name in cpu_keywords]
     staying = [i for i, leaf in enumerate(leaves) if leaf.path[0] in keys]
     parts = split_leaves(leaves, targets, dim, staying)
     positional, keyword = zip(*[unflatten(spec, part) for part in parts], strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -60,11 +60,9 @@ class Verification(ShownAsTable):
         tolerance: The largest error that counts as rounding.
         replicas: The number of replicas that ran.
         is_evaluation: Whether the whole model is in evaluation mode.
-        is_random: Whether two runs on one device differ as well. This and the next two are only
-            filled if the replicas differ.
+        is_random: Whether two runs on one device differ as well. Like the next one, only set if
+            the replicas differ.
         is_ill_conditioned: Whether one device differs as much if its numbers change by rounding.
-        changed_attributes: The plain lists, dicts and deques in attributes of modules whose items
-            change in the forward. Replicas share them.
     """
 
     differences: dict[str, list[Difference]]
@@ -73,7 +71,6 @@ class Verification(ShownAsTable):
     is_evaluation: bool = False
     is_random: bool = False
     is_ill_conditioned: bool = False
-    changed_attributes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.first_difference is None
@@ -108,11 +105,6 @@ class Verification(ShownAsTable):
             after.append(
                 "On one device a rounding error in inputs and parameters matters as much: the "
                 "model is ill-conditioned."
-            )
-        if self.changed_attributes:
-            after.append(
-                f"The forward changes {', '.join(f'`{name}`' for name in self.changed_attributes)}"
-                ": replicas share plain containers, and overwrite each other's items."
             )
         titles = "compared", "number", "largest relative error"
         return Table(titles, rows, after=after, numbers_from=1)
@@ -192,7 +184,6 @@ def verify(
     result = Verification(_compare(actual, expected), tolerance, count, is_evaluation)
     if result:
         return result
-    result = replace(result, changed_attributes=expected.changed_attributes)
     repeated = _compare(run(devices[:1]), expected)
     # Not by gradients: a second run may round otherwise, which decides them at the kink of a ReLU.
     drawn = {kind: found for kind, found in repeated.items() if kind != "gradients"}
@@ -279,14 +270,7 @@ class Step:
         for path, layer in layers.items():
             if not path.startswith(inner):
                 layer.register_forward_hook(partial(self._record_call, path))
-        containers = _plain_containers(net)
         outputs = _tensors(runner(*args, **kwargs))
-        #: The plain containers in attributes whose items change in the forward.
-        self.changed_attributes = tuple(
-            name
-            for name, container, items in containers
-            if list(map(id, items)) != list(map(id, _items(container)))
-        )
         # Before the backward: a recomputation updates the buffers of torch's layers once more.
         buffers = {f"`{name}`": buffer.clone() for name, buffer in net.named_buffers()}
         _backward([y for y in outputs.values() if y.requires_grad])
@@ -319,21 +303,6 @@ class Step:
 
 def _tensors(tree: Any) -> dict[str, Tensor]:
     return {str(path): leaf for path, leaf in flatten(tree)[0] if isinstance(leaf, Tensor)}
-
-
-def _plain_containers(net: nn.Module) -> list[tuple[str, Any, list[Any]]]:
-    """Returns the path, the value and the items of each list, dict and deque in an attribute."""
-    own = vars(nn.Module())
-    return [
-        (f"{path}.{name}".lstrip("."), value, _items(value))
-        for path, layer in net.named_modules()
-        for name, value in vars(layer).items()
-        if name not in own and isinstance(value, (list, dict, deque))
-    ]
-
-
-def _items(container: Any) -> list[Any]:
-    return [*container, *(container.values() if isinstance(container, dict) else ())]
 
 
 def _backward(outputs: list[Tensor]) -> None:

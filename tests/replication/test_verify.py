@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import deque
 from typing import Any
 
 import pytest
@@ -519,24 +518,17 @@ def test_what_only_replicas_do_is_not_blamed_on_the_model():
 
 
 class Heads(nn.Module):
-    """Writes into plain attributes, as MONAI's DynUNet with deep supervision does."""
+    """Writes into a plain list, as MONAI's DynUNet with deep supervision does."""
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.heads = {0: None} if kind is dict else kind([None])
-        self.sizes, self.exchanges = [1], Centering()
+        self.heads, self.exchanges = [None], Centering()
 
     def forward(self, x: Tensor) -> Tensor:
         self.heads[0] = 2 * x
         return self.exchanges(x) + self.heads[0]
 
 
-@pytest.mark.parametrize("kind", [list, dict, deque])
-def test_plain_container_that_a_forward_changes_is_named(kind):
-    found = verify(nn.Sequential(Heads(kind)), torch.randn(6, 3), CPUS)
+def test_a_forward_that_writes_into_a_plain_list_differs():
+    found = verify(nn.Sequential(Heads()), torch.randn(6, 3), CPUS)
     assert found.first_difference.where == "output of `0` (Heads)"
-    assert found.changed_attributes == ("0.heads",)
-    assert str(found).splitlines()[-1] == (
-        "The forward changes `0.heads`: replicas share plain containers, and overwrite each "
-        "other's items."
-    )

@@ -240,6 +240,8 @@ def data_parallel(
 ) -> Any:
     """Evaluates ``module(*inputs, **module_kwargs)`` on several replicas, as `DataParallel` does.
 
+    Unlike the class, this function never moves the module to ``device_ids[0]``.
+
     >>> import torch
     >>> from torch import nn
     >>> from replication import data_parallel
@@ -247,13 +249,9 @@ def data_parallel(
     torch.Size([5, 2])
 
     Args:
-        module: The module. Unlike the class, this function never moves it to ``device_ids[0]``.
         inputs: A tuple of positional arguments, or a single one. ``None`` means none.
-        device_ids: See `DataParallel`.
-        output_device: See `DataParallel`.
-        dim: See `DataParallel`.
-        module_kwargs: Keyword arguments.
-        policies: The keyword-only arguments of `DataParallel`, which also lists the errors.
+        policies: The keyword-only arguments of `DataParallel`. See there for the other arguments
+            and for the errors.
     """
     if not isinstance(inputs, tuple) or isinstance(inputs, Scattered):
         inputs = () if inputs is None else (inputs,)

@@ -94,9 +94,8 @@ def add_note(error: BaseException, note: str) -> None:
 def origin_note(error: BaseException, index: int, size: int | None) -> str | None:
     """Returns the note that names this replica as the origin of an error, if there is one."""
     notes = _ATTRIBUTES.__get__(error).get("__notes__")
-    begin = re.compile(re.escape(origin(index, size)) + r"\b")
     for note in notes if type(notes) is list else ():
-        if type(note) is str and begin.match(note) is not None:
+        if type(note) is str and re.match(rf"{origin(index, size)}\b", note):
             return note
     return None
 

@@ -58,8 +58,8 @@ def gather(
 def join_leaves(
     outputs: Sequence[Any],
     join: Callable[[Path, tuple[Any, ...]], Any],
-    gather_to_one_device: bool = True,
-    except_keywords: Collection[str] = (),
+    gather_to_one_device: bool,
+    except_keywords: Collection[str],
 ) -> Any:
     """Joins outputs of the same structure into one. ``join`` makes one leaf of several."""
     check_list("outputs", outputs)
@@ -71,7 +71,7 @@ def join_leaves(
     joined: list[Any] = []
     for path, entries in rows:
         stays = not gather_to_one_device or any(_is_under(path, name) for name in except_keywords)
-        if entries[0] is None and all(entry is None for entry in entries):
+        if all(entry is None for entry in entries):
             joined.append(None)
         else:
             joined.append(Scattered(entries) if stays else join(path, entries))
@@ -82,7 +82,7 @@ def _joined(device: torch.device, dim: int, path: Path, entries: tuple[Any, ...]
     if not all(isinstance(entry, Tensor) for entry in entries):
         return list(entries)
     tensors = [to_device(entry, device) for entry in entries]
-    if tensors[0].dim() == 0 and all(tensor.dim() == 0 for tensor in tensors):
+    if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack(tensors)
     try:
         return torch.cat(tensors, dim)

@@ -187,21 +187,16 @@ def _fill(
         if template is None:
             state = shell.__dict__
         else:
-            # The last shell takes the template itself, which saves a copy per module.
-            state = template if shell is shells[-1] else template.copy()
+            state = template.copy()
             # A class's own `__setattr__` would look for parameters.
             object.__setattr__(shell, "__dict__", state)
         if shell is not module:  # some classes return the module itself as its shell
             for name in _DICTIONARIES:
                 state[name] = state[name].copy()
-        if children:
-            own = state["_modules"]
-            for name, child in children.items():
-                own[name] = copies[id(child)]
-        if buffers:
-            own = state["_buffers"]
-            for name, buffer in buffers.items():
-                own[name] = copies[id(buffer)]
+        for name, child in children.items():
+            state["_modules"][name] = copies[id(child)]
+        for name, buffer in buffers.items():
+            state["_buffers"][name] = copies[id(buffer)]
         # torch exposes the copies of the parameters here as well.
         state["_former_parameters"] = attributes = {}
         for name, parameter in parameters.items():
@@ -214,7 +209,7 @@ def _fill(
         if sets_attributes:
             for name, value in attributes.items():
                 setattr(shell, name, value)
-        elif attributes:
+        else:
             state.update(attributes)
         if is_tracked:
             untrack(shell)

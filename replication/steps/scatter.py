@@ -71,18 +71,13 @@ def scatter_kwargs(
 ) -> ScatteredArguments:
     """Splits positional and keyword arguments as `scatter` does, into equally many parts.
 
+    If ``target_gpus`` is None, there is one part, which is not moved. `DataParallel` explains the
+    options.
+
     >>> import torch
     >>> from replication import scatter_kwargs
     >>> scatter_kwargs((torch.arange(3),), {"train": True}, ["cpu"] * 2)
     (((tensor([0, 1]),), (tensor([2]),)), ({'train': True}, {'train': True}))
-
-    Args:
-        inputs: Positional arguments.
-        kwargs: Keyword arguments.
-        target_gpus: The devices of the parts. None gives one part, which is not moved.
-        dim: The batch dimension of all tensors.
-        inputs_are_scattered: See `DataParallel`.
-        cpu_keywords: See `DataParallel`.
 
     Returns:
         Positional and keyword arguments, one item per replica with data, but at least one.
@@ -253,8 +248,6 @@ def moved(tree: Any, device: torch.device | None) -> Any:
     """Returns ``tree`` with its tensors on ``device``. None leaves them where they are."""
     if device is None:
         return tree
-    if isinstance(tree, Tensor):
-        return to_device(tree, device)
 
     def on_device(leaf: Any) -> Any:
         return to_device(leaf, device) if isinstance(leaf, (Tensor, PackedSequence)) else leaf

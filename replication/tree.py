@@ -109,13 +109,15 @@ def open_builtin(old: Any) -> Opened | None:
     is_base = kind in _BASES  # nearly always
     base: Any = kind if is_base else next(b for b in kind.__mro__ if b in _BASES)
     is_dict = issubclass(base, dict)
-    # Read in one call, because a replica of another forward may change the original meanwhile.
-    if is_dict:
-        # `items` alone may collect garbage, and thereby let another thread run.
-        items = list((base if base is OrderedDict else dict).copy(old).items())
-        values = [value for _, value in items]
-    else:
-        values = list(base.__iter__(old.copy() if is_base and kind is not tuple else old))
+    # Copied first, because a replica of another forward may change the original meanwhile: `items`
+    # may collect garbage, and thereby let another thread run.
+    copied = old
+    if base in (dict, defaultdict):
+        copied = dict.copy(old)
+    elif is_base and base is not tuple:  # of a derived class the constructor would run
+        copied = base.copy(old)
+    items = list(base.items(copied)) if is_dict else []
+    values = [value for _, value in items] if is_dict else list(base.__iter__(copied))
 
     def keys() -> list[Any]:
         if is_dict:

@@ -245,6 +245,13 @@ class Registry(dict):
         raise KeyError("is registered already")
 
 
+class OfPairs(OrderedDict):
+    """Has a constructor of its own."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__([first, second])
+
+
 class Beside(dict):
     """Registered with a part that is no item."""
 
@@ -289,6 +296,10 @@ BUILTIN: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "attributes that mirror items": (mirror, lambda v: v.x),
     "keys that are attributes": (lambda x: AttrDict(x=x), lambda v: v.x),
     "dict that refuses items": (lambda x: Registry({"x": x}), lambda v: v["x"]),
+    "OrderedDict by a constructor of its own": (
+        lambda x: OfPairs(("n", 1), ("x", x)),
+        lambda v: v["x"],
+    ),
     "return_types": (lambda x: torch.return_types.max((x, x)), lambda v: v.indices),
     "around empty ones": (lambda x: [[], {}, (), deque(), x, None], lambda v: v[4]),
     "deep": (lambda x: [{"deep": (None, [x])}], lambda v: v[0]["deep"][1][0]),

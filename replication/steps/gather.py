@@ -38,9 +38,6 @@ def gather(
     {'x': tensor([1., 1., 1.]), 'n': [2, 1]}
 
     Args:
-        outputs: One output per replica.
-        target_device: The device of the joined tensors.
-        dim: The batch dimension.
         gather_to_one_device: If False, nothing is joined: each leaf becomes a `Scattered`.
         except_keywords: Names of outputs that become `Scattered`; see `DataParallel`.
 

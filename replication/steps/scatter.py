@@ -24,8 +24,6 @@ from replication.tree import (
 
 __all__ = ["scatter", "scatter_kwargs"]
 
-ScatteredArguments = tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]
-
 
 def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> list[Any]:
     """Splits the tensors in ``inputs`` along ``dim``, one part per replica.
@@ -47,7 +45,6 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
         inputs: A tensor, or any nesting of containers: of the standard library, dataclasses, and
             classes that are registered with torch's pytree.
         target_gpus: The devices of the parts, of any type.
-        dim: The batch dimension of all tensors.
 
     Returns:
         One item for each replica that has data, at most ``len(target_gpus)``.
@@ -68,7 +65,7 @@ def scatter_kwargs(
     *,
     inputs_are_scattered: bool = False,
     cpu_keywords: Collection[str] = (),
-) -> ScatteredArguments:
+) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
     """Splits positional and keyword arguments as `scatter` does, into equally many parts.
 
     If ``target_gpus`` is None, there is one part, which is not moved. `DataParallel` explains the
@@ -129,8 +126,8 @@ def _as_scattered(name: str, argument: Any, count: int) -> Scattered:
 #: One device per part. None leaves a part where it is.
 Devices = Sequence[torch.device | None]
 
-#: The sizes of the parts of a tensor.
-Sizes = list[int]
+#: The sizes of the parts of a tensor, and the leaf that has them.
+Splits = dict[tuple[int, ...], str]
 
 
 def split_leaves(
@@ -140,7 +137,7 @@ def split_leaves(
     # `staying` has the indices of leaves that are split but not moved.
     if not devices:
         raise ValueError("expected at least one device (got none)")
-    # They come first, because leaves that stay may have another length than the batch.
+    # Leaves that stay may have another length than the batch.
     moving = [leaf for i, leaf in enumerate(leaves) if i not in staying]
     count, splits = plan_sizes(leaves, moving, len(devices), dim)
     nowhere, devices = [None] * count, devices[:count]
@@ -153,9 +150,9 @@ def split_leaves(
 
 def plan_sizes(
     leaves: list[Leaf], moving: list[Leaf], devices: int, dim: int
-) -> tuple[int, dict[str, Sizes]]:
-    """Returns the number of replicas with data, and the sizes of the parts of named leaves."""
-    # Several sizes if `Scattered` arguments differ, none if nothing tells or tensors go whole.
+) -> tuple[int, Splits]:
+    """Returns the number of replicas with data, and the sizes of the parts of their tensors."""
+    # Several if `Scattered` arguments differ, none if nothing tells or tensors go whole.
     if scattered := [leaf for leaf in leaves if isinstance(leaf.value, Scattered)]:
         counts = [len(leaf.value) for leaf in scattered]
         if len(set(counts)) > 1 or not 1 <= counts[0] <= devices:
@@ -163,35 +160,34 @@ def plan_sizes(
             raise ValueError(
                 f"every Scattered must have one entry per replica, 1 to {devices} (got {got})"
             )
-        splits: dict[str, Sizes] = {}
+        splits: Splits = {}
         for leaf in scattered:
-            sizes = _sizes_of(leaf.value, dim)
-            if sizes and sizes not in splits.values():
-                splits[_title(leaf)] = sizes
+            if sizes := _sizes_of(leaf.value, dim):
+                splits.setdefault(sizes, _title(leaf))
         return counts[0], splits if counts[0] > 1 else {}
     batch = next(filter(_is_batch, [*moving, *leaves]), None)
     if batch is None or devices == 1:
         return devices, {}
     length = _length(batch, dim)
     part = max(1, -(-length // devices))  # as in `torch.chunk`
-    sizes = [min(part, length - start) for start in range(0, length, part)] or [0]
-    return len(sizes), {_title(batch): sizes}
+    sizes = tuple([min(part, length - start) for start in range(0, length, part)]) or (0,)
+    return len(sizes), {sizes: _title(batch)}
 
 
-def split_leaf(leaf: Leaf, splits: dict[str, Sizes], dim: int, devices: Devices) -> list[Any]:
+def split_leaf(leaf: Leaf, splits: Splits, dim: int, devices: Devices) -> list[Any]:
     """Returns the parts of one leaf, each on its device."""
     if isinstance(leaf.value, Scattered):
         return list(map(moved, leaf.value, devices))
     if not _is_batch(leaf):
         return [moved(leaf.value, device) for device in devices]
     length, count = _length(leaf, dim), len(devices)
-    fitting = [sizes for sizes in splits.values() if sum(sizes) == length]
+    fitting = [sizes for sizes in splits if sum(sizes) == length]
     if len(fitting) == 1:
         views = leaf.value.split(fitting[0], dim)
     elif (count == 1 and not splits) or (not fitting and devices[0] is None):
         views = leaf.value.tensor_split(count, dim)  # whole, or a leaf that stays
     else:
-        known = " and ".join(f"{sizes} of {title}" for title, sizes in splits.items())
+        known = " and ".join(f"{list(sizes)} of {title}" for sizes, title in splits.items())
         raise ValueError(
             f"{_title(leaf)} cannot be split like the tensors beside it (got length {length}, "
             f"and sizes {known or 'of no tensor'}, in dimension {dim}); pass Scattered(parts), or "
@@ -228,9 +224,9 @@ def _length(leaf: Leaf, dim: int) -> int:
     return tensor.size(dim)
 
 
-def _sizes_of(entries: Scattered, dim: int) -> Sizes | None:
-    """Returns the length of each entry. None if an entry has no length, or several."""
-    sizes: Sizes = []
+def _sizes_of(entries: Scattered, dim: int) -> tuple[int, ...]:
+    """Returns the length of each entry, or () if an entry has no length, or several."""
+    sizes: list[int] = []
     for entry in entries:
         tensors = [
             leaf.value
@@ -239,9 +235,9 @@ def _sizes_of(entries: Scattered, dim: int) -> Sizes | None:
         ]
         lengths = {t.size(dim) if -t.dim() <= dim < t.dim() else -1 for t in tensors}
         if len(lengths) != 1 or -1 in lengths:
-            return None
+            return ()
         sizes += lengths
-    return sizes
+    return tuple(sizes)
 
 
 def moved(tree: Any, device: torch.device | None) -> Any:

@@ -11,8 +11,7 @@ from syncbn.batchnorm import (
     set_sbn_eps_mode,
 )
 from syncbn.compat import patch_sync_batchnorm, stand_in_for
-from syncbn.convert import convert_model, revert_model
-from syncbn.kinds import Summary, summary
+from syncbn.convert import Summary, convert_model, revert_model, summary
 
 __all__ = [
     "DataParallel",

@@ -1,54 +1,271 @@
-"""Converts the `torch.nn.BatchNorm` layers of networks to synchronized ones, and back."""
+"""Lists the normalizing layers of networks, and converts batch norm to synchronized and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from inspect import unwrap
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
+from replication.callbacks import CALLBACK
 from replication.data_parallel import DataParallel
-from replication.errors import add_note, check_module, path_or_root
+from replication.diagnosis.table import ShownAsTable, Table
+from replication.errors import check_module, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import check_process_group
 from replication.modules import with_class
 from replication.patch import patch_replication_callback, runs_callbacks
+from replication.tree import leaves_of, open_builtin
 from replication.warning import UnsynchronizedWarning, warn
-from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
-from syncbn.kinds import (
-    ATTRIBUTES,
-    OLDER_ATTRIBUTES,
-    PLAIN,
-    Summary,
-    counterpart,
-    is_older,
-    summary,
-    synchronized_class,
-    why_older_stays,
+from syncbn.batchnorm import (
+    CORRECTION,
+    SynchronizedBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    SynchronizedBatchNormNd,
+    check_group_size,
 )
 
-__all__ = ["convert_model", "revert_model"]
+__all__ = ["Summary", "convert_model", "revert_model", "summary"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-#: Marks DataParallel objects that `revert_model` must change back.
-_CONVERTED = "_converted_by_convert_model"
+_BatchNorm = nn.modules.batchnorm._BatchNorm
 
-#: Attributes of a synchronized layer that a plain one does not have.
-_OF_COPIES = ("group_size", "_process_group", "_layer_name")
+#: The layers for 1, 2 and 3 dimensions.
+LAYERS = (SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d)
 
-#: The attribute of a layer in which `_replace` keeps what it has changed.
-_RECORD = "_before_convert_model"
+#: The counterparts of torch's classes, and of timm's once a network uses it.
+_SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: SynchronizedBatchNorm1d,
+    nn.BatchNorm2d: SynchronizedBatchNorm2d,
+    nn.BatchNorm3d: SynchronizedBatchNorm3d,
+    nn.SyncBatchNorm: SynchronizedBatchNormNd,
+}
+PLAIN = {synchronized: plain for plain, synchronized in _SYNCHRONIZED.items()}
+_NAMES = {plain.__name__ for plain in PLAIN.values()}
+
+#: The attribute with the class that `revert_model` gives back, where `PLAIN` does not tell it.
+_FORMER = "_class_before_convert_model"
+
+#: Known by name, because this package does not import timm.
+_TIMM = "timm.layers.norm_act", "BatchNormAct2d"
 
 
-class _Before(NamedTuple):
-    """The changes that `_replace` made to a layer."""
+class _Activated(SynchronizedBatchNorm2d):
+    """Runs the modules of timm's layer after the normalization."""
 
-    kind: type[nn.Module]
-    #: The former values of attributes that have other values in the new layer.
-    changed: dict[str, Any]
-    #: The names of attributes that only the new layer has.
-    added: list[str]
+    def forward(self: Any, input: Tensor) -> Any:
+        return self.act(self.drop(super().forward(input)))
+
+
+def _synchronized_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Returns the synchronized counterpart of a class, or None if it has none."""
+    if kind not in _SYNCHRONIZED and (kind.__module__, kind.__qualname__) == _TIMM:
+        # Derived from timm's class: timm's functions, such as `freeze_batch_norm_2d`, would
+        # otherwise take the layer for one without activation.
+        namespace = {"__module__": __name__, "__doc__": f"A synchronized `{'.'.join(_TIMM)}`."}
+        made = type("SynchronizedBatchNormAct2d", (_Activated, kind), namespace)
+        _SYNCHRONIZED.setdefault(kind, made)  # another thread may have been faster
+    return _SYNCHRONIZED.get(kind)
+
+
+def __getattr__(name: str) -> Any:
+    """Returns the counterpart of timm's class, which a pickled layer names."""
+    if name != "SynchronizedBatchNormAct2d":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, plain = _TIMM
+    return _synchronized_class(getattr(import_module(module), plain))
+
+
+#: Attributes that identify a layer of an older toolkit.
+_OLDER_STATE = frozenset(("_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe"))
+#: Attributes of such a layer that a synchronized layer does not need.
+_OLDER_ATTRIBUTES = _OLDER_STATE | {"_moving_average_fraction"}
+
+_plain = nn.BatchNorm2d(1, device="meta")
+_KNOWN = {*vars(_plain), *_plain.state_dict(), *_OLDER_ATTRIBUTES, *CORRECTION}
+_KNOWN |= {"_check_input_dim", "extra_repr"}
+
+
+def _why_older_stays(layer: nn.Module) -> str:
+    """Returns why a layer of an older toolkit can't be converted without loss, or ""."""
+    classes = [
+        c for c in type(layer).__mro__ if c.__module__.split(".")[0] not in ("torch", "builtins")
+    ]
+    toolkit = [c for c in classes if issubclass(c, _BatchNorm)][-1]
+    # Copies differ in the forward and the private members of the toolkit's own class.
+    own = {name for name in vars(toolkit) if name[0] != "_"} - {"forward"}
+    own.update(name for c in classes if c is not toolkit for name in vars(c) if name[:2] != "__")
+    # A plain attribute matters if the forward reads it, or if it is the forward.
+    code = getattr(unwrap(toolkit.forward), "__code__", None)
+    own.update(vars(layer).keys() & {"forward", *(code.co_names if code else ())})
+    own.update(layer._parameters, layer._buffers, layer._modules)
+    own -= _KNOWN
+    if not own:
+        return ""
+    package = toolkit.__module__.removesuffix(".batchnorm")
+    return (
+        f"a layer of an older toolkit that has its own {', '.join(sorted(own))}; "
+        f"syncbn.stand_in_for({package!r}), called before the first import of {package}, makes "
+        "its base class a synchronized one"
+    )
+
+
+KindName = Literal["synchronized", "plain", "left alone", "by sample", "wrapper"]
+
+_BY_SAMPLE = (
+    nn.modules.instancenorm._InstanceNorm,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.LocalResponseNorm,
+    nn.RMSNorm,
+)
+
+
+class Kind(NamedTuple):
+    """How a layer takes part in a synchronized network."""
+
+    name: KindName
+    #: The reason, or the consequence; may be empty.
+    note: str = ""
+
+
+def _kind_of(module: nn.Module) -> Kind | None:
+    """Returns the kind of a layer, or None if it neither normalizes nor runs replicas."""
+    kind = type(module)
+    if isinstance(module, SynchronizedBatchNorm):
+        notes = {
+            "in eval(): does not synchronize": not module.training,
+            f"in groups of {module.group_size}": module.group_size is not None,
+            "in a process group": module.process_group is not None,
+        }
+        return Kind("synchronized", "; ".join(note for note, applies in notes.items() if applies))
+    if _synchronized_class(kind) is not None:
+        return Kind("plain", "convert_model synchronizes it")
+    if isinstance(module, _BatchNorm):
+        if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+            return Kind("left alone", "lazy: call the network once before you convert it")
+        if hasattr(kind, CALLBACK) and vars(module).keys() >= _OLDER_STATE:
+            reason = _why_older_stays(module)
+            note = reason or "of an older toolkit; convert_model synchronizes it"
+            return Kind("left alone" if reason else "plain", note)
+        if is_parametrized(module):
+            return Kind("left alone", "parametrized: convert before torch.nn.utils.parametrize")
+        name = kind.__name__
+        return Kind("left alone", f"a derived class: pass classes={{{name}: Sync{name}}}")
+    if isinstance(module, torch.jit.ScriptModule) and module.original_name in _NAMES:
+        return Kind("left alone", f"a script of {module.original_name}: convert before torch.jit")
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+        return Kind("left alone", "by sample, but its running statistics are the first replica's")
+    if isinstance(module, _BY_SAMPLE):
+        return Kind("by sample")
+    if isinstance(module, nn.DataParallel):
+        if not runs_callbacks(type(module)):
+            return Kind("wrapper", "does not connect copies: convert_model(model) makes it do so")
+        if not module.device_ids:
+            note = "makes no copies without an accelerator: DataParallel(net, ['cpu'] * n) does"
+            return Kind("wrapper", note)
+        return Kind("wrapper", "connects the copies of its layers")
+    return None
+
+
+def _out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields each batch norm in a plain list, tuple or dict, with the path of the attribute."""
+    modules = dict(root.named_modules())
+    seen = set(modules.values())
+    for path, module in modules.items():
+        for name, value in vars(module).items():
+            leaves = (
+                leaves_of(value, open_builtin) if isinstance(value, list | tuple | dict) else ()
+            )
+            for layer in (m for le in leaves if isinstance(le, nn.Module) for m in le.modules()):
+                if isinstance(layer, _BatchNorm) and layer not in seen:
+                    seen.add(layer)
+                    yield f"{path}.{name}" if path else name, layer
+
+
+class LayerSummary(NamedTuple):
+    """A row of a `Summary`."""
+
+    path: str
+    layer: str
+    kind: Kind
+
+
+@dataclass(frozen=True, repr=False)
+class Summary(ShownAsTable):
+    """The result of `summary`. It prints as a table, and shows as a table in a notebook.
+
+    Attributes:
+        layers: All layers that normalize or run replicas, in the order of ``named_modules()``.
+            Each has a ``path``, ``layer`` (the name of its class), and ``kind``, whose ``name`` is
+            ``"synchronized"``, ``"plain"`` (not converted), ``"left alone"``, ``"by sample"``
+            (nothing to synchronize), or ``"wrapper"``, and whose ``note`` gives the reason.
+    """
+
+    layers: tuple[LayerSummary, ...]
+
+    def paths(self, kind: KindName) -> list[str]:
+        """Returns the paths of all layers of one kind."""
+        if kind not in get_args(KindName):
+            raise ValueError(f"expected a kind of {get_args(KindName)} (got {kind!r})")
+        return [layer.path for layer in self.layers if layer.kind.name == kind]
+
+    def _table(self) -> Table:
+        if not self.layers:
+            return Table((), (), ["No layer normalizes over the batch."])
+        rows: list[tuple[str, ...]] = [
+            (f"`{path_or_root(path)}`", layer, kind.name, kind.note)
+            for path, layer, kind in self.layers
+            if kind.name != "by sample"
+        ]
+        by_sample = Counter(la.layer for la in self.layers if la.kind.name == "by sample")
+        note = "nothing to synchronize: works per sample"
+        rows += [
+            (f"({count} layer{'s' * (count > 1)})", layer, "by sample", note)
+            for layer, count in sorted(by_sample.items())
+        ]
+        counts = Counter(layer.kind.name for layer in self.layers)
+        total = (
+            f"{counts['synchronized']} synchronized, {counts['plain']} not converted, "
+            f"{counts['left alone']} left alone."
+        )
+        return Table(("path", "layer", "status", "note"), rows, after=[total])
+
+
+def summary(module: nn.Module) -> Summary:
+    """Lists the layers of a network that normalize, and shows which of them are synchronized.
+
+    Layers in plain lists, tuples and dicts are listed under the path of the attribute: neither
+    `convert_model` nor replication finds them.
+
+    >>> from torch import nn
+    >>> from syncbn import convert_model, summary
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8))
+    >>> print(summary(convert_model(net)))
+    path       layer                    status        note
+    `1`        SynchronizedBatchNorm2d  synchronized
+    (1 layer)  GroupNorm                by sample     nothing to synchronize: works per sample
+    1 synchronized, 0 not converted, 0 left alone.
+
+    Args:
+        module: A layer or a network, converted or not, wrapped or not.
+    """
+    check_module(module)
+    kinds = [(path, part, _kind_of(part)) for path, part in module.named_modules()]
+    hidden = Kind("left alone", "in a plain list or dict: use nn.ModuleList or nn.ModuleDict")
+    kinds += [(path, layer, hidden) for path, layer in _out_of_sight(module)]
+    rows = [LayerSummary(path, type(part).__name__, kind) for path, part, kind in kinds if kind]
+    return Summary(tuple(rows))
 
 
 def convert_model(
@@ -57,7 +274,7 @@ def convert_model(
     process_group: Any = None,
     *,
     report: bool = False,
-    classes: Mapping[type[Any], Callable[[Any], nn.Module]] | None = None,
+    classes: Mapping[type[Any], type[nn.Module]] | None = None,
 ) -> ModuleT:
     """Converts every `torch.nn.BatchNorm1d/2d/3d` in ``module`` to a synchronized layer, in place.
 
@@ -81,16 +298,15 @@ def convert_model(
     >>> type(net[1]).__name__
     'SynchronizedBatchNorm2d'
 
-    A batch norm of your own that does more needs a synchronized class that does the same:
+    A batch norm of your own that does more becomes synchronized with a second base class. Its
+    ``super().forward`` is then the synchronized one:
 
     >>> class Activated(nn.BatchNorm2d):
     ...     def forward(self, x):
     ...         return super().forward(x).relu()
-    >>> class SyncActivated(SynchronizedBatchNorm2d):
-    ...     def forward(self, x):
-    ...         return super().forward(x).relu()
-    >>> layer = Activated(8)
-    >>> _ = convert_model(layer, classes={Activated: lambda old: SyncActivated(old.num_features)})
+    >>> class SyncActivated(Activated, SynchronizedBatchNorm2d):
+    ...     pass
+    >>> layer = convert_model(Activated(8), classes={Activated: SyncActivated})
     >>> type(layer).__name__
     'SyncActivated'
 
@@ -101,30 +317,36 @@ def convert_model(
         process_group: As ``group_size``.
         report: Whether to print the `syncbn.summary` of the result, instead of warning about
             layers that stay unsynchronized.
-        classes: A function for each further class. It gets a layer of exactly this class and
-            returns a new, synchronized layer with parameters, buffers and modules of the same
-            names. The old layer gets the new layer's class, modules and own attributes. It keeps
-            its parameters, buffers, hooks, flags, ``eps`` and momentum.
+        classes: The synchronized class for each further class. Layers of exactly this class get
+            the synchronized one, and keep all their attributes.
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError: An argument has another type, or a function returns no new, synchronized layer.
-        ValueError: ``group_size`` is less than 1, or the layer that a function returns has other
-            parameters, buffers or modules.
+        TypeError: An argument has another type.
+        ValueError: ``group_size`` is less than 1.
     """
     check_module(module)
     check_group_size(group_size)
     if process_group is not None:
         check_process_group(process_group)
-    # Before any change, so that an error leaves the module as it was.
-    new_layers = _replacements(module, classes or {})
+    classes = {} if classes is None else classes
+    if not isinstance(classes, Mapping) or not all(
+        isinstance(old, type)
+        and issubclass(old, nn.Module)
+        and isinstance(new, type)
+        and issubclass(new, nn.Module)
+        and issubclass(new, ReplicaAware)
+        for old, new in classes.items()
+    ):
+        raise TypeError(
+            "classes must be a dict of {class: synchronized class}, such as {Mine: SyncMine} with "
+            f"class SyncMine(Mine, SynchronizedBatchNorm2d): pass (got {classes!r})"
+        )
     corrected = []
     for path, layer in module.named_modules():
-        if layer in new_layers:
-            _replace(layer, new_layers[layer])
-        elif _convert(layer):
+        if _convert(layer, classes):
             corrected.append(f"`{path_or_root(path)}`")
         if isinstance(layer, ReplicaAware):
             layer._layer_name = path or layer._layer_name
@@ -146,80 +368,32 @@ def convert_model(
     return module
 
 
-def _replacements(
-    root: nn.Module, classes: Mapping[type[Any], Callable[[Any], nn.Module]]
-) -> dict[Any, nn.Module]:
-    """Returns the new layer for each layer of these classes, changing nothing, or raises."""
-    if not isinstance(classes, Mapping) or not all(
-        isinstance(kind, type) and issubclass(kind, nn.Module) and callable(function)
-        for kind, function in classes.items()
-    ):
-        raise TypeError(
-            "classes must be a dict of {class: function}, where the function gets a layer of the "
-            f"class and returns the synchronized one (got {classes!r})"
-        )
-    olds = [(path, old) for path, old in root.named_modules() if type(old) in classes]
-    return {old: _replacement(path, old, classes[type(old)]) for path, old in olds}
-
-
-def _replacement(path: str, old: nn.Module, function: Callable[[Any], nn.Module]) -> nn.Module:
-    where = f"the layer made for {with_class(path, old)}"
-    try:
-        new = function(old)
-    except Exception as error:
-        add_note(error, f"while convert_model asked for {where}")
-        raise
-    if new is old or not (isinstance(new, nn.Module) and isinstance(new, ReplicaAware)):
-        raise TypeError(
-            f"{where} must be a new layer of a synchronized class, such as one derived from "
-            f"SynchronizedBatchNorm2d (got {type(new).__name__})"
-        )
-    if (has := _parts(new)) != (expected := _parts(old)):
-        raise ValueError(
-            f"{where} must have the same parameters, buffers and modules (expected "
-            f"{expected or 'none'}, got {has or 'none'})"
-        )
-    return new
-
-
-def _parts(layer: nn.Module) -> dict[str, Any]:
-    """Returns the shapes of parameters and buffers by name, and the names of modules."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
-    return {**dict.fromkeys(layer._modules, "module"), **shapes}
-
-
-def _replace(layer: nn.Module, new: nn.Module) -> None:
-    """Gives ``layer`` the class, the modules and the attributes of ``new``."""
-    # The layer keeps those of torch's layers, but for the modules inside it.
-    attributes = vars(layer)
-    others = {name: value for name, value in vars(new).items() if name not in ATTRIBUTES}
-    changed = {name: attributes[name] for name in others if name in attributes}
-    # `convert_model` sets the name later.
-    added = [name for name in (*others, "_layer_name") if name not in attributes]
-    before = _Before(type(layer), changed, added)
-    layer.__class__ = type(new)
-    attributes.update(others, _modules=new._modules, **{_RECORD: before})
-
-
-def _convert(layer: nn.Module) -> bool:
+def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
     """Converts a layer or a DataParallel. Returns whether it corrected biases, as CSAIL's do."""
-    if (synchronized := synchronized_class(type(layer))) is not None:
+    old, kind = type(layer), _kind_of(layer)
+    new = classes.get(old) or _synchronized_class(old)
+    if new is not None:
         process_group = vars(layer).pop("process_group", None)  # of a SyncBatchNorm
-        layer.__class__ = synchronized
+        if PLAIN.get(new) is not old:
+            vars(layer)[_FORMER] = old
+        layer.__class__ = new
         if process_group is not None:
             layer.process_group = process_group
-    elif is_older(layer) and not why_older_stays(layer):
-        for name in OLDER_ATTRIBUTES:
+    elif kind is not None and kind.name == "plain":  # of an older toolkit
+        for name in _OLDER_ATTRIBUTES:
             vars(layer).pop(name, None)
-        layer.__class__ = counterpart(layer)
+        # The "1d", "2d" or "3d" in the names of its classes.
+        names = " ".join(base.__name__ for base in old.__mro__)
+        found = re.search("[123](?=d)", names, re.IGNORECASE)
+        layer.__class__ = LAYERS[int(found[0]) - 1] if found else SynchronizedBatchNormNd
         correction = [layer._buffers.pop(name, None) for name in CORRECTION]
         return any(buffer is not None for buffer in correction)
-    elif isinstance(layer, nn.DataParallel) and not runs_callbacks(type(layer)):
-        if type(layer) is nn.DataParallel:
+    elif isinstance(layer, nn.DataParallel) and not runs_callbacks(old):
+        vars(layer)[_FORMER] = old
+        if old is nn.DataParallel:
             layer.__class__ = DataParallel
         else:
             patch_replication_callback(layer)
-        vars(layer)[_CONVERTED] = True
     return False
 
 
@@ -230,12 +404,15 @@ def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:
         if kind.name == "left alone"
     ]
     if left_alone:
+        text = ", ".join(left_alone)
+        if "classes=" in text:
+            text += "; define SyncX by class SyncX(X, syncbn.SynchronizedBatchNorm2d): pass"
         warn(
             "convert_model converts registered layers of the classes torch.nn.BatchNorm1d, 2d and "
-            f"3d only; these layers stay unsynchronized: {', '.join(left_alone)}",
+            f"3d only; these layers stay unsynchronized: {text}",
             UnsynchronizedWarning,
         )
-    elif not any(isinstance(m, ReplicaAware) or _CONVERTED in vars(m) for m in module.modules()):
+    elif not any(isinstance(m, ReplicaAware) or _FORMER in vars(m) for m in module.modules()):
         warn(
             f"convert_model found no batch norm in {type(module).__name__}; convert the model "
             "after its layers were made (summary(model) lists the layers that normalize)",
@@ -261,8 +438,18 @@ def revert_model(module: ModuleT) -> ModuleT:
         ``module``, changed in place.
     """
     check_module(module)
-    for layer in module.modules():
-        _revert(layer)
+    for each in module.modules():
+        layer: Any = each
+        former = vars(layer).pop(_FORMER, None) or PLAIN.get(type(layer))
+        if former is not None:
+            process_group = None
+            if isinstance(layer, ReplicaAware):
+                process_group = layer.process_group
+                for name in ("group_size", "_process_group", "_layer_name"):
+                    vars(layer).pop(name, None)
+            layer.__class__ = former
+            if issubclass(former, nn.SyncBatchNorm):
+                layer.process_group = process_group
     left_alone = [
         with_class(path, layer)
         for path, layer in module.named_modules()
@@ -271,27 +458,3 @@ def revert_model(module: ModuleT) -> ModuleT:
     if left_alone:
         warn(f"these layers of other classes stay synchronized: {', '.join(left_alone)}")
     return module
-
-
-def _revert(layer: Any) -> None:
-    """Undoes `_convert`, or `_replace`."""
-    attributes = vars(layer)
-    before: _Before | None = attributes.pop(_RECORD, None)
-    plain = PLAIN.get(type(layer))
-    if attributes.pop(_CONVERTED, False):
-        if type(layer) is DataParallel:
-            layer.__class__ = nn.DataParallel  # type: ignore[assignment]
-        else:
-            patch_replication_callback(layer).remove()
-    elif before is not None:
-        layer.__class__ = before.kind
-        for name in before.added:
-            attributes.pop(name, None)
-        attributes.update(before.changed)
-    elif plain is not None:
-        process_group = layer.process_group
-        for name in _OF_COPIES:
-            attributes.pop(name, None)
-        layer.__class__ = plain
-        if plain is nn.SyncBatchNorm:
-            layer.process_group = process_group

@@ -39,7 +39,7 @@ from replication.diagnosis.waits import observer
 from replication.groups import processes
 from replication.sync.rendezvous import CurrentReplica, Rendezvous, this_thread
 from replication.warning import once_for
-from syncbn import convert_model, patch_sync_batchnorm
+from syncbn import convert_model
 from tests.layers import (
     DEADLINE,
     Centering,
@@ -283,14 +283,3 @@ def test_a_model_may_be_patched_by_several_threads():
         at_once(*(handle.remove for handle in handles))
         assert type(model) is CustomDataParallel
         assert vars(model) == before
-
-
-def test_blocks_that_patch_torch_leave_it_as_it_was():
-    plain = nn.BatchNorm1d
-
-    def enter_and_leave() -> None:
-        with patch_sync_batchnorm():
-            assert nn.BatchNorm1d is not plain
-
-    at_once(*[repeated(1000, enter_and_leave)] * THREADS)
-    assert nn.BatchNorm1d is plain

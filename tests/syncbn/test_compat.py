@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import PathFinder
 
 import pytest
@@ -49,7 +48,7 @@ def imported(package, **chosen):
 
 def forget(package):
     """Takes a stand-in away."""
-    stand_in._finder.packages.pop(package, None)
+    stand_in._packages.pop(package, None)
     for name in [n for n in sys.modules if f"{n}.".startswith(f"{package}.")]:
         del sys.modules[name]
 
@@ -57,7 +56,7 @@ def forget(package):
 @pytest.mark.parametrize("module", NAMES)
 def test_names_refer_to_our_objects(package, module):
     imported = importlib.import_module(package + module)
-    assert set(imported.__all__) - {"execute_callbacks"} == set(NAMES[module])
+    assert set(imported.__all__) >= set(NAMES[module])
     for name in NAMES[module]:
         assert getattr(imported, name) is (getattr(syncbn, name, None) or vars(replication)[name])
     assert importlib.util.find_spec(package + module).name == package + module
@@ -331,10 +330,9 @@ def test_source_that_cannot_be_parsed_is_passed_over(shipped, tmp_path, source):
 
 
 def test_bad_defaults_are_refused_before_anything_changes():
-    with pytest.raises(
-        TypeError, match=r"keyword arguments .*momentum.* \(got magic, num_features"
-    ):
-        syncbn.stand_in_for("refused_toolkit", magic=1, num_features=3)
+    for name in ("magic", "num_features", "SynchronizedBatchNorm2d"):
+        with pytest.raises(TypeError, match=name):
+            syncbn.stand_in_for("refused_toolkit", **{name: 3})
     with pytest.raises(TypeError, match="group_size must be an int"):
         syncbn.stand_in_for("refused_toolkit", group_size="2")
     with pytest.raises(ModuleNotFoundError):
@@ -348,65 +346,8 @@ def test_defaults_are_chosen_before_the_first_import(package):
     assert layer.momentum == 0.01
     syncbn.stand_in_for(package, momentum=0.01)
     syncbn.stand_in_for(package)
-    with pytest.raises(RuntimeError, match=r"with {'momentum': 0.01} \(got {'eps"):
+    with pytest.raises(RuntimeError, match="with all arguments before"):
         syncbn.stand_in_for(package, eps=1e-3)
-
-
-# -- classes -----------------------------------------------------------------------------------
-
-
-class Gained(syncbn.SynchronizedBatchNorm2d):
-    """A layer with the arguments that BigGAN's copy has."""
-
-    def forward(self, input, gain=None, bias=None):
-        output = super().forward(input)
-        output = output if gain is None else output * gain
-        return output if bias is None else output + bias
-
-
-class Conditional(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm
-        self.gain, self.bias = nn.Linear(2, 3), nn.Linear(2, 3)
-
-    def forward(self, x, y):
-        gain, bias = (linear(y)[..., None, None] for linear in (self.gain, self.bias))
-        return self.norm(x, gain=1 + gain, bias=bias)
-
-
-def test_layer_with_more_arguments_takes_the_place_of_the_copys(shipped):
-    shipped(CORRECTED.replace("_running_iter", ""))
-    toolkit = imported("shipped.sync", SynchronizedBatchNorm2d=Gained)
-    batchnorm = importlib.import_module("shipped.sync.batchnorm")
-    assert toolkit.SynchronizedBatchNorm2d is batchnorm.SynchronizedBatchNorm2d
-    layer = toolkit.SynchronizedBatchNorm2d(3, affine=False)
-    assert type(layer) is Gained and isinstance(layer, batchnorm._SynchronizedBatchNorm)
-    assert layer.momentum == 0.001  # the default of the copy
-    assert type(toolkit.SynchronizedBatchNorm1d(3)) is syncbn.SynchronizedBatchNorm1d
-    assert syncbn.summary(layer).paths("synchronized") == [""]
-
-    net = Conditional(layer)
-    found = syncbn.verify(net, (torch.randn(5, 3, 2, 2), torch.randn(5, 2)), ["cpu"] * 3)
-    assert found, found
-
-
-def test_class_of_ones_own_and_defaults_go_together(package):
-    kind = imported(package, SynchronizedBatchNorm2d=Gained, momentum=0.01).SynchronizedBatchNorm2d
-    assert type(kind(3)) is Gained and kind(3).momentum == 0.01
-    syncbn.stand_in_for(package)  # keeps what was chosen
-    with pytest.raises(RuntimeError, match="Gained"):
-        syncbn.stand_in_for(package, momentum=0.01)
-
-
-@pytest.mark.parametrize("value", [Gained(3), "Gained", None])
-def test_only_a_class_takes_the_place_of_a_layer(value):
-    with pytest.raises(TypeError, match="SynchronizedBatchNorm1d must be a class"):
-        syncbn.stand_in_for("refused_toolkit", SynchronizedBatchNorm1d=value)
-    with pytest.raises(TypeError, match=r"names of layers.* \(got SynchronizedBatchNorm4d"):
-        syncbn.stand_in_for("refused_toolkit", SynchronizedBatchNorm4d=Gained)
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("refused_toolkit")
 
 
 # -- names of torch ----------------------------------------------------------------------------
@@ -432,29 +373,12 @@ def test_the_patch_changes_what_a_builder_builds_and_ends():
     assert nn.BatchNorm2d.__module__.startswith("torch.")
 
 
-@pytest.mark.parametrize("first_out", [0, 1])
-def test_blocks_of_threads_overlap_and_end_in_any_order(first_out):
-    blocks = [patch_sync_batchnorm(), patch_sync_batchnorm()]
-    for block in blocks:
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(block.__enter__).result(10)
-    blocks.pop(first_out).__exit__(None, None, None)
-    assert names_of_torch() == SYNCHRONIZED
-    blocks.pop().__exit__(None, None, None)
-    assert names_of_torch() == PLAIN
-
-
 class Mine(nn.BatchNorm2d):
     """A user's patch of torch."""
 
 
-@pytest.mark.parametrize("when", ["around", "inside"])
-def test_patch_of_a_user_stays(monkeypatch, when):
-    monkeypatch.setattr(nn, "BatchNorm2d", Mine if when == "around" else PLAIN[1])
+def test_patch_of_a_user_around_the_block_stays(monkeypatch):
+    monkeypatch.setattr(nn, "BatchNorm2d", Mine)
     with patch_sync_batchnorm():
         assert names_of_torch() == SYNCHRONIZED
-        if when == "inside":
-            nn.BatchNorm2d = Mine
-            with patch_sync_batchnorm():
-                assert nn.BatchNorm2d is Mine
     assert names_of_torch() == [PLAIN[0], Mine, PLAIN[2]]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from replication.devices import accelerator, default_devices
+from replication.devices import default_devices
 from replication.diagnosis.table import Table, as_text
 from replication.diagnosis.verify import verify
 from replication.groups.layer import ReplicaAware
@@ -50,33 +50,35 @@ def check_machine(
 ) -> int:
     """Compares layers on replicas with one device, on every device; returns the exit status."""
     # `make_layer` makes a layer for images of 16 channels, `dtypes` the dtypes for a device.
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {package}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    accelerators = default_devices()
+    devices = [f"CPU ({torch.get_num_threads()} threads)", *map(str, accelerators)]
+    environment = (
+        f"synchronized-batchnorm {__version__}\n"
+        f"Python {platform.python_version()}, torch {torch.__version__}\n"
+        f"Devices: {', '.join(devices)}"
     )
-    parser.add_argument("--version", action="version", version=environment())
+    parser = argparse.ArgumentParser(prog=f"python -m {package}", description=description)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--version", action="version", version=environment)
     parser.add_argument("--replicas", type=int, default=4, help="replicas per device (default 4)")
     replicas = parser.parse_args(arguments).replicas
     if not 2 <= replicas <= 1024:  # each is a thread
         parser.error(f"--replicas must be from 2 to 1024 (got {replicas})")
-    print(environment())
+    print(environment)
     torch.manual_seed(0)
-    accelerators = default_devices()
-    device_lists = [[device] * replicas for device in (torch.device("cpu"), *accelerators)]
-    if len(accelerators) > 1:
-        device_lists.append(accelerators)
     samples = 3 * max(replicas, len(accelerators)) - 1  # the last shard is smaller
     batch = torch.randn(samples, 16, 9, 9) + 10
+    checked = [[device] * replicas for device in (torch.device("cpu"), *accelerators)]
+    checked += [accelerators] * (len(accelerators) > 1)
     results = []
-    for devices in device_lists:
-        names = ", ".join(dict.fromkeys(map(str, devices)))
-        for dtype in dtypes(devices[0]):
-            what = f"{len(devices)} replicas on {names} in {str(dtype).removeprefix('torch.')}"
+    for device_ids in checked:
+        names = ", ".join(dict.fromkeys(map(str, device_ids)))
+        for dtype in dtypes(device_ids[0]):
+            what = f"{len(device_ids)} replicas on {names} in {str(dtype).removeprefix('torch.')}"
             print(f"\n{what}, compared with one device:")
             verdict = "FAIL"
             try:
-                found = verify(make_layer(), batch, devices, dtype=dtype)
+                found = verify(make_layer(), batch, device_ids, dtype=dtype)
                 print(found)
                 verdict = "PASS" if found else "FAIL"
             except Exception:
@@ -90,17 +92,6 @@ def check_machine(
         return 0
     print("FAIL: replicas raise, or differ from one device; see the comparisons above")
     return 1
-
-
-def environment() -> str:
-    """Describes the installed software and the available devices."""
-    kind, count = accelerator(), len(default_devices())
-    found = f"{count} {kind} device{'s' * (count != 1)}" if kind else "no GPU or other accelerator"
-    return (
-        f"synchronized-batchnorm {__version__}\n"
-        f"Python {platform.python_version()}, torch {torch.__version__}\n"
-        f"Devices: CPU ({torch.get_num_threads()} threads), {found}"
-    )
 
 
 if __name__ == "__main__":

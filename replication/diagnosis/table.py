@@ -33,25 +33,18 @@ def as_text(table: Table) -> str:
 
 def as_html(table: Table) -> str:
     """Returns the table as HTML. It sets no colors, so that it suits light and dark pages."""
-    head, *body = [
-        "".join(
-            f'<{tag} style="text-align: {"right" if index >= table.numbers_from else "left"}">'
-            f"{_marked_up(cell)}</{tag}>"
-            for index, cell in enumerate(cells)
-        )
-        for tag, cells in [("th", table.titles), *(("td", row) for row in table.rows)]
-    ]
-    rows = "".join(f"<tr>{row}</tr>" for row in body)
-    shown = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if head else ""
-    before, after = (
-        "".join(f"<p>{_marked_up(line)}</p>" for line in lines)
-        for lines in (table.before, table.after)
-    )
-    return f"<div>{before}{shown}{after}</div>"
-
-
-def _marked_up(text: str) -> str:
-    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
+    lines = []
+    for tag, cells in [("th", table.titles), *(("td", row) for row in table.rows)]:
+        sides = ["right" if i >= table.numbers_from else "left" for i in range(len(cells))]
+        marked = [
+            f'<{tag} style="text-align: {side}">{escape(cell)}</{tag}>'
+            for side, cell in zip(sides, cells, strict=True)
+        ]
+        lines.append(f"<tr>{''.join(marked)}</tr>")
+    rows = f"<table><thead>{lines[0]}</thead><tbody>{''.join(lines[1:])}</tbody></table>"
+    before, after = ([f"<p>{escape(x)}</p>" for x in part] for part in (table.before, table.after))
+    html = "".join(["<div>", *before, rows if table.titles else "", *after, "</div>"])
+    return re.sub("`([^`]*)`", r"<code>\1</code>", html)
 
 
 class ShownAsTable:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,14 @@ __all__ = ["Difference", "Verification", "verify"]
 
 #: The kind of quantity that differs first. The model's outputs differ as well if it matters.
 _OF_LAYERS = "outputs of layers"
+
+#: What a table says of a `Verification` whose attribute is true.
+_REMARKS = {
+    "is_evaluation": "In eval() batch norm does not synchronize: call train() first.",
+    "is_random": "Two runs on one device differ as well: the model draws random numbers.",
+    "is_ill_conditioned": "On one device a rounding error in inputs and parameters matters as "
+    "much: the model is ill-conditioned.",
+}
 
 
 @dataclass(frozen=True)
@@ -81,13 +89,6 @@ class Verification(ShownAsTable):
         everything = (d for differences in self.differences.values() for d in differences)
         return next((d for d in everything if d.error > self.tolerance), None)
 
-    def _is_explained_by(self, other: dict[str, list[Difference]]) -> bool:
-        """Whether outputs, gradients and buffers of the model differ as much in ``other``."""
-        # Up to a factor of 10, because each run rounds differently.
-        errors = {kind: _largest(found) for kind, found in self.differences.items()}
-        above = {k: e for k, e in errors.items() if k != _OF_LAYERS and e > self.tolerance}
-        return bool(above) and all(e <= 10 * _largest(other[kind]) for kind, e in above.items())
-
     def _table(self) -> Table:
         rows = [
             (kind, str(len(found)), f"{_largest(found):.1e}")
@@ -97,15 +98,7 @@ class Verification(ShownAsTable):
         first = self.first_difference
         verdict = "equal" if first is None else f"the first difference is {first}"
         after = [f"{self.replicas} replicas: {verdict} (tolerance {self.tolerance:.0e})"]
-        if self.is_evaluation:
-            after.append("In eval() batch norm does not synchronize: call train() first.")
-        if self.is_random:
-            after.append("Two runs on one device differ as well: the model draws random numbers.")
-        if self.is_ill_conditioned:
-            after.append(
-                "On one device a rounding error in inputs and parameters matters as much: the "
-                "model is ill-conditioned."
-            )
+        after += [remark for name, remark in _REMARKS.items() if getattr(self, name)]
         titles = "compared", "number", "largest relative error"
         return Table(titles, rows, after=after, numbers_from=1)
 
@@ -157,41 +150,37 @@ def verify(
         # Without an accelerator, torch's class sets no `dim`.
         dim, model = getattr(model, "dim", 0), compiled_module(model.module)
     _check_layers(model)
-    if tolerance is None:
-        tolerance = 1e-6 if dtype is torch.float64 else 1e-3
     devices = parse_devices(device_ids)
     if len(devices) < 2:
         raise ValueError(f"expected at least two devices to compare with one (got {len(devices)})")
-
-    @torch.inference_mode(False)  # computes gradients, whatever the mode of the caller
-    def run(on: Sequence[torch.device], noise: torch.Generator | None = None) -> Step:
-        cast = partial(_cast, dtype=dtype, noise=noise)
-        net = _copied(model, devices[0], cast)
-        runner = net if len(on) == 1 else DataParallel(net, on, dim=dim)
-        once_for(runner)()  # the result names plain batch norm, no warning does
-        try:
-            return Step(net, runner, *_arguments(batch, devices[0], cast))
-        except BaseException as error:
-            where = "one device" if len(on) == 1 else f"{len(on)} replicas"
-            add_note(error, f"while verify ran a copy of the model, cast to {dtype}, on {where}")
-            raise
-
-    expected, actual = run(devices[:1]), run(devices)
+    run, cast = partial(Run, model, batch, dim), Cast(dtype)
+    expected, actual = run(devices[:1], cast), run(devices, cast)
     count = len({replica for _, replica in actual.calls})
     if count < 2:
         raise ValueError("expected at least two replicas with data (got one); pass more samples")
+    if tolerance is None:
+        tolerance = 1e-6 if dtype is torch.float64 else 1e-3
     is_evaluation = not any(module.training for module in model.modules())
     result = Verification(_compare(actual, expected), tolerance, count, is_evaluation)
-    if result:
-        return result
-    repeated = _compare(run(devices[:1]), expected)
+    return result if result else _with_cause(result, expected, partial(run, devices[:1]), cast)
+
+
+def _with_cause(
+    result: Verification, expected: Run, rerun: Callable[[Cast], Run], cast: Cast
+) -> Verification:
+    """Asks whether other runs on one device differ as much as the replicas do."""
+    repeated = _compare(rerun(cast), expected)
     # Not by gradients: a second run may round otherwise, which decides them at the kink of a ReLU.
-    drawn = {kind: found for kind, found in repeated.items() if kind != "gradients"}
-    if not Verification(drawn, tolerance, 1):
+    drawn = [_largest(found) for kind, found in repeated.items() if kind != "gradients"]
+    if max(drawn) > result.tolerance:
         return replace(result, is_random=True)
-    noise = torch.Generator("cpu").manual_seed(0)
+    errors = {kind: _largest(found) for kind, found in result.differences.items()}
+    above = {k: e for k, e in errors.items() if k != _OF_LAYERS and e > result.tolerance}
+    disturbing = cast._replace(noise=torch.Generator("cpu").manual_seed(0))
     for _ in range(3):  # one of them may round as the undisturbed numbers do
-        if result._is_explained_by(_compare(run(devices[:1], noise), expected)):
+        disturbed = _compare(rerun(disturbing), expected)
+        # Up to a factor of 10, because each run rounds differently.
+        if above and all(error <= 10 * _largest(disturbed[kind]) for kind, error in above.items()):
             return replace(result, is_ill_conditioned=True)
     return result
 
@@ -206,7 +195,7 @@ def _check_layers(model: nn.Module) -> None:
             )
 
 
-def _copied(model: nn.Module, device: torch.device, cast: Callable[..., Tensor]) -> nn.Module:
+def _copied(model: nn.Module, device: torch.device, cast: Cast) -> nn.Module:
     """Returns a copy without the wrappers of `torch.compile`, whose modules replicas run."""
     net = copy.deepcopy(model).to(device)
     for module in list(net.modules()):
@@ -215,12 +204,12 @@ def _copied(model: nn.Module, device: torch.device, cast: Callable[..., Tensor])
     for parameter in net.parameters():
         parameter.data = cast(parameter.data)
     for buffer in net.buffers():
-        buffer.data = cast(buffer.data, noise=None)
+        buffer.data = cast._replace(noise=None)(buffer.data)
     return net
 
 
 def _arguments(
-    batch: Any, device: torch.device, cast: Callable[..., Tensor]
+    batch: Any, device: torch.device, cast: Cast
 ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Tensor]]:
     """Returns arguments for a model, and the leaves among them, which get gradients."""
     is_named = isinstance(batch, Mapping)
@@ -239,41 +228,51 @@ def _arguments(
     return ((), named, inputs) if is_named else (tuple(named.values()), {}, inputs)
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype, noise: torch.Generator | None) -> Tensor:
+class Cast(NamedTuple):
     """Casts a tensor of real or complex numbers. Noise changes each by an ulp."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor
-    tensor = tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)
-    if noise is not None:
-        signs = torch.randint(-1, 2, tensor.shape, generator=noise, device="cpu").to(tensor)
-        tensor = tensor * (1 + torch.finfo(dtype).eps * signs)
-    return tensor
+
+    dtype: torch.dtype
+    noise: torch.Generator | None = None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if not _has_fractions(tensor):
+            return tensor
+        tensor = tensor.to(self.dtype.to_complex() if tensor.is_complex() else self.dtype)
+        if self.noise is None:
+            return tensor
+        signs = torch.randint(-1, 2, tensor.shape, generator=self.noise, device="cpu").to(tensor)
+        return tensor * (1 + torch.finfo(self.dtype).eps * signs)
 
 
 #: A quantity in each replica.
 Parts = dict[int, Tensor]
 
 
-class Step:
-    """One forward and one backward of ``runner``: ``net``, or a `DataParallel` around it."""
+class Run:
+    """One forward and one backward of a copy of the model, on one device or on replicas."""
 
+    @torch.inference_mode(False)  # computes gradients, whatever the mode of the caller
     def __init__(
-        self, net: nn.Module, runner: nn.Module, args: Any, kwargs: Any, inputs: dict[str, Tensor]
+        self, model: nn.Module, batch: Any, dim: int, devices: list[torch.device], cast: Cast
     ) -> None:
         #: By kind and name. The outputs of layers are in the order of calls.
         self.quantities: dict[str, dict[str, Parts]] = {_OF_LAYERS: {}}
         #: The number of calls by path and replica.
         self.calls: Counter[tuple[str, int]] = Counter()
-        layers = dict(net.named_modules())
-        # A DataParallel inside the network has replicas of its own.
-        inner = tuple(f"{path}." for path, m in layers.items() if isinstance(m, nn.DataParallel))
-        for path, layer in layers.items():
-            if not path.startswith(inner):
-                layer.register_forward_hook(partial(self._record_call, path))
-        outputs = _tensors(runner(*args, **kwargs))
-        # Before the backward: a recomputation updates the buffers of torch's layers once more.
-        buffers = {f"`{name}`": buffer.clone() for name, buffer in net.named_buffers()}
-        _backward([y for y in outputs.values() if y.requires_grad])
+        net = _copied(model, devices[0], cast)
+        self._record_calls_of(net)
+        args, kwargs, inputs = _arguments(batch, devices[0], cast)
+        runner = net if len(devices) == 1 else DataParallel(net, devices, dim=dim)
+        once_for(runner)()  # the result names plain batch norm, no warning does
+        try:
+            outputs = _tensors(runner(*args, **kwargs))
+            # Before the backward: a recomputation updates the buffers of torch's layers once more.
+            buffers = {f"`{name}`": buffer.clone() for name, buffer in net.named_buffers()}
+            _backward([y for y in outputs.values() if y.requires_grad])
+        except BaseException as error:
+            on = "one device" if len(devices) == 1 else f"{len(devices)} replicas"
+            add_note(error, f"while verify ran a copy of the model, cast to {cast.dtype}, on {on}")
+            raise
         leaves = inputs | {f"`{name}`": value for name, value in net.named_parameters()}
         self._add("output", {f"`{k}`" if k else "the model": y for k, y in outputs.items()})
         self._add("gradient", {name: t.grad for name, t in leaves.items() if t.grad is not None})
@@ -283,6 +282,14 @@ class Step:
         self.quantities[f"{kind}s"] = {
             f"{kind} of {name}": {0: t.detach().to_dense()} for name, t in tensors.items()
         }
+
+    def _record_calls_of(self, net: nn.Module) -> None:
+        layers = dict(net.named_modules())
+        # A DataParallel inside the network has replicas of its own.
+        inner = tuple(f"{path}." for path, m in layers.items() if isinstance(m, nn.DataParallel))
+        for path, layer in layers.items():
+            if not path.startswith(inner):
+                layer.register_forward_hook(partial(self._record_call, path))
 
     def _record_call(self, path: str, layer: nn.Module, args: Any, output: Any) -> None:
         if is_recomputation():
@@ -320,64 +327,61 @@ def _backward(outputs: list[Tensor]) -> None:
         torch.autograd.backward(outputs, upstream)
 
 
-def _compare(actual: Step, expected: Step) -> dict[str, list[Difference]]:
+def _compare(actual: Run, expected: Run) -> dict[str, list[Difference]]:
     result = {}
-    for kind, quantities in expected.quantities.items():
-        others = actual.quantities[kind]
-        tensors = [] if kind == _OF_LAYERS else [parts[0] for parts in quantities.values()]
-        largest = max(map(_magnitude, tensors), default=0.0)
+    for kind, references in expected.quantities.items():
+        found = actual.quantities[kind]
+        tensors = [] if kind == _OF_LAYERS else [parts[0] for parts in references.values()]
+        # Errors are relative to the largest value of a tensor, or to a thousandth of the largest
+        # of the kind if that is more: some quantities cancel except for rounding, such as the
+        # gradient of a bias before a normalization.
+        least = 1e-3 * max(map(_magnitude, tensors), default=0.0)
         result[kind] = [
-            difference(name, others.get(name), quantities.get(name), largest)
-            for name in {**quantities, **others}
+            _difference(name, found.get(name), references.get(name), least)
+            for name in references | found
         ]
     return result
 
 
-def difference(
-    where: str, actual: Parts | None, expected: Parts | None, largest_of_kind: float
+def _difference(
+    where: str, actual: Parts | None, expected: Parts | None, least: float
 ) -> Difference:
     """Compares the joined tensors of the replicas with the tensor of one device."""
-    # Relative to the largest value, or a thousandth of `largest_of_kind` if that is more: some
-    # quantities cancel except for rounding, such as the gradient of a bias before a normalization.
     if actual is None or expected is None:
         only = "one device has" if actual is None else "replicas have"
         return Difference(where, math.inf, f"only {only} it")
     (reference,) = expected.values()
-    parts = [actual[replica].to(reference.device) for replica in sorted(actual)]
-    if not reference.dim() and (len(parts) > 1 or parts[0].dim()):  # gathered they are a vector
+    shape, parts = reference.shape, [actual[i].to(reference.device) for i in sorted(actual)]
+    if not shape and (len(parts) > 1 or parts[0].dim()):  # gathered they are a vector
         return Difference(where, 0.0, "each replica has a scalar of its own")
-    errors = [_error(y, reference, largest_of_kind) for y in _joined(parts, reference.shape)]
-    if not errors:
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        reason = f"shapes {shapes} in the replicas, {tuple(reference.shape)} on one device"
-        return Difference(where, math.inf, reason)
-    return Difference(where, min(errors))
-
-
-def _joined(parts: list[Tensor], shape: torch.Size) -> list[Tensor]:
-    """Returns the stack of the parts if each has the shape, and each concatenation that has it."""
     # The batch may be in any dimension of an output, or in none: outputs that depend on
     # parameters alone are the same in each replica.
     joined = [torch.stack(parts)] if all(part.shape == shape for part in parts) else []
     for dim in range(len(shape)):
-        with suppress(RuntimeError, IndexError):
+        with suppress(RuntimeError, IndexError):  # the parts differ in another dimension
             joined += [y for y in [torch.cat(parts, dim)] if y.shape == shape]
-    return joined
+    if joined:
+        return Difference(where, min(_error(y, reference, least) for y in joined))
+    shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+    reason = f"shapes {shapes} in the replicas, {tuple(shape)} on one device"
+    return Difference(where, math.inf, reason)
 
 
-def _error(actual: Tensor, reference: Tensor, largest_of_kind: float) -> float:
+def _error(actual: Tensor, reference: Tensor, least: float) -> float:
     is_equal = (actual == reference) | (actual.isnan() & reference.isnan())
     if is_equal.all():
         return 0.0
-    if not (reference.is_floating_point() or reference.is_complex()):
+    if not _has_fractions(reference):
         return math.inf
     error = (actual - reference)[~is_equal].abs().amax().item()
-    error /= max(_magnitude(reference), 1e-3 * largest_of_kind) or 1.0
+    error /= max(_magnitude(reference), least) or 1.0
     return error if math.isfinite(error) else math.inf
 
 
 def _magnitude(tensor: Tensor) -> float:
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return 0.0
     finite = tensor[tensor.isfinite()]
-    return finite.abs().amax().item() if finite.numel() else 0.0
+    return finite.abs().amax().item() if _has_fractions(tensor) and len(finite) else 0.0
+
+
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ class WaitReport(ShownAsTable):
         self._size = 0
         self._lock = RenewedLock()
         # By path: the calls and the seconds by replica.
-        self._waits: dict[str, tuple[dict[int, int], dict[int, float]]] = {}
+        self._waits: dict[str, tuple[Counter[int], defaultdict[int, float]]] = {}
 
     def add_forward(self, size: int) -> None:
         with self._lock():
@@ -52,9 +53,9 @@ class WaitReport(ShownAsTable):
 
     def add(self, path: str, replica: int, seconds: float, calls: int = 1) -> None:
         with self._lock():
-            calls_by, seconds_by = self._waits.setdefault(path, ({}, {}))
-            calls_by[replica] = calls_by.get(replica, 0) + calls
-            seconds_by[replica] = seconds_by.get(replica, 0.0) + seconds
+            calls_of, seconds_of = self._waits.setdefault(path, (Counter(), defaultdict(float)))
+            calls_of[replica] += calls
+            seconds_of[replica] += seconds
 
     @property
     def replicas(self) -> range:
@@ -66,7 +67,7 @@ class WaitReport(ShownAsTable):
         """The ``path``, ``calls`` and ``seconds`` (by replica) of each layer, longest first."""
         with self._lock():
             layers = [
-                Waits(path, max(calls.values()), {r: seconds.get(r, 0.0) for r in self.replicas})
+                Waits(path, max(calls.values()), {r: seconds[r] for r in self.replicas})
                 for path, (calls, seconds) in self._waits.items()
             ]
         return sorted(layers, key=lambda layer: -sum(layer.seconds.values()))
@@ -94,26 +95,24 @@ class WaitReport(ShownAsTable):
         lines = [layer._replace(path=f"`{layer.path}`") for layer in layers[:_ROWS]]
         if others := layers[_ROWS:]:
             lines.append(_added(f"{len(others)} others", others))
-        rows, unit = [], 1e3 / max(self.forwards, 1)
+        rows = []
         for name, calls, seconds in (*lines, _added("all", layers)):
             figures = (*seconds.values(), sum(seconds.values()))
-            rows.append((name, str(calls), *(f"{unit * s:.3f}" for s in figures)))
-        titles = ["layer", "calls", *(f"replica {r}" for r in layers[0].seconds), "together"]
-        verdict = (
-            "No replica stands out as the one that the others wait for."
-            if straggler is None
-            else f"Replica {straggler} waits least: it is the one that the others wait for."
-        )
+            rows.append((name, str(calls), *(f"{1e3 * s / self.forwards:.3f}" for s in figures)))
+        titles = ["layer", "calls", *(f"replica {r}" for r in self.replicas), "together"]
+        verdict = f"Replica {straggler} waits least: it is the one that the others wait for."
+        if straggler is None:
+            verdict = "No replica stands out as the one that the others wait for."
         after = f"Replicas wait longest in `{layers[0].path}`. {verdict}"
         return Table(titles, rows, [head], [after], numbers_from=1)
 
     def plot(self, axes: Any) -> None:
         """Draws a bar per layer, with a segment per replica, into ``axes`` of matplotlib."""
         layers = self.layers[:_ROWS][::-1]
-        left, unit = [0.0] * len(layers), 1e3 / max(self.forwards, 1)
+        paths, left = [layer.path for layer in layers], [0.0] * len(layers)
         for replica in self.replicas:
-            widths = [unit * layer.seconds[replica] for layer in layers]
-            axes.barh([w.path for w in layers], widths, left=left, label=f"replica {replica}")
+            widths = [1e3 * layer.seconds[replica] / self.forwards for layer in layers]
+            axes.barh(paths, widths, left=left, label=f"replica {replica}")
             left = [sum(pair) for pair in zip(left, widths, strict=True)]
         axes.set_xlabel("waits, ms per forward")
         if layers:
@@ -185,8 +184,7 @@ def observer(size: int) -> Observe | None:
             for report in reports:
                 report.add(path, replica, seconds, calls=int(what == "exchange"))
 
-        if reports:
-            stack.callback(end)
+        stack.callback(end)
         return stack
 
     return observe

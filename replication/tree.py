@@ -75,8 +75,6 @@ class Leaf(NamedTuple):
 _BASES = (list, tuple, OrderedDict, defaultdict, dict, deque)
 #: Types whose objects hold nothing. Most items and attributes are of these.
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
-#: Tuples that are never opened.
-_WHOLE = (PackedSequence, Scattered)
 #: Types that are never opened, even if a derived class is a dataclass. `object.__new__` cannot
 #: make errors, strings and numbers.
 _CLOSED = (Tensor, nn.Module, BaseException, str, bytes, int, float, complex)
@@ -104,7 +102,7 @@ class Opened(NamedTuple):
 def open_builtin(old: Any) -> Opened | None:
     """Opens a list, tuple, dict or deque, or returns None; no method of a derived class runs."""
     kind: Any = type(old)
-    if not issubclass(kind, _BASES) or issubclass(kind, _WHOLE):
+    if not issubclass(kind, _BASES) or issubclass(kind, (PackedSequence, Scattered)):
         return None
     is_base = kind in _BASES  # nearly always
     base: Any = kind if is_base else next(b for b in kind.__mro__ if b in _BASES)
@@ -301,19 +299,16 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
     return spec(iter(leaves))
 
 
-#: The old and the new object, by the id of the old one, which is kept so that its id stays unique.
-Made = dict[int, tuple[Any, Any]]
-
-
 def replace_leaves(
     function: Callable[[Any], Any],
     tree: Any,
     opened: Callable[[Any], Opened | None] = open_any,
-    made: Made | None = None,
+    made: dict[int, tuple[Any, Any]] | None = None,
 ) -> Any:
     """Returns the tree with ``function(leaf)`` in place of each leaf."""
     # A container stays the same object if its items do. An object that several containers hold is
-    # replaced by one new object in all of them.
+    # replaced by one new object in all of them: `made` has the old and the new one, by the id of
+    # the old one, which is kept so that its id stays unique.
     if type(tree) in PLAIN:
         return tree
     made = {} if made is None else made

@@ -38,18 +38,19 @@ class Centered(ReplicaAware, nn.Module):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Checks this machine, and returns the exit status."""
-    return check_machine("replication", __doc__, Centered, lambda _: [torch.float32], arguments)
+    return check_machine("replication", __doc__, Centered, lambda _: False, arguments)
 
 
 def check_machine(
     package: str,
     description: str | None,
     make_layer: Callable[[], nn.Module],
-    dtypes: Callable[[torch.device], Sequence[torch.dtype]],
+    uses_float64: Callable[[torch.device], bool],
     arguments: Sequence[str] | None,
 ) -> int:
     """Compares layers on replicas with one device, on every device; returns the exit status."""
-    # `make_layer` makes a layer for images of 16 channels, `dtypes` the dtypes for a device.
+    # `make_layer` makes a layer for images of 16 channels. Each device compares in float32, and in
+    # float64 where `uses_float64` says so.
     accelerators = default_devices()
     devices = [f"CPU ({torch.get_num_threads()} threads)", *map(str, accelerators)]
     environment = (
@@ -73,7 +74,7 @@ def check_machine(
     results = []
     for device_ids in checked:
         names = ", ".join(dict.fromkeys(map(str, device_ids)))
-        for dtype in dtypes(device_ids[0]):
+        for dtype in [torch.float64] * uses_float64(device_ids[0]) + [torch.float32]:
             what = f"{len(device_ids)} replicas on {names} in {str(dtype).removeprefix('torch.')}"
             print(f"\n{what}, compared with one device:")
             verdict = "FAIL"

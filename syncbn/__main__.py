@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from replication.__main__ import Centered, check_machine
@@ -20,7 +19,7 @@ from syncbn.channels import has_float64
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Checks this machine, and returns the exit status."""
-    return check_machine("syncbn", __doc__, make_layers, dtypes, arguments)
+    return check_machine("syncbn", __doc__, make_layers, has_float64, arguments)
 
 
 class Transposed(SynchronizedBatchNorm2d):
@@ -37,11 +36,6 @@ def make_layers() -> nn.Sequential:
     for layer in layers:
         nn.init.normal_(layer.weight, mean=0.5)
     return nn.Sequential(*layers, Centered())
-
-
-def dtypes(device: torch.device) -> list[torch.dtype]:
-    """Returns the dtypes to compare in, without float64 where the device lacks it."""
-    return [torch.float64, torch.float32] if has_float64(device) else [torch.float32]
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ class WaitReport(ShownAsTable):
         for name, calls, seconds in (*lines, _added("all", layers)):
             figures = (*seconds.values(), sum(seconds.values()))
             rows.append((name, str(calls), *(f"{1e3 * s / self.forwards:.3f}" for s in figures)))
-        titles = ["layer", "calls", *(f"replica {r}" for r in self.replicas), "together"]
+        titles = ["layer", "calls", *(f"replica {r}" for r in layers[0].seconds), "together"]
         verdict = f"Replica {straggler} waits least: it is the one that the others wait for."
         if straggler is None:
             verdict = "No replica stands out as the one that the others wait for."
@@ -109,14 +109,15 @@ class WaitReport(ShownAsTable):
     def plot(self, axes: Any) -> None:
         """Draws a bar per layer, with a segment per replica, into ``axes`` of matplotlib."""
         layers = self.layers[:_ROWS][::-1]
+        if not layers:
+            return
         paths, left = [layer.path for layer in layers], [0.0] * len(layers)
-        for replica in self.replicas:
+        for replica in layers[0].seconds:
             widths = [1e3 * layer.seconds[replica] / self.forwards for layer in layers]
             axes.barh(paths, widths, left=left, label=f"replica {replica}")
             left = [sum(pair) for pair in zip(left, widths, strict=True)]
         axes.set_xlabel("waits, ms per forward")
-        if layers:
-            axes.legend()
+        axes.legend()
 
 
 def _added(name: str, layers: Sequence[Waits]) -> Waits:

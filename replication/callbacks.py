@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
@@ -40,14 +41,8 @@ CALLBACK = "__data_parallel_replicate__"
 #: The attribute of a module with its registered callbacks, which its replicas share.
 _REGISTERED = "_replication_callbacks"
 
-#: The attribute of a method ``replicate`` that runs the callbacks.
-_RUNS_CALLBACKS = "_runs_replication_callbacks"
-
 Callback = Callable[[nn.Module, CallbackContext, int], object]
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
-
-#: Names for messages, and functions to be called with the context and the copy's index.
-Callbacks = list[tuple[str, Callable[[CallbackContext, int], object]]]
 
 
 def register_replication_callback(module: nn.Module, callback: Callback) -> RemovableHandle:
@@ -134,13 +129,13 @@ exec_data_parallel_replication_callback = execute_replication_callbacks
 
 def with_callbacks(replicate: MethodT) -> MethodT:
     """Marks a method ``replicate`` as one that runs the callbacks."""
-    vars(replicate)[_RUNS_CALLBACKS] = True
+    vars(replicate)["runs_callbacks"] = True
     return replicate
 
 
 def runs_callbacks(kind: type[nn.DataParallel[Any]]) -> bool:
     """Whether a class runs the replication callbacks, by itself or because of a patch."""
-    return hasattr(kind.replicate, _RUNS_CALLBACKS)
+    return "runs_callbacks" in vars(kind.replicate)
 
 
 def connect_copies(
@@ -153,23 +148,21 @@ def connect_copies(
     kinds = {kind for kind in {type(c[0]) for _, c in positions} if hasattr(kind, CALLBACK)}
     devices = tuple(map(device_of, roots) if devices is None else devices)
     rendezvous = attach_rendezvous(roots)
-    calls: list[list[Any]] = [[] for _ in roots]  # position, context, name and function, by copy
-    for position in positions:
-        path, copies = position
-        context = None
-        for copy_id, copy in enumerate(copies):
-            if type(copy) in kinds or CALLBACK in copy.__dict__ or _REGISTERED in copy.__dict__:
-                for name, callback in _callbacks_of(position, copy_id):
-                    context = context or CallbackContext(size, devices, path, rendezvous)
-                    calls[copy_id].append((position, context, name, callback))
+    contexts: dict[str, CallbackContext] = {}
     backward, current = current_backward(), this_thread.current
     try:
-        for copy_id in range(size):
-            for position, context, name, callback in calls[copy_id]:
-                path = path_or_root(position[0])
-                this_thread.current = CurrentReplica(rendezvous, copy_id, backward, path)
+        for copy_id, position in product(range(size), positions):
+            path, copy = position[0], position[1][copy_id]
+            state = copy.__dict__
+            if type(copy) not in kinds and CALLBACK not in state and _REGISTERED not in state:
+                continue  # nearly all
+            if path not in contexts:
+                contexts[path] = CallbackContext(size, devices, path, rendezvous)
+            place = path_or_root(path)
+            this_thread.current = CurrentReplica(rendezvous, copy_id, backward, place)
+            for name, callback in _callbacks_of(copy):
                 try:
-                    callback(context, copy_id)
+                    callback(contexts[path], copy_id)
                 except BaseException as error:
                     add_note(error, f"in {name} of {label(position)}, copy {copy_id} of {size}")
                     raise
@@ -177,19 +170,10 @@ def connect_copies(
         this_thread.current = current  # not in an `__exit__`, which a Ctrl-C may keep from running
 
 
-def _callbacks_of(position: Position, copy_id: int) -> Callbacks:
-    """Returns the callbacks of one copy, in order."""
-    module = position[1][copy_id]
-    callbacks: Callbacks = []
-    method = getattr(module, CALLBACK, None)
-    if method is not None:
-        if not callable(method):
-            raise TypeError(
-                f"{CALLBACK} of {label(position)}, copy {copy_id}, must be callable "
-                f"(got {type(method).__name__})"
-            )
-        callbacks.append((CALLBACK, method))
+def _callbacks_of(copy: nn.Module) -> list[tuple[str, Callable[..., object]]]:
+    """Returns the callbacks of one copy, in order, each with its name for messages."""
+    method = getattr(copy, CALLBACK, None)
+    own = [] if method is None else [(CALLBACK, method)]
     # At once, because another thread may register one: an `OrderedDict` would notice.
-    for function in list(dict.values(vars(module).get(_REGISTERED, {}))):
-        callbacks.append(("a registered callback", partial(function, module)))
-    return callbacks
+    registered = list(dict.values(vars(copy).get(_REGISTERED, {})))
+    return own + [("a registered callback", partial(function, copy)) for function in registered]

@@ -94,15 +94,14 @@ class _Share(nn.Module):
             # A sum of float16 may overflow.
             total = share.sum(dtype=torch.promote_types(share.dtype, torch.float32))
             return total, None if self.reduction == "sum" else self._weight(share, args, kwargs)
-        is_pair = isinstance(share, tuple) and len(share) == 2
-        scalars = (share[:1] if share[1] is None else share) if is_pair else ()
-        if not scalars or any(not isinstance(x, Tensor) or x.dim() for x in scalars):
-            got = " and ".join(map(describe_argument, share if is_pair else [share]))
-            raise TypeError(
-                f"{type(self.criterion).__name__} must return a pair of scalar tensors: the sum "
-                f"of the losses, and the weight of the samples or None (got {got})"
-            )
-        return share  # type: ignore[no-any-return]
+        match share:
+            case tuple((Tensor(ndim=0), None | Tensor(ndim=0))):
+                return share
+        got = map(describe_argument, share if isinstance(share, tuple) else [share])
+        raise TypeError(
+            f"{type(self.criterion).__name__} must return a pair of scalar tensors: the sum of "
+            f"the losses, and the weight of the samples or None (got {' and '.join(got)})"
+        )
 
     def _weight(self, losses: Tensor, args: Any, kwargs: Any) -> Tensor:
         """Returns the divisor of torch's mean."""

@@ -167,12 +167,17 @@ def _run_all(
                     raise failure
                 is_over = has_type(failure, ReplicasTimedOut)
                 end = min(end, time.monotonic() + (0.0 if is_over else SHUTDOWN_GRACE))
-        if running and rendezvous is not None and not failures:
-            raise rendezvous.time_out()
         if failures:
             if running and not has_type(failures[0], ReplicasTimedOut):
-                _note_left_running(failures, replicas, running)
-            raise failures[0]  # `first_failure_wins` raises the cause instead of a follow-up
+                rows = "; ".join(
+                    f"replica {index} {location(replicas[index], thread.ident or 0)}".rstrip()
+                    for index, thread in running.items()
+                )
+                for failure in failures:  # `first_failure_wins` may raise any of them
+                    add_note(failure, f"left running {SHUTDOWN_GRACE:g} s later: {rows}")
+            raise failures[0]
+        if running and rendezvous is not None:
+            raise rendezvous.time_out()
         return outputs
     finally:
         # First, because a Ctrl-C may come after any call.
@@ -200,20 +205,6 @@ def _next(done: Outcomes, running: dict[int, ReplicaThread], end: float) -> Outc
             raise RuntimeError(f"the thread of {listed(dead)} ended without a result")
 
 
-def _note_left_running(
-    failures: Sequence[BaseException],
-    replicas: Sequence[nn.Module],
-    running: dict[int, ReplicaThread],
-) -> None:
-    """Adds a note to errors about the replicas that the caller abandons, and where they are."""
-    rows = "; ".join(
-        f"replica {index} {location(replicas[index], thread.ident or 0)}".rstrip()
-        for index, thread in running.items()
-    )
-    for failure in failures:  # any of them may be raised in the end
-        add_note(failure, f"left running {SHUTDOWN_GRACE:g} s later: {rows}")
-
-
 class ReplicaThread(threading.Thread):
     """The thread of one replica in one forward. Puts the outcome of ``call`` into ``done``."""
 
@@ -237,21 +228,18 @@ class ReplicaThread(threading.Thread):
 
     def run(self) -> None:
         """Called in the new thread."""
-        work = vars(self).pop("_work", None)
-        if work is None:  # `start` was interrupted
+        try:
+            index, call, context, torch_threads, done = vars(self).pop("_work")
+        except KeyError:  # `start` was interrupted
             return
-        index, call, context, torch_threads, done = work
-        del work
-        value = failure = None
         try:
             if torch.get_num_threads() != torch_threads:
                 torch.set_num_threads(torch_threads)
-            value = context.run(call)
+            outcome: Outcome = index, context.run(call), None, nodes_made()
         except BaseException as error:
-            failure = error
-        outcome = index, value, failure, nodes_made()
+            outcome = index, None, error, nodes_made()
         # The traceback of an error refers to this frame, which must not keep the forward alive.
-        del call, context, value, failure
+        del call, context
         done.put(outcome)
         del outcome, done
 

@@ -170,9 +170,10 @@ def test_reductions_whose_weight_is_unknown_are_refused(criterion, message):
         (lambda x: x.mean(), "a tensor of shape []"),
         (lambda x: (x.sum(), len(x)), "a tensor of shape [] and int"),
         (lambda x: (x, x.sum()), "a tensor of shape [2, 2] and a tensor of shape []"),
-        (lambda x: (x.sum(), x.sum(), None), "tuple"),
+        (lambda x: (x.sum(), None, None), "a tensor of shape [] and NoneType and NoneType"),
+        (lambda x: [x.sum(), None], "list"),
     ],
-    ids=["mean", "int", "losses of samples", "triple"],
+    ids=["mean", "int", "losses of samples", "triple", "list"],
 )
 def test_the_sum_and_the_weight_must_be_scalars(pair, got):
     class Pair(nn.Module):

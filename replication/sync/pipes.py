@@ -105,17 +105,13 @@ class Channel(Exchange):
     ) -> SlavePipe:
         """Adds a slave that is in a replica, or that gets a new number if it is in none."""
         with rendezvous.lock:
-            if identifier in self.identifiers:
-                raise ReplicationError(
-                    f"a slave's identifier must be new and not {_MASTER}, which is the master's "
-                    f"(got {identifier!r} in `{self.path}`)"
-                )
             if replica is None:
                 replica = len(self.calls)
-            if replica in self.calls:
+            if identifier in self.identifiers or replica in self.calls:
                 raise ReplicationError(
-                    f"replica {replica} cannot register another slave in `{self.path}`: each "
-                    "replica has one slave, and the master's replica none"
+                    f"a slave needs an identifier of its own, not {_MASTER}, and a replica of its "
+                    f"own, not the master's (got {identifier!r} in replica {replica}, "
+                    f"`{self.path}`)"
                 )
             self.identifiers.add(identifier)
             self.calls[replica] = 0

@@ -173,7 +173,8 @@ def connect_copies(
 def _callbacks_of(copy: nn.Module) -> list[tuple[str, Callable[..., object]]]:
     """Returns the callbacks of one copy, in order, each with its name for messages."""
     method = getattr(copy, CALLBACK, None)
-    own = [] if method is None else [(CALLBACK, method)]
+    callbacks = [] if method is None else [(CALLBACK, method)]
     # At once, because another thread may register one: an `OrderedDict` would notice.
-    registered = list(dict.values(vars(copy).get(_REGISTERED, {})))
-    return own + [("a registered callback", partial(function, copy)) for function in registered]
+    for function in list(dict.values(vars(copy).get(_REGISTERED, {}))):
+        callbacks.append(("a registered callback", partial(function, copy)))
+    return callbacks

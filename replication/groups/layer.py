@@ -11,12 +11,10 @@ from replication._torch import IS_REPLICA
 from replication.errors import ReplicationError
 from replication.groups.base import Group, SoloGroup
 from replication.groups.processes import (
-    GroupMember,
     ProcessGroup,
     ProcessGroupHandle,
     check_process_group,
     has_other_processes,
-    processes_are_not_connected,
 )
 from replication.groups.replicas import CallbackContext
 from replication.sync.rendezvous import current_replica
@@ -28,8 +26,6 @@ else:
     _Base = object
 
 __all__ = ["ReplicaAware"]
-
-_first_warning_of_processes = WarnOnce()
 
 
 class ReplicaAware(_Base):
@@ -70,7 +66,7 @@ class ReplicaAware(_Base):
             )
 
     _replica_group: Group | None = None
-    #: Whether `torch.distributed` was not initialized when the replica was made.
+    #: Whether there were no other processes when the replica was made.
     _is_one_process = False
     #: The flag of the original, so that all replicas of all forwards warn once in total.
     _first_warning: WarnOnce | None = None
@@ -98,8 +94,8 @@ class ReplicaAware(_Base):
             # Not `ctx.group`, which a copy may have overwritten. Not `self._replica_group = ...`,
             # which is slow on a module.
             vars(self)["_replica_group"] = CallbackContext.group(ctx, copy_id)
-            # Once per forward, because reading `WORLD` takes calls in Python.
-            vars(self)["_is_one_process"] = GroupMember is None or GroupMember.WORLD is None
+            # Once per forward, because asking takes calls in Python.
+            vars(self)["_is_one_process"] = not has_other_processes()
 
     @property
     def group(self) -> Group:
@@ -138,19 +134,9 @@ class ReplicaAware(_Base):
                 )
             group = processes
         elif group is None or group.size == 1:
-            group = self._alone(name)
+            group = SoloGroup()
+            group._layer = name
         return group if self.group_size is None else group.split(self.group_size)
-
-    def _alone(self, name: str) -> Group:
-        if processes_are_not_connected() and _first_warning_of_processes():
-            warn(
-                f"`{name}` is not connected to the other processes of torchrun, because "
-                "torch.distributed is not initialized; call its init_process_group() first",
-                UnsynchronizedWarning,
-            )
-        group = SoloGroup()
-        group._layer = name
-        return group
 
     @property
     def process_group(self) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import threading
 from collections import Counter
@@ -59,9 +58,6 @@ _REMEDY = (
 
 # -- the groups of this process -------------------------------------------------------------------
 
-#: Its ``WORLD`` is None unless `torch.distributed` is initialized. None in builds without it.
-GroupMember: Any = getattr(distributed, "GroupMember", None)
-
 
 class ProcessGroupState:
     """The number of calls made with a process group, and the groups split from it."""
@@ -89,17 +85,6 @@ def has_other_processes(process_group: Any = None) -> bool:
         return not is_usable(process_group) or distributed.get_world_size(process_group) > 1
     is_distributed = distributed.is_available() and distributed.is_initialized()
     return is_distributed and distributed.get_world_size() > 1
-
-
-def processes_are_not_connected() -> bool:
-    """Whether torchrun started several processes and `torch.distributed` is not initialized."""
-    return (
-        not torch.compiler.is_compiling()  # older compilers cannot read the environment
-        and distributed.is_available()
-        and not distributed.is_initialized()
-        and distributed.is_torchelastic_launched()
-        and os.environ.get("WORLD_SIZE", "1") != "1"
-    )
 
 
 def is_usable(process_group: Any) -> bool:

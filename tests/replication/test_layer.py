@@ -23,8 +23,7 @@ from replication import (
     replicate,
     warning,
 )
-from replication.groups import layer as replica_aware
-from replication.warning import WarnOnce, once_for
+from replication.warning import once_for
 from syncbn import SynchronizedBatchNorm1d
 from tests.layers import HAS_GIL, CustomDataParallel, pickled
 
@@ -237,18 +236,3 @@ def test_copy_of_a_layer_of_a_replica_says_that_it_has_no_copies(copied):
 def test_what_is_no_process_group_is_refused(value):
     with pytest.raises(TypeError, match=r"must be a torch.distributed.ProcessGroup .*mesh"):
         Total().process_group = value
-
-
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_processes_that_do_not_know_of_each_other_are_warned_of_once(monkeypatch, processes):
-    monkeypatch.setattr(replica_aware, "_first_warning_of_processes", WarnOnce())
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")  # as torchrun does
-    monkeypatch.setenv("WORLD_SIZE", processes)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            Total()(torch.ones(2, 1))
-    texts = [str(found.message) for found in caught]
-    assert len(texts) == int(processes) - 1
-    assert all("`Total` is not connected to the other processes" in text for text in texts)
-    assert all(found.filename == __file__ for found in caught)

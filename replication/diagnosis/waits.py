@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from torch.autograd.profiler import record_function
 from replication._torch import is_profiling
 from replication.diagnosis.table import ShownAsTable, Table
 from replication.sync import lifecycle
-from replication.sync.rendezvous import Observe, RenewedLock
+from replication.sync.rendezvous import Observe
 
 __all__ = ["WaitReport", "wait_report"]
 
@@ -42,17 +43,17 @@ class WaitReport(ShownAsTable):
     def __init__(self) -> None:
         self.forwards = 0
         self._size = 0
-        self._lock = RenewedLock()
+        self._lock = threading.RLock()
         # By path: the calls and the seconds by replica.
         self._waits: dict[str, tuple[Counter[int], defaultdict[int, float]]] = {}
 
     def add_forward(self, size: int) -> None:
-        with self._lock():
+        with self._lock:
             self.forwards += 1
             self._size = max(self._size, size)
 
     def add(self, path: str, replica: int, seconds: float, calls: int = 1) -> None:
-        with self._lock():
+        with self._lock:
             calls_of, seconds_of = self._waits.setdefault(path, (Counter(), defaultdict(float)))
             calls_of[replica] += calls
             seconds_of[replica] += seconds
@@ -65,7 +66,7 @@ class WaitReport(ShownAsTable):
     @property
     def layers(self) -> list[Waits]:
         """The ``path``, ``calls`` and ``seconds`` (by replica) of each layer, longest first."""
-        with self._lock():
+        with self._lock:
             layers = [
                 Waits(path, max(calls.values()), {r: seconds[r] for r in self.replicas})
                 for path, (calls, seconds) in self._waits.items()

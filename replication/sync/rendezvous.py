@@ -21,13 +21,12 @@ thread that waits looks now and then whether the forward has failed or is closed
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from replication._torch import NO_BACKWARD, current_backward
 from replication.errors import (
@@ -187,17 +186,6 @@ class Rendezvous:
         self._is_closed = False
         # One object for each write into the original module that is under way.
         self._writes: set[object] = set()
-        _all.add(self)
-
-    def enter_child(self) -> None:
-        """Ends a forward of several threads in a forked child, which has only one of them."""
-        self.lock = threading.RLock()  # the thread that holds it may not exist
-        if len(self._progress) > 1 and any(progress.depth for progress in self._progress):
-            self._abort_waits(
-                ReplicationError,
-                "a forked process cannot go on with the forward of its parent, where the other "
-                "replicas run.",
-            )
 
     # -- the life of a replica -----------------------------------------------------------------
 
@@ -399,29 +387,6 @@ class Rendezvous:
                     "part of the replica)"
                 )
         return "".join(f"\n  replica {r}: {position}" for r, position in enumerate(positions))
-
-
-# The holder may not exist in the child. Re-entrant: a signal handler or a finalizer may
-# interrupt the thread that holds it.
-class RenewedLock:
-    """Returns a lock when called. A forked child gets a new one."""
-
-    def __init__(self) -> None:
-        self.enter_child()
-        _all.add(self)
-
-    def enter_child(self) -> None:
-        self._lock = threading.RLock()
-
-    def __call__(self) -> AbstractContextManager[object]:
-        return self._lock
-
-
-#: What a fork changes in the child.
-_all: WeakSet[Rendezvous | RenewedLock] = WeakSet()
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [shared.enter_child() for shared in list(_all)])
 
 
 class CurrentReplica(NamedTuple):

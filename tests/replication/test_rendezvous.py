@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import threading
 import time
 import weakref
@@ -630,27 +629,3 @@ def test_a_forward_in_a_backward_is_a_recomputation(monkeypatch):
     assert not is_recomputation()
     current.rendezvous.in_backward = True
     assert is_recomputation()
-
-
-def test_a_forked_child_ends_forwards_whose_other_replicas_run():
-    lone, pair, over = entered(1), entered(2), Rendezvous(2)
-    lock = module.RenewedLock()
-    held = lock(), pair.lock
-    for shared in (lone, pair, over, lock):
-        shared.enter_child()
-    assert lock() is not held[0] and pair.lock is not held[1]
-    with pytest.raises(ReplicationError, match="a forked process cannot go on"):
-        begin_wait(pair, 0, 1)
-    assert lone.abort is over.abort is None
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's own, about threads and fork
-def test_a_fork_enters_the_child_in_all():
-    pair, lock = entered(2), module.RenewedLock()
-    held = lock()
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if pair.abort is not None and lock() is not held else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert pair.abort is None and lock() is held

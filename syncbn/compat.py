@@ -6,7 +6,7 @@ import ast
 import inspect
 import sys
 from abc import ABCMeta
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -55,9 +55,8 @@ def patch_sync_batchnorm() -> Iterator[None]:
 
 #: The modules of the older toolkit. Each stand-in has all names.
 _MODULES = {"batchnorm", "replicate", "comm", "sync_manager"}
-_LAYERS = {layer.__name__: layer for layer in LAYERS}
 _NAMES: dict[str, Any] = {
-    **_LAYERS,
+    **{layer.__name__: layer for layer in LAYERS},
     "_SynchronizedBatchNorm": SynchronizedBatchNorm,
     "CallbackContext": CallbackContext,
     "DataParallelWithCallback": DataParallelWithCallback,
@@ -72,9 +71,6 @@ _NAMES: dict[str, Any] = {
     "set_sbn_eps_mode": set_sbn_eps_mode,
 }
 _SIGNATURE = inspect.signature(SynchronizedBatchNorm)
-_DEFAULTS = {
-    name: p.default for name, p in _SIGNATURE.parameters.items() if name != "num_features"
-}
 
 
 def _with_defaults(layer: Any, defaults: Mapping[str, Any], package: str) -> Any:
@@ -84,9 +80,7 @@ def _with_defaults(layer: Any, defaults: Mapping[str, Any], package: str) -> Any
     # are the same. Subclasses are ordinary classes.
 
     class Derived(layer, metaclass=ABCMeta):  # type: ignore[misc]
-        __doc__ = layer.__doc__
         __module__ = package
-        __qualname__ = layer.__name__
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             given = _SIGNATURE.bind_partial(*args, **kwargs).arguments
@@ -98,17 +92,17 @@ def _with_defaults(layer: Any, defaults: Mapping[str, Any], package: str) -> Any
         def __subclasshook__(cls, other: type) -> Any:
             return issubclass(other, layer) if cls is Derived else NotImplemented
 
-    Derived.__name__ = layer.__name__
+    Derived.__name__ = Derived.__qualname__ = layer.__name__
     return Derived
 
 
-def _defaults_of_copy(
-    package: str, places: Iterable[str], chosen: Iterable[str]
-) -> dict[str, Any]:
+def _read_defaults(package: str, places: Iterable[str], chosen: Iterable[str]) -> dict[str, Any]:
     """Reads the constructor defaults in the source of a vendored copy, in folders or a file."""
     # Warns of a default that is not a constant and of bias-corrected running statistics, unless
     # the caller has chosen a value.
     found: dict[str, ast.expr] = {}
+    defaults: dict[str, Any] = {}
+    problems: dict[str, str] = {}
     corrects_bias = False
     for file in (f for at in places for f in sorted(Path(at).glob("*.py")) or [Path(at)]):
         with suppress(OSError, SyntaxError, ValueError):
@@ -119,16 +113,14 @@ def _defaults_of_copy(
                     names = [argument.arg for argument in reversed(method.args.args)]
                     found.update(zip(names, reversed(method.args.defaults), strict=False))
                     corrects_bias = corrects_bias or b"_running_iter" in source
-    constants: dict[str, Any] = {
-        n: value.value for n, value in found.items() if isinstance(value, ast.Constant)
-    }
-    defaults = {name: constants[name] for name in constants.keys() & _DEFAULTS.keys()}
-    problems = {
-        name: f"its default, {ast.unparse(found[name])}, is not a constant"
-        for name in (found.keys() & _DEFAULTS.keys()) - constants.keys()
-    }
-    if corrects_bias:
-        problems["momentum"] = problems.get("momentum") or (
+    for name in found.keys() & _SIGNATURE.parameters.keys():
+        value = found[name]
+        if not isinstance(value, ast.Constant):
+            problems[name] = f"its default, {ast.unparse(value)}, is not a constant"
+        elif value.value != _SIGNATURE.parameters[name].default:
+            defaults[name] = value.value
+    if corrects_bias and "momentum" not in problems:
+        problems["momentum"] = (
             "the copy corrects the bias of its running statistics, which syncbn does not: with "
             f"momentum={defaults.get('momentum', 0.1)} they stay near their initial values in the "
             "first steps"
@@ -148,29 +140,25 @@ _packages: dict[str, dict[str, Any]] = {}
 class _Finder(MetaPathFinder, Loader):
     """Finds and loads the stand-ins."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         package, _, name = fullname.rpartition(".")
         if fullname in _packages:
             copy = PathFinder.find_spec(fullname, path)
             spec = ModuleSpec(fullname, self, is_package=True)
             if copy is not None:  # its other modules stay importable
                 places = copy.submodule_search_locations or [str(copy.origin)]
-                spec.submodule_search_locations = list(places)
+                spec.submodule_search_locations = [*places]
             return spec
         is_part = package in _packages and name in _MODULES
         return ModuleSpec(fullname, self) if is_part else None
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
-        names = _NAMES
         if name in _packages:
             chosen = _packages[name]
-            defaults = {**_defaults_of_copy(name, module.__path__, chosen), **chosen}
-            if any(value != _DEFAULTS[key] for key, value in defaults.items()):
-                layers = {k: _with_defaults(la, defaults, name) for k, la in _LAYERS.items()}
-                names = {**_NAMES, **layers}
+            defaults = {**_read_defaults(name, module.__path__, chosen), **chosen}
+            made = [_with_defaults(layer, defaults, name) for layer in LAYERS if defaults]
+            names = {**_NAMES, **{layer.__name__: layer for layer in made}}
         else:  # the classes of the package, which may have defaults of their own
             package = vars(sys.modules[name.rpartition(".")[0]])
             names = {key: package[key] for key in _NAMES}

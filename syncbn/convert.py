@@ -61,7 +61,7 @@ _TIMM = "timm.layers.norm_act", "BatchNormAct2d"
 
 
 class _Activated(SynchronizedBatchNorm2d):
-    """Runs the modules of timm's layer after the normalization."""
+    """A synchronized `timm.layers.norm_act.BatchNormAct2d`."""
 
     def forward(self: Any, input: Tensor) -> Any:
         return self.act(self.drop(super().forward(input)))
@@ -72,8 +72,7 @@ def _synchronized_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     if kind not in _SYNCHRONIZED and (kind.__module__, kind.__qualname__) == _TIMM:
         # Derived from timm's class: timm's functions, such as `freeze_batch_norm_2d`, would
         # otherwise take the layer for one without activation.
-        namespace = {"__module__": __name__, "__doc__": f"A synchronized `{'.'.join(_TIMM)}`."}
-        made = type("SynchronizedBatchNormAct2d", (_Activated, kind), namespace)
+        made = type("SynchronizedBatchNormAct2d", (_Activated, kind), {"__module__": __name__})
         _SYNCHRONIZED.setdefault(kind, made)  # another thread may have been faster
     return _SYNCHRONIZED.get(kind)
 
@@ -86,21 +85,17 @@ def __getattr__(name: str) -> Any:
     return _synchronized_class(getattr(import_module(module), plain))
 
 
-#: Attributes that identify a layer of an older toolkit.
-_OLDER_STATE = frozenset(("_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe"))
-#: Attributes of such a layer that a synchronized layer does not need.
-_OLDER_ATTRIBUTES = _OLDER_STATE | {"_moving_average_fraction"}
-
+#: The attributes that identify a layer of an older toolkit, and that a synchronized one lacks.
+_PIPES = {"_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe"}
+#: Names of which such a layer loses nothing.
 _plain = nn.BatchNorm2d(1, device="meta")
-_KNOWN = {*vars(_plain), *_plain.state_dict(), *_OLDER_ATTRIBUTES, *CORRECTION}
+_KNOWN = {*vars(_plain), *_plain.state_dict(), *_PIPES, *CORRECTION, "_moving_average_fraction"}
 _KNOWN |= {"_check_input_dim", "extra_repr"}
 
 
 def _why_older_stays(layer: nn.Module) -> str:
     """Returns why a layer of an older toolkit can't be converted without loss, or ""."""
-    classes = [
-        c for c in type(layer).__mro__ if c.__module__.split(".")[0] not in ("torch", "builtins")
-    ]
+    classes = [c for c in type(layer).__mro__ if not c.__module__.startswith("torch.")]
     toolkit = [c for c in classes if issubclass(c, _BatchNorm)][-1]
     # Copies differ in the forward and the private members of the toolkit's own class.
     own = {name for name in vars(toolkit) if name[0] != "_"} - {"forward"}
@@ -109,26 +104,18 @@ def _why_older_stays(layer: nn.Module) -> str:
     code = getattr(unwrap(toolkit.forward), "__code__", None)
     own.update(vars(layer).keys() & {"forward", *(code.co_names if code else ())})
     own.update(layer._parameters, layer._buffers, layer._modules)
-    own -= _KNOWN
-    if not own:
-        return ""
+    names = ", ".join(sorted(own - _KNOWN))
     package = toolkit.__module__.removesuffix(".batchnorm")
-    return (
-        f"a layer of an older toolkit that has its own {', '.join(sorted(own))}; "
-        f"syncbn.stand_in_for({package!r}), called before the first import of {package}, makes "
-        "its base class a synchronized one"
+    return names and (
+        f"a layer of an older toolkit that has its own {names}; syncbn.stand_in_for({package!r}), "
+        f"called before the first import of {package}, makes its base class a synchronized one"
     )
 
 
 KindName = Literal["synchronized", "plain", "left alone", "by sample", "wrapper"]
 
-_BY_SAMPLE = (
-    nn.modules.instancenorm._InstanceNorm,
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.LocalResponseNorm,
-    nn.RMSNorm,
-)
+_InstanceNorm = nn.modules.instancenorm._InstanceNorm
+_BY_SAMPLE = (_InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
 
 class Kind(NamedTuple):
@@ -154,7 +141,7 @@ def _kind_of(module: nn.Module) -> Kind | None:
     if isinstance(module, _BatchNorm):
         if isinstance(module, nn.modules.lazy.LazyModuleMixin):
             return Kind("left alone", "lazy: call the network once before you convert it")
-        if hasattr(kind, CALLBACK) and vars(module).keys() >= _OLDER_STATE:
+        if hasattr(kind, CALLBACK) and vars(module).keys() >= _PIPES:
             reason = _why_older_stays(module)
             note = reason or "of an older toolkit; convert_model synchronizes it"
             return Kind("left alone" if reason else "plain", note)
@@ -164,10 +151,10 @@ def _kind_of(module: nn.Module) -> Kind | None:
         return Kind("left alone", f"a derived class: pass classes={{{name}: Sync{name}}}")
     if isinstance(module, torch.jit.ScriptModule) and module.original_name in _NAMES:
         return Kind("left alone", f"a script of {module.original_name}: convert before torch.jit")
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+    if isinstance(module, _InstanceNorm) and module.track_running_stats:
         return Kind("left alone", "by sample, but its running statistics are the first replica's")
     if isinstance(module, _BY_SAMPLE):
-        return Kind("by sample")
+        return Kind("by sample", "nothing to synchronize: works per sample")
     if isinstance(module, nn.DataParallel):
         if not runs_callbacks(type(module)):
             return Kind("wrapper", "does not connect copies: convert_model(model) makes it do so")
@@ -184,9 +171,7 @@ def _out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     seen = set(modules.values())
     for path, module in modules.items():
         for name, value in vars(module).items():
-            leaves = (
-                leaves_of(value, open_builtin) if isinstance(value, list | tuple | dict) else ()
-            )
+            leaves = [leaf for leaf in leaves_of(value, open_builtin) if leaf is not value]
             for layer in (m for le in leaves if isinstance(le, nn.Module) for m in le.modules()):
                 if isinstance(layer, _BatchNorm) and layer not in seen:
                     seen.add(layer)
@@ -223,16 +208,15 @@ class Summary(ShownAsTable):
     def _table(self) -> Table:
         if not self.layers:
             return Table((), (), ["No layer normalizes over the batch."])
-        rows: list[tuple[str, ...]] = [
-            (f"`{path_or_root(path)}`", layer, kind.name, kind.note)
+        rows = [
+            (f"`{path_or_root(path)}`", layer, *kind)
             for path, layer, kind in self.layers
             if kind.name != "by sample"
         ]
-        by_sample = Counter(la.layer for la in self.layers if la.kind.name == "by sample")
-        note = "nothing to synchronize: works per sample"
+        by_sample = Counter(row[1:] for row in self.layers if row.kind.name == "by sample")
         rows += [
-            (f"({count} layer{'s' * (count > 1)})", layer, "by sample", note)
-            for layer, count in sorted(by_sample.items())
+            (f"({count} layer{'s' * (count > 1)})", layer, *kind)
+            for (layer, kind), count in sorted(by_sample.items())
         ]
         counts = Counter(layer.kind.name for layer in self.layers)
         total = (
@@ -375,12 +359,12 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
     if new is not None:
         process_group = vars(layer).pop("process_group", None)  # of a SyncBatchNorm
         if PLAIN.get(new) is not old:
-            vars(layer)[_FORMER] = old
+            vars(layer).setdefault(_FORMER, old)
         layer.__class__ = new
         if process_group is not None:
             layer.process_group = process_group
     elif kind is not None and kind.name == "plain":  # of an older toolkit
-        for name in _OLDER_ATTRIBUTES:
+        for name in _PIPES:
             vars(layer).pop(name, None)
         # The "1d", "2d" or "3d" in the names of its classes.
         names = " ".join(base.__name__ for base in old.__mro__)

@@ -167,6 +167,16 @@ def test_layers_of_a_users_class_are_converted_by_a_second_base_class_and_back()
     assert list(net.modules()) == parts
 
 
+class SyncAgain(SyncFused):
+    """A synchronized class that takes the place of another one."""
+
+
+def test_the_class_before_the_first_conversion_comes_back():
+    layer = convert_model(Fused(3), classes={Fused: SyncFused})
+    assert type(convert_model(layer, classes={SyncFused: SyncAgain})) is SyncAgain
+    assert type(revert_model(layer)) is Fused
+
+
 class SyncSyncBatchNorm(SynchronizedBatchNormNd):
     """Another counterpart of torch's own class."""
 

@@ -167,9 +167,8 @@ def _kind_of(module: nn.Module) -> Kind | None:
 
 def _out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields each batch norm in a plain list, tuple or dict, with the path of the attribute."""
-    modules = dict(root.named_modules())
-    seen = set(modules.values())
-    for path, module in modules.items():
+    seen = set(root.modules())
+    for path, module in root.named_modules():
         for name, value in vars(module).items():
             leaves = [leaf for leaf in leaves_of(value, open_builtin) if leaf is not value]
             for layer in (m for le in leaves if isinstance(le, nn.Module) for m in le.modules()):
@@ -283,7 +282,8 @@ def convert_model(
     'SynchronizedBatchNorm2d'
 
     A batch norm of your own that does more becomes synchronized with a second base class. Its
-    ``super().forward`` is then the synchronized one:
+    ``super().forward`` is then the synchronized one. A forward that does not call it must be
+    written anew in the synchronized class:
 
     >>> class Activated(nn.BatchNorm2d):
     ...     def forward(self, x):

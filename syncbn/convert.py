@@ -99,7 +99,9 @@ def _why_older_stays(layer: nn.Module) -> str:
     toolkit = [c for c in classes if issubclass(c, _BatchNorm)][-1]
     # Copies differ in the forward and the private members of the toolkit's own class.
     own = {name for name in vars(toolkit) if name[0] != "_"} - {"forward"}
-    own.update(name for c in classes if c is not toolkit for name in vars(c) if name[:2] != "__")
+    for name in (name for c in classes if c is not toolkit for name in vars(c)):
+        if name[:2] != "__" or name in (CALLBACK, "__call__"):
+            own.add(name)
     # A plain attribute matters if the forward reads it, or if it is the forward.
     code = getattr(unwrap(toolkit.forward), "__code__", None)
     own.update(vars(layer).keys() & {"forward", *(code.co_names if code else ())})

@@ -526,6 +526,8 @@ MINE, TOOLKIT = __name__, "tests.older_toolkit"
     [
         (derived("Fused", forward=lambda self, x: x)(3), "forward", TOOLKIT),
         (derived("Frozen", freeze=nn.Module.eval)(3), "freeze", TOOLKIT),
+        (derived("Called", __call__=nn.Module.__call__)(3), "__call__", TOOLKIT),
+        (derived("Told", **{CALLBACK: Base.__data_parallel_replicate__})(3), CALLBACK, TOOLKIT),
         (type("Mixed", (BatchNorm2dOlder, Freezable), {})(3), "freeze", TOOLKIT),
         (derived("Switched2d", TORCHS, **COPY, switch=print)(3), "switch", MINE),
         (

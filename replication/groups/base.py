@@ -50,16 +50,13 @@ class Call(NamedTuple):
     layouts: Layouts = ()
     #: Whether autograd records the call. None where it may differ.
     requires_grad: bool | None = None
-    #: The layer and the number of its call, between processes.
-    where: str = ""
 
     def __str__(self) -> str:
         tensors = ", ".join(
             f"{str(dtype).removeprefix('torch.')} [{', '.join(map(str, shape))}]"
             for dtype, shape in self.layouts
         )
-        text = f"{self.where}: " if self.where else ""
-        text += f"{self.name} of {tensors}" if tensors else self.name
+        text = f"{self.name} of {tensors}" if tensors else self.name
         if self.requires_grad is not None:
             text += f" that {'requires' if self.requires_grad else 'does not require'} gradients"
         return text

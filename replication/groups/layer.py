@@ -145,8 +145,7 @@ class ReplicaAware(_Base):
 
     @process_group.setter
     def process_group(self, value: Any) -> None:
-        if value is not None:
-            check_process_group(value)
+        check_process_group(value)
         self._process_group = None if value is None else ProcessGroupHandle(value)
 
     def _warn_if_isolated(self) -> bool:

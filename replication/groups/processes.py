@@ -45,7 +45,9 @@ T = TypeVar("T")
 #: `ProcessGroup.prefers_gather`).
 _FEW_RANKS, _FEW_BYTES = 8, 64 * 1024
 
-#: The layout of a header: length, hash and text, which is cut if it is too long.
+#: A header, by which ranks compare their calls before tensors travel: a length, which may differ,
+#: the hash of the call's text, and the text, cut if it is too long. It is not a pickle, because
+#: unpickling could run any code.
 _HEADER = Struct("<q32s472s")
 
 #: A note on errors of a backend.
@@ -96,18 +98,13 @@ def is_usable(process_group: Any) -> bool:
     return True
 
 
-def is_non_member(process_group: Any) -> bool:
-    """Whether it is the value that `torch.distributed.new_group` returns to non-members."""
-    outside = distributed.GroupMember.NON_GROUP_MEMBER
-    return type(process_group) is type(outside) and process_group == outside
-
-
 def check_process_group(value: Any) -> None:
-    """Raises TypeError unless a value is what `torch.distributed.new_group` may return."""
+    """Raises TypeError unless a value is None or a result of `torch.distributed.new_group`."""
     is_group = distributed.is_available() and (
-        isinstance(value, distributed.ProcessGroup) or is_non_member(value)
+        isinstance(value, distributed.ProcessGroup)
+        or value is distributed.GroupMember.NON_GROUP_MEMBER
     )
-    if not is_group:
+    if value is not None and not is_group:
         raise TypeError(
             "process_group must be a torch.distributed.ProcessGroup or None "
             f"(got {type(value).__name__}); for a DeviceMesh, pass mesh.get_group()"
@@ -115,36 +112,17 @@ def check_process_group(value: Any) -> None:
 
 
 class ProcessGroupHandle:
-    """A process group of a layer. Copies of the layer keep it; pickled and loaded it has none."""
+    """A process group of a layer. Copies of the layer keep it, and pickling drops it."""
 
-    def __init__(self, process_group: Any = None) -> None:
+    def __init__(self, process_group: Any) -> None:
         self.process_group = process_group
 
     def __deepcopy__(self, memo: Any) -> ProcessGroupHandle:
         return self
 
-    def __reduce__(self) -> tuple[type[ProcessGroupHandle], tuple[()]]:
-        if self.process_group is not None:
-            warn("a process_group is not pickled with a layer; set it where the layer is loaded")
-        return ProcessGroupHandle, ()
-
-
-# -- headers --------------------------------------------------------------------------------------
-
-# Ranks compare their calls before tensors travel. Headers have a fixed size and are never
-# unpickled: unpickling could run any code.
-
-
-def packed_header(call: Call, length: int = 0) -> bytes:
-    """Returns a length, which may differ, the hash of the call, and its text."""
-    return _HEADER.pack(length, sha256(repr(call).encode()).digest(), str(call).encode())
-
-
-def unpacked_header(packed: bytes) -> tuple[int, tuple[bytes, str]]:
-    """Returns the length, and hash and printable text, given any bytes of the right number."""
-    length, digest, encoded = _HEADER.unpack(packed)
-    text = encoded.rstrip(b"\0").decode(errors="replace")
-    return length, (digest, "".join(c if c.isprintable() else "\ufffd" for c in text))
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        warn("a process_group is not pickled with a layer; set it where the layer is loaded")
+        return type(None), ()  # loaded as None
 
 
 # -- the group ------------------------------------------------------------------------------------
@@ -198,15 +176,15 @@ class ProcessGroup(Group):
     """
 
     def __init__(self, process_group: Any = None, name: str = "ProcessGroup") -> None:
-        if process_group is not None:
-            check_process_group(process_group)
-        elif not (distributed.is_available() and distributed.is_initialized()):
-            raise RuntimeError(
-                "torch.distributed is not initialized; call init_process_group, or use a SoloGroup"
-            )
-        else:
+        check_process_group(process_group)
+        if process_group is None:
+            if not (distributed.is_available() and distributed.is_initialized()):
+                raise RuntimeError(
+                    "torch.distributed is not initialized; call init_process_group, or use a "
+                    "SoloGroup"
+                )
             process_group = distributed.group.WORLD
-        if is_non_member(process_group):
+        if process_group is distributed.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 f"`{name}`: this process is not in the process_group; pass one that contains it"
             )
@@ -236,33 +214,33 @@ class ProcessGroup(Group):
     # -- calls ---------------------------------------------------------------------------------
 
     @contextmanager
-    def _calling(self, call: Call) -> Iterator[Call]:
-        """Counts a call, and yields it with its number."""
+    def _calling(self, call: Call, length: int | None = None) -> Iterator[list[int]]:
+        """Counts a call. With a length, compares the call and yields the lengths of all ranks."""
         # If another rank raises or dies, this one gets an error of the backend or runs into the
         # timeout of the process group. Notes on that error name the call.
         state = state_of(self.process_group)
         kind = self._name, call.name.endswith("_backward")
         with state.lock:
             state.calls[kind] += 1
-            call = call._replace(where=f"`{self._name}`, call {state.calls[kind]}")
+            text = f"`{self._name}`, call {state.calls[kind]}: {call}"
         try:
             with named_range(f"exchange {self._name}, rank {self.rank}"):
                 # TORCH_DISTRIBUTED_DEBUG. Not `is`, because every call returns a new object.
-                if distributed.get_debug_level() != distributed.DebugLevel.OFF:  # type: ignore[attr-defined]
-                    self._compare(call)
-                yield call
+                debugs = distributed.get_debug_level() != distributed.DebugLevel.OFF  # type: ignore[attr-defined]
+                yield [] if length is None and not debugs else self._compare(text, length or 0)
         except Exception as error:
             if not has_type(error, ReplicationError):
-                add_note(error, f"in {call}, rank {self.rank} of {self.size}")
+                add_note(error, f"in {text}, rank {self.rank} of {self.size}")
                 add_note(error, _REMEDY)
             raise
 
-    def _compare(self, call: Call, length: int = 0) -> list[int]:
+    def _compare(self, text: str, length: int) -> list[int]:
         """Raises `ReplicasDiverged` if the ranks' calls do not match. Returns their lengths."""
-        rows = self._rows(self._to_tensor(packed_header(call, length)))
-        headers = [unpacked_header(_to_bytes(row)) for row in rows]
-        check_same_call([call for _, call in headers], f"`{self._name}`", range(self.size), "rank")
-        return [length for length, _ in headers]
+        header = _HEADER.pack(length, sha256(text.encode()).digest(), text.encode())
+        headers = [_HEADER.unpack(_to_bytes(row)) for row in self._rows(self._to_tensor(header))]
+        calls = [(digest, _printable(encoded)) for _, digest, encoded in headers]
+        check_same_call(calls, f"`{self._name}`", range(self.size), "rank")
+        return [length for length, *_ in headers]
 
     def _to_tensor(self, data: bytes) -> Tensor:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -270,25 +248,20 @@ class ProcessGroup(Group):
 
     def _differentiable(
         self,
-        call: Call,
+        name: str,
         collective: Callable[[Tensor], Tensor],
-        derivative: Callable[[Call, Tensor], Tensor],
+        derivative: Callable[[Tensor], Tensor],
         tensor: Tensor,
     ) -> Tensor:
         """Runs a collective in an autograd graph. Its backward is a separate call."""
-        # `derivative` gets the call of the backward and the gradient of the result.
         if is_batched(tensor):
             raise ReplicationError(
                 "collectives between processes take no batched gradients; compute one at a time"
             )
 
-        # One name for derivatives of any order.
-        name = f"{call.name.partition('(')[0].removesuffix('_backward')}_backward"
-
         def backward(grad: Tensor) -> Tensor:
-            of_backward = Call(name, layouts=layouts_of([grad], any_length=True))
-            with self._calling(of_backward):
-                return derivative(of_backward, grad)
+            with self._calling(Call(f"{name}_backward", layouts_of([grad], any_length=True))):
+                return derivative(grad)
 
         return Collective.apply(collective, backward, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -307,9 +280,7 @@ class ProcessGroup(Group):
         other collective unpickles anything.
         """
         # Not torch.distributed.all_gather_object, which needs NumPy.
-        pickled = self._to_tensor(pickle.dumps(obj))
-        with self._calling(Call("all_gather_object")) as call:
-            parts = self._all_gather(call, pickled)
+        parts = self._all_gather(Call("all_gather_object"), self._to_tensor(pickle.dumps(obj)))
         return tuple(pickle.loads(_to_bytes(part)) for part in parts)
 
     @uncompiled
@@ -331,8 +302,9 @@ class ProcessGroup(Group):
             layouts: Dtypes and shapes that must match on all ranks.
             requires_grad: Whether autograd records the call.
         """
-        with self._calling(Call(name, layouts, requires_grad)) as call:
-            return self._stack(call, tensor) if stack else self._sum(call, tensor)
+        with self._calling(Call(name, layouts, requires_grad)):
+            name = name.removesuffix("_backward")  # derivatives of any order have one name
+            return self._stack(name, tensor) if stack else self._sum(name, tensor)
 
     def prefers_gather(self, tensor: Tensor) -> bool:
         """Whether it is faster to sum by gathering all tensors and adding them on each rank."""
@@ -348,41 +320,45 @@ class ProcessGroup(Group):
 
     @uncompiled
     def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
-        """Counts a call, and hands it to the method of its name: `_all_reduce`, for example."""
+        """Runs the method of the name: `_all_reduce`, for example."""
         requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         layouts = layouts_of(tensors, any_length=name == "all_gather")
-        with self._calling(Call(name_of(name, option), layouts, requires_grad)) as call:
-            return getattr(self, f"_{name}")(call, *tensors, **option)  # type: ignore[no-any-return]
+        call = Call(name_of(name, option), layouts, requires_grad)
+        if name == "all_gather":
+            return self._all_gather(call, *tensors)
+        with self._calling(call):
+            return getattr(self, f"_{name}")(name, *tensors, **option)  # type: ignore[no-any-return]
 
-    def _all_reduce(self, call: Call, tensor: Tensor, op: ReduceOp) -> Tensors:
+    def _all_reduce(self, name: str, tensor: Tensor, op: ReduceOp) -> Tensors:
         if op == "mean" and tensor.dtype is torch.float16:  # a sum may overflow
-            return (self._sum(call, tensor / self.size),)
+            return (self._sum(name, tensor / self.size),)
         if op in ("sum", "mean"):
-            total = self._sum(call, tensor)
+            total = self._sum(name, tensor)
             return (total / self.size if op == "mean" else total,)
-        return (reduce_tensors(self._stack(call, tensor).unbind(), op),)
+        return (reduce_tensors(self._stack(name, tensor).unbind(), op),)
 
     def _all_gather(self, call: Call, tensor: Tensor) -> Tensors:
+        length = len(tensor) if tensor.dim() else 0
         # With NCCL the headers travel through the current device.
-        with use_device(tensor.device, current_stream(tensor.device)):
-            lengths = self._compare(call, len(tensor) if tensor.dim() else 0)
-        shapes = [(n, *tensor.shape[1:]) if tensor.dim() else () for n in lengths]
-        sizes = [prod(shape) for shape in shapes]
-        values = tensor.reshape(-1)
-        if len(values) < max(sizes):  # backends need the same shape on all ranks
-            # Not `torch.cat`, which ignores an empty vector, in backward as well.
-            values = pad(values, [0, max(sizes) - len(values)])
-        rows = zip(self._stack(call, values), sizes, shapes, strict=True)
-        return tuple(row[:size].view(shape).clone() for row, size, shape in rows)
+        on_device = use_device(tensor.device, current_stream(tensor.device))
+        with on_device, self._calling(call, length) as lengths:
+            shapes = [(n, *tensor.shape[1:]) if tensor.dim() else () for n in lengths]
+            sizes = [prod(shape) for shape in shapes]
+            values = tensor.reshape(-1)
+            if len(values) < max(sizes):  # backends need the same shape on all ranks
+                # Not `torch.cat`, which ignores an empty vector, in backward as well.
+                values = pad(values, [0, max(sizes) - len(values)])
+            rows = zip(self._stack("all_gather", values), sizes, shapes, strict=True)
+            return tuple(row[:size].view(shape).clone() for row, size, shape in rows)
 
-    def _reduce_scatter(self, call: Call, *tensors: Tensor, op: ReduceOp) -> Tensors:
+    def _reduce_scatter(self, name: str, *tensors: Tensor, op: ReduceOp) -> Tensors:
         mine = tensors[self.rank]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         sent, received = [tensor.numel() for tensor in tensors], [mine.numel()] * self.size
-        parts = self._send_values(sent, received, call, flat).view(self.size, *mine.shape)
+        parts = self._send_values(sent, received, name, flat).view(self.size, *mine.shape)
         return (reduce_tensors(parts.unbind(), op),)
 
-    def _broadcast(self, call: Call, tensor: Tensor, src: int) -> Tensors:
+    def _broadcast(self, name: str, tensor: Tensor, src: int) -> Tensors:
         def from_source(tensor: Tensor) -> Tensor:
             received = tensor.clone(memory_format=torch.contiguous_format)
             # Older releases of torch leave complex numbers to the backend, which may refuse them.
@@ -390,16 +366,14 @@ class ProcessGroup(Group):
             distributed.broadcast(real, self._global_rank(src), self.process_group)
             return received
 
-        def to_source(call: Call, grad: Tensor) -> Tensor:
-            total = self._sum(call, grad)
-            if self.rank == src:
-                return total
-            # Zeros in the graph, because every rank takes part in the second derivative.
-            return total.masked_fill(total.new_ones((), dtype=torch.bool), 0)
+        def to_source(grad: Tensor) -> Tensor:
+            total = self._sum(name, grad)
+            # Other ranks get zeros in the graph, because all take part in the second derivative.
+            return total.masked_fill(total.new_full((), self.rank != src, dtype=torch.bool), 0)
 
-        return (self._differentiable(call, from_source, to_source, tensor),)
+        return (self._differentiable(name, from_source, to_source, tensor),)
 
-    def _sum(self, call: Call, tensor: Tensor) -> Tensor:
+    def _sum(self, name: str, tensor: Tensor) -> Tensor:
         """Returns the sum over the ranks, whose derivative is the sum of the gradients."""
 
         def sum_of_ranks(tensor: Tensor) -> Tensor:
@@ -409,7 +383,7 @@ class ProcessGroup(Group):
             distributed.all_reduce(total, group=self.process_group)
             return total
 
-        return self._differentiable(call, sum_of_ranks, self._sum, tensor)
+        return self._differentiable(name, sum_of_ranks, partial(self._sum, name), tensor)
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """Stacks the tensors of all ranks, without a derivative."""
@@ -420,18 +394,16 @@ class ProcessGroup(Group):
             distributed.all_gather(list(rows), tensor, self.process_group)
         return rows
 
-    def _stack(self, call: Call, tensor: Tensor) -> Tensor:
+    def _stack(self, name: str, tensor: Tensor) -> Tensor:
         """Stacks the tensors of all ranks, which have the same shape, to ``(size, ...)``."""
 
-        def to_owners(call: Call, grad: Tensor) -> Tensor:
-            counts = [grad[0].numel()] * self.size
-            received = self._send_values(counts, counts, call, grad.reshape(-1))
-            return reduce_tensors(received.view(grad.shape).unbind(), "sum")
+        def to_owners(grad: Tensor) -> Tensor:
+            return self._reduce_scatter(name, *grad, op="sum")[0]
 
-        return self._differentiable(call, self._rows, to_owners, tensor)
+        return self._differentiable(name, self._rows, to_owners, tensor)
 
     def _send_values(
-        self, sent: list[int], received: list[int], call: Call, tensor: Tensor
+        self, sent: list[int], received: list[int], name: str, tensor: Tensor
     ) -> Tensor:
         """Sends ``sent[i]`` values of a vector to rank i, and returns ``received[i]`` from it."""
 
@@ -442,8 +414,8 @@ class ProcessGroup(Group):
                 distributed.all_to_all_single(result, tensor, received, sent, self.process_group)
             return result
 
-        way_back = partial(self._send_values, received, sent)
-        return self._differentiable(call, exchange, way_back, tensor)
+        way_back = partial(self._send_values, received, sent, name)
+        return self._differentiable(name, exchange, way_back, tensor)
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -451,8 +423,8 @@ class ProcessGroup(Group):
     def _part(self, size: int) -> Group:
         if size == 1:  # without a collective: perhaps only some ranks run this layer
             return SoloGroup()
-        starts = range(0, self.size, size)
-        parts = [range(start, min(start + size, self.size)) for start in starts]
+        ranks = range(self.size)
+        parts = [ranks[start : start + size] for start in ranks[::size]]
         own = parts[self.rank // size]
         state = state_of(self.process_group)
         with state.lock:
@@ -482,3 +454,9 @@ def _to_bytes(tensor: Tensor) -> bytes:
     """Returns the values of a vector of bytes, without NumPy."""
     tensor = tensor.cpu()
     return string_at(tensor.data_ptr(), len(tensor))
+
+
+def _printable(encoded: bytes) -> str:
+    """Returns the text of a header, given any bytes."""
+    text = encoded.rstrip(b"\0").decode(errors="replace")
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)

@@ -27,8 +27,6 @@ from replication import (
     SoloGroup,
 )
 from replication._torch import timeout_of
-from replication.groups.base import Call, check_same_call
-from replication.groups.processes import packed_header, unpacked_header
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.collective_cases import CASES, EACH, OPS, derivatives, leaves, upstream
 from tests.layers import outcome_of
@@ -307,6 +305,12 @@ def forged_headers_are_refused_and_never_unpickled(rank: int) -> None:
     assert torch.equal(torch.cat(group.all_gather(torch.ones(2))), torch.ones(4))
 
 
+def calls_whose_texts_are_cut_before_they_differ_are_named_one_by_one(rank: int) -> None:
+    group = ProcessGroup(name="x" * 1000 + str(rank))
+    with pytest.raises(ReplicasDiverged, match=r"rank 0: `x+; rank 1: `x+"):
+        group.all_gather(torch.ones(2))
+
+
 def groups_of_some_processes(rank: int) -> None:
     group = ProcessGroup(distributed.new_group([0, 1]))
     assert group.split(2) is group
@@ -372,6 +376,7 @@ CHECKS = [
     backwards_are_compared_and_named_after_their_calls, groups_of_some_processes,
     copies_go_on_with_the_others, layer_that_one_rank_runs_alone_leaves_the_others_in_peace,
     aware_layer_finds_the_processes, forged_headers_are_refused_and_never_unpickled,
+    calls_whose_texts_are_cut_before_they_differ_are_named_one_by_one,
 ]  # fmt: skip
 
 
@@ -399,17 +404,6 @@ def two() -> list[dict[str, str]]:
 def test_two_ranks(two, check):
     for rank, found in enumerate(two):
         assert check.__name__ not in found, f"rank {rank}: {found[check.__name__]}"
-
-
-# -- headers -----------------------------------------------------------------------------------
-
-
-def test_calls_whose_texts_are_cut_before_they_differ_are_named_one_by_one():
-    calls = [Call("x" * 1000 + end) for end in "ab"]
-    lengths, headers = zip(*[unpacked_header(packed_header(c, 3)) for c in calls], strict=True)
-    assert lengths == (3, 3)
-    with pytest.raises(ReplicasDiverged, match=r"rank 0: x+; rank 1: x+"):
-        check_same_call(headers, "`head`", range(2), "rank")
 
 
 # -- other groups, and the end of groups -------------------------------------------------------

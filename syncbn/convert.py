@@ -315,8 +315,7 @@ def convert_model(
     """
     check_module(module)
     check_group_size(group_size)
-    if process_group is not None:
-        check_process_group(process_group)
+    check_process_group(process_group)
     classes = {} if classes is None else classes
     if not isinstance(classes, Mapping) or not all(
         isinstance(old, type)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -124,8 +124,7 @@ def run_replicas(
             "torch.func transforms do not reach the threads of replicas; transform model.module"
         )
     state = ThreadState(devices)
-    arguments = zip(range(n), modules, inputs, kwargs_tup, strict=True)
-    calls = [partial(state.run, *of_replica) for of_replica in arguments]
+    calls = [partial(state.run, i, modules[i], inputs[i], kwargs_tup[i]) for i in range(n)]
     return _run_all(modules, calls, state.torch_threads)
 
 
@@ -269,9 +268,7 @@ class ThreadState:
         self.default_device = torch.empty(0).device
         kinds = {"cpu", accelerator() or "cpu", *[device.type for device in devices]}
         self.autocast = {
-            kind: _autocast_state(kind)
-            for kind in sorted(kinds)
-            if torch.amp.is_autocast_available(kind)
+            kind: _autocast_state(kind) for kind in kinds if torch.amp.is_autocast_available(kind)
         }
 
     def run(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -281,11 +278,10 @@ class ThreadState:
         try:
             with named_range(f"replica {index}"), ExitStack() as stack:
                 self._enter(stack, device)
-                calls = tracked_calls([module])
-                # The scope also covers an error before the replica's own forward.
-                scope = ForwardScope(calls[0], device) if calls else nullcontext()
-                with use_device(device, self.streams[device]), scope:
-                    return module(*args, **kwargs)
+                for call in tracked_calls([module]):  # none if the module is no replica
+                    # The scope also covers an error before the replica's own forward.
+                    stack.enter_context(ForwardScope(call, device))
+                return module(*args, **kwargs)
         except BaseException as error:
             size = len(self.devices)
             # Errors of this package name the replicas themselves.
@@ -307,6 +303,7 @@ class ThreadState:
         for other, stream in self.streams.items():
             if other != device and stream is not None:
                 stack.enter_context(use_device(other, stream))
+        stack.enter_context(use_device(device, self.streams[device]))
 
 
 def _autocast_state(kind: str) -> tuple[torch.dtype, bool, bool]:

@@ -110,7 +110,7 @@ def execute_replication_callbacks(
     one copy fails or ends, the others do not wait for it, however they are run.
 
     Args:
-        modules: The copies of one module, copy 0 first. They can no longer be copied or pickled.
+        modules: The copies of one module, copy 0 first.
         devices: The device of each copy, by default the device of its first tensor.
 
     Raises:

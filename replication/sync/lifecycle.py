@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -43,15 +43,19 @@ T = TypeVar("T")
 _REDUCE = "__reduce_ex__"
 
 
-def _refuse_to_reduce(protocol: Any) -> NoReturn:
-    raise ReplicationError(
-        "a replica cannot be copied or pickled; copy the original module, outside the forward"
-    )
+def _reduce_untracked(owner: Callable[[], Any], protocol: Any) -> Any:
+    """Reduces a replica as if its methods were not overridden."""
+    replica = owner()
+    kind: Any = type(replica)
+    twin = kind.__new__(kind)
+    vars(twin).update(vars(replica))
+    untrack(twin)
+    return kind.__reduce_ex__(twin, protocol)
 
 
 # An attribute and not a hook: ``replica.forward(...)`` runs no hooks, and replicas that torch
 # made share theirs. It refers to the replica weakly, so that no cycle keeps its parameters
-# alive. The replica cannot be copied, because it would run the replica itself in the copy.
+# alive. Copies of the replica do not get it, because it would run the replica itself.
 class TrackedCall:
     """Overrides a method of a replica, to report when its forward begins and ends."""
 
@@ -147,7 +151,7 @@ def attach_rendezvous(replicas: Sequence[nn.Module]) -> Rendezvous:
         state = replica.__dict__
         for name in _ENTRY_POINTS:
             state[name] = TrackedCall(replica, name, rendezvous, index)
-        state[_REDUCE] = _refuse_to_reduce
+        state[_REDUCE] = partial(_reduce_untracked, state[name].owner)
     return rendezvous
 
 

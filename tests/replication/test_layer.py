@@ -20,6 +20,7 @@ from replication import (
     SoloGroup,
     UnsynchronizedWarning,
     execute_replication_callbacks,
+    patch_replication_callback,
     replicate,
     warning,
 )
@@ -220,13 +221,35 @@ def test_group_that_was_taken_before_there_were_replicas_is_refused_in_them():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_copy_of_a_layer_of_a_replica_says_that_it_has_no_copies(copied):
+def test_copy_of_a_replica_says_that_it_has_no_copies(copied):
     with torch.no_grad():
-        replicas = replicate(nn.Sequential(Total()), ["cpu"] * 2, detach=True)
+        replicas = replicate(Total(), ["cpu"] * 2, detach=True)
     execute_replication_callbacks(replicas)
-    twin = copied(replicas[1][0])
+    twin = copied(replicas[1])
     with pytest.raises(ReplicationError, match="group is a copy"):
         twin(torch.ones(1, 1))
+
+
+class CopiesItself(Total):
+    """Calls copies of itself that differ in an attribute, as a teacher may from its student."""
+
+    factor = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.factor != 1:
+            return self.factor * x
+        twins = [copy.copy(self) for _ in range(2)]
+        for factor, twin in enumerate(twins, 2):
+            twin.factor = factor
+        return super().forward(x) + twins[0](x) + twins[1].forward(x)
+
+
+@pytest.mark.parametrize("kind", [DataParallel, CustomDataParallel])
+def test_shallow_copy_of_a_replica_runs_on_itself(kind):
+    model = kind(CopiesItself(), ["cpu"] * 2 if kind is DataParallel else 2)
+    patch_replication_callback(model)
+    x = torch.randn(4, 1)
+    torch.testing.assert_close(model(x), x.sum(0) + 5 * x)
 
 
 # -- processes ---------------------------------------------------------------------------------

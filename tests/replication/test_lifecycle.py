@@ -326,14 +326,17 @@ def test_replica_shows_the_signature_of_its_forward():
     [copy.copy, copy.deepcopy, pickled],
     ids=["copy", "deepcopy", "pickle"],
 )
-def test_a_replica_refuses_to_be_copied(copied):
-    """A copy would run the replica itself. A replica of a replica is another thing."""
-    replicas = watched(nn.Sequential(Signed()), detach=True)
-    with pytest.raises(ReplicationError, match="a replica cannot be copied or pickled; copy the"):
-        copied(replicas[0])
-    assert torch.equal(copied(replicas[0][0])(torch.ones(2), scale=2), torch.full([2], 2.0))
-    (again,) = replicate(replicas[0], ["cpu"], detach=True)
-    assert torch.equal(copied(again)(torch.ones(2)), torch.ones(2))
+def test_copy_of_a_replica_belongs_to_no_forward(copied):
+    net = nn.Sequential(Signed(), Numbered())
+    net.forward = torch.neg
+    replicas = watched(net, detach=True)
+    twin = copied(replicas[0])
+    assert rendezvous_of([twin]) is None
+    assert rendezvous_of(replicas) is not None
+    x = torch.randn(2)
+    assert torch.equal(twin[0](x, scale=2), 2 * x)
+    assert torch.equal(twin(x), -x)
+    assert vars(twin).keys() - vars(net).keys() == {"_is_replica", "_former_parameters"}
 
 
 def test_forward_that_the_user_has_set_on_the_object_is_called():

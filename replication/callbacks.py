@@ -25,7 +25,7 @@ from replication._torch import IS_REPLICA, compiled_module, current_backward
 from replication.devices import DeviceLike, device_of, parse_devices
 from replication.errors import add_note, check_module, path_or_root
 from replication.groups.replicas import CallbackContext
-from replication.modules import Position, label, paired
+from replication.modules import Position, paired, with_class
 from replication.sync.lifecycle import attach_rendezvous
 from replication.sync.rendezvous import CurrentReplica, this_thread
 
@@ -151,20 +151,20 @@ def connect_copies(
     contexts: dict[str, CallbackContext] = {}
     backward, current = current_backward(), this_thread.current
     try:
-        for copy_id, position in product(range(size), positions):
-            path, copy = position[0], position[1][copy_id]
+        for copy_id, (path, copies) in product(range(size), positions):
+            copy = copies[copy_id]
             state = copy.__dict__
             if type(copy) not in kinds and CALLBACK not in state and _REGISTERED not in state:
                 continue  # nearly all
             if path not in contexts:
                 contexts[path] = CallbackContext(size, devices, path, rendezvous)
-            place = path_or_root(path)
-            this_thread.current = CurrentReplica(rendezvous, copy_id, backward, place)
+            this_thread.current = CurrentReplica(rendezvous, copy_id, backward, path_or_root(path))
             for name, callback in _callbacks_of(copy):
                 try:
                     callback(contexts[path], copy_id)
                 except BaseException as error:
-                    add_note(error, f"in {name} of {label(position)}, copy {copy_id} of {size}")
+                    where = with_class(path, copy)
+                    add_note(error, f"in {name} of {where}, copy {copy_id} of {size}")
                     raise
     finally:
         this_thread.current = current  # not in an `__exit__`, which a Ctrl-C may keep from running

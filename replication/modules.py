@@ -64,9 +64,3 @@ def paired(modules: Sequence[nn.Module]) -> list[Position]:
 def with_class(path: str, module: nn.Module | None) -> str:
     """Returns the path and the class of a module for messages."""
     return "none" if module is None else f"`{path_or_root(path)}` ({type(module).__name__})"
-
-
-def label(position: Position) -> str:
-    """Returns the path of a module for messages, or the class of the root, which has no path."""
-    path, copies = position
-    return f"`{path}`" if path else f"the root ({type(copies[0]).__name__})"

@@ -221,7 +221,7 @@ def test_error_in_a_callback_names_the_module_and_the_copy(copy_id, error, is_ro
     with pytest.raises(error) as caught:
         execute_replication_callbacks(copies(net, 3))
     assert caught.value is raised
-    where = "the root (RefusesCopy)" if is_root else "`1.0`"
+    where = f"`{'(root)' if is_root else '1.0'}` (RefusesCopy)"
     assert raised.__notes__ == [f"in __data_parallel_replicate__ of {where}, copy {copy_id} of 3"]
 
 

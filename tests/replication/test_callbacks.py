@@ -523,7 +523,7 @@ def test_error_in_a_registered_callback_names_the_module_and_the_copy():
     register_replication_callback(net[0][0], fails)
     with pytest.raises(KeyError) as caught:
         execute_replication_callbacks(copies(net, 3))
-    assert caught.value.__notes__ == ["in a registered callback of `0.0`, copy 1 of 3"]
+    assert caught.value.__notes__ == ["in a registered callback of `0.0` (ReLU), copy 1 of 3"]
 
 
 def test_registration_keeps_no_module_alive():

@@ -133,7 +133,7 @@ def test_replicas_are_called_one_after_the_other():
 @reads("""
     ReplicationError: `0`, replica 0: barrier in a replication callback; callbacks run one after
     the other, so that no other copy can answer: call collectives in forward
-    in __data_parallel_replicate__ of `0`, copy 0 of 2
+    in __data_parallel_replicate__ of `0` (Eager), copy 0 of 2
 """)
 def test_a_callback_calls_a_collective():
     class Eager(ReplicaAware, nn.Module):

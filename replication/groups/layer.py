@@ -82,6 +82,8 @@ class ReplicaAware(_Base):
         return {
             # A replica of a replica (a DataParallel inside another) has copies of its own.
             "_replica_group": None,
+            # Here and not in `group`, because asking takes calls in Python.
+            "_is_one_process": not has_other_processes(),
             "_first_warning": self._first_warning or once_for(self),
             "_caller": threading.get_ident(),
         }
@@ -94,8 +96,6 @@ class ReplicaAware(_Base):
             # Not `ctx.group`, which a copy may have overwritten. Not `self._replica_group = ...`,
             # which is slow on a module.
             vars(self)["_replica_group"] = CallbackContext.group(ctx, copy_id)
-            # Once per forward, because asking takes calls in Python.
-            vars(self)["_is_one_process"] = not has_other_processes()
 
     @property
     def group(self) -> Group:

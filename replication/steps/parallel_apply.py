@@ -124,7 +124,8 @@ def run_replicas(
             "torch.func transforms do not reach the threads of replicas; transform model.module"
         )
     state = ThreadState(devices)
-    calls = [partial(state.run, i, modules[i], inputs[i], kwargs_tup[i]) for i in range(n)]
+    arguments = zip(range(n), modules, inputs, kwargs_tup, strict=True)
+    calls = [partial(state.run, *of_replica) for of_replica in arguments]
     return _run_all(modules, calls, state.torch_threads)
 
 

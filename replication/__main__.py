@@ -70,11 +70,13 @@ def check_machine(
     samples = 3 * max(replicas, len(accelerators)) - 1  # the last shard is smaller
     batch = torch.randn(samples, 16, 9, 9) + 10
     checked = [[device] * replicas for device in (torch.device("cpu"), *accelerators)]
-    checked += [accelerators] * (len(accelerators) > 1)
+    if len(accelerators) > 1:
+        checked.append(accelerators)
     results = []
     for device_ids in checked:
         names = ", ".join(dict.fromkeys(map(str, device_ids)))
-        for dtype in [torch.float64] * uses_float64(device_ids[0]) + [torch.float32]:
+        exact = [torch.float64] if uses_float64(device_ids[0]) else []
+        for dtype in [*exact, torch.float32]:
             what = f"{len(device_ids)} replicas on {names} in {str(dtype).removeprefix('torch.')}"
             print(f"\n{what}, compared with one device:")
             verdict = "FAIL"

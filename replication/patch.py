@@ -13,7 +13,7 @@ from replication.callbacks import execute_replication_callbacks, runs_callbacks,
 from replication.modules import layers_of
 from replication.sync.lifecycle import first_failure_wins, rendezvous_of
 
-__all__ = ["PatchHandle", "patch_replication_callback", "runs_callbacks"]
+__all__ = ["PatchHandle", "patch_replication_callback"]
 
 
 # Methods of a class, so that they also act on copies of the object (by ``copy``, ``deepcopy``
@@ -75,6 +75,17 @@ class PatchHandle:
         self.remove()
 
 
+def check_methods(data_parallel: nn.DataParallel[Any]) -> None:
+    """Raises TypeError if a step is set on the object, where it hides the one of the class."""
+    for name in ("replicate", "parallel_apply"):
+        if name in vars(data_parallel):
+            raise TypeError(
+                f"{name} must be a method of the class (got an attribute of the "
+                f"{type(data_parallel).__name__}, perhaps from another patch); remove it by del "
+                f"model.{name}, or override the method in a class"
+            )
+
+
 def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHandle:
     """Adds the replication callback to a `DataParallel` object, stock or customized.
 
@@ -99,11 +110,7 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
         raise TypeError(f"expected a torch.nn.DataParallel (got {type(data_parallel).__name__})")
     kind = type(data_parallel)
     if not runs_callbacks(kind):
-        for name in vars(data_parallel).keys() & {"replicate", "parallel_apply"}:
-            raise TypeError(
-                f"{name} must be a method of the class (got an attribute of the {kind.__name__}, "
-                "perhaps from another patch); remove it, or override the method in a class"
-            )
+        check_methods(data_parallel)
         names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         # The only change to the object, so an interrupt leaves it patched or not.
         data_parallel.__class__ = type(kind.__name__, (Patched, kind), names)

@@ -33,9 +33,9 @@ def patch_sync_batchnorm() -> Iterator[None]:
     """Replaces ``torch.nn.BatchNorm1d/2d/3d`` by the synchronized classes inside the block.
 
     Use it for model code that you cannot edit. The patch applies to the whole process, until the
-    block ends or raises. Blocks may be nested, but blocks of several threads must not overlap.
-    Code that ran ``from torch.nn import BatchNorm2d`` before keeps the plain class; use
-    `convert_model` on the network.
+    block ends or raises. Blocks may be nested. Those of several threads must not overlap, or the
+    names may stay replaced. Code that ran ``from torch.nn import BatchNorm2d`` before keeps the
+    plain class; use `convert_model` on the network.
 
     >>> from torch import nn
     >>> from syncbn import patch_sync_batchnorm
@@ -80,7 +80,7 @@ def _with_defaults(layer: Any, defaults: Mapping[str, Any], package: str) -> Any
     # are the same. Subclasses are ordinary classes.
 
     class Derived(layer, metaclass=ABCMeta):  # type: ignore[misc]
-        __module__ = package
+        __module__, __doc__ = package, layer.__doc__
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             given = _SIGNATURE.bind_partial(*args, **kwargs).arguments
@@ -114,16 +114,16 @@ def _read_defaults(package: str, places: Iterable[str], chosen: Iterable[str]) -
                     found.update(zip(names, reversed(method.args.defaults), strict=False))
                     corrects_bias = corrects_bias or b"_running_iter" in source
     for name in found.keys() & _SIGNATURE.parameters.keys():
-        value = found[name]
+        value, default = found[name], _SIGNATURE.parameters[name].default
         if not isinstance(value, ast.Constant):
             problems[name] = f"its default, {ast.unparse(value)}, is not a constant"
-        elif value.value != _SIGNATURE.parameters[name].default:
+        elif value.value != default:
             defaults[name] = value.value
     if corrects_bias and "momentum" not in problems:
+        momentum = defaults.get("momentum", _SIGNATURE.parameters["momentum"].default)
         problems["momentum"] = (
             "the copy corrects the bias of its running statistics, which syncbn does not: with "
-            f"momentum={defaults.get('momentum', 0.1)} they stay near their initial values in the "
-            "first steps"
+            f"momentum={momentum} they stay near their initial values in the first steps"
         )
     for name in problems.keys() - chosen:
         warn(
@@ -146,6 +146,7 @@ class _Finder(MetaPathFinder, Loader):
             copy = PathFinder.find_spec(fullname, path)
             spec = ModuleSpec(fullname, self, is_package=True)
             if copy is not None:  # its other modules stay importable
+                # Of a copy in one file this is the file, in which the defaults are read.
                 places = copy.submodule_search_locations or [str(copy.origin)]
                 spec.submodule_search_locations = [*places]
             return spec

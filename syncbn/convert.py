@@ -8,20 +8,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import unwrap
+from itertools import starmap
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from replication.callbacks import CALLBACK
+from replication.callbacks import CALLBACK, runs_callbacks
 from replication.data_parallel import DataParallel
 from replication.diagnosis.table import ShownAsTable, Table
 from replication.errors import check_module, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import check_process_group
 from replication.modules import with_class
-from replication.patch import patch_replication_callback, runs_callbacks
+from replication.patch import check_methods, patch_replication_callback
 from replication.tree import leaves_of, open_builtin
 from replication.warning import UnsynchronizedWarning, warn
 from syncbn.batchnorm import (
@@ -99,9 +100,8 @@ def _why_older_stays(layer: nn.Module) -> str:
     toolkit = [c for c in classes if issubclass(c, _BatchNorm)][-1]
     # Copies differ in the forward and the private members of the toolkit's own class.
     own = {name for name in vars(toolkit) if name[0] != "_"} - {"forward"}
-    for name in (name for c in classes if c is not toolkit for name in vars(c)):
-        if name[:2] != "__" or name in (CALLBACK, "__call__"):
-            own.add(name)
+    derived = [name for c in classes if c is not toolkit for name in vars(c)]
+    own.update(name for name in derived if name[:2] != "__" or name in (CALLBACK, "__call__"))
     # A plain attribute matters if the forward reads it, or if it is the forward.
     code = getattr(unwrap(toolkit.forward), "__code__", None)
     own.update(vars(layer).keys() & {"forward", *(code.co_names if code else ())})
@@ -128,10 +128,24 @@ class Kind(NamedTuple):
     note: str = ""
 
 
+def _reaches_synchronized_forward(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a class is that of a synchronized one, or may call it by super."""
+    for base in kind.__mro__:
+        forward = vars(base).get("forward")
+        if forward is not None and issubclass(base, ReplicaAware):
+            return True
+        code = getattr(unwrap(forward), "__code__", None) if forward is not None else None
+        if code is not None and "super" not in code.co_names:
+            return False
+    return False
+
+
 def _kind_of(module: nn.Module) -> Kind | None:
     """Returns the kind of a layer, or None if it neither normalizes nor runs replicas."""
     kind = type(module)
     if isinstance(module, SynchronizedBatchNorm):
+        if not _reaches_synchronized_forward(kind):
+            return Kind("left alone", "its forward does not call super().forward")
         notes = {
             "in eval(): does not synchronize": not module.training,
             f"in groups of {module.group_size}": module.group_size is not None,
@@ -304,30 +318,24 @@ def convert_model(
         report: Whether to print the `syncbn.summary` of the result, instead of warning about
             layers that stay unsynchronized.
         classes: The synchronized class for each further class. Layers of exactly this class get
-            the synchronized one, and keep all their attributes.
+            the synchronized one, whose constructor does not run, and keep all their attributes.
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError: An argument has another type.
+        TypeError: An argument has another type, or a DataParallel in ``module`` has a method
+            ``replicate`` or ``parallel_apply`` of its own (see `patch_replication_callback`).
         ValueError: ``group_size`` is less than 1.
     """
     check_module(module)
     check_group_size(group_size)
     check_process_group(process_group)
     classes = {} if classes is None else classes
-    if not isinstance(classes, Mapping) or not all(
-        isinstance(old, type)
-        and issubclass(old, nn.Module)
-        and isinstance(new, type)
-        and issubclass(new, nn.Module)
-        and issubclass(new, ReplicaAware)
-        for old, new in classes.items()
-    ):
+    if not isinstance(classes, Mapping) or not all(starmap(_is_synchronized_by, classes.items())):
         raise TypeError(
             "classes must be a dict of {class: synchronized class}, such as {Mine: SyncMine} with "
-            f"class SyncMine(Mine, SynchronizedBatchNorm2d): pass (got {classes!r})"
+            f"class SyncMine(Mine, SynchronizedBatchNorm2d): pass, in this order (got {classes!r})"
         )
     corrected = []
     for path, layer in module.named_modules():
@@ -353,15 +361,25 @@ def convert_model(
     return module
 
 
+def _is_synchronized_by(old: Any, new: Any) -> bool:
+    """Whether a class is derived from a former class, in front, and a synchronized one."""
+    if not (isinstance(old, type) and isinstance(new, type) and issubclass(new, ReplicaAware)):
+        return False
+    if old in _SYNCHRONIZED:
+        return issubclass(new, _SYNCHRONIZED[old])
+    order: Any = new.__mro__
+    return nn.Module in order and old in order[: order.index(ReplicaAware)]
+
+
 def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
     """Converts a layer or a DataParallel. Returns whether it corrected biases, as CSAIL's do."""
     old, kind = type(layer), _kind_of(layer)
     new = classes.get(old) or _synchronized_class(old)
     if new is not None:
         process_group = vars(layer).pop("process_group", None)  # of a SyncBatchNorm
+        layer.__class__ = new
         if PLAIN.get(new) is not old:
             vars(layer).setdefault(_FORMER, old)
-        layer.__class__ = new
         if process_group is not None:
             layer.process_group = process_group
     elif kind is not None and kind.name == "plain":  # of an older toolkit
@@ -374,11 +392,12 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
         correction = [layer._buffers.pop(name, None) for name in CORRECTION]
         return any(buffer is not None for buffer in correction)
     elif isinstance(layer, nn.DataParallel) and not runs_callbacks(old):
-        vars(layer)[_FORMER] = old
         if old is nn.DataParallel:
+            check_methods(layer)
             layer.__class__ = DataParallel
         else:
             patch_replication_callback(layer)
+        vars(layer)[_FORMER] = old
     return False
 
 
@@ -391,7 +410,10 @@ def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:
     if left_alone:
         text = ", ".join(left_alone)
         if "classes=" in text:
-            text += "; define SyncX by class SyncX(X, syncbn.SynchronizedBatchNorm2d): pass"
+            text += (
+                "; class SyncX(X, syncbn.SynchronizedBatchNorm2d): pass defines SyncX, if the "
+                "forward of X calls super().forward"
+            )
         warn(
             "convert_model converts registered layers of the classes torch.nn.BatchNorm1d, 2d and "
             f"3d only; these layers stay unsynchronized: {text}",

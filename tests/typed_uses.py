@@ -92,7 +92,7 @@ class Older(nn.Module):
 def converts(net: nn.Sequential) -> None:
     assert_type(convert_model(net, report=True), nn.Sequential)
     assert_type(convert_model(net, 2), nn.Sequential)
-    classes = {nn.GroupNorm: SynchronizedBatchNorm2d}
+    classes = {nn.BatchNorm2d: SynchronizedBatchNorm2d}
     assert_type(convert_model(net, classes=classes), nn.Sequential)
     assert_type(revert_model(net), nn.Sequential)
     stand_in_for("sync_batchnorm", momentum=0.001)

@@ -109,9 +109,9 @@ class Channel(Exchange):
                 replica = len(self.calls)
             if identifier in self.identifiers or replica in self.calls:
                 raise ReplicationError(
-                    f"a slave needs an identifier of its own, not {_MASTER}, and a replica of its "
-                    f"own, not the master's (got {identifier!r} in replica {replica}, "
-                    f"`{self.path}`)"
+                    f"a slave's identifier must be new and not {_MASTER}, and its replica must "
+                    f"have neither the master nor another slave (got {identifier!r} in replica "
+                    f"{replica}, `{self.path}`)"
                 )
             self.identifiers.add(identifier)
             self.calls[replica] = 0

@@ -20,9 +20,8 @@ from replication import (
     UnsynchronizedWarning,
     patch_replication_callback,
 )
-from replication.callbacks import CALLBACK
+from replication.callbacks import CALLBACK, runs_callbacks
 from replication.groups.processes import ProcessGroupHandle
-from replication.patch import runs_callbacks
 from syncbn import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
@@ -201,6 +200,9 @@ def test_classes_come_before_the_counterparts_of_torchs_classes():
         {Fused: ReplicaAware},
         {Fused: SyncFused(3)},
         {int: SyncFused},
+        {Fused: SynchronizedBatchNorm2d},
+        {Fused: type("Swapped", (SynchronizedBatchNorm2d, Fused), {})},
+        {nn.BatchNorm2d: SynchronizedBatchNorm1d},
     ],
     ids=str,
 )
@@ -210,6 +212,27 @@ def test_classes_that_are_no_classes_are_refused_before_any_change(classes):
         convert_model(net, classes=classes)
     assert repr(classes) in str(caught.value)
     assert [type(layer) for layer in net] == [nn.BatchNorm2d, Fused]
+
+
+class Functional(nn.BatchNorm2d):
+    """Never reaches the forward of a second base class."""
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, None, None, self.weight, self.bias, training=True)
+
+
+class OfTorch(nn.SyncBatchNorm):
+    """Inherits a forward of torch's that never reaches it."""
+
+
+@pytest.mark.parametrize("old", [Functional, OfTorch])
+def test_a_forward_without_super_stays_unsynchronized_with_a_warning(old):
+    new = type("New", (old, SynchronizedBatchNormNd), {})
+    with pytest.warns(UnsynchronizedWarning, match=r"New, its forward does not call super"):
+        layer = convert_model(old(3), classes={old: new})
+    written_anew = type("Anew", (new,), {"forward": SynchronizedBatchNormNd.forward})
+    assert summary(written_anew(3)).paths("synchronized") == [""]
+    assert summary(layer).paths("left alone") == [""]
 
 
 def test_the_warning_shows_the_argument_to_pass():
@@ -282,6 +305,16 @@ def test_class_derived_from_timms_is_left_alone(timm_layer):
         convert_model(derived)
     with pytest.warns(UserWarning, match="stay synchronized"):
         revert_model(type("More", (type(convert_model(timm_layer)),), {})(3))
+
+
+def test_a_data_parallel_with_a_method_of_an_older_patch_is_refused():
+    model = nn.DataParallel(nn.BatchNorm2d(3))
+    model.replicate = print
+    with pytest.raises(
+        TypeError, match=r"^replicate must be a method of the class .*del model.rep"
+    ):
+        convert_model(model)
+    assert type(model) is nn.DataParallel and type(model.module) is nn.BatchNorm2d
 
 
 def test_what_stays_synchronized_is_named():

@@ -84,6 +84,15 @@ def test_one_replica_that_may_not_join_makes_the_node_for_all(attributes, joins)
     assert joins == [2]  # of the first
 
 
+def test_single_values_are_joined_and_empty_shards_are_not(joins):
+    layer = SynchronizedBatchNorm1d(2)
+    for sizes in ([1, 1], [3, 1], [3, 0], [1, 1, 0]):
+        x = torch.randn(sum(sizes), 2)
+        y = torch.cat(run_sharded(layer, x.split(sizes)))
+        torch.testing.assert_close(y, nn.functional.batch_norm(x, None, None, training=True))
+    assert joins == [2, 2]
+
+
 def test_large_shards_half_precision_and_steps_without_a_graph_are_not_joined(joins):
     layer = SynchronizedBatchNorm1d(2)
     for x in (torch.randn(joined.LARGEST, 2), torch.randn(4, 2).bfloat16()):

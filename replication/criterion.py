@@ -97,7 +97,7 @@ class _Share(nn.Module):
         match share:
             case tuple((Tensor(ndim=0), None | Tensor(ndim=0))):
                 return share
-        got = map(describe_argument, share if isinstance(share, tuple) else [share])
+        got = map(describe_argument, share if isinstance(share, tuple) and share else [share])
         raise TypeError(
             f"{type(self.criterion).__name__} must return a pair of scalar tensors: the sum of "
             f"the losses, and the weight of the samples or None (got {' and '.join(got)})"

@@ -114,11 +114,13 @@ def _read_defaults(package: str, places: Iterable[str], chosen: Iterable[str]) -
                     found.update(zip(names, reversed(method.args.defaults), strict=False))
                     corrects_bias = corrects_bias or b"_running_iter" in source
     for name in found.keys() & _SIGNATURE.parameters.keys():
-        value, default = found[name], _SIGNATURE.parameters[name].default
-        if not isinstance(value, ast.Constant):
-            problems[name] = f"its default, {ast.unparse(value)}, is not a constant"
-        elif value.value != default:
-            defaults[name] = value.value
+        try:
+            value = ast.literal_eval(found[name])
+        except ValueError:
+            problems[name] = f"its default, {ast.unparse(found[name])}, is not a constant"
+        else:
+            if value != _SIGNATURE.parameters[name].default:
+                defaults[name] = value
     if corrects_bias and "momentum" not in problems:
         momentum = defaults.get("momentum", _SIGNATURE.parameters["momentum"].default)
         problems["momentum"] = (

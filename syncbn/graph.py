@@ -5,6 +5,9 @@
                                  │       made by the last to arrive         │
                                  └──────────────────────────────────────────┘
 
+Small shards on the CPU take another way: `syncbn.joined` computes them together, without a node
+of ours.
+
 Passes over a shard run in the thread of its replica: the moments before the exchange, normalizing
 after it, into the output that the node already has. So nothing of the size of the input is
 computed while the others wait.
@@ -133,12 +136,13 @@ def merge_replicas(
     group: ReplicaGroup, count_batch: CountBatch | None, messages: Sequence[Message]
 ) -> Iterable[Reply]:
     """Returns the replies in replica order."""
-    # The first replica gives the arguments.
-    calls, known = zip(*messages, strict=True)
-    match = all_match(calls)
-    if match and not any(known) and can_be_joined(calls):
-        return zip(repeat(None), group.commit(partial(join, calls, count_batch)), strict=False)
-    parts = [part or Part.of(call) for call, part in messages]
+    # `group` and `count_batch` are those of the first replica, whose buffers are the original's.
+    arguments, known = zip(*messages, strict=True)
+    match = all_match(arguments)
+    if match and not any(known) and can_be_joined(arguments):
+        outputs = group.commit(partial(join, arguments, count_batch))
+        return zip(repeat(None), outputs, strict=False)
+    parts = [part or Part.of(own) for own, part in messages]
     shards = [part.shard for part in parts]
     total = sum(shard.values for shard in shards)
     if total < 2:  # the replica that has 1 value raises
@@ -295,6 +299,7 @@ class Normalize(Function):
         with use_streams(batch.streams):
             compute = gradients_by_autograd if by_autograd else gradients_by_kernels
             grads, needs = compute(batch, dys, xs, weights), ctx.needs_input_grad[2:]
+            # All are copies of one parameter, so any copy may take the sum.
             for k in (n, 2 * n):  # where the gradients of weights and of biases begin
                 if any(needs[k : k + n]) and not batch.differ:
                     taker = needs.index(True, k)

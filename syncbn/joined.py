@@ -38,20 +38,20 @@ def may_join(x: Tensor) -> bool:
     )
 
 
-def can_be_joined(calls: Sequence[Arguments]) -> bool:
+def can_be_joined(arguments: Sequence[Arguments]) -> bool:
     """Whether shards that may be joined can be concatenated."""
-    xs: list[Tensor] = list(map(itemgetter(0), calls))
+    xs: list[Tensor] = list(map(itemgetter(0), arguments))
     for x in xs:
         if x.shape[1:] != xs[0].shape[1:]:
             return False
     return all(map(Tensor.is_contiguous, xs)) or len(set(map(memory_format, xs))) == 1
 
 
-def join(calls: Sequence[Arguments], count_batch: CountBatch | None) -> Sequence[Tensor]:
+def join(arguments: Sequence[Arguments], count_batch: CountBatch | None) -> Sequence[Tensor]:
     """Returns the outputs of all replicas, and updates the running statistics."""
-    _, weight, bias, denominator = calls[0]
+    _, weight, bias, denominator = arguments[0]
     mean, var, momentum = (count_batch and count_batch()) or (None, None, 0.0)
-    xs: list[Tensor] = list(map(itemgetter(0), calls))
+    xs: list[Tensor] = list(map(itemgetter(0), arguments))
     # Without the Python of `functional.batch_norm`. The last argument is for CUDA only.
     args = weight, bias, mean, var, True, float(momentum), denominator.eps, False
     y = torch.batch_norm(torch.cat(xs), *args)

@@ -190,10 +190,10 @@ def _merge_by_kernel(
     return mean, inverse
 
 
-def all_match(calls: Sequence[Arguments]) -> bool:
+def all_match(arguments: Sequence[Arguments]) -> bool:
     """Whether all replicas have copies of the same parameters, one eps, and one eps mode."""
-    _, weight, bias, denominator = calls[0]
-    for _, own_weight, own_bias, own_denominator in calls[1:]:
+    _, weight, bias, denominator = arguments[0]
+    for _, own_weight, own_bias, own_denominator in arguments[1:]:
         if (
             own_denominator != denominator
             or not _are_copies(weight, own_weight)

@@ -79,6 +79,7 @@ class ReplicaAware(_Base):
         return replica
 
     def _shell_attributes(self) -> dict[str, Any]:
+        """Called by `replication._torch.shell_state` as well (see `SHELL_ATTRIBUTES`)."""
         return {
             # A replica of a replica (a DataParallel inside another) has copies of its own.
             "_replica_group": None,

@@ -324,7 +324,7 @@ class ProcessGroup(Group):
         requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         layouts = layouts_of(tensors, any_length=name == "all_gather")
         call = Call(name_of(name, option), layouts, requires_grad)
-        if name == "all_gather":
+        if name == "all_gather":  # it compares lengths in its call
             return self._all_gather(call, *tensors)
         with self._calling(call):
             return getattr(self, f"_{name}")(name, *tensors, **option)  # type: ignore[no-any-return]
@@ -409,6 +409,7 @@ class ProcessGroup(Group):
 
         def exchange(tensor: Tensor) -> Tensor:
             result = tensor.new_empty(sum(received))
+            # Nothing on all ranks or on none, so that no rank skips the call alone.
             if tensor.numel() or result.numel():
                 tensor = tensor.resolve_conj().contiguous()
                 distributed.all_to_all_single(result, tensor, received, sent, self.process_group)

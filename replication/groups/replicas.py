@@ -330,6 +330,8 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[T
 
 # -- merges: the results of all members, given the tensors of all members ----------------------
 
+# Each on the device of its member, in memory of its own: `to_device` may return its argument.
+
 
 def _all_reduce(members: list[Tensors], op: ReduceOp) -> list[Tensors]:
     home = members[0][0].device

@@ -126,6 +126,9 @@ class SlavePipe:
         self.identifier = identifier
         self._send = send
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SlavePipe, (self.identifier, _refuse)  # a copy belongs to no forward
+
     def run_slave(self, msg: Any) -> Any:
         """Sends ``msg`` to the master and returns its reply. Gradients flow through both.
 
@@ -134,6 +137,13 @@ class SlavePipe:
             ReplicasDiverged: The master can no longer reply.
         """
         return self._send((self.identifier, msg), None)
+
+
+def _refuse(message: tuple[Hashable, Any], merge: None) -> None:
+    raise ReplicationError(
+        f"the pipe of slave {message[0]!r} is a copy and belongs to no forward; register_slave "
+        "makes one for each forward"
+    )
 
 
 def replies_to(callback: MasterCallback, path: str, messages: list[tuple[Any, Any]]) -> list[Any]:

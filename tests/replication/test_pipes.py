@@ -24,6 +24,7 @@ from replication import (
     ReplicationError,
     SyncMaster,
     execute_replication_callbacks,
+    replicate,
 )
 from replication.sync.rendezvous import Abort, Rendezvous, Wait
 from tests.deadlines import ends
@@ -486,6 +487,15 @@ def test_copy_of_a_layer_that_has_run_runs(copied):
     twin = copied(model)
     assert twin.module._sync_master is not model.module._sync_master
     torch.testing.assert_close(twin(x), x - x.mean(0))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
+def test_a_replica_with_a_pipe_can_be_copied(copied):
+    replicas = replicate(Centering(), ["cpu"] * 2)
+    execute_replication_callbacks(replicas)
+    twin = copied(replicas[1])
+    with pytest.raises(ReplicationError, match="the pipe of slave 1 is a copy"):
+        twin(torch.randn(6, 2))
 
 
 # -- FutureResult ------------------------------------------------------------------------------

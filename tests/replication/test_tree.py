@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree
 
 from replication import DataParallel, Scattered, gather, replicate, scatter, scatter_kwargs
-from replication.tree import flatten, leaves_of, open_builtin, replace_leaves
+from replication.tree import flatten, leaves_of, open_builtin, replace_leaves, unflatten
 from tests.layers import freed, no_garbage_collection
 
 CPUS = ["cpu", "cpu"]
@@ -482,6 +482,30 @@ def test_parts_of_a_registered_class_have_the_names_that_it_gives_them(output, h
     assert isinstance(hidden(joined), Scattered)
     with pytest.warns(UserWarning, match="it has `score`, `hidden`$"):
         gather([output, output], "cpu", except_keywords=["other"])
+
+
+class Key:
+    """A key that equals no other."""
+
+    key = "hidden"
+
+
+class Unequal(Plain):
+    """Registered with keys that are made anew for each object."""
+
+
+_pytree.register_pytree_node(
+    Unequal,
+    lambda x: (list(x.parts), None),
+    lambda xs, _: Unequal(*xs),
+    flatten_with_keys_fn=lambda x: ([(Key(), part) for part in x.parts], None),
+)
+
+
+def test_keys_of_a_registered_class_need_not_be_equal_to_be_split():
+    leaves, spec = flatten(Unequal(X))
+    assert [(str(path), leaf) for path, leaf in leaves] == [("hidden", X)]
+    assert unflatten(spec, [1]).parts == (1,)
 
 
 class Sized(Plain):

@@ -275,7 +275,7 @@ def test_defaults_of_the_copy_are_kept(shipped, file):
     shipped(
         """
         class _SynchronizedBatchNorm(_BatchNorm):
-            def __init__(self, num_features, eps=1e-3, momentum=3e-4, affine=True, fused=F):
+            def __init__(self, num_features, eps=1e-3, momentum=-3e-4, affine=True, fused=F):
                 pass
 
         class Other(_BatchNorm):
@@ -285,7 +285,7 @@ def test_defaults_of_the_copy_are_kept(shipped, file):
         file,
     )
     layer = imported("shipped.sync").SynchronizedBatchNorm3d(3)
-    assert (layer.momentum, layer.eps, layer.affine) == (3e-4, 1e-3, True)
+    assert (layer.momentum, layer.eps, layer.affine) == (-3e-4, 1e-3, True)
 
 
 def test_copy_that_is_a_single_file_is_read(shipped, tmp_path):

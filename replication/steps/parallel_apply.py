@@ -42,6 +42,7 @@ from replication.errors import (
     origin,
     origin_note,
 )
+from replication.modules import layers_of
 from replication.sync.lifecycle import (
     ForwardScope,
     first_failure_wins,
@@ -61,6 +62,9 @@ _POLL = 1.0
 #: The caller's thread has made at least this many autograd nodes when the replicas start from 0.
 _MIN_CALLER_NODES = 2_000
 
+#: The number of weights from which a 1x1 convolution is wide, as in the last stages of ResNet-50.
+_WIDE = 2**17
+
 #: The index of a replica, its output or its error, and the number of autograd nodes it has made.
 Outcome = tuple[int, Any, BaseException | None, int]
 Outcomes = SimpleQueue[Outcome]
@@ -77,7 +81,8 @@ def parallel_apply(
     Each call makes new threads, ``replica-0``, ``replica-1``, ..., which inherit the caller's grad
     mode, inference mode, autocast state, default device (or use their own of the same type),
     streams, and context variables. Replicas on the CPU divide the caller's number of intra-op
-    threads. A single replica runs in the calling thread.
+    threads, but each keeps two of several if it has wide 1x1 convolutions. A single replica runs
+    in the calling thread.
 
     >>> import torch
     >>> from torch import nn
@@ -123,10 +128,30 @@ def run_replicas(
         raise RuntimeError(
             "torch.func transforms do not reach the threads of replicas; transform model.module"
         )
+    torch_threads = _share_of_threads(modules, devices)
     state = ThreadState(devices)
     arguments = zip(range(n), modules, inputs, kwargs_tup, strict=True)
     calls = [partial(state.run, *of_replica) for of_replica in arguments]
-    return _run_all(modules, calls, state.torch_threads)
+    return _run_all(modules, calls, torch_threads)
+
+
+def _share_of_threads(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> int:
+    """Returns the number of intra-op threads of each replica on the CPU."""
+    # With the caller's number each, they would compete for its cores. That costs less than a wide
+    # 1x1 convolution of few samples in a single thread, for which torch does not use oneDNN.
+    threads = torch.get_num_threads()
+    share = max(1, threads // max(1, [device.type for device in devices].count("cpu")))
+    if share == 1 < threads and any(_is_wide(layer) for _, layer in layers_of(modules[0])):
+        return 2
+    return share
+
+
+def _is_wide(layer: nn.Module) -> bool:
+    return (
+        isinstance(layer, nn.Conv2d)
+        and layer.kernel_size == (1, 1)
+        and layer.in_channels // layer.groups * layer.out_channels >= _WIDE
+    )
 
 
 def _run_all(
@@ -260,10 +285,6 @@ class ThreadState:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
         self.streams = {device: current_stream(device) for device in dict.fromkeys(devices)}
-        # With the caller's number of intra-op threads each, replicas on the CPU would compete for
-        # its cores.
-        on_cpu = [device.type for device in devices].count("cpu")
-        self.torch_threads = max(1, torch.get_num_threads() // max(1, on_cpu))
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.default_device = torch.empty(0).device

@@ -584,6 +584,37 @@ def test_replicas_share_the_threads_that_the_caller_has_now():
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize(
+    ("layer", "shares"),
+    [
+        (nn.Conv2d(256, 512, 1), [1, 2, 2, 3]),
+        (nn.Conv2d(256, 511, 1), [1, 1, 1, 3]),
+        (nn.Conv2d(512, 512, 1, groups=4), [1, 1, 1, 3]),
+        (nn.Conv2d(128, 128, 3), [1, 1, 1, 3]),
+    ],
+    ids=str,
+)
+def test_replicas_with_wide_convolutions_keep_two_threads(layer, shares):
+    """Torch computes these without oneDNN in a single thread."""
+
+    class Threads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return x + torch.get_num_threads()
+
+    model = DataParallel(Threads(), ["cpu"] * 2)
+    try:
+        for count, share in zip((1, 2, 3, 6), shares, strict=True):
+            torch.set_num_threads(count)
+            assert model(torch.zeros(2)).tolist() == [share] * 2
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(1)
+
+
 @pytest.mark.slow
 def test_an_interrupted_forward_lets_the_interpreter_end():
     """A thread in the middle of an operation of torch made it abort."""

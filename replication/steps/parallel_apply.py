@@ -141,8 +141,9 @@ def _share_of_threads(modules: Sequence[nn.Module], devices: Sequence[torch.devi
     # 1x1 convolution of few samples in a single thread, for which torch does not use oneDNN.
     threads = torch.get_num_threads()
     share = max(1, threads // max(1, [device.type for device in devices].count("cpu")))
-    if share == 1 < threads and any(_is_wide(layer) for _, layer in layers_of(modules[0])):
-        return 2
+    first = next(iter(modules), None)  # what is no list of modules is refused when it is called
+    if share == 1 < threads and isinstance(first, nn.Module):
+        return 2 if any(_is_wide(layer) for _, layer in layers_of(first)) else 1
     return share
 
 

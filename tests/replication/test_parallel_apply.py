@@ -615,6 +615,16 @@ def test_replicas_with_wide_convolutions_keep_two_threads(layer, shares):
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("modules", [["a", "b"], {"": None, "0": None}], ids=str)
+def test_what_is_no_module_is_refused_with_several_threads_as_well(modules):
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(TypeError, match="object is not callable"):
+            parallel_apply(modules, [(), ()], None, ["cpu"] * 2)
+    finally:
+        torch.set_num_threads(1)
+
+
 @pytest.mark.slow
 def test_an_interrupted_forward_lets_the_interpreter_end():
     """A thread in the middle of an operation of torch made it abort."""

@@ -88,7 +88,7 @@ def __getattr__(name: str) -> Any:
 
 #: The attributes that identify a layer of an older toolkit, and that a synchronized one lacks.
 _PIPES = {"_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe"}
-#: Names of which such a layer loses nothing.
+#: Names that are there after the conversion, or that no synchronized layer needs.
 _plain = nn.BatchNorm2d(1, device="meta")
 _KNOWN = {*vars(_plain), *_plain.state_dict(), *_PIPES, *CORRECTION, "_moving_average_fraction"}
 _KNOWN |= {"_check_input_dim", "extra_repr"}
@@ -129,14 +129,14 @@ class Kind(NamedTuple):
 
 
 def _reaches_synchronized_forward(kind: type[nn.Module]) -> bool:
-    """Whether the forward of a class is that of a synchronized one, or may call it by super."""
+    """Whether the forward of a class is a synchronized one, or may call one by super."""
     for base in kind.__mro__:
-        forward = vars(base).get("forward")
-        if forward is not None and issubclass(base, ReplicaAware):
-            return True
-        code = getattr(unwrap(forward), "__code__", None) if forward is not None else None
-        if code is not None and "super" not in code.co_names:
-            return False
+        if "forward" in vars(base):
+            if issubclass(base, ReplicaAware):
+                return True
+            code = getattr(unwrap(vars(base)["forward"]), "__code__", None)
+            if code is not None and "super" not in code.co_names:
+                return False
     return False
 
 

@@ -136,7 +136,7 @@ def merge_replicas(
     group: ReplicaGroup, count_batch: CountBatch | None, messages: Sequence[Message]
 ) -> Iterable[Reply]:
     """Returns the replies in replica order."""
-    # `group` and `count_batch` are those of the first replica, whose buffers are the original's.
+    # `group` and `count_batch` belong to the first replica. Its buffers are the original module's.
     arguments, known = zip(*messages, strict=True)
     match = all_match(arguments)
     if match and not any(known) and can_be_joined(arguments):

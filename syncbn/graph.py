@@ -39,24 +39,22 @@ from replication.groups.base import Group, Layouts
 from replication.groups.replicas import ReplicaGroup, hidden_from_hooks
 from syncbn.channels import empty_output, in_float64, per_channel, reduced_dims
 from syncbn.joined import can_be_joined, join, may_join
+from syncbn.kernels import PLAIN, Fused, Statistics
 from syncbn.merge import (
     Arguments,
     CountBatch,
     Denominator,
     Shard,
     all_match,
+    kernel_statistics,
     merge_moments,
     set_statistics,
 )
-from syncbn.processes import RankExchange, Zeros
+from syncbn.processes import RankExchange
 from syncbn.recomputation import RecordedCalls
 
 #: One entry for each shard.
 Tensors = Sequence[Tensor | None]
-
-#: Stands for a weight that is 0, where a total is divided by the weight by which a kernel
-#: multiplies again. The gradient of the output times this vanishes.
-_TINY = 1e-20
 
 
 def synchronized_batch_norm(
@@ -91,17 +89,15 @@ def synchronized_batch_norm(
             requires_grad=part is None or part.shard.requires_grad,  # in grad mode, if it joins
         )
         if calls is not None and shard is not None:
-            shard.output_requires_grad = output is not None and output.requires_grad
+            shard.output_requires_grad = output.requires_grad
             calls.record(shard)
     if shard is None:  # joined
-        assert output is not None
         return output
-    if output is None:
-        if shard.values:
-            raise _one_value(x)
-        # No replica has data. torch defines the result.
-        args = None, None, shard.weight, shard.bias
-        return torch.nn.functional.batch_norm(x, *args, training=True)
+    if isinstance(shard.stats.total, int) and shard.stats.total == 1:
+        raise ValueError(  # torch's own words, which programs may look for
+            f"Expected more than 1 value per channel when training, got input size {x.size()} and "
+            "1 value in all of its group; take a larger batch, or call the layer in eval()"
+        )
     if shard.values:
         with torch.no_grad():
             shard.kernels.normalize(x, shard.stats, shard.weight, shard.bias, output)
@@ -127,9 +123,8 @@ class Part(NamedTuple):
 #: What a replica sends: its arguments, and its `Part` unless it may be joined.
 Message = tuple[Arguments, Part | None]
 
-#: What it gets back: its `Shard`, or None if it was joined, and its output, or None if the batch
-#: has below 2 values.
-Reply = tuple[Shard | None, Tensor | None]
+#: What it gets back: its `Shard`, or None if it was joined, and its output.
+Reply = tuple[Shard | None, Tensor]
 
 
 def merge_replicas(
@@ -144,13 +139,8 @@ def merge_replicas(
         return zip(repeat(None), outputs, strict=False)
     parts = [part or Part.of(own) for own, part in messages]
     shards = [part.shard for part in parts]
-    total = sum(shard.values for shard in shards)
-    if total < 2:  # the replica that has 1 value raises
-        if total == 0 and count_batch is not None:
-            group.commit(count_batch)
-        return zip(shards, repeat(None), strict=False)
     differ = not match or len({shard.kernels for shard in shards}) > 1
-    group.commit(partial(merge_moments, shards, total, differ, count_batch))
+    group.commit(partial(merge_moments, shards, differ, count_batch))
     return zip(shards, connect(parts, differ), strict=True)
 
 
@@ -160,13 +150,7 @@ def merge_ranks(
     """Returns the reply to this rank."""
     shard = part.shard
     ranks = RankExchange(group, layouts, shard.needs_dx)
-    total, mean, var = ranks.merge(shard)
-    if isinstance(total, int) and total == 1:
-        raise _one_value(part.x)
-    running = count_batch and count_batch()
-    if isinstance(total, int) and total == 0:
-        return shard, None
-    set_statistics([shard], total, mean, var, running)
+    set_statistics([shard], *ranks.merge(shard), count_batch)
     return shard, connect([part], ranks=ranks)[0]
 
 
@@ -176,21 +160,12 @@ def recomputed(calls: RecordedCalls, part: Part) -> Reply:
     recorded = calls.recall(shard, part.x.dtype)
     # Not before, because a checkpoint ends the recomputation when all is saved.
     part = held(part)
-    if not hasattr(recorded, "stats"):  # the batch had no values
-        return shard, None
     if recorded.output_requires_grad and not shard.requires_grad:
         # Only the other replicas' inputs needed a gradient, so that the outputs have a graph.
         part = part._replace(x=part.x.detach().requires_grad_())
     shard.stats = recorded.stats
     with hidden_from_hooks():
         return shard, connect([part])[0]
-
-
-def _one_value(x: Tensor) -> ValueError:
-    return ValueError(  # torch's own words, which programs may look for
-        f"Expected more than 1 value per channel when training, got input size {x.size()} and "
-        "1 value in all of its group; take a larger batch, or call the layer in eval()"
-    )
 
 
 # Hooks on saved tensors belong to a thread: an activation checkpoint must see what its replica
@@ -283,29 +258,19 @@ class Normalize(Function):
         for i, holder in enumerate(batch.holders):
             if holder is not None:
                 (xs[i],) = holder.saved_tensors
-        if all(dy is None for dy in dys):  # called by the engine without any gradient
-            if batch.ranks is None:
-                return (None,) * (2 + 3 * n)
-            dys = (torch.zeros_like(xs[0]),)  # as the other ranks wait for the sums
-        by_autograd = (
-            torch.is_grad_enabled()
-            or any(dy is not None and is_batched(dy) for dy in dys)
-            or batch.differ  # so that sums over the shards cannot be added
+        if all(dy is None for dy in dys) and batch.ranks is None:
+            return (None,) * (2 + 3 * n)  # called by the engine without any gradient
+        dys = tuple(  # zeros for unused outputs
+            x.new_zeros(()).expand_as(x) if dy is None and x is not None else dy
+            for dy, x in zip(dys, xs, strict=True)
         )
         for dy in dys:
             # It may come from another stream. torch cannot tell this of batched gradients.
             if dy is not None and dy.device in batch.streams and not is_batched(dy):
                 dy.record_stream(batch.streams[dy.device])
         with use_streams(batch.streams):
-            compute = gradients_by_autograd if by_autograd else gradients_by_kernels
-            grads, needs = compute(batch, dys, xs, weights), ctx.needs_input_grad[2:]
-            # All are copies of one parameter, so any copy may take the sum.
-            for k in (n, 2 * n):  # where the gradients of weights and of biases begin
-                if any(needs[k : k + n]) and not batch.differ:
-                    taker = needs.index(True, k)
-                    total = added(grads[k : k + n])  # here, in the accumulation dtype
-                    grads[k : k + n] = [None] * n
-                    grads[taker] = total.to(batch.shards[taker - k].device)
+            grads = gradients(batch, dys, xs, weights)
+        needs = ctx.needs_input_grad[2:]
         return None, None, *[g if need else None for g, need in zip(grads, needs, strict=True)]
 
 
@@ -313,49 +278,57 @@ class Normalize(Function):
 _normalize: Callable[..., Any] = super(Function, Normalize).apply
 
 
-def gradients_by_kernels(
+def gradients(
     batch: Batch, dys: Tensors, xs: Sequence[Any], weights: Tensors
 ) -> list[Tensor | None]:
-    """Computes the gradients of all x, then weights, then biases by the kernels of the devices."""
-    shards, first = batch.shards, batch.shards[0]
+    """Returns the gradients of all x, then weights, then biases."""
+    shards, ranks = batch.shards, batch.ranks
+    kernels = [shard.kernels for shard in shards]
+    stats = [shard.stats for shard in shards]
+    if torch.is_grad_enabled():
+        stats = differentiable_statistics(batch, xs)
+    if torch.is_grad_enabled() or any(dy is not None and is_batched(dy) for dy in dys):
+        kernels = [PLAIN] * len(shards)
     sums = [
-        shard.kernels.reduce(dy, x, shard.stats)
-        for shard, dy, x in zip(shards, dys, xs, strict=True)
-        if dy is not None and shard.values
+        None if dy is None else (kernel if x.numel() else PLAIN).reduce(dy, x, of_batch)
+        for kernel, dy, x, of_batch in zip(kernels, dys, xs, stats, strict=True)
     ]
-    if not sums:  # only empty outputs are used
-        sums = [first.stats.mean.new_zeros(2, len(first.stats.mean))]
-    own = total = added(sums).to(first.device)
-    if first.denominator.clamps:  # a clamped variance has no derivative
-        _, var = first.batch_mean_and_var()
-        total = torch.stack((total[0], total[1] * (var >= first.denominator.eps).to(total)))
-    if batch.ranks is not None and first.needs_dx:
-        # The ranks add derivatives with respect to mean and variance of the batch, which do not
-        # depend on a rank's weight and kernels, and which `Zeros` adds in the same call.
-        factor = first.kernels.derivative_factors(in_float64(first.stats.inverse))
-        (weight,) = weights
-        if weight is not None:
-            weight = weight.masked_fill(weight.abs() < _TINY, _TINY)
-            weights, factor = [weight], factor * in_float64(weight)
-        total = batch.ranks.summed(in_float64(total) * factor) / factor
+    if not batch.differ:
+        # All have copies of one parameter, so any copy may take the sum of their gradients.
+        taker = [shard.records_graph for shard in shards].index(True)
+        total = added(sums).to(shards[taker].device)
+        sums = [total if i == taker else None for i in range(len(shards))]
+    clamps = any(shard.denominator.clamps for shard in shards)
+    fused = kernels[0] if isinstance(kernels[0], Fused) else None
+    if fused is not None and not (batch.differ or clamps or ranks is not None):
+        shared = total
+    else:
+        fused, derivatives = None, []
+        for i, own in enumerate(sums):
+            if own is not None:
+                derivatives.append(kernels[i].derivatives(own, stats[i], weights[i]))
+            if own is not None and clamps:  # a clamped variance has no derivative
+                _, var = shards[i].batch_mean_and_var()
+                derivatives[-1][1] *= (var >= shards[i].denominator.eps).to(own)
+        shared = added(derivatives)
+        if ranks is not None and shards[0].needs_dx:
+            shared = ranks.summed(in_float64(shared))
     dxs: list[Tensor | None] = [None] * len(shards)
-    shared: dict[int, Tensor] = {}  # by statistics, usually one per device
-    for i, (shard, dy, x, weight) in enumerate(zip(shards, dys, xs, weights, strict=True)):
-        if shard.needs_dx and not shard.values:
-            dxs[i] = torch.empty_like(x)
-        elif shard.needs_dx:
-            stats, kernels = shard.stats, shard.kernels
-            if id(stats) not in shared:
-                on_device = total.to(shard.device, shard.dtype)
-                shared[id(stats)] = kernels.shared_terms(on_device, stats, weight)
-            if dy is None:  # the output is unused
-                dy = x.new_zeros(()).expand_as(x)
-            dxs[i] = kernels.input_gradient(dy, x, stats, weight, shared[id(stats)])
-    rest = [None] * (len(shards) - 1)
-    return [*dxs, first.kernels.weight_gradient(own, first.stats), *rest, own[0], *rest]
+    for i, (shard, dy, x) in enumerate(zip(shards, dys, xs, strict=True)):
+        if dy is not None and shard.needs_dx:
+            compute = fused.input_gradient_by_sums if fused else kernels[i].input_gradient
+            own = shared.to(shard.device, shard.dtype)
+            dxs[i] = (compute if x.numel() else PLAIN.input_gradient)(
+                dy, x, stats[i], weights[i], own
+            )
+    dweights = [
+        None if own is None else kernel.weight_gradient(own, of_batch)
+        for own, kernel, of_batch in zip(sums, kernels, stats, strict=True)
+    ]
+    return [*dxs, *dweights, *[None if own is None else own[0] for own in sums]]
 
 
-def added(tensors: Tensors) -> Tensor:
+def added(tensors: Iterable[Tensor | None]) -> Tensor:
     """Returns the sum of all that are not None, in order, on the device of the first."""
     present = [tensor for tensor in tensors if tensor is not None]
     present = [tensor.to(present[0].device) for tensor in present]
@@ -364,53 +337,24 @@ def added(tensors: Tensors) -> Tensor:
     return reduce(torch.add, present)
 
 
-def gradients_by_autograd(
-    batch: Batch, dys: Tensors, xs: Sequence[Any], weights: Tensors
-) -> list[Tensor | None]:
-    """Computes `gradients_by_kernels` by autograd, so that the gradients have derivatives."""
-    # It differentiates the forward in operations of torch. Mean and variance of the batch have
-    # the values of the forward and derivatives by every x, in float64, on one device.
+def differentiable_statistics(batch: Batch, xs: Sequence[Any]) -> list[Statistics]:
+    """Returns the statistics for each shard, with derivatives of any order by every x."""
     shards, first = batch.shards, batch.shards[0]
     mean, var = first.batch_mean_and_var()
-    home = mean.device
     # Inputs are centered by a value of their own precision, before they are summed.
     center = mean.to(first.dtype)
-    off = mean - center.to(mean)
-    creates_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views, because the hooks of the tensors themselves belong to the backward around.
-        xs = [x if x is None else x.view_as(x) for x in xs]
-        weights = [w if w is None else w.view_as(w) for w in weights]
-        biases = [s.stats.mean.new_zeros(len(mean), requires_grad=True) for s in shards]
-        centered: list[Any] = [None if x is None else x - per_channel(center, x) for x in xs]
-        sums = [
-            in_float64(torch.stack((x.sum(reduced_dims(x)), x.square().sum(reduced_dims(x)))))
-            for shard, x in zip(shards, centered, strict=True)
-            if shard.needs_dx
-        ]
-        if sums:
-            # Zeros, which have the derivatives of the means of all centered x and their squares.
-            total = added(sums).to(home) / first.stats.total
-            if batch.ranks is None:
-                zeros = total - total.detach()
-            else:
-                zeros = Zeros.apply(batch.ranks, total)  # type: ignore[no-untyped-call]
-            drift, square = zeros.unbind()
-            var = var + square - drift * (drift + 2 * off)
-            off = off + drift
-        ys, upstream = [], []
-        for shard, dy, x, weight, bias in zip(shards, dys, centered, weights, biases, strict=True):
-            if dy is None:
-                continue
-            scale = shard.denominator.of(var).rsqrt()
-            if weight is not None:
-                scale = scale * in_float64(weight).to(home)
-            shift = in_float64(bias).to(home) - off * scale
-            ys.append(x * per_channel(scale, x) + per_channel(shift, x))
-            upstream.append(dy.to(ys[-1].dtype))
-    inputs = [*xs, *weights, *biases]
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
-    grads = iter(
-        torch.autograd.grad(ys, wanted, upstream, create_graph=creates_graph, allow_unused=True)
-    )
-    return [next(grads) if t is not None and t.requires_grad else None for t in inputs]
+    sums = []
+    for x in xs:
+        if x is not None:
+            centered, dims = x - per_channel(center, x), reduced_dims(x)
+            sums.append(in_float64(torch.stack((centered.sum(dims), centered.square().sum(dims)))))
+    # Zeros, which have the derivatives of the means of all centered x and their squares.
+    total = added(sums).to(mean.device) / first.stats.total
+    zeros = total - total.detach()
+    if batch.ranks is not None and zeros.requires_grad:
+        # The forward knows the sums of all ranks. So a backward that builds a graph makes the same
+        # calls as one that does not.
+        zeros.register_hook(batch.ranks.summed)
+    drift, square = zeros.unbind()
+    var = var + square - drift * (drift + 2 * (mean - center))
+    return [kernel_statistics(first.stats.total, mean + drift, var, shard) for shard in shards]

@@ -28,6 +28,7 @@ from syncbn.channels import (
     accumulation_dtype,
     constant_tensor,
     empty_output,
+    in_float64,
     in_format_of,
     per_channel,
     reduced_dims,
@@ -41,6 +42,10 @@ _FEW_EQUAL = 2**8
 
 #: The number of values that may be added one by one.
 _LONG_SUM = 2**12
+
+#: Stands for a weight that is 0, where sums are divided by the weight by which a kernel multiplies
+#: again. The gradient of the output times this vanishes.
+_TINY = 1e-20
 
 #: The number of values that several operations read and write at a time.
 BLOCK = 2**19
@@ -94,7 +99,7 @@ class Kernels:
 
     def affine(self, x: Tensor, stats: Statistics, weight: Affine, bias: Affine) -> Tensor:
         """Returns ``x_hat * weight + bias``, in the accumulation dtype."""
-        scale = _scale(stats, weight)
+        scale = _scale(stats.inverse, weight)
         y = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(scale, x))
         if stats.mean_error is not None:
             shift = stats.mean_error * -scale
@@ -103,45 +108,42 @@ class Kernels:
 
     def reduce(self, dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
         """Computes the sums of ``dy`` and of ``dy * x_hat`` over a shard, ``(2, C)``."""
-        # The second may be in units of the strategy's own, for `weight_gradient`,
-        # `derivative_factors` and `shared_terms` of the same strategy.
+        # The second may be in units of the strategy's own, for the next two methods. Not in place:
+        # autograd may differentiate this, and `vmap` call it with a batch of ``dy``.
         dims = reduced_dims(x)
         dbias = dy.sum(dims, dtype=stats.mean.dtype)
-        dweight = (x - per_channel(stats.mean, x)).mul_(dy).sum(dims)
+        dweight = ((x - per_channel(stats.mean, x)) * dy).sum(dims)
         if stats.mean_error is not None:
-            dweight -= stats.mean_error * dbias
-        dweight *= stats.inverse
-        return torch.stack((dbias, dweight))
+            dweight = dweight - stats.mean_error * dbias
+        return torch.stack((dbias, dweight * stats.inverse))
 
     def weight_gradient(self, sums: Tensor, stats: Statistics) -> Tensor:
         """Returns the sum of ``dy * x_hat``, given the result of `reduce`."""
         return sums[1]
 
-    def derivative_factors(self, inverse: Tensor) -> Tensor:
-        """Returns the factors, ``(2, C)``, from sums of `reduce` times weight to derivatives."""
-        # With respect to mean and variance of the whole batch:
+    def derivatives(self, sums: Tensor, stats: Statistics, weight: Affine) -> Tensor:
+        """Returns derivatives by the mean of the batch and by half of its variance, ``(2, C)``."""
+        return sums * self._factors(stats.inverse, weight)
+
+    def _factors(self, inverse: Tensor, weight: Affine) -> Tensor:
         #     dmean = -sum(weight * dy) / sqrt(denominator)
         #     dvar = -sum(weight * dy * x_hat) / (2 * denominator)
-        return torch.stack((-inverse, -inverse.square() / 2))
-
-    def shared_terms(self, totals: Tensor, stats: Statistics, weight: Affine) -> Tensor:
-        """The terms of `input_gradient` that replicas on a device share: linear, ``(2, C)``."""
-        return totals * (_scale(stats, weight) / -stats.total)
+        scale = -_scale(inverse, weight)
+        return torch.stack((scale, scale * inverse))
 
     def input_gradient(
-        self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
+        self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine, derivatives: Tensor
     ) -> Tensor:
-        """Computes the gradient of a shard that is not empty."""
-        # With the totals T1 of dy and T2 of dy * x_hat, over the n values of the whole batch:
-        #     dx = (weight * dy - (weight * T1 + x_hat * weight * T2) / n) / sqrt(denominator)
-        # (Ioffe & Szegedy, arXiv:1502.03167, section 3, solved for dx.)
-        shift, slope = shared.unbind()
-        slope = slope * stats.inverse
+        """Computes the gradient of a shard that is not empty, given the sum of all derivatives."""
+        # For n values in the whole batch:
+        #     dx = weight * dy / sqrt(denominator) + (dmean + 2 * dvar * (x - mean)) / n
+        # (Ioffe & Szegedy, arXiv:1502.03167, section 3.)
+        shift, slope = (derivatives / stats.total).unbind()
         if stats.mean_error is not None:
             shift = shift - stats.mean_error * slope
-        dx = (with_usual_strides(x) - per_channel(stats.mean, x)).mul_(per_channel(slope, x))
+        dx = (with_usual_strides(x) - per_channel(stats.mean, x)) * per_channel(slope, x)
         dx.add_(per_channel(shift, x))
-        dx.addcmul_(dy.to(dx.dtype), per_channel(_scale(stats, weight), x))
+        dx.addcmul_(dy.to(dx.dtype), per_channel(_scale(stats.inverse, weight), x))
         return dx.to(x.dtype)
 
 
@@ -187,19 +189,20 @@ class Native(Kernels):
         return torch.stack((dbias, dweight))
 
     def input_gradient(
-        self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
+        self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine, derivatives: Tensor
     ) -> Tensor:
-        if x.dtype != shared.dtype:
+        if x.dtype != derivatives.dtype:
             dx, plain = empty_output(x), super().input_gradient
-            in_blocks(lambda x, dy: plain(dy, x, stats, weight, shared), dx, x, dy)
+            in_blocks(lambda x, dy: plain(dy, x, stats, weight, derivatives), dx, x, dy)
             return dx
         if stats.mean_error is not None:
-            return super().input_gradient(dy, x, stats, weight, shared)
-        shift, slope = shared.unbind()
+            return super().input_gradient(dy, x, stats, weight, derivatives)
+        shift, slope = (derivatives / stats.total).unbind()
+        slope = slope / stats.inverse  # the kernel multiplies by it
         x = with_usual_strides(x)  # the result inherits them
         args = (x, slope, shift, stats.mean, stats.denominator, False, 0.0, 0.0)
         dx = torch.native_batch_norm(*args)[0]
-        return dx.addcmul_(dy, per_channel(_scale(stats, weight), x))
+        return dx.addcmul_(dy, per_channel(_scale(stats.inverse, weight), x))
 
 
 # They read and write each tensor once, in its dtype, subtract the mean before they scale, and
@@ -236,18 +239,30 @@ class Fused(Kernels):
     def weight_gradient(self, sums: Tensor, stats: Statistics) -> Tensor:
         return sums[1] * stats.inverse
 
-    def derivative_factors(self, inverse: Tensor) -> Tensor:
-        return torch.stack((-inverse, -inverse.pow(3) / 2))
-
-    def shared_terms(self, totals: Tensor, stats: Statistics, weight: Affine) -> Tensor:
-        # The kernel multiplies by the weight, and divides by a count that it can hold.
-        return totals if _is_int32(stats.total) else totals / stats.total
+    def _factors(self, inverse: Tensor, weight: Affine) -> Tensor:
+        scale = -_scale(inverse, weight)
+        return torch.stack((scale, scale * inverse.square()))
 
     def input_gradient(
-        self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine, shared: Tensor
+        self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine, derivatives: Tensor
     ) -> Tensor:
-        plain, along_x = shared.unbind()
-        n = stats.total if _is_int32(stats.total) else 1
+        # In float64, because the product of a tiny weight may be too small for float32.
+        inverse = in_float64(stats.inverse)
+        if weight is not None:
+            weight = weight.masked_fill(weight.abs() < _TINY, _TINY)
+        sums = (in_float64(derivatives) / self._factors(inverse, weight)).to(derivatives)
+        return self.input_gradient_by_sums(dy, x, stats, weight, sums)
+
+    def input_gradient_by_sums(
+        self, dy: Tensor, x: Tensor, stats: Statistics, weight: Affine, sums: Tensor
+    ) -> Tensor:
+        """Computes `input_gradient`, given the sums of `reduce` over the whole batch."""
+        n = 1
+        if _is_int32(stats.total):  # the kernel divides by a count that it can hold
+            n = stats.total
+        else:
+            sums = sums / stats.total
+        plain, along_x = sums.unbind()
         count = constant_tensor((n,), x.device, torch.int32)
         dy = in_format_of(dy, x).to(x.dtype)
         return torch.batch_norm_backward_elemt(
@@ -285,9 +300,9 @@ class Strategies(dict[str, Kernels]):
 KERNELS = Strategies(cpu=Native())
 
 
-def _scale(stats: Statistics, weight: Affine) -> Tensor:
+def _scale(inverse: Tensor, weight: Affine) -> Tensor:
     """Returns ``weight / sqrt(denominator)``, ``(C,)``."""
-    return stats.inverse if weight is None else stats.inverse * weight
+    return inverse if weight is None else inverse * weight
 
 
 def _parameter_gradients(dy: Tensor, x: Tensor, stats: Statistics) -> tuple[Tensor, Tensor]:

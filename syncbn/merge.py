@@ -53,8 +53,10 @@ class RunningStatistics(NamedTuple):
         if isinstance(weight, Tensor):
             weight = weight.to(var)
         if isinstance(total, Tensor):  # the host does not know whether it is above 1
-            weight = weight * (total > 0).to(var)
+            weight = weight * (total > 1).to(var)
             total = total.clamp(min=2)
+        elif total == 0:
+            return
         for buffer, new in ((self.mean, mean), (self.var, var * (total / (total - 1)))):
             if buffer is not None:
                 # Hidden from autograd, as torch's kernels do it: the graph of a forward on one
@@ -73,7 +75,7 @@ CountBatch = Callable[[], RunningStatistics | None]
 class Shard:
     """The numbers of one replica in a call that is not joined. It does not keep the input."""
 
-    #: The statistics of the whole batch, once they are merged. Unset if it has no values.
+    #: The statistics of the whole batch, once they are merged.
     stats: Statistics
     #: Whether the output requires gradients, once it is made.
     output_requires_grad: bool
@@ -117,22 +119,20 @@ class Shard:
 Arguments = tuple[Tensor, Tensor | None, Tensor | None, Denominator]
 
 
-def merge_moments(
-    shards: Sequence[Shard], total: int, differ: bool, count_batch: CountBatch | None
-) -> None:
+def merge_moments(shards: Sequence[Shard], differ: bool, count_batch: CountBatch | None) -> None:
     """Sets the statistics of the whole batch, in replica order, and updates the running ones."""
     # `differ` is whether parameters, denominators or kernels differ between the shards.
-    running = count_batch and count_batch()
-    first = shards[0]
-    if not differ and isinstance(first.kernels, Fused) and not first.denominator.clamps:
-        merged = _merge_by_kernel(first.kernels, shards, total, running)
+    total = sum(shard.values for shard in shards)
+    kernels, clamps = shards[0].kernels, shards[0].denominator.clamps
+    if isinstance(kernels, Fused) and not (differ or clamps) and total > 1:
+        merged = _merge_by_kernel(kernels, shards, total, count_batch and count_batch())
         for shard in shards:
             mean, inverse = (vector.to(shard.device, non_blocking=True) for vector in merged)
             shard.stats = Statistics(total, mean, inverse, inverse)
         return
     means, variances = zip(*[shard.mean_and_var() for shard in shards], strict=True)
     mean, var = statistics.merge([shard.values for shard in shards], means, variances)
-    set_statistics(shards, total, mean, var, running)
+    set_statistics(shards, total, mean, var, count_batch)
 
 
 def set_statistics(
@@ -140,7 +140,7 @@ def set_statistics(
     total: int | Tensor,
     mean: Tensor,
     var: Tensor,
-    running: RunningStatistics | None,
+    count_batch: CountBatch | None,
 ) -> None:
     """Sets and updates statistics, given mean and biased variance of the batch in float64."""
     # Usually all replicas are on one device and have the same eps.
@@ -150,6 +150,8 @@ def set_statistics(
         if key not in made:
             made[key] = kernel_statistics(total, mean, var, shard)
         shard.stats = made[key]
+    is_error = isinstance(total, int) and total == 1
+    running = count_batch() if count_batch is not None and not is_error else None
     if running is not None:
         running.update(mean, var, total)
 

@@ -48,7 +48,7 @@ def merge(
     counts: Sequence[int], means: Sequence[Tensor], variances: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Merges the moments of several sets of values, possibly empty, on the device of the first."""
-    home, total = means[0].device, sum(counts)
+    home, total = means[0].device, max(1, sum(counts))
     share = constant_tensor(tuple([n / total for n in counts]), home, torch.float64)
     stacked = [torch.stack([t.to(share) for t in tensors]) for tensors in (means, variances)]
     return merge_shares(share, *stacked)

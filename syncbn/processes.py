@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from replication.errors import ReplicationError
 from replication.groups.base import Layouts
@@ -79,18 +78,3 @@ class RankExchange:
 def known_to_host(total: Tensor) -> int | Tensor:
     """Returns a count as an int, unless reading it would block the host."""
     return int(total.item()) if total.is_cpu else total
-
-
-# The forward knows the values of the sums. So a backward that builds a graph makes the same
-# calls as one that does not.
-class Zeros(Function):
-    """Zeros that have the derivatives of sums over all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: RankExchange, sums: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return torch.zeros_like(sums)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.exchange.summed(grad)

@@ -64,10 +64,10 @@ def input_gradient(
     totals: Tensor,
     n: int | Tensor = 10,
 ) -> Tensor:
-    """Calls the kernel with the terms that it shares with other shards."""
+    """Calls the kernel, given the sums of a batch of ``n`` values, as `reduce` returns them."""
     stats = stats._replace(total=n)
-    shared = kernels.shared_terms(totals, stats, weight)
-    return kernels.input_gradient(dy, x, stats, weight, shared)
+    derivatives = kernels.derivatives(totals, stats, weight)
+    return kernels.input_gradient(dy, x, stats, weight, derivatives)
 
 
 def gradient_of(x: Tensor, dy: Tensor, eps: float, weight: Tensor, totals: Tensor) -> Tensor:
@@ -219,8 +219,12 @@ def check_every_kernel(
     message = totals * torch.stack((torch.ones_like(along), along))
     expected = gradient_of(x, dy, eps, weight, totals)
     for n in (10, torch.tensor(10.0, device=x.device)):
-        dx = input_gradient(kernels, dy, x, stats, weight, message, n)
-        torch.testing.assert_close(channels_of(dx), expected, rtol=tolerance, atol=tolerance)
+        dxs = [input_gradient(kernels, dy, x, stats, weight, message, n)]
+        if isinstance(kernels, Fused):
+            stats = stats._replace(total=n)
+            dxs.append(kernels.input_gradient_by_sums(dy, x, stats, weight, message))
+        for dx in dxs:
+            torch.testing.assert_close(channels_of(dx), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -43,7 +43,7 @@ def test_moments_are_those_of_the_whole_batch(sizes, clamps, buffers):
     denominator = Denominator(0.25, clamps)
     shards = [shard_of(part, denominator) for part in x.split(sizes)]
     total, own = 2 * len(x), buffers and RunningStatistics(*map(copied, buffers))
-    merge_moments(shards, total, False, lambda: own)
+    merge_moments(shards, False, lambda: own)
     var, mean = torch.var_mean(x.double(), (0, 2), correction=0)
     divisor = var.clamp(min=0.25) if clamps else var + 0.25
     for shard in shards:
@@ -68,13 +68,12 @@ def test_a_rounded_variance_is_never_negative():
 
 @pytest.mark.parametrize("total", [0, 1, 2, 8])
 def test_a_total_that_the_host_does_not_know(total):
-    """Without a value the buffers stay. One value has no variance."""
+    """The buffers stay without a variance, which needs two values."""
     own, mean, var = running(), torch.full((3,), 3.0).double(), torch.full((3,), 4.0).double()
     own.update(mean, var * (total > 1), torch.tensor(float(total)))
     expected = [1.0, 1.0]
-    if total:
-        unbiased = 4 * total / (total - 1) if total > 1 else 0
-        expected = [0.75 + 3 / 4, 0.75 + unbiased / 4]
+    if total > 1:
+        expected = [0.75 + 3 / 4, 0.75 + total / (total - 1)]
     assert own.mean is not None and own.var is not None
     torch.testing.assert_close(own.mean, torch.full((3,), expected[0]))
     torch.testing.assert_close(own.var, torch.full((3,), expected[1]))

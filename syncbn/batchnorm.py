@@ -163,7 +163,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         denominator = _denominator(self.eps, _eps_mode == "clamp")
         counts = self._has_original_buffers and not group.recomputes
         count_batch = self._count_batch if counts else None
-        args = input, weight, bias, denominator, group, self._recorded_calls, count_batch
+        args = (input, weight, bias, denominator), group, self._recorded_calls, count_batch
         if not dispatch_modes():
             return synchronized_batch_norm(*args)
         with beside_selective_checkpoints():

@@ -43,7 +43,6 @@ from syncbn.kernels import PLAIN, Fused, Statistics
 from syncbn.merge import (
     Arguments,
     CountBatch,
-    Denominator,
     Shard,
     all_match,
     kernel_statistics,
@@ -58,10 +57,7 @@ Tensors = Sequence[Tensor | None]
 
 
 def synchronized_batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    denominator: Denominator,
+    arguments: Arguments,
     group: Group,
     calls: RecordedCalls | None,
     count_batch: CountBatch | None,
@@ -69,10 +65,10 @@ def synchronized_batch_norm(
     """Normalizes a shard ``(N, C, ...)``, maybe empty, with the moments of the whole batch."""
     # `calls` records the calls of this replica. It is None between processes. `count_batch` is
     # None if the buffers do not belong to this copy, or if a recomputation must not change them.
+    x, weight, bias, denominator = arguments
     if has_other_derivatives((x, weight, bias)):
         raise lost_derivatives("a synchronized layer")
     layouts = ((x.dtype, (x.size(1),)),)  # must match on every copy
-    arguments = x, weight, bias, denominator
     if not isinstance(group, ReplicaGroup):
         shard, output = merge_ranks(group, layouts, held(Part.of(arguments)), count_batch)
     elif group.in_later_backward:
@@ -89,7 +85,7 @@ def synchronized_batch_norm(
             requires_grad=part is None or part.shard.requires_grad,  # in grad mode, if it joins
         )
         if calls is not None and shard is not None:
-            shard.output_requires_grad = output.requires_grad
+            shard.requires_grad = output.requires_grad
             calls.record(shard)
     if shard is None:  # joined
         return output
@@ -109,10 +105,12 @@ class Part(NamedTuple):
     """A shard that is not joined, before its call has a node."""
 
     shard: Shard
-    #: The input, whose own node may save it (see `held`).
     x: Tensor
     #: The output, to be filled.
     y: Tensor
+    #: The node that saves the input, if the joint node must not. Not an attribute of the shard: a
+    #: replica records shards, and a checkpoint that it kept may refer to it.
+    holder: Any = None
 
     @classmethod
     def of(cls, arguments: Arguments) -> Part:
@@ -160,7 +158,7 @@ def recomputed(calls: RecordedCalls, part: Part) -> Reply:
     recorded = calls.recall(shard, part.x.dtype)
     # Not before, because a checkpoint ends the recomputation when all is saved.
     part = held(part)
-    if recorded.output_requires_grad and not shard.requires_grad:
+    if recorded.requires_grad and not shard.requires_grad:
         # Only the other replicas' inputs needed a gradient, so that the outputs have a graph.
         part = part._replace(x=part.x.detach().requires_grad_())
     shard.stats = recorded.stats
@@ -191,13 +189,8 @@ def held(part: Part) -> Part:
         return part
     parameters = shard.weight, shard.bias
     anchor = next((p for p in parameters if p is not None and p.requires_grad), None)
-    return part._replace(x=Hold.apply(part.x, anchor))  # type: ignore[no-untyped-call]
-
-
-def _holder(x: Tensor) -> Any:
-    """Returns the node by which `held` saves the input of a replica, or None."""
-    node = x.grad_fn
-    return node if type(node) is Hold._backward_cls else None
+    x = Hold.apply(part.x, anchor)  # type: ignore[no-untyped-call]
+    return part._replace(x=x, holder=x.grad_fn)
 
 
 class Batch(NamedTuple):
@@ -207,8 +200,7 @@ class Batch(NamedTuple):
     #: Whether weight, bias, denominator or kernels differ between replicas.
     differ: bool
     ranks: RankExchange | None
-    #: For each shard the node that saves its input, if the joint node does not. Not an attribute
-    #: of the shard: a replica records shards, and a checkpoint that it kept may refer to it.
+    #: See `Part.holder`.
     holders: Sequence[Any]
     #: The forward's streams on the devices of all replicas, if there are several.
     streams: Streams
@@ -218,7 +210,7 @@ def connect(
     parts: Sequence[Part], differ: bool = False, ranks: RankExchange | None = None
 ) -> Sequence[Tensor]:
     """Returns the outputs of all replicas, connected with their inputs and parameters."""
-    shards, xs, outputs = zip(*parts, strict=True)
+    shards, xs, outputs, holders = zip(*parts, strict=True)
     if not torch.is_grad_enabled():
         return outputs
     # The tensors of a replica that records no graph count as constants.
@@ -228,7 +220,7 @@ def connect(
         for shard, tensor in zip(shards, of_kind, strict=True)
     ]
     streams = current_streams([shard.device for shard in shards])
-    batch = Batch(shards, differ, ranks, list(map(_holder, xs)), streams)
+    batch = Batch(shards, differ, ranks, holders, streams)
     made: Sequence[Tensor] = _normalize(batch, outputs, *tensors)
     return made
 

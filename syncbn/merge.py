@@ -77,8 +77,6 @@ class Shard:
 
     #: The statistics of the whole batch, once they are merged.
     stats: Statistics
-    #: Whether the output requires gradients, once it is made.
-    output_requires_grad: bool
 
     def __init__(self, arguments: Arguments) -> None:
         x, weight, bias, self.denominator = arguments
@@ -87,9 +85,10 @@ class Shard:
         #: Weight and bias of the layer, in the accumulation dtype.
         self.weight, self.bias = (p if p is None else p.to(self.dtype) for p in (weight, bias))
         self.kernels = KERNELS[x.device.type]
-        #: Whether the replica records a graph, its input needs a gradient, and anything does.
+        #: Whether the replica records a graph, and its input needs a gradient.
         self.records_graph = torch.is_grad_enabled()
         self.needs_dx = self.records_graph and x.requires_grad
+        #: Whether anything of this replica does, or, once it is made, whether the output does.
         self.requires_grad = self.records_graph and any(
             tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
         )

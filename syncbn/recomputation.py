@@ -37,29 +37,21 @@ class RecordedCalls:
         """Returns the shard of the call that is recomputed, or raises ReplicationError."""
         # torch does not say which call that is. It is the one whose moments are nearest. They need
         # not be equal: some devices are not deterministic, and half precision rounds coarsely.
-        same_size = [call for call in self._calls if call.values == shard.values]
-        # A call that ran without a graph is recomputed without one.
-        calls = [call for call in same_size if call.records_graph == shard.records_graph]
-        calls = calls or same_size
-        if calls and shard.records_graph and not calls[0].records_graph:
-            self._refuse(
-                "recomputed by an activation checkpoint with use_reentrant=True, whose forward "
-                "makes no graph for the replicas to share; use "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
-        if calls and (not shard.values or (len(same_size) == 1 and shard.kernels.is_asynchronous)):
+        key = shard.values, shard.records_graph
+        calls = [call for call in self._calls if (call.values, call.records_graph) == key]
+        if calls and (not shard.values or (len(calls) == 1 and shard.kernels.is_asynchronous)):
             return calls[0]  # a comparison would be empty, or make the host wait for a GPU
         moments = shard.mean_and_var()
         distances = [_distance(call.mean_and_var(), moments) for call in calls]
-        found: list[float] = torch.stack(distances).tolist() if calls else []
-        least = min(found, default=math.inf)
+        least = min(distances, default=math.inf)
         if not calls or least > _ROUNDING.get(dtype, math.inf):
             self._refuse(
                 f"called in backward with {shard.values} values per channel, which matches no "
-                "call of its forward; make the same calls in both, keep dropout out of it if "
-                "replicas share a device, and change no parameters between forward and backward"
+                f"call of its forward with{'' if shard.records_graph else 'out'} a graph; use "
+                "checkpoint(..., use_reentrant=False), make the same calls in both, keep dropout "
+                "out of it if replicas share a device, and change no parameters between them"
             )
-        call, *others = [c for c, d in zip(calls, found, strict=True) if d == least]
+        call, *others = [c for c, d in zip(calls, distances, strict=True) if d == least]
         if any(
             _distance(call.batch_mean_and_var(), other.batch_mean_and_var()) > 1e-6
             for other in others
@@ -75,13 +67,14 @@ class RecordedCalls:
         raise ReplicationError(f"{self._where} is {reason}")
 
 
-def _distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
+def _distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> float:
     """Returns the largest difference between two pairs of moments, in standard deviations."""
     mean, var = one
     if not mean.numel():
-        return mean.new_zeros(())
+        return 0.0
     deviation = var.sqrt() + torch.finfo(torch.float32).eps * mean.abs()
     scale = torch.stack((deviation, deviation.square()))
     first, second = torch.stack(one), torch.stack(other)
     equal = (first == second) | (first.isnan() & second.isnan())
-    return torch.where(equal, 0.0, (first - second).abs() / scale).nan_to_num(nan=math.inf).amax()
+    distance = torch.where(equal, 0.0, (first - second).abs() / scale)
+    return distance.nan_to_num(nan=math.inf).amax().item()

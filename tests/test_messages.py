@@ -212,9 +212,10 @@ def test_there_is_a_single_value_in_all():
 
 
 @reads("""
-    ReplicationError: `0.block.1`, replica 0 is recomputed by an activation checkpoint with
-    use_reentrant=True, whose forward makes no graph for the replicas to share; use
-    torch.utils.checkpoint.checkpoint(..., use_reentrant=False)
+    ReplicationError: `0.block.1`, replica 0 is called in backward with 4 values per channel,
+    which matches no call of its forward with a graph; use checkpoint(..., use_reentrant=False),
+    make the same calls in both, keep dropout out of it if replicas share a device, and change no
+    parameters between them
 """)
 def test_a_layer_is_in_a_reentrant_checkpoint():
     """inplace_abn#48, pt#43946"""

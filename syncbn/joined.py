@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from replication._torch import sees_saved_tensors
 from syncbn.channels import memory_format
-
-if TYPE_CHECKING:
-    from syncbn.merge import Arguments, CountBatch
+from syncbn.merge import Arguments, CountBatch
 
 #: The largest shard, in values. The copies cost more above it; `benchmarks.layer` shows where.
 LARGEST = 2**17

@@ -15,7 +15,7 @@ add float64 sums, a few values per channel for any number of ranks:
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,7 @@ from torch import Tensor
 from replication.errors import ReplicationError
 from replication.groups.base import Layouts
 from syncbn import moments as statistics
-
-if TYPE_CHECKING:
-    from syncbn.merge import Shard
+from syncbn.merge import Shard
 
 #: Input dtypes that need more digits than the sums keep.
 _PRECISE = {torch.float64}

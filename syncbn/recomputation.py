@@ -8,15 +8,13 @@ length C, which each replica therefore records for each of its calls.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from replication.errors import ReplicationError
-
-if TYPE_CHECKING:
-    from syncbn.merge import Shard
+from syncbn.merge import Shard
 
 #: The largest difference, in standard deviations, that is taken for rounding.
 _ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}

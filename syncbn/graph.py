@@ -52,9 +52,6 @@ from syncbn.merge import (
 from syncbn.processes import RankExchange
 from syncbn.recomputation import RecordedCalls
 
-#: One entry for each shard.
-Tensors = Sequence[Tensor | None]
-
 
 def synchronized_batch_norm(
     arguments: Arguments,
@@ -196,6 +193,7 @@ def held(part: Part) -> Part:
 class Batch(NamedTuple):
     """The data that the node of a call keeps for backward."""
 
+    #: Those that record a graph.
     shards: Sequence[Shard]
     #: Whether weight, bias, denominator or kernels differ between replicas.
     differ: bool
@@ -210,23 +208,21 @@ def connect(
     parts: Sequence[Part], differ: bool = False, ranks: RankExchange | None = None
 ) -> Sequence[Tensor]:
     """Returns the outputs of all replicas, connected with their inputs and parameters."""
-    shards, xs, outputs, holders = zip(*parts, strict=True)
-    if not torch.is_grad_enabled():
-        return outputs
-    # The tensors of a replica that records no graph count as constants.
-    tensors = [
-        tensor if shard.records_graph else None
-        for of_kind in (xs, [s.weight for s in shards], [s.bias for s in shards])
-        for shard, tensor in zip(shards, of_kind, strict=True)
-    ]
-    streams = current_streams([shard.device for shard in shards])
-    batch = Batch(shards, differ, ranks, holders, streams)
-    made: Sequence[Tensor] = _normalize(batch, outputs, *tensors)
-    return made
+    outputs = [part.y for part in parts]
+    if torch.is_grad_enabled():
+        # To the others, the shard of a replica that records no graph is a constant.
+        connected = [i for i, part in enumerate(parts) if part.shard.records_graph]
+        shards, xs, ys, holders = zip(*[parts[i] for i in connected], strict=True)
+        streams = current_streams([shard.device for shard in shards])
+        batch = Batch(shards, differ, ranks, holders, streams)
+        parameters = *[s.weight for s in shards], *[s.bias for s in shards]
+        for i, y in zip(connected, _normalize(batch, ys, *xs, *parameters), strict=True):
+            outputs[i] = y
+    return outputs
 
 
 class Normalize(Function):
-    """Its inputs are x of all replicas, then weights, then biases; its outputs their y."""
+    """Its inputs are x of all shards, then weights, then biases; its outputs their y."""
 
     @staticmethod
     def forward(
@@ -237,8 +233,6 @@ class Normalize(Function):
         n = len(batch.shards)
         xs = [x if h is None else None for h, x in zip(batch.holders, tensors, strict=False)]
         ctx.save_for_backward(*xs, *tensors[n : 2 * n])
-        constants = [y for s, y in zip(batch.shards, outputs, strict=True) if not s.records_graph]
-        ctx.mark_non_differentiable(*constants)
         return tuple(outputs)
 
     @staticmethod
@@ -252,16 +246,16 @@ class Normalize(Function):
                 (xs[i],) = holder.saved_tensors
         if all(dy is None for dy in dys) and batch.ranks is None:
             return (None,) * (2 + 3 * n)  # called by the engine without any gradient
-        dys = tuple(  # zeros for unused outputs
-            x.new_zeros(()).expand_as(x) if dy is None and x is not None else dy
+        used = [  # zeros for unused outputs
+            x.new_zeros(()).expand_as(x) if dy is None else dy
             for dy, x in zip(dys, xs, strict=True)
-        )
-        for dy in dys:
+        ]
+        for dy in used:
             # It may come from another stream. torch cannot tell this of batched gradients.
-            if dy is not None and dy.device in batch.streams and not is_batched(dy):
+            if dy.device in batch.streams and not is_batched(dy):
                 dy.record_stream(batch.streams[dy.device])
         with use_streams(batch.streams):
-            grads = gradients(batch, dys, xs, weights)
+            grads = gradients(batch, used, xs, weights)
         needs = ctx.needs_input_grad[2:]
         return None, None, *[g if need else None for g, need in zip(grads, needs, strict=True)]
 
@@ -271,65 +265,59 @@ _normalize: Callable[..., Any] = super(Function, Normalize).apply
 
 
 def gradients(
-    batch: Batch, dys: Tensors, xs: Sequence[Any], weights: Tensors
+    batch: Batch, dys: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Returns the gradients of all x, then weights, then biases."""
-    shards, ranks = batch.shards, batch.ranks
+    shards, ranks, n = batch.shards, batch.ranks, len(batch.shards)
     kernels = [shard.kernels for shard in shards]
     stats = [shard.stats for shard in shards]
     if torch.is_grad_enabled():
         stats = differentiable_statistics(batch, xs)
-    if torch.is_grad_enabled() or any(dy is not None and is_batched(dy) for dy in dys):
-        kernels = [PLAIN] * len(shards)
+    if torch.is_grad_enabled() or any(map(is_batched, dys)):
+        kernels = [PLAIN] * n
     sums = [
-        None if dy is None else (kernel if x.numel() else PLAIN).reduce(dy, x, of_batch)
+        (kernel if x.numel() else PLAIN).reduce(dy, x, of_batch)
         for kernel, dy, x, of_batch in zip(kernels, dys, xs, stats, strict=True)
     ]
     if not batch.differ:
-        # All have copies of one parameter, so any copy may take the sum of their gradients.
-        taker = [shard.records_graph for shard in shards].index(True)
-        total = added(sums).to(shards[taker].device)
-        sums = [total if i == taker else None for i in range(len(shards))]
+        # All have copies of one parameter, so the first may take the sum of their gradients.
+        sums = [added(sums)]
+    grads: list[Tensor | None] = [None] * (3 * n)
+    for i, own in enumerate(sums):
+        grads[n + i], grads[2 * n + i] = kernels[i].weight_gradient(own, stats[i]), own[0]
     clamps = any(shard.denominator.clamps for shard in shards)
     fused = kernels[0] if isinstance(kernels[0], Fused) else None
     if fused is not None and not (batch.differ or clamps or ranks is not None):
-        shared = total
+        shared = sums[0]
     else:
         fused, derivatives = None, []
         for i, own in enumerate(sums):
-            if own is not None:
-                derivatives.append(kernels[i].derivatives(own, stats[i], weights[i]))
-            if own is not None and clamps:  # a clamped variance has no derivative
+            derivatives.append(kernels[i].derivatives(own, stats[i], weights[i]))
+            if clamps:  # a clamped variance has no derivative
                 _, var = shards[i].batch_mean_and_var()
-                derivatives[-1][1] *= (var >= shards[i].denominator.eps).to(own)
+                derivatives[i][1] *= (var >= shards[i].denominator.eps).to(own)
         shared = added(derivatives)
         if ranks is not None and shards[0].needs_dx:
             shared = ranks.summed(in_float64(shared))
-    dxs: list[Tensor | None] = [None] * len(shards)
     for i, (shard, dy, x) in enumerate(zip(shards, dys, xs, strict=True)):
-        if dy is not None and shard.needs_dx:
+        if shard.needs_dx:
             compute = fused.input_gradient_by_sums if fused else kernels[i].input_gradient
             own = shared.to(shard.device, shard.dtype)
-            dxs[i] = (compute if x.numel() else PLAIN.input_gradient)(
+            grads[i] = (compute if x.numel() else PLAIN.input_gradient)(
                 dy, x, stats[i], weights[i], own
             )
-    dweights = [
-        None if own is None else kernel.weight_gradient(own, of_batch)
-        for own, kernel, of_batch in zip(sums, kernels, stats, strict=True)
-    ]
-    return [*dxs, *dweights, *[None if own is None else own[0] for own in sums]]
+    return grads
 
 
-def added(tensors: Iterable[Tensor | None]) -> Tensor:
-    """Returns the sum of all that are not None, in order, on the device of the first."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    present = [tensor.to(present[0].device) for tensor in present]
-    if len(present) > 3:  # two kernels for any number
-        return torch.stack(present).sum(0)
-    return reduce(torch.add, present)
+def added(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of tensors, in order, on the device of the first."""
+    tensors = [tensor.to(tensors[0].device) for tensor in tensors]
+    if len(tensors) > 3:  # two kernels for any number
+        return torch.stack(tensors).sum(0)
+    return reduce(torch.add, tensors)
 
 
-def differentiable_statistics(batch: Batch, xs: Sequence[Any]) -> list[Statistics]:
+def differentiable_statistics(batch: Batch, xs: Sequence[Tensor]) -> list[Statistics]:
     """Returns the statistics for each shard, with derivatives of any order by every x."""
     shards, first = batch.shards, batch.shards[0]
     mean, var = first.batch_mean_and_var()
@@ -337,9 +325,8 @@ def differentiable_statistics(batch: Batch, xs: Sequence[Any]) -> list[Statistic
     center = mean.to(first.dtype)
     sums = []
     for x in xs:
-        if x is not None:
-            centered, dims = x - per_channel(center, x), reduced_dims(x)
-            sums.append(in_float64(torch.stack((centered.sum(dims), centered.square().sum(dims)))))
+        centered, dims = x - per_channel(center, x), reduced_dims(x)
+        sums.append(in_float64(torch.stack((centered.sum(dims), centered.square().sum(dims)))))
     # Zeros, which have the derivatives of the means of all centered x and their squares.
     total = added(sums).to(mean.device) / first.stats.total
     zeros = total - total.detach()

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -60,32 +59,31 @@ def synchronized_batch_norm(
     count_batch: CountBatch | None,
 ) -> Tensor:
     """Normalizes a shard ``(N, C, ...)``, maybe empty, with the moments of the whole batch."""
-    # `calls` records the calls of this replica. It is None between processes. `count_batch` is
-    # None if the buffers do not belong to this copy, or if a recomputation must not change them.
+    # `calls` records the calls of a replica. `count_batch` is None if the buffers do not belong to
+    # this copy, or if a recomputation must not change them.
     x, weight, bias, denominator = arguments
     if has_other_derivatives((x, weight, bias)):
         raise lost_derivatives("a synchronized layer")
     layouts = ((x.dtype, (x.size(1),)),)  # must match on every copy
-    if not isinstance(group, ReplicaGroup):
+    if calls is None or not isinstance(group, ReplicaGroup):  # between processes
         shard, output = merge_ranks(group, layouts, held(Part.of(arguments)), count_batch)
     elif group.in_later_backward:
-        assert calls is not None  # set together with the group
         shard, output = recomputed(calls, Part.of(arguments))
     else:
         joins = not denominator.clamps and may_join(x)
         part = None if joins else held(Part.of(arguments))
-        shard, output = group.exchange(
+        reply = group.exchange(
             "batch_norm",
             (arguments, part),
             partial(merge_replicas, group, count_batch),
             layouts=layouts,
-            requires_grad=part is None or part.shard.requires_grad,  # in grad mode, if it joins
+            requires_grad=torch.is_grad_enabled(),
         )
-        if calls is not None and shard is not None:
-            shard.requires_grad = output.requires_grad
-            calls.record(shard)
-    if shard is None:  # joined
-        return output
+        if isinstance(reply, Tensor):  # joined
+            return reply
+        shard, output = reply
+        shard.requires_grad = output.requires_grad
+        calls.record(shard)
     if isinstance(shard.stats.total, int) and shard.stats.total == 1:
         raise ValueError(  # torch's own words, which programs may look for
             f"Expected more than 1 value per channel when training, got input size {x.size()} and "
@@ -118,20 +116,19 @@ class Part(NamedTuple):
 #: What a replica sends: its arguments, and its `Part` unless it may be joined.
 Message = tuple[Arguments, Part | None]
 
-#: What it gets back: its `Shard`, or None if it was joined, and its output.
-Reply = tuple[Shard | None, Tensor]
+#: What it gets back, unless it was joined: its `Shard`, and its output, to be filled.
+Reply = tuple[Shard, Tensor]
 
 
 def merge_replicas(
     group: ReplicaGroup, count_batch: CountBatch | None, messages: Sequence[Message]
-) -> Iterable[Reply]:
-    """Returns the replies in replica order."""
+) -> Iterable[Reply | Tensor]:
+    """Returns the replies in replica order, or the outputs if the shards were joined."""
     # `group` and `count_batch` belong to the first replica. Its buffers are the original module's.
     arguments, known = zip(*messages, strict=True)
     match = all_match(arguments)
     if match and not any(known) and can_be_joined(arguments):
-        outputs = group.commit(partial(join, arguments, count_batch))
-        return zip(repeat(None), outputs, strict=False)
+        return group.commit(partial(join, arguments, count_batch))
     parts = [part or Part.of(own) for own, part in messages]
     shards = [part.shard for part in parts]
     differ = not match or len({shard.kernels for shard in shards}) > 1
@@ -155,8 +152,8 @@ def recomputed(calls: RecordedCalls, part: Part) -> Reply:
     recorded = calls.recall(shard, part.x.dtype)
     # Not before, because a checkpoint ends the recomputation when all is saved.
     part = held(part)
-    if recorded.requires_grad and not shard.requires_grad:
-        # Only the other replicas' inputs needed a gradient, so that the outputs have a graph.
+    if recorded.requires_grad and not part.x.requires_grad:
+        # The output has a graph, perhaps only because the other replicas' inputs had one.
         part = part._replace(x=part.x.detach().requires_grad_())
     shard.stats = recorded.stats
     with hidden_from_hooks():
@@ -164,29 +161,26 @@ def recomputed(calls: RecordedCalls, part: Part) -> Reply:
 
 
 # Hooks on saved tensors belong to a thread: an activation checkpoint must see what its replica
-# saves. The second argument only makes the result require gradients.
+# saves. The parameters only make the result require gradients.
 class Hold(Function):
     """Saves the input of a replica in its own thread, for the joint node."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor | None) -> tuple[Tensor | None, None]:
-        return dx, None
+    def backward(ctx: Any, dx: Tensor | None) -> tuple[Tensor | None, None, None]:
+        return dx, None, None
 
 
 def held(part: Part) -> Part:
     """Returns the part with an input whose node saves it, if this replica has hooks."""
-    shard = part.shard
-    if not shard.records_graph or not sees_saved_tensors():
+    if not sees_saved_tensors():
         return part
-    parameters = shard.weight, shard.bias
-    anchor = next((p for p in parameters if p is not None and p.requires_grad), None)
-    x = Hold.apply(part.x, anchor)  # type: ignore[no-untyped-call]
+    x = Hold.apply(part.x, part.shard.weight, part.shard.bias)  # type: ignore[no-untyped-call]
     return part._replace(x=x, holder=x.grad_fn)
 
 

@@ -77,6 +77,8 @@ class Shard:
 
     #: The statistics of the whole batch, once they are merged.
     stats: Statistics
+    #: Whether the output requires gradients, once it is made.
+    requires_grad: bool
 
     def __init__(self, arguments: Arguments) -> None:
         x, weight, bias, self.denominator = arguments
@@ -88,10 +90,6 @@ class Shard:
         #: Whether the replica records a graph, and its input needs a gradient.
         self.records_graph = torch.is_grad_enabled()
         self.needs_dx = self.records_graph and x.requires_grad
-        #: Whether anything of this replica does, or, once it is made, whether the output does.
-        self.requires_grad = self.records_graph and any(
-            tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
-        )
         #: The result of `Kernels.moments`, or zeros if the input is empty.
         self.moments: tuple[Tensor, Tensor]
         if self.values:

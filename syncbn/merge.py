@@ -159,16 +159,10 @@ def kernel_statistics(total: int | Tensor, mean: Tensor, var: Tensor, shard: Sha
     vectors = torch.stack((mean, divisor.rsqrt(), divisor)).to(shard.device, shard.dtype)
     head, inverse, divisor = vectors.unbind()
     mean_error = None
-    # Always on accelerators, where the test would block the host.
-    if shard.kernels.is_asynchronous or _is_large(head, divisor):
+    # Always on accelerators, where the test would block the host, and for NaN.
+    if shard.kernels.is_asynchronous or not (head * inverse).abs().amax().item() <= _LARGE_MEAN:
         mean_error = (mean - head.to(mean)).to(head)
     return Statistics(total, head, inverse, divisor, mean_error, (mean, var))
-
-
-def _is_large(mean: Tensor, divisor: Tensor) -> bool:
-    """Whether the mean of any channel is large, or NaN."""
-    difference = torch.addcmul(divisor, mean, mean, value=-1 / _LARGE_MEAN**2)
-    return not difference.amin().item() >= 0
 
 
 def _merge_by_kernel(

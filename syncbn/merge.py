@@ -186,12 +186,8 @@ def _merge_by_kernel(
 def all_match(arguments: Sequence[Arguments]) -> bool:
     """Whether all replicas have copies of the same parameters, one eps, and one eps mode."""
     _, weight, bias, denominator = arguments[0]
-    for _, own_weight, own_bias, own_denominator in arguments[1:]:
-        if (
-            own_denominator != denominator
-            or not _are_copies(weight, own_weight)
-            or not _are_copies(bias, own_bias)
-        ):
+    for _, w, b, own in arguments[1:]:
+        if own != denominator or not (_are_copies(weight, w) and _are_copies(bias, b)):
             return False
     return True
 

@@ -162,17 +162,17 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         self._check_synchronized_input(input, weight, bias)
         denominator = _denominator(self.eps, _eps_mode == "clamp")
         counts = self._has_original_buffers and not group.recomputes
-        count_batch = self._count_batch if counts else None
+        count_batch = self._count_batch if counts else RunningStatistics
         args = (input, weight, bias, denominator), group, self._recorded_calls, count_batch
         if not dispatch_modes():
             return synchronized_batch_norm(*args)
         with beside_selective_checkpoints():
             return synchronized_batch_norm(*args)
 
-    def _count_batch(self) -> RunningStatistics | None:
+    def _count_batch(self) -> RunningStatistics:
         """Counts a batch, and returns the buffers to update with its moments."""
         if not self.track_running_stats:
-            return None
+            return RunningStatistics()
         momentum: Any = self.momentum
         buffers = self._buffers  # attributes that torch looks up in Python
         batches = buffers.get("num_batches_tracked")

@@ -56,11 +56,10 @@ def synchronized_batch_norm(
     arguments: Arguments,
     group: Group,
     calls: RecordedCalls | None,
-    count_batch: CountBatch | None,
+    count_batch: CountBatch,
 ) -> Tensor:
     """Normalizes a shard ``(N, C, ...)``, maybe empty, with the moments of the whole batch."""
-    # `calls` records the calls of a replica. `count_batch` is None if the buffers do not belong to
-    # this copy, or if a recomputation must not change them.
+    # `calls` records the calls of a replica.
     x, weight, bias, denominator = arguments
     if has_other_derivatives((x, weight, bias)):
         raise lost_derivatives("a synchronized layer")
@@ -121,7 +120,7 @@ Reply = tuple[Shard, Tensor]
 
 
 def merge_replicas(
-    group: ReplicaGroup, count_batch: CountBatch | None, messages: Sequence[Message]
+    group: ReplicaGroup, count_batch: CountBatch, messages: Sequence[Message]
 ) -> Iterable[Reply | Tensor]:
     """Returns the replies in replica order, or the outputs if the shards were joined."""
     # `group` and `count_batch` belong to the first replica. Its buffers are the original module's.
@@ -136,9 +135,7 @@ def merge_replicas(
     return zip(shards, connect(parts, differ), strict=True)
 
 
-def merge_ranks(
-    group: Group, layouts: Layouts, part: Part, count_batch: CountBatch | None
-) -> Reply:
+def merge_ranks(group: Group, layouts: Layouts, part: Part, count_batch: CountBatch) -> Reply:
     """Returns the reply to this rank."""
     shard = part.shard
     ranks = RankExchange(group, layouts, shard.needs_dx)

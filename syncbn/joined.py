@@ -44,10 +44,10 @@ def can_be_joined(arguments: Sequence[Arguments]) -> bool:
     return all(map(Tensor.is_contiguous, xs)) or len(set(map(memory_format, xs))) == 1
 
 
-def join(arguments: Sequence[Arguments], count_batch: CountBatch | None) -> Sequence[Tensor]:
+def join(arguments: Sequence[Arguments], count_batch: CountBatch) -> Sequence[Tensor]:
     """Returns the outputs of all replicas, and updates the running statistics."""
     _, weight, bias, denominator = arguments[0]
-    mean, var, momentum = (count_batch and count_batch()) or (None, None, 0.0)
+    mean, var, momentum = count_batch()
     xs: list[Tensor] = list(map(itemgetter(0), arguments))
     # Without the Python of `functional.batch_norm`. The last argument is for CUDA only.
     args = weight, bias, mean, var, True, float(momentum), denominator.eps, False

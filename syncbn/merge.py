@@ -34,17 +34,18 @@ class Denominator(NamedTuple):
 class RunningStatistics(NamedTuple):
     """The buffers of a layer that a merge updates. They may be None."""
 
-    mean: Tensor | None
-    var: Tensor | None
+    mean: Tensor | None = None
+    var: Tensor | None = None
     #: The weight of the new values: a number, or a tensor of one value.
-    momentum: float | Tensor
+    momentum: float | Tensor = 0.0
 
     def for_kernel(self, dtype: torch.dtype) -> Buffers | None:
         """Returns arguments for torch's kernels that update the buffers, if they can, or None."""
         mean, var, momentum = self
-        if mean is None or var is None or isinstance(momentum, Tensor):
+        dtypes = {None if buffer is None else buffer.dtype for buffer in (mean, var)}
+        if isinstance(momentum, Tensor) or dtypes not in ({None}, {dtype}):
             return None
-        return (mean, var, momentum) if mean.dtype == var.dtype == dtype else None
+        return mean, var, momentum
 
     def update(self, mean: Tensor, var: Tensor, total: int | Tensor) -> None:
         """Updates the buffers in place, as torch does, with the unbiased variance of a batch."""
@@ -65,11 +66,8 @@ class RunningStatistics(NamedTuple):
                 running.copy_(torch.lerp(running.to(new), new, weight))
 
 
-#: The arguments of a kernel that updates no running statistics.
-_NO_BUFFERS: Buffers = (None, None, 0.0)
-
-#: Counts a batch, and returns the running statistics to update, or None if the layer has none.
-CountBatch = Callable[[], RunningStatistics | None]
+#: Counts a batch, and returns the running statistics to update.
+CountBatch = Callable[[], RunningStatistics]
 
 
 class Shard:
@@ -116,13 +114,13 @@ class Shard:
 Arguments = tuple[Tensor, Tensor | None, Tensor | None, Denominator]
 
 
-def merge_moments(shards: Sequence[Shard], differ: bool, count_batch: CountBatch | None) -> None:
+def merge_moments(shards: Sequence[Shard], differ: bool, count_batch: CountBatch) -> None:
     """Sets the statistics of the whole batch, in replica order, and updates the running ones."""
     # `differ` is whether parameters, denominators or kernels differ between the shards.
     total = sum(shard.values for shard in shards)
     kernels, clamps = shards[0].kernels, shards[0].denominator.clamps
     if isinstance(kernels, Fused) and not (differ or clamps) and total > 1:
-        merged = _merge_by_kernel(kernels, shards, total, count_batch and count_batch())
+        merged = _merge_by_kernel(kernels, shards, total, count_batch())
         for shard in shards:
             mean, inverse = (vector.to(shard.device, non_blocking=True) for vector in merged)
             shard.stats = Statistics(total, mean, inverse, inverse)
@@ -137,7 +135,7 @@ def set_statistics(
     total: int | Tensor,
     mean: Tensor,
     var: Tensor,
-    count_batch: CountBatch | None,
+    count_batch: CountBatch,
 ) -> None:
     """Sets and updates statistics, given mean and biased variance of the batch in float64."""
     # Usually all replicas are on one device and have the same eps.
@@ -148,9 +146,8 @@ def set_statistics(
             made[key] = kernel_statistics(total, mean, var, shard)
         shard.stats = made[key]
     is_error = isinstance(total, int) and total == 1
-    running = count_batch() if count_batch is not None and not is_error else None
-    if running is not None:
-        running.update(mean, var, total)
+    if not is_error:
+        count_batch().update(mean, var, total)
 
 
 def kernel_statistics(total: int | Tensor, mean: Tensor, var: Tensor, shard: Shard) -> Statistics:
@@ -166,7 +163,7 @@ def kernel_statistics(total: int | Tensor, mean: Tensor, var: Tensor, shard: Sha
 
 
 def _merge_by_kernel(
-    kernels: Fused, shards: Sequence[Shard], total: int, running: RunningStatistics | None
+    kernels: Fused, shards: Sequence[Shard], total: int, running: RunningStatistics
 ) -> tuple[Tensor, Tensor]:
     """Calls `Fused.merge`, and updates the running statistics."""
     home, denominator = shards[0].device, shards[0].denominator
@@ -176,9 +173,9 @@ def _merge_by_kernel(
         for of_shards in zip(*[shard.moments for shard in shards], strict=True)
     ]
     counts = tuple([shard.values for shard in shards])
-    buffers = running and running.for_kernel(moments[0].dtype)
-    mean, inverse = kernels.merge(counts, moments, denominator.eps, buffers or _NO_BUFFERS)
-    if running is not None and buffers is None:
+    buffers = running.for_kernel(moments[0].dtype)
+    mean, inverse = kernels.merge(counts, moments, denominator.eps, buffers or (None, None, 0.0))
+    if buffers is None:
         running.update(in_float64(mean), denominator.variance(inverse), total)
     return mean, inverse
 

@@ -34,7 +34,7 @@ def running(dtype: torch.dtype = torch.float32, momentum: Any = 0.25) -> Running
         running(momentum=torch.tensor(0.25)),
         running()._replace(mean=None),
         running()._replace(var=None),
-        None,
+        RunningStatistics(),
     ],
     ids=["usual", "float64", "tensor", "no mean", "no var", "none"],
 )
@@ -42,7 +42,7 @@ def test_moments_are_those_of_the_whole_batch(sizes, clamps, buffers):
     x = torch.randn(sum(sizes), 3, 2) * torch.tensor([0.1, 1, 3]).view(3, 1) + 2
     denominator = Denominator(0.25, clamps)
     shards = [shard_of(part, denominator) for part in x.split(sizes)]
-    total, own = 2 * len(x), buffers and RunningStatistics(*map(copied, buffers))
+    total, own = 2 * len(x), RunningStatistics(*map(copied, buffers))
     merge_moments(shards, False, lambda: own)
     var, mean = torch.var_mean(x.double(), (0, 2), correction=0)
     divisor = var.clamp(min=0.25) if clamps else var + 0.25
@@ -52,7 +52,7 @@ def test_moments_are_those_of_the_whole_batch(sizes, clamps, buffers):
         torch.testing.assert_close(shard.stats[1:3], expected)
         torch.testing.assert_close(shard.batch_mean_and_var(), (mean, var), rtol=1e-5, atol=1e-6)
     unbiased = var * total / (total - 1)
-    for buffer, new in zip((own or ())[:2], (mean, unbiased), strict=False):
+    for buffer, new in zip(own[:2], (mean, unbiased), strict=True):
         if buffer is not None:
             torch.testing.assert_close(buffer.double(), 0.75 + new / 4, rtol=1e-6, atol=1e-6)
 

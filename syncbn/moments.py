@@ -111,11 +111,8 @@ def _moments_in_accumulation_dtype(x: Tensor) -> tuple[Tensor, Tensor] | None:
         error = mean - estimate
         # E[x (x - estimate)] = var + mean * (mean - estimate)
         var = products.div_(n).addcmul_(mean, error, value=-1)
-    slack = torch.minimum(
-        torch.addcmul(var, mean, mean, value=-1 / _LARGE_MEAN**2),
-        torch.addcmul(var, error, error, value=-1 / _POOR_ESTIMATE**2),
-    )
-    return (mean, var) if slack.amin().item() >= 0 else None  # None for NaN
+    least = torch.maximum(mean.abs() / _LARGE_MEAN, error.abs() / _POOR_ESTIMATE).square()
+    return (mean, var) if (var >= least).all().item() else None  # None for NaN
 
 
 @lru_cache

@@ -35,6 +35,8 @@ class RankExchange:
     def __init__(self, group: Any, layouts: Layouts, requires_grad: bool) -> None:
         self._group, self._is_precise = group, layouts[0][0] in _PRECISE
         self._exchange = partial(group.exchange, layouts=layouts, requires_grad=requires_grad)
+        #: Adds what all ranks send in backward. Differentiable.
+        self.summed = partial(self._exchange, "batch_norm_backward", stack=False)
 
     def merge(self, shard: Shard) -> tuple[int | Tensor, Tensor, Tensor]:
         """Returns count, mean and biased variance of all ranks, in float64."""
@@ -55,7 +57,7 @@ class RankExchange:
             total = self._checked(counts)[0]
             mean, square = (one / total.clamp(min=1) for one in sums_of_all)
             var = (square - mean.square()).clamp(min=0)
-        return known_to_host(total), mean, var
+        return int(total.item()) if total.is_cpu else total, mean, var
 
     def _checked(self, counts: Tensor) -> Tensor:
         """Returns counts that ranks announce, after a check where the host may read them."""
@@ -67,12 +69,3 @@ class RankExchange:
                     "in eval() on some ranks? TORCH_DISTRIBUTED_DEBUG=INFO compares their calls"
                 )
         return counts
-
-    def summed(self, derivative: Tensor) -> Tensor:
-        """Adds what all ranks send in backward. Differentiable."""
-        return self._exchange("batch_norm_backward", derivative, stack=False)  # type: ignore[no-any-return]
-
-
-def known_to_host(total: Tensor) -> int | Tensor:
-    """Returns a count as an int, unless reading it would block the host."""
-    return int(total.item()) if total.is_cpu else total

@@ -38,10 +38,9 @@ def may_join(x: Tensor) -> bool:
 def can_be_joined(arguments: Sequence[Arguments]) -> bool:
     """Whether shards that may be joined can be concatenated."""
     xs: list[Tensor] = list(map(itemgetter(0), arguments))
-    for x in xs:
-        if x.shape[1:] != xs[0].shape[1:]:
-            return False
-    return all(map(Tensor.is_contiguous, xs)) or len(set(map(memory_format, xs))) == 1
+    return len({x.shape[1:] for x in xs}) == 1 and (
+        all(map(Tensor.is_contiguous, xs)) or len(set(map(memory_format, xs))) == 1
+    )
 
 
 def join(arguments: Sequence[Arguments], count_batch: CountBatch) -> Sequence[Tensor]:

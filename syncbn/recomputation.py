@@ -8,7 +8,6 @@ length C, which each replica therefore records for each of its calls.
 from __future__ import annotations
 
 import math
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -25,27 +24,25 @@ class RecordedCalls:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._calls: list[Shard] = []
-
-    def record(self, shard: Shard) -> None:
-        """Records a call that is not joined."""
-        self._calls.append(shard)
+        #: The calls that were not joined.
+        self.shards: list[Shard] = []
 
     def recall(self, shard: Shard, dtype: torch.dtype) -> Shard:
         """Returns the shard of the call that is recomputed, or raises ReplicationError."""
         # torch does not say which call that is. It is the one whose moments are nearest. They need
         # not be equal: some devices are not deterministic, and half precision rounds coarsely.
         key = shard.values, shard.records_graph
-        calls = [call for call in self._calls if (call.values, call.records_graph) == key]
+        calls = [call for call in self.shards if (call.values, call.records_graph) == key]
         if calls and (not shard.values or (len(calls) == 1 and shard.kernels.is_asynchronous)):
             return calls[0]  # a comparison would be empty, or make the host wait for a GPU
         moments = shard.mean_and_var()
         distances = [_distance(call.mean_and_var(), moments) for call in calls]
         least = min(distances, default=math.inf)
         if not calls or least > _ROUNDING.get(dtype, math.inf):
-            self._refuse(
-                f"called in backward with {shard.values} values per channel, which matches no "
-                f"call of its forward with{'' if shard.records_graph else 'out'} a graph; use "
+            raise ReplicationError(
+                f"{self._where} is called in backward with {shard.values} values per channel, "
+                "which matches no call of its forward "
+                f"with{'' if shard.records_graph else 'out'} a graph; use "
                 "checkpoint(..., use_reentrant=False), make the same calls in both, keep dropout "
                 "out of it if replicas share a device, and change no parameters between them"
             )
@@ -54,22 +51,17 @@ class RecordedCalls:
             _distance(call.batch_mean_and_var(), other.batch_mean_and_var()) > 1e-6
             for other in others
         ):
-            self._refuse(
-                f"recomputed by an activation checkpoint, and the call may be any of "
-                f"{1 + len(others)}: this replica's input was the same in each, but not the "
-                "others'; use a layer for each call, or no checkpoint around this layer"
+            raise ReplicationError(
+                f"{self._where} is recomputed by an activation checkpoint, and the call may be "
+                f"any of {1 + len(others)}: this replica's input was the same in each, but not "
+                "the others'; use a layer for each call, or no checkpoint around this layer"
             )
         return call
-
-    def _refuse(self, reason: str) -> NoReturn:
-        raise ReplicationError(f"{self._where} is {reason}")
 
 
 def _distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> float:
     """Returns the largest difference between two pairs of moments, in standard deviations."""
     mean, var = one
-    if not mean.numel():
-        return 0.0
     deviation = var.sqrt() + torch.finfo(torch.float32).eps * mean.abs()
     scale = torch.stack((deviation, deviation.square()))
     first, second = torch.stack(one), torch.stack(other)

@@ -231,22 +231,22 @@ class Normalize(Function):
         batch: Batch = ctx.batch
         n = len(batch.shards)
         saved = ctx.saved_tensors
-        xs, weights = list(saved[:n]), saved[n:]
-        for i, holder in enumerate(batch.holders):
-            if holder is not None:
-                (xs[i],) = holder.saved_tensors
+        xs = [
+            x if holder is None else holder.saved_tensors[0]
+            for x, holder in zip(saved, batch.holders, strict=False)
+        ]
         if all(dy is None for dy in dys) and batch.ranks is None:
             return (None,) * (2 + 3 * n)  # called by the engine without any gradient
-        used = [  # zeros for unused outputs
+        upstream = [  # zeros for unused outputs
             x.new_zeros(()).expand_as(x) if dy is None else dy
             for dy, x in zip(dys, xs, strict=True)
         ]
-        for dy in used:
+        for dy in upstream:
             # It may come from another stream. torch cannot tell this of batched gradients.
             if dy.device in batch.streams and not is_batched(dy):
                 dy.record_stream(batch.streams[dy.device])
         with use_streams(batch.streams):
-            grads = gradients(batch, used, xs, weights)
+            grads = gradients(batch, upstream, xs, saved[n:])
         needs = ctx.needs_input_grad[2:]
         return None, None, *[g if need else None for g, need in zip(grads, needs, strict=True)]
 
@@ -276,20 +276,19 @@ def gradients(
     grads: list[Tensor | None] = [None] * (3 * n)
     for i, own in enumerate(sums):
         grads[n + i], grads[2 * n + i] = kernels[i].weight_gradient(own, stats[i]), own[0]
-    clamps = any(shard.denominator.clamps for shard in shards)
     fused = kernels[0] if isinstance(kernels[0], Fused) else None
-    if fused is not None and not (batch.differ or clamps or ranks is not None):
-        shared = sums[0]
-    else:
+    if fused is None or ranks is not None or batch.differ or shards[0].denominator.clamps:
         fused, derivatives = None, []
         for i, own in enumerate(sums):
             derivatives.append(kernels[i].derivatives(own, stats[i], weights[i]))
-            if clamps:  # a clamped variance has no derivative
+            if shards[i].denominator.clamps:  # a clamped variance has no derivative
                 _, var = shards[i].batch_mean_and_var()
                 derivatives[i][1] *= (var >= shards[i].denominator.eps).to(own)
         shared = added(derivatives)
         if ranks is not None and shards[0].needs_dx:
             shared = ranks.summed(in_float64(shared))
+    else:
+        shared = sums[0]
     for i, (shard, dy, x) in enumerate(zip(shards, dys, xs, strict=True)):
         if shard.needs_dx:
             compute = fused.input_gradient_by_sums if fused else kernels[i].input_gradient

@@ -38,7 +38,7 @@ from replication.groups.base import Group, Layouts
 from replication.groups.replicas import ReplicaGroup, hidden_from_hooks
 from syncbn.channels import empty_output, in_float64, per_channel, reduced_dims
 from syncbn.joined import can_be_joined, join, may_join
-from syncbn.kernels import PLAIN, Fused, Statistics
+from syncbn.kernels import DIFFERENTIABLE, Fused, Statistics
 from syncbn.merge import (
     Arguments,
     CountBatch,
@@ -50,6 +50,9 @@ from syncbn.merge import (
 )
 from syncbn.processes import RankExchange
 from syncbn.recomputation import RecordedCalls
+
+#: One entry for each shard.
+Tensors = Sequence[Tensor | None]
 
 
 def synchronized_batch_norm(
@@ -204,7 +207,7 @@ def connect(
         # To the others, the shard of a replica that records no graph is a constant.
         connected = [i for i, part in enumerate(parts) if part.shard.records_graph]
         shards, xs, ys, holders = zip(*[parts[i] for i in connected], strict=True)
-        streams = current_streams([shard.device for shard in shards])
+        streams = current_streams([part.shard.device for part in parts])
         batch = Batch(shards, differ, ranks, holders, streams)
         parameters = *[s.weight for s in shards], *[s.bias for s in shards]
         for i, y in zip(connected, _normalize(batch, ys, *xs, *parameters), strict=True):
@@ -237,16 +240,12 @@ class Normalize(Function):
         ]
         if all(dy is None for dy in dys) and batch.ranks is None:
             return (None,) * (2 + 3 * n)  # called by the engine without any gradient
-        upstream = [  # zeros for unused outputs
-            x.new_zeros(()).expand_as(x) if dy is None else dy
-            for dy, x in zip(dys, xs, strict=True)
-        ]
-        for dy in upstream:
+        for dy in dys:
             # It may come from another stream. torch cannot tell this of batched gradients.
-            if dy.device in batch.streams and not is_batched(dy):
+            if dy is not None and dy.device in batch.streams and not is_batched(dy):
                 dy.record_stream(batch.streams[dy.device])
         with use_streams(batch.streams):
-            grads = gradients(batch, upstream, xs, saved[n:])
+            grads = gradients(batch, dys, xs, saved[n:])
         needs = ctx.needs_input_grad[2:]
         return None, None, *[g if need else None for g, need in zip(grads, needs, strict=True)]
 
@@ -256,44 +255,52 @@ _normalize: Callable[..., Any] = super(Function, Normalize).apply
 
 
 def gradients(
-    batch: Batch, dys: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence[Tensor | None]
+    batch: Batch, dys: Tensors, xs: Sequence[Tensor], weights: Tensors
 ) -> list[Tensor | None]:
     """Returns the gradients of all x, then weights, then biases."""
     shards, ranks, n = batch.shards, batch.ranks, len(batch.shards)
     kernels = [shard.kernels for shard in shards]
     stats = [shard.stats for shard in shards]
     if torch.is_grad_enabled():
+        # In one place, so that derivatives of the gradients are rounded once.
+        xs = [x.to(shards[0].dtype) for x in xs]
+        dys = [dy if dy is None else dy.to(shards[0].dtype) for dy in dys]
         stats = differentiable_statistics(batch, xs)
-    if torch.is_grad_enabled() or any(map(is_batched, dys)):
-        kernels = [PLAIN] * n
+    if torch.is_grad_enabled() or any(dy is not None and is_batched(dy) for dy in dys):
+        kernels = [DIFFERENTIABLE] * n
     sums = [
-        (kernel if x.numel() else PLAIN).reduce(dy, x, of_batch)
-        for kernel, dy, x, of_batch in zip(kernels, dys, xs, stats, strict=True)
+        own.mean.new_zeros(2, len(own.mean))  # the output is unused
+        if dy is None
+        else (kernel if x.numel() else DIFFERENTIABLE).reduce(dy, x, own)
+        for kernel, dy, x, own in zip(kernels, dys, xs, stats, strict=True)
     ]
     if not batch.differ:
         # All have copies of one parameter, so the first may take the sum of their gradients.
         sums = [added(sums)]
     grads: list[Tensor | None] = [None] * (3 * n)
-    for i, own in enumerate(sums):
-        grads[n + i], grads[2 * n + i] = kernels[i].weight_gradient(own, stats[i]), own[0]
+    for i, (of_bias, along_x) in enumerate(sums):
+        grads[n + i], grads[2 * n + i] = kernels[i].weight_gradient(sums[i], stats[i]), of_bias
+        denominator = shards[i].denominator
+        if denominator.clamps:  # a clamped variance has no derivative
+            _, var = shards[i].batch_mean_and_var()
+            sums[i] = torch.stack((of_bias, along_x * (var >= denominator.eps).to(along_x)))
     fused = kernels[0] if isinstance(kernels[0], Fused) else None
-    if fused is None or ranks is not None or batch.differ or shards[0].denominator.clamps:
-        fused, derivatives = None, []
-        for i, own in enumerate(sums):
-            derivatives.append(kernels[i].derivatives(own, stats[i], weights[i]))
-            if shards[i].denominator.clamps:  # a clamped variance has no derivative
-                _, var = shards[i].batch_mean_and_var()
-                derivatives[i][1] *= (var >= shards[i].denominator.eps).to(own)
-        shared = added(derivatives)
-        if ranks is not None and shards[0].needs_dx:
-            shared = ranks.summed(in_float64(shared))
-    else:
+    if batch.differ or ranks is not None:
+        fused, sums = None, [in_float64(own) for own in sums]
+    if fused is not None:
         shared = sums[0]
+    else:
+        parts = zip(kernels, sums, stats, weights, strict=False)
+        shared = added([kernel.derivatives(own, of, weight) for kernel, own, of, weight in parts])
+    if ranks is not None and shards[0].needs_dx:
+        shared = ranks.summed(shared)
     for i, (shard, dy, x) in enumerate(zip(shards, dys, xs, strict=True)):
         if shard.needs_dx:
+            if dy is None:
+                dy = x.new_zeros(()).expand_as(x)
             compute = fused.input_gradient_by_sums if fused else kernels[i].input_gradient
             own = shared.to(shard.device, shard.dtype)
-            grads[i] = (compute if x.numel() else PLAIN.input_gradient)(
+            grads[i] = (compute if x.numel() else DIFFERENTIABLE.input_gradient)(
                 dy, x, stats[i], weights[i], own
             )
     return grads
@@ -318,7 +325,8 @@ def differentiable_statistics(batch: Batch, xs: Sequence[Tensor]) -> list[Statis
         centered, dims = x - per_channel(center, x), reduced_dims(x)
         sums.append(in_float64(torch.stack((centered.sum(dims), centered.square().sum(dims)))))
     # Zeros, which have the derivatives of the means of all centered x and their squares.
-    total = added(sums).to(mean.device) / first.stats.total
+    n = first.stats.total
+    total = added(sums).to(mean.device) / (n + (n == 0))
     zeros = total - total.detach()
     if batch.ranks is not None and zeros.requires_grad:
         # The forward knows the sums of all ranks. So a backward that builds a graph makes the same
@@ -326,4 +334,4 @@ def differentiable_statistics(batch: Batch, xs: Sequence[Tensor]) -> list[Statis
         zeros.register_hook(batch.ranks.summed)
     drift, square = zeros.unbind()
     var = var + square - drift * (drift + 2 * (mean - center))
-    return [kernel_statistics(first.stats.total, mean + drift, var, shard) for shard in shards]
+    return [kernel_statistics(n, mean + drift, var, shard) for shard in shards]

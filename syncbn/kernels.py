@@ -79,6 +79,7 @@ class Kernels:
 
     #: Whether the host waits for the device where it reads a value.
     is_asynchronous = True
+    _multiply = staticmethod(Tensor.mul_)
 
     def moments(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Computes mean and biased variance of each channel, for an ``x`` that is not empty."""
@@ -108,11 +109,10 @@ class Kernels:
 
     def reduce(self, dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
         """Computes the sums of ``dy`` and of ``dy * x_hat`` over a shard, ``(2, C)``."""
-        # The second may be in units of the strategy's own, for the next two methods. Not in place:
-        # autograd may differentiate this, and `vmap` call it with a batch of ``dy``.
+        # The second may be in units of the strategy's own, for the next two methods.
         dims = reduced_dims(x)
         dbias = dy.sum(dims, dtype=stats.mean.dtype)
-        dweight = ((x - per_channel(stats.mean, x)) * dy).sum(dims)
+        dweight = self._multiply(x - per_channel(stats.mean, x), dy).sum(dims)
         if stats.mean_error is not None:
             dweight = dweight - stats.mean_error * dbias
         return torch.stack((dbias, dweight * stats.inverse))
@@ -123,7 +123,8 @@ class Kernels:
 
     def derivatives(self, sums: Tensor, stats: Statistics, weight: Affine) -> Tensor:
         """Returns derivatives by the mean of the batch and by half of its variance, ``(2, C)``."""
-        return sums * self._factors(stats.inverse, weight)
+        weight = weight if weight is None else weight.to(sums)
+        return sums * self._factors(stats.inverse.to(sums), weight)
 
     def _factors(self, inverse: Tensor, weight: Affine) -> Tensor:
         #     dmean = -sum(weight * dy) / sqrt(denominator)
@@ -141,10 +142,17 @@ class Kernels:
         shift, slope = (derivatives / stats.total).unbind()
         if stats.mean_error is not None:
             shift = shift - stats.mean_error * slope
-        dx = (with_usual_strides(x) - per_channel(stats.mean, x)) * per_channel(slope, x)
-        dx.add_(per_channel(shift, x))
+        dx = with_usual_strides(x) - per_channel(stats.mean, x)
+        dx = self._multiply(dx, per_channel(slope, x)).add_(per_channel(shift, x))
         dx.addcmul_(dy.to(dx.dtype), per_channel(_scale(stats.inverse, weight), x))
         return dx.to(x.dtype)
+
+
+# In place, `vmap` could not multiply a tensor by a batch, and autograd would copy it first.
+class Differentiable(Kernels):
+    """Operations on any device for gradients that have derivatives, or are computed in batches."""
+
+    _multiply = staticmethod(Tensor.mul)
 
 
 # Not those for training mode, which cannot take statistics from outside.
@@ -283,7 +291,7 @@ _FUSED = (
     "batch_norm_backward_elemt",
 )
 
-FUSED, PLAIN = Fused(), Kernels()
+FUSED, PLAIN, DIFFERENTIABLE = Fused(), Kernels(), Differentiable()
 
 
 class Strategies(dict[str, Kernels]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from contextlib import nullcontext
 from typing import Any
@@ -13,9 +14,9 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, graph
+from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, batchnorm, graph
 from syncbn.kernels import FUSED
-from syncbn.merge import Arguments, Shard
+from syncbn.merge import Arguments, Denominator, Shard
 from tests import oracle
 from tests.deadlines import soon
 from tests.layers import freed, no_garbage_collection
@@ -448,6 +449,81 @@ def test_a_replica_may_have_a_weight_of_zero_where_another_has_not(dtype):
     expected = torch.autograd.grad(outputs, exact, [dy.double() for dy in upstream])
     for ours, wanted in zip(grads, expected, strict=True):
         torch.testing.assert_close(ours, wanted.to(dtype))
+
+
+@one_node_only
+@pytest.mark.usefixtures("strategy")
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_replicas_in_different_eps_modes_each_get_the_gradient_of_theirs(
+    create_graph, monkeypatch
+):
+    def by_replica(eps: float, clamps: bool) -> Denominator:
+        return Denominator(eps, clamps=threading.current_thread().name != "replica-1")
+
+    monkeypatch.setattr(batchnorm, "_denominator", by_replica)
+    layer = SynchronizedBatchNorm1d(2, eps=5.0, affine=False, dtype=torch.float64)
+    shards = [torch.randn(n, 2, dtype=torch.float64).requires_grad_() for n in (4, 3)]
+    upstream = [torch.randn_like(shard) for shard in shards]
+    outputs = run_sharded(layer, shards)
+    grads = torch.autograd.grad(outputs, shards, upstream, create_graph=create_graph)
+
+    whole = torch.cat(shards)
+    clamped, plus = (whole - whole.mean(0)).split([4, 3])
+    outputs = [clamped / 5**0.5, plus / (whole.var(0, correction=0) + 5).sqrt()]
+    torch.testing.assert_close(grads, torch.autograd.grad(outputs, shards, upstream))
+
+
+@one_node_only
+@pytest.mark.usefixtures("strategy")
+@pytest.mark.parametrize("weight", [0.0, 1e-30])
+def test_a_weight_may_be_tiny_where_the_variance_is_clamped(weight):
+    layer = SynchronizedBatchNorm1d(2)
+    nn.init.constant_(layer.weight, weight)
+    shards = [torch.randn(n, 2).requires_grad_() for n in (4, 3)]
+    upstream = [torch.randn_like(shard) for shard in shards]
+    with eps_mode("clamp"):
+        grads = torch.autograd.grad(run_sharded(layer, shards), shards, upstream)
+    expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias, clamps=True)
+    torch.testing.assert_close(
+        torch.cat(grads).double(), torch.cat(expected.input_grads), rtol=1e-4, atol=weight * 1e-4
+    )
+
+
+@pytest.mark.usefixtures("strategy")
+def test_a_batch_without_values_has_second_derivatives():
+    layer = SynchronizedBatchNorm1d(2)
+    shards = [torch.empty(0, 2, requires_grad=True) for _ in range(2)]
+    outputs = run_sharded(layer, shards)
+    loss = sum(y.sum() for y in outputs)
+    (dw,) = torch.autograd.grad(loss, layer.weight, create_graph=True)
+    (second,) = torch.autograd.grad(
+        dw.sum(), layer.weight, allow_unused=True, materialize_grads=True
+    )
+    assert torch.equal(torch.stack((dw, second)), torch.zeros(2, 2))
+
+
+@one_node_only
+@pytest.mark.usefixtures("strategy")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_second_derivatives_of_half_precision_are_rounded_once(dtype):
+    """Of two values in all, where the paths to an input cancel."""
+    shards = [torch.tensor([[value]], dtype=dtype, requires_grad=True) for value in (0.5, -1.25)]
+    upstream = [torch.tensor([[value]], dtype=dtype) for value in (1.0, 0.75)]
+
+    def second(layer: nn.Module, xs: list[Tensor], dys: list[Tensor]) -> list[Tensor]:
+        ys = run_sharded(layer, xs)
+        first = torch.autograd.grad(ys, xs, dys, create_graph=True)
+        return list(torch.autograd.grad(first[0].sum(), xs))
+
+    exact = [x.detach().double().requires_grad_() for x in shards]
+    expected = second(SynchronizedBatchNorm1d(1).double(), exact, [dy.double() for dy in upstream])
+    ours = second(SynchronizedBatchNorm1d(1), shards, upstream)
+    torch.testing.assert_close(
+        # Terms of the size of 1 cancel in float32.
+        *(torch.cat(ours).double(), torch.cat(expected)),
+        rtol=torch.finfo(dtype).eps,
+        atol=torch.finfo(torch.float32).eps,
+    )
 
 
 @one_node_only

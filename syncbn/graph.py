@@ -62,14 +62,15 @@ def synchronized_batch_norm(
     count_batch: CountBatch,
 ) -> Tensor:
     """Normalizes a shard ``(N, C, ...)``, maybe empty, with the moments of the whole batch."""
-    # `calls` records the calls of a replica.
+    # `calls` records the calls of a replica. It is None between processes.
     x, weight, bias, denominator = arguments
     if has_other_derivatives((x, weight, bias)):
         raise lost_derivatives("a synchronized layer")
     layouts = ((x.dtype, (x.size(1),)),)  # must match on every copy
-    if calls is None or not isinstance(group, ReplicaGroup):  # between processes
+    if not isinstance(group, ReplicaGroup):
         shard, output = merge_ranks(group, layouts, held(Part.of(arguments)), count_batch)
     elif group.in_later_backward:
+        assert calls is not None  # set together with the group
         shard, output = recomputed(calls, Part.of(arguments))
     else:
         joins = not denominator.clamps and may_join(x)
@@ -85,8 +86,15 @@ def synchronized_batch_norm(
             return reply
         shard, output = reply
         shard.requires_grad = output.requires_grad
-        calls.shards.append(shard)
-    if isinstance(shard.stats.total, int) and shard.stats.total == 1:
+        if calls is not None:
+            calls.shards.append(shard)
+    total = shard.stats.total
+    # Every rank raises, because no other process hears of it.
+    if (
+        isinstance(total, int)
+        and total == 1
+        and (shard.values or not isinstance(group, ReplicaGroup))
+    ):
         raise ValueError(  # torch's own words, which programs may look for
             f"Expected more than 1 value per channel when training, got input size {x.size()} and "
             "1 value in all of its group; take a larger batch, or call the layer in eval()"

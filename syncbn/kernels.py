@@ -139,7 +139,8 @@ class Kernels:
         # For n values in the whole batch:
         #     dx = weight * dy / sqrt(denominator) + (dmean + 2 * dvar * (x - mean)) / n
         # (Ioffe & Szegedy, arXiv:1502.03167, section 3.)
-        shift, slope = (derivatives / stats.total).unbind()
+        n = stats.total
+        shift, slope = (derivatives / (n + (n == 0))).unbind()  # whose derivatives are never NaN
         if stats.mean_error is not None:
             shift = shift - stats.mean_error * slope
         dx = with_usual_strides(x) - per_channel(stats.mean, x)

@@ -202,9 +202,6 @@ def test_the_batch_is_of_another_dtype_than_the_layer():
     torch.Size([1, 3]) and 1 value in all of its group; take a larger batch,
     or call the layer in eval()
     in replica 0 of 2 on cpu, module `1.0`
-    replica 1 also failed in module `1.0`: ValueError: Expected more than 1 value per channel
-    when training, got input size torch.Size([0, 3]) and 1 value in all of its group; take a
-    larger batch, or call the layer in eval()
 """)
 def test_there_is_a_single_value_in_all():
     """apex#262"""

@@ -260,9 +260,9 @@ def _flatten_into(rows: list[Row], path: Path, trees: tuple[Any, ...]) -> Spec:
     first = opened[0]
     keys = first.keys() if first else []
     columns: list[Any] = [
-        c.values_of(keys) if c and first and c.kind == first.kind else None for c in opened[1:]
+        first and first.values,  # its keys may be new, unequal objects in each call
+        *(c.values_of(keys) if c and first and c.kind == first.kind else None for c in opened[1:]),
     ]
-    columns.insert(0, first and first.values)  # its keys may be new, unequal objects in each call
     if first is None or None in columns:
         index = columns.index(None) or next(i for i, container in enumerate(opened) if container)
         first_outline, outline = (_outline(trees[i], opened[i]) for i in (0, index))

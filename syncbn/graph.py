@@ -62,7 +62,8 @@ def synchronized_batch_norm(
     count_batch: CountBatch,
 ) -> Tensor:
     """Normalizes a shard ``(N, C, ...)``, maybe empty, with the moments of the whole batch."""
-    # `calls` records the calls of a replica. It is None between processes.
+    # `calls` records the calls of a replica. It is None between processes, and for a layer that
+    # makes its replica group itself.
     x, weight, bias, denominator = arguments
     if has_other_derivatives((x, weight, bias)):
         raise lost_derivatives("a synchronized layer")
@@ -80,12 +81,12 @@ def synchronized_batch_norm(
             (arguments, part),
             partial(merge_replicas, group, count_batch),
             layouts=layouts,
-            requires_grad=torch.is_grad_enabled(),
+            requires_grad=torch.is_grad_enabled(),  # tensors of other replicas may
         )
         if isinstance(reply, Tensor):  # joined
             return reply
         shard, output = reply
-        shard.requires_grad = output.requires_grad
+        shard.output_requires_grad = output.requires_grad
         if calls is not None:
             calls.shards.append(shard)
     total = shard.stats.total
@@ -160,8 +161,8 @@ def recomputed(calls: RecordedCalls, part: Part) -> Reply:
     recorded = calls.recall(shard, part.x.dtype)
     # Not before, because a checkpoint ends the recomputation when all is saved.
     part = held(part)
-    if recorded.requires_grad and not part.x.requires_grad:
-        # The output has a graph, perhaps only because the other replicas' inputs had one.
+    if recorded.output_requires_grad and not part.x.requires_grad:
+        # Perhaps only the inputs of other replicas did.
         part = part._replace(x=part.x.detach().requires_grad_())
     shard.stats = recorded.stats
     with hidden_from_hooks():
@@ -276,11 +277,12 @@ def gradients(
         stats = differentiable_statistics(batch, xs)
     if torch.is_grad_enabled() or any(dy is not None and is_batched(dy) for dy in dys):
         kernels = [DIFFERENTIABLE] * n
+    # Plain operations for empty shards, which the kernels of a device may refuse.
     sums = [
-        own.mean.new_zeros(2, len(own.mean))  # the output is unused
+        of_batch.mean.new_zeros(2, len(of_batch.mean))  # the output is unused
         if dy is None
-        else (kernel if x.numel() else DIFFERENTIABLE).reduce(dy, x, own)
-        for kernel, dy, x, own in zip(kernels, dys, xs, stats, strict=True)
+        else (kernel if x.numel() else DIFFERENTIABLE).reduce(dy, x, of_batch)
+        for kernel, dy, x, of_batch in zip(kernels, dys, xs, stats, strict=True)
     ]
     if not batch.differ:
         # All have copies of one parameter, so the first may take the sum of their gradients.
@@ -298,8 +300,10 @@ def gradients(
     if fused is not None:
         shared = sums[0]
     else:
-        parts = zip(kernels, sums, stats, weights, strict=False)
-        shared = added([kernel.derivatives(own, of, weight) for kernel, own, of, weight in parts])
+        derivatives = [
+            kernels[i].derivatives(own, stats[i], weights[i]) for i, own in enumerate(sums)
+        ]
+        shared = added(derivatives)
     if ranks is not None and shards[0].needs_dx:
         shared = ranks.summed(shared)
     for i, (shard, dy, x) in enumerate(zip(shards, dys, xs, strict=True)):
@@ -307,10 +311,10 @@ def gradients(
             if dy is None:
                 dy = x.new_zeros(()).expand_as(x)
             compute = fused.input_gradient_by_sums if fused else kernels[i].input_gradient
-            own = shared.to(shard.device, shard.dtype)
-            grads[i] = (compute if x.numel() else DIFFERENTIABLE.input_gradient)(
-                dy, x, stats[i], weights[i], own
-            )
+            if not x.numel():
+                compute = DIFFERENTIABLE.input_gradient
+            on_device = shared.to(shard.device, shard.dtype)
+            grads[i] = compute(dy, x, stats[i], weights[i], on_device)
     return grads
 
 
@@ -333,13 +337,12 @@ def differentiable_statistics(batch: Batch, xs: Sequence[Tensor]) -> list[Statis
         centered, dims = x - per_channel(center, x), reduced_dims(x)
         sums.append(in_float64(torch.stack((centered.sum(dims), centered.square().sum(dims)))))
     # Zeros, which have the derivatives of the means of all centered x and their squares.
-    n = first.stats.total
-    total = added(sums).to(mean.device) / (n + (n == 0))
-    zeros = total - total.detach()
+    means = added(sums).to(mean.device) / first.stats.divisor
+    zeros = means - means.detach()
     if batch.ranks is not None and zeros.requires_grad:
         # The forward knows the sums of all ranks. So a backward that builds a graph makes the same
         # calls as one that does not.
         zeros.register_hook(batch.ranks.summed)
     drift, square = zeros.unbind()
     var = var + square - drift * (drift + 2 * (mean - center))
-    return [kernel_statistics(n, mean + drift, var, shard) for shard in shards]
+    return [kernel_statistics(first.stats.total, mean + drift, var, shard) for shard in shards]

@@ -8,6 +8,8 @@ Strategy   Kernels                                            Devices
 `Kernels`  plain tensor operations                            every other device
 =========  =================================================  ==========================
 
+Where gradients need derivatives of their own, `Differentiable` serves every device.
+
 They know nothing of replicas, and compute in the *accumulation dtype*: float64 for float64,
 float32 for everything else. Results in half precision are rounded once.
 
@@ -43,8 +45,8 @@ _FEW_EQUAL = 2**8
 #: The number of values that may be added one by one.
 _LONG_SUM = 2**12
 
-#: Stands for a weight that is 0, where sums are divided by the weight by which a kernel multiplies
-#: again. The gradient of the output times this vanishes.
+#: Stands for a weight that is 0 in `Fused.input_gradient`, which divides sums by the weight by
+#: which the kernel multiplies again. The gradient of the output times this vanishes.
 _TINY = 1e-20
 
 #: The number of values that several operations read and write at a time.
@@ -65,6 +67,11 @@ class Statistics(NamedTuple):
     mean_error: Tensor | None = None
     #: Mean and biased variance, before they were rounded. None if they were never computed.
     mean_and_var: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def divisor(self) -> int | Tensor:
+        """`total`, or 1 if there are no values, whose means are 0."""
+        return self.total + (self.total == 0)
 
 
 #: A weight or a bias, ``(C,)`` in the accumulation dtype, or None.
@@ -139,8 +146,7 @@ class Kernels:
         # For n values in the whole batch:
         #     dx = weight * dy / sqrt(denominator) + (dmean + 2 * dvar * (x - mean)) / n
         # (Ioffe & Szegedy, arXiv:1502.03167, section 3.)
-        n = stats.total
-        shift, slope = (derivatives / (n + (n == 0))).unbind()  # whose derivatives are never NaN
+        shift, slope = (derivatives / stats.divisor).unbind()
         if stats.mean_error is not None:
             shift = shift - stats.mean_error * slope
         dx = with_usual_strides(x) - per_channel(stats.mean, x)

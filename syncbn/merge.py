@@ -76,7 +76,7 @@ class Shard:
     #: The statistics of the whole batch, once they are merged.
     stats: Statistics
     #: Whether the output requires gradients, once it is made.
-    requires_grad: bool
+    output_requires_grad: bool
 
     def __init__(self, arguments: Arguments) -> None:
         x, weight, bias, self.denominator = arguments
@@ -145,8 +145,7 @@ def set_statistics(
         if key not in made:
             made[key] = kernel_statistics(total, mean, var, shard)
         shard.stats = made[key]
-    is_error = isinstance(total, int) and total == 1
-    if not is_error:
+    if not (isinstance(total, int) and total == 1):  # then the call raises, and does not count
         count_batch().update(mean, var, total)
 
 

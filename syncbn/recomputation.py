@@ -31,18 +31,23 @@ class RecordedCalls:
         """Returns the shard of the call that is recomputed, or raises ReplicationError."""
         # torch does not say which call that is. It is the one whose moments are nearest. They need
         # not be equal: some devices are not deterministic, and half precision rounds coarsely.
-        key = shard.values, shard.records_graph
-        calls = [call for call in self.shards if (call.values, call.records_graph) == key]
+        # A call that made no graph, as in a checkpoint with use_reentrant=True, gives none later.
+        calls = [
+            call
+            for call in self.shards
+            if call.values == shard.values and call.records_graph >= shard.records_graph
+        ]
         if calls and (not shard.values or (len(calls) == 1 and shard.kernels.is_asynchronous)):
             return calls[0]  # a comparison would be empty, or make the host wait for a GPU
         moments = shard.mean_and_var()
-        distances = [_distance(call.mean_and_var(), moments) for call in calls]
+        found = [_distance(call.mean_and_var(), moments) for call in calls]
+        distances: list[float] = torch.stack(found).tolist() if calls else []
         least = min(distances, default=math.inf)
         if not calls or least > _ROUNDING.get(dtype, math.inf):
             raise ReplicationError(
                 f"{self._where} is called in backward with {shard.values} values per channel, "
-                "which matches no call of its forward "
-                f"with{'' if shard.records_graph else 'out'} a graph; use "
+                "which matches no call of its forward"
+                f"{' with a graph' if shard.records_graph else ''}; use "
                 "checkpoint(..., use_reentrant=False), make the same calls in both, keep dropout "
                 "out of it if replicas share a device, and change no parameters between them"
             )
@@ -59,12 +64,11 @@ class RecordedCalls:
         return call
 
 
-def _distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> float:
+def _distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
     """Returns the largest difference between two pairs of moments, in standard deviations."""
     mean, var = one
     deviation = var.sqrt() + torch.finfo(torch.float32).eps * mean.abs()
     scale = torch.stack((deviation, deviation.square()))
     first, second = torch.stack(one), torch.stack(other)
     equal = (first == second) | (first.isnan() & second.isnan())
-    distance = torch.where(equal, 0.0, (first - second).abs() / scale)
-    return distance.nan_to_num(nan=math.inf).amax().item()
+    return torch.where(equal, 0.0, (first - second).abs() / scale).nan_to_num(nan=math.inf).amax()

@@ -56,6 +56,17 @@ def test_count_beyond_int32_does_not_wrap(total):
     torch.testing.assert_close(FUSED.input_gradient(dy, x, stats, None, derivatives), expected)
 
 
+@pytest.mark.parametrize("deviation", [1e-10, 1e15])
+def test_derivatives_of_extreme_deviations_are_exact(deviation):
+    x, dy = torch.randn(6, 3) * deviation, torch.randn(6, 3)
+    stats = statistics_of(*moments_of(x), x, 1e-30)._replace(total=6)
+    sums = FUSED.reduce(dy, x, stats)
+    derivatives = FUSED.derivatives(sums.double(), stats, None).float()
+    expected = FUSED.input_gradient_by_sums(dy, x, stats, None, sums)
+    dx = FUSED.input_gradient(dy, x, stats, None, derivatives)
+    torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-5 / deviation)
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"affine": False},

@@ -495,9 +495,12 @@ def test_a_batch_without_values_has_second_derivatives():
     shards = [torch.empty(0, 2, requires_grad=True) for _ in range(2)]
     outputs = run_sharded(layer, shards)
     loss = sum(y.sum() for y in outputs)
-    (dw,) = torch.autograd.grad(loss, layer.weight, create_graph=True)
+    dw, *dxs = torch.autograd.grad(loss, [layer.weight, *shards], create_graph=True)
     (second,) = torch.autograd.grad(
-        dw.sum(), layer.weight, allow_unused=True, materialize_grads=True
+        dw.sum() + torch.cat(dxs).square().sum(),
+        layer.weight,
+        allow_unused=True,
+        materialize_grads=True,
     )
     assert torch.equal(torch.stack((dw, second)), torch.zeros(2, 2))
 
@@ -508,15 +511,16 @@ def test_a_batch_without_values_has_second_derivatives():
 def test_second_derivatives_of_half_precision_are_rounded_once(dtype):
     """Of two values in all, where the paths to an input cancel."""
     shards = [torch.tensor([[value]], dtype=dtype, requires_grad=True) for value in (0.5, -1.25)]
-    upstream = [torch.tensor([[value]], dtype=dtype) for value in (1.0, 0.75)]
+    upstream = [torch.tensor([[value]], dtype=dtype, requires_grad=True) for value in (1.0, 0.75)]
 
     def second(layer: nn.Module, xs: list[Tensor], dys: list[Tensor]) -> list[Tensor]:
         ys = run_sharded(layer, xs)
         first = torch.autograd.grad(ys, xs, dys, create_graph=True)
-        return list(torch.autograd.grad(first[0].sum(), xs))
+        return list(torch.autograd.grad(first[0].sum(), [*xs, *dys]))
 
     exact = [x.detach().double().requires_grad_() for x in shards]
-    expected = second(SynchronizedBatchNorm1d(1).double(), exact, [dy.double() for dy in upstream])
+    dys = [dy.detach().double().requires_grad_() for dy in upstream]
+    expected = second(SynchronizedBatchNorm1d(1).double(), exact, dys)
     ours = second(SynchronizedBatchNorm1d(1), shards, upstream)
     torch.testing.assert_close(
         # Terms of the size of 1 cancel in float32.

@@ -272,6 +272,27 @@ def test_a_reentrant_checkpoint_is_refused_with_advice(kept):
         y.backward(torch.randn_like(y))
 
 
+@pytest.mark.usefixtures("one_node")
+def test_a_hook_of_backward_may_repeat_a_call_without_a_graph():
+    repeated = []
+
+    def hooked(norm: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = norm(x)
+
+        def repeat(dy: Tensor) -> None:
+            with torch.no_grad():
+                repeated.append(norm(x))
+
+        y.register_hook(repeat)
+        return y
+
+    y = DataParallel(Body(hooked, plain), several(2))(torch.randn(6, 3, requires_grad=True))
+    y.backward(torch.randn_like(y))
+    assert len(repeated) == 2
+    for part in y.split(3):
+        assert any(torch.equal(part, again.to(part.device)) for again in repeated)
+
+
 class Calls(nn.Module):
     """Calls one layer with each of several inputs, in a checkpoint each."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -168,6 +168,14 @@ def is_profiling() -> bool:
 def named_range(name: str) -> AbstractContextManager[object]:
     """Names a range in the profile of this thread, if there is one."""
     return profiler.record_function(name) if is_profiling() else nullcontext()
+
+
+@lru_cache
+def has_kernels(kind: str, *operators: str) -> bool:
+    """Whether a type of device has its own kernels for operators such as ``add.Tensor``."""
+    key = torch._C._dispatch_key_for_device(kind)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return all(has_kernel(f"aten::{name}", key) for name in operators)
 
 
 #: Returns the number of dispatch modes that are active in this thread.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from replication._torch import has_kernels
 from replication.errors import is_int
 
 #: Types of accelerators, for torch before 2.6, which has no `torch.accelerator`.
@@ -136,9 +137,16 @@ def use_streams(streams: Streams) -> AbstractContextManager[object]:
     return stack
 
 
+def record_stream(tensor: Tensor, stream: Any) -> None:
+    """Keeps the memory of a tensor until a stream has read it, where the backend needs that."""
+    if has_kernels(tensor.device.type, "record_stream"):
+        tensor.record_stream(stream)
+
+
 def to_device(tensor: Any, device: torch.device) -> Any:
-    """Copies a tensor to a device. The host waits only for copies to the CPU."""
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    """Copies a tensor to a device. The host waits only for copies to the CPU, and to MPS."""
+    # MPS reads the memory of the host later, when it may be freed.
+    return tensor.to(device, non_blocking=device.type not in ("cpu", "mps"))
 
 
 def use_device(device: torch.device, stream: Any) -> AbstractContextManager[object]:

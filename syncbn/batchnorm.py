@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from replication._torch import beside_selective_checkpoints, dispatch_modes, uncompiled
 from replication.errors import is_int, path_or_root
-from replication.groups.base import Group, SoloGroup
+from replication.groups.base import Group
 from replication.groups.layer import ReplicaAware
 from replication.groups.replicas import CallbackContext
 from replication.sync.rendezvous import current_replica
 from syncbn.channels import in_float64
 from syncbn.graph import synchronized_batch_norm
-from syncbn.merge import Denominator, RunningStatistics
 from syncbn.recomputation import RecordedCalls
+from syncbn.statistics import Call, Denominator, RunningStatistics
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -134,7 +134,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         if not self.training:
             return self._evaluated(input)
         group = self.group
-        if type(group) is not SoloGroup:
+        if group.size > 1:
             return self._synchronized(input, group)
         current = current_replica()
         if current is None:
@@ -163,7 +163,8 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         denominator = _denominator(self.eps, _eps_mode == "clamp")
         counts = self._has_original_buffers and not group.recomputes
         count_batch = self._count_batch if counts else RunningStatistics
-        args = (input, weight, bias, denominator), group, self._recorded_calls, count_batch
+        call = Call(input, weight, bias, denominator)
+        args = call, group, self._recorded_calls, count_batch
         if not dispatch_modes():
             return synchronized_batch_norm(*args)
         with beside_selective_checkpoints():

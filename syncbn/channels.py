@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replication.devices import current_stream
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which values of ``dtype`` are summed."""
@@ -20,24 +22,22 @@ def has_float64(device: torch.device) -> bool:
     """Returns whether a device supports float64. An accelerator is asked once, by computing."""
     if device.type in ("cpu", "meta", "mps"):  # a fake tensor of MPS would say yes
         return device.type != "mps"
-    known = _has_float64.get(device)
-    if known is None:
+    if device not in _has_float64:
         try:
-            known = type(torch.zeros(1, dtype=torch.float64, device=device).sqrt_()) is Tensor
+            if type(torch.zeros(1, dtype=torch.float64, device=device).sqrt_()) is not Tensor:
+                return True  # a fake tensor, whose device is not asked
         except (RuntimeError, TypeError):
-            known = False
-        _has_float64[device] = known
-    return known
-
-
-def statistics_device(device: torch.device) -> torch.device:
-    """Returns the device for statistics of tensors on ``device``: the CPU if it has no float64."""
-    return device if has_float64(device) else torch.device("cpu")
+            _has_float64[device] = False
+        else:
+            _has_float64[device] = True
+    return _has_float64[device]
 
 
 def in_float64(tensor: Tensor) -> Tensor:
     """Returns a tensor in float64, on the CPU if its device has no float64."""
-    return tensor.to(statistics_device(tensor.device), torch.float64)
+    if not has_float64(tensor.device):
+        tensor = tensor.cpu()
+    return tensor.to(torch.float64)
 
 
 def values_per_channel(x: Tensor) -> int:
@@ -52,7 +52,7 @@ def reduced_dims(x: Tensor) -> list[int]:
 
 def per_channel(vector: Tensor, like: Tensor) -> Tensor:
     """Shapes a vector of length C to broadcast against ``like``, in its accumulation dtype."""
-    vector = vector.to(like.device, accumulation_dtype(like.dtype))
+    vector = vector.to(accumulation_dtype(like.dtype)).to(like.device)
     return vector.view(1, -1, *[1] * (like.dim() - 2))
 
 
@@ -68,18 +68,10 @@ def with_usual_strides(x: Tensor) -> Tensor:
     """Returns a view of ``x`` with the canonical strides of its memory format."""
     # The stride of a dimension of length 1 is arbitrary, but torch's batch norm may infer a
     # wrong memory format from it.
-    layout = memory_format(x)
-    if 1 not in x.shape or not x.is_contiguous(memory_format=layout):
+    if 1 not in x.shape or not x.is_contiguous(memory_format=(layout := memory_format(x))):
         return x
     usual = torch.empty_like(x, device="meta", memory_format=layout).stride()
     return x if x.stride() == usual else x.as_strided(x.shape, usual)
-
-
-def empty_output(x: Tensor) -> Tensor:
-    """Returns an empty tensor with dtype and layout of ``x``, outside of its graph."""
-    # A subclass of Tensor would return a view, into which nothing could be written in place.
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        return torch.empty_like(with_usual_strides(x))
 
 
 def in_format_of(tensor: Tensor, like: Tensor) -> Tensor:
@@ -96,7 +88,7 @@ def constant_tensor(
     """Returns a cached tensor of numbers."""
     # An accelerator fills it in order of its current stream: a copy from the host would block
     # the host, and is impossible while a CUDA graph is captured.
-    key = numbers, device, dtype, _current_stream(device)
+    key = numbers, device, dtype, current_stream(device)
     tensor = _constants.get(key)
     if tensor is None:
         with torch.inference_mode(False):
@@ -105,19 +97,7 @@ def constant_tensor(
                 if number != numbers[0]:  # most shards have equal sizes
                     one.fill_(number)
         # Neither a fake tensor nor one that only the replay of a graph fills.
-        is_real = type(tensor) is Tensor and not _is_capturing(device)
-        if is_real and len(_constants) < 1000:
+        is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if type(tensor) is Tensor and not is_captured and len(_constants) < 1000:
             _constants[key] = tensor
     return tensor
-
-
-def _current_stream(device: torch.device) -> Any:
-    """Returns the stream that orders what this thread runs on an accelerator, or None."""
-    if device.type in ("cpu", "meta"):
-        return None
-    current = getattr(torch.get_device_module(device), "current_stream", None)
-    return current and current(device)
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

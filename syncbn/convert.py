@@ -88,30 +88,17 @@ def __getattr__(name: str) -> Any:
 
 #: The attributes that identify a layer of an older toolkit, and that a synchronized one lacks.
 _PIPES = {"_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe"}
-#: Names that are there after the conversion, or that no synchronized layer needs.
-_plain = nn.BatchNorm2d(1, device="meta")
-_KNOWN = {*vars(_plain), *_plain.state_dict(), *_PIPES, *CORRECTION, "_moving_average_fraction"}
-_KNOWN |= {"_check_input_dim", "extra_repr"}
+#: The parameters and buffers of their own classes.
+_STATE = {"weight", "bias", *CORRECTION}
+_STATE |= {"running_mean", "running_var", "num_batches_tracked"}
 
 
-def _why_older_stays(layer: nn.Module) -> str:
-    """Returns why a layer of an older toolkit can't be converted without loss, or ""."""
-    classes = [c for c in type(layer).__mro__ if not c.__module__.startswith("torch.")]
-    toolkit = [c for c in classes if issubclass(c, _BatchNorm)][-1]
-    # Copies differ in the forward and the private members of the toolkit's own class.
-    own = {name for name in vars(toolkit) if name[0] != "_"} - {"forward"}
-    derived = [name for c in classes if c is not toolkit for name in vars(c)]
-    own.update(name for name in derived if name[:2] != "__" or name in (CALLBACK, "__call__"))
-    # A plain attribute matters if the forward reads it, or if it is the forward.
-    code = getattr(unwrap(toolkit.forward), "__code__", None)
-    own.update(vars(layer).keys() & {"forward", *(code.co_names if code else ())})
-    own.update(layer._parameters, layer._buffers, layer._modules)
-    names = ", ".join(sorted(own - _KNOWN))
-    package = toolkit.__module__.removesuffix(".batchnorm")
-    return names and (
-        f"a layer of an older toolkit that has its own {names}; syncbn.stand_in_for({package!r}), "
-        f"called before the first import of {package}, makes its base class a synchronized one"
-    )
+def _is_of_toolkit(layer: nn.Module) -> bool:
+    """Whether a layer is of an older toolkit's own classes, and has no more state than they."""
+    foreign = "torch.", "builtins"
+    modules = {c.__module__ for c in type(layer).__mro__ if not c.__module__.startswith(foreign)}
+    state = {*layer._parameters, *layer._buffers, *layer._modules}
+    return len(modules) == 1 and state <= _STATE and "forward" not in vars(layer)
 
 
 KindName = Literal["synchronized", "plain", "left alone", "by sample", "wrapper"]
@@ -158,9 +145,12 @@ def _kind_of(module: nn.Module) -> Kind | None:
         if isinstance(module, nn.modules.lazy.LazyModuleMixin):
             return Kind("left alone", "lazy: call the network once before you convert it")
         if hasattr(kind, CALLBACK) and vars(module).keys() >= _PIPES:
-            reason = _why_older_stays(module)
-            note = reason or "of an older toolkit; convert_model synchronizes it"
-            return Kind("left alone" if reason else "plain", note)
+            if _is_of_toolkit(module):
+                return Kind("plain", "of an older toolkit; convert_model synchronizes it")
+            note = (
+                f"derived from a layer of an older toolkit: pass classes={{{kind.__name__}: ...}}"
+            )
+            return Kind("left alone", f"{note} with a class derived from SynchronizedBatchNorm2d")
         if is_parametrized(module):
             return Kind("left alone", "parametrized: convert before torch.nn.utils.parametrize")
         name = kind.__name__
@@ -282,7 +272,8 @@ def convert_model(
     Also converted are:
 
     - `torch.nn.SyncBatchNorm`, which keeps its process group.
-    - Layers of older toolkits (such as a vendored ``sync_batchnorm``), which lose their pipes.
+    - Layers of older toolkits (such as a vendored ``sync_batchnorm``), which lose their pipes. A
+      layer of a class derived from theirs needs ``classes``, with a class derived from ours.
     - ``BatchNormAct2d`` of timm, with its dropout and activation.
     - Layers of the classes in ``classes``.
     - A `torch.nn.DataParallel`, which becomes a `replication.DataParallel`. An object of a derived
@@ -367,6 +358,8 @@ def _is_synchronized_by(old: Any, new: Any) -> bool:
         return False
     if old in _SYNCHRONIZED:
         return issubclass(new, _SYNCHRONIZED[old])
+    if hasattr(old, CALLBACK):  # of an older toolkit, whose own forward would come first
+        return issubclass(new, SynchronizedBatchNorm)
     order: Any = new.__mro__
     return nn.Module in order and old in order[: order.index(ReplicaAware)]
 
@@ -375,22 +368,23 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
     """Converts a layer or a DataParallel. Returns whether it corrected biases, as CSAIL's do."""
     old, kind = type(layer), _kind_of(layer)
     new = classes.get(old) or _synchronized_class(old)
+    if new is None and kind is not None and kind.name == "plain":  # of an older toolkit
+        # The "1d", "2d" or "3d" in the names of its classes.
+        names = " ".join(base.__name__ for base in old.__mro__)
+        found = re.search("[123](?=d)", names, re.IGNORECASE)
+        new = LAYERS[int(found[0]) - 1] if found else SynchronizedBatchNormNd
     if new is not None:
         process_group = vars(layer).pop("process_group", None)  # of a SyncBatchNorm
         layer.__class__ = new
+        if vars(layer).keys() >= _PIPES:
+            for name in _PIPES:
+                del vars(layer)[name]
+            correction = [layer._buffers.pop(name, None) for name in CORRECTION]
+            return any(buffer is not None for buffer in correction)
         if PLAIN.get(new) is not old:
             vars(layer).setdefault(_FORMER, old)
         if process_group is not None:
             layer.process_group = process_group
-    elif kind is not None and kind.name == "plain":  # of an older toolkit
-        for name in _PIPES:
-            vars(layer).pop(name, None)
-        # The "1d", "2d" or "3d" in the names of its classes.
-        names = " ".join(base.__name__ for base in old.__mro__)
-        found = re.search("[123](?=d)", names, re.IGNORECASE)
-        layer.__class__ = LAYERS[int(found[0]) - 1] if found else SynchronizedBatchNormNd
-        correction = [layer._buffers.pop(name, None) for name in CORRECTION]
-        return any(buffer is not None for buffer in correction)
     elif isinstance(layer, nn.DataParallel) and not runs_callbacks(old):
         if old is nn.DataParallel:
             check_methods(layer)
@@ -409,7 +403,7 @@ def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:
     ]
     if left_alone:
         text = ", ".join(left_alone)
-        if "classes=" in text:
+        if "a derived class" in text:
             text += (
                 "; class SyncX(X, syncbn.SynchronizedBatchNorm2d): pass defines SyncX, if the "
                 "forward of X calls super().forward"

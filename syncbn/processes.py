@@ -15,49 +15,51 @@ add float64 sums, a few values per channel for any number of ranks:
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from replication.errors import ReplicationError
 from replication.groups.base import Layouts
-from syncbn import moments as statistics
-from syncbn.merge import Shard
+from replication.groups.processes import Collective, ProcessGroup
+from syncbn.statistics import Moments, merge_shares
 
 #: Input dtypes that need more digits than the sums keep.
 _PRECISE = {torch.float64}
 
 
-class RankExchange:
+class Ranks:
     """The two collectives of a call, one forward and one, if its input needs it, backward."""
 
-    def __init__(self, group: Any, layouts: Layouts, requires_grad: bool) -> None:
+    def __init__(self, group: ProcessGroup, layouts: Layouts, requires_grad: bool) -> None:
         self._group, self._is_precise = group, layouts[0][0] in _PRECISE
         self._exchange = partial(group.exchange, layouts=layouts, requires_grad=requires_grad)
-        #: Adds what all ranks send in backward. Differentiable.
+        #: Adds the gradients of all ranks in backward. Differentiable.
         self.summed = partial(self._exchange, "batch_norm_backward", stack=False)
 
-    def merge(self, shard: Shard) -> tuple[int | Tensor, Tensor, Tensor]:
-        """Returns count, mean and biased variance of all ranks, in float64."""
-        # The count is a tensor where reading it would block the host.
-        mean, var = shard.mean_and_var()
+    def with_summed_gradient(self, tensor: Tensor) -> Tensor:
+        """Returns the same tensor, whose gradient, perhaps none, is added over all ranks."""
+        return Collective.apply(Tensor.detach, self.summed, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+    def merge(self, own: Moments) -> Moments:
+        """Returns the moments of all ranks. The count is a tensor where reading it would block."""
+        n, mean, var = own
         # A kernel: a copy would block the host on a GPU.
-        count = mean.new_full((1,), shard.values)
+        count = mean.new_full((1,), n)  # type: ignore[arg-type]
         packed, sizes = torch.cat((count, mean, var)), [1, len(mean), len(mean)]
         if self._is_precise or self._group.prefers_gather(packed):
             gathered = self._exchange("batch_norm", packed, stack=True)
             counts, means, variances = gathered.split(sizes, 1)
             total = self._checked(counts).sum()
             share = counts[:, 0] / total.clamp(min=1)
-            mean, var = statistics.merge_shares(share, means, variances)
+            mean, var = merge_shares(share, means, variances, means[0])
         else:
             sums = torch.cat((count, count * mean, count * (var + mean.square())))
             counts, *sums_of_all = self._exchange("batch_norm", sums, stack=False).split(sizes)
             total = self._checked(counts)[0]
             mean, square = (one / total.clamp(min=1) for one in sums_of_all)
             var = (square - mean.square()).clamp(min=0)
-        return int(total.item()) if total.is_cpu else total, mean, var
+        return Moments(int(total.item()) if total.is_cpu else total, mean, var)
 
     def _checked(self, counts: Tensor) -> Tensor:
         """Returns counts that ranks announce, after a check where the host may read them."""

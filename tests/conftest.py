@@ -17,8 +17,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
 
-from benchmarks import fused
-from syncbn import joined, kernels
+from benchmarks import fused as stand_ins
+from syncbn import fused, joined
 from tests import accelerator
 from tests.deadlines import TEST_STALLED, Deadline, soon
 
@@ -136,8 +136,6 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Names shapes, dtypes, lists and the like as they are printed, if that is short."""
     if getattr(val, "__name__", "") == "<lambda>":
         return argname  # beside other values that tell the cases apart
-    if isinstance(val, kernels.Kernels):
-        return type(val).__name__.lower()
     if not isinstance(val, (list, tuple, dict, torch.dtype)):
         return None
     text = str(val).removeprefix("torch.")
@@ -183,7 +181,7 @@ def no_thread_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computes small shards on the CPU as large ones, and as on accelerators."""
     monkeypatch.setattr(joined, "LARGEST", -1)
 
@@ -191,26 +189,23 @@ def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes stand-ins, which compute on the CPU, of torch's kernels for CUDA."""
-    for name, stand_in in fused.KERNELS.items():
+    for name, stand_in in stand_ins.KERNELS.items():
         monkeypatch.setattr(torch, name, stand_in)
 
 
-STRATEGIES = [kernels.Native(), kernels.PLAIN, kernels.FUSED]
-
-
-@pytest.fixture(params=STRATEGIES, ids=lambda strategy: type(strategy).__name__)
-def strategy(
+@pytest.fixture(params=["formula", "fused"])
+def way(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fused_kernels: None
 ) -> None:
-    """Makes the CPU use a strategy."""
-    monkeypatch.setitem(kernels.KERNELS, "cpu", request.param)
+    """Makes the CPU go a way that other devices go."""
+    monkeypatch.setattr(fused, "has_kernels", lambda *args: request.param == "fused")
 
 
-@pytest.fixture(params=["joined", "one node"])
+@pytest.fixture(params=["joined", "not joined"])
 def both_ways(request: pytest.FixtureRequest) -> None:
     """Runs a test on both ways of computing small shards on the CPU."""
-    if request.param == "one node":
-        request.getfixturevalue("one_node")
+    if request.param == "not joined":
+        request.getfixturevalue("not_joined")
     elif request.config.getoption("--simulated-accelerator"):
         pytest.skip("shards on accelerators are never joined")
 

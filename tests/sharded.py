@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from replication import execute_replication_callbacks, parallel_apply, replicate
 from syncbn import SynchronizedBatchNorm1d, set_sbn_eps_mode
-from syncbn.merge import Denominator, Shard
 from tests.devices import several
 
 #: For tests with the fixture ``both_ways`` of what torch's own layer does not promise.
-one_node_only = pytest.mark.parametrize("both_ways", ["one node"], indirect=True)
+not_joined_only = pytest.mark.parametrize("both_ways", ["not joined"], indirect=True)
 
 
 def run_sharded(layer: nn.Module, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -85,9 +84,3 @@ def assert_reads_no_value(model: nn.Module, weight: Tensor, x: Tensor, second: b
         assert weight.grad.shape == weight.shape
     with pytest.raises(RuntimeError, match="meta"):
         dx.sum().item()
-
-
-def shard_of(x: Tensor, denominator: Denominator, *parameters: Tensor | None) -> Shard:
-    """A shard of a layer, by default one without parameters."""
-    weight, bias = parameters or (None, None)
-    return Shard((x, weight, bias, denominator))

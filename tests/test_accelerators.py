@@ -10,16 +10,18 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from replication import DataParallel, Scattered, replicate, scatter
-from syncbn import SynchronizedBatchNorm2d, channels, convert_model
-from syncbn.kernels import FUSED, KERNELS, PLAIN
+from syncbn import SynchronizedBatchNorm2d, channels, convert_model, fused
+from syncbn.fused import Fused
+from syncbn.statistics import Call, Denominator
 from tests import accelerator
 from tests.collective_cases import CASES, derivatives, in_replicas, leaves
 from tests.devices import ACCELERATORS, HOME, LISTS, has_simulated
+from tests.layouts import channels_of
 from tests.pairwise import pairwise
 from tests.sharded import eps_mode, randomized
-from tests.syncbn.test_kernels import check_every_kernel, moments_of, statistics_of
 
 pytestmark = [
     pytest.mark.accelerator,
@@ -30,9 +32,7 @@ every_list = pytest.mark.parametrize("devices", LISTS.values(), ids=LISTS)
 every_list_of_accelerators = pytest.mark.parametrize(
     "devices", [d for d in LISTS.values() if "cpu" not in d], ids=str
 )
-every_strategy = pytest.mark.parametrize(
-    "strategy", [FUSED, PLAIN], ids=["Fused", "Plain"], indirect=True
-)
+every_way = pytest.mark.parametrize("way", ["fused", "formula"], indirect=True)
 on_simulated = pytest.mark.skipif(not has_simulated(), reason="needs the simulated accelerator")
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -43,23 +43,23 @@ def default_device() -> None:
 
 
 @pytest.fixture
-def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes synchronized layers on accelerators use a strategy."""
-    monkeypatch.setitem(KERNELS, torch.device(HOME).type, request.param)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the fused kernels from accelerators for the way of the formula."""
+    if request.param == "formula":
+        monkeypatch.setattr(fused, "has_kernels", lambda *args: False)
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (6, 3, 4, 5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_kernels_give_the_numbers_of_float64(shape, dtype, channels_last):
-    x, dy = torch.randn(2, *shape).to(HOME, dtype)
+def test_kernel_moments_are_those_of_float64(shape, dtype, channels_last):
+    x = torch.randn(shape).to(HOME, dtype)
     if channels_last and x.dim() == 4:
-        x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
-    mean, inverse = FUSED.moments(x, 1e-5)
-    stats = statistics_of(*moments_of(x), x, 1e-5)
-    torch.testing.assert_close((mean, inverse), stats[1:3], rtol=1e-4, atol=1e-4)
-    tolerance = 1e-2 if dtype == torch.float16 else 1e-4
-    check_every_kernel(FUSED, x, dy, stats, 1e-5, tolerance)
+        x = x.contiguous(memory_format=torch.channels_last)
+    own = Fused(Call(x, None, None, Denominator(1e-5))).own.exact()
+    values = channels_of(x)
+    exact = (values.size(1), values.mean(1), values.var(1, correction=0))
+    torch.testing.assert_close(tuple(own), exact, rtol=1e-4, atol=1e-4)
 
 
 @pairwise(
@@ -109,10 +109,10 @@ def no_host_wait() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@every_strategy
+@every_way
 @pytest.mark.parametrize("momentum", [0.1, None, 1], ids=str)
 @every_list_of_accelerators
-def test_the_host_does_not_wait_also_not_at_a_new_shape(devices, momentum, strategy):
+def test_the_host_does_not_wait_also_not_at_a_new_shape(devices, momentum, way):
     layer = SynchronizedBatchNorm2d(3, momentum=momentum)
     net = nn.Sequential(nn.Conv2d(3, 3, 1), layer, nn.Conv2d(3, 2, 1)).to(devices[0])
     model = DataParallel(net, devices, gather_to_one_device=False)
@@ -194,13 +194,13 @@ def streams_of_the_callers(devices: Iterable[str]) -> Iterator[None]:
 
 
 @on_simulated
-@every_strategy
+@every_way
 @pairwise(
     devices=LISTS.values(),
     create_graph=[False, True],
     layers=["conv", "bn", "conv bn conv", "clamp"],
 )
-def test_streams_of_the_callers_are_in_order(devices, layers, create_graph, strategy):
+def test_streams_of_the_callers_are_in_order(devices, layers, create_graph, way):
     """No access overtakes another, and no memory is freed before it has been read."""
     kinds = {"conv": partial(nn.Conv2d, 3, 3, 1)}
     with streams_of_the_callers(ACCELERATORS), eps_mode("clamp" if layers == "clamp" else "plus"):
@@ -364,10 +364,10 @@ def test_the_output_may_be_elsewhere(devices):
 # -- training ----------------------------------------------------------------------------------
 
 
-@every_strategy
+@every_way
 @every_list
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_steps_of_an_optimizer_equal_one_device_on_the_cpu(devices, dims, strategy):
+def test_steps_of_an_optimizer_equal_one_device_on_the_cpu(devices, dims, way):
     """Uneven shards, and fewer samples than replicas."""
     conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     batch_norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1]
@@ -389,9 +389,9 @@ def test_steps_of_an_optimizer_equal_one_device_on_the_cpu(devices, dims, strate
 
 @on_simulated
 @pytest.mark.slow
-@every_strategy
+@every_way
 @pytest.mark.parametrize("devices", [LISTS["ascending"], LISTS["each twice"]], ids=str)
-def test_two_hundred_delayed_steps_are_bit_equal(devices, strategy):
+def test_two_hundred_delayed_steps_are_bit_equal(devices, way):
     def trained(longest_delay: int) -> list[torch.Tensor]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Conv2d(2, 3, 1), SynchronizedBatchNorm2d(3), nn.Conv2d(3, 1, 1))
@@ -420,24 +420,41 @@ def test_autocast_and_default_device_reach_every_replica():
 
 
 @on_simulated
-@every_strategy
+@every_way
 @pytest.mark.parametrize("momentum", [0.1, None], ids=str)
-def test_devices_without_float64_train_like_torchs_layer(strategy, momentum, monkeypatch):
+@pytest.mark.parametrize("devices", [LISTS["ascending"], LISTS["with the CPU"]], ids=str)
+def test_devices_without_float64_train_like_torchs_layer(devices, momentum, way):
     """The statistics of the batch are merged on the CPU."""
-    for device in map(torch.device, ACCELERATORS):
-        monkeypatch.setitem(channels._has_float64, device, False)
     plain = randomized(nn.BatchNorm2d(3, momentum=momentum)).to(HOME)
-    model = DataParallel(convert_model(copy.deepcopy(plain)), ACCELERATORS)
+    model = DataParallel(convert_model(copy.deepcopy(plain)), devices)
     x = torch.randn(5, 3, 2, 2, device=HOME, requires_grad=True)
     dy = torch.randn_like(x)
     inputs = [[x, *m.parameters()] for m in (plain, model)]
-    for create_graph in (False, True):
-        grads = [
-            torch.autograd.grad(m(x), leaves, dy, create_graph=create_graph)
-            for m, leaves in zip((plain, model), inputs, strict=True)
-        ]
-        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    with accelerator.no_float64():
+        for create_graph in (False, True):
+            grads = [
+                torch.autograd.grad(m(x), leaves, dy, create_graph=create_graph)
+                for m, leaves in zip((plain, model), inputs, strict=True)
+            ]
+            torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model.module.state_dict(), plain.state_dict())
+
+
+@on_simulated
+@every_way
+def test_backends_without_record_stream_train_like_torchs_layer(way):
+    plain = randomized(nn.BatchNorm2d(3)).to(HOME)
+    model = DataParallel(convert_model(copy.deepcopy(plain)), ACCELERATORS)
+    x, dy = torch.randn(2, 5, 3, 2, 2, device=HOME)
+    found = []
+    with accelerator.no_record_stream(), streams_of_the_callers(ACCELERATORS):
+        with pytest.raises(NotImplementedError, match="record_stream"):
+            x.record_stream(torch.get_device_module(HOME).current_stream())
+        for m in (plain, model):
+            leaf = x.clone().requires_grad_()
+            m(leaf).backward(dy)
+            found.append([leaf.grad, *(p.grad for p in m.parameters()), *m.buffers()])
+    torch.testing.assert_close(*found)
 
 
 def test_a_device_is_asked_for_float64_once(monkeypatch):
@@ -451,4 +468,7 @@ def test_a_device_is_asked_for_float64_once(monkeypatch):
         assert not channels.has_float64(device)
     assert not channels.has_float64(device)
     channels._has_float64.clear()
+    with FakeTensorMode():  # whose answer is not kept
+        assert channels.has_float64(device)
+    assert not channels._has_float64
     assert channels.has_float64(device)

@@ -57,4 +57,4 @@ def calls_of_a_layer(convert: Callable[[nn.Module], nn.Module]) -> float:
 @pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
 def test_a_layer_makes_few_calls_beyond_those_of_batch_norm():
     """Together in a replica that merges and one that waits; which one merges is chance."""
-    assert calls_of_a_layer(convert_model) - calls_of_a_layer(lambda net: net) <= 50
+    assert calls_of_a_layer(convert_model) - calls_of_a_layer(lambda net: net) <= 55

@@ -31,6 +31,7 @@ from replication import (
 from replication.sync.lifecycle import rendezvous_of
 from replication.sync.rendezvous import current_replica
 from syncbn import SynchronizedBatchNorm1d, convert_model, graph
+from syncbn.joined import Joined
 from tests.deadlines import ends
 from tests.layers import (
     DEADLINE,
@@ -230,12 +231,12 @@ def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(
     """Those of one device, which has updated the first few layers, and no other, by then."""
 
     def slow_replies(*args: Any) -> Any:
-        replies = join(*args)
+        outputs = merge(*args)
         time.sleep(chance.random() / 500)
-        return replies
+        return outputs
 
-    join = graph.join
-    monkeypatch.setattr(graph, "join", slow_replies)
+    merge = Joined.merge
+    monkeypatch.setattr(Joined, "merge", slow_replies)
     net = convert_model(network())
     model = ours(net)
     model(torch.randn(7, 3, dtype=torch.float64))
@@ -273,7 +274,7 @@ class Merging:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
         self.goes_on, self.is_active = threading.Event(), True
-        merge = graph.merge_replicas
+        merge = graph._merge
 
         def late_replies(*args: Any) -> Any:
             if self.is_active:
@@ -281,7 +282,7 @@ class Merging:
                 assert self.goes_on.wait(DEADLINE)
             return merge(*args)
 
-        monkeypatch.setattr(graph, "merge_replicas", late_replies)
+        monkeypatch.setattr(graph, "_merge", late_replies)
 
     def end(self) -> None:
         self.is_active = False

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from replication._torch import has_other_derivatives
-from replication.errors import ReplicasDiverged, ReplicationError, is_int, listed, lost_derivatives
-from replication.sync.rendezvous import current_replica, is_recomputation
+from replication.errors import ReplicasDiverged, is_int, listed, lost_derivatives
+from replication.sync.rendezvous import is_recomputation
 
 __all__ = ["Group", "SoloGroup"]
 
@@ -279,25 +279,11 @@ class SoloGroup(Group):
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
 
-    #: The layer whose group this is outside replicas. Inside a replica such a group, kept from
-    #: before the forward, would leave the replica silently unsynchronized.
-    _layer: str | None = None
-
-    def _check_use(self, name: str) -> None:
-        current = current_replica()
-        if self._layer and current is not None and (current.rendezvous.size or 0) > 1:
-            raise ReplicationError(
-                f"{self._layer}: replica {current.replica} calls {name} of a group from outside "
-                "the forward, which does not connect replicas; read self.group in forward"
-            )
-
     def barrier(self) -> None:
-        self._check_use("barrier")
+        pass
 
     def all_gather_object(self, obj: T) -> tuple[T, ...]:
-        self._check_use("all_gather_object")
         return (obj,)
 
     def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
-        self._check_use(name)
         return tuple(tensor.clone() for tensor in tensors)

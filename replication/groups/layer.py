@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 from replication._torch import IS_REPLICA
 from replication.errors import ReplicationError
-from replication.groups.base import Group, SoloGroup
+from replication.groups.base import Group, SoloGroup, Tensors
 from replication.groups.processes import (
     ProcessGroup,
     ProcessGroupHandle,
@@ -26,6 +26,36 @@ else:
     _Base = object
 
 __all__ = ["ReplicaAware"]
+
+T = TypeVar("T")
+
+
+# One that is kept from before a forward would leave the replicas silently unsynchronized.
+class GroupOutside(SoloGroup):
+    """The group of a layer that is alone, outside replicas. Inside them, its collectives raise."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def barrier(self) -> None:
+        self._check_use("barrier")
+
+    def all_gather_object(self, obj: T) -> tuple[T, ...]:
+        self._check_use("all_gather_object")
+        return super().all_gather_object(obj)
+
+    def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
+        self._check_use(name)
+        return super()._run(name, tensors, **option)
+
+    def _check_use(self, name: str) -> None:
+        current = current_replica()
+        if current is not None and (current.rendezvous.size or 0) > 1:
+            raise ReplicationError(
+                f"{self._layer}: replica {current.replica} calls {name} of a group from outside "
+                "the forward, which does not connect replicas; read self.group in forward"
+            )
 
 
 class ReplicaAware(_Base):
@@ -135,8 +165,7 @@ class ReplicaAware(_Base):
                 )
             group = processes
         elif group is None or group.size == 1:
-            group = SoloGroup()
-            group._layer = name
+            group = GroupOutside(name)
         return group if self.group_size is None else group.split(self.group_size)
 
     @property

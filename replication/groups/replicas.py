@@ -175,7 +175,8 @@ class Communicator:
 
 def hidden_from_hooks() -> saved_tensors_hooks:
     """Hides what nodes save in a ``with`` block from the hooks on saved tensors around it."""
-    return saved_tensors_hooks(lambda tensor: (tensor, tensor._version), _unpacked)
+    # Detached, because a node may save its own output, which refers to the node.
+    return saved_tensors_hooks(lambda tensor: (tensor.detach(), tensor._version), _unpacked)
 
 
 def _unpacked(packed: tuple[Tensor, int]) -> Tensor:

@@ -11,10 +11,13 @@ replica. The state of one call lives in a `Round`, and only the participants ref
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from replication.errors import ReplicationError
 from replication.sync.rendezvous import Rendezvous, Wait, site
+
+_UNOBSERVED = nullcontext()
 
 #: Returns one reply for each message, in order. Messages are in the order of the replicas.
 Merge = Callable[[list[Any]], Iterable[Any]]
@@ -49,56 +52,49 @@ class Exchange:
         """Sends a message, and returns the reply once the messages of all are merged."""
         # The rendezvous is not kept, as it may refer to the exchange. `merge` is None if the
         # replica is not the master.
-        if rendezvous.observe is None:
-            return self._run(rendezvous, replica, message, merge)
-        with rendezvous.observe("exchange", replica, self.path):
-            return self._run(rendezvous, replica, message, merge)
-
-    def _run(self, rendezvous: Rendezvous, replica: int, message: Any, merge: Merge | None) -> Any:
-        wait = None
-        with rendezvous.lock:
-            current = self._round
-            if replica in current.messages:
-                raise ReplicationError(
-                    f"`{self.path}`: replica {replica} calls it in several threads at a time"
-                )
-            self.calls[replica] += 1
-            call = self.calls[replica]
-            if rendezvous.abort is not None:
-                raise rendezvous.abort.error(replica, site(self.path, call))
-            current.messages[replica] = message
-            current.missing.remove(replica)
-            is_complete = not current.missing
-            merges = is_complete if self.master is None else replica == self.master
-            if is_complete:
-                self._round = Round(self.calls)
-            if not (is_complete and merges):
-                missing = current.missing  # the same set: it shrinks as messages arrive
-                if not merges and self.master is not None:
-                    missing = {self.master}
-                    if is_complete:  # the master waits for this message only
-                        rendezvous.end_waits([current.waits[self.master]])
-                wait = rendezvous.begin_wait(replica, missing, self.path, call)
-                current.waits[replica] = wait
-        try:
-            if wait is not None:
-                if rendezvous.observe is None:
-                    wait.block()
-                else:
-                    with rendezvous.observe("wait", replica, self.path):
-                        wait.block()
-            if merges and merge is not None:
-                self._reply(rendezvous, current, merge)
-        except BaseException as error:
+        observe = rendezvous.observe
+        with observe("exchange", replica, self.path) if observe else _UNOBSERVED:
+            wait = None
             with rendezvous.lock:
-                is_pending = current is self._round
-                if is_pending:  # the message is taken back, so that the replica can call again
-                    del current.messages[replica], current.waits[replica]
-                    current.missing.add(replica)
-            if merges and not is_pending:  # the others wait for replies
-                rendezvous.fail(replica, error)
-            raise
-        return current.replies[replica]
+                current = self._round
+                if replica in current.messages:
+                    raise ReplicationError(
+                        f"`{self.path}`: replica {replica} calls it in several threads at a time"
+                    )
+                self.calls[replica] += 1
+                call = self.calls[replica]
+                if rendezvous.abort is not None:
+                    raise rendezvous.abort.error(replica, site(self.path, call))
+                current.messages[replica] = message
+                current.missing.remove(replica)
+                is_complete = not current.missing
+                merges = is_complete if self.master is None else replica == self.master
+                if is_complete:
+                    self._round = Round(self.calls)
+                if not (is_complete and merges):
+                    missing = current.missing  # the same set: it shrinks as messages arrive
+                    if not merges and self.master is not None:
+                        missing = {self.master}
+                        if is_complete:  # the master waits for this message only
+                            rendezvous.end_waits([current.waits[self.master]])
+                    wait = rendezvous.begin_wait(replica, missing, self.path, call)
+                    current.waits[replica] = wait
+            try:
+                if wait is not None:
+                    with observe("wait", replica, self.path) if observe else _UNOBSERVED:
+                        wait.block()
+                if merges and merge is not None:
+                    self._reply(rendezvous, current, merge)
+            except BaseException as error:
+                with rendezvous.lock:
+                    is_pending = current is self._round
+                    if is_pending:  # the message is taken back, so that the replica can call again
+                        del current.messages[replica], current.waits[replica]
+                        current.missing.add(replica)
+                if merges and not is_pending:  # the others wait for replies
+                    rendezvous.fail(replica, error)
+                raise
+            return current.replies[replica]
 
     def _reply(self, rendezvous: Rendezvous, current: Round, merge: Merge) -> None:
         replicas = sorted(current.messages)

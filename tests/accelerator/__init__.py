@@ -28,6 +28,8 @@ import torch
 from torch.utils import cpp_extension
 
 from benchmarks import fused
+from replication._torch import has_kernels
+from syncbn import channels
 
 #: The type of the devices.
 NAME = "sim"
@@ -43,6 +45,9 @@ library: Any = torch.ops.simulated
 
 #: The kernels of `torch.nn.SyncBatchNorm` for the backend. torch forgets them with this object.
 fused_kernels = torch.library.Library("aten", "IMPL")
+
+#: The kernel of `Tensor.record_stream`, which not every backend has.
+stream_kernel: Any = None
 
 
 def reason_to_skip() -> str | None:
@@ -82,9 +87,21 @@ def register() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch.utils.generate_methods_for_privateuse1_backend()
     torch._register_device_module(NAME, device_module())
+    register_record_stream()
     for name, kernel in fused.KERNELS.items():
         writes_out = ".out" if name == "batch_norm_elemt" else ""
         fused_kernels.impl(name + writes_out, as_one_kernel(name, kernel), "PrivateUse1")
+
+
+def register_record_stream() -> None:
+    global stream_kernel
+    stream_kernel = torch.library.Library("aten", "IMPL")
+    stream_kernel.impl(
+        "record_stream",
+        lambda memory, s: library.record_stream(memory, s.device_index, s.stream_id),
+        "PrivateUse1",
+    )
+    has_kernels.cache_clear()
 
 
 def as_one_kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,6 +177,29 @@ def delays(microseconds: int) -> Iterator[None]:
         yield
     finally:
         library.set_longest_delay(0)
+
+
+@contextmanager
+def no_float64() -> Iterator[None]:
+    """Takes float64 from the devices, in copies to and from the host as well."""
+    library.set_lacks_float64(True)
+    channels._has_float64.clear()
+    try:
+        yield
+    finally:
+        library.set_lacks_float64(False)
+        channels._has_float64.clear()
+
+
+@contextmanager
+def no_record_stream() -> Iterator[None]:
+    """Takes the kernel of `Tensor.record_stream` from the backend."""
+    stream_kernel._destroy()
+    has_kernels.cache_clear()
+    try:
+        yield
+    finally:
+        register_record_stream()
 
 
 @contextmanager

@@ -8,6 +8,7 @@
 //   - a current device and a current stream for each thread
 //   - an error when an operation meets tensors of two devices
 //   - a delay of random length before each operation, so that threads overtake each other
+//   - if asked to, no float64: as on MPS, which cannot convert in a copy either
 //
 // Not simulated: memory is not protected, an operation never runs later than it is called, and
 // nothing is known of a stream's priority or of the time between events.
@@ -128,10 +129,17 @@ at::Tensor view_like(const at::Tensor& base, const at::Tensor& host) {
   return view;
 }
 
+std::atomic<bool> lacks_float64{false};
+
+void check_dtype(at::ScalarType dtype) {
+  TORCH_CHECK_TYPE(!lacks_float64 || kernels || dtype != at::kDouble, "the device has no float64");
+}
+
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
                  std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>,
                  std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard guard(c10::device_or_default(device));
+  check_dtype(c10::dtype_or_default(dtype));
   auto keys = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
   return at::detail::empty_generic(size, &allocator, keys, c10::dtype_or_default(dtype), format);
 }
@@ -140,6 +148,7 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
                          std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                          std::optional<at::Device> device, std::optional<bool>) {
   c10::DeviceGuard guard(c10::device_or_default(device));
+  check_dtype(c10::dtype_or_default(dtype));
   auto keys = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
   return at::detail::empty_strided_generic(size, stride, &allocator, keys,
                                            c10::dtype_or_default(dtype));
@@ -297,6 +306,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 /// Copies between two devices, or between a device and the host, as CUDA orders them.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   delay();
+  if (from.scalar_type() != to.scalar_type()) check_dtype(from.scalar_type()), check_dtype(to.scalar_type());
   auto name = from.device().str() + "->" + to.device().str();
   auto stream = current_stream((is_ours(from) ? from : to).device().index());
   std::vector<void*> reads, writes;
@@ -507,9 +517,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
             at::IntArrayRef stride) -> at::Tensor& {
            return at::cpu::set_(self, std::move(source), offset, size, stride);
          });
-  m.impl("record_stream", [](at::Tensor& self, at::Stream user) {
-    detector.record_stream(block_of(self), Guard::key(user));
-  });
   // torch would ask for kernels of our own.
   for (auto* name : {"convolution", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run>());
@@ -538,6 +545,10 @@ TORCH_LIBRARY(simulated, m) {
   m.def("set_longest_delay", [](std::int64_t microseconds) { longest_delay = microseconds; });
   m.def("begin_kernel", [](std::string name) { log("launch", name), kernels++; });
   m.def("end_kernel", [] { kernels--; });
+  m.def("record_stream", [](at::Tensor memory, std::int64_t device, std::int64_t stream) {
+    detector.record_stream(block_of(memory), {static_cast<int>(device), stream});
+  });
+  m.def("set_lacks_float64", [](bool lacks) { lacks_float64 = lacks; });
   m.def("set_logging", [](bool on) { logs = on; });
   m.def("take_log", [] { return take_log(); });
   m.def("take_findings", [] { return detector.take_findings(); });

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import replication.__main__
 import syncbn.__main__
-import syncbn.graph
+import syncbn.formula
+import syncbn.joined
 from replication import DataParallel, SoloGroup
 from syncbn import SynchronizedBatchNorm2d, convert_model, verify
 from tests.layers import Centering, Numbered, knows_hooks, outcome_of
@@ -356,15 +357,15 @@ OF_LAYERS, OF_GROUPS = syncbn.__main__, replication.__main__
         (OF_LAYERS, OF_LAYERS, "SynchronizedBatchNorm2d", nn.BatchNorm2d, "output of `0`"),
         (OF_LAYERS, OF_LAYERS, "SynchronizedBatchNorm2d", NotANumber, "outputs 1 inf"),
         pytest.param(
-            *(OF_LAYERS, syncbn.graph, "join", refuse, "RuntimeError: no such kernel"),
+            *(OF_LAYERS, syncbn.joined.Joined, "merge", refuse, "RuntimeError: no such kernel"),
             marks=knows_hooks,
         ),
-        (OF_LAYERS, syncbn.graph, "_normalize", refuse, "RuntimeError: no such kernel"),
+        (OF_LAYERS, syncbn.formula.Formula, "merge", refuse, "RuntimeError: no such kernel"),
         (OF_LAYERS, OF_GROUPS.Centered, "group", SoloGroup(), "output of `2`"),
         (OF_GROUPS, OF_GROUPS.Centered, "group", SoloGroup(), "difference is output of the model"),
         (OF_GROUPS, OF_GROUPS, "Centered", Raises, "RuntimeError: no such kernel"),
     ],
-    ids=["plain layers", "nan", "joined", "one node", "no group", "no group here", "error"],
+    ids=["plain layers", "nan", "joined", "formula", "no group", "no group here", "error"],
 )
 def test_self_check_fails(check, owner, name, value, text, monkeypatch, capsys):
     monkeypatch.setattr(owner, name, value)
@@ -479,7 +480,7 @@ def kinked(samples: int = 9) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3)), x
 
 
-@pytest.mark.usefixtures("one_node")  # joined, the replicas' numbers are those of one device
+@pytest.mark.usefixtures("not_joined")  # joined, the replicas' numbers are those of one device
 def test_ill_conditioned_model_is_named():
     net, x = kinked()
     found = verify(convert_model(net), x, CPUS)

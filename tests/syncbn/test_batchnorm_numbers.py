@@ -41,7 +41,7 @@ def in_float64(layer: nn.Module) -> nn.Module:
 # -- statistics --------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("one_node")  # joined, it is as near as in torch's layer
+@pytest.mark.usefixtures("not_joined")  # joined, it is as near as in torch's layer
 @pytest.mark.cpu("the fused merge rounds a mean in float64")
 @pairwise(
     dtype=[torch.float16, torch.float32, torch.float64],
@@ -225,9 +225,11 @@ def test_a_million_large_values_in_half_precision_do_not_overflow(mean):
     torch.testing.assert_close(layer.weight.grad.double(), twin.weight.grad, rtol=1e-4, atol=1e-2)
 
 
-def test_infinite_values_give_the_running_statistics_of_torchs_layer():
-    x = torch.randn(8, 3)
-    x[3, 1], x[5, 2] = float("inf"), float("nan")
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("mean", [0.0, 100.0])
+def test_infinite_values_give_the_running_statistics_of_torchs_layer(mean):
+    x = torch.randn(8, 3) + torch.tensor([mean, 0.0, 0.0])
+    x[0, 1], x[5, 2] = float("inf"), float("nan")
     reference, synchronized = nn.BatchNorm1d(3), SynchronizedBatchNorm1d(3)
     reference(x)
     run_sharded(synchronized, x.split([4, 4]))

@@ -20,7 +20,7 @@ from replication import (
     UnsynchronizedWarning,
     patch_replication_callback,
 )
-from replication.callbacks import CALLBACK, runs_callbacks
+from replication.callbacks import runs_callbacks
 from replication.groups.processes import ProcessGroupHandle
 from syncbn import (
     SynchronizedBatchNorm1d,
@@ -530,11 +530,6 @@ def derived(name, base=BatchNorm2dOlder, **members):
     return type(name, (base,), {"__module__": __name__, **members})
 
 
-@torch.no_grad()
-def reads_an_attribute(self, x):
-    return getattr(nn.functional, self.activation)(Base.forward(self, x))
-
-
 def changed(layer, **attributes):
     for name, value in attributes.items():
         setattr(layer, name, value)
@@ -548,43 +543,45 @@ class Freezable:
         self.eval()
 
 
-#: The toolkit's own class in a copy, derived from torch's.
-COPY = {name: vars(Base)[name] for name in ("__init__", "forward", "_corrects", CALLBACK)}
-TORCHS = nn.modules.batchnorm._BatchNorm
-MINE, TOOLKIT = __name__, "tests.older_toolkit"
-
-
 @pytest.mark.parametrize(
-    ("layer", "reason", "package"),
+    "layer",
     [
-        (derived("Fused", forward=lambda self, x: x)(3), "forward", TOOLKIT),
-        (derived("Frozen", freeze=nn.Module.eval)(3), "freeze", TOOLKIT),
-        (derived("Called", __call__=nn.Module.__call__)(3), "__call__", TOOLKIT),
-        (derived("Told", **{CALLBACK: Base.__data_parallel_replicate__})(3), CALLBACK, TOOLKIT),
-        (type("Mixed", (BatchNorm2dOlder, Freezable), {})(3), "freeze", TOOLKIT),
-        (derived("Switched2d", TORCHS, **COPY, switch=print)(3), "switch", MINE),
-        (
-            changed(
-                derived("Active2d", TORCHS, **{**COPY, "forward": reads_an_attribute})(3),
-                activation="relu",
-            ),
-            "activation",
-            MINE,
-        ),
-        (changed(BatchNorm2dOlder(3), scale=nn.Parameter(torch.ones(1))), "scale", TOOLKIT),
-        (changed(BatchNorm2dOlder(3), forward=print), "forward", TOOLKIT),
+        derived("Fused", forward=lambda self, x: x)(3),
+        derived("Same")(3),
+        type("Mixed", (BatchNorm2dOlder, Freezable), {})(3),
+        changed(BatchNorm2dOlder(3), scale=nn.Parameter(torch.ones(1))),
+        changed(BatchNorm2dOlder(3), forward=print),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+    ids=lambda layer: type(layer).__name__,
 )
-def test_layer_of_an_older_toolkit_that_does_more_is_left_alone_by_name(layer, reason, package):
+def test_layer_of_an_older_toolkit_that_does_more_is_left_alone_by_name(layer):
     kind, state = type(layer), dict(vars(layer))
     with pytest.warns(UnsynchronizedWarning) as caught:
         convert_model(nn.Sequential(layer))
     (text,) = [str(warning.message) for warning in caught]
-    assert f"`0` ({kind.__name__}, a layer of an older toolkit that has its own {reason}" in text
-    assert f"syncbn.stand_in_for({package!r})" in text
+    reason = "derived from a layer of an older toolkit: pass classes="
+    assert f"`0` ({kind.__name__}, {reason}{{{kind.__name__}: ...}}" in text
     assert type(layer) is kind and vars(layer) == state
     assert summary(layer).paths("left alone") == [""]
+
+
+def test_derived_layer_of_an_older_toolkit_is_converted_to_the_class_that_the_user_names():
+    class SyncScaled(SynchronizedBatchNorm2d):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    older = derived("Scaled", forward=lambda self, x: 2 * BatchNorm2dOlder.forward(self, x))
+    net = older_network(older).double()
+    twin = nn.Sequential(*plain_twin(net)[:2], Doubled(), nn.Flatten())
+    convert_model(net, classes={older: SyncScaled})
+    assert not hasattr(net[1], "_slave_pipe")
+    x = torch.randn(6, 3, 5, 5, dtype=torch.float64)
+    torch.testing.assert_close(DataParallel(net, ["cpu"] * 2)(x), twin(x))
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return x * 2
 
 
 def test_plain_attributes_that_the_layer_does_not_use_are_no_reason_to_leave_it_alone():
@@ -595,7 +592,7 @@ def test_plain_attributes_that_the_layer_does_not_use_are_no_reason_to_leave_it_
 
 
 def test_layer_of_an_older_toolkit_without_dimensions_in_its_name_takes_any():
-    layer = derived("SyncNorm", Base)(3)
+    layer = derived("SyncNorm", Base, __module__=Base.__module__)(3)
     assert type(convert_model(layer)) is SynchronizedBatchNormNd
     assert type(revert_model(layer)) is nn.SyncBatchNorm
     for shape in (6, 3), (6, 3, 2, 2):

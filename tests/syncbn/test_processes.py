@@ -21,8 +21,8 @@ from replication import ReplicaAware
 from replication.groups import processes as process_group
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from syncbn import processes as merge_ranks
-from syncbn.merge import Shard
-from syncbn.processes import RankExchange
+from syncbn.processes import Ranks
+from syncbn.statistics import Moments
 from tests import oracle
 from tests.layers import outcome_of
 from tests.ranks import needs_gloo, recorded_collectives, run_ranks
@@ -43,15 +43,15 @@ WAYS = ["gather", "reduce", "reduce or gather", "unseen"]
 def go(way: str) -> None:
     process_group._FEW_RANKS = 0 if way.startswith("reduce") else 8
     merge_ranks._PRECISE = set() if way == "reduce" else {torch.float64}
-    RankExchange.merge = with_unseen_total if way == "unseen" else MERGE
+    Ranks.merge = with_unseen_total if way == "unseen" else MERGE
 
 
-MERGE = RankExchange.merge
+MERGE = Ranks.merge
 
 
-def with_unseen_total(ranks: RankExchange, shard: Shard) -> tuple[Tensor, Tensor, Tensor]:
-    total, mean, var = MERGE(ranks, shard)
-    return mean.new_tensor(total), mean, var
+def with_unseen_total(ranks: Ranks, own: Moments) -> Moments:
+    batch = MERGE(ranks, own)
+    return batch._replace(n=batch.mean.new_tensor(batch.n))
 
 
 #: Samples of each rank, by the number of ranks.
@@ -138,15 +138,13 @@ def nobody_has_data(rank: int) -> tuple[Tensor, Tensor, int]:
 def rubbish_counts(rank: int) -> list[str]:
     """The errors where rank 1 announces counts that cannot be."""
     errors = []
-    original = Shard.mean_and_var
+    original = Ranks.merge
     for count in (float("nan"), -50, 2.5, float("inf")):
 
-        def announces(shard: Shard, count: float = count) -> tuple[Tensor, Tensor]:
-            if rank == 1:
-                shard.values = count  # type: ignore[assignment]
-            return original(shard)
+        def announces(ranks: Ranks, own: Moments, count: Any = count) -> Moments:
+            return original(ranks, own._replace(n=count) if rank == 1 else own)
 
-        with mock.patch.object(Shard, "mean_and_var", announces):
+        with mock.patch.object(Ranks, "merge", announces):
             errors.append(str(outcome_of(lambda: layer_like()(torch.ones(3, 2))).error))
     return errors
 

@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from replication import CallbackContext, DataParallel, ReplicaAware, ReplicationError
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from syncbn.merge import Denominator, Shard
-from syncbn.recomputation import RecordedCalls
+from syncbn.recomputation import Record, RecordedCalls
+from syncbn.statistics import Moments
 from tests.devices import HOME, several
 from tests.layers import freed
-from tests.sharded import Sharded, randomized, run_sharded, shard_of
+from tests.sharded import Sharded, randomized, run_sharded
 
 pytestmark = pytest.mark.accelerator
 
@@ -272,7 +272,7 @@ def test_a_reentrant_checkpoint_is_refused_with_advice(kept):
         y.backward(torch.randn_like(y))
 
 
-@pytest.mark.usefixtures("one_node")
+@pytest.mark.usefixtures("not_joined")
 def test_a_hook_of_backward_may_repeat_a_call_without_a_graph():
     repeated = []
 
@@ -418,17 +418,12 @@ def test_a_recomputation_with_other_values_is_noticed(size, before, factor):
 
 def test_moments_of_a_constant_channel_may_differ_by_rounding():
     """As where a device adds in no fixed order: the deviation gives no scale for the mean."""
-    mean, var = torch.tensor([[5.0, 2.0], [0.0, 1.0]], dtype=torch.float64)
-
-    def shard(mean: Tensor) -> Shard:
-        shard = shard_of(torch.zeros(4, 2), Denominator(1e-5))
-        shard.moments = mean, var
-        return shard
-
+    own = Moments(4, *torch.tensor([[5.0, 2.0], [0.0, 1.0]], dtype=torch.float64))
     calls = RecordedCalls("`norm`, replica 0")
-    recorded = shard(mean)
-    calls.shards.append(recorded)
-    assert calls.recall(shard(mean * (1 + 1e-12)), torch.float32) is recorded
+    recorded = Record(own, own, records_graph=True, requires_grad=True)
+    calls.records.append(recorded)
+    nearly = own._replace(mean=own.mean * (1 + 1e-12))
+    assert calls.recall(nearly, torch.zeros(4, 2)) is recorded
 
 
 @pytest.mark.cpu("calls replicas with inputs of one device")

@@ -1,0 +1,210 @@
+"""The formula: synchronized batch norm as operations that autograd knows. For every device.
+
+Problem: the shards depend on each other through mean and variance of the batch, so gradients and
+their derivatives are easily wrong when they are written by hand.
+
+Idea: batch norm in evaluation mode is an affine map of each channel, one kernel on every device,
+with derivatives of any order by its input, its weight W and its bias B. With m, the mean rounded
+to the dtype of x,
+
+    y = (x - m) * W + B,    W = weight / sqrt(denominator),    B = bias - (mean - m) * W
+
+W and B, vectors of length C in float64, carry all derivatives by mean and variance, and the
+rounding error of m. Mean and variance are merged, by ordinary operations, from the moments of the
+shards. Only these have a gradient of our own: it is the same affine map again,
+
+    dx = (x - mean) * 2 dvar / n + dmean / n
+
+so it also has derivatives. Saved for backward are x and vectors of length C, each in the thread of
+its replica, where hooks on saved tensors (such as activation checkpoints) see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from replication._torch import is_batched
+from replication.devices import to_device
+from replication.groups.replicas import hidden_from_hooks
+from syncbn.channels import (
+    accumulation_dtype,
+    in_float64,
+    memory_format,
+    per_channel,
+    reduced_dims,
+    values_per_channel,
+    with_usual_strides,
+)
+from syncbn.processes import Ranks
+from syncbn.recomputation import Record
+from syncbn.statistics import (
+    Call,
+    CountBatch,
+    Moments,
+    all_match,
+    merge,
+    with_derivatives,
+)
+
+#: In standard deviations. The CPU's kernel would lose more than three bits at a larger mean: it
+#: computes x * W + (B - m * W).
+_LARGE_MEAN = 8
+
+#: The rounding errors of a mean, in units of the last place, within which a channel is constant.
+_ROUNDING = 2**12
+
+
+class Reply(NamedTuple):
+    """The moments of the batch, and the affine map of each channel."""
+
+    batch: Moments
+    scale: Tensor
+    shift: Tensor
+
+
+class Formula:
+    """A shard, ready to be normalized: in the accumulation dtype, with its moments."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.records_graph = call, torch.is_grad_enabled()
+        #: Rounded to half precision at the end only.
+        self.x = with_usual_strides(call.x.to(accumulation_dtype(call.x.dtype)))
+        #: What was subtracted from x, ``(C,)`` in float64.
+        self.center: Tensor | float = 0.0
+        mean, var = _measured(self.x)
+        if self.x.is_cpu and bool((mean.square() > _LARGE_MEAN**2 * var).any()):
+            center = _center(self.x, mean)
+            self.x, self.center = self.x - per_channel(center, self.x), center.double()
+            mean, var = _measured(self.x)
+            mean += self.center
+        #: Its moments. `connect` gives them their derivatives.
+        self.own = Moments(values_per_channel(self.x), mean, var)
+
+    @staticmethod
+    def takes(call: Call) -> bool:
+        return True
+
+    def connect(self) -> None:
+        """Connects the moments with x, which is saved for that."""
+        n, mean, var = self.own
+        if torch.is_grad_enabled() and self.x.requires_grad:
+            args = self.x, mean - self.center, var
+            mean, var = _Measured.apply(*args)  # type: ignore[no-untyped-call]
+            self.own = Moments(n, mean + self.center, var)
+
+    @staticmethod
+    def merge(shards: Sequence[Formula], count_batch: CountBatch) -> list[Reply]:
+        """Returns the reply to each shard, and updates the running statistics."""
+        batch = merge([shard.own for shard in shards])
+        if batch.n != 1:  # then the call raises, and does not count
+            count_batch().update(batch)
+        # The gradients of copies of one parameter are added before they are rounded.
+        if all_match([shard.call for shard in shards]):
+            return [shards[0].reply(batch)] * len(shards)
+        return [shard.reply(batch) for shard in shards]
+
+    def reply(self, batch: Moments) -> Reply:
+        """Returns the affine map, given the moments of the batch."""
+        _, weight, bias, denominator = self.call
+        scale = denominator.of(batch.var).rsqrt()
+        if weight is not None:
+            scale = scale * in_float64(weight).to(scale.device)
+        shift = torch.zeros_like(scale) if bias is None else in_float64(bias).to(scale.device)
+        return Reply(batch, scale, shift)
+
+    def reply_of_ranks(self, batch: Moments, ranks: Ranks) -> Reply:
+        """Returns the reply to a process, given the moments of all ranks."""
+        return self.reply(with_derivatives(batch, [self.own], ranks.with_summed_gradient))
+
+    def output(self, reply: Reply) -> Tensor:
+        """Returns the normalized shard."""
+        vectors = reply.batch.mean, reply.scale, reply.shift
+        mean, scale, shift = (vector.to(self.own.mean.device) for vector in vectors)
+        return _affine(self.x, mean - self.center, scale, shift).to(self.call.x.dtype)
+
+    def record(self, reply: Reply) -> Record:
+        own, batch = self.own.detach(), reply.batch
+        return Record(own, batch.detach(), self.records_graph, batch.mean.requires_grad)
+
+    def recompute(self, record: Record) -> Tensor:
+        """Returns the output of a call that a checkpoint recomputes."""
+        with hidden_from_hooks():
+            batch = with_derivatives(record.batch, [self.own])
+            if record.requires_grad and not batch.mean.requires_grad:
+                # Perhaps only the inputs of other replicas did.
+                batch.mean.requires_grad_(), batch.var.requires_grad_()
+            reply = self.reply(batch)
+        return self.output(reply)
+
+
+def _affine(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Computes ``(x - mean) * scale + shift`` for each channel, given vectors in float64."""
+    if not x.numel():  # which the kernel's second derivative cannot divide by
+        return (x - per_channel(mean, x)) * per_channel(scale, x) + per_channel(shift, x)
+    rounded = mean.detach().to(x.dtype)
+    shift = shift - (mean - rounded) * scale
+    weight, bias, center = (to_device(v.to(x.dtype), x.device) for v in (scale, shift, rounded))
+    one = torch.ones_like(center)
+    y = torch.native_batch_norm(x, weight, bias, center, one, False, 0.0, 0.0)[0]
+    if 1 in x.shape and y.requires_grad:
+        y.register_hook(partial(_in_format, memory_format(x)))
+    return y
+
+
+def _in_format(layout: torch.memory_format, dy: Tensor | None) -> Tensor | None:
+    """Returns a gradient in the format of its input, as `with_usual_strides` explains."""
+    if dy is None or is_batched(dy):
+        return dy
+    return with_usual_strides(dy.contiguous(memory_format=layout))
+
+
+class _Measured(Function):
+    """Gives the moments of a shard, which are known already, their derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        mean = mean.view_as(mean)  # as an output, it is saved with its derivative
+        ctx.save_for_backward(x, mean)
+        return mean, var
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        x, mean = ctx.saved_tensors
+        if all(grad is None for grad in grads):
+            return None, None, None  # called by the engine without any gradient
+        n = max(1, values_per_channel(x))
+        dmean, dvar = (torch.zeros_like(mean) if grad is None else grad / n for grad in grads)
+        return _affine(x, mean, 2 * dvar, dmean), None, None
+
+
+@torch.no_grad()
+def _measured(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes mean and biased variance of each channel, 0 if there are no values."""
+    if not x.numel():
+        zeros = in_float64(x.new_zeros(x.size(1)))
+        return zeros, zeros
+    if x.is_cpu:
+        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+        return mean.double(), var.double()
+    dims = reduced_dims(x)
+    head = x.mean(dims)
+    centered = x - per_channel(head, x)
+    # The centered values still contain the rounding error of the mean.
+    rest, squares = in_float64(centered.mean(dims)), in_float64(centered.square().mean(dims))
+    return in_float64(head) + rest, (squares - rest.square()).clamp_(min=0)
+
+
+@torch.no_grad()
+def _center(x: Tensor, mean: Tensor) -> Tensor:
+    """Returns the mean of each channel as x can be centered with it, exactly if it is constant."""
+    first = x[0] if x.dim() == 2 else x[0].flatten(1)[:, 0]
+    error = _ROUNDING * torch.finfo(x.dtype).eps * mean.abs()
+    center = torch.where((mean - first).abs() <= error, first.to(mean), mean).to(x.dtype)
+    return center.nan_to_num_(0.0, 0.0, 0.0)  # infinite values stay as they are

@@ -1,0 +1,148 @@
+"""The statistics of a batch: moments, their merge, the denominator, and the running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from syncbn.channels import constant_tensor, in_float64
+
+
+class Denominator(NamedTuple):
+    """The square of the divisor: ``var + eps``, or ``max(var, eps)`` in clamp mode."""
+
+    eps: float
+    clamps: bool = False
+
+    def of(self, var: Tensor) -> Tensor:
+        """Returns the denominator for a variance."""
+        return var.clamp(min=self.eps) if self.clamps else var + self.eps
+
+
+class Call(NamedTuple):
+    """The arguments of one call of a layer, in one replica or process."""
+
+    #: The shard, ``(N, C, ...)``, perhaps empty.
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    denominator: Denominator
+
+
+class Moments(NamedTuple):
+    """Mean and biased variance of each channel, ``(C,)`` in float64."""
+
+    #: The number of values per channel. A tensor where reading it would block the host.
+    n: int | Tensor
+    mean: Tensor
+    var: Tensor
+
+    def exact(self) -> Moments:
+        """Returns the same, as `syncbn.fused.KernelMoments.exact` does."""
+        return self
+
+    def detach(self) -> Moments:
+        return Moments(self.n, self.mean.detach(), self.var.detach())
+
+
+def merge(parts: Sequence[Moments]) -> Moments:
+    """Merges the moments of parts, perhaps empty, on the device of the first. Differentiable."""
+    counts: list[int] = [part.n for part in parts]  # type: ignore[misc]
+    home, n = parts[0].mean.device, sum(counts)
+    share = constant_tensor(tuple([own / max(n, 1) for own in counts]), home, torch.float64)
+    means = torch.stack([part.mean.to(home) for part in parts])
+    variances = torch.stack([part.var.to(home) for part in parts])
+    start = next((part.mean for part in parts if part.n), parts[0].mean)
+    return Moments(n, *merge_shares(share, means, variances, start.to(home)))
+
+
+def merge_shares(
+    share: Tensor, means: Tensor, variances: Tensor, start: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merges n moments, ``(n, C)`` each, given the fraction of all values that each has."""
+    # Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    # Variances", 1979. From one of the means on, so that equal means give the same again.
+    start = start.detach().nan_to_num(0.0, 0.0, 0.0)
+    mean = start + share @ (means - start)
+    apart = means - mean
+    return mean, share @ torch.addcmul(variances, apart, apart)
+
+
+def with_derivatives(
+    batch: Moments, own: Sequence[Moments], of_ranks: Callable[[Tensor], Tensor] | None = None
+) -> Moments:
+    """Gives the moments of a batch derivatives by the moments of some of its parts."""
+    # The rest of the batch is constant, or on other ranks: see `Ranks.with_summed_gradient`. So
+    # the parts enter as sums, about a constant, which are independent of each other. Their values
+    # are in `batch` already: only zeros are added to it.
+    sums = torch.zeros_like(batch.mean)
+    for n, mean, var in own:
+        apart = mean.to(sums.device) - batch.mean
+        sums = sums + n * torch.stack((apart, var.to(sums.device) + apart.square()))
+    zeros = (sums - sums.detach()) / (batch.n + (batch.n == 0))
+    if of_ranks is not None and zeros.requires_grad:
+        zeros = of_ranks(zeros)
+    drift, squares = zeros.unbind()
+    return Moments(batch.n, batch.mean + drift, batch.var + squares - drift.square())
+
+
+class RunningStatistics(NamedTuple):
+    """The buffers of a layer that a batch updates. They may be None."""
+
+    mean: Tensor | None = None
+    var: Tensor | None = None
+    #: The weight of the new values: a number, or a tensor of one value.
+    momentum: float | Tensor = 0.0
+
+    def update(self, batch: Moments) -> None:
+        """Updates the buffers in place, as torch does, with mean and unbiased variance."""
+        (total, mean, var), weight = batch.detach(), self.momentum
+        if isinstance(weight, Tensor):
+            weight = weight.to(var)
+        if isinstance(total, Tensor):  # the host does not know whether it is above 1
+            weight = weight * (total > 1).to(var)
+            total = total.clamp(min=2)
+        elif total == 0:
+            return
+        for buffer, new in ((self.mean, mean), (self.var, var * (total / (total - 1)))):
+            if buffer is not None:
+                # Hidden from autograd, as torch's kernels do it: the graph of a forward on one
+                # device may have saved the buffer without needing its value.
+                running = buffer.data
+                merged = torch.lerp(in_float64(running), new, weight)
+                running.copy_(merged.to(running.dtype))
+
+
+#: Counts a batch, and returns the running statistics to update.
+CountBatch = Callable[[], RunningStatistics]
+
+
+def all_match(calls: Sequence[Call]) -> bool:
+    """Whether all replicas have copies of the same parameters, one eps, and one eps mode."""
+    _, weight, bias, denominator = calls[0]
+    for _, w, b, own in calls[1:]:
+        if own != denominator or not (_are_copies(weight, w) and _are_copies(bias, b)):
+            return False
+    return True
+
+
+def _are_copies(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is other:
+        return True
+    if one is None or other is None or one.requires_grad != other.requires_grad:
+        return False
+    if one.device == other.device:
+        return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+    return one.grad_fn is not None and one.grad_fn is other.grad_fn  # made by one broadcast
+
+
+def check_count(n: int | Tensor, x: Tensor) -> None:
+    """Raises ValueError if a batch has one value per channel, as far as the host knows."""
+    if isinstance(n, int) and n == 1:
+        raise ValueError(  # torch's own words, which programs may look for
+            f"Expected more than 1 value per channel when training, got input size {x.size()} and "
+            "1 value in all of its group; take a larger batch, or call the layer in eval()"
+        )

@@ -1,0 +1,171 @@
+"""The fused way, with stand-ins of its kernels that compute on the CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from replication import DataParallel
+from syncbn import SynchronizedBatchNorm2d, formula, fused
+from syncbn.fused import Fused, KernelMoments, _gradients
+from syncbn.statistics import Call, Denominator
+from tests.layouts import channels_last, channels_of
+from tests.sharded import eps_mode, randomized, run_sharded
+
+pytestmark = pytest.mark.usefixtures("not_joined", "fused_kernels", "on_fused_device")
+
+
+@pytest.fixture
+def on_fused_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "has_kernels", lambda *args: True)
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the outputs that each way has given."""
+    counts: Counter[str] = Counter()
+
+    def counted(way: Any) -> Any:
+        output = way.output
+
+        def call(shard: Any, reply: Any) -> Tensor:
+            counts[way.__name__] += 1
+            return output(shard, reply)
+
+        return call
+
+    for way in (Fused, formula.Formula):
+        monkeypatch.setattr(way, "output", counted(way))
+    return counts
+
+
+SHAPES = [(6, 3), (4, 3, 5), (4, 3, 5, 6), (2, 3, 4, 5, 6)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layout", [torch.clone, channels_last])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_moments_are_those_of_float64(shape, layout, dtype):
+    x = layout(torch.randn(shape).to(dtype))
+    own = Fused(Call(x, None, None, Denominator(1e-5))).own
+    values, (n, mean, var) = channels_of(x), own.exact()
+    assert n == own.n == values.size(1)
+    torch.testing.assert_close(mean, values.mean(1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(var, values.var(1, correction=0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_rounded_variance_is_never_negative():
+    inverse = torch.tensor([1e-5]).rsqrt() * (1 + 1e-6)
+    assert KernelMoments(4, torch.zeros(1), inverse, 1e-5).exact().var == 0
+
+
+@pytest.mark.parametrize("total", [2**31 + 5, 2**33, torch.tensor(2.0**33)], ids=str)
+def test_a_count_beyond_int32_does_not_wrap(total):
+    x, dy = torch.randn(2, 400, 3)
+
+    class Context:
+        """Of a batch in which the sums of this shard are as large as those of a billion values."""
+
+        ranks, needs_input_grad = None, [False] * 3 + [True] * 3
+        batches = (KernelMoments(total, torch.zeros(3), torch.ones(3), 1e-5),)
+
+    dx, dweight, dbias = _gradients(Context(), [dy], [x], [None])
+    torch.testing.assert_close(dx, dy - (dbias + x * dweight) / float(total))
+    torch.testing.assert_close(dbias, dy.sum(0))
+    torch.testing.assert_close(dweight, (dy * x).sum(0))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"affine": False},
+    {"momentum": None},
+    {"track_running_stats": False},
+    {"momentum": 1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("sizes", [[4, 4], [3, 1, 2], [1, 1], [1, 2, 3, 4, 5]], ids=str)
+def test_replicas_train_as_torchs_layer_does(options, sizes, ways):
+    check_step(SynchronizedBatchNorm2d(3, **options), sizes, **options)
+    assert ways == {"Fused": len(sizes)}
+
+
+def check_step(layer: nn.Module, sizes: list[int], **options: Any) -> None:
+    """Compares a training step with torch's layer."""
+    plain = nn.BatchNorm2d(3, **options)
+    plain.load_state_dict(randomized(layer).state_dict())
+    x, dy = torch.randn(2, sum(sizes), 3, 4, 5)
+    results = []
+    for module in (plain, DataParallel(layer, ["cpu"] * len(sizes), inputs_are_scattered=True)):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf) if module is plain else module(leaf.split(sizes))
+        y.backward(dy)
+        grads = [parameter.grad for parameter in module.parameters()]
+        results.append([y.detach(), leaf.grad, *grads, *module.buffers()])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [[2, 0, 3], [0, 2, 2], [0, 0, 4]], ids=str)
+def test_empty_shards_lead_all_to_the_formula(sizes, ways):
+    check_step(SynchronizedBatchNorm2d(3), sizes)
+    assert ways == {"Formula": len(sizes)}
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_replicas_on_devices_without_the_kernels_lead_all_to_the_formula(
+    create_graph, ways, monkeypatch
+):
+    """As where one is on the CPU."""
+    monkeypatch.setattr(
+        fused, "has_kernels", lambda *args: threading.current_thread().name != "replica-1"
+    )
+    layer, plain = SynchronizedBatchNorm2d(3), torch.nn.BatchNorm2d(3)
+    x, dy = torch.randn(2, 5, 3, 2, 2)
+    grads = []
+    for module in (plain, DataParallel(layer, ["cpu"] * 2)):
+        leaf = x.clone().requires_grad_()
+        inputs = [leaf, *module.parameters()]
+        grads.append(torch.autograd.grad(module(leaf), inputs, dy, create_graph=create_graph))
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.state_dict(), plain.state_dict())
+    assert ways == {"Formula": 2}
+
+
+class OwnEps(nn.Module):
+    """Gives replica 1 another eps, inside a checkpoint if asked to."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.norm, self.recomputes = SynchronizedBatchNorm2d(3), recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norm.group.rank:
+            self.norm.eps = 0.5
+        if not self.recomputes:
+            return self.norm(x).tanh()
+        return checkpoint(lambda x: self.norm(x).tanh(), x, use_reentrant=False)
+
+
+def test_a_recomputation_goes_the_way_that_the_replicas_went_at_last(ways):
+    """Each replica begins with the kernels, and learns that another one differs."""
+    x, dy, found = torch.randn(4, 3, 2, 2), torch.randn(4, 3, 2, 2), []
+    for recomputes in (False, True):
+        leaves = [part.clone().requires_grad_() for part in x.split(2)]
+        net = OwnEps(recomputes)
+        torch.autograd.backward(run_sharded(net, leaves), list(dy.split(2)))
+        found.append([leaf.grad for leaf in (*leaves, *net.parameters())])
+    torch.testing.assert_close(*found)
+    assert ways == {"Formula": 2 + 4}
+
+
+def test_a_clamped_variance_leads_to_the_formula(ways):
+    with eps_mode("clamp"):
+        run_sharded(SynchronizedBatchNorm2d(3), [torch.randn(2, 3, 4, 5) for _ in range(2)])
+    assert ways == {"Formula": 2}

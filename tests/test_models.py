@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from replication import DataParallel
+from replication import DataParallel, Scattered
 from syncbn import convert_model, revert_model, summary
 
 
@@ -346,3 +346,34 @@ def test_what_timm_freezes_and_unfreezes_is_converted_again():
     assert summary(thawed).paths("synchronized") == []
     assert len(summary(convert_model(thawed)).paths("synchronized")) == count
     torch.testing.assert_close(thawed.eval()(x), expected)
+
+
+# -- tensors that others have written ----------------------------------------------------------
+
+
+class WithoutGraph(nn.Module):
+    """Calls its layer without recording a graph, as for recalibrated statistics."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.layer(x)
+
+
+@pytest.mark.parametrize("size", [4, 40], ids=["small", "large"])
+@pytest.mark.parametrize("wrap", [nn.Sequential, WithoutGraph])
+def test_each_replica_keeps_the_metadata_of_its_metatensor(size, wrap):
+    metatensor = package("monai.data").MetaTensor
+    net = wrap(nn.BatchNorm3d(2))
+    model = DataParallel(convert_model(net), ["cpu"] * 3, gather_to_one_device=False)
+    volumes = [
+        metatensor(torch.randn(2, 2, size, size, size), meta={"filename_or_obj": f"file{i}"})
+        for i in range(3)
+    ]
+    outputs = model(Scattered(volumes))
+    assert [y.meta["filename_or_obj"] for y in outputs] == ["file0", "file1", "file2"]
+    expected = F.batch_norm(torch.cat([x.as_tensor() for x in volumes]), None, None, training=True)
+    torch.testing.assert_close(torch.cat([y.as_tensor() for y in outputs]), expected)

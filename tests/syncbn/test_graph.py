@@ -612,24 +612,48 @@ def test_a_channel_of_nan_leaves_the_digits_of_a_channel_with_a_large_mean():
 
 
 class Named(Tensor):
-    """A subclass whose operations return it, such as MONAI's MetaTensor."""
+    """A subclass whose results take the name of an argument, as MONAI's MetaTensor does."""
+
+    name = ""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        named = [arg for arg in args if isinstance(arg, Named) and arg.name]
+        if named and isinstance(result, Named):
+            result.name = named[0].name
+        return result
+
+
+def named(x: Tensor, name: str) -> Named:
+    made = x.as_subclass(Named)
+    made.name = name
+    return made
+
+
+class Recomputed(nn.Module):
+    """Calls its layer in a checkpoint."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False)
 
 
 @pytest.mark.cpu("other than on the CPU, kernels refuse subclasses")
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_a_shard_may_be_of_a_tensor_subclass(recomputes):
-    class Normalized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = SynchronizedBatchNorm1d(3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.norm, x, use_reentrant=False) if recomputes else self.norm(x)
-
-    x = torch.randn(6, 3)
+@pytest.mark.parametrize("wrap", [lambda layer: layer, Recomputed], ids=["called", "recomputed"])
+@pytest.mark.usefixtures("way")
+def test_a_shard_of_a_tensor_subclass_keeps_its_own_metadata(wrap):
+    x, sizes = torch.randn(7, 3), [2, 4, 1]
     leaf, exact = x.clone().requires_grad_(), x.clone().requires_grad_()
-    ys = run_sharded(Normalized(), [shard.as_subclass(Named) for shard in leaf.split([2, 4])])
-    assert [type(y) for y in ys] == [Named, Named]
+    shards = [named(shard, f"file{i}") for i, shard in enumerate(leaf.split(sizes))]
+    layer = SynchronizedBatchNorm1d(3)
+    ys = run_sharded(wrap(layer), shards)
+    assert [(type(y), y.name) for y in ys] == [(Named, f"file{i}") for i in range(3)]
     expected = nn.BatchNorm1d(3)(exact)
     torch.testing.assert_close(
         torch.cat([y.relu_() for y in ys]).as_subclass(Tensor), expected.relu()
@@ -637,3 +661,6 @@ def test_a_shard_may_be_of_a_tensor_subclass(recomputes):
     torch.cat(ys).square().sum().backward()
     expected.relu().square().sum().backward()
     torch.testing.assert_close(leaf.grad, exact.grad)
+    with torch.no_grad():
+        ys = run_sharded(layer, shards)
+    assert [(type(y), y.name) for y in ys] == [(Named, f"file{i}") for i in range(3)]

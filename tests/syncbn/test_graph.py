@@ -78,6 +78,21 @@ def test_first_and_second_derivatives(sizes):
     assert gradgradcheck(as_function(sizes), leaves(sum(sizes)))
 
 
+@not_joined_only
+@pytest.mark.cpu("compares with finite differences, in many forwards")
+@pytest.mark.usefixtures("way")
+@pytest.mark.filterwarnings("ignore:Backwards compatibility:UserWarning")
+def test_third_derivatives():
+    """Those of torch's own layer, and so of joined shards, are wrong (pytorch#186256)."""
+    function = as_function([2, 3])
+
+    def second(*inputs: Tensor) -> tuple[Tensor, ...]:
+        (dx,) = torch.autograd.grad(function(*inputs).exp().sum(), inputs[0], create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), inputs[:2], create_graph=True)
+
+    assert gradcheck(second, leaves(5), rtol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Backwards compatibility:UserWarning")
 @pytest.mark.parametrize(

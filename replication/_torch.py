@@ -186,6 +186,16 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
+#: Returns the number of function modes that are active in this thread.
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+def has_modes() -> bool:
+    """Whether this thread has modes or hooks on saved tensors, which may refer to anything."""
+    has_hooks = _top_hooks is not None and _top_hooks(True) is not None
+    return has_hooks or dispatch_modes() > 0 or function_modes() > 0 or in_functorch_transform()
+
+
 def sees_saved_tensors() -> bool:
     """Whether this thread has hooks on saved tensors or a dispatch mode. True if it is unknown."""
     return _top_hooks is None or _top_hooks(True) is not None or dispatch_modes() > 0

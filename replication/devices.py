@@ -149,13 +149,11 @@ def to_device(tensor: Any, device: torch.device) -> Any:
     return tensor.to(device, non_blocking=device.type not in ("cpu", "mps"))
 
 
-def use_device(device: torch.device, stream: Any) -> AbstractContextManager[object]:
-    """Makes ``device`` and ``stream`` current until the end of a ``with`` block."""
-    stack = ExitStack()
+def use_device(stack: ExitStack, device: torch.device, stream: Any) -> None:
+    """Makes ``device`` and ``stream`` current, if they are not, until ``stack`` is closed."""
     if device.type not in _WITHOUT_MODULE:
         module = torch.get_device_module(device)
-        if hasattr(module, "device"):
+        if hasattr(module, "device") and module.current_device() != device.index:
             stack.enter_context(module.device(device))
-        if stream is not None:
+        if stream is not None and module.current_stream(device) != stream:
             stack.enter_context(module.stream(stream))
-    return stack

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -10,7 +11,9 @@ from torch import nn
 
 from replication._torch import HOOKS
 from replication.callbacks import execute_replication_callbacks, runs_callbacks, with_callbacks
+from replication.devices import parse_devices
 from replication.modules import layers_of
+from replication.steps.parallel_apply import run_replicas
 from replication.sync.lifecycle import first_failure_wins, rendezvous_of
 
 __all__ = ["PatchHandle", "patch_replication_callback"]
@@ -35,9 +38,13 @@ class Patched(nn.DataParallel[Any]):
             execute_replication_callbacks(replicas)
         return replicas
 
-    def parallel_apply(self, *args: Any, **kwargs: Any) -> Any:
+    def parallel_apply(self, replicas: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs the replicas and raises the first error."""
-        return first_failure_wins(super().parallel_apply, *args, **kwargs)
+        run = super().parallel_apply
+        if type(self).__bases__[-1].parallel_apply is nn.DataParallel.parallel_apply:
+            # Torch's own makes new threads.
+            run = partial(run_replicas, devices=parse_devices(self.device_ids[: len(replicas)]))
+        return first_failure_wins(run, replicas, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Patched classes are made at run time, so the original class is pickled instead.
@@ -90,7 +97,8 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
     """Adds the replication callback to a `DataParallel` object, stock or customized.
 
     From now on its ``replicate`` calls `execute_replication_callbacks`, and its ``parallel_apply``
-    raises the first of several errors. Its class becomes a derived class of the same name. Copies
+    raises the first of several errors. If that method is torch's own, it uses the threads of
+    `parallel_apply`, which live on. Its class becomes a derived class of the same name. Copies
     of the object are patched as well. Patching twice is patching once: either handle undoes it.
 
     >>> from torch import nn

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, register_random, settings
 from benchmarks import fused as stand_ins
 from syncbn import fused, joined
 from tests import accelerator
-from tests.deadlines import TEST_STALLED, Deadline, soon
+from tests.deadlines import TEST_STALLED, Deadline, is_idle, soon
 
 # The time of an example varies. The examples are the same in every run, so that a failure can be
 # run again. `--hypothesis-profile explore` draws others in every run, and more of them.
@@ -230,6 +230,8 @@ def _is_at_rest(thread: threading.Thread) -> bool:
         return True
     frame = sys._current_frames().get(thread.ident or 0)
     if not thread.is_alive() or frame is None:
+        return True
+    if is_idle(thread):
         return True
     if thread.name.endswith("(_read_thread)"):  # of the compiler of torch 2.4
         return True

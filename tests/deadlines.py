@@ -7,6 +7,7 @@ its processor time grows, and each second of it extends the deadline.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -101,3 +102,8 @@ def _computed_by_descendants() -> float:
         return sum(ticks + ticks_below(child) for child, ticks in children[parent])
 
     return ticks_below(os.getpid()) / os.sysconf("SC_CLK_TCK") if children else 0.0
+
+
+def is_idle(thread: threading.Thread) -> bool:
+    """Whether a thread of a replica waits for its next forward."""
+    return thread.name.startswith("idle replica-")

@@ -6,7 +6,7 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from ctypes import string_at
 from functools import partial
 from hashlib import sha256
@@ -340,8 +340,9 @@ class ProcessGroup(Group):
     def _all_gather(self, call: Call, tensor: Tensor) -> Tensors:
         length = len(tensor) if tensor.dim() else 0
         # With NCCL the headers travel through the current device.
-        on_device = use_device(tensor.device, current_stream(tensor.device))
-        with on_device, self._calling(call, length) as lengths:
+        with ExitStack() as stack:
+            use_device(stack, tensor.device, current_stream(tensor.device))
+            lengths = stack.enter_context(self._calling(call, length))
             shapes = [(n, *tensor.shape[1:]) if tensor.dim() else () for n in lengths]
             sizes = [prod(shape) for shape in shapes]
             values = tensor.reshape(-1)

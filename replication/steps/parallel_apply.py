@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import contextvars
 import math
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -22,16 +19,8 @@ from replication._torch import (
     in_functorch_transform,
     named_range,
     nodes_made,
-    set_grad_modes,
 )
-from replication.devices import (
-    DeviceLike,
-    accelerator,
-    current_stream,
-    device_of,
-    parse_devices,
-    use_device,
-)
+from replication.devices import DeviceLike, device_of, parse_devices
 from replication.errors import (
     ReplicasTimedOut,
     ReplicationError,
@@ -43,6 +32,8 @@ from replication.errors import (
     origin_note,
 )
 from replication.modules import layers_of
+from replication.steps.thread_state import ThreadState
+from replication.steps.workers import MOST_NODES, Done, Outcome, Worker
 from replication.sync.lifecycle import (
     ForwardScope,
     first_failure_wins,
@@ -59,15 +50,8 @@ SHUTDOWN_GRACE = 5.0
 #: Seconds between checks for events that no replica reports: a Ctrl-C or the death of a thread.
 _POLL = 1.0
 
-#: The caller's thread has made at least this many autograd nodes when the replicas start from 0.
-_MIN_CALLER_NODES = 2_000
-
 #: The number of weights from which a 1x1 convolution is wide, as in the last stages of ResNet-50.
 _WIDE = 2**17
-
-#: The index of a replica, its output or its error, and the number of autograd nodes it has made.
-Outcome = tuple[int, Any, BaseException | None, int]
-Outcomes = SimpleQueue[Outcome]
 
 
 def parallel_apply(
@@ -78,11 +62,11 @@ def parallel_apply(
 ) -> list[Any]:
     """Calls ``modules[i](*inputs[i], **kwargs_tup[i])`` for all i in parallel, one thread each.
 
-    Each call makes new threads, ``replica-0``, ``replica-1``, ..., which inherit the caller's grad
-    mode, inference mode, autocast state, default device (or use their own of the same type),
-    streams, and context variables. Replicas on the CPU divide the caller's number of intra-op
-    threads, but each keeps two of several if it has wide 1x1 convolutions. A single replica runs
-    in the calling thread.
+    The threads, ``replica-0``, ``replica-1``, ..., live on, and serve later calls with the same
+    devices. In each call they have the caller's grad mode, inference mode, autocast state, default
+    device (or their own of the same type), streams, and context variables. Replicas on the CPU
+    divide the caller's number of intra-op threads, but each keeps two of several if it has wide
+    1x1 convolutions. A single replica runs in the calling thread.
 
     >>> import torch
     >>> from torch import nn
@@ -128,11 +112,20 @@ def run_replicas(
         raise RuntimeError(
             "torch.func transforms do not reach the threads of replicas; transform model.module"
         )
-    torch_threads = _share_of_threads(modules, devices)
-    state = ThreadState(devices)
-    arguments = zip(range(n), modules, inputs, kwargs_tup, strict=True)
-    calls = [partial(state.run, *of_replica) for of_replica in arguments]
-    return _run_all(modules, calls, torch_threads)
+    if n == 1:
+        state = ThreadState(devices, torch.get_num_threads(), nodes=0)
+        return [_call(state, devices, 0, modules[0], inputs[0], kwargs_tup[0])]
+    if sys.is_finalizing():  # other threads do not run any more
+        raise RuntimeError(
+            "replicas cannot be called during interpreter shutdown (by a finalizer?)"
+        )
+    workers, nodes = _take_workers(devices)
+    state = ThreadState(devices, _share_of_threads(modules, devices), nodes)
+    jobs = [
+        partial(_call, state, devices, *of_replica)
+        for of_replica in zip(range(n), modules, inputs, kwargs_tup, strict=True)
+    ]
+    return _run_all(modules, workers, jobs, state)
 
 
 def _share_of_threads(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> int:
@@ -155,69 +148,86 @@ def _is_wide(layer: nn.Module) -> bool:
     )
 
 
+def _take_workers(devices: Sequence[torch.device]) -> tuple[list[Worker], int]:
+    """Returns a worker for each replica, and the number of nodes from which all threads count."""
+    workers = [Worker.take(index, device) for index, device in enumerate(devices)]
+    if not torch.is_grad_enabled():
+        return workers, 0
+    # Autograd orders the nodes of a graph by numbers that each thread counts for itself. All begin
+    # a forward with the same number, so that sums have the same order in each step. A caller that
+    # is too far ahead stays there.
+    first, of_caller = max([0, *[worker.nodes for worker in workers]]), nodes_made()
+    if of_caller - first <= MOST_NODES:
+        first = max(first, of_caller)
+    count_nodes_up_to(first)
+    return workers, first
+
+
+def _call(
+    state: ThreadState,
+    devices: Sequence[torch.device],
+    index: int,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Calls a replica in its thread."""
+    device, size = devices[index], len(devices)
+    args = args if isinstance(args, (list, tuple)) else (args,)
+    try:
+        with named_range(f"replica {index}"), ExitStack() as stack:
+            state.enter(stack, device)
+            for call in tracked_calls([module]):  # none if the module is no replica
+                # The scope also covers an error before the replica's own forward.
+                stack.enter_context(ForwardScope(call, device))
+            return module(*args, **kwargs)
+    except BaseException as error:
+        # Errors of this package name the replicas themselves.
+        if not has_type(error, ReplicationError) and not origin_note(error, index, size):
+            add_note(error, f"{origin(index, size)} on {device}")
+        raise
+
+
 def _run_all(
-    replicas: Sequence[nn.Module], calls: Sequence[Callable[[], Any]], torch_threads: int
+    replicas: Sequence[nn.Module],
+    workers: Sequence[Worker],
+    jobs: Sequence[Callable[[], Any]],
+    state: ThreadState,
 ) -> list[Any]:
-    if len(calls) == 1:
-        return [calls[0]()]
-    if sys.is_finalizing():  # other threads do not run any more
-        raise RuntimeError(
-            "replicas cannot be called during interpreter shutdown (by a finalizer?)"
-        )
-    callers_torch_threads = torch.get_num_threads()
-    # Autograd orders the nodes of a graph by numbers that each thread counts for itself. The
-    # replicas' threads are new, so they count from 0 in every forward. The caller must be ahead of
-    # all of them, or the order of sums changes from step to step.
-    nodes = _MIN_CALLER_NODES if torch.is_grad_enabled() else 0
-    count_nodes_up_to(nodes)
-    outputs: list[Any] = [None] * len(calls)
-    failures: list[BaseException] = []
-    done: Outcomes = SimpleQueue()
-    running: dict[int, ReplicaThread] = {}
+    """Runs the jobs. Returns their values in order, or raises the first error."""
+    nodes = state.nodes
+    done: Done = SimpleQueue()
+    running: dict[Worker, int] = {}
+    values: list[Any] = [None] * len(jobs)
+    failures: list[Outcome] = []
     rendezvous = rendezvous_of(replicas)
     end = math.inf if rendezvous is None else rendezvous.deadline
     try:
-        for index, call in enumerate(calls):
-            running[index] = ReplicaThread(index, call, torch_threads, done)
-            running[index].start()
-        while running and (outcome := _next(done, running, end)) is not None:
-            index, value, failure, made = outcome
-            thread = running.pop(index)
-            outputs[index] = value
-            nodes = nodes and max(nodes, made)
-            if failure is not None:
-                # Frames in the traceback must not run while they are read, without the GIL.
-                thread.join(_POLL)
-                failures.append(failure)
-                if not has_type(failure, Exception):
-                    raise failure
-                is_over = has_type(failure, ReplicasTimedOut)
-                end = min(end, time.monotonic() + (0.0 if is_over else SHUTDOWN_GRACE))
+        for index, (worker, job) in enumerate(zip(workers, jobs, strict=True)):
+            running[worker] = index
+            worker.start(job, done)
+        while running and (report := _next(done, running, end)) is not None:
+            worker, outcome, made = report
+            values[running.pop(worker)], nodes = outcome.value, max(nodes, made)
+            if outcome.error is not None:
+                failures.append(outcome)
+                end = min(end, time.monotonic() + _grace(outcome.error))
         if failures:
-            if running and not has_type(failures[0], ReplicasTimedOut):
-                rows = "; ".join(
-                    f"replica {index} {location(replicas[index], thread.ident or 0)}".rstrip()
-                    for index, thread in running.items()
-                )
-                for failure in failures:  # `first_failure_wins` may raise any of them
-                    add_note(failure, f"left running {SHUTDOWN_GRACE:g} s later: {rows}")
-            raise failures[0]
+            _raise_first(failures, running, replicas)
         if running and rendezvous is not None:
             raise rendezvous.time_out()
-        return outputs
+        return values
     finally:
-        # First, because a Ctrl-C may come after any call.
-        if torch_threads != callers_torch_threads:  # new threads inherit the last setting
-            torch.set_num_threads(callers_torch_threads)
         # The traceback of an error refers to this frame, which must not refer to errors.
         failures.clear()
-        outcome = value = failure = None
-        del done
+        report, outcome = None, Outcome()
         count_nodes_up_to(nodes)
 
 
-def _next(done: Outcomes, running: dict[int, ReplicaThread], end: float) -> Outcome | None:
-    """Returns the outcome of the next replica to end, or None if none ends by ``end``."""
+def _next(
+    done: Done, running: dict[Worker, int], end: float
+) -> tuple[Worker, Outcome, int] | None:
+    """Returns the report of the next worker, or None if none comes by ``end``."""
     while True:
         time_left = max(0.0, end - time.monotonic())
         try:
@@ -226,113 +236,32 @@ def _next(done: Outcomes, running: dict[int, ReplicaThread], end: float) -> Outc
         except Empty:
             if not time_left:
                 return None
-        dead = [index for index, thread in running.items() if not thread.is_alive()]
+        dead = [index for worker, index in running.items() if not worker.thread.is_alive()]
         if dead and done.empty():
             raise RuntimeError(f"the thread of {listed(dead)} ended without a result")
 
 
-class ReplicaThread(threading.Thread):
-    """The thread of one replica in one forward. Puts the outcome of ``call`` into ``done``."""
-
-    def __init__(
-        self, index: int, call: Callable[[], Any], torch_threads: int, done: Outcomes
-    ) -> None:
-        super().__init__(name=f"replica-{index}", daemon=True)
-        # Two threads cannot enter the same Context, so each has a copy.
-        self._work = index, call, contextvars.copy_context(), torch_threads, done
-
-    def start(self) -> None:
-        """Starts the thread. If a Ctrl-C prevents that, the thread keeps nothing alive."""
-        try:
-            super().start()
-        except BaseException as error:
-            vars(self).pop("_work", None)
-            interrupt = error.__context__
-            if isinstance(interrupt, KeyboardInterrupt):  # `threading` may fail on its way out
-                raise interrupt from None
-            raise
-
-    def run(self) -> None:
-        """Called in the new thread."""
-        try:
-            index, call, context, torch_threads, done = vars(self).pop("_work")
-        except KeyError:  # `start` was interrupted
-            return
-        try:
-            if torch.get_num_threads() != torch_threads:
-                torch.set_num_threads(torch_threads)
-            outcome: Outcome = index, context.run(call), None, nodes_made()
-        except BaseException as error:
-            outcome = index, None, error, nodes_made()
-        # The traceback of an error refers to this frame, which must not keep the forward alive.
-        del call, context
-        done.put(outcome)
-        del outcome, done
+def _grace(error: BaseException) -> float:
+    """Returns the seconds that the other replicas get after an error."""
+    ends_all = not has_type(error, Exception) or has_type(error, ReplicasTimedOut)
+    return 0.0 if ends_all else SHUTDOWN_GRACE
 
 
-@atexit.register
-def _await_replicas() -> None:
-    """Waits for abandoned replicas: torch aborts if the interpreter ends while they compute."""
-    end = time.monotonic() + 1.5
-    for thread in threading.enumerate():
-        # A Ctrl-C in `start` leaves a thread that never began in threading's list.
-        if isinstance(thread, ReplicaThread) and thread.is_alive():
-            thread.join(max(0.0, end - time.monotonic()))
-
-
-class ThreadState:
-    """The caller's thread-local torch state, which the replicas' threads take over."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.devices = devices
-        self.streams = {device: current_stream(device) for device in dict.fromkeys(devices)}
-        self.grad = torch.is_grad_enabled()
-        self.inference = torch.is_inference_mode_enabled()
-        self.default_device = torch.empty(0).device
-        kinds = {"cpu", accelerator() or "cpu", *[device.type for device in devices]}
-        self.autocast = {
-            kind: _autocast_state(kind) for kind in kinds if torch.amp.is_autocast_available(kind)
-        }
-
-    def run(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Calls ``module`` in this state, in the thread of replica ``index``."""
-        device = self.devices[index]
-        args = args if isinstance(args, (list, tuple)) else (args,)
-        try:
-            with named_range(f"replica {index}"), ExitStack() as stack:
-                self._enter(stack, device)
-                for call in tracked_calls([module]):  # none if the module is no replica
-                    # The scope also covers an error before the replica's own forward.
-                    stack.enter_context(ForwardScope(call, device))
-                return module(*args, **kwargs)
-        except BaseException as error:
-            size = len(self.devices)
-            # Errors of this package name the replicas themselves.
-            if not has_type(error, ReplicationError) and not origin_note(error, index, size):
-                add_note(error, f"{origin(index, size)} on {device}")
-            raise
-
-    def _enter(self, stack: ExitStack, device: torch.device) -> None:
-        """Sets this thread's state, where it differs, until ``stack`` is closed."""
-        set_grad_modes(stack, grad=self.grad, inference=self.inference)
-        # A default of "cuda" means the replica's own device, not the caller's.
-        default = device if self.default_device.type == device.type else self.default_device
-        if torch.empty(0).device != default:
-            stack.enter_context(default)
-        for kind, state in self.autocast.items():
-            if _autocast_state(kind) != state:
-                stack.enter_context(torch.autocast(kind, *state))
-        # Tensors from other replicas are on their devices, in the caller's streams.
-        for other, stream in self.streams.items():
-            if other != device and stream is not None:
-                stack.enter_context(use_device(other, stream))
-        stack.enter_context(use_device(device, self.streams[device]))
-
-
-def _autocast_state(kind: str) -> tuple[torch.dtype, bool, bool]:
-    """Returns the arguments of `torch.autocast` that give the state of this thread."""
-    return (
-        torch.get_autocast_dtype(kind),
-        torch.is_autocast_enabled(kind),
-        torch.is_autocast_cache_enabled(),
-    )
+def _raise_first(
+    failures: list[Outcome], running: dict[Worker, int], replicas: Sequence[nn.Module]
+) -> None:
+    """Raises the first error, or the first that gives the others no time."""
+    errors: list[Any] = [failure.error for failure in failures]
+    try:
+        index = next((i for i, error in enumerate(errors) if not _grace(error)), 0)
+        if running and _grace(errors[index]):
+            rows = "; ".join(
+                f"replica {index} {location(replicas[index], worker.thread.ident or 0)}".rstrip()
+                for worker, index in running.items()
+            )
+            for error in errors:  # `first_failure_wins` may raise any of them
+                add_note(error, f"left running {SHUTDOWN_GRACE:g} s later: {rows}")
+        failures[index].unwrap()
+    finally:
+        errors.clear()
+        error = None

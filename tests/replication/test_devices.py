@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,8 +79,8 @@ def test_a_backend_needs_neither_streams_nor_a_current_device(monkeypatch):
     first, second = parse_devices(["hpu", "hpu:1"])
     assert (first, second) == (torch.device("hpu:0"), torch.device("hpu:1"))
     assert current_stream(second) is None
-    with use_device(second, None):
-        pass
+    with ExitStack() as stack:
+        use_device(stack, second, None)
     with pytest.raises(ValueError, match="this machine has no device 'hpu:2'"):
         parse_devices(["hpu:2"])
 

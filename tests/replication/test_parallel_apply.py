@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
+import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +41,7 @@ from tests.processes import run_python
 from tests.sharded import BATCH, norm, whole_batch
 
 threads: Any = sys.modules["replication.steps.parallel_apply"]  # the package names the function so
+workers: Any = sys.modules["replication.steps.workers"]
 
 
 class Call(nn.Module):
@@ -100,17 +101,11 @@ def test_replicas_run_at_the_same_time():
 # -- threads -----------------------------------------------------------------------------------
 
 
-def test_each_replica_has_a_named_daemon_thread_that_ends_with_its_call():
-    for index, thread in enumerate(seen(threading.current_thread, 3)):
-        assert (thread.name, thread.daemon) == (f"replica-{index}", True)
-        thread.join(DEADLINE)
-        assert not thread.is_alive()
-
-
 def test_thread_that_ends_without_a_result_is_an_error(monkeypatch):
     """Something may end it from outside, or it cannot even report."""
     monkeypatch.setattr(threads, "_POLL", 0.01)
-    monkeypatch.setattr(threads.ReplicaThread, "run", lambda thread: None)
+    monkeypatch.setattr(workers, "_idle", {})
+    monkeypatch.setattr(workers, "_work", lambda jobs: None)
     (outcome,) = together(lambda: apply(lambda: None, lambda: None))
     assert isinstance(outcome.error, RuntimeError)
     assert str(outcome.error) == "the thread of replicas 0, 1 ended without a result"
@@ -309,21 +304,12 @@ def test_grace_period_ends_with_the_timeout(ends_of_waits):
     assert len(set(ends_of_waits)) == 1
 
 
-def test_thread_whose_error_is_raised_has_ended(monkeypatch):
-    """Others, such as pytest, read the frames in its traceback."""
-    run = threads.ReplicaThread.run
-
-    def run_and_linger(thread: threading.Thread) -> None:
-        run(thread)
-        time.sleep(0.02)  # so that a caller who does not wait finds it alive
-
-    def fail() -> None:
-        raise WorkerError(threading.current_thread())
-
-    monkeypatch.setattr(threads.ReplicaThread, "run", run_and_linger)
+def test_frames_in_the_traceback_of_an_error_have_ended():
+    """Others, such as pytest, read them while the thread runs."""
     with pytest.raises(WorkerError) as caught:
         apply(fail, lambda: None)
-    assert not caught.value.args[0].is_alive()
+    names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+    assert "_work" not in names and names[-2:] == ["forward", "fail"]
 
 
 def test_error_is_freed_with_its_last_reference():
@@ -532,6 +518,7 @@ def test_an_interrupt_that_keeps_a_thread_from_beginning_keeps_nothing_alive(mon
         monkeypatch.setattr(threading, name, start)
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(workers, "_idle", {})
     net, x = nn.Linear(2, 2), torch.ones(4, 2, requires_grad=True)
     kept = [weakref.ref(net), weakref.ref(x)]
     monkeypatch.setattr(threading, name, interrupted)

@@ -37,11 +37,9 @@ def batch_norm_elemt(
     mean: Tensor,
     inverse: Tensor,
     eps: float,
-    out: Tensor | None = None,
 ) -> Tensor:
     hat = (x.double() - shaped(mean, x, 0)) * shaped(inverse, x, 0)
-    y = (hat * shaped(weight, x, 1) + shaped(bias, x, 0)).to(x.dtype)
-    return y if out is None else out.copy_(y)
+    return (hat * shaped(weight, x, 1) + shaped(bias, x, 0)).to(x.dtype)
 
 
 def batch_norm_backward_reduce(

@@ -152,8 +152,9 @@ def merge(
     buffers: Mapping[str, Any], momentum: float, eps: float, messages: list[Statistics]
 ) -> tuple[Tensor, Tensor]:
     """Compute the mean and the inverse deviation, and update the running statistics."""
-    sums, squares, counts = zip(*messages, strict=True)
-    count = sum(counts)
+    home = buffers["running_mean"].device
+    sums, squares = ([m[i].to(home) for m in messages] for i in (0, 1))
+    count = sum(m[2] for m in messages)
     mean = reduce(add, sums) / count
     scatter = reduce(add, squares) - count * mean * mean
     with torch.no_grad():
@@ -187,7 +188,7 @@ class SynchronizedBatchNorm(OfAnyDimension):
             return super().forward(input)
         x = input.reshape(input.size(0), input.size(1), -1)
         own = x.sum((0, 2)), (x * x).sum((0, 2)), x.size(0) * x.size(2)
-        mean, inverse = self._exchange(own)
+        mean, inverse = (moment.to(x.device) for moment in self._exchange(own))
         y = (x - mean[:, None]) * (inverse * self.weight)[:, None] + self.bias[:, None]
         return y.reshape(input.shape)
 

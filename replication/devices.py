@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -98,12 +99,16 @@ def device_of(replica: nn.Module) -> torch.device | None:
 
 def current_stream(device: torch.device) -> Any:
     """Returns the current stream of this thread on ``device``, or None if it has no streams."""
-    if device.type in _WITHOUT_MODULE:
-        return None
-    module = torch.get_device_module(device)
+    get_stream = _get_stream(device.type)
+    return get_stream and get_stream(device)
+
+
+@lru_cache
+def _get_stream(kind: str) -> Callable[[torch.device], Any] | None:
+    """Returns the function that returns the current stream on a device of some type, if any."""
+    module = None if kind in _WITHOUT_MODULE else torch.get_device_module(kind)
     # `use_device` needs both of them.
-    has_streams = hasattr(module, "current_stream") and hasattr(module, "stream")
-    return module.current_stream(device) if has_streams else None
+    return getattr(module, "current_stream", None) if hasattr(module, "stream") else None
 
 
 Streams = dict[torch.device, Any]
@@ -132,8 +137,9 @@ def use_streams(streams: Streams) -> AbstractContextManager[object]:
         if stream != of_node:
             stream.wait_stream(of_node)
             stack.callback(of_node.wait_stream, stream)
-        stack.enter_context(module.stream(stream))
-        stack.enter_context(module.device(current))
+        if module.current_stream(device) != stream:
+            stack.enter_context(module.stream(stream))
+            stack.enter_context(module.device(current))
     return stack
 
 

@@ -41,8 +41,7 @@ class Patched(nn.DataParallel[Any]):
     def parallel_apply(self, replicas: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs the replicas and raises the first error."""
         run = super().parallel_apply
-        if type(self).__bases__[-1].parallel_apply is nn.DataParallel.parallel_apply:
-            # Torch's own makes new threads.
+        if getattr(run, "__func__", None) is nn.DataParallel.parallel_apply:  # makes new threads
             run = partial(run_replicas, devices=parse_devices(self.device_ids[: len(replicas)]))
         return first_failure_wins(run, replicas, *args, **kwargs)
 

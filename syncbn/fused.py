@@ -1,14 +1,13 @@
 """Fused: torch's kernels for `torch.nn.SyncBatchNorm`, in one autograd node for all shards.
 
 Problem: on accelerators each operation costs the host more than a small layer takes to compute,
-and the formula needs dozens for each shard.
+above all while the threads of the replicas compete for the GIL. The formula needs dozens for each
+shard.
 
-Idea: five kernels do all passes over a shard, and the merge. The last replica to arrive makes one
-node, whose outputs are still empty:
+Idea: five kernels do all passes over a shard, and the merge. The last replica to arrive launches
+them for all shards, while the others wait, and one node connects the results:
 
-    replica i:  moments of x_i ──┐                                          ┌──▶ y_i, filled by i
-    replica j:  moments of x_j ──┼─▶ Normalize(x_i, x_j, .., weights, ..) ──┼──▶ y_j, filled by j
-                                 └──────────────────────────────────────────┘
+    x_0, x_1, .., weight, bias ──▶ Normalize ──▶ y_0, y_1, ..
 
 Backward, the engine calls the node once: one reduction per shard, sums added in replica order, and
 one pass per shard. No thread waits in it: a queue or a barrier there would deadlock where the
@@ -48,7 +47,7 @@ from syncbn.statistics import Call, CountBatch, Denominator, Moments, all_match,
 _KERNELS = (
     "batch_norm_stats",
     "batch_norm_gather_stats_with_counts",
-    "batch_norm_elemt.out",
+    "batch_norm_elemt",
     "batch_norm_backward_reduce",
     "batch_norm_backward_elemt",
 )
@@ -76,7 +75,7 @@ class KernelMoments(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The moments of the batch, and the output, to be filled."""
+    """The moments of the batch, and the output."""
 
     batch: KernelMoments
     y: Tensor
@@ -85,24 +84,30 @@ class Reply(NamedTuple):
 class Fused:
     """A shard on a device that has the kernels."""
 
+    #: The moments of the shard, once they are measured.
+    own: KernelMoments
+
     def __init__(self, call: Call) -> None:
-        x, weight, bias, (eps, _) = self.call = call
+        self.call, self.records_graph = call, torch.is_grad_enabled()
+        x, weight, bias, _ = call
         dtype = accumulation_dtype(x.dtype)
         self.weight = weight if weight is None else weight.to(dtype)
         self.bias = bias if bias is None else bias.to(dtype)
         #: The input of the node, and the node that saves it, if that is another one.
-        self.x, self.holder = x, cast(Any, None)
-        self.y = torch.empty_like(with_usual_strides(x))
-        self.records_graph = torch.is_grad_enabled()
-        with torch.no_grad():
-            mean, inverse = torch.batch_norm_stats(x, eps)
-        self.own = KernelMoments(values_per_channel(x), mean, inverse, eps)
+        self.x, self.holder = with_usual_strides(x), cast(Any, None)
 
     @staticmethod
     def takes(call: Call) -> bool:
         """Whether this shard may go this way, as far as its replica knows."""
         has_values, clamps = call.x.numel() > 0, call.denominator.clamps
         return has_values and not clamps and has_kernels(call.x.device.type, *_KERNELS)
+
+    def measured(self) -> KernelMoments:
+        """Measures the shard."""
+        x, eps = self.x, self.call.denominator.eps
+        mean, inverse = torch.batch_norm_stats(x.detach(), eps)
+        self.own = KernelMoments(values_per_channel(x), mean, inverse, eps)
+        return self.own
 
     def connect(self) -> None:
         """Saves x in this thread, if it has hooks on saved tensors."""
@@ -113,39 +118,35 @@ class Fused:
     @staticmethod
     def merge(shards: Sequence[Fused], count_batch: CountBatch) -> list[Reply] | None:
         """Returns the replies, and updates the running statistics. None if shards don't match."""
-        if len({shard.records_graph for shard in shards}) > 1 or not all_match(
-            [shard.call for shard in shards]
-        ):
+        calls = [shard.call for shard in shards]
+        if len({shard.records_graph for shard in shards}) > 1 or not all_match(calls):
             return None
-        home, (*_, eps) = shards[0].x.device, shards[0].own
-        means = torch.stack([shard.own.mean.to(home) for shard in shards])
-        inverses = torch.stack([shard.own.inverse.to(home) for shard in shards])
-        counts: Any = tuple([shard.own.n for shard in shards])
+        own = [shard.measured() for shard in shards]
+        home, (_, mean, _, eps) = calls[0].x.device, own[0]
+        means = torch.stack([moments.mean.to(home) for moments in own])
+        inverses = torch.stack([moments.inverse.to(home) for moments in own])
+        counts: Any = tuple([moments.n for moments in own])
         running = count_batch()
-        dtypes = {means.dtype if buffer is None else buffer.dtype for buffer in running[:2]}
-        updates = dtypes == {means.dtype} and not isinstance(running.momentum, Tensor)
+        dtypes = {mean.dtype if buffer is None else buffer.dtype for buffer in running[:2]}
+        updates = dtypes == {mean.dtype} and not isinstance(running.momentum, Tensor)
         args: Any = means, means, inverses, *(running if updates else (None, None, 0.0)), eps
-        args += (constant_tensor(counts, home, means.dtype),)
-        merged = torch.batch_norm_gather_stats_with_counts(*args)
-        copies = _copied(merged, [shard.x.device for shard in shards])
+        args += (constant_tensor(counts, home, mean.dtype),)
+        merged = torch.batch_norm_gather_stats_with_counts(*args)  # the first gives the dtype only
+        copies = _copied(merged, [call.x.device for call in calls])
         batches = [KernelMoments(sum(counts), mean, inverse, eps) for mean, inverse in copies]
         if not updates:
             running.update(batches[0].exact())
-        return _connected(shards, batches)
+        return list(map(Reply, batches, _normalized(shards, batches)))
 
     def reply_of_ranks(self, batch: Moments, ranks: Ranks) -> Reply:
         """Returns the reply to a process, given the moments of all ranks."""
         _, like, _, eps = self.own
         vectors = batch.mean, (batch.var + eps).rsqrt()
         mean, inverse = (to_device(vector.to(like.dtype), like.device) for vector in vectors)
-        return _connected([self], [KernelMoments(batch.n, mean, inverse, eps)], ranks)[0]
+        of_kernel = KernelMoments(batch.n, mean, inverse, eps)
+        return Reply(of_kernel, *_normalized([self], [of_kernel], ranks))
 
     def output(self, reply: Reply) -> Tensor:
-        """Fills the output, in the thread of its replica."""
-        args = self.call.x, self.weight, self.bias, reply.batch.mean, reply.batch.inverse
-        with torch.no_grad():
-            # The last argument is eps, which only some kernels use.
-            torch.batch_norm_elemt(*args, 0.0, out=reply.y)
         return reply.y
 
     def record(self, reply: Reply) -> Record:
@@ -157,8 +158,7 @@ class Fused:
             # Perhaps only the inputs of other replicas did.
             self.x = self.x.detach().requires_grad_()
         with hidden_from_hooks():
-            (reply,) = _connected([self], [record.batch])
-        return self.output(reply)
+            return _normalized([self], [record.batch])[0]
 
 
 def _copied(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
@@ -167,15 +167,24 @@ def _copied(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[
     return [made[device] for device in devices]
 
 
-def _connected(
+def _normalized(
     shards: Sequence[Fused], batches: Sequence[KernelMoments], ranks: Ranks | None = None
-) -> list[Reply]:
-    """Returns the replies, with outputs that depend on the inputs and parameters of all shards."""
-    ys = [shard.y for shard in shards]
+) -> Sequence[Tensor]:
+    """Returns the outputs. They depend on all inputs, and on the parameters of the first shard."""
+    # All have copies of one parameter, so the first may take the sum of their gradients.
+    first, xs = shards[0], [shard.x for shard in shards]
     if torch.is_grad_enabled():
-        tensors = *[s.x for s in shards], *[s.weight for s in shards], *[s.bias for s in shards]
-        ys = _normalize(shards, batches, ranks, *tensors)
-    return list(map(Reply, batches, ys))
+        args = shards, batches, ranks, first.weight, first.bias, *xs
+        return _normalize(*args)  # type: ignore[no-any-return]
+    return _outputs(shards, batches)
+
+
+def _outputs(shards: Sequence[Fused], batches: Sequence[KernelMoments]) -> list[Tensor]:
+    return [
+        # The last argument is eps, which only some kernels use.
+        torch.batch_norm_elemt(shard.x, shard.weight, shard.bias, mean, inverse, 0.0)
+        for shard, (_, mean, inverse, _) in zip(shards, batches, strict=True)
+    ]
 
 
 # Hooks on saved tensors belong to a thread: an activation checkpoint must see what its replica
@@ -195,7 +204,7 @@ class _Hold(Function):
 
 
 class Normalize(Function):
-    """The joint node. It gets x of all shards, then weights, then biases, and gives their y."""
+    """The joint node."""
 
     @staticmethod
     def forward(
@@ -203,16 +212,17 @@ class Normalize(Function):
         shards: Sequence[Fused],
         batches: Sequence[KernelMoments],
         ranks: Ranks | None,
-        *tensors: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        *xs: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.batches, ctx.ranks = batches, ranks
         ctx.holders = [shard.holder for shard in shards]
-        ctx.streams = current_streams([shard.x.device for shard in shards])
-        n = len(shards)
-        xs = [x if h is None else None for x, h in zip(tensors, ctx.holders, strict=False)]
-        ctx.save_for_backward(*xs, *tensors[n : 2 * n])
-        return tuple([shard.y for shard in shards])
+        ctx.streams = current_streams([x.device for x in xs])
+        saved = [x if h is None else None for x, h in zip(xs, ctx.holders, strict=True)]
+        ctx.save_for_backward(*saved, weight, *[shard.weight for shard in shards[1:]])
+        return tuple(_outputs(shards, batches))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -225,7 +235,7 @@ class Normalize(Function):
             dys = (torch.zeros_like(xs[0]),)  # the other ranks wait for the sums of this one
         used = [dy for dy in dys if dy is not None]
         if not used:
-            return (None,) * (3 + 3 * n)  # called by the engine without any gradient
+            return (None,) * (5 + n)  # called by the engine without any gradient
         is_usual = len(used) == n and not torch.is_grad_enabled()
         for dy in used:
             if is_batched(dy):
@@ -242,39 +252,36 @@ _normalize: Callable[..., Any] = super(Function, Normalize).apply
 
 
 def _gradients(
-    ctx: Any, dys: Sequence[Tensor], xs: Sequence[Tensor], weights: Tensors
+    ctx: Any, dys: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Returns the gradients of all x, then weights, then biases, where they are needed."""
-    n, needs = len(xs), ctx.needs_input_grad[3:]
-    grads: list[Tensor | None] = [None] * len(needs)
-    count, mean, inverse, _ = ctx.batches[0]
+    """Returns the gradients of weight, bias and all x, where they are needed."""
+    needs_dweight, needs_dbias, *needs = ctx.needs_input_grad[3:]
+    n, mean, inverse, _ = ctx.batches[0]
     dys, sums = [in_format_of(dy, x) for dy, x in zip(dys, xs, strict=True)], []
     for dy, x, batch in zip(dys, xs, ctx.batches, strict=True):
         args: Any = dy, x, batch.mean, batch.inverse, None, True, False, False
         reduced = torch.batch_norm_backward_reduce(*args)
         sums.append(torch.stack(reduced[:2]).to(mean.device))  # of dy and of dy * (x - mean)
     # Two kernels for any number, where that is less.
-    total = torch.stack(sums).sum(0) if n > 3 else reduce(torch.add, sums)
-    # All have copies of one parameter, so the first may take the sum of their gradients.
-    if needs[n]:
-        grads[n] = total[1] * inverse
-    if needs[2 * n]:
-        grads[2 * n] = total[0]
+    total = torch.stack(sums).sum(0) if len(sums) > 3 else reduce(torch.add, sums)
+    dbias, dweight = total[0], total[1] * inverse if needs_dweight else None
     if ctx.ranks is not None and needs[0]:
         total, weights = _summed(ctx.ranks, total, inverse, weights[0])
-    if isinstance(count, Tensor) or count >= 2**31:  # the kernel divides by an int32
-        total, count = total / count, 1
+    if isinstance(n, Tensor) or n >= 2**31:  # the kernel divides by an int32
+        total, n = total / n, 1
+    dxs: list[Tensor | None] = [None] * len(xs)
     for i, (total_here,) in enumerate(_copied([total], [x.device for x in xs])):
         if needs[i]:
-            batch, counts = ctx.batches[i], constant_tensor((count,), xs[i].device, torch.int32)
-            args = dys[i], xs[i], batch.mean, batch.inverse, weights[i], *total_here.unbind(), counts
-            grads[i] = torch.batch_norm_backward_elemt(*args)
-    return grads
+            batch, counts = ctx.batches[i], constant_tensor((n,), xs[i].device, torch.int32)
+            args = dys[i], xs[i], batch.mean, batch.inverse, weights[i]
+            args += *total_here.unbind(), counts
+            dxs[i] = torch.batch_norm_backward_elemt(*args)
+    return [dweight, dbias if needs_dbias else None, *dxs]
 
 
 def _summed(
     ranks: Ranks, sums: Tensor, inverse: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensors]:
+) -> tuple[Tensor, list[Tensor]]:
     """Adds the sums of all ranks. Returns them with a weight by which the kernel multiplies."""
     # What ranks add are derivatives by mean and variance of the batch, as in the formula, so some
     # ranks may build a graph of their backward and others not. In float64, because the product of
@@ -288,24 +295,29 @@ def _summed(
 
 
 def _gradients_by_formula(
-    ctx: Any, dys: Tensors, xs: Sequence[Tensor], weights: Tensors
+    ctx: Any,
+    dys: Sequence[Tensor | None],
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """Returns what `_gradients` returns, with derivatives of any order."""
-    n, needs = len(xs), ctx.needs_input_grad[3:]
+    needs = ctx.needs_input_grad[3:]
     of_ranks = None if ctx.ranks is None else ctx.ranks.with_summed_gradient
     with torch.enable_grad():
         # As views, because several replicas may have the same tensor. Gradients do not depend on
         # the bias.
-        tensors: list[Any] = [t if t is None else t.view_as(t) for t in (*xs, *weights)]
-        tensors += [torch.zeros_like(batch.mean).requires_grad_() for batch in ctx.batches]
-        calls = [(*tensors[i::n], Denominator(batch.eps)) for i, batch in enumerate(ctx.batches)]
-        shards = [Formula(Call(*call)) for call in calls]
+        tensors: list[Any] = [t if t is None else t.view_as(t) for t in (weights[0], *xs)]
+        weight, *views = tensors
+        bias = torch.zeros_like(ctx.batches[0].mean).requires_grad_()
+        denominator = Denominator(ctx.batches[0].eps)
+        shards = [Formula(Call(view, weight, bias, denominator)) for view in views]
         for shard in shards:
             shard.connect()
         batch = with_derivatives(ctx.batches[0].exact(), [s.own for s in shards], of_ranks)
+        reply = shards[0].reply(batch)
         used = [i for i, dy in enumerate(dys) if dy is not None]
-        ys = [shards[i].output(shards[i].reply(batch)) for i in used]
-    inputs = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
+        ys = [shards[i].output(reply) for i in used]
+    inputs = [t for t, need in zip((weight, bias, *views), needs, strict=True) if need]
     options: Any = {"create_graph": torch.is_grad_enabled(), "allow_unused": True}
     grads = iter(torch.autograd.grad(ys, inputs, [dys[i] for i in used], **options))
     return [next(grads) if need else None for need in needs]

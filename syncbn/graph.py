@@ -102,7 +102,7 @@ def _of_process(call: Call, group: Any, layouts: Layouts, count_batch: CountBatc
     shard: Any = Fused(call) if Fused.takes(call) else Formula(call)
     shard.connect()
     ranks = Ranks(group, layouts, torch.is_grad_enabled() and call.x.requires_grad)
-    batch = ranks.merge(shard.own.exact().detach())
+    batch = ranks.merge(shard.measured().exact().detach())
     check_count(batch.n, call.x)  # in every rank, because no other process hears of it
     count_batch().update(batch)
     return shard.output(shard.reply_of_ranks(batch, ranks))  # type: ignore[no-any-return]
@@ -112,7 +112,7 @@ def _recomputed(call: Call, calls: RecordedCalls | None) -> Tensor:
     """Returns the output of a call that a checkpoint recomputes."""
     assert calls is not None  # set together with the group
     shard: Any = Fused(call) if Fused.takes(call) else Formula(call)
-    record = calls.recall(shard.own, call.x)
+    record = calls.recall(shard.measured(), call.x)
     # Not before, because a checkpoint ends the recomputation when all is saved.
     shard.connect()
     if isinstance(shard, Fused) and isinstance(record.batch, Moments):

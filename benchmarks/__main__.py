@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import layer, overhead, processes, step
+from benchmarks import host, layer, overhead, processes, step
 from benchmarks.measuring import Row, Table, lines, parser, ratio, show
 
 figure = import_module("benchmarks.figure") if find_spec("matplotlib") else None
@@ -26,6 +26,7 @@ figure = import_module("benchmarks.figure") if find_spec("matplotlib") else None
 PARTS: dict[str, Callable[[float], Iterable[Table]]] = {
     "step": lambda seconds: [step.table(seconds)],
     "processes": lambda seconds: [processes.table(seconds)],
+    "host": host.tables,
     "layer": layer.tables,
     "overhead": overhead.tables,
 }

@@ -1,4 +1,4 @@
-"""What synchronization costs on one GPU: launches of a layer, and training steps.
+"""What only a GPU shows: launches of a layer, training steps, and what threads that live on save.
 
 All replicas, or processes, share the GPU. Processes communicate through gloo, which is slow, and
 which `torch.nn.SyncBatchNorm` allows on a single GPU.
@@ -8,7 +8,10 @@ which `torch.nn.SyncBatchNorm` allows on a single GPU.
 
 from __future__ import annotations
 
+import os
+import statistics
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,7 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import processes, step
 from benchmarks.layer import REPLICAS, WAYS
-from benchmarks.measuring import Row, Table, in_processes, parser, show
+from benchmarks.measuring import Figures, Row, Table, in_processes, parser, show
+from benchmarks.networks import NETWORKS as NETWORKS_BY_NAME
 from replication import DataParallel, Scattered
 
 DEVICE = "cuda:0"
@@ -60,9 +64,64 @@ def counts() -> Iterator[Row]:
     yield in_processes(1, 0, count)
 
 
+ABOUT_THREADS = (
+    "ResNet-50 with `torch.backends.cudnn.benchmark`, on two replicas. torch keeps cuDNN's plans "
+    "per thread. Its DataParallel makes new threads in each forward, ours keeps them. The unit is "
+    "torch's. Cells are the second and later steps, and in brackets the first step."
+)
+
+ABOUT_MEMORY = (
+    "How much the resident memory of the host grows in 200 such steps, after 20, in MiB. The unit "
+    "is torch's."
+)
+
+#: Each wraps a network in two replicas on the GPU.
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "torch's DataParallel": lambda net: nn.DataParallel(net, [DEVICE] * 2),
+    "ours": lambda net: DataParallel(net, [DEVICE] * 2),
+}
+
+
+def steps_of(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], Figures]:
+    """A training step of a new network, with plain BatchNorm, that searches cuDNN's plans."""
+    torch.backends.cudnn.benchmark = True
+    _, build, (samples, *shape) = NETWORKS_BY_NAME["resnet"]
+    return step.training(wrap(build().to(DEVICE)), torch.randn(2 * samples, *shape, device=DEVICE))
+
+
+def plans(rank: int, name: str, count: int = 10) -> Figures:
+    """Milliseconds of a later step, and of the first, in a new process."""
+    run = steps_of(WRAPPERS[name])
+    first, *later = [run()[0] for _ in range(count)]
+    return statistics.median(later), first
+
+
+def resident() -> float:
+    """The memory of this process in MiB, where Linux's /proc tells it."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def growth(rank: int, name: str, warm_up: int = 20, count: int = 200) -> Figures:
+    """MiB by which the process grows."""
+    run, sizes = steps_of(WRAPPERS[name]), []
+    for number in (warm_up, count):
+        for _ in range(number):
+            run()
+        sizes.append(resident())
+    return (sizes[1] - sizes[0],)
+
+
+def in_turn(measure: Callable[..., Figures]) -> Iterator[Row]:
+    figures = {name: in_processes(1, 0, measure, name) for name in WRAPPERS}
+    yield Row("ResNet-50, 64x64", REPLICAS, torch.get_num_threads(), figures)
+
+
 def tables(seconds: float) -> list[Table]:
     return [
         Table("Launches on a GPU", ABOUT_LAUNCHES, counts(), unit="launches"),
+        Table("Plans of convolutions", ABOUT_THREADS, in_turn(plans)),
+        Table("Memory of the host", ABOUT_MEMORY, in_turn(growth), unit="MiB"),
         Table("Training steps on a GPU", step.ABOUT, step.rows(seconds, NETWORKS, device=DEVICE)),
         Table(
             "Between processes on a GPU",

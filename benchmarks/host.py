@@ -1,8 +1,8 @@
 """What a synchronized layer costs the host: the CPU time of all threads, per layer.
 
 Where layers are small, training on several accelerators is limited by the host. No accelerator is
-needed: simulated ones (`tests/accelerator`) compute nothing, but each launch takes 4 us without the
-GIL. They need a C++ compiler.
+needed: simulated ones (`tests/accelerator`) compute nothing, but each launch takes 4 us without
+the GIL. They need a C++ compiler.
 
     python -m benchmarks.host --replicas 2 8
 """
@@ -33,8 +33,8 @@ SHAPE = (2, 8, 4, 4)
 
 ABOUT = (
     f"A stack of {LAYERS} BatchNorms in `replication.DataParallel`, each replica on a simulated "
-    "accelerator of its own, whose kernels compute nothing and take 4 us. The unit is the CPU time "
-    "of all threads with plain BatchNorm. Cells are a step without the optimizer, and in brackets "
+    "accelerator of its own, whose kernels compute nothing and take 4 us. The unit is the CPU "
+    "time of all threads with plain BatchNorm. Cells are a step without the optimizer, and in brackets "
     "forward and backward."
 )
 

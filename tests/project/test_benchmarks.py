@@ -15,11 +15,12 @@ import torch
 from torch import distributed, nn
 
 from benchmarks import __main__ as suite
-from benchmarks import layer, overhead, processes, step, yardsticks
+from benchmarks import host, layer, overhead, processes, step, yardsticks
 from benchmarks.measuring import Row, Table, cells, columns
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
 from replication import DataParallel
 from syncbn import joined
+from tests import accelerator
 from tests.processes import run_python
 from tests.ranks import needs_gloo, run_ranks
 
@@ -162,6 +163,17 @@ def test_layer_keeps_its_input_and_nothing_else_of_that_size(here):
 def test_processes_are_measured():
     (row,) = processes.rows(0, ["unet"], [2])
     assert list(row.figures) == list(processes.WAYS)
+
+
+@pytest.mark.skipif(
+    accelerator.reason_to_skip() is not None, reason="needs the simulated accelerator"
+)
+def test_the_hosts_time_is_measured(monkeypatch):
+    monkeypatch.setattr(host, "LAYERS", 2)
+    (table,) = host.tables(0, [2])
+    (row,) = table.rows
+    assert list(row.figures) == list(host.WAYS)
+    assert all(0 < value < math.inf for own in row.figures.values() for value in own)
 
 
 def test_program_measures_one_network():

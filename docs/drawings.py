@@ -208,29 +208,7 @@ def messages() -> Drawing:
     return drawing
 
 
-def graph() -> Drawing:
-    """Draw the autograd node that the replicas of a synchronized layer share."""
-    drawing = Drawing(300)
-    middle = WIDTH / 2
-    for number, center in enumerate((90, 270)):
-        tint, sub = TINTS[number], "₀₁"[number]
-        inner = middle + (center - middle) / 3
-        drawing.text(center, 18, f"replica {number}", **{"font-weight": "bold"})
-        drawing.box(center - 28, 32, 56, 28, f"x{sub}", fill=tint)
-        drawing.line((center, 60), (inner, 126), color=BLUE)
-        drawing.line((inner, 166), (center, 226), color=BLUE)
-        drawing.box(center - 28, 226, 56, 28, f"y{sub}", fill=tint)
-        drawing.line(
-            (center + (center - middle) * 0.5, 60), (center + (center - middle) * 0.5, 226)
-        )
-    drawing.box(middle - 66, 126, 132, 40, "Normalize")
-    drawing.text(middle, 94, "moments", color=BLUE)
-    drawing.text(middle, 204, "statistics", color=BLUE)
-    drawing.legend(280, "what crosses between replicas", BLUE)
-    return drawing
-
-
-DRAWINGS: tuple[Callable[[], Drawing], ...] = (replicas, forward, messages, graph)
+DRAWINGS: tuple[Callable[[], Drawing], ...] = (replicas, forward, messages)
 
 
 def files() -> dict[Path, str]:

@@ -10,10 +10,10 @@ A replica knows which way its shard could go, and sends what that way needs. The
 decides for all. Each way is a class, whose objects are the shards:
 
     way.takes(call)                 whether a shard could go this way
-    shard = way(call)               a pass over the shard, in the thread of its replica
+    shard = way(call)               in the thread of its replica
     shard.connect()                 saves the shard for backward
     way.merge(shards, count_batch)  the replies to all, or None if these shards don't go this way
-    shard.output(reply)             the output, by another pass over the shard in the same thread
+    shard.output(reply)             the output, in the same thread
 """
 
 from __future__ import annotations

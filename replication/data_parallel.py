@@ -18,7 +18,7 @@ from replication.devices import (
     parse_device,
     parse_devices,
 )
-from replication.errors import check_list, check_module, checked_names, is_int
+from replication.errors import check_list, check_module, checked_names, first_of, is_int
 from replication.groups.processes import has_other_processes
 from replication.modules import layers_of, paired, with_class
 from replication.steps.gather import gather, join_leaves
@@ -275,7 +275,14 @@ def _check_placement(module: nn.Module, home: torch.device) -> None:
 
 
 #: Captured on import, because programs may replace these names.
-_PLAIN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
+_PLAIN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
+_SyncBatchNorm = nn.SyncBatchNorm
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is a batch norm of torch, or derived from the one for processes only."""
+    kind = type(layer)
+    return kind in _PLAIN or (issubclass(kind, _SyncBatchNorm) and not hasattr(kind, CALLBACK))
 
 
 def _warn_of_plain_batch_norm(model: DataParallel[Any]) -> None:
@@ -283,13 +290,12 @@ def _warn_of_plain_batch_norm(model: DataParallel[Any]) -> None:
     paths = [
         with_class(path, layer)
         for path, layer in layers_of(model.module)
-        if type(layer) in _PLAIN and layer.training
+        if layer.training and _is_plain(layer)
     ]
     if not paths or not once_for(model)():
         return
-    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if paths[3:] else "")
     warn(
-        f"each replica normalizes over its own part of the batch in {named}; call "
+        f"each replica normalizes over its own part of the batch in {first_of(paths)}; call "
         "syncbn.convert_model(model), or filter replication.UnsynchronizedWarning",
         UnsynchronizedWarning,
     )

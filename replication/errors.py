@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import TypeGuard
 
@@ -53,6 +53,11 @@ def listed(numbers: Iterable[int], kind: str = "replica") -> str:
     """Returns ``"replicas 0, 2"`` for ``[0, 2]``."""
     texts = [str(number) for number in numbers]
     return f"{kind}{'s' if len(texts) > 1 else ''} {', '.join(texts)}"
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Returns the first names, and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
 
 
 class ReplicationError(RuntimeError):

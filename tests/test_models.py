@@ -333,6 +333,16 @@ def test_networks_of_timm_are_synchronized_and_equal_one_device(name):
     assert [type(m) for m in revert_model(network).modules()] == [type(m) for m in plain.modules()]
 
 
+def test_a_network_that_timm_has_converted_for_processes_is_synchronized():
+    plain = image_model("mobilenetv3_small_050").double()
+    network = package("timm.layers").convert_sync_batchnorm(copy.deepcopy(plain))
+    assert summary(convert_model(network)).paths("left alone") == []
+    x = torch.randn(7, 3, 32, 32, dtype=torch.float64)
+    y = DataParallel(network, ["cpu"] * 3)(x)
+    torch.testing.assert_close(y, plain(x), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(dict(network.named_buffers()), dict(plain.named_buffers()))
+
+
 def test_feature_extractors_name_the_layers_as_before_and_synchronize():
     package("torchvision")
     fx = import_module("torchvision.models.feature_extraction")

@@ -170,6 +170,11 @@ def _kind_of(module: nn.Module) -> Kind | None:
             note = "makes no copies without an accelerator: DataParallel(net, ['cpu'] * n) does"
             return Kind("wrapper", note)
         return Kind("wrapper", "connects the copies of its layers")
+    # A class of its own, as CenterNet has. DistributedDataParallel has one device at most.
+    devices = vars(module).get("device_ids")
+    if isinstance(devices, (list, tuple)) and len(devices) > 1 and "module" in module._modules:
+        note = "its copies are not connected: derive it from torch.nn.DataParallel, or use"
+        return Kind("left alone", f"{note} replication.DataParallel")
     return None
 
 
@@ -329,8 +334,8 @@ def convert_model(
     if not isinstance(classes, Mapping) or not all(starmap(_is_synchronized_by, classes.items())):
         raise TypeError(
             "classes must be a dict of {class: synchronized class}, such as {Mine: SyncMine} with "
-            "class SyncMine(Mine, SynchronizedBatchNorm2d): pass, in this order, if the forward of "
-            f"Mine calls super().forward, or with a forward of its own (got {classes!r})"
+            "class SyncMine(Mine, SynchronizedBatchNorm2d): pass, in this order, if the forward "
+            f"of Mine calls super().forward, or with a forward of its own (got {classes!r})"
         )
     corrected = []
     for path, layer in module.named_modules():

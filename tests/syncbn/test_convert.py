@@ -20,6 +20,7 @@ from replication import (
     ReplicaAware,
     UnsynchronizedWarning,
     patch_replication_callback,
+    replicate,
 )
 from replication.callbacks import runs_callbacks
 from replication.groups.processes import ProcessGroupHandle
@@ -701,3 +702,35 @@ def test_wrapper_of_an_older_toolkit_around_converted_layers():
         OlderWrapper(convert_model(copy.deepcopy(net)), 2)(x)
     model = convert_model(OlderWrapper(net, 2))
     torch.testing.assert_close(model(x), twin(x))
+
+
+class Unrelated(nn.Module):
+    """A wrapper that is not derived from torch's, as CenterNet has one."""
+
+    def __init__(self, module, n):
+        super().__init__()
+        self.module, self.device_ids, self.dim, self.output_device = module, ["cpu"] * n, 0, "cpu"
+
+    def forward(self, *inputs):
+        steps = CustomDataParallel
+        args, kwargs = steps.scatter(self, inputs, {}, self.device_ids)
+        outputs = steps.parallel_apply(self, replicate(self.module, self.device_ids), args, kwargs)
+        return steps.gather(self, outputs, self.output_device)
+
+
+def test_wrapper_that_is_not_derived_from_torchs_is_named_with_the_way_out():
+    model = Unrelated(nn.Sequential(nn.BatchNorm1d(3)), 2).double()
+    advice = "derive it from torch.nn.DataParallel, or use replication.DataParallel"
+    with pytest.warns(UnsynchronizedWarning) as caught:
+        convert_model(model)
+    (text,) = [str(warning.message) for warning in caught]
+    assert f"`(root)` (Unrelated, its copies are not connected: {advice})" in text
+    assert summary(model).paths("left alone") == [""]
+    x = torch.randn(6, 3, dtype=torch.float64)
+    with pytest.warns(UnsynchronizedWarning, match="derive the class of the wrapper from torch"):
+        model(x)
+    for wrap in CustomDataParallel, lambda net, n: DataParallel(net, ["cpu"] * n):
+        connected = convert_model(wrap(copy.deepcopy(model.module), 2))
+        plain = revert_model(copy.deepcopy(model.module))
+        torch.testing.assert_close(connected(x), plain(x))
+        assert summary(connected).paths("left alone") == []

@@ -319,7 +319,10 @@ def _devices_to_use(
     else:
         check_list("device_ids", device_ids)
         if not len(device_ids):
-            raise ValueError("device_ids must name at least one device (got none)")
+            raise ValueError(
+                "device_ids must name at least one device (got none); device_ids=['cpu'] * n "
+                "makes replicas on the CPU"
+            )
         indices = [device for device in device_ids if is_int(device) and device >= 0]
         if len(indices) < len(device_ids) or accelerator() is not None:
             return parse_devices(device_ids)

@@ -184,9 +184,9 @@ class ReplicaAware(_Base):
         if getattr(self, IS_REPLICA, False):
             what = (
                 "is in a replica that is not connected to the others, so its group is this "
-                "replica alone; use replication.DataParallel, or derive the class of the wrapper "
-                "from torch.nn.DataParallel and call replication.patch_replication_callback(model); "
-                "if the layer overrides __data_parallel_replicate__, call super's there"
+                "replica alone; use replication.DataParallel, or derive the wrapper's class from "
+                "torch.nn.DataParallel and call replication.patch_replication_callback(model); if "
+                "the layer overrides __data_parallel_replicate__, call super's there"
             )
         elif current is not None and (current.rendezvous.size or 0) > 1:
             what = (

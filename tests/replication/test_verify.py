@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
+import sys
 from typing import Any
 
 import pytest
@@ -167,11 +169,12 @@ def test_different_calls_and_shapes_are_reported(does, where, reason):
     ("call", "error", "requirement"),
     [
         (lambda: verify(Net, X), TypeError, r"expected a torch\.nn\.Module"),
+        (lambda: verify(nn.ReLU(), X, []), ValueError, r"at least two .*, such as \['cpu'\] \* 2"),
         (lambda: verify(nn.ReLU(), X, ["cpu"]), ValueError, "at least two devices"),
         (lambda: verify(nn.ReLU(), X[:1]), ValueError, "at least two replicas with data"),
         (lambda: verify(Loss(), X), ValueError, "return one loss per sample"),
     ],
-    ids=["module", "devices", "samples", "loss"],
+    ids=["module", "none", "devices", "samples", "loss"],
 )
 def test_what_cannot_be_compared_is_refused(call, error, requirement):
     with pytest.raises(error, match=requirement):
@@ -251,13 +254,33 @@ def test_loss_of_each_sample_is_compared():
     assert found and len(found.differences["outputs"]) == 2
 
 
-def test_the_result_says_that_evaluation_was_compared():
-    note = "In eval() batch norm does not synchronize: call train() first."
-    plain = nn.Sequential(nn.BatchNorm2d(2))
-    found = verify(plain.eval(), X, CPUS)
-    assert found and found.is_evaluation and str(found).splitlines()[-1] == note
-    plain[0].train()  # the layer that synchronizes
-    assert note not in str(verify(convert_model(plain), X, CPUS))
+def test_a_network_in_evaluation_is_refused_unless_a_layer_trains():
+    plain = nn.Sequential(nn.BatchNorm2d(2)).eval()
+    with pytest.raises(ValueError, match=r"training mode \(got eval\(\)\); call model\.train\(\)"):
+        verify(DataParallel(plain, CPUS), X, CPUS)
+    plain[0].train()
+    assert verify(convert_model(plain), X, CPUS)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_shown_in_a_terminal_only(net, monkeypatch, capsys):
+    verify(net, X, CPUS)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    verify(net, X, CPUS)
+    steps = sys.stderr.getvalue().split("\r\033[K")
+    assert steps == [
+        *("", "verify: forward on one device", "verify: backward on one device"),
+        *("", "verify: forward on 3 replicas", "verify: backward on 3 replicas", ""),
+    ]
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        verify(Raises(), X, CPUS)
+    assert sys.stderr.getvalue().endswith("\r\033[K")
 
 
 def test_output_of_a_layer_that_differs_is_named():
@@ -462,7 +485,7 @@ def test_random_model_is_distinguished_from_an_unsynchronized_one():
     found = verify(convert_model(Dropping()), x, ["cpu"] * 2)
     assert not found and found.is_random
     assert str(found).endswith("the model draws random numbers.")
-    for net in (nn.BatchNorm1d(4), Dropping().eval(), convert_model(nn.BatchNorm1d(4))):
+    for net in (nn.BatchNorm1d(4), convert_model(nn.BatchNorm1d(4))):
         found = verify(net, x, ["cpu"] * 2)
         assert not found.is_random and "random" not in str(found)
 

@@ -727,7 +727,7 @@ def test_wrapper_that_is_not_derived_from_torchs_is_named_with_the_way_out():
     assert f"`(root)` (Unrelated, its copies are not connected: {advice})" in text
     assert summary(model).paths("left alone") == [""]
     x = torch.randn(6, 3, dtype=torch.float64)
-    with pytest.warns(UnsynchronizedWarning, match="derive the class of the wrapper from torch"):
+    with pytest.warns(UnsynchronizedWarning, match="derive the wrapper's class from torch"):
         model(x)
     for wrap in CustomDataParallel, lambda net, n: DataParallel(net, ["cpu"] * n):
         connected = convert_model(wrap(copy.deepcopy(model.module), 2))

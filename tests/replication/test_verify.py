@@ -17,7 +17,7 @@ import replication.__main__
 import syncbn.__main__
 import syncbn.formula
 import syncbn.joined
-from replication import DataParallel, SoloGroup
+from replication import DataParallel, Scattered, SoloGroup
 from syncbn import SynchronizedBatchNorm2d, convert_model, verify
 from tests.layers import Centering, Numbered, knows_hooks, outcome_of
 from tests.processes import run_python
@@ -556,3 +556,22 @@ class Heads(nn.Module):
 def test_a_forward_that_writes_into_a_plain_list_differs():
     found = verify(nn.Sequential(Heads()), torch.randn(6, 3), CPUS)
     assert found.first_difference.where == "output of `0` (Heads)"
+
+
+# -- lists with one item per sample ------------------------------------------------------------
+
+
+class Weighted(nn.Module):
+    """Pairs the samples with the items of a list, of which each replica gets all."""
+
+    def forward(self, x: Tensor, weights: list[float]) -> Tensor:
+        return torch.stack([weight * sample for weight, sample in zip(weights, x, strict=False)])
+
+
+def test_a_forward_that_pairs_a_list_with_the_samples_differs():
+    weights = [1.0, 2.0, 3.0, 4.0]
+    found = verify(Weighted(), (torch.ones(4, 2), weights), ["cpu"] * 2)
+    assert found.first_difference.where == "output of the model"
+    parts = Scattered(torch.ones(4, 2).split(2)), Scattered([weights[:2], weights[2:]])
+    y = DataParallel(Weighted(), ["cpu"] * 2)(*parts)
+    assert y[:, 0].tolist() == weights

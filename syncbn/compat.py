@@ -45,13 +45,13 @@ def patch_sync_batchnorm() -> Iterator[None]:
     >>> type(net[0]).__name__
     'SynchronizedBatchNorm2d'
     """
-    patched = {PLAIN[layer].__name__: layer for layer in LAYERS}
-    before = {name: getattr(nn, name) for name in patched}
+    names, patched = vars(nn), {PLAIN[layer].__name__: layer for layer in LAYERS}
+    before = {name: names[name] for name in patched}
     try:
-        vars(nn).update(patched)
+        names.update(patched)
         yield
     finally:
-        vars(nn).update(before)
+        names.update(before)  # one call, which a Ctrl-C cannot divide
 
 
 #: The modules of the older toolkit. Each stand-in has all names.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import unwrap
@@ -275,8 +275,8 @@ def convert_model(
     """Converts every `torch.nn.BatchNorm1d/2d/3d` in ``module`` to a synchronized layer, in place.
 
     Each layer remains the same object and only changes its class: parameters, buffers, hooks,
-    flags, names and existing references to them all stay valid. Converting twice changes nothing.
-    Also converted are:
+    flags, names and existing references to them all stay valid. Converting twice changes nothing,
+    and neither does a call that is refused or interrupted. Also converted are:
 
     - `torch.nn.SyncBatchNorm`, which keeps its process group.
     - Layers of older toolkits (such as a vendored ``sync_batchnorm``), which lose their pipes.
@@ -338,7 +338,8 @@ def convert_model(
             f"of Mine calls super().forward, or with a forward of its own (got {classes!r})"
         )
     corrected = []
-    for path, layer in module.named_modules():
+
+    def convert(path: str, layer: Any) -> None:
         if _convert(layer, classes):
             corrected.append(f"`{path_or_root(path)}`")
         if isinstance(layer, ReplicaAware):
@@ -348,6 +349,8 @@ def convert_model(
                 layer.group_size = group_size
             if process_group is not None:
                 layer.process_group = process_group
+
+    _change_all_or_none(module, convert)
     if corrected:
         warn(
             "syncbn does not correct the bias of running statistics, as these layers of an older "
@@ -359,6 +362,24 @@ def convert_model(
     else:
         _warn_of_unsynchronized(module, result)
     return module
+
+
+def _change_all_or_none(module: nn.Module, change: Callable[[str, Any], None]) -> None:
+    """Changes all layers, with their paths. If that raises, or is interrupted, undoes it."""
+    layers = list(module.named_modules())
+    before = [(layer, type(layer), vars(layer).copy()) for _, layer in layers]
+    try:
+        for path, layer in layers:
+            change(path, layer)
+    except BaseException:
+        for layer, kind, attributes in before:
+            if type(layer) is not kind:
+                layer.__class__ = kind
+            state = vars(layer)
+            state.update(attributes)
+            for name in state.keys() - attributes.keys():
+                del state[name]
+        raise
 
 
 def _is_synchronized_by(old: Any, new: Any) -> bool:
@@ -391,8 +412,8 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
         if vars(layer).keys() >= _PIPES:
             for name in _PIPES:
                 del vars(layer)[name]
-            correction = [layer._buffers.pop(name, None) for name in CORRECTION]
-            return any(buffer is not None for buffer in correction)
+            vars(layer)["_buffers"] = buffers = layer._buffers.copy()
+            return any([buffers.pop(name, None) is not None for name in CORRECTION])
         if PLAIN.get(new) is not old:
             vars(layer).setdefault(_FORMER, old)
         if process_group is not None:
@@ -450,18 +471,7 @@ def revert_model(module: ModuleT) -> ModuleT:
         ``module``, changed in place.
     """
     check_module(module)
-    for each in module.modules():
-        layer: Any = each
-        former = vars(layer).pop(_FORMER, None) or PLAIN.get(type(layer))
-        if former is not None:
-            process_group = None
-            if isinstance(layer, ReplicaAware):
-                process_group = layer.process_group
-                for name in ("group_size", "_process_group", "_layer_name"):
-                    vars(layer).pop(name, None)
-            layer.__class__ = former
-            if issubclass(former, nn.SyncBatchNorm):
-                layer.process_group = process_group
+    _change_all_or_none(module, _revert)
     left_alone = [
         with_class(path, layer)
         for path, layer in module.named_modules()
@@ -470,3 +480,16 @@ def revert_model(module: ModuleT) -> ModuleT:
     if left_alone:
         warn(f"these layers of other classes stay synchronized: {first_of(left_alone)}")
     return module
+
+
+def _revert(path: str, layer: Any) -> None:
+    former = vars(layer).pop(_FORMER, None) or PLAIN.get(type(layer))
+    if former is not None:
+        process_group = None
+        if isinstance(layer, ReplicaAware):
+            process_group = layer.process_group
+            for name in ("group_size", "_process_group", "_layer_name"):
+                vars(layer).pop(name, None)
+        layer.__class__ = former
+        if issubclass(former, nn.SyncBatchNorm):
+            layer.process_group = process_group

@@ -346,6 +346,9 @@ ODD: dict[str, Callable[[], BaseException]] = {
     "is equal to none": odd(__eq__=exits, __hash__=exits, __bool__=exits),
     "says that it is ours": odd(__class__=property(lambda self: ReplicaFailed)),
     "class exits": odd(__class__=property(exits)),
+    "name of the class exits": type("Kind", (type,), {"__name__": property(exits)})(
+        "Odd", (Exception,), {}
+    ),
     "traceback exits": odd(__traceback__=property(exits)),
     "notes exit": odd(__notes__=property(exits)),
     "attributes exit": odd(__dict__=property(exits)),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import signal
+import subprocess
 import sys
 from typing import Any
 
@@ -20,7 +22,7 @@ import syncbn.joined
 from replication import DataParallel, Scattered, SoloGroup
 from syncbn import SynchronizedBatchNorm2d, convert_model, verify
 from tests.layers import Centering, Numbered, knows_hooks, outcome_of
-from tests.processes import run_python
+from tests.processes import environment, run_python
 from tests.ranks import needs_gloo, run_ranks
 
 CPUS = ["cpu"] * 3
@@ -329,6 +331,19 @@ def test_self_check_passes_here(package, dtypes):
         tolerance = {"float64": "1e-06", "float32": "1e-03"}[dtype]
         assert lines.count(f"3 replicas: equal (tolerance {tolerance})") >= 1
     assert lines[-1] == "PASS: replicas run, communicate, and compute what one device computes"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="needs pipes that a signal closes")
+@pytest.mark.parametrize("package", ["replication", "syncbn"])
+def test_self_check_whose_output_is_closed_ends_without_a_traceback(package):
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-u", "-m", package, "--replicas", "2"]
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment()) as process:
+        assert process.stdout.readline().startswith(b"synchronized-batchnorm")
+        process.stdout.close()
+        assert b"Error" not in process.stderr.read()
+    assert process.returncode == -signal.SIGPIPE
 
 
 checks = pytest.mark.parametrize("check", [replication.__main__, syncbn.__main__])

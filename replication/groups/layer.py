@@ -179,7 +179,7 @@ class ReplicaAware(_Base):
         self._process_group = None if value is None else ProcessGroupHandle(value)
 
     def _warn_if_isolated(self) -> bool:
-        """Whether this layer is called in a replica without being connected. Warns in a forward."""
+        """Whether a replica calls this layer without its copies. Warns if it is in a forward."""
         current = current_replica()
         if getattr(self, IS_REPLICA, False):
             what = (

@@ -42,18 +42,15 @@ COMPILED_CALL_IMPL = "_compiled_call_impl"
 #: the override sets.
 SHELL_ATTRIBUTES = "_shell_attributes"
 
-#: A graph module's own way would lose its hooks, and compile its code for each replica.
-_USUAL_SHELLS = (
-    nn.Module._replicate_for_data_parallel,
-    GraphModule._replicate_for_data_parallel,
-)
+#: A graph module's own would lose its hooks, and compile its code for each replica.
+_SHELLS = nn.Module._replicate_for_data_parallel, GraphModule._replicate_for_data_parallel
 
 
 def shell_state(module: nn.Module) -> dict[str, Any] | None:
     """The attributes of the shell that `MAKE_SHELL` would make; None if the class overrides it."""
     # Dictionaries other than `_parameters` are shared with the module.
     kind = type(module)
-    is_usual = kind._replicate_for_data_parallel in _USUAL_SHELLS
+    is_usual = kind._replicate_for_data_parallel in _SHELLS
     if not is_usual:
         for base in kind.__mro__:
             own = base.__dict__

@@ -275,14 +275,7 @@ def _check_placement(module: nn.Module, home: torch.device) -> None:
 
 
 #: Captured on import, because programs may replace these names.
-_PLAIN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
-_SyncBatchNorm = nn.SyncBatchNorm
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is a batch norm of torch, or derived from the one for processes only."""
-    kind = type(layer)
-    return kind in _PLAIN or (issubclass(kind, _SyncBatchNorm) and not hasattr(kind, CALLBACK))
+_PLAIN, _SyncBatchNorm = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}, nn.SyncBatchNorm
 
 
 def _warn_of_plain_batch_norm(model: DataParallel[Any]) -> None:
@@ -290,7 +283,9 @@ def _warn_of_plain_batch_norm(model: DataParallel[Any]) -> None:
     paths = [
         with_class(path, layer)
         for path, layer in layers_of(model.module)
-        if layer.training and _is_plain(layer)
+        if layer.training
+        and (type(layer) in _PLAIN or isinstance(layer, _SyncBatchNorm))
+        and not hasattr(type(layer), CALLBACK)
     ]
     if not paths or not once_for(model)():
         return
@@ -319,10 +314,7 @@ def _devices_to_use(
     else:
         check_list("device_ids", device_ids)
         if not len(device_ids):
-            raise ValueError(
-                "device_ids must name at least one device (got none); device_ids=['cpu'] * n "
-                "makes replicas on the CPU"
-            )
+            raise ValueError("device_ids must name a device, such as ['cpu'] * n (got none)")
         indices = [device for device in device_ids if is_int(device) and device >= 0]
         if len(indices) < len(device_ids) or accelerator() is not None:
             return parse_devices(device_ids)

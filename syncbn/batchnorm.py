@@ -153,7 +153,10 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             return tracer.create_proxy("call_module", path, (input,), {})
         # What a derived class and hooks do is traced. A call of the layer would do it again.
         layer = tracer.create_proxy("get_attr", path, (), {})
-        return tracer.create_proxy("call_function", normalize, (layer, input), {})
+        return tracer.create_proxy("call_method", "_normalize", (layer, input), {})
+
+    #: Not overridden by derived classes.
+    _normalize = forward
 
     def _evaluated(self, input: Tensor) -> Tensor:
         is_shared = self._recorded_calls is not None and self._has_original_buffers
@@ -234,11 +237,6 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
                     f"{name} expected an input in {tensor.dtype} on {tensor.device}, as its {key} "
                     f"(got {dtype} on {input.device}); convert one by .to()"
                 )
-
-
-def normalize(layer: SynchronizedBatchNorm, input: Tensor) -> Tensor:
-    """Normalizes as a layer does, without its hooks and the forward of a derived class."""
-    return SynchronizedBatchNorm.forward(layer, input)
 
 
 class SynchronizedBatchNormNd(SynchronizedBatchNorm):

@@ -373,12 +373,8 @@ def _change_all_or_none(module: nn.Module, change: Callable[[str, Any], None]) -
             change(path, layer)
     except BaseException:
         for layer, kind, attributes in before:
-            if type(layer) is not kind:
-                layer.__class__ = kind
-            state = vars(layer)
-            state.update(attributes)
-            for name in state.keys() - attributes.keys():
-                del state[name]
+            object.__setattr__(layer, "__class__", kind)
+            object.__setattr__(layer, "__dict__", attributes)
         raise
 
 
@@ -412,8 +408,9 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
         if vars(layer).keys() >= _PIPES:
             for name in _PIPES:
                 del vars(layer)[name]
-            vars(layer)["_buffers"] = buffers = layer._buffers.copy()
-            return any([buffers.pop(name, None) is not None for name in CORRECTION])
+            buffers = layer._buffers
+            vars(layer)["_buffers"] = {k: b for k, b in buffers.items() if k not in CORRECTION}
+            return any(buffers.get(name) is not None for name in CORRECTION)
         if PLAIN.get(new) is not old:
             vars(layer).setdefault(_FORMER, old)
         if process_group is not None:

@@ -117,9 +117,8 @@ def verify(
 
     Copies of the model run forward and backward, with a random upstream gradient. The model itself
     does not change, and nothing is converted, so that layers without synchronization are found.
-    In a terminal, a line shows the progress.
     Put layers that draw random numbers (dropout) in evaluation mode first. Layers that reorder the
-    samples of a batch also differ.
+    samples of a batch also differ. A terminal shows the progress.
 
     >>> import torch
     >>> from torch import nn
@@ -153,8 +152,7 @@ def verify(
     devices = parse_devices(device_ids)
     if len(devices) < 2:
         raise ValueError(
-            "expected at least two devices to compare with one, such as ['cpu'] * 2 (got "
-            f"{len(devices)})"
+            f"expected two devices, such as ['cpu'] * 2, or more (got {len(devices)})"
         )
     run, cast = partial(Run, model, batch, dim), Cast(dtype)
     expected, actual = run(devices[:1], cast), run(devices, cast)

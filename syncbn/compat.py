@@ -199,10 +199,8 @@ def stand_in_for(package: str = "sync_batchnorm", **defaults: Any) -> None:
 
     The layers keep the constructor defaults of the copy, whose source is read but not run, unless
     ``defaults`` overrides them. If the copy corrects the bias of running statistics, as CSAIL's
-    do, the import warns unless you choose a momentum.
-
-    The import of a copy that is not replaced warns, and so does the end of a program that never
-    imports ``package``.
+    do, the import warns unless you choose a momentum. The import of a copy that is not replaced
+    warns, and so does the end of a program that never imports ``package``.
 
     The layers divide by ``sqrt(var + eps)``, as `torch.nn.BatchNorm2d` does. That is not the older
     toolkit's default: see `set_sbn_eps_mode`.

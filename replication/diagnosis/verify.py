@@ -118,7 +118,7 @@ def verify(
     Copies of the model run forward and backward, with a random upstream gradient. The model itself
     does not change, and nothing is converted, so that layers without synchronization are found.
     Put layers that draw random numbers (dropout) in evaluation mode first. Layers that reorder the
-    samples of a batch also differ. A terminal shows the progress.
+    samples of a batch also differ. In a terminal, `verify` prints what it runs.
 
     >>> import torch
     >>> from torch import nn
@@ -267,18 +267,16 @@ class Run:
         runner = net if len(devices) == 1 else DataParallel(net, devices, dim=dim)
         once_for(runner)()  # the result names plain batch norm, no warning does
         on = "one device" if len(devices) == 1 else f"{len(devices)} replicas"
+        if getattr(sys.stderr, "isatty", bool)():  # a large model takes half a minute
+            print(f"verify: forward and backward on {on}", file=sys.stderr)
         try:
-            _show_progress(f"verify: forward on {on}")
             outputs = _tensors(runner(*args, **kwargs))
             # Before the backward: a recomputation updates the buffers of torch's layers once more.
             buffers = {f"`{name}`": buffer.clone() for name, buffer in net.named_buffers()}
-            _show_progress(f"verify: backward on {on}")
             _backward([y for y in outputs.values() if y.requires_grad])
         except BaseException as error:
             add_note(error, f"while verify ran a copy of the model, cast to {cast.dtype}, on {on}")
             raise
-        finally:
-            _show_progress("")
         leaves = inputs | {f"`{name}`": value for name, value in net.named_parameters()}
         self._add("output", {f"`{k}`" if k else "the model": y for k, y in outputs.items()})
         self._add("gradient", {name: t.grad for name, t in leaves.items() if t.grad is not None})
@@ -312,12 +310,6 @@ class Run:
             name = f"{which} of `{path}` ({type(layer).__name__}{later})"
             parts = self.quantities[_OF_LAYERS].setdefault(name, {})
             parts[replica] = tensor.detach().clone().to_dense()
-
-
-def _show_progress(line: str) -> None:
-    """Replaces the line of progress in a terminal."""
-    if getattr(sys.stderr, "isatty", bool)():  # it may be replaced
-        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def _tensors(tree: Any) -> dict[str, Tensor]:

@@ -274,15 +274,8 @@ def test_progress_is_shown_in_a_terminal_only(net, monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr(sys, "stderr", Terminal())
     verify(net, X, CPUS)
-    steps = sys.stderr.getvalue().split("\r\033[K")
-    assert steps == [
-        *("", "verify: forward on one device", "verify: backward on one device"),
-        *("", "verify: forward on 3 replicas", "verify: backward on 3 replicas", ""),
-    ]
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with pytest.raises(RuntimeError, match="no such kernel"):
-        verify(Raises(), X, CPUS)
-    assert sys.stderr.getvalue().endswith("\r\033[K")
+    runs = [f"verify: forward and backward on {on}\n" for on in ("one device", "3 replicas")]
+    assert sys.stderr.getvalue() == "".join(runs)
 
 
 def test_output_of_a_layer_that_differs_is_named():

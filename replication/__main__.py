@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import platform
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -97,5 +99,12 @@ def check_machine(
     return 1
 
 
+def run(check: Callable[[], int]) -> NoReturn:
+    """Runs a check as a program, which ends silently if its output is closed (``| head -1``)."""
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    sys.exit(check())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

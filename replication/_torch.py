@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad, profiler
+from torch.fx import GraphModule
 from torch.nn.parallel.data_parallel import _check_balance as check_balance
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
 from torch.utils._pytree import SUPPORTED_NODES as pytree_nodes
@@ -41,12 +42,15 @@ COMPILED_CALL_IMPL = "_compiled_call_impl"
 #: the override sets.
 SHELL_ATTRIBUTES = "_shell_attributes"
 
+#: A graph module's own would lose its hooks, and compile its code for each replica.
+_SHELLS = nn.Module._replicate_for_data_parallel, GraphModule._replicate_for_data_parallel
+
 
 def shell_state(module: nn.Module) -> dict[str, Any] | None:
     """The attributes of the shell that `MAKE_SHELL` would make; None if the class overrides it."""
     # Dictionaries other than `_parameters` are shared with the module.
     kind = type(module)
-    is_usual = kind._replicate_for_data_parallel is nn.Module._replicate_for_data_parallel
+    is_usual = kind._replicate_for_data_parallel in _SHELLS
     if not is_usual:
         for base in kind.__mro__:
             own = base.__dict__

@@ -18,7 +18,7 @@ from replication.devices import (
     parse_device,
     parse_devices,
 )
-from replication.errors import check_list, check_module, checked_names, is_int
+from replication.errors import check_list, check_module, checked_names, first_of, is_int
 from replication.groups.processes import has_other_processes
 from replication.modules import layers_of, paired, with_class
 from replication.steps.gather import gather, join_leaves
@@ -275,7 +275,7 @@ def _check_placement(module: nn.Module, home: torch.device) -> None:
 
 
 #: Captured on import, because programs may replace these names.
-_PLAIN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
+_PLAIN, _SyncBatchNorm = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}, nn.SyncBatchNorm
 
 
 def _warn_of_plain_batch_norm(model: DataParallel[Any]) -> None:
@@ -283,13 +283,14 @@ def _warn_of_plain_batch_norm(model: DataParallel[Any]) -> None:
     paths = [
         with_class(path, layer)
         for path, layer in layers_of(model.module)
-        if type(layer) in _PLAIN and layer.training
+        if layer.training
+        and (type(layer) in _PLAIN or isinstance(layer, _SyncBatchNorm))
+        and not hasattr(type(layer), CALLBACK)
     ]
     if not paths or not once_for(model)():
         return
-    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if paths[3:] else "")
     warn(
-        f"each replica normalizes over its own part of the batch in {named}; call "
+        f"each replica normalizes over its own part of the batch in {first_of(paths)}; call "
         "syncbn.convert_model(model), or filter replication.UnsynchronizedWarning",
         UnsynchronizedWarning,
     )
@@ -313,7 +314,7 @@ def _devices_to_use(
     else:
         check_list("device_ids", device_ids)
         if not len(device_ids):
-            raise ValueError("device_ids must name at least one device (got none)")
+            raise ValueError("device_ids must name a device, such as ['cpu'] * n (got none)")
         indices = [device for device in device_ids if is_int(device) and device >= 0]
         if len(indices) < len(device_ids) or accelerator() is not None:
             return parse_devices(device_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import TypeGuard
 
@@ -20,10 +20,13 @@ def path_or_root(path: str) -> str:
 #: The maximal number of characters that a message quotes of an error.
 _LONGEST = 1_000
 
+#: Read an attribute of any exception, or the name of its class, even if these redefine them.
+_ATTRIBUTES, _NAME = vars(BaseException)["__dict__"], vars(type)["__name__"]
+
 
 def describe_error(error: BaseException) -> str:
     """Returns ``ValueError: its text``, shortened, or only the type if the text raises."""
-    name = type(error).__name__
+    name: str = _NAME.__get__(type(error))
     try:
         text = str(error)
         if len(text) > _LONGEST:
@@ -55,6 +58,11 @@ def listed(numbers: Iterable[int], kind: str = "replica") -> str:
     return f"{kind}{'s' if len(texts) > 1 else ''} {', '.join(texts)}"
 
 
+def first_of(names: Sequence[str]) -> str:
+    """Returns the first names, and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+
+
 class ReplicationError(RuntimeError):
     """The base class of all errors of this package."""
 
@@ -78,10 +86,6 @@ class ReplicasTimedOut(ReplicationError):
 
     Some of them may still run or hang. The caller does not wait for them.
     """
-
-
-#: Read the attributes of any exception, even if its class redefines them.
-_ATTRIBUTES = vars(BaseException)["__dict__"]
 
 
 def add_note(error: BaseException, note: str) -> None:

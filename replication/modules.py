@@ -52,7 +52,8 @@ def paired(modules: Sequence[nn.Module]) -> list[Position]:
     layers = [layers_of(root) for root in roots]
     for copy_id, others in enumerate(layers):
         for first, other in zip_longest(layers[0], others, fillvalue=("", None)):
-            if first[0] != other[0] or type(first[1]) is not type(other[1]):
+            # By name, because each copy of a `torch.fx.GraphModule` has a class of its own.
+            if first[0] != other[0] or type(first[1]).__name__ != type(other[1]).__name__:
                 raise ValueError(
                     "the copies must have the same submodules in the same order: where copy 0 has "
                     f"{with_class(*first)}, copy {copy_id} has {with_class(*other)}"

@@ -7,12 +7,11 @@ each. The exit status is 0 if all pass, 1 if one fails, and 2 if the arguments a
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from replication.__main__ import Centered, check_machine
+from replication.__main__ import Centered, check_machine, run
 from syncbn.batchnorm import SynchronizedBatchNorm2d
 from syncbn.channels import has_float64
 
@@ -39,4 +38,4 @@ def make_layers() -> nn.Sequential:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

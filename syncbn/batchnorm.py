@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
-from replication._torch import beside_selective_checkpoints, dispatch_modes, uncompiled
+from replication._torch import HOOKS, beside_selective_checkpoints, dispatch_modes, uncompiled
 from replication.errors import is_int, path_or_root
 from replication.groups.base import Group
 from replication.groups.layer import ReplicaAware
@@ -129,6 +130,8 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return self._traced(input)
         # `_BatchNorm.forward` below, not `super()`: a class that is also derived from a library's
         # batch norm must get the normalization alone, on one device as well.
         if not self.training:
@@ -141,6 +144,19 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             return _BatchNorm.forward(self, input)
         # Copy 0 has the buffers of the original module.
         return current.rendezvous.commit(partial(_BatchNorm.forward, self, input))
+
+    def _traced(self, input: Any) -> Any:
+        """Records this layer in a graph of `torch.fx`, as a leaf like the layers of torch."""
+        tracer, path = input.tracer, input.tracer.path_of_module(self)
+        is_ours = getattr(self.forward, "__func__", None) is SynchronizedBatchNorm.forward
+        if is_ours and not any(vars(self)[name] for name in HOOKS):
+            return tracer.create_proxy("call_module", path, (input,), {})
+        # What a derived class and hooks do is traced. A call of the layer would do it again.
+        layer = tracer.create_proxy("get_attr", path, (), {})
+        return tracer.create_proxy("call_method", "_normalize", (layer, input), {})
+
+    #: Not overridden by derived classes.
+    _normalize = forward
 
     def _evaluated(self, input: Tensor) -> Tensor:
         is_shared = self._recorded_calls is not None and self._has_original_buffers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import inspect
 import sys
 from abc import ABCMeta
@@ -44,13 +45,13 @@ def patch_sync_batchnorm() -> Iterator[None]:
     >>> type(net[0]).__name__
     'SynchronizedBatchNorm2d'
     """
-    patched = {PLAIN[layer].__name__: layer for layer in LAYERS}
-    before = {name: getattr(nn, name) for name in patched}
+    names, patched = vars(nn), {PLAIN[layer].__name__: layer for layer in LAYERS}
+    before = {name: names[name] for name in patched}
     try:
-        vars(nn).update(patched)
+        names.update(patched)
         yield
     finally:
-        vars(nn).update(before)
+        names.update(before)  # one call, which a Ctrl-C cannot divide
 
 
 #: The modules of the older toolkit. Each stand-in has all names.
@@ -152,8 +153,15 @@ class _Finder(MetaPathFinder, Loader):
                 places = copy.submodule_search_locations or [str(copy.origin)]
                 spec.submodule_search_locations = [*places]
             return spec
-        is_part = package in _packages and name in _MODULES
-        return ModuleSpec(fullname, self) if is_part else None
+        if package in _packages and name in _MODULES:
+            return ModuleSpec(fullname, self)
+        # A copy has both modules. `stand_in_for` may have another name, or the name of one module.
+        if package and name == "replicate" and PathFinder.find_spec(f"{package}.batchnorm", path):
+            warn(
+                f"{package} looks like a copy of an older toolkit, and is not replaced; if it is "
+                f"one, call stand_in_for({package!r}) before the first import of it"
+            )
+        return None
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
@@ -171,6 +179,11 @@ class _Finder(MetaPathFinder, Loader):
 _finder = _Finder()
 
 
+def _warn_of_unused() -> None:
+    for package in _packages.keys() - sys.modules.keys():
+        warn(f"stand_in_for({package!r}) replaced nothing: the program never imported {package}")
+
+
 def stand_in_for(package: str = "sync_batchnorm", **defaults: Any) -> None:
     """Makes imports of a vendored copy of an older toolkit return this package's classes.
 
@@ -186,7 +199,8 @@ def stand_in_for(package: str = "sync_batchnorm", **defaults: Any) -> None:
 
     The layers keep the constructor defaults of the copy, whose source is read but not run, unless
     ``defaults`` overrides them. If the copy corrects the bias of running statistics, as CSAIL's
-    do, the import warns unless you choose a momentum. A name that no import uses has no effect.
+    do, the import warns unless you choose a momentum. The import of a copy that is not replaced
+    warns, and so does the end of a program that never imports ``package``.
 
     The layers divide by ``sqrt(var + eps)``, as `torch.nn.BatchNorm2d` does. That is not the older
     toolkit's default: see `set_sbn_eps_mode`.
@@ -213,3 +227,4 @@ def stand_in_for(package: str = "sync_batchnorm", **defaults: Any) -> None:
     _packages[package] = defaults or previous or {}
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
+        atexit.register(_warn_of_unused)

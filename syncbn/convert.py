@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import unwrap
@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from replication.callbacks import CALLBACK, runs_callbacks
 from replication.data_parallel import DataParallel
 from replication.diagnosis.table import ShownAsTable, Table
-from replication.errors import check_module, path_or_root
+from replication.errors import check_module, first_of, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import check_process_group
 from replication.modules import with_class
@@ -57,8 +57,9 @@ _NAMES = {plain.__name__ for plain in PLAIN.values()}
 #: The attribute with the class that `revert_model` gives back, where `PLAIN` does not tell it.
 _FORMER = "_class_before_convert_model"
 
-#: Known by name, because this package does not import timm.
-_TIMM = "timm.layers.norm_act", "BatchNormAct2d"
+#: Known by name, because this package does not import timm. timm makes the second of the first.
+_TIMM = "timm.layers.norm_act"
+_OF_TIMM = "BatchNormAct2d", "SyncBatchNormAct"
 
 
 class _Activated(SynchronizedBatchNorm2d):
@@ -70,11 +71,13 @@ class _Activated(SynchronizedBatchNorm2d):
 
 def _synchronized_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     """Returns the synchronized counterpart of a class, or None if it has none."""
-    if kind not in _SYNCHRONIZED and (kind.__module__, kind.__qualname__) == _TIMM:
+    if kind.__module__ == _TIMM and kind.__qualname__ in _OF_TIMM:
+        kind = import_module(_TIMM).BatchNormAct2d
         # Derived from timm's class: timm's functions, such as `freeze_batch_norm_2d`, would
         # otherwise take the layer for one without activation.
-        made = type("SynchronizedBatchNormAct2d", (_Activated, kind), {"__module__": __name__})
-        _SYNCHRONIZED.setdefault(kind, made)  # another thread may have been faster
+        if kind not in _SYNCHRONIZED:
+            made = type("SynchronizedBatchNormAct2d", (_Activated, kind), {"__module__": __name__})
+            _SYNCHRONIZED.setdefault(kind, made)  # another thread may have been faster
     return _SYNCHRONIZED.get(kind)
 
 
@@ -82,8 +85,7 @@ def __getattr__(name: str) -> Any:
     """Returns the counterpart of timm's class, which a pickled layer names."""
     if name != "SynchronizedBatchNormAct2d":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, plain = _TIMM
-    return _synchronized_class(getattr(import_module(module), plain))
+    return _synchronized_class(import_module(_TIMM).BatchNormAct2d)
 
 
 #: The attributes that identify a layer of an older toolkit, and that a synchronized one lacks.
@@ -132,7 +134,7 @@ def _kind_of(module: nn.Module) -> Kind | None:
     kind = type(module)
     if isinstance(module, SynchronizedBatchNorm):
         if not _reaches_synchronized_forward(kind):
-            return Kind("left alone", "its forward does not call super().forward")
+            return Kind("left alone", "its forward does not lead to the synchronized one")
         notes = {
             "in eval(): does not synchronize": not module.training,
             f"in groups of {module.group_size}": module.group_size is not None,
@@ -144,16 +146,16 @@ def _kind_of(module: nn.Module) -> Kind | None:
     if isinstance(module, _BatchNorm):
         if isinstance(module, nn.modules.lazy.LazyModuleMixin):
             return Kind("left alone", "lazy: call the network once before you convert it")
-        if hasattr(kind, CALLBACK) and vars(module).keys() >= _PIPES:
-            if _is_of_toolkit(module):
-                return Kind("plain", "of an older toolkit; convert_model synchronizes it")
-            note = (
-                f"derived from a layer of an older toolkit: pass classes={{{kind.__name__}: ...}}"
-            )
-            return Kind("left alone", f"{note} with a class derived from SynchronizedBatchNorm2d")
+        name = kind.__name__
+        is_older = hasattr(kind, CALLBACK) and vars(module).keys() >= _PIPES
+        if is_older and _is_of_toolkit(module):
+            return Kind("plain", "of an older toolkit; convert_model synchronizes it")
+        if is_older or isinstance(module, nn.SyncBatchNorm):
+            base = "a layer of an older toolkit" if is_older else "nn.SyncBatchNorm"
+            note = f"derived from {base}: pass classes={{{name}: ...}} with a class derived from"
+            return Kind("left alone", f"{note} SynchronizedBatchNorm{'2d' if is_older else 'Nd'}")
         if is_parametrized(module):
             return Kind("left alone", "parametrized: convert before torch.nn.utils.parametrize")
-        name = kind.__name__
         return Kind("left alone", f"a derived class: pass classes={{{name}: Sync{name}}}")
     if isinstance(module, torch.jit.ScriptModule) and module.original_name in _NAMES:
         return Kind("left alone", f"a script of {module.original_name}: convert before torch.jit")
@@ -168,6 +170,11 @@ def _kind_of(module: nn.Module) -> Kind | None:
             note = "makes no copies without an accelerator: DataParallel(net, ['cpu'] * n) does"
             return Kind("wrapper", note)
         return Kind("wrapper", "connects the copies of its layers")
+    # A class of its own, as CenterNet has. DistributedDataParallel has one device at most.
+    devices = vars(module).get("device_ids")
+    if isinstance(devices, (list, tuple)) and len(devices) > 1 and "module" in module._modules:
+        note = "its copies are not connected: derive it from torch.nn.DataParallel, or use"
+        return Kind("left alone", f"{note} replication.DataParallel")
     return None
 
 
@@ -268,13 +275,12 @@ def convert_model(
     """Converts every `torch.nn.BatchNorm1d/2d/3d` in ``module`` to a synchronized layer, in place.
 
     Each layer remains the same object and only changes its class: parameters, buffers, hooks,
-    flags, names and existing references to them all stay valid. Converting twice changes nothing.
-    Also converted are:
+    flags, names and existing references to them all stay valid. Converting twice changes nothing,
+    and neither does a call that is refused or interrupted. Also converted are:
 
     - `torch.nn.SyncBatchNorm`, which keeps its process group.
-    - Layers of older toolkits (such as a vendored ``sync_batchnorm``), which lose their pipes. A
-      layer of a class derived from theirs needs ``classes``, with a class derived from ours.
-    - ``BatchNormAct2d`` of timm, with its dropout and activation.
+    - Layers of older toolkits (such as a vendored ``sync_batchnorm``), which lose their pipes.
+    - ``BatchNormAct2d`` and ``SyncBatchNormAct`` of timm, with their dropout and activation.
     - Layers of the classes in ``classes``.
     - A `torch.nn.DataParallel`, which becomes a `replication.DataParallel`. An object of a derived
       class gets the replication callback.
@@ -310,6 +316,8 @@ def convert_model(
             layers that stay unsynchronized.
         classes: The synchronized class for each further class. Layers of exactly this class get
             the synchronized one, whose constructor does not run, and keep all their attributes.
+            For a class derived from `torch.nn.SyncBatchNorm`, or from a layer of an older toolkit,
+            write one that is derived from a layer of ours alone.
 
     Returns:
         ``module``.
@@ -326,10 +334,12 @@ def convert_model(
     if not isinstance(classes, Mapping) or not all(starmap(_is_synchronized_by, classes.items())):
         raise TypeError(
             "classes must be a dict of {class: synchronized class}, such as {Mine: SyncMine} with "
-            f"class SyncMine(Mine, SynchronizedBatchNorm2d): pass, in this order (got {classes!r})"
+            "class SyncMine(Mine, SynchronizedBatchNorm2d): pass, in this order, if the forward "
+            f"of Mine calls super().forward, or with a forward of its own (got {classes!r})"
         )
     corrected = []
-    for path, layer in module.named_modules():
+
+    def convert(path: str, layer: Any) -> None:
         if _convert(layer, classes):
             corrected.append(f"`{path_or_root(path)}`")
         if isinstance(layer, ReplicaAware):
@@ -339,10 +349,12 @@ def convert_model(
                 layer.group_size = group_size
             if process_group is not None:
                 layer.process_group = process_group
+
+    _change_all_or_none(module, convert)
     if corrected:
         warn(
             "syncbn does not correct the bias of running statistics, as these layers of an older "
-            f"toolkit did; for short runs, set layer.momentum = 0.1: {', '.join(corrected)}"
+            f"toolkit did; for short runs, set layer.momentum = 0.1: {first_of(corrected)}"
         )
     result = summary(module)
     if report:
@@ -352,13 +364,30 @@ def convert_model(
     return module
 
 
+def _change_all_or_none(module: nn.Module, change: Callable[[str, Any], None]) -> None:
+    """Changes all layers, with their paths. If that raises, or is interrupted, undoes it."""
+    layers = list(module.named_modules())
+    before = [(layer, type(layer), vars(layer).copy()) for _, layer in layers]
+    try:
+        for path, layer in layers:
+            change(path, layer)
+    except BaseException:
+        for layer, kind, attributes in before:
+            object.__setattr__(layer, "__class__", kind)
+            object.__setattr__(layer, "__dict__", attributes)
+        raise
+
+
 def _is_synchronized_by(old: Any, new: Any) -> bool:
-    """Whether a class is derived from a former class, in front, and a synchronized one."""
+    """Whether layers of a class can become layers of another class, which synchronizes them."""
     if not (isinstance(old, type) and isinstance(new, type) and issubclass(new, ReplicaAware)):
+        return False
+    if not _reaches_synchronized_forward(new):
         return False
     if old in _SYNCHRONIZED:
         return issubclass(new, _SYNCHRONIZED[old])
-    if hasattr(old, CALLBACK):  # of an older toolkit, whose own forward would come first
+    # The forwards of older toolkits and of `nn.SyncBatchNorm` would come before ours.
+    if hasattr(old, CALLBACK) or issubclass(old, nn.SyncBatchNorm):
         return issubclass(new, SynchronizedBatchNorm)
     order: Any = new.__mro__
     return nn.Module in order and old in order[: order.index(ReplicaAware)]
@@ -379,8 +408,9 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
         if vars(layer).keys() >= _PIPES:
             for name in _PIPES:
                 del vars(layer)[name]
-            correction = [layer._buffers.pop(name, None) for name in CORRECTION]
-            return any(buffer is not None for buffer in correction)
+            buffers = layer._buffers
+            vars(layer)["_buffers"] = {k: b for k, b in buffers.items() if k not in CORRECTION}
+            return any(buffers.get(name) is not None for name in CORRECTION)
         if PLAIN.get(new) is not old:
             vars(layer).setdefault(_FORMER, old)
         if process_group is not None:
@@ -396,13 +426,12 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
 
 
 def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:
-    left_alone = [
-        f"`{path_or_root(path)}` ({layer}, {kind.note})"
-        for path, layer, kind in result.layers
-        if kind.name == "left alone"
-    ]
+    left_alone = defaultdict(list)  # by class and reason
+    for path, layer, kind in result.layers:
+        if kind.name == "left alone":
+            left_alone[f"({layer}, {kind.note})"].append(f"`{path_or_root(path)}`")
     if left_alone:
-        text = ", ".join(left_alone)
+        text = ", ".join(f"{first_of(paths)} {why}" for why, paths in left_alone.items())
         if "a derived class" in text:
             text += (
                 "; class SyncX(X, syncbn.SynchronizedBatchNorm2d): pass defines SyncX, if the "
@@ -439,23 +468,25 @@ def revert_model(module: ModuleT) -> ModuleT:
         ``module``, changed in place.
     """
     check_module(module)
-    for each in module.modules():
-        layer: Any = each
-        former = vars(layer).pop(_FORMER, None) or PLAIN.get(type(layer))
-        if former is not None:
-            process_group = None
-            if isinstance(layer, ReplicaAware):
-                process_group = layer.process_group
-                for name in ("group_size", "_process_group", "_layer_name"):
-                    vars(layer).pop(name, None)
-            layer.__class__ = former
-            if issubclass(former, nn.SyncBatchNorm):
-                layer.process_group = process_group
+    _change_all_or_none(module, _revert)
     left_alone = [
         with_class(path, layer)
         for path, layer in module.named_modules()
         if isinstance(layer, SynchronizedBatchNorm)
     ]
     if left_alone:
-        warn(f"these layers of other classes stay synchronized: {', '.join(left_alone)}")
+        warn(f"these layers of other classes stay synchronized: {first_of(left_alone)}")
     return module
+
+
+def _revert(path: str, layer: Any) -> None:
+    former = vars(layer).pop(_FORMER, None) or PLAIN.get(type(layer))
+    if former is not None:
+        process_group = None
+        if isinstance(layer, ReplicaAware):
+            process_group = layer.process_group
+            for name in ("group_size", "_process_group", "_layer_name"):
+                vars(layer).pop(name, None)
+        layer.__class__ = former
+        if issubclass(former, nn.SyncBatchNorm):
+            layer.process_group = process_group

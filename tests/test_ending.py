@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,11 +27,19 @@ from replication import (
     execute_replication_callbacks,
     patch_replication_callback,
     replicate,
+    wait_report,
     warning,
 )
+from replication.diagnosis import waits
 from replication.sync.lifecycle import rendezvous_of
 from replication.sync.rendezvous import current_replica
-from syncbn import SynchronizedBatchNorm1d, convert_model, graph
+from syncbn import (
+    SynchronizedBatchNorm1d,
+    convert_model,
+    graph,
+    patch_sync_batchnorm,
+    revert_model,
+)
 from syncbn.joined import Joined
 from tests.deadlines import ends
 from tests.layers import (
@@ -38,6 +47,7 @@ from tests.layers import (
     HAS_GIL,
     AsTorchDoes,
     Centering,
+    CustomDataParallel,
     Numbered,
     as_torch_does,
     ours,
@@ -46,6 +56,7 @@ from tests.layers import (
     until_others_wait,
     values,
 )
+from tests.older_toolkit.batchnorm import BatchNorm2dCorrected
 
 #: Seconds.
 LIMIT = 0.3
@@ -360,7 +371,9 @@ RUNNING = ("replication.callbacks", "replication.patch", "replication.steps.para
 RUNNING += ("replication._torch", "replication.sync")
 
 
-def interrupted_at(place: int, call: Callable[[], Any]) -> bool:
+def interrupted_at(
+    place: int, call: Callable[[], Any], modules: tuple[str, ...] = RUNNING
+) -> bool:
     """Raises `KeyboardInterrupt` at a place in these modules, by number, if ``call`` reaches it.
 
     Returns whether it does. Python looks for signals when a function begins and after a call of a
@@ -370,7 +383,7 @@ def interrupted_at(place: int, call: Callable[[], Any]) -> bool:
 
     def profile(frame: Any, event: str, arg: Any) -> None:
         nonlocal left
-        if event in ("call", "c_return") and frame.f_globals["__name__"].startswith(RUNNING):
+        if event in ("call", "c_return") and frame.f_globals["__name__"].startswith(modules):
             left -= 1
             if left < 0:
                 sys.setprofile(None)
@@ -462,3 +475,59 @@ def test_an_interrupt_of_a_patch_or_of_its_removal_leaves_a_model_patched_or_not
         assert type(model) is AsTorchDoes
         place += 1
     assert patched == {False, True}
+
+
+def unconverted() -> nn.Module:
+    layers = nn.BatchNorm1d(3), BatchNorm2dCorrected(3), nn.Sequential(nn.SyncBatchNorm(3))
+    return CustomDataParallel(nn.Sequential(*layers, nn.ReLU()), 2)
+
+
+def state_of_modules(net: nn.Module) -> list[Any]:
+    return [(type(m), dict(vars(m)), list(m._buffers)) for m in net.modules()]
+
+
+@pytest.mark.filterwarnings("ignore:syncbn does not correct the bias")
+@pytest.mark.parametrize("converts", [True, False])
+def test_an_interrupt_of_a_conversion_or_of_its_reversal_changes_all_layers_or_none(converts):
+    make = unconverted if converts else lambda: convert_model(unconverted())
+    change = convert_model if converts else revert_model
+    net, place, is_reached, seen = make(), 0, True, set()
+    while is_reached:
+        before = state_of_modules(net)
+        is_reached = interrupted_at(place, partial(change, net), ("syncbn.convert",))
+        after = state_of_modules(net)
+        changed = [old[0] is not new[0] for old, new in zip(before, after, strict=True)]
+        if any(changed):
+            assert changed == [True, False, True, True, False, True, False]
+            net = make()
+        else:
+            assert after == before
+        seen.add(any(changed))
+        place += 1
+    assert seen == {False, True} and place > 50
+
+
+def test_an_error_in_the_middle_of_a_conversion_changes_nothing():
+    net = nn.Sequential(nn.BatchNorm1d(3), unconverted())
+    net[1].replicate = print  # the patch of an older toolkit
+    before = state_of_modules(net)
+    with pytest.raises(TypeError, match="replicate must be a method of the class"):
+        convert_model(net)
+    assert state_of_modules(net) == before
+
+
+@pytest.mark.parametrize("block", [partial(wait_report, quiet=True), patch_sync_batchnorm])
+def test_an_interrupt_of_a_block_ends_it(block):
+    names = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+    modules = ("replication.diagnosis.waits", "syncbn.compat")
+
+    def enter() -> None:
+        with block():
+            pass
+
+    place = 0
+    while interrupted_at(place, enter, modules):
+        assert not waits._reports
+        assert (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) == names
+        place += 1
+    assert place > 3

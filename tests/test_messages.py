@@ -161,10 +161,10 @@ def test_what_is_reduced_depends_on_the_share():
 @reads("""
     UnsynchronizedWarning: `1.0`: SynchronizedBatchNorm1d(3, eps=1e-05, momentum=0.1, affine=True,
     bias=True, track_running_stats=True) is in a replica that is not connected to the
-    others, so its group is this replica alone; call
-    replication.patch_replication_callback(model) on the DataParallel, or use
-    replication.DataParallel; if its class overrides __data_parallel_replicate__, call super's
-    there
+    others, so its group is this replica alone; use replication.DataParallel, or derive the
+    wrapper's class from torch.nn.DataParallel and call
+    replication.patch_replication_callback(model); if the layer overrides
+    __data_parallel_replicate__, call super's there
 """)
 def test_a_stock_data_parallel_is_wrapped_around_a_converted_network():
     """vacancy#40, inplace_abn#96. Without an accelerator torch's would not split."""
@@ -346,6 +346,9 @@ ODD: dict[str, Callable[[], BaseException]] = {
     "is equal to none": odd(__eq__=exits, __hash__=exits, __bool__=exits),
     "says that it is ours": odd(__class__=property(lambda self: ReplicaFailed)),
     "class exits": odd(__class__=property(exits)),
+    "name of the class exits": type("Kind", (type,), {"__name__": property(exits)})(
+        "Odd", (Exception,), {}
+    ),
     "traceback exits": odd(__traceback__=property(exits)),
     "notes exit": odd(__notes__=property(exits)),
     "attributes exit": odd(__dict__=property(exits)),

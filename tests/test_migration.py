@@ -36,9 +36,11 @@ def codes(item: str) -> list[str]:
 
 
 class Net(nn.Sequential):
-    """A network that computes its loss if it gets labels."""
+    """A network that computes its loss if it gets labels, also in a dict as CenterNet's."""
 
     def forward(self, x, labels=None):
+        if isinstance(x, dict):
+            x, labels = x["input"], x["hm"]
         scores = super().forward(x)
         if labels is None:
             return scores
@@ -56,7 +58,13 @@ def names() -> dict[str, Any]:
         **{"torch": torch, "nn": nn, "DataLoader": DataLoader},
         **{"net": Net(nn.Linear(3, 3), layer), "layer": layer, "state": layer.state_dict()},
         **{"x": x, "z": torch.randn(6, 3), "labels": labels, "loss": nn.CrossEntropyLoss()},
-        **{"batch": {"x": x}, "batches": [x, x], "boxes": x, "outputs": outputs, "group": None},
+        **{
+            "batch": {"input": x, "hm": labels},
+            "batches": [x, x],
+            "boxes": x,
+            "outputs": outputs,
+            "group": None,
+        },
         "parts": Scattered([torch.randn(2, 3, 4), torch.randn(1, 5, 4)]),
         "self": SimpleNamespace(group=SoloGroup()),
         "train_one_batch": lambda x, labels: None,
@@ -123,14 +131,14 @@ def test_chunks_of_chosen_sizes():
     seen = []
 
     class Recorded(Net):
-        def forward(self, x, labels=None):
-            seen.append((len(x), len(labels)))
-            return super().forward(x, labels)
+        def forward(self, batch):
+            seen.append((len(batch["input"]), len(batch["hm"])))
+            return super().forward(batch)
 
-    x, labels = torch.randn(6, 3), torch.randint(3, (6,))
-    losses = run("`DataParallel(net, [0, 1], chunk", net=Recorded(), x=x, labels=labels)["_"]
+    batch = {"input": torch.randn(6, 3), "hm": torch.randint(3, (6,))}
+    losses = run("`DataParallel(net, [0, 1], chunk", net=Recorded(), batch=batch)["_"]
     assert sorted(seen) == [(2, 2), (4, 4)]
-    torch.testing.assert_close(losses, Net()(x, labels))
+    torch.testing.assert_close(losses, Net()(batch))
 
 
 def test_weights_of_inplace_abn():

@@ -185,15 +185,10 @@ def test_update_bn_estimates_the_statistics_over_all_batches(arrange, momentum, 
 # -- functional calls --------------------------------------------------------------------------
 
 
-class Holder(nn.Module):
-    """A model with a module around it: torch does not call a DataParallel itself functionally."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)
+def test_torch_refuses_a_functional_call_of_a_data_parallel():
+    """Therefore the reference says to call a module around it, as the tests below do."""
+    with pytest.raises(RuntimeError, match=r"can't be used with nn\.DataParallel module"):
+        functional_call(ours(network()), {}, (batch(4)[0],))
 
 
 @setups
@@ -202,7 +197,7 @@ def test_a_functional_call_uses_what_it_is_given(which, n, wrap):
     """Gradients arrive there, and what is trainable; the model's own keep out of it."""
 
     def use(model: nn.Module, batches: Batches) -> list[Any]:
-        holder = Holder(model)
+        holder = nn.Sequential(model)
         parameters = {
             name: torch.randn_like(parameter).requires_grad_()
             for name, parameter in holder.named_parameters()
@@ -226,7 +221,7 @@ def test_gradients_flow_through_parameters_that_have_made_a_step(n, wrap):
     """As in MAML: the second call is given what the first one's gradients have made of them."""
 
     def use(model: nn.Module, batches: Batches) -> list[Any]:
-        holder = Holder(model)
+        holder = nn.Sequential(model)
         optimizer = sgd(model)
         seen: list[Any] = []
         for (x, dy), (z, dz) in (batches[:2], batches[2:]):

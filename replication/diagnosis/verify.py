@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,7 +34,6 @@ _OF_LAYERS = "outputs of layers"
 
 #: What a table says of a `Verification` whose attribute is true.
 _REMARKS = {
-    "is_evaluation": "In eval() batch norm does not synchronize: call train() first.",
     "is_random": "Two runs on one device differ as well: the model draws random numbers.",
     "is_ill_conditioned": "On one device a rounding error in inputs and parameters matters as "
     "much: the model is ill-conditioned.",
@@ -67,7 +67,6 @@ class Verification(ShownAsTable):
             computes them, outputs of the model, gradients of inputs and parameters, buffers.
         tolerance: The largest error that counts as rounding.
         replicas: The number of replicas that ran.
-        is_evaluation: Whether the whole model is in evaluation mode.
         is_random: Whether two runs on one device differ as well. Like the next one, only set if
             the replicas differ.
         is_ill_conditioned: Whether one device differs as much if its numbers change by rounding.
@@ -76,7 +75,6 @@ class Verification(ShownAsTable):
     differences: dict[str, list[Difference]]
     tolerance: float
     replicas: int
-    is_evaluation: bool = False
     is_random: bool = False
     is_ill_conditioned: bool = False
 
@@ -120,7 +118,7 @@ def verify(
     Copies of the model run forward and backward, with a random upstream gradient. The model itself
     does not change, and nothing is converted, so that layers without synchronization are found.
     Put layers that draw random numbers (dropout) in evaluation mode first. Layers that reorder the
-    samples of a batch also differ.
+    samples of a batch also differ. In a terminal, `verify` prints what it runs.
 
     >>> import torch
     >>> from torch import nn
@@ -130,7 +128,7 @@ def verify(
     output of `1` (BatchNorm1d)
 
     Args:
-        model: The model, usually in training mode. It returns no loss, or one loss per sample. A
+        model: The model, in training mode. It returns no loss, or one loss per sample. A
             `torch.nn.DataParallel` is unwrapped, and its ``dim`` is used.
         batch: A tensor, a tuple or list of positional arguments, or a mapping of keyword ones.
         device_ids: The devices of the replicas. The first also runs the model alone.
@@ -140,7 +138,8 @@ def verify(
             tensor. The default is 1e-6 in float64 and 1e-3 in other dtypes.
 
     Raises:
-        ValueError: Fewer than two replicas have data, or the model returns a loss.
+        ValueError: Fewer than two replicas have data, or the model returns a loss or is in
+            evaluation mode, where layers do not communicate.
         ReplicationError: A layer communicates with other processes.
         Exception: The model raised. A note says what `verify` was running.
     """
@@ -152,7 +151,9 @@ def verify(
     _check_layers(model)
     devices = parse_devices(device_ids)
     if len(devices) < 2:
-        raise ValueError(f"expected at least two devices to compare with one (got {len(devices)})")
+        raise ValueError(
+            f"expected two devices, such as ['cpu'] * 2, or more (got {len(devices)})"
+        )
     run, cast = partial(Run, model, batch, dim), Cast(dtype)
     expected, actual = run(devices[:1], cast), run(devices, cast)
     count = len({replica for _, replica in actual.calls})
@@ -160,8 +161,7 @@ def verify(
         raise ValueError("expected at least two replicas with data (got one); pass more samples")
     if tolerance is None:
         tolerance = 1e-6 if dtype is torch.float64 else 1e-3
-    is_evaluation = not any(module.training for module in model.modules())
-    result = Verification(_compare(actual, expected), tolerance, count, is_evaluation)
+    result = Verification(_compare(actual, expected), tolerance, count)
     return result if result else _with_cause(result, expected, partial(run, devices[:1]), cast)
 
 
@@ -186,6 +186,8 @@ def _with_cause(
 
 
 def _check_layers(model: nn.Module) -> None:
+    if not any(module.training for module in model.modules()):
+        raise ValueError("the model must be in training mode (got eval()); call model.train()")
     for path, layer in model.named_modules():
         check_initialized(path, layer)
         if isinstance(layer, ReplicaAware) and has_other_processes(layer.process_group):
@@ -264,13 +266,15 @@ class Run:
         args, kwargs, inputs = _arguments(batch, devices[0], cast)
         runner = net if len(devices) == 1 else DataParallel(net, devices, dim=dim)
         once_for(runner)()  # the result names plain batch norm, no warning does
+        on = "one device" if len(devices) == 1 else f"{len(devices)} replicas"
+        if getattr(sys.stderr, "isatty", bool)():  # a large model takes half a minute
+            print(f"verify: forward and backward on {on}", file=sys.stderr)
         try:
             outputs = _tensors(runner(*args, **kwargs))
             # Before the backward: a recomputation updates the buffers of torch's layers once more.
             buffers = {f"`{name}`": buffer.clone() for name, buffer in net.named_buffers()}
             _backward([y for y in outputs.values() if y.requires_grad])
         except BaseException as error:
-            on = "one device" if len(devices) == 1 else f"{len(devices)} replicas"
             add_note(error, f"while verify ran a copy of the model, cast to {cast.dtype}, on {on}")
             raise
         leaves = inputs | {f"`{name}`": value for name, value in net.named_parameters()}

@@ -128,7 +128,7 @@ def _added(name: str, layers: Sequence[Waits]) -> Waits:
     return Waits(name, sum(layer.calls for layer in layers), seconds)
 
 
-_reports: list[WaitReport] = []
+_reports: set[WaitReport] = set()
 
 
 @contextmanager
@@ -155,11 +155,12 @@ def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
         quiet: Whether to print nothing at the end.
     """
     report = WaitReport()
-    _reports.append(report)
     try:
+        # Both are atomic: other threads may open and close reports, and a Ctrl-C may come.
+        _reports.add(report)
         yield report
     finally:
-        _reports.remove(report)  # atomic: other threads may open and close reports
+        _reports.discard(report)
     if not quiet:
         print(report)
 

@@ -179,23 +179,25 @@ class ReplicaAware(_Base):
         self._process_group = None if value is None else ProcessGroupHandle(value)
 
     def _warn_if_isolated(self) -> bool:
-        """Warns and returns True if this layer is in a replica but not connected to its copies."""
+        """Whether a replica calls this layer without its copies. Warns if it is in a forward."""
         current = current_replica()
         if getattr(self, IS_REPLICA, False):
             what = (
                 "is in a replica that is not connected to the others, so its group is this "
-                "replica alone; call replication.patch_replication_callback(model) on the "
-                "DataParallel, or use replication.DataParallel; if its class overrides "
-                "__data_parallel_replicate__, call super's there"
+                "replica alone; use replication.DataParallel, or derive the wrapper's class from "
+                "torch.nn.DataParallel and call replication.patch_replication_callback(model); if "
+                "the layer overrides __data_parallel_replicate__, call super's there"
             )
-        elif current is not None and (current.rendezvous.size or 0) > 1:
+        elif current is None or (current.rendezvous.size or 0) < 2:
+            return False
+        elif current.path:  # a callback runs, or a signal handler that has interrupted it
+            return True
+        else:
             what = (
                 "is called by a replica but is not part of it, so its group is this replica "
                 "alone; the model reaches the original layer, through a list where an "
                 "nn.ModuleList should be, or a function made before replication that refers to it"
             )
-        else:
-            return False
         is_first = self._first_warning or once_for(self)
         if is_first():  # of the replicas, which come here at the same time
             path = f"`{self._layer_name}`: " if self._layer_name else ""

@@ -130,7 +130,7 @@ def _make_replicas(
         strict=True,
     ):
         shells = [
-            getattr(module, MAKE_SHELL)() if template is None else module.__new__(type(module))
+            getattr(module, MAKE_SHELL)() if template is None else object.__new__(type(module))
             for module, template in zip(modules, templates, strict=True)
         ]
         replicas.append(shells)

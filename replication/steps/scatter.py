@@ -30,7 +30,8 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
 
     The sizes of the parts are as in `torch.chunk`: 9 samples on 4 devices give parts of 3, 3 and
     3, so that three replicas run. An empty batch goes to one replica. Containers keep their types
-    and are new objects. 0-dim tensors and other objects go to every replica that has data.
+    and are new objects. 0-dim tensors and other objects go to every replica that has data. Beside
+    a batch of another length, a tensor as long as ``target_gpus`` has one entry per replica.
 
     Entry i of a `Scattered` goes to device i. Tensors beside it are split to match: the size of
     part i is the length of entry i, if that is a tensor or has tensors under keys or in fields.
@@ -140,9 +141,9 @@ def split_leaves(
     # Leaves that stay may have another length than the batch.
     moving = [leaf for i, leaf in enumerate(leaves) if i not in staying]
     count, splits = plan_sizes(leaves, moving, len(devices), dim)
-    nowhere, devices = [None] * count, devices[:count]
+    nowhere, used = [None] * count, devices[:count]
     columns = [
-        split_leaf(leaf, splits, dim, nowhere if i in staying else devices)
+        split_leaf(leaf, splits, dim, nowhere if i in staying else used, len(devices))
         for i, leaf in enumerate(leaves)
     ]
     return [[column[replica] for column in columns] for replica in range(count)]
@@ -165,16 +166,18 @@ def plan_sizes(
             if sizes := _sizes_of(leaf.value, dim):
                 splits.setdefault(sizes, _title(leaf))
         return counts[0], splits if counts[0] > 1 else {}
-    batch = next(filter(_is_batch, [*moving, *leaves]), None)
-    if batch is None or devices == 1:
+    batches = list(filter(_is_batch, moving)) or list(filter(_is_batch, leaves))
+    if not batches or devices == 1:
         return devices, {}
+    # A tensor of this length may have an entry per replica, and the batch another length.
+    batch = next((leaf for leaf in batches if _length(leaf, dim) != devices), batches[0])
     length = _length(batch, dim)
     part = max(1, -(-length // devices))  # as in `torch.chunk`
     sizes = tuple([min(part, length - start) for start in range(0, length, part)]) or (0,)
     return len(sizes), {sizes: _title(batch)}
 
 
-def split_leaf(leaf: Leaf, splits: Splits, dim: int, devices: Devices) -> list[Any]:
+def split_leaf(leaf: Leaf, splits: Splits, dim: int, devices: Devices, replicas: int) -> list[Any]:
     """Returns the parts of one leaf, each on its device."""
     if isinstance(leaf.value, Scattered):
         return list(map(moved, leaf.value, devices))
@@ -186,6 +189,8 @@ def split_leaf(leaf: Leaf, splits: Splits, dim: int, devices: Devices) -> list[A
         views = leaf.value.split(fitting[0], dim)
     elif (count == 1 and not splits) or (not fitting and devices[0] is None):
         views = leaf.value.tensor_split(count, dim)  # whole, or a leaf that stays
+    elif splits and not fitting and length == replicas:
+        views = leaf.value.split(1, dim)[:count]  # torch also drops entries of absent replicas
     else:
         known = " and ".join(f"{list(sizes)} of {title}" for sizes, title in splits.items())
         raise ValueError(

@@ -116,7 +116,7 @@ def test_single_device_calls_the_module_itself():
 
 @pytest.mark.parametrize("device_ids", [[], (), range(0)], ids=repr)
 def test_empty_list_of_devices_is_refused(device_ids):
-    with pytest.raises(ValueError, match="device_ids must name at least one device"):
+    with pytest.raises(ValueError, match=r"must name a device, such as \['cpu'\] \* n"):
         DataParallel(nn.ReLU(), device_ids)
 
 

@@ -21,6 +21,7 @@ from replication import (
     UnsynchronizedWarning,
     execute_replication_callbacks,
     patch_replication_callback,
+    register_replication_callback,
     replicate,
     warning,
 )
@@ -198,6 +199,18 @@ def test_original_reached_from_a_replica_warns():
 
     with pytest.warns(UserWarning, match="is called by a replica but is not part of it"):
         DataParallel(Reaches(Total()), ["cpu"] * 2)(torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("make", [Total, lambda: SynchronizedBatchNorm1d(1)])
+def test_layer_that_a_signal_handler_calls_while_callbacks_run_is_alone_and_no_part_of_them(make):
+    layer, seen = make(), []
+    expected = layer(torch.ones(2, 1))
+    net = nn.Sequential(Total())
+    register_replication_callback(net, lambda *_: seen.append(layer(torch.ones(2, 1))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DataParallel(net, ["cpu"] * 2)(torch.ones(2, 1))
+    torch.testing.assert_close(seen, [expected] * 2)
 
 
 def test_group_that_was_taken_before_there_were_replicas_is_refused_in_them():

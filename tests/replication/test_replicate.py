@@ -26,7 +26,7 @@ from replication import (
 from replication._torch import HOOKS
 from replication.steps.broadcast import broadcast
 from syncbn import SynchronizedBatchNorm2d
-from tests.layers import DEADLINE, AsTorchDoes, no_garbage_collection
+from tests.layers import DEADLINE, WRAPS, AsTorchDoes, Numbered, no_garbage_collection
 from tests.sharded import BATCH, norm, whole_batch
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -458,6 +458,48 @@ def test_what_a_replica_registers_stays_in_that_replica(name):
     dictionaries = [vars(module)[name] for module in (net, *replicate(net, ["cpu"] * 2))]
     dictionaries[1]["new"] = None
     assert ["new" in found for found in dictionaries] == [False, True, False]
+
+
+class Scaled(nn.Module):
+    """Has parameters of its own and a nested module, as a traced network may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([2.0, 3.0]))
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * self.scale)
+
+
+@pytest.mark.parametrize("wrap", WRAPS[:3])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_graph_modules_of_torch_fx_are_replicated_like_other_modules(wrap, is_nested):
+    net = Scaled()
+    traced = torch.fx.symbolic_trace(net)
+    traced.register_forward_hook(lambda module, args, y: y + module.scale)
+    x = torch.randn(6, 2)
+    expected = net(x) + net.scale
+    expected.sum().backward()
+    grads = [parameter.grad for parameter in net.parameters()]
+    net.zero_grad(set_to_none=True)
+    y = wrap(nn.Sequential(traced) if is_nested else traced)(x)
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    torch.testing.assert_close([parameter.grad for parameter in net.parameters()], grads)
+    for replica in replicate(traced, ["cpu"] * 2):
+        assert type(replica) is type(traced) and list(replica.parameters()) == []
+
+
+def test_torchs_copies_of_a_graph_module_which_have_classes_of_their_own_are_connected():
+    class Net(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2))), Numbered())
+
+    copies = [Net(), Net()]
+    assert type(copies[0][0]) is not type(copies[1][0])
+    execute_replication_callbacks(copies)
+    assert [copy[1].copy_id for copy in copies] == [0, 1]
 
 
 def test_class_may_make_copies_that_differ():

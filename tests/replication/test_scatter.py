@@ -55,6 +55,42 @@ def test_tensors_of_different_lengths_are_refused(length, sizes):
         scatter((torch.zeros(length, 1), torch.zeros(3, 2)), ["cpu"] * 2)
 
 
+@pytest.mark.parametrize(("samples", "sizes"), [(1, [1]), (5, [2, 2, 1]), (9, [3, 3, 3])])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_tensor_as_long_as_the_devices_has_an_entry_per_replica(samples, sizes, is_first):
+    """As torch splits it, and drops the entries of replicas without data."""
+    batch, entries = torch.zeros(samples, 2), torch.arange(4)[:, None]
+    parts = scatter((entries, batch) if is_first else (batch, entries), ["cpu"] * 4)
+    pairs = [part if is_first else part[::-1] for part in parts]
+    assert [(entry.tolist(), len(shard)) for entry, shard in pairs] == [
+        ([[i]], size) for i, size in enumerate(sizes)
+    ]
+
+
+def test_entries_per_replica_may_be_expanded_and_are_copies():
+    count = torch.tensor(7.0)
+    parts = scatter({"x": torch.zeros(5), "count": count.unsqueeze(0).expand(3, -1)}, ["cpu"] * 3)
+    for part in parts:
+        part["count"].add_(1)
+    assert [part["count"].tolist() for part in parts] == [[[8.0]]] * 3
+    assert count == 7
+
+
+def test_entries_per_replica_beside_scattered_ones():
+    batch = Scattered([torch.zeros(1), torch.zeros(4)])
+    assert scatter((batch, torch.arange(2)), ["cpu"] * 2) == [
+        (batch[0], torch.tensor([0])),
+        (batch[1], torch.tensor([1])),
+    ]
+
+
+def test_beside_lists_for_replicas_a_tensor_is_refused_whatever_its_length():
+    """Of names alone the sizes are unknown, so the two tensors could both be of one replica."""
+    names = Scattered([["a", "b"], []])
+    with pytest.raises(ValueError, match=r"cannot be split like .* sizes of no tensor"):
+        scatter((names, torch.zeros(2)), ["cpu"] * 2)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_onto_one_device_tensors_of_different_lengths_go_whole(device):
     x, y, n = torch.zeros(4, 1), torch.zeros(3, 2), torch.tensor(1)

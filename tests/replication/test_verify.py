@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -15,10 +19,10 @@ import replication.__main__
 import syncbn.__main__
 import syncbn.formula
 import syncbn.joined
-from replication import DataParallel, SoloGroup
+from replication import DataParallel, Scattered, SoloGroup
 from syncbn import SynchronizedBatchNorm2d, convert_model, verify
 from tests.layers import Centering, Numbered, knows_hooks, outcome_of
-from tests.processes import run_python
+from tests.processes import environment, run_python
 from tests.ranks import needs_gloo, run_ranks
 
 CPUS = ["cpu"] * 3
@@ -167,11 +171,12 @@ def test_different_calls_and_shapes_are_reported(does, where, reason):
     ("call", "error", "requirement"),
     [
         (lambda: verify(Net, X), TypeError, r"expected a torch\.nn\.Module"),
-        (lambda: verify(nn.ReLU(), X, ["cpu"]), ValueError, "at least two devices"),
+        (lambda: verify(nn.ReLU(), X, []), ValueError, r"two devices, such as \['cpu'\] \* 2"),
+        (lambda: verify(nn.ReLU(), X, ["cpu"]), ValueError, "expected two devices"),
         (lambda: verify(nn.ReLU(), X[:1]), ValueError, "at least two replicas with data"),
         (lambda: verify(Loss(), X), ValueError, "return one loss per sample"),
     ],
-    ids=["module", "devices", "samples", "loss"],
+    ids=["module", "none", "devices", "samples", "loss"],
 )
 def test_what_cannot_be_compared_is_refused(call, error, requirement):
     with pytest.raises(error, match=requirement):
@@ -251,13 +256,26 @@ def test_loss_of_each_sample_is_compared():
     assert found and len(found.differences["outputs"]) == 2
 
 
-def test_the_result_says_that_evaluation_was_compared():
-    note = "In eval() batch norm does not synchronize: call train() first."
-    plain = nn.Sequential(nn.BatchNorm2d(2))
-    found = verify(plain.eval(), X, CPUS)
-    assert found and found.is_evaluation and str(found).splitlines()[-1] == note
-    plain[0].train()  # the layer that synchronizes
-    assert note not in str(verify(convert_model(plain), X, CPUS))
+def test_a_network_in_evaluation_is_refused_unless_a_layer_trains():
+    plain = nn.Sequential(nn.BatchNorm2d(2)).eval()
+    with pytest.raises(ValueError, match=r"training mode \(got eval\(\)\); call model\.train\(\)"):
+        verify(DataParallel(plain, CPUS), X, CPUS)
+    plain[0].train()
+    assert verify(convert_model(plain), X, CPUS)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_shown_in_a_terminal_only(net, monkeypatch, capsys):
+    verify(net, X, CPUS)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    verify(net, X, CPUS)
+    runs = [f"verify: forward and backward on {on}\n" for on in ("one device", "3 replicas")]
+    assert sys.stderr.getvalue() == "".join(runs)
 
 
 def test_output_of_a_layer_that_differs_is_named():
@@ -306,6 +324,19 @@ def test_self_check_passes_here(package, dtypes):
         tolerance = {"float64": "1e-06", "float32": "1e-03"}[dtype]
         assert lines.count(f"3 replicas: equal (tolerance {tolerance})") >= 1
     assert lines[-1] == "PASS: replicas run, communicate, and compute what one device computes"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="needs pipes that a signal closes")
+@pytest.mark.parametrize("package", ["replication", "syncbn"])
+def test_self_check_whose_output_is_closed_ends_without_a_traceback(package):
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-u", "-m", package, "--replicas", "2"]
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment()) as process:
+        assert process.stdout.readline().startswith(b"synchronized-batchnorm")
+        process.stdout.close()
+        assert b"Error" not in process.stderr.read()
+    assert process.returncode == -signal.SIGPIPE
 
 
 checks = pytest.mark.parametrize("check", [replication.__main__, syncbn.__main__])
@@ -462,7 +493,7 @@ def test_random_model_is_distinguished_from_an_unsynchronized_one():
     found = verify(convert_model(Dropping()), x, ["cpu"] * 2)
     assert not found and found.is_random
     assert str(found).endswith("the model draws random numbers.")
-    for net in (nn.BatchNorm1d(4), Dropping().eval(), convert_model(nn.BatchNorm1d(4))):
+    for net in (nn.BatchNorm1d(4), convert_model(nn.BatchNorm1d(4))):
         found = verify(net, x, ["cpu"] * 2)
         assert not found.is_random and "random" not in str(found)
 
@@ -533,3 +564,22 @@ class Heads(nn.Module):
 def test_a_forward_that_writes_into_a_plain_list_differs():
     found = verify(nn.Sequential(Heads()), torch.randn(6, 3), CPUS)
     assert found.first_difference.where == "output of `0` (Heads)"
+
+
+# -- lists with one item per sample ------------------------------------------------------------
+
+
+class Weighted(nn.Module):
+    """Pairs the samples with the items of a list, of which each replica gets all."""
+
+    def forward(self, x: Tensor, weights: list[float]) -> Tensor:
+        return torch.stack([weight * sample for weight, sample in zip(weights, x, strict=False)])
+
+
+def test_a_forward_that_pairs_a_list_with_the_samples_differs():
+    weights = [1.0, 2.0, 3.0, 4.0]
+    found = verify(Weighted(), (torch.ones(4, 2), weights), ["cpu"] * 2)
+    assert found.first_difference.where == "output of the model"
+    parts = Scattered(torch.ones(4, 2).split(2)), Scattered([weights[:2], weights[2:]])
+    y = DataParallel(Weighted(), ["cpu"] * 2)(*parts)
+    assert y[:, 0].tolist() == weights

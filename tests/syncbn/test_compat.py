@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
+import warnings
 from importlib.machinery import PathFinder
 
 import pytest
@@ -18,6 +20,7 @@ import replication
 import syncbn
 from syncbn import compat as stand_in
 from syncbn import patch_sync_batchnorm
+from tests.processes import run_python
 
 LAYERS = ["SynchronizedBatchNorm1d", "SynchronizedBatchNorm2d", "SynchronizedBatchNorm3d"]
 FUNCTIONS = ["set_sbn_eps_mode", "patch_sync_batchnorm", "convert_model"]
@@ -143,6 +146,41 @@ def test_a_package_in_no_package_is_not_found():
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
         importlib.import_module("nowhere.sync_batchnorm.batchnorm")
     forget("nowhere.sync_batchnorm")
+
+
+COPY = {
+    "__init__.py": "from . import batchnorm, replicate",
+    "batchnorm.py": "class SynchronizedBatchNorm2d: pass",
+    "replicate.py": "class DataParallelWithCallback: pass",
+}
+
+
+@pytest.mark.parametrize("name", ["lib.copied", "copeid", "lib.copied.batchnorm"])
+def test_copy_under_another_name_than_the_stand_in_is_warned_of(name, tmp_path, monkeypatch):
+    (tmp_path / "lib" / "copied").mkdir(parents=True)
+    for file, text in COPY.items():
+        (tmp_path / "lib" / "copied" / file).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    syncbn.stand_in_for(name)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            importlib.import_module("lib.copied")
+    finally:
+        forget(name)
+        forget("lib")
+    expected = [] if name == "lib.copied" else ["stand_in_for('lib.copied')"]
+    assert [re.findall(r"call (\S+)", str(warning.message))[0] for warning in caught] == expected
+
+
+@pytest.mark.slow
+def test_program_that_never_imports_the_package_says_so_at_its_end():
+    program = "import syncbn, email.mime; syncbn.stand_in_for('email.mine')"
+    for lines, warns in (f"{program}", True), (f"{program}; import email.mine", False):
+        done = run_python("-c", lines)
+        assert done.returncode == 0
+        said = "stand_in_for('email.mine') replaced nothing" in done.stderr
+        assert said is warns
 
 
 def test_other_modules_are_found_as_ever(package):

@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from replication import (
     ReplicaAware,
     UnsynchronizedWarning,
     patch_replication_callback,
+    replicate,
 )
 from replication.callbacks import runs_callbacks
 from replication.groups.processes import ProcessGroupHandle
@@ -225,14 +227,59 @@ class OfTorch(nn.SyncBatchNorm):
     """Inherits a forward of torch's that never reaches it."""
 
 
-@pytest.mark.parametrize("old", [Functional, OfTorch])
-def test_a_forward_without_super_stays_unsynchronized_with_a_warning(old):
+class Processing(nn.SyncBatchNorm):
+    """Reaches a forward of torch's by super()."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+@pytest.mark.parametrize("old", [Functional, OfTorch, Processing])
+def test_a_forward_that_does_not_lead_to_the_synchronized_one_is_refused(old):
     new = type("New", (old, SynchronizedBatchNormNd), {})
-    with pytest.warns(UnsynchronizedWarning, match=r"New, its forward does not call super"):
-        layer = convert_model(old(3), classes={old: new})
+    layer = old(3)
+    with pytest.raises(TypeError, match=r"calls super.*, or with a forward of its own"):
+        convert_model(layer, classes={old: new})
+    assert type(layer) is old
+    with pytest.warns(UnsynchronizedWarning, match=r"New, its forward does not lead to the sync"):
+        convert_model(new(3))
     written_anew = type("Anew", (new,), {"forward": SynchronizedBatchNormNd.forward})
     assert summary(written_anew(3)).paths("synchronized") == [""]
-    assert summary(layer).paths("left alone") == [""]
+    convert_model(layer, classes={old: written_anew})
+    assert type(layer) is written_anew
+
+
+def test_layers_derived_from_torchs_for_processes_follow_the_advice_and_come_back():
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), Processing(3)).double()
+    state = copy.deepcopy(net.state_dict())
+    x = torch.randn(7, 3, 4, 4, dtype=torch.float64)
+    with pytest.warns(UnsynchronizedWarning, match="part of the batch in `1` .Processing.; call"):
+        DataParallel(net, ["cpu"] * 2)(x)
+    net.load_state_dict(state)
+    with pytest.warns(UnsynchronizedWarning) as caught:
+        convert_model(net)
+    advice = "classes={Processing: ...} with a class derived from SynchronizedBatchNormNd"
+    assert advice in str(caught[0].message)
+
+    class SyncProcessing(SynchronizedBatchNormNd):
+        def forward(self, x):
+            return super().forward(x).relu()
+
+    plain = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()).double()
+    plain.load_state_dict(state)
+    convert_model(net, classes={Processing: SyncProcessing})
+    torch.testing.assert_close(DataParallel(net, ["cpu"] * 2)(x), plain(x))
+    assert type(revert_model(net)[1]) is Processing
+
+
+def test_a_warning_about_many_layers_names_the_first_of_each_class():
+    layers = [layer for _ in range(50) for layer in (Fused(3), nn.LazyBatchNorm2d())]
+    with pytest.warns(UnsynchronizedWarning) as caught:
+        convert_model(nn.Sequential(*layers))
+    text = str(caught[0].message)
+    assert "`0`, `2`, `4` and 47 more (Fused, a derived class: pass" in text
+    assert "`1`, `3`, `5` and 47 more (LazyBatchNorm2d, lazy: call" in text
+    assert len(text) < 500
 
 
 def test_the_warning_shows_the_argument_to_pass():
@@ -256,13 +303,13 @@ def test_the_warning_shows_the_argument_to_pass():
 @pytest.fixture
 def timm_layer(monkeypatch):
     """A layer of a class like timm's, under the name of timm's."""
-    module = ModuleType("timm.layers.norm_act")
-    kind = type("BatchNormAct2d", (TimmLayer,), {"__module__": module.__name__})
-    module.BatchNormAct2d = kind
+    module: Any = ModuleType("timm.layers.norm_act")
+    for name, base in ("BatchNormAct2d", TimmLayer), ("SyncBatchNormAct", TimmLayerOfProcesses):
+        setattr(module, name, type(name, (base,), {"__module__": module.__name__}))
     monkeypatch.setitem(sys.modules, "timm", ModuleType("timm"))
     monkeypatch.setitem(sys.modules, "timm.layers", ModuleType("timm.layers"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    return kind(3)
+    return module.BatchNormAct2d(3)
 
 
 class TimmLayer(nn.BatchNorm2d):
@@ -277,6 +324,28 @@ class TimmLayer(nn.BatchNorm2d):
             *(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
         )
         return self.act(self.drop(output))
+
+
+class TimmLayerOfProcesses(nn.SyncBatchNorm):
+    """Its parts are those of a layer that timm converts."""
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+def test_what_timm_makes_of_its_layer_is_converted_like_the_layer(timm_layer):
+    plain = nn.Sequential(timm_layer).double()
+    kind = sys.modules[type(timm_layer).__module__].SyncBatchNormAct
+    layer = kind(3)
+    layer.drop, layer.act = timm_layer.drop, timm_layer.act
+    net = nn.Sequential(layer).double()
+    assert summary(net).paths("plain") == ["0"]
+    convert_model(net)
+    assert type(net[0]) is type(convert_model(copy.deepcopy(timm_layer)))
+    x = torch.randn(5, 3, 4, 4, dtype=torch.float64)
+    pickled = pickle.loads(pickle.dumps(net))
+    torch.testing.assert_close(DataParallel(pickled, ["cpu"] * 2)(x), plain(x))
+    assert type(revert_model(net)[0]) is kind
 
 
 def test_the_layer_of_timm_is_converted_with_its_activation(timm_layer):
@@ -371,7 +440,7 @@ def test_layers_in_plain_containers_are_named(container, kind):
     with pytest.warns(UnsynchronizedWarning) as caught:
         convert_model(net)
     (text,) = [str(warning.message) for warning in caught]
-    assert "nn.ModuleList" in text and text.count(f"`1.hidden` ({kind.__name__}, ") == 2
+    assert f"`1.hidden`, `1.hidden` ({kind.__name__}, in a plain list" in text
     rows = [layer for layer in summary(net).layers if layer.kind.name == "left alone"]
     assert [layer[:2] for layer in rows] == [("1.hidden", kind.__name__)] * 2
     assert all("nn.ModuleList" in layer.kind.note for layer in rows)
@@ -633,3 +702,35 @@ def test_wrapper_of_an_older_toolkit_around_converted_layers():
         OlderWrapper(convert_model(copy.deepcopy(net)), 2)(x)
     model = convert_model(OlderWrapper(net, 2))
     torch.testing.assert_close(model(x), twin(x))
+
+
+class Unrelated(nn.Module):
+    """A wrapper that is not derived from torch's, as CenterNet has one."""
+
+    def __init__(self, module, n):
+        super().__init__()
+        self.module, self.device_ids, self.dim, self.output_device = module, ["cpu"] * n, 0, "cpu"
+
+    def forward(self, *inputs):
+        steps = CustomDataParallel
+        args, kwargs = steps.scatter(self, inputs, {}, self.device_ids)
+        outputs = steps.parallel_apply(self, replicate(self.module, self.device_ids), args, kwargs)
+        return steps.gather(self, outputs, self.output_device)
+
+
+def test_wrapper_that_is_not_derived_from_torchs_is_named_with_the_way_out():
+    model = Unrelated(nn.Sequential(nn.BatchNorm1d(3)), 2).double()
+    advice = "derive it from torch.nn.DataParallel, or use replication.DataParallel"
+    with pytest.warns(UnsynchronizedWarning) as caught:
+        convert_model(model)
+    (text,) = [str(warning.message) for warning in caught]
+    assert f"`(root)` (Unrelated, its copies are not connected: {advice})" in text
+    assert summary(model).paths("left alone") == [""]
+    x = torch.randn(6, 3, dtype=torch.float64)
+    with pytest.warns(UnsynchronizedWarning, match="derive the wrapper's class from torch"):
+        model(x)
+    for wrap in CustomDataParallel, lambda net, n: DataParallel(net, ["cpu"] * n):
+        connected = convert_model(wrap(copy.deepcopy(model.module), 2))
+        plain = revert_model(copy.deepcopy(model.module))
+        torch.testing.assert_close(connected(x), plain(x))
+        assert summary(connected).paths("left alone") == []

@@ -118,7 +118,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Connects this copy with the others."""
         super().__data_parallel_replicate__(ctx, copy_id)
-        if self._replica_group is not None:
+        if isinstance(ctx, CallbackContext):  # not of another toolkit
             where = f"`{path_or_root(ctx.path)}`, replica {copy_id}"
             # `self._recorded_calls = ...` would be slow on a module.
             vars(self)["_has_original_buffers"] = copy_id == 0

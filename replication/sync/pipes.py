@@ -116,7 +116,18 @@ class Channel(Exchange):
             self.identifiers.add(identifier)
             self.calls[replica] = 0
             self._round.missing.add(replica)
-        return SlavePipe(identifier, partial(self, rendezvous, replica))
+        return SlavePipe(identifier, partial(self.send, rendezvous, replica))
+
+    def send(self, rendezvous: Rendezvous, replica: int, message: tuple[Hashable, Any]) -> Any:
+        """Returns the reply to a slave."""
+        current = current_replica()
+        if current is not None and current.rendezvous is not rendezvous:
+            raise ReplicationError(
+                f"slave {message[0]!r} was not registered in this forward, so its master never "
+                "answers; if another toolkit's patch_replication_callback has called the "
+                "callbacks again, remove it"
+            )
+        return self(rendezvous, replica, message, None)
 
 
 class SlavePipe:
@@ -135,11 +146,12 @@ class SlavePipe:
         Raises:
             ReplicaFailed: Another replica raised.
             ReplicasDiverged: The master can no longer reply.
+            ReplicationError: The slave was registered in another forward, or in none.
         """
-        return self._send((self.identifier, msg), None)
+        return self._send((self.identifier, msg))
 
 
-def _refuse(message: tuple[Hashable, Any], merge: None) -> None:
+def _refuse(message: tuple[Hashable, Any]) -> None:
     raise ReplicationError(
         f"the pipe of slave {message[0]!r} is a copy and belongs to no forward; register_slave "
         "makes one for each forward"

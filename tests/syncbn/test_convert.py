@@ -18,6 +18,7 @@ import syncbn
 from replication import (
     DataParallel,
     ReplicaAware,
+    ReplicationError,
     UnsynchronizedWarning,
     patch_replication_callback,
     replicate,
@@ -35,7 +36,7 @@ from syncbn import (
     summary,
     verify,
 )
-from tests.layers import CustomDataParallel
+from tests.layers import Centering, CustomDataParallel
 from tests.older_toolkit.batchnorm import (
     Base,
     BatchNorm1dOlder,
@@ -681,17 +682,40 @@ class OlderContext:
     """The context of a toolkit that knows no groups."""
 
 
+def connected_by_older_toolkit(replicas):
+    """The replicas, after the older toolkit has run the callbacks with contexts of its own."""
+    contexts = [OlderContext() for _ in replicas[0].modules()]
+    for copy_id, replica in enumerate(replicas):
+        for context, layer in zip(contexts, replica.modules(), strict=True):
+            if hasattr(layer, "__data_parallel_replicate__"):
+                layer.__data_parallel_replicate__(context, copy_id)
+    return replicas
+
+
 class OlderWrapper(CustomDataParallel):
-    """The older toolkit's DataParallel, which runs callbacks with a context of its own."""
+    """The older toolkit's DataParallel."""
 
     def replicate(self, module, device_ids):
-        replicas = super().replicate(module, device_ids)
-        contexts = [OlderContext() for _ in module.modules()]
-        for copy_id, replica in enumerate(replicas):
-            for context, layer in zip(contexts, replica.modules(), strict=True):
-                if hasattr(layer, "__data_parallel_replicate__"):
-                    layer.__data_parallel_replicate__(context, copy_id)
-        return replicas
+        return connected_by_older_toolkit(super().replicate(module, device_ids))
+
+
+def patched_by_us(net):
+    model = CustomDataParallel(net, 2)
+    patch_replication_callback(model)
+    return model
+
+
+@pytest.mark.parametrize("wrap", [patched_by_us, lambda net: DataParallel(net, ["cpu"] * 2)])
+def test_a_patch_of_an_older_toolkit_beside_ours(wrap):
+    plain = nn.BatchNorm1d(3).double()
+    synchronized, piped = (wrap(net) for net in (convert_model(copy.deepcopy(plain)), Centering()))
+    for model in (synchronized, piped):
+        replicate = model.replicate
+        model.replicate = lambda *args, of=replicate: connected_by_older_toolkit(of(*args))
+    x = torch.randn(6, 3, dtype=torch.float64)
+    torch.testing.assert_close(synchronized(x), plain(x))
+    with pytest.raises(ReplicationError, match="slave 1 was not registered in this forward"):
+        piped(x)
 
 
 def test_wrapper_of_an_older_toolkit_around_converted_layers():

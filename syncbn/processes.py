@@ -21,7 +21,7 @@ from torch import Tensor
 
 from replication.errors import ReplicationError
 from replication.groups.base import Layouts
-from replication.groups.processes import Collective, ProcessGroup
+from replication.groups.processes import Collective, ProcessGroup, debugging_advice
 from syncbn.statistics import Moments, merge_shares
 
 #: Input dtypes that need more digits than the sums keep.
@@ -64,10 +64,11 @@ class Ranks:
     def _checked(self, counts: Tensor) -> Tensor:
         """Returns counts that ranks announce, after a check where the host may read them."""
         for rank, count in enumerate(counts.flatten().tolist() if counts.is_cpu else ()):
-            if not (0 <= count < 2**63 and count % 1 == 0):  # false for NaN
+            # NaN is refused as well, and more than float64 can count.
+            if not (0 <= count < 2**53 and count % 1 == 0):
                 who = f"rank {rank} announces" if len(counts) > 1 else "all ranks announce"
                 raise ReplicationError(
                     f"{self._group._where()}: {who} {count} values per channel; is a layer "
-                    "in eval() on some ranks? TORCH_DISTRIBUTED_DEBUG=INFO compares their calls"
+                    f"in eval() on some ranks?{debugging_advice()}"
                 )
         return counts

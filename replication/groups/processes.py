@@ -12,7 +12,7 @@ from functools import partial
 from hashlib import sha256
 from math import prod
 from struct import Struct
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -45,16 +45,19 @@ T = TypeVar("T")
 #: `ProcessGroup.prefers_gather`).
 _FEW_RANKS, _FEW_BYTES = 8, 64 * 1024
 
-#: A header, by which ranks compare their calls before tensors travel: a length, which may differ,
-#: the hash of the call's text, and the text, cut if it is too long. It is not a pickle, because
-#: unpickling could run any code.
+#: A header, by which ranks compare their calls: a length, which may differ, the hash of the call's
+#: text, and the text, cut if it is too long. It is not a pickle, because unpickling could run any
+#: code.
 _HEADER = Struct("<q32s472s")
+
+#: The least number of bytes of a tensor with its header, so that tensors of different small sizes
+#: arrive whole.
+_LEAST_BYTES = 4096
 
 #: A note on errors of a backend.
 _REMEDY = (
     "if no other rank failed first (see their logs), some rank did not reach this call: is one in "
-    "eval(), out of data (see replication.JoinableStep), without a backward, or in another layer? "
-    "Set TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls"
+    "eval(), out of data (see replication.JoinableStep), without a backward, or in another layer?"
 )
 
 
@@ -141,6 +144,15 @@ class Collective(Function):
         return None, None, ctx.derivative(grad)
 
 
+class Begun(NamedTuple):
+    """A call that this rank has begun."""
+
+    #: The name for messages, also of its derivatives.
+    name: str
+    #: The text by which ranks compare the call, if they have not done so.
+    text: str = ""
+
+
 class ProcessGroup(Group):
     """The processes of a group of `torch.distributed`, on any backend (gloo, NCCL, ...).
 
@@ -148,8 +160,9 @@ class ProcessGroup(Group):
     the loss of a rank does not use its results, multiply them by 0 and add them to the loss.
     Tensors must require gradients on all ranks or on none.
 
-    `all_gather` and `all_gather_object` exchange lengths, so they name calls of the ranks that do
-    not match. The other collectives leave mismatches to the backend, unless
+    Calls of the ranks that do not match are named by `all_gather` and `all_gather_object`, which
+    exchange lengths, and for tensors on the CPU of up to 3.5 kB, in a maximum, minimum or product,
+    or in groups of up to 8 ranks. Otherwise mismatches are left to the backend, unless
     ``TORCH_DISTRIBUTED_DEBUG`` is ``INFO`` or ``DETAIL`` in the environment.
 
     >>> import torch
@@ -214,8 +227,8 @@ class ProcessGroup(Group):
     # -- calls ---------------------------------------------------------------------------------
 
     @contextmanager
-    def _calling(self, call: Call, length: int | None = None) -> Iterator[list[int]]:
-        """Counts a call. With a length, compares the call and yields the lengths of all ranks."""
+    def _calling(self, call: Call) -> Iterator[str]:
+        """Counts a call, and yields the text by which ranks compare it."""
         # If another rank raises or dies, this one gets an error of the backend or runs into the
         # timeout of the process group. Notes on that error name the call.
         state = state_of(self.process_group)
@@ -225,22 +238,25 @@ class ProcessGroup(Group):
             text = f"`{self._name}`, call {state.calls[kind]}: {call}"
         try:
             with named_range(f"exchange {self._name}, rank {self.rank}"):
-                # TORCH_DISTRIBUTED_DEBUG. Not `is`, because every call returns a new object.
-                debugs = distributed.get_debug_level() != distributed.DebugLevel.OFF  # type: ignore[attr-defined]
-                yield [] if length is None and not debugs else self._compare(text, length or 0)
+                if _ranks_debug():
+                    self._compare(text)
+                yield text
         except Exception as error:
             if not has_type(error, ReplicationError):
                 add_note(error, f"in {text}, rank {self.rank} of {self.size}")
-                add_note(error, _REMEDY)
+                add_note(error, _REMEDY + debugging_advice())
             raise
 
-    def _compare(self, text: str, length: int) -> list[int]:
+    def _compare(self, text: str, length: int = 0) -> list[int]:
         """Raises `ReplicasDiverged` if the ranks' calls do not match. Returns their lengths."""
-        header = _HEADER.pack(length, sha256(text.encode()).digest(), text.encode())
-        headers = [_HEADER.unpack(_to_bytes(row)) for row in self._rows(self._to_tensor(header))]
-        calls = [(digest, _printable(encoded)) for _, digest, encoded in headers]
+        return self._checked(self._gathered(self._to_tensor(_header_of(text, length))))
+
+    def _checked(self, headers: Tensor) -> list[int]:
+        """Raises `ReplicasDiverged` if the headers do not match. Returns their lengths."""
+        unpacked = [_HEADER.unpack(_to_bytes(row)) for row in headers]
+        calls = [(digest, _printable(encoded)) for _, digest, encoded in unpacked]
         check_same_call(calls, f"`{self._name}`", range(self.size), "rank")
-        return [length for length, *_ in headers]
+        return [length for length, *_ in unpacked]
 
     def _to_tensor(self, data: bytes) -> Tensor:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -248,9 +264,9 @@ class ProcessGroup(Group):
 
     def _differentiable(
         self,
-        name: str,
+        begun: Begun,
         collective: Callable[[Tensor], Tensor],
-        derivative: Callable[[Tensor], Tensor],
+        derivative: Callable[[Begun, Tensor], Tensor],
         tensor: Tensor,
     ) -> Tensor:
         """Runs a collective in an autograd graph. Its backward is a separate call."""
@@ -260,8 +276,9 @@ class ProcessGroup(Group):
             )
 
         def backward(grad: Tensor) -> Tensor:
-            with self._calling(Call(f"{name}_backward", layouts_of([grad], any_length=True))):
-                return derivative(grad)
+            call = Call(f"{begun.name}_backward", layouts_of([grad], any_length=True))
+            with self._calling(call) as text:
+                return derivative(begun._replace(text=text), grad)
 
         return Collective.apply(collective, backward, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -302,9 +319,10 @@ class ProcessGroup(Group):
             layouts: Dtypes and shapes that must match on all ranks.
             requires_grad: Whether autograd records the call.
         """
-        with self._calling(Call(name, layouts, requires_grad)):
-            name = name.removesuffix("_backward")  # derivatives of any order have one name
-            return self._stack(name, tensor) if stack else self._sum(name, tensor)
+        with self._calling(Call(name, layouts, requires_grad)) as text:
+            # Derivatives of any order have one name.
+            begun = Begun(name.removesuffix("_backward"), text)
+            return self._stack(begun, tensor) if stack else self._sum(begun, tensor)
 
     def prefers_gather(self, tensor: Tensor) -> bool:
         """Whether it is faster to sum by gathering all tensors and adding them on each rank."""
@@ -326,40 +344,41 @@ class ProcessGroup(Group):
         call = Call(name_of(name, option), layouts, requires_grad)
         if name == "all_gather":  # it compares lengths in its call
             return self._all_gather(call, *tensors)
-        with self._calling(call):
-            return getattr(self, f"_{name}")(name, *tensors, **option)  # type: ignore[no-any-return]
+        with self._calling(call) as text:
+            return getattr(self, f"_{name}")(Begun(name, text), *tensors, **option)  # type: ignore[no-any-return]
 
-    def _all_reduce(self, name: str, tensor: Tensor, op: ReduceOp) -> Tensors:
+    def _all_reduce(self, begun: Begun, tensor: Tensor, op: ReduceOp) -> Tensors:
         if op == "mean" and tensor.dtype is torch.float16:  # a sum may overflow
-            return (self._sum(name, tensor / self.size),)
+            return (self._sum(begun, tensor / self.size),)
         if op in ("sum", "mean"):
-            total = self._sum(name, tensor)
+            total = self._sum(begun, tensor)
             return (total / self.size if op == "mean" else total,)
-        return (reduce_tensors(self._stack(name, tensor).unbind(), op),)
+        return (reduce_tensors(self._stack(begun, tensor).unbind(), op),)
 
     def _all_gather(self, call: Call, tensor: Tensor) -> Tensors:
         length = len(tensor) if tensor.dim() else 0
         # With NCCL the headers travel through the current device.
         with ExitStack() as stack:
             use_device(stack, tensor.device, current_stream(tensor.device))
-            lengths = stack.enter_context(self._calling(call, length))
+            lengths = self._compare(stack.enter_context(self._calling(call)), length)
             shapes = [(n, *tensor.shape[1:]) if tensor.dim() else () for n in lengths]
             sizes = [prod(shape) for shape in shapes]
             values = tensor.reshape(-1)
             if len(values) < max(sizes):  # backends need the same shape on all ranks
                 # Not `torch.cat`, which ignores an empty vector, in backward as well.
                 values = pad(values, [0, max(sizes) - len(values)])
-            rows = zip(self._stack("all_gather", values), sizes, shapes, strict=True)
+            stacked = self._stack(Begun(call.name), values)
+            rows = zip(stacked, sizes, shapes, strict=True)
             return tuple(row[:size].view(shape).clone() for row, size, shape in rows)
 
-    def _reduce_scatter(self, name: str, *tensors: Tensor, op: ReduceOp) -> Tensors:
+    def _reduce_scatter(self, begun: Begun, *tensors: Tensor, op: ReduceOp) -> Tensors:
         mine = tensors[self.rank]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         sent, received = [tensor.numel() for tensor in tensors], [mine.numel()] * self.size
-        parts = self._send_values(sent, received, name, flat).view(self.size, *mine.shape)
+        parts = self._send_values(sent, received, begun, flat).view(self.size, *mine.shape)
         return (reduce_tensors(parts.unbind(), op),)
 
-    def _broadcast(self, name: str, tensor: Tensor, src: int) -> Tensors:
+    def _broadcast(self, begun: Begun, tensor: Tensor, src: int) -> Tensors:
         def from_source(tensor: Tensor) -> Tensor:
             received = tensor.clone(memory_format=torch.contiguous_format)
             # Older releases of torch leave complex numbers to the backend, which may refuse them.
@@ -367,44 +386,57 @@ class ProcessGroup(Group):
             distributed.broadcast(real, self._global_rank(src), self.process_group)
             return received
 
-        def to_source(grad: Tensor) -> Tensor:
-            total = self._sum(name, grad)
+        def to_source(begun: Begun, grad: Tensor) -> Tensor:
+            total = self._sum(begun, grad)
             # Other ranks get zeros in the graph, because all take part in the second derivative.
             return total.masked_fill(total.new_full((), self.rank != src, dtype=torch.bool), 0)
 
-        return (self._differentiable(name, from_source, to_source, tensor),)
+        return (self._differentiable(begun, from_source, to_source, tensor),)
 
-    def _sum(self, name: str, tensor: Tensor) -> Tensor:
+    def _sum(self, begun: Begun, tensor: Tensor) -> Tensor:
         """Returns the sum over the ranks, whose derivative is the sum of the gradients."""
 
         def sum_of_ranks(tensor: Tensor) -> Tensor:
             if self.prefers_gather(tensor):
-                return reduce_tensors(self._rows(tensor).unbind(), "sum")
+                return reduce_tensors(self._rows(begun.text, tensor).unbind(), "sum")
             total = tensor.clone(memory_format=torch.contiguous_format)
             distributed.all_reduce(total, group=self.process_group)
             return total
 
-        return self._differentiable(name, sum_of_ranks, partial(self._sum, name), tensor)
+        return self._differentiable(begun, sum_of_ranks, self._sum, tensor)
 
-    def _rows(self, tensor: Tensor) -> Tensor:
-        """Stacks the tensors of all ranks, without a derivative."""
-        tensor = tensor.resolve_conj().contiguous()
+    def _rows(self, text: str, tensor: Tensor) -> Tensor:
+        """Stacks the tensors of all ranks, without a derivative. Compares the call, if any."""
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+        if not (text and tensor.is_cpu):  # elsewhere the host would wait for the headers
+            return self._gathered(tensor)
+        # A single number counts as contiguous with any stride.
+        values = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        begin, end = _HEADER.size, _HEADER.size + len(values)
+        padding = values.new_zeros(max(0, _LEAST_BYTES - end))
+        rows = self._gathered(torch.cat((self._to_tensor(_header_of(text)), values, padding)))
+        self._checked(rows[:, :begin])
+        return rows[:, begin:end].view(tensor.dtype).view(self.size, *tensor.shape)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """Stacks contiguous tensors of all ranks."""
         rows = tensor.new_empty(self.size, *tensor.shape)
         if rows.numel():  # else there is nothing to send
             # Not all_gather_into_tensor, which gloo lacks in older releases of torch.
             distributed.all_gather(list(rows), tensor, self.process_group)
         return rows
 
-    def _stack(self, name: str, tensor: Tensor) -> Tensor:
+    def _stack(self, begun: Begun, tensor: Tensor) -> Tensor:
         """Stacks the tensors of all ranks, which have the same shape, to ``(size, ...)``."""
 
-        def to_owners(grad: Tensor) -> Tensor:
-            return self._reduce_scatter(name, *grad, op="sum")[0]
+        def to_owners(begun: Begun, grad: Tensor) -> Tensor:
+            return self._reduce_scatter(begun, *grad, op="sum")[0]
 
-        return self._differentiable(name, self._rows, to_owners, tensor)
+        collective = partial(self._rows, begun.text)
+        return self._differentiable(begun, collective, to_owners, tensor)
 
     def _send_values(
-        self, sent: list[int], received: list[int], name: str, tensor: Tensor
+        self, sent: list[int], received: list[int], begun: Begun, tensor: Tensor
     ) -> Tensor:
         """Sends ``sent[i]`` values of a vector to rank i, and returns ``received[i]`` from it."""
 
@@ -416,8 +448,8 @@ class ProcessGroup(Group):
                 distributed.all_to_all_single(result, tensor, received, sent, self.process_group)
             return result
 
-        way_back = partial(self._send_values, received, sent, name)
-        return self._differentiable(name, exchange, way_back, tensor)
+        way_back = partial(self._send_values, received, sent)
+        return self._differentiable(begun, exchange, way_back, tensor)
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -450,6 +482,22 @@ class ProcessGroup(Group):
 
     def _global_rank(self, rank: int) -> int:
         return distributed.get_global_rank(self.process_group, rank)
+
+
+def _ranks_debug() -> bool:
+    """Whether ranks compare all calls, by ``TORCH_DISTRIBUTED_DEBUG``."""
+    # Not `is`, because every call returns a new object.
+    return bool(distributed.get_debug_level() != distributed.DebugLevel.OFF)  # type: ignore[attr-defined]
+
+
+def debugging_advice() -> str:
+    """Returns what to set, unless it is set."""
+    advice = " Set TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls"
+    return "" if _ranks_debug() else advice
+
+
+def _header_of(text: str, length: int = 0) -> bytes:
+    return _HEADER.pack(length, sha256(text.encode()).digest(), text.encode())
 
 
 def _to_bytes(tensor: Tensor) -> bytes:

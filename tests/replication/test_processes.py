@@ -213,7 +213,6 @@ def debugging() -> Iterator[None]:
         distributed.set_debug_level(level)
 
 
-@debugging()
 def synchronized_layers_of_different_widths_are_named(rank: int) -> None:
     layer = SynchronizedBatchNorm1d(3 + rank)
     diverges(lambda: layer(torch.randn(2, 3 + rank)), "`SynchronizedBatchNorm1d`: the calls do n")
@@ -229,13 +228,32 @@ def tensors_that_require_gradients_on_some_ranks_only_are_named(rank: int) -> No
         diverges(lambda: group.reduce_scatter([y, x]), f"float32 [2], float32 [2] {required}")
 
 
-@debugging()
 def layers_that_are_called_in_another_order_are_named_by_their_paths(rank: int) -> None:
     """Two layers of one class and width."""
     net = convert_model(nn.Sequential(nn.Sequential(nn.BatchNorm1d(3)), nn.BatchNorm1d(3)))
     first, second = (net[0][0], net[1]) if rank else (net[1], net[0][0])
     texts = [f"`{path}`, call 1: batch_norm of float32 [3]" for path in ("1", "0.0")]
     diverges(lambda: second(first(torch.randn(2, 3))), *texts)
+
+
+def small_tensors_are_compared_in_the_collective_that_carries_them(rank: int) -> None:
+    group, x = ProcessGroup(name="small"), torch.ones(3)
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (
+            lambda: group.all_reduce(x, "max" if rank else "sum"),
+            "all_reduce(op='sum') of float32 [3]",
+        ),
+        (lambda: group.all_reduce(torch.ones(3 + rank)), "all_reduce(op='sum') of float32 [3]"),
+        (lambda: group.all_reduce(x[: 3 * rank]), "all_reduce(op='sum') of float32 [0]"),
+    ]
+    for number, (call, text) in enumerate(calls, 1):
+        with recorded_collectives() as made:
+            diverges(call, f"rank 0: `small`, call {number}: {text} that")
+        assert made == [("all_gather", 4096)]
+    first, second = (
+        ProcessGroup(name=name).all_reduce(x.clone().requires_grad_()) for name in ("a", "b")
+    )
+    diverges(lambda: (second if rank else first).sum().backward(), "rank 0: `a`, call 1: all_red")
 
 
 @debugging()
@@ -372,7 +390,8 @@ CHECKS = [
     calls_of_all_gather_that_do_not_match_are_named_in_every_rank,
     synchronized_layers_of_different_widths_are_named,
     tensors_that_require_gradients_on_some_ranks_only_are_named,
-    layers_that_are_called_in_another_order_are_named_by_their_paths, all_calls_are_compared,
+    layers_that_are_called_in_another_order_are_named_by_their_paths,
+    small_tensors_are_compared_in_the_collective_that_carries_them, all_calls_are_compared,
     backwards_are_compared_and_named_after_their_calls, groups_of_some_processes,
     copies_go_on_with_the_others, layer_that_one_rank_runs_alone_leaves_the_others_in_peace,
     aware_layer_finds_the_processes, forged_headers_are_refused_and_never_unpickled,

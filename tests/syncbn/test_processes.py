@@ -139,7 +139,7 @@ def rubbish_counts(rank: int) -> list[str]:
     """The errors where rank 1 announces counts that cannot be."""
     errors = []
     original = Ranks.merge
-    for count in (float("nan"), -50, 2.5, float("inf")):
+    for count in (float("nan"), -50, 2.5, float("inf"), 2**62):
 
         def announces(ranks: Ranks, own: Moments, count: Any = count) -> Moments:
             return original(ranks, own._replace(n=count) if rank == 1 else own)
@@ -274,7 +274,9 @@ def test_one_value_per_rank_is_enough(found, way):
 def test_counts_that_cannot_be_are_refused_on_every_rank(found, way):
     who = "rank 1 announces" if way == "gather" else "all ranks announce"
     for rank, of_rank in enumerate(found):
-        for error, count in zip(of_rank[way, "rubbish"], ("nan", "-", "", "inf"), strict=True):
+        for error, count in zip(
+            of_rank[way, "rubbish"], ("nan", "-", "", "inf", "4.6116860"), strict=True
+        ):
             assert error.startswith(f"`SynchronizedBatchNorm1d`, rank {rank}: {who} {count}")
 
 
@@ -387,14 +389,16 @@ def traffic(rank: int, channels: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("channels", [3, 64])
+@pytest.mark.parametrize("channels", [3, 300])
 def test_one_collective_forward_and_one_backward_of_a_few_values_per_channel(channels):
     for found in run_ranks(2, traffic, channels):
         for (forward, backward), name in zip(
             found, ["all_gather", "all_reduce", "all_reduce", "all_gather"], strict=True
         ):
-            assert forward == [(name, 8 * (2 * channels + 1))]
-            assert backward == [(name, 8 * 2 * channels)]
+            # A gather carries a header, in at least 4 KiB.
+            bytes_of = {"all_gather": lambda size: max(4096, 512 + size), "all_reduce": int}[name]
+            assert forward == [(name, bytes_of(8 * (2 * channels + 1)))]
+            assert backward == [(name, bytes_of(8 * 2 * channels))]
 
 
 class OfMeta:
@@ -508,6 +512,16 @@ def beside_one_that_raises(rank: int, where: str) -> list[str]:
     outcome = outcome_of(lambda: layer(x).sum().backward())
     distributed.destroy_process_group()
     return [type(outcome.error).__name__, *getattr(outcome.error, "__notes__", [])]
+
+
+def beside_one_that_raises_while_debugging(rank: int) -> list[str]:
+    distributed.set_debug_level(distributed.DebugLevel.INFO)  # as TORCH_DISTRIBUTED_DEBUG does
+    return beside_one_that_raises(rank, "forward")
+
+
+def test_what_is_set_is_not_advised():
+    (_, _, remedy), _ = run_ranks(2, beside_one_that_raises_while_debugging)
+    assert remedy.endswith("or in another layer?")
 
 
 @pytest.mark.parametrize(("where", "call"), [("forward", 2), ("backward", 1)])

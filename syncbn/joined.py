@@ -37,8 +37,6 @@ class Joined:
             x.is_cpu
             and 0 < x.numel() <= LARGEST  # so that a batch of two replicas has enough values
             and (x.dtype == torch.float32 or x.dtype == torch.float64)
-            # The output has the layout of the input.
-            and (x.is_contiguous() or memory_format(x) is not torch.contiguous_format)
             and not call.denominator.clamps
             and torch.is_grad_enabled()
             and not sees_saved_tensors()  # an activation checkpoint needs the shard itself
@@ -49,11 +47,7 @@ class Joined:
         """Returns the outputs, and updates the running statistics. None if shards don't match."""
         calls = [shard.call for shard in shards]
         xs: list[Tensor] = list(map(itemgetter(0), calls))
-        if (
-            not all_match(calls)
-            or len({x.shape[1:] for x in xs}) > 1
-            or not (all(map(Tensor.is_contiguous, xs)) or len(set(map(memory_format, xs))) == 1)
-        ):
+        if not all_match(calls) or len({(x.shape[1:], memory_format(x)) for x in xs}) > 1:
             return None
         _, weight, bias, denominator = calls[0]
         mean, var, momentum = count_batch()

@@ -447,6 +447,14 @@ def test_layers_in_plain_containers_are_named(container, kind):
     assert all("nn.ModuleList" in layer.kind.note for layer in rows)
 
 
+def test_a_layer_in_two_plain_containers_is_named_once():
+    net = Listed("list")
+    net.again = list(net.hidden)
+    with pytest.warns(UnsynchronizedWarning):
+        convert_model(net)
+    assert summary(net).paths("left alone") == ["hidden"] * 2
+
+
 def test_layers_in_plain_containers_alone_are_one_warning():
     with pytest.warns(UnsynchronizedWarning, match=r"`hidden` \(BatchNorm1d, ") as caught:
         convert_model(Listed("list"))

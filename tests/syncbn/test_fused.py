@@ -65,6 +65,17 @@ def test_a_rounded_variance_is_never_negative():
     assert KernelMoments(4, torch.zeros(1), inverse, 1e-5).exact().var == 0
 
 
+@pytest.mark.parametrize("sums", [(1e8, -1e8, 1), (1e8, -1e8, 1, 2), (1e8, -1e8, 1, 2, 3)])
+def test_sums_of_shards_are_added_in_the_order_of_the_replicas(sums):
+    """In any other order, a sum of float32 loses the last ones."""
+    layer = SynchronizedBatchNorm2d(2)
+    shards = [torch.randn(1, 2, 1, 1) for _ in sums]
+    outputs = run_sharded(layer, shards)
+    upstream = [torch.full_like(y, value) for y, value in zip(outputs, sums, strict=True)]
+    torch.autograd.backward(outputs, upstream)
+    assert layer.bias.grad.tolist() == [sum(sums[2:])] * 2
+
+
 @pytest.mark.parametrize("total", [2**31 + 5, 2**33, torch.tensor(2.0**33)], ids=str)
 def test_a_count_beyond_int32_does_not_wrap(total):
     x, dy = torch.randn(2, 400, 3)

@@ -503,6 +503,26 @@ def test_a_weight_may_be_tiny_where_the_variance_is_clamped(weight):
     )
 
 
+@not_joined_only
+@pytest.mark.usefixtures("way")
+def test_the_variance_of_the_batch_is_clamped_and_not_that_of_a_shard():
+    """In the first channel only the batch's is above eps, in the second only one shard's."""
+    layer = randomized(SynchronizedBatchNorm1d(2, eps=0.25, dtype=torch.float64))
+    near, spread = torch.randn(2, 8, dtype=torch.float64)
+    shards = [
+        torch.stack((near[:2] / 10 + 1, spread[:2] / spread[:2].std()), 1),
+        torch.stack((near / 10 - 1, spread / 100), 1),
+    ]
+    upstream = [torch.randn_like(shard.requires_grad_()) for shard in shards]
+    with eps_mode("clamp"):
+        outputs = run_sharded(layer, shards)
+        grads = torch.autograd.grad(outputs, [*shards, layer.weight], upstream)
+    expected = oracle.batch_norm(
+        shards, upstream, layer.weight, layer.bias, eps=layer.eps, clamps=True
+    )
+    torch.testing.assert_close(grads, (*expected.input_grads, expected.weight_grad))
+
+
 @pytest.mark.usefixtures("way")
 def test_a_batch_without_values_has_second_derivatives():
     layer = SynchronizedBatchNorm1d(2)

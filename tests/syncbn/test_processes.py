@@ -401,8 +401,8 @@ def test_one_collective_forward_and_one_backward_of_a_few_values_per_channel(cha
             assert backward == [(name, bytes_of(8 * 2 * channels))]
 
 
-class OfMeta:
-    """A group of two ranks, as far as shapes go."""
+class TwoAlike:
+    """A group of two ranks with the same tensors."""
 
     size = 2
     recomputes = False
@@ -421,9 +421,17 @@ class OfMeta:
 @pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
 def test_the_host_waits_for_no_device(gathers, second, monkeypatch):
     layer = SynchronizedBatchNorm1d(3, momentum=None, device="meta")
-    monkeypatch.setattr(SynchronizedBatchNorm1d, "group", OfMeta(gathers))
+    monkeypatch.setattr(SynchronizedBatchNorm1d, "group", TwoAlike(gathers))
     x = torch.randn(5, 3, device="meta", requires_grad=True)
     assert_reads_no_value(layer, layer.weight, x, second)
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_moments_of_no_data_are_zeros(gathers):
+    """Running statistics on a GPU multiply them by zero, which keeps a NaN."""
+    zeros = torch.zeros(2, dtype=torch.float64)
+    ranks = Ranks(TwoAlike(gathers), ((torch.float32, (2,)),), requires_grad=False)
+    assert [t.tolist() for t in ranks.merge(Moments(0, zeros, zeros))[1:]] == [[0, 0], [0, 0]]
 
 
 # -- which processes ---------------------------------------------------------------------------

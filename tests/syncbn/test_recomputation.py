@@ -201,6 +201,16 @@ def test_replicas_whose_inputs_need_no_gradient_recompute():
     torch.testing.assert_close(*grads)
 
 
+def test_a_replica_recomputes_of_whose_inputs_only_those_of_others_need_a_gradient():
+    dys, found = torch.randn(2, 4, 3), []
+    for wrap in (plain, recomputed):
+        net = Body(wrap=wrap, head=nn.Tanh(), affine=False)
+        shards = [torch.linspace(0, i + 1, 12).view(4, 3) for i in range(2)]
+        shards[1].requires_grad_()
+        found.append(torch.autograd.grad(run_sharded(net, shards), shards[1], [*dys]))
+    torch.testing.assert_close(*found)
+
+
 def test_a_checkpoint_around_the_whole_model_learns_once():
     """Its hooks do not reach the replicas; what it recomputes is another forward of all."""
     net = randomized(Net()).double()

@@ -93,7 +93,7 @@ class Interrupted:
 WAITING = {
     "which": st.integers(0, 3),
     "needs": st.sets(st.integers(0, 3)),
-    "is_hopeful": st.integers(0, 3),
+    "is_hopeful": st.integers(0, 9),
 }
 
 
@@ -127,14 +127,23 @@ class Story(RuleBasedStateMachine):
         self.now += seconds
 
     @initialize(
-        size=st.integers(1, 4),
+        size=st.sampled_from((3, 4, 2, 1)),
+        absent=st.sets(st.integers(0, 3), max_size=1),
+        runs=st.lists(st.integers(0, 2), min_size=4, max_size=4),
         late=st.sets(st.integers(0, 3), max_size=2),
         limit=st.sampled_from((math.inf, 1.0, 21.0)),
     )
-    def begin(self, size: int, late: set[int], limit: float) -> None:
+    def begin(
+        self, size: int, absent: set[int], runs: list[int], late: set[int], limit: float
+    ) -> None:
+        """After some runs: else few stories have waits of replicas in different ones."""
         self.size, self.rendezvous = size, Rendezvous(size)
         self.depth, self.runs, self.is_absent = [0] * size, [0] * size, [False] * size
+        self.expect_only(set(range(4)) - absent)
         for replica in range(size):
+            for _ in range(runs[replica]):
+                self.enter(replica)
+                self.leave(replica)
             if replica not in late:
                 self.enter(replica)
         self.rendezvous.limit_time(limit)
@@ -183,12 +192,6 @@ class Story(RuleBasedStateMachine):
             return
         self.depth[replica] -= 1
         self.rendezvous.leave(replica)
-
-    @rule(replica=st.integers(0, 3), ends=st.booleans())
-    def runs_again(self, replica: int, ends: bool) -> None:
-        """As with micro-batches. Else few stories have replicas in different runs."""
-        for step in (self.leave, self.leave, self.enter, *[self.leave] * ends):
-            step(replica)
 
     @precondition(lambda self: self.steps > 3)
     @rule(replicas=st.sets(st.integers(0, 3), min_size=1))
@@ -320,7 +323,7 @@ class Story(RuleBasedStateMachine):
 
 
 TestStory = Story.TestCase
-TestStory.settings = settings(max_examples=200, stateful_step_count=30)
+TestStory.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=30)
 
 
 # -- a wait ends in a value --------------------------------------------------------------------

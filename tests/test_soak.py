@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from torch import Tensor, nn
 
 from replication import DataParallel, ReplicasDiverged
+from replication.steps import workers
 from replication.sync.rendezvous import Rendezvous
 from syncbn import SynchronizedBatchNorm1d, channels
 from tests.deadlines import soon
@@ -63,6 +64,7 @@ def census() -> Counter[str]:
     # The engine keeps what a failed backward has left to do until the next one.
     torch.ones((), requires_grad=True).backward()
     channels._constants.clear()  # a cache, one tensor for each division of a batch
+    workers._idle.clear()  # as many as ran at a time; they end, as nothing refers to them
     gc.collect()
     found: Counter[str] = Counter(threads=threading.active_count())
     for thing in gc.get_objects():

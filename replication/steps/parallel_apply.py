@@ -218,9 +218,11 @@ def _run_all(
             raise rendezvous.time_out()
         return values
     finally:
-        # The traceback of an error refers to this frame, which must not refer to errors.
+        # The traceback of an error refers to this frame, which must not refer to errors. Replicas
+        # that are left may yet report some.
         failures.clear()
         report, outcome = None, Outcome()
+        del done
         count_nodes_up_to(nodes)
 
 

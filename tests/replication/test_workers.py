@@ -19,7 +19,7 @@ from replication import patch_replication_callback
 from replication._torch import nodes_made
 from replication.steps import workers
 from tests.deadlines import DEADLINE, soon
-from tests.layers import CustomDataParallel, freed, together
+from tests.layers import CustomDataParallel, freed, knows_hooks, together
 from tests.replication.test_parallel_apply import Call, Token, WorkerError, apply, seen, variable
 
 threads: Any = sys.modules["replication.steps.parallel_apply"]  # the package names the function so
@@ -122,7 +122,13 @@ def state_of_thread() -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(c, id=n, marks=[knows_hooks] if n == "hooks" else [])
+        for n, c in CHANGES.items()
+    ],
+)
 def test_what_a_replica_changes_in_its_thread_does_not_reach_the_next_forward(change):
     expected = seen(state_of_thread)
     apply(change, lambda: None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from replication.__main__ import Centered, check_machine, run
 from syncbn.batchnorm import SynchronizedBatchNorm2d
@@ -21,17 +22,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return check_machine("syncbn", __doc__, make_layers, has_float64, arguments)
 
 
-class Transposed(SynchronizedBatchNorm2d):
-    """A layer that the CPU computes as accelerators do, for the layout of its input."""
+class Checkpointed(SynchronizedBatchNorm2d):
+    """A layer in an activation checkpoint, for which the CPU takes the formula."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.mT).mT
+        return checkpoint(super().forward, input, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 def make_layers() -> nn.Sequential:
     """Returns two synchronized layers, and the layer that ``python -m replication`` checks."""
     # `syncbn.joined` computes the first on the CPU. Some of the weights are negative.
-    layers = SynchronizedBatchNorm2d(16), Transposed(16, momentum=None)
+    layers = SynchronizedBatchNorm2d(16), Checkpointed(16, momentum=None)
     for layer in layers:
         nn.init.normal_(layer.weight, mean=0.5)
     return nn.Sequential(*layers, Centered())

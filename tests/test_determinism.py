@@ -205,6 +205,7 @@ class Around(nn.Module):
         return x.sin() + 3 * x.cos() + self.replicated(x)
 
 
+@pytest.mark.cpu("engine threads of several devices add gradients in order of arrival")
 def test_graph_of_the_caller_is_bit_equal_for_all_earlier_work_of_its_thread():
     """Whether it has made more nodes than the threads of the replicas, or fewer."""
     model, x = Around(), torch.randn(12, 4)
@@ -266,6 +267,7 @@ class Burns(nn.Module):
         return x * 1
 
 
+@pytest.mark.cpu("engine threads of several devices add gradients in order of arrival")
 @in_either_mode
 def test_graph_of_the_caller_is_bit_equal_beside_replicas_of_many_nodes(anomaly):
     """From the second step on: the first one tells how far ahead the caller must be."""

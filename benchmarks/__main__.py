@@ -25,7 +25,7 @@ figure = import_module("benchmarks.figure") if find_spec("matplotlib") else None
 
 PARTS: dict[str, Callable[[float], Iterable[Table]]] = {
     "step": lambda seconds: [step.table(seconds)],
-    "processes": lambda seconds: [processes.table(seconds)],
+    "processes": processes.tables,
     "host": host.tables,
     "layer": layer.tables,
     "overhead": overhead.tables,

@@ -160,9 +160,11 @@ def test_layer_keeps_its_input_and_nothing_else_of_that_size(here):
 
 
 @needs_gloo
-def test_processes_are_measured():
-    (row,) = processes.rows(0, ["unet"], [2])
-    assert list(row.figures) == list(processes.WAYS)
+@pytest.mark.parametrize(("size", "compiles"), [(2, False), (1, True)])
+def test_processes_are_measured(size, compiles, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes a minute
+    (row,) = processes.rows(0, ["unet"], [size], compiles=compiles)
+    assert list(row.figures) == list(processes.COMPILED if compiles else processes.WAYS)
 
 
 @pytest.mark.skipif(

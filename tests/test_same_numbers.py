@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,6 +23,7 @@ from tests import stepping
 from tests.devices import several
 from tests.layers import CustomDataParallel
 from tests.pairwise import pairwise
+from tests.properties import examples
 from tests.stepping import network, step, wraps
 
 pytestmark = pytest.mark.accelerator
@@ -110,7 +111,7 @@ def test_training_on_replicas_equals_training_on_one_device(network, replicas, s
     assert_trains_alike(net, model, sizes)
 
 
-@settings(max_examples=12)
+@examples(0.12)
 @given(replicas=st.integers(1, 8), sizes=st.lists(st.integers(2, 17), min_size=1, max_size=3))
 def test_training_with_any_batch_sizes_equals_training_on_one_device(replicas, sizes):
     net = Classifier().double()

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -27,6 +27,7 @@ from syncbn import (
 from tests import oracle
 from tests.devices import several
 from tests.pairwise import pairwise
+from tests.properties import examples
 from tests.sharded import assert_reads_no_value, randomized, run_sharded
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("both_ways")]
@@ -152,7 +153,7 @@ def test_replicas_compute_what_one_device_computes(shapes, dtype):
     assert layer.num_batches_tracked == 1
 
 
-@settings(max_examples=40)
+@examples(0.4)
 @given(
     sizes=st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(lambda s: sum(s) > 1),
     extent=st.sampled_from([(), (1,), (3,), (2, 3), (2, 1, 3)]),

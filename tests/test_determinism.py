@@ -20,7 +20,6 @@ from tests.layers import together, values
 pytestmark = [
     pytest.mark.accelerator,
     pytest.mark.usefixtures("both_ways"),
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning"),
 ]
 
@@ -28,7 +27,9 @@ pytestmark = [
 #: every second of them.
 RUNS = 12
 
-in_either_mode = pytest.mark.parametrize("anomaly", [False, True], ids=["usual", "anomaly mode"])
+in_either_mode = pytest.mark.parametrize(
+    "anomaly", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["usual", "anomaly mode"]
+)
 
 #: Of the delays, not of the numbers.
 chance = random.Random(0)

@@ -33,7 +33,7 @@ from tests.layers import outcome_of
 from tests.processes import run_python
 from tests.ranks import TIMEOUT, needs_gloo, recorded_collectives, run_ranks
 
-pytestmark = [needs_gloo, pytest.mark.slow]
+pytestmark = needs_gloo
 
 
 def run_cases(rank: int, size: int) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def run_cases(rank: int, size: int) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def all_cases(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(request.param, run_cases, request.param)
 
@@ -564,6 +564,7 @@ def layer_outlives_the_processes_it_was_used_with(rank: int, store: str) -> None
     assert layer(torch.ones(1)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "check"),
     [
@@ -597,6 +598,7 @@ print(world(), [name for name in ("torch._dynamo", "torch.distributed.nn") if na
 """
 
 
+@pytest.mark.slow
 def test_the_first_call_does_not_import_the_compiler(tmp_path):
     done = run_python("-c", FIRST_CALL, f"file://{tmp_path}/store")
     assert done.stdout == "None []\n", done.stderr

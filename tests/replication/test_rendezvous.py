@@ -233,9 +233,7 @@ class Story(RuleBasedStateMachine):
         replica = have_begun[which % len(have_begun)]
         is_main = is_main and not self.waits(replica, is_main=True)
         blocked = {replica, *(p.replica for p in self.pending if p.is_main)}
-        if is_hopeful and not any(
-            depth for r, depth in enumerate(self.depth) if r not in blocked
-        ):
+        if is_hopeful and not any(depth for r, depth in enumerate(self.depth) if r not in blocked):
             is_main = False
         needed = frozenset(needs & set(range(self.size)) - {replica})
         if is_hopeful:

@@ -246,6 +246,7 @@ class HangsInForeignCode(Numbered):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_replica_that_hangs_in_foreign_code_does_not_hold_back_the_error(failing, monkeypatch):
+    """Guarantee 5: the other replicas get a few seconds to end."""
     monkeypatch.setattr(threads, "SHUTDOWN_GRACE", 0.05)
     hangs = HangsInForeignCode(failing)
     model = DataParallel(nn.Sequential(nn.Linear(2, 2), hangs), ["cpu"] * 2)

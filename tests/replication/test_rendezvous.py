@@ -98,7 +98,9 @@ WAITING = {
 
 
 class Story(RuleBasedStateMachine):
-    """Replicas begin, wait, send, end and fail in any order, and one thread plays all of them.
+    """Guarantee 3: a wait ends when it can no longer be met, and not before.
+
+    Replicas begin, wait, send, end and fail in any order, and one thread plays all of them.
 
     A wait is pending if and only if each replica that it needs may still come, and one that is
     not blocked can change anything. The model keeps what is needed to tell that.
@@ -395,7 +397,10 @@ def test_failure_whose_text_takes_long_is_the_first_all_the_same():
 
 
 def test_message_says_where_every_replica_is():
-    """Of six replicas one skips the layer before the last ones have begun."""
+    """Guarantee 3: the error says where each replica is.
+
+    Of six replicas one skips the layer before the last ones have begun.
+    """
     rendezvous = Rendezvous(6)
     rendezvous.expect_only(range(5))
     for replica in range(4):
@@ -617,6 +622,7 @@ def test_a_write_does_not_wait_for_another():
 
 
 def test_wait_gives_up_on_replicas_that_do_not_begin(monkeypatch):
+    """Guarantee 3: if a replica never starts, the wait ends after 20 seconds."""
     monkeypatch.setattr(module, "STALL_TIMEOUT", 0.01)
     rendezvous = Rendezvous(3)
     rendezvous.enter(0)

@@ -75,6 +75,7 @@ def assert_same_buffers(a: nn.Module, b: nn.Module, **tolerance) -> None:
 @pytest.mark.cpu("has a device among its options")
 @pairwise(pair=PAIRS, options=OPTIONS, replicated=[False, True])
 def test_unreplicated_layer_equals_torchs_layer_bit_for_bit(pair, options, replicated):
+    """Guarantee 2: the same bits as `nn.BatchNorm`."""
     plain, synchronized, shape = pair
     reference = randomized(plain_with(plain, **options))
     layer = synchronized(3, **options)
@@ -130,6 +131,7 @@ def test_it_is_an_instance_of_torchs_class_and_prints_like_it(plain, synchronize
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_replicas_compute_what_one_device_computes(shapes, dtype):
+    """Guarantee 1: uneven and empty shards, different H x W, one value per replica."""
     layers = {2: SynchronizedBatchNorm1d, 3: SynchronizedBatchNorm1d}
     layers |= {4: SynchronizedBatchNorm2d, 5: SynchronizedBatchNorm3d}
     layer = randomized(layers[len(shapes[0])](3, dtype=dtype))
@@ -166,6 +168,7 @@ def test_replicas_compute_what_one_device_computes(shapes, dtype):
 def test_any_split_of_any_batch_gives_the_numbers_of_torchs_layer(
     sizes, extent, channels, momentum, affine, dtype, channels_last
 ):
+    """Guarantee 1: any split of any batch."""
     plain = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
     reference = randomized(
         plain[len(extent)](channels, momentum=momentum, affine=affine, dtype=dtype)
@@ -211,7 +214,7 @@ def test_the_host_waits_for_no_device(second):
     order=["first", "first, exact edges", "second"],
 )
 def test_large_means_are_as_accurate_as_in_torchs_layer(mean, drift, samples, replicas, order):
-    """The error against float64 is at most twice the error of `nn.BatchNorm2d`, plus one ulp."""
+    """Guarantee 1: at large means, twice the error of `nn.BatchNorm2d` at most, plus one ulp."""
     torch.manual_seed(replicas)
     whole = torch.randn(samples, 16, 9, 9) + mean
     whole += torch.linspace(-drift, drift, samples).view(-1, 1, 1, 1)

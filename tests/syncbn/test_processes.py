@@ -248,6 +248,7 @@ def assert_equal_one_device(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_ranks_compute_what_one_process_computes(in_training, size, way, momentum):
+    """Guarantee 1: between processes."""
     ranks = [results[way, "at_momenta"][momentum] for results in in_training]
     shards, upstream = shards_of(size), shards_of(size, seed=1)
     layer = layer_like(dtype=torch.float64, momentum=momentum)
@@ -372,7 +373,7 @@ def at_large_means() -> list[dict[Any, list[Tensor]]]:
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
 def test_large_means_are_as_accurate_as_in_torchs_layer(at_large_means, way, mean, second):
-    """The error against float64 is at most twice the error of `nn.BatchNorm1d`, plus one ulp."""
+    """Guarantee 1: at large means, twice the error of `nn.BatchNorm1d` at most, plus one ulp."""
     x, dy, direction = whole_batch(mean)
     plain = nn.BatchNorm1d(16)
     plain.load_state_dict(layer_like(features=16).state_dict())

@@ -75,14 +75,6 @@ def test_the_runs_of_a_seed_differ_in_their_layers_only(example, monkeypatch):
     assert not torch.equal(seen[0][1], seen[8][1])
 
 
-def test_with_one_replica_there_is_nothing_to_synchronize(example):
-    runs = example.compare(tiny(example, 1))
-    for plain, synchronized in zip(runs[::2], runs[1::2], strict=True):
-        assert (plain.share, plain.kind) == (synchronized.share, "plain BatchNorm")
-        assert torch.equal(plain.weights, synchronized.weights)
-        assert plain.accuracy == synchronized.accuracy
-
-
 @pytest.mark.parametrize(("replicas", "head"), [(2, "pool"), (4, "flatten")])
 def test_only_the_synchronized_run_equals_one_device(example, replicas, head):
     one_device = example.compare(tiny(example, 1, head=head))

@@ -25,6 +25,8 @@ from tests import (
 )
 from tests.deadlines import TEST_STALLED, Deadline, is_idle, soon
 
+collect_ignore = ["programs"]  # they would run when doctests are looked for
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

@@ -32,7 +32,7 @@ from tests.layers import (
     values,
 )
 from tests.pairwise import pairwise
-from tests.processes import run_python
+from tests.processes import run_program
 from tests.ranks import needs_gloo, run_ranks
 from tests.sharded import randomized
 from tests.stepping import assert_alike, inner
@@ -183,30 +183,10 @@ def test_a_model_is_an_argument_of_another_process():
     torch.testing.assert_close(trained_further(0, model), expected)
 
 
-FORWARD_IN_A_FINALIZER = """
-import torch
-from replication import DataParallel
-
-class Late:
-    def __init__(self):
-        self.itself = self
-
-    def __del__(self):
-        try:
-            model(torch.ones(4, 3))
-        except RuntimeError as error:
-            print(error, flush=True)
-
-model = DataParallel(torch.nn.Linear(3, 3), ["cpu"] * 2)
-model(torch.ones(4, 3))
-Late()
-"""
-
-
 def test_a_forward_while_the_interpreter_ends_is_an_error():
     """In a finalizer that runs when all other threads have been stopped."""
     # Torch does not like its tensors to be freed then, and may abort.
-    output = run_python("-c", FORWARD_IN_A_FINALIZER).stdout
+    output = run_program("runs_in_a_finalizer").stdout
     assert output.endswith("during interpreter shutdown (by a finalizer?)\n")
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.example_files import EXAMPLES, assert_refused, load_with_progress
+from tests.example_files import EXAMPLES, load_with_progress
 
 pytestmark = pytest.mark.slow
 
@@ -88,18 +88,3 @@ def test_only_the_synchronized_run_equals_one_device(example, replicas, head):
         synchronized = weights(runs, example.SYNCHRONIZED, share)
         torch.testing.assert_close(synchronized, expected, rtol=0, atol=1e-10)
         assert not torch.allclose(weights(runs, example.PLAIN, share), expected, 0, 1e-4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--replicas", "0"], "--replicas must be at least 1 (got 0)"),
-        (["--seeds", "0"], "--seeds must be at least 1 (got 0)"),
-        (["--lr", "0"], "--lr must be a positive number (got 0.0)"),
-        (["--samples", "15", "--epochs", "2"], "at least 8 per replica (got 30 for 4)"),
-        (["--devices", "abacus"], "device 'abacus' cannot be used"),
-        (["--output", "no/such/folder.png"], "--output must be a file in a folder that exists"),
-    ],
-)
-def test_it_refuses_bad_values(example, arguments, message, capsys):
-    assert_refused(example, arguments, message, capsys)

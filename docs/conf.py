@@ -46,6 +46,7 @@ NAVIGATION = {
             "benchmarks/README.md",
             "CHANGELOG.md",
             "CONTRIBUTING.md",
+            "SECURITY.md",
         ],
     },
     "examples/README": {"Examples": ["examples/*.ipynb", "examples/*.py"]},

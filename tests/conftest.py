@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import random
 import signal
 import sys
 import threading
@@ -15,41 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, register_random, settings
 
 from benchmarks import fused as stand_ins
 from syncbn import fused, joined
-from tests import accelerator
+from tests import (
+    accelerator,
+    properties,  # noqa: F401  # loads the profile of Hypothesis
+)
 from tests.deadlines import TEST_STALLED, Deadline, is_idle, soon
 
-# The time of an example varies. The examples are the same in every run, so that a failure can be
-# run again. `--hypothesis-profile explore` draws others in every run, and more of them.
-settings.register_profile(
-    "tests",
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.register_profile(
-    "explore", settings.get_profile("tests"), derandomize=False, max_examples=1000, print_blob=True
-)
-settings.load_profile("tests")
-
-
-class TorchRandom:
-    """The generators of torch, as Hypothesis seeds them before each example.
-
-    Otherwise an example that fails is run again, and shrunk, with other numbers.
-    """
-
-    seed = staticmethod(torch.manual_seed)
-    getstate = staticmethod(torch.get_rng_state)
-    setstate = staticmethod(torch.set_rng_state)
-
-
-torch_random = TorchRandom()  # Hypothesis keeps a weak reference only
-register_random(torch_random)  # type: ignore[arg-type]
+collect_ignore = ["programs"]  # they would run when doctests are looked for
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,6 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--simulated-accelerator",
         action="store_true",
         help="run the tests marked `accelerator`, on simulated devices (see tests/accelerator)",
+    )
+    parser.addoption(
+        "--shuffle", metavar="SEED", help="run the files, and the tests in each, in random order"
     )
 
 
@@ -120,8 +99,13 @@ def _fail_running_test(signum: int, frame: Any) -> None:
         pytest.fail("the test makes no progress")
 
 
+@pytest.hookimpl(tryfirst=True)  # then pytest joins the tests that share a fixture
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests that suppose a machine without an accelerator."""
+    """Shuffles, and leaves out the tests that suppose a machine without an accelerator."""
+    if (seed := config.getoption("--shuffle")) is not None:
+        chance = random.Random(seed)
+        places = {item.path: chance.random() for item in items}
+        items.sort(key=lambda item: (places[item.path], chance.random()))
     if config.getoption("--simulated-accelerator"):
         chosen = [
             item

@@ -26,13 +26,3 @@ def load_with_progress(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType
     module = load(name, monkeypatch)
     monkeypatch.setattr(module.tqdm, "monitor_interval", 0)
     return module
-
-
-def assert_refused(
-    module: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its command line ends the program with a message, and with 2."""
-    with pytest.raises(SystemExit) as ended:
-        module.main(arguments)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err

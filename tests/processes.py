@@ -25,6 +25,11 @@ def run_python(*arguments: str, cwd: Path | None = None) -> subprocess.Completed
     return completed(command, cwd=cwd, env=environment())[0]
 
 
+def run_program(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program of ``tests/programs``."""
+    return run_python(str(ROOT / "tests" / "programs" / f"{name}.py"), *arguments)
+
+
 def completed(
     *commands: Sequence[str], cwd: Path | None = None, env: dict[str, str] | None = None
 ) -> list[subprocess.CompletedProcess[str]]:

@@ -1,4 +1,4 @@
-"""The laws on accelerators: the simulated ones, or the machine's own."""
+"""The guarantees on accelerators: the simulated ones, or the machine's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Law 4: the same bits in every run, however the threads of the replicas are delayed."""
+"""The same bits in every run, however the threads of the replicas are delayed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from tests.layers import together, values
 pytestmark = [
     pytest.mark.accelerator,
     pytest.mark.usefixtures("both_ways"),
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning"),
 ]
 
@@ -28,7 +27,9 @@ pytestmark = [
 #: every second of them.
 RUNS = 12
 
-in_either_mode = pytest.mark.parametrize("anomaly", [False, True], ids=["usual", "anomaly mode"])
+in_either_mode = pytest.mark.parametrize(
+    "anomaly", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["usual", "anomaly mode"]
+)
 
 #: Of the delays, not of the numbers.
 chance = random.Random(0)
@@ -177,6 +178,7 @@ def unlike_before(replicas: int) -> None:
 @pytest.mark.parametrize("network", [Shared, Twice])
 @pytest.mark.parametrize("replicas", [2, 3, 5])
 def test_steps_are_bit_equal_for_all_delays_and_all_earlier_work_of_the_threads(network, replicas):
+    """Guarantee 4: the same bits for all delays."""
     model, x = model_and_batch(network, replicas)
     expected = bits(model, x)
     assert all(tensor.isfinite().all() for tensor in expected)
@@ -207,7 +209,10 @@ class Around(nn.Module):
 
 @pytest.mark.cpu("engine threads of several devices add gradients in order of arrival")
 def test_graph_of_the_caller_is_bit_equal_for_all_earlier_work_of_its_thread():
-    """Whether it has made more nodes than the threads of the replicas, or fewer."""
+    """Guarantee 4: also in the network around the replicas.
+
+    Whether its thread has made more nodes than the threads of the replicas, or fewer.
+    """
     model, x = Around(), torch.randn(12, 4)
     expected = bits(model, x)
     one = torch.ones((), requires_grad=True)
@@ -223,6 +228,7 @@ def test_graph_of_the_caller_is_bit_equal_for_all_earlier_work_of_its_thread():
 @pytest.mark.parametrize("network", [Branches, Scatter])
 @pytest.mark.parametrize("replicas", [2, 3, 5])
 def test_branches_are_bit_equal_for_all_earlier_work_of_the_threads(network, replicas):
+    """Guarantee 4: also for a layer in several branches."""
     model, x = DataParallel(network(), several(replicas)), torch.randn(10, 4)
     expected = bits(model, x)
     for _ in range(2 * RUNS):
@@ -251,6 +257,7 @@ class Uneven(nn.Module):
 @pytest.mark.parametrize("replicas", [2, 3, 5])
 @in_either_mode
 def test_bits_do_not_depend_on_which_replica_merges(replicas, anomaly):
+    """Guarantee 4: the order of arrival does not matter."""
     model, x = DataParallel(Uneven(), several(replicas)), torch.randn(4 * replicas, 4)
     expected = bits(model, x)
     with torch.autograd.set_detect_anomaly(anomaly):

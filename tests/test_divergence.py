@@ -124,6 +124,7 @@ WAYS: dict[str, tuple[Callable[[TwoLayers, Tensor], Tensor], str, str]] = {
 
 @pairwise(wrap=RUNNERS, replica=range(N), way=WAYS)
 def test_replica_that_skips_a_layer_is_named(wrap, replica, way):
+    """Guarantee 3: as soon as the outcome is certain."""
     net, twin = nets()
     net.odd_one, (net.other, of_odd, of_others) = replica, WAYS[way]
     error = failure(net, wrap, batch()[0])
@@ -305,6 +306,7 @@ programs = st.lists(st.text("ab", max_size=3), min_size=2, max_size=4)
 
 @given(programs=programs)
 def test_replicas_get_values_if_and_only_if_their_calls_match(programs):
+    """Guarantee 3: every wait ends with a result or an error."""
     x = torch.randn(len(programs), 2)
     outcome = outcome_of(lambda: DataParallel(Program(programs), several(len(programs)))(x))
     if len(set(programs)) > 1:
@@ -316,6 +318,7 @@ def test_replicas_get_values_if_and_only_if_their_calls_match(programs):
 @given(programs=programs, replica=st.integers(0, 3), after=st.integers(0, 3))
 def test_failing_replica_wins_where_the_others_would_have_gone_on(programs, replica, after):
     # All do the same as far as the failing one goes, and more: only it can end anything.
+    """Guarantee 5: the first error wins."""
     n, common = len(programs), programs[0][:after]
     programs = [common + "ab" + rest for rest in programs]
     programs[replica % n] = common + "!"

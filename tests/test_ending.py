@@ -84,7 +84,10 @@ class Hangs(Numbered):
 @pytest.mark.parametrize("last", [nn.Tanh, Centering])
 @pytest.mark.parametrize("replica", [0, 1, 2])
 def test_a_replica_that_hangs_is_named_and_the_caller_goes_on(replica, last):
-    """The others end, or wait for it in the last layer."""
+    """Guarantee 3: a `timeout` limits replicas that hang. The next step starts clean.
+
+    The others end, or wait for it in the last layer.
+    """
     hangs = Hangs(replica, others=2 if last is Centering else 0)
     net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(hangs), last())
     model = DataParallel(net, ["cpu"] * 3, timeout=LIMIT)

@@ -139,6 +139,7 @@ def fail(run: Callable[[Tensor], Tensor], fault: Fault, x: Tensor, dy: Tensor) -
 @pytest.mark.usefixtures("garbage_of_the_test_alone")
 @pairwise(where=WHERE, error=ERRORS, wrap=WRAPS)
 def test_error_arrives_unchanged_and_leaves_an_exact_model_behind(where, error, wrap):
+    """Guarantee 5: an error arrives as it was raised. Guarantee 3: the next step starts clean."""
     place, replica = where
     fault = Fault(place, replica, ERRORS[error]())
     net = faulty(fault)
@@ -190,6 +191,7 @@ class Interruption(Fault):
 @pytest.mark.usefixtures("one_interrupt", "garbage_of_the_test_alone")
 @pairwise(wrap=WRAPS, place=["before", "in", "between", "after"], replica=range(N))
 def test_interrupt_of_the_caller_arrives_at_once_and_leaves_an_exact_model(wrap, place, replica):
+    """Guarantee 5: a Ctrl-C is raised at once."""
     fault = Interruption(place, replica)
     net = faulty(fault)
     run, (x, _) = wrap(net), batch()
@@ -247,6 +249,7 @@ def test_replica_that_handles_its_own_error_has_not_failed():
 
 
 def test_an_error_that_ends_programs_does_not_wait_for_the_other_replicas():
+    """Guarantee 5: an error such as `SystemExit` is raised at once."""
     released = threading.Event()
 
     class Exits(nn.Module):

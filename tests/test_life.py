@@ -32,7 +32,7 @@ from tests.layers import (
     values,
 )
 from tests.pairwise import pairwise
-from tests.processes import run_python
+from tests.processes import run_program
 from tests.ranks import needs_gloo, run_ranks
 from tests.sharded import randomized
 from tests.stepping import assert_alike, inner
@@ -117,7 +117,7 @@ def assert_independent(model: DataParallel, twin: nn.Module, net: nn.Module, ste
 @wrapped
 @pytest.mark.parametrize("steps", [0, 2])
 def test_copy_trains_exactly_and_independently(duplicate, whole, steps):
-    """Before and after a forward."""
+    """Guarantee 7: models can be copied and pickled, before and after a forward."""
     net = network()
     model = replicated(net)
     train(model, range(steps))
@@ -183,30 +183,10 @@ def test_a_model_is_an_argument_of_another_process():
     torch.testing.assert_close(trained_further(0, model), expected)
 
 
-FORWARD_IN_A_FINALIZER = """
-import torch
-from replication import DataParallel
-
-class Late:
-    def __init__(self):
-        self.itself = self
-
-    def __del__(self):
-        try:
-            model(torch.ones(4, 3))
-        except RuntimeError as error:
-            print(error, flush=True)
-
-model = DataParallel(torch.nn.Linear(3, 3), ["cpu"] * 2)
-model(torch.ones(4, 3))
-Late()
-"""
-
-
 def test_a_forward_while_the_interpreter_ends_is_an_error():
     """In a finalizer that runs when all other threads have been stopped."""
     # Torch does not like its tensors to be freed then, and may abort.
-    output = run_python("-c", FORWARD_IN_A_FINALIZER).stdout
+    output = run_program("runs_in_a_finalizer").stdout
     assert output.endswith("during interpreter shutdown (by a finalizer?)\n")
 
 
@@ -312,6 +292,7 @@ lives = pytest.mark.parametrize("life", LIVES)
 
 @lives
 def test_a_model_is_freed_by_reference_counting_alone(life):
+    """Guarantee 7: models can be freed."""
     make, live = LIVES[life]
     with no_garbage_collection():
         model = talking(make())
@@ -338,7 +319,7 @@ def is_of_a_forward(kind: type) -> bool:
 
 @lives
 def test_many_forwards_leave_nothing_behind(life):
-    """Not by the grace of the garbage collector."""
+    """Guarantee 7: nothing stays behind, even without garbage collection."""
     make, live = LIVES[life]
     model = talking(make())
     live(model)

@@ -34,7 +34,7 @@ from replication import (
     wait_report,
 )
 from replication.devices import accelerator
-from replication.errors import add_note, describe_error, origin_note
+from replication.errors import describe_error
 from replication.sync.lifecycle import add_others
 from replication.sync.rendezvous import Failure
 from syncbn import SynchronizedBatchNorm1d, convert_model, verify
@@ -398,38 +398,6 @@ class Raises(Numbered):
     def forward(self, x: Tensor) -> Tensor:
         self.both.wait()
         raise self.error_of(self.copy_id)
-
-
-def test_notes_that_are_no_list_stay_as_they_are():
-    error = ValueError("v")
-    error.__notes__ = notes = ("in replica 1 of 2",)
-    add_note(error, "more")
-    assert error.__notes__ is notes
-    assert origin_note(error, 1, 2) is None
-
-
-def test_origin_is_found_among_notes_of_any_kind():
-    error = ValueError("v")
-    error.__notes__ = [None, "of replica 1", "in replica 1 of 20", "in replica 1 of 2 on cpu"]
-    assert origin_note(error, 1, 2) == "in replica 1 of 2 on cpu"
-    assert origin_note(error, 0, 2) is None
-    del error.__notes__[-1]
-    assert origin_note(error, 1, 2) is None
-
-
-def test_replica_that_cannot_list_its_modules_does_not_hide_its_error():
-    class Unlistable(dict[str, Any]):
-        def items(self) -> Any:
-            raise RuntimeError("changed while it ran")
-
-    class Unlisted(FailsAt):
-        def forward(self, x: Tensor) -> Tensor:
-            vars(self)["_modules"] = Unlistable(self._modules)
-            return super().forward(x)
-
-    with pytest.raises(KeyError) as caught:
-        DataParallel(Unlisted(1, KeyError), CPUS)(X)
-    assert caught.value.__notes__[0].startswith("in replica 1 of 2")
 
 
 def test_replicas_with_the_same_failure_are_listed_in_order():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from torch import Tensor, nn
 
 import replication
@@ -30,6 +30,7 @@ from syncbn import SynchronizedBatchNorm1d, convert_model, revert_model, set_sbn
 from tests.collective_cases import in_replicas
 from tests.junk import COLLECTIVES, CPUS, X, anything, fingerprint, quietly, refused, scalars
 from tests.layers import outcome_of
+from tests.properties import examples
 
 DIFFERENT = [{"a": X, "b": torch.ones(2, 3)}, {"a": X, "b": torch.ones(2, 4)}]
 
@@ -185,7 +186,7 @@ CHANGING = ("execute_replication", "patch_", "register_", "convert_", "revert_")
 @pytest.mark.parametrize(
     ("name", "argument"), [(name, key) for name, fn in FUNCTIONS.items() for key in fn.good()]
 )
-@settings(max_examples=20)
+@examples(0.2)
 @given(value=anything)
 def test_a_function_takes_an_argument_or_refuses_it_and_changes_nothing(name, argument, value):
     function = FUNCTIONS[name]
@@ -212,7 +213,7 @@ def test_the_arguments_that_are_said_to_be_good_are_accepted(name):
         "inputs_are_scattered", "sort_and_gather", "cpu_keywords",
     ],
 )  # fmt: skip
-@settings(max_examples=20)
+@examples(0.2)
 @given(value=anything)
 def test_an_option_of_data_parallel_is_refused_or_leaves_the_numbers_alone(option, value):
     assume(not isinstance(value, nn.Module) or option == "module")  # becomes a submodule
@@ -229,7 +230,7 @@ def test_an_option_of_data_parallel_is_refused_or_leaves_the_numbers_alone(optio
     torch.testing.assert_close(DataParallel(module, CPUS)(X), module(X))
 
 
-@settings(max_examples=30)
+@examples(0.3)
 @given(value=anything)
 def test_any_value_passes_through_a_network_or_is_refused(value):
     """What has no batch goes whole to each replica, and comes back as a list."""
@@ -251,7 +252,7 @@ SIZED = ("reduce_scatter", "src")
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-@settings(max_examples=30)
+@examples(0.3)
 @given(value=anything)
 def test_collective_refuses_the_same_values_alone_and_in_replicas_before_waiting(name, value):
     call = COLLECTIVES[name]
@@ -267,7 +268,7 @@ def test_collective_refuses_the_same_values_alone_and_in_replicas_before_waiting
 
 @pytest.mark.parametrize("name", [name for name in COLLECTIVES if name != "split"])
 @pytest.mark.parametrize("replica", [0, 1])
-@settings(max_examples=20)
+@examples(0.2)
 @given(value=anything)
 def test_a_replica_whose_call_is_refused_is_named_to_the_caller(name, replica, value):
     call = COLLECTIVES[name]
@@ -280,7 +281,7 @@ def test_a_replica_whose_call_is_refused_is_named_to_the_caller(name, replica, v
     assert error.__notes__ == [f"in replica {replica} of 2 on cpu, module `(root)`"]
 
 
-@settings(max_examples=30)
+@examples(0.3)
 @given(value=scalars)
 def test_a_group_size_that_is_no_size_is_refused_in_the_layer_that_has_it(value):
     class Sum(ReplicaAware, nn.Module):

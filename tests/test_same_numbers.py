@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,6 +23,7 @@ from tests import stepping
 from tests.devices import several
 from tests.layers import CustomDataParallel
 from tests.pairwise import pairwise
+from tests.properties import examples
 from tests.stepping import network, step, wraps
 
 pytestmark = pytest.mark.accelerator
@@ -105,14 +106,16 @@ def assert_trains_alike(net: nn.Module, model: nn.Module, sizes: list[int]) -> N
 
 @pairwise(network=[Classifier, Volumes], replicas=[1, 2, 3, 5, 8], sizes=[[8, 8, 8], [9, 3, 8, 2]])
 def test_training_on_replicas_equals_training_on_one_device(network, replicas, sizes):
+    """Guarantee 1: whole networks, for any number of replicas."""
     net = network().double()
     model = DataParallel(convert_model(copy.deepcopy(net)), several(replicas))
     assert_trains_alike(net, model, sizes)
 
 
-@settings(max_examples=12)
+@examples(0.12)
 @given(replicas=st.integers(1, 8), sizes=st.lists(st.integers(2, 17), min_size=1, max_size=3))
 def test_training_with_any_batch_sizes_equals_training_on_one_device(replicas, sizes):
+    """Guarantee 1: batches of any size."""
     net = Classifier().double()
     model = DataParallel(convert_model(copy.deepcopy(net)), several(replicas))
     assert_trains_alike(net, model, sizes)
@@ -174,7 +177,7 @@ def test_full_and_short_batches_through_one_model(wrap, sizes):
 @wraps
 @pytest.mark.parametrize("prefix", ["", "module."], ids=["module", "DataParallel"])
 def test_what_replicas_have_learnt_serves_on_one_device(wrap, prefix):
-    """In torch's own layers, which know nothing of us; and back."""
+    """Guarantee 1: the state dict serves torch's own layers, and back."""
     net = network()
     plain = copy.deepcopy(net)
     model = wrap(convert_model(net), 3)

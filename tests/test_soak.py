@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from syncbn import SynchronizedBatchNorm1d, channels
 from tests.deadlines import soon
 from tests.faults import Fault, assert_next_step_is_exact, batch, faulty, twin_of
 from tests.layers import Repeat, as_torch_does, ours, outcome_of, together, values
+from tests.properties import examples
 
 pytestmark = pytest.mark.slow
 
@@ -162,4 +162,4 @@ class Soak(RuleBasedStateMachine):
 
 
 TestSoak = Soak.TestCase
-TestSoak.settings = settings(max_examples=settings().max_examples // 12, stateful_step_count=15)
+TestSoak.settings = examples(0.08, stateful_step_count=15)

@@ -46,6 +46,7 @@ def warnings_of(call, *args):
     ids=str,
 )
 def test_plain_batch_norm_in_replicas_warns_once_for_each_model_at_the_users_line(layer):
+    """Guarantee 6: plain BatchNorm that trains in several replicas."""
     for model in (DataParallel(network(layer), CPUS), DataParallel(layer, CPUS)):
         (warning,) = warnings_of(model, X)
         assert warning.filename == __file__

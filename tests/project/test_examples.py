@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
 
-from tests.example_files import EXAMPLES, assert_refused, load_with_progress
+from tests.example_files import EXAMPLES, load_with_progress
 from tests.processes import run_python
 from tests.ranks import needs_gloo
 
@@ -58,23 +57,6 @@ def test_it_fails_if_the_layers_are_not_synchronized(example, tmp_path, monkeypa
     assert "FAILED: synchronized losses must be within 1e-08" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--replicas", "0"], "--replicas must be at least 1 (got 0)"),
-        (["--steps", "0"], "--steps must be at least 1 (got 0)"),
-        (["--batch-size", "9"], "--batch-size 9 gives data to only 3 of 4 replicas"),
-        (["--lr", "nan"], "--lr must be a positive number (got nan)"),
-        (["--devices", "abacus"], "device 'abacus' cannot be used"),
-        (["--devices", "meta"], "device 'meta' cannot be used"),
-        (["--devices", "cpu,cpu", "--replicas", "3"], "--devices names 2 devices for 3 replicas"),
-        (["--output", "no/such/folder.png"], "--output must be a file in a folder that exists"),
-    ],
-)
-def test_it_refuses_bad_values(example, arguments, message, capsys):
-    assert_refused(example, arguments, message, capsys)
-
-
 # -- under torchrun ----------------------------------------------------------------------------
 
 
@@ -88,20 +70,3 @@ def test_processes_take_the_place_of_replicas(tmp_path):
     for run in ("one device", "processes, plain BatchNorm", "processes, synchronized"):
         assert titles.count(run) == 1
     assert Path(figure).exists()
-
-
-@needs_gloo
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--replicas", "2"], "--replicas and --devices do not go with torchrun"),
-        (["--batch-size", "9"], "--batch-size must be a multiple of 2"),
-    ],
-)
-def test_processes_refuse_what_is_for_replicas(example, arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(distributed, "is_torchelastic_launched", lambda: True)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(SystemExit):
-        example.main(arguments)
-    assert message in capsys.readouterr().err

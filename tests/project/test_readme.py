@@ -228,14 +228,6 @@ def test_the_examples_of_public_names_are_complete(name):
         assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in API], ids=name_of)
-def test_programs_fit_a_narrow_screen(page):
-    lines = [
-        line for kind, text in fenced(page) if kind.startswith("py") for line in text.splitlines()
-    ]
-    assert [line for line in lines if len(line) > 72 and "left alone" not in line] == []
-
-
 def texts_of(package):
     """The strings in its code, without the values in between."""
     for path in Path(package.__file__).parent.rglob("*.py"):

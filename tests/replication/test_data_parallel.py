@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -27,6 +27,7 @@ from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.junk import nested
 from tests.layers import AsTorchDoes, Centering, Echo, Numbered, as_torch_does, echoed, ours
 from tests.pairwise import pairwise
+from tests.properties import examples
 from tests.stepping import batch, network, step
 
 no_accelerator = pytest.mark.skipif(
@@ -243,6 +244,7 @@ def test_function_takes_output_device_and_dimension(dim):
     assert torch.equal(output, x.relu())
 
 
+@pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
 @no_accelerator
 def test_function_without_an_accelerator_calls_the_module():
     module, x = net(), torch.randn(5, 3)
@@ -353,7 +355,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-@settings(max_examples=60)
+@examples(0.6)
 @given(args=ARGS, kwargs=KWARGS)
 def test_the_module_sees_the_same_with_and_without_replicas(args, kwargs):
     """pytorch#7457, mmcv#792. Arguments and outputs, whatever they are nested in."""

@@ -29,7 +29,7 @@ from replication.devices import (
     use_device,
 )
 from tests.junk import X
-from tests.processes import run_python
+from tests.processes import run_program
 
 # -- replicas on their devices -----------------------------------------------------------------
 
@@ -85,26 +85,10 @@ def test_a_backend_needs_neither_streams_nor_a_current_device(monkeypatch):
         parse_devices(["hpu:2"])
 
 
-CPU_BUILD = """
-import torch
-for name in ("_broadcast_coalesced", "_broadcast", "_scatter", "_gather", "_cuda_getDeviceCount"):
-    if hasattr(torch._C, name):
-        delattr(torch._C, name)
-def refuse(*args): raise AssertionError("CUDA was asked for")
-torch.cuda._lazy_init = torch.cuda.init = refuse
-import replication, syncbn
-net = syncbn.convert_model(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)))
-model = replication.DataParallel(net, ["cpu"] * 3)
-y = model(torch.randn(8, 3))
-y.backward(torch.randn_like(y))
-print(net[1].num_batches_tracked.item())
-"""
-
-
 @pytest.mark.slow
 def test_nothing_needs_what_builds_for_the_cpu_lack():
     """pytorch#109709, #143239."""
-    done = run_python("-c", CPU_BUILD)
+    done = run_program("runs_without_cuda")
     assert (done.stdout.split(), done.stderr) == (["1"], "")
 
 

@@ -94,6 +94,7 @@ def test_end_is_seen_in_every_runner(wrap, counts):
 
 @runners
 def test_error_is_noted_with_replica_device_and_module(wrap):
+    """Guarantee 5: notes name the replica, its device and the submodule."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), FailsAt(1, LayerError)))
     with pytest.raises(LayerError) as caught:
         wrap(net, 3)(torch.randn(6, 2))
@@ -290,6 +291,7 @@ def test_replicas_end_after_a_system_exit_that_another_error_follows():
 @pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
 @runners
 def test_original_is_not_touched(wrap):
+    """Guarantee 7: a forward leaves nothing on the original module."""
     net = nn.Sequential(nn.Linear(2, 2), Centering(), nn.BatchNorm1d(2))
     before = [dict(vars(module)) for module in net.modules()]
     held = [dict(d) for m in net.modules() for d in (m._parameters, m._buffers, m._modules)]

@@ -8,9 +8,7 @@ import gc
 import os
 import re
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import traceback
 import weakref
@@ -37,7 +35,7 @@ from tests.layers import (
     soon,
     together,
 )
-from tests.processes import run_python
+from tests.processes import run_program
 from tests.sharded import BATCH, norm, whole_batch
 
 threads: Any = sys.modules["replication.steps.parallel_apply"]  # the package names the function so
@@ -246,6 +244,7 @@ class HangsInForeignCode(Numbered):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_replica_that_hangs_in_foreign_code_does_not_hold_back_the_error(failing, monkeypatch):
+    """Guarantee 5: the other replicas get a few seconds to end."""
     monkeypatch.setattr(threads, "SHUTDOWN_GRACE", 0.05)
     hangs = HangsInForeignCode(failing)
     model = DataParallel(nn.Sequential(nn.Linear(2, 2), hangs), ["cpu"] * 2)
@@ -348,165 +347,32 @@ def test_replica_that_cannot_be_called_wakes_the_others(replica):
 # -- processes ---------------------------------------------------------------------------------
 
 
-SCRIPT = """
-import os, signal, threading, warnings
-import torch
-from torch import nn
-from replication import DataParallel, SyncMaster, wait_report
-from replication import parallel_apply
-
-def total(messages):
-    return [(identifier, sum(m for _, m in messages)) for identifier, _ in messages]
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.master = SyncMaster(total)
-
-    def __data_parallel_replicate__(self, ctx, copy_id):
-        if copy_id == 0:
-            ctx.master, self.run = self.master, self.master.run_master
-        else:
-            self.run = ctx.master.register_slave(copy_id).run_slave
-
-    def forward(self, x):
-        if x.min() < 0:
-            raise ValueError("negative")
-        return self.weight * x + self.run(x.sum())
-
-model = DataParallel(Layer(), ["cpu"] * 3)
-x = torch.ones(6, 1)
-"""
-
-SUMS = f"{[[7.0]] * 6}\n"
-
-EXITS_WITH_A_BUSY_REPLICA = """
-class Stuck(nn.Module):
-    def forward(self):
-        while True:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            threading.Event().wait(0.05)
-
-def interrupt(signum, frame):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-signal.signal(signal.SIGINT, interrupt)
-try:
-    parallel_apply([Stuck(), Stuck()], [(), ()])
-except KeyboardInterrupt:
-    print("interrupted")
-"""
-
-EXITS_RIGHT_BEFORE_A_REPLICA_ENDS = """
-import sys, time
-threads = sys.modules["replication.steps.parallel_apply"]
-threads.SHUTDOWN_GRACE = 0.0
-
-class Late(nn.Module):
-    def forward(self, index):
-        if index:
-            raise ValueError
-        time.sleep(0.3)  # longer than the caller waits
-        print("ended", flush=True)
-
-try:
-    parallel_apply([Late(), Late()], [0, 1])
-except ValueError:
-    print("abandoned", flush=True)
-"""
-
-INTERRUPTED_BY_ITSELF = """
-import gc, random
-
-def run_another():
-    outputs.append(model(x).tolist())
-
-outputs, inside = [], 0
-
-def handle(signum, frame):
-    global inside
-    if not inside:
-        inside = 1
-        run_another()
-        inside = 0
-
-class Last:
-    def __init__(self):
-        self.itself = self
-
-    def __del__(self):
-        run_another()
-
-signal.signal(signal.SIGALRM, handle)
-gc.set_threshold(200)
-random.seed(0)
-while len(outputs) < 300:
-    signal.setitimer(signal.ITIMER_REAL, random.random() / 300)
-    Last()
-    run_another()
-gc.collect()  # free-threaded builds collect less often
-assert all(output == [[7.0]] * 6 for output in outputs)
-print("done")
-"""
-
-FORKS_BESIDE_A_FORWARD = """
-warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about threads and fork
-torch.set_num_threads(1)
-over = threading.Event()
-
-def train():
-    while not over.is_set():
-        model(x)
-
-model(x)  # a fork while an operator of torch is called for the first time may hang the child
-thread = threading.Thread(target=train, daemon=True)
-thread.start()
-for step in range(20):
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        assert model(x).tolist() == [[7.0]] * 6
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, step
-over.set()
-thread.join()
-print("done")
-"""
-
-
-def run_script(rest: str, returncode: int = 0) -> subprocess.CompletedProcess[str]:
-    process = run_python("-c", SCRIPT + rest)
-    assert process.returncode == returncode, process.stderr
-    return process
-
-
 @pytest.mark.slow
 def test_interpreter_exits_while_replicas_are_busy():
-    process = run_script(EXITS_WITH_A_BUSY_REPLICA)
-    assert process.stdout == "interrupted\n"
-    assert process.stderr == ""
+    done = run_program("exits_with_a_busy_replica")
+    assert (done.stdout, done.stderr, done.returncode) == ("interrupted\n", "", 0)
 
 
 @pytest.mark.slow
 def test_interpreter_waits_a_little_for_abandoned_replicas():
     """Torch aborts if the interpreter ends while one of them computes."""
-    process = run_script(EXITS_RIGHT_BEFORE_A_REPLICA_ENDS)
-    assert process.stdout == "abandoned\nended\n"
+    done = run_program("exits_right_before_a_replica_ends")
+    assert (done.stdout, done.returncode) == ("abandoned\nended\n", 0), done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signal")
 def test_signal_handlers_and_finalizers_may_run_the_model_that_they_interrupt():
-    assert run_script(INTERRUPTED_BY_ITSELF).stdout == "done\n"
+    done = run_program("interrupted_by_itself")
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork_beside_a_forward_works():
     """Whatever the other thread is at: a forward shares no lock with another."""
-    assert run_script(FORKS_BESIDE_A_FORWARD).stdout == "done\n"
+    done = run_program("forks_beside_a_forward")
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
 
 
 def test_an_interrupt_that_keeps_a_thread_from_beginning_keeps_nothing_alive(monkeypatch):
@@ -615,25 +481,5 @@ def test_what_is_no_module_is_refused_with_several_threads_as_well(modules):
 @pytest.mark.slow
 def test_an_interrupted_forward_lets_the_interpreter_end():
     """A thread in the middle of an operation of torch made it abort."""
-    program = """
-        import _thread, sys, threading, torch
-        from torch import nn
-        from replication import DataParallel
-        started = threading.Barrier(3)
-        class Busy(nn.Module):
-            def forward(self, x):
-                started.wait(20)
-                for _ in range(30):
-                    x = torch.tanh(x @ x)
-                return x
-        def interrupt():
-            started.wait(20)
-            _thread.interrupt_main()
-        threading.Thread(target=interrupt, daemon=True).start()
-        try:
-            DataParallel(Busy(), ["cpu"] * 2)(torch.randn(2, 500, 500).repeat(1, 1, 1))
-        except KeyboardInterrupt:
-            sys.exit(3)
-    """
-    done = run_python("-c", textwrap.dedent(program))
+    done = run_program("interrupts_a_forward")
     assert done.returncode == 3, done.stderr

@@ -30,10 +30,10 @@ from replication._torch import timeout_of
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.collective_cases import CASES, EACH, OPS, derivatives, leaves, upstream
 from tests.layers import outcome_of
-from tests.processes import run_python
+from tests.processes import run_program
 from tests.ranks import TIMEOUT, needs_gloo, recorded_collectives, run_ranks
 
-pytestmark = [needs_gloo, pytest.mark.slow]
+pytestmark = needs_gloo
 
 
 def run_cases(rank: int, size: int) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def run_cases(rank: int, size: int) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def all_cases(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(request.param, run_cases, request.param)
 
@@ -564,6 +564,7 @@ def layer_outlives_the_processes_it_was_used_with(rank: int, store: str) -> None
     assert layer(torch.ones(1)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "check"),
     [
@@ -582,23 +583,9 @@ def test_ranks(size, check, tmp_path):
     run_ranks(size, check, str(tmp_path / "store"))
 
 
-FIRST_CALL = """
-import sys, weakref
-import torch
-from torch import distributed
-from replication import ProcessGroup
-
-distributed.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
-group, x = ProcessGroup(), torch.ones(2, requires_grad=True)
-(group.all_reduce(x) + group.all_gather(x)[0] + group.reduce_scatter([x])).sum().backward()
-world = weakref.ref(distributed.group.WORLD)
-distributed.destroy_process_group()
-print(world(), [name for name in ("torch._dynamo", "torch.distributed.nn") if name in sys.modules])
-"""
-
-
+@pytest.mark.slow
 def test_the_first_call_does_not_import_the_compiler(tmp_path):
-    done = run_python("-c", FIRST_CALL, f"file://{tmp_path}/store")
+    done = run_program("calls_collectives", f"file://{tmp_path}/store")
     assert done.stdout == "None []\n", done.stderr
 
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -38,6 +37,7 @@ from replication.sync.rendezvous import (
     this_thread,
 )
 from tests.layers import DEADLINE, outcome_of, soon, together, values
+from tests.properties import examples
 
 
 def begin_wait(
@@ -98,7 +98,9 @@ WAITING = {
 
 
 class Story(RuleBasedStateMachine):
-    """Replicas begin, wait, send, end and fail in any order, and one thread plays all of them.
+    """Guarantee 3: a wait ends when it can no longer be met, and not before.
+
+    Replicas begin, wait, send, end and fail in any order, and one thread plays all of them.
 
     A wait is pending if and only if each replica that it needs may still come, and one that is
     not blocked can change anything. The model keeps what is needed to tell that.
@@ -142,10 +144,10 @@ class Story(RuleBasedStateMachine):
         self.expect_only(set(range(4)) - absent)
         for replica in range(size):
             for _ in range(runs[replica]):
-                self.enter(replica)
-                self.leave(replica)
+                self.replica_enters(replica)
+                self.replica_leaves(replica)
             if replica not in late:
-                self.enter(replica)
+                self.replica_enters(replica)
         self.rendezvous.limit_time(limit)
         self.deadline = limit
 
@@ -172,11 +174,23 @@ class Story(RuleBasedStateMachine):
 
     # -- what may happen
 
-    @rule(replica=st.integers(0, 3))
-    def enter(self, replica: int) -> None:
-        replica %= self.size
-        if self.depth[replica] == 2 or self.waits(replica, is_main=self.depth[replica] > 0):
-            return
+    def which_can_enter(self) -> list[int]:
+        return [
+            replica
+            for replica, depth in enumerate(self.depth)
+            if depth < 2 and not self.waits(replica, is_main=depth > 0)
+        ]
+
+    def which_can_leave(self) -> list[int]:
+        return [r for r, depth in enumerate(self.depth) if depth and not self.waits(r, True)]
+
+    @precondition(lambda self: self.which_can_enter())
+    @rule(which=st.integers(0, 3))
+    def enter(self, which: int) -> None:
+        which_can = self.which_can_enter()
+        self.replica_enters(which_can[which % len(which_can)])
+
+    def replica_enters(self, replica: int) -> None:
         self.thread = replica
         self.depth[replica] += 1
         is_outermost = self.depth[replica] == 1
@@ -185,15 +199,21 @@ class Story(RuleBasedStateMachine):
             self.runs[replica] += 1
             self.is_absent[replica] = False
 
-    @rule(replica=st.integers(0, 3))
-    def leave(self, replica: int) -> None:
-        replica %= self.size
-        if not self.depth[replica] or self.waits(replica, is_main=True):
-            return
+    @precondition(lambda self: self.which_can_leave())
+    @rule(which=st.integers(0, 3), is_hopeful=st.integers(0, 4))
+    def leave(self, which: int, is_hopeful: int) -> None:
+        """Mostly a replica that no wait needs: else few stories get far before they end."""
+        which_can = self.which_can_leave()
+        needed = {replica for pending in self.pending for replica in pending.needs}
+        if is_hopeful:
+            which_can = [r for r in which_can if r not in needed or self.depth[r] > 1] or which_can
+        self.replica_leaves(which_can[which % len(which_can)])
+
+    def replica_leaves(self, replica: int) -> None:
         self.depth[replica] -= 1
         self.rendezvous.leave(replica)
 
-    @precondition(lambda self: self.steps > 3)
+    @precondition(lambda self: self.steps > 10)
     @rule(replicas=st.sets(st.integers(0, 3), min_size=1))
     def expect_only(self, replicas: set[int]) -> None:
         self.is_absent = [replica not in replicas for replica in range(self.size)]
@@ -210,10 +230,13 @@ class Story(RuleBasedStateMachine):
         self.begin_wait(which, needs, is_hopeful, is_main=False)
 
     def begin_wait(self, which: int, needs: set[int], is_hopeful: int, is_main: bool) -> None:
-        """Most waits are for replicas that may come: else few stories have several waits."""
+        """Most are for replicas that may come, with one that runs: else stories end soon."""
         have_begun = [replica for replica, runs in enumerate(self.runs) if runs]
         replica = have_begun[which % len(have_begun)]
         is_main = is_main and not self.waits(replica, is_main=True)
+        blocked = {replica, *(p.replica for p in self.pending if p.is_main)}
+        if is_hopeful and not any(depth for r, depth in enumerate(self.depth) if r not in blocked):
+            is_main = False
         needed = frozenset(needs & set(range(self.size)) - {replica})
         if is_hopeful:
             needed = frozenset(r for r in needed if self.may_come(r, self.runs[replica]))
@@ -244,7 +267,7 @@ class Story(RuleBasedStateMachine):
         with pytest.raises(KeyboardInterrupt):
             ended.wait.block()
 
-    @precondition(lambda self: self.pending)
+    @precondition(lambda self: self.pending and self.steps > 15)
     @rule(which=st.integers(0, 3), seconds=st.sampled_from((0.0, 1.0, 20.0)))
     def wait_takes_long(self, which: int, seconds: float) -> None:
         pending = self.pending[which % len(self.pending)]
@@ -267,7 +290,7 @@ class Story(RuleBasedStateMachine):
             self.ends(ReplicaFailed, error)
             self.failures += [(replica % self.size, error)] if kind is KeyError else []
 
-    @precondition(lambda self: self.steps > 20)
+    @precondition(lambda self: self.steps > 25)
     @rule()
     def time_out(self) -> None:
         error = self.rendezvous.time_out()
@@ -323,7 +346,7 @@ class Story(RuleBasedStateMachine):
 
 
 TestStory = Story.TestCase
-TestStory.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=30)
+TestStory.settings = examples(2, stateful_step_count=30)
 
 
 # -- a wait ends in a value --------------------------------------------------------------------
@@ -374,7 +397,10 @@ def test_failure_whose_text_takes_long_is_the_first_all_the_same():
 
 
 def test_message_says_where_every_replica_is():
-    """Of six replicas one skips the layer before the last ones have begun."""
+    """Guarantee 3: the error says where each replica is.
+
+    Of six replicas one skips the layer before the last ones have begun.
+    """
     rendezvous = Rendezvous(6)
     rendezvous.expect_only(range(5))
     for replica in range(4):
@@ -596,6 +622,7 @@ def test_a_write_does_not_wait_for_another():
 
 
 def test_wait_gives_up_on_replicas_that_do_not_begin(monkeypatch):
+    """Guarantee 3: if a replica never starts, the wait ends after 20 seconds."""
     monkeypatch.setattr(module, "STALL_TIMEOUT", 0.01)
     rendezvous = Rendezvous(3)
     rendezvous.enter(0)

@@ -366,23 +366,6 @@ def test_gradients_that_are_sparse_in_some_replicas_are_summed():
     torch.testing.assert_close(net.weight.grad, expected)
 
 
-def test_attributes_that_stay_are_not_set_again():
-    class Recording(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-            self.stays = [torch.ones(1)]
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if "names" in vars(self):
-                self.names.append(name)
-            super().__setattr__(name, value)
-
-    net = Recording()
-    replicate(net, ["cpu"] * 2)  # which share the list
-    assert net.names == ["stays"]
-
-
 def test_hooks_of_the_module_are_the_replicas():
     calls = []
     net = nn.ReLU()
@@ -502,20 +485,6 @@ def test_torchs_copies_of_a_graph_module_which_have_classes_of_their_own_are_con
     assert [copy[1].copy_id for copy in copies] == [0, 1]
 
 
-def test_class_may_make_copies_that_differ():
-    class Alternates(nn.Sequential):
-        made = 0
-
-        def _replicate_for_data_parallel(self) -> Any:
-            replica = super()._replicate_for_data_parallel()
-            Alternates.made += 1
-            if Alternates.made == 2:
-                replica._modules["second"] = nn.ReLU()
-            return replica
-
-    assert [len(r) for r in replicate(Alternates(nn.ReLU()), ["cpu"] * 2)] == [1, 2]
-
-
 def test_a_class_that_is_its_own_replica_keeps_its_hooks():
     class Same(nn.Module):
         def _replicate_for_data_parallel(self) -> nn.Module:
@@ -591,39 +560,6 @@ def test_container_that_needs_no_move_is_shared(value):
     assert arrived(value, "cpu") is value
 
 
-class Itself(dict):
-    def __copy__(self) -> Any:
-        return self
-
-
-class OnlyGrows(list):
-    def __setitem__(self, index: Any, value: Any) -> None:
-        raise TypeError("only append")
-
-    def __iter__(self) -> Any:
-        return filter(None, super().__iter__())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("cannot be copied")
-
-
-@pytest.mark.parametrize("kind", [Itself, OnlyGrows])
-def test_no_code_of_a_derived_container_runs(kind):
-    net = nn.Sequential(nn.Linear(1, 1))
-    net.held = kind([None, net[0]]) if kind is OnlyGrows else kind({1: net[0]})
-    for replica in replicate(net, ["cpu"] * 2):
-        assert type(replica.held) is kind
-        assert replica.held[1] is replica[0]
-    assert net.held[1] is net[0]
-
-
-def test_a_long_chain_of_containers_is_walked():
-    chain = None
-    for _ in range(5000):
-        chain = [chain]
-    assert replicate(Holder(chain), ["cpu"] * 2)[1].value is chain
-
-
 def test_each_container_is_looked_into_once():
     value = [torch.ones(1)]
     for _ in range(60):
@@ -658,24 +594,6 @@ def test_what_is_not_part_of_the_module_is_shared():
     foreign, other = nn.Linear(2, 2), object()
     module, method, found, _ = arrived([foreign, foreign.forward, other, torch.ones(1)])
     assert (module, method, found) == (foreign, foreign.forward, other)
-
-
-def test_property_with_a_setter_is_respected():
-    class Guarded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kept: list[Any] = []
-            self.scale = torch.ones(1)
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name == "scale":
-                self.kept = [type(value).__name__, value.device.type]
-            super().__setattr__(name, value)
-
-    assert [r.kept for r in replicate(Guarded(), ["cpu", "meta"])] == [
-        ["Tensor", "cpu"],
-        ["Tensor", "meta"],
-    ]
 
 
 # -- its cost ----------------------------------------------------------------------------------
@@ -731,10 +649,6 @@ def test_broadcast_lists_copies_by_device():
     ] * 2
     assert [{t.device for t in per_device} for per_device in copies] == [{CPU}, {META}]
     assert [t.requires_grad for t in copies[1]] == [True, False, True]
-
-
-def test_broadcast_of_nothing_is_nothing_per_device():
-    assert broadcast([], [CPU, CPU]) == [[], []]
 
 
 def test_on_distinct_cuda_devices_all_tensors_are_broadcast_at_once(monkeypatch):

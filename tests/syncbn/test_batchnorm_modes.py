@@ -19,7 +19,10 @@ from tests.sharded import randomized
 @pytest.mark.parametrize("replica", range(3))
 @pytest.mark.parametrize("connected", [True, False])
 def test_a_single_replica_evaluates_alone(track, replica, connected):
-    """pytorch#48988, #22538: the others never come. It does not warn that it is not connected."""
+    """Guarantee 2: evaluation never waits for replicas that do not come (pytorch#48988, #22538).
+
+    It does not warn that it is not connected.
+    """
     layer = SynchronizedBatchNorm1d(3, track_running_stats=track).eval()
     replicas = replicate(layer, ["cpu"] * 3)
     if connected:
@@ -32,7 +35,10 @@ def test_a_single_replica_evaluates_alone(track, replica, connected):
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("frozen", [[1], [3], [1, 5], [1, 3, 5]], ids=str)
 def test_only_layers_in_training_communicate(wrap, frozen):
-    """mmengine#1624, pytorch-deeplab-xception#140. Frozen before the conversion."""
+    """Guarantee 2: evaluation never waits (mmengine#1624, pytorch-deeplab-xception#140).
+
+    Frozen before the conversion.
+    """
     layers = [layer for i in range(3) for layer in (nn.Linear(3, 3), nn.BatchNorm1d(3))]
     net = randomized(nn.Sequential(*layers)).double()
     for index in frozen:

@@ -87,7 +87,10 @@ def test_eps_enters_as_the_mode_says(half_width, mode):
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("momentum", [None, 0.0, 0.1, 1.0])
 def test_buffers_keep_their_identity_and_have_the_numbers_of_one_device(wrap, momentum):
-    """For every way to run replicas. Views see every step (averages, DDP)."""
+    """Guarantee 7: running buffers keep their identity, for every way to run replicas.
+
+    Views see every step (averages, DDP).
+    """
     layer = SynchronizedBatchNorm1d(3, momentum=momentum, dtype=torch.float64)
     twin = in_float64(layer)
     buffers = dict(layer.named_buffers())

@@ -74,7 +74,10 @@ def test_names_that_our_packages_do_not_export(package):
 
 @pytest.mark.slow
 def test_program_for_the_older_toolkit_runs_unchanged(tmp_path):
-    """With one line in front; below it are the call forms of the older toolkit's own readme."""
+    """Guarantee 8: layers for the older toolkit run, with one line in front.
+
+    Below it are the call forms of the older toolkit's own readme.
+    """
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "__init__.py").touch()
     (tmp_path / "lib" / "generator.py").write_text(

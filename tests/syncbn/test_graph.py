@@ -74,6 +74,7 @@ def test_a_backward_to_parameters_alone_keeps_no_input():
 @pytest.mark.filterwarnings("ignore:Backwards compatibility:UserWarning")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_first_and_second_derivatives(sizes):
+    """Guarantee 1: all gradients, and second derivatives."""
     assert gradcheck(as_function(sizes), leaves(sum(sizes)))
     assert gradgradcheck(as_function(sizes), leaves(sum(sizes)))
 

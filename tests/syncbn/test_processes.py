@@ -6,7 +6,7 @@ import copy
 import itertools
 import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -33,7 +33,7 @@ try:
 except ImportError:  # torch 2.4
     fully_shard = None
 
-pytestmark = [needs_gloo, pytest.mark.slow]
+pytestmark = needs_gloo
 
 #: How moments are merged: few ranks gather, many reduce, but not what is in float64; and with a
 #: total that the host does not know, as on GPUs.
@@ -126,7 +126,7 @@ def numbers(rank: int, size: int, **options: Any) -> dict[str, Tensor]:
     }
 
 
-def nobody_has_data(rank: int) -> tuple[Tensor, Tensor, int]:
+def without_data(rank: int, size: int) -> tuple[Tensor, Tensor, int]:
     layer = layer_like()
     layer.running_mean.fill_(3)
     layer.running_var.fill_(4)
@@ -135,8 +135,8 @@ def nobody_has_data(rank: int) -> tuple[Tensor, Tensor, int]:
     return y.detach(), running, layer.num_batches_tracked.item()
 
 
-def rubbish_counts(rank: int) -> list[str]:
-    """The errors where rank 1 announces counts that cannot be."""
+def impossible_counts(rank: int, size: int) -> list[str]:
+    """The errors where rank 1 announces impossible counts."""
     errors = []
     original = Ranks.merge
     for count in (float("nan"), -50, 2.5, float("inf"), 2**62):
@@ -149,7 +149,7 @@ def rubbish_counts(rank: int) -> list[str]:
     return errors
 
 
-def one_value_in_all(rank: int) -> tuple[str, Tensor, int]:
+def one_value_in_all(rank: int, size: int) -> tuple[str, Tensor, int]:
     layer = layer_like()
     error = outcome_of(lambda: layer(torch.ones(int(rank == 0), 2))).error
     running = torch.stack((layer.running_mean, layer.running_var))
@@ -166,36 +166,51 @@ def tiny_variance(rank: int, size: int) -> Tensor:
     return layer.running_var
 
 
-def constant_and_large(rank: int) -> Tensor:
+def constant_and_large(rank: int, size: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     values = 1e8 * torch.rand(16, generator=generator, dtype=torch.float64)
     return SynchronizedBatchNorm1d(16, dtype=torch.float64)(values.expand(3, 16)).detach()
 
 
-def one_value_each(rank: int) -> Tensor:
+def one_value_each(rank: int, size: int) -> Tensor:
     return layer_like()(torch.full((1, 2), float(rank))).detach()
 
 
-def all_numbers(rank: int, size: int) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for way in WAYS:
+def at_momenta(rank: int, size: int) -> dict[float | None, dict[str, Tensor]]:
+    return {momentum: numbers(rank, size, momentum=momentum) for momentum in (0.1, None)}
+
+
+def in_each_way(
+    rank: int, ways: list[str], calls: list[Callable[[int, int], Any]], size: int
+) -> dict[tuple[str, str], Any]:
+    found = {}
+    for way in ways:
         go(way)
-        found[way, 0.1] = numbers(rank, size)
-        found[way, None] = numbers(rank, size, momentum=None)
-        found[way, "no data"] = nobody_has_data(rank)
-        found[way, "one each"] = one_value_each(rank)
-        found[way, "one"] = one_value_in_all(rank)
-        if way in ("gather", "reduce"):
-            found[way, "rubbish"] = rubbish_counts(rank)
-        found[way, "constant"] = constant_and_large(rank)
-        found[way, "tiny"] = tiny_variance(rank, size)
-        found[way, "unlike"] = unlike(rank, size)
+        for call in calls:
+            found[way, call.__name__] = call(rank, size)
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def found(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
-    return run_ranks(request.param, all_numbers, request.param)
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+def size(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+def found_by_ranks(*calls: Callable[[int, int], Any], ways: list[str] = WAYS) -> Any:
+    """A fixture of what each rank finds. Tests of different fixtures fail independently."""
+
+    @pytest.fixture(scope="module")
+    def found(size: int) -> list[dict[tuple[str, str], Any]]:
+        return run_ranks(size, in_each_way, ways, [*calls], size)
+
+    return found
+
+
+in_training = found_by_ranks(at_momenta)
+with_derivatives = found_by_ranks(unlike)
+with_few_values = found_by_ranks(without_data, one_value_each, one_value_in_all)
+with_impossible_counts = found_by_ranks(impossible_counts, ways=["gather", "reduce"])
+far_from_zero = found_by_ranks(constant_and_large, tiny_variance)
 
 
 def assert_equal_one_device(
@@ -232,84 +247,86 @@ def assert_equal_one_device(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_ranks_compute_what_one_process_computes(found, way, momentum):
-    ranks = [results[way, momentum] for results in found]
-    shards, upstream = shards_of(len(found)), shards_of(len(found), seed=1)
+def test_ranks_compute_what_one_process_computes(in_training, size, way, momentum):
+    """Guarantee 1: between processes."""
+    ranks = [results[way, "at_momenta"][momentum] for results in in_training]
+    shards, upstream = shards_of(size), shards_of(size, seed=1)
     layer = layer_like(dtype=torch.float64, momentum=momentum)
     plain = assert_equal_one_device(ranks, shards, upstream, layer)
     torch.testing.assert_close(ranks[0]["evaluated"], plain.eval()(shards[0]).detach())
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_may_differ_in_the_derivatives_that_they_want(found, way):
+def test_ranks_may_differ_in_the_derivatives_that_they_want(with_derivatives, size, way):
     plain = nn.BatchNorm1d(2, dtype=torch.float64)
     plain.load_state_dict(layer_like(dtype=torch.float64).state_dict())
-    shards = shards_of(len(found))
+    shards = shards_of(size)
     x = torch.cat(shards).requires_grad_()
     (once,) = torch.autograd.grad(plain(x).pow(3).sum(), x)
     (of_others,) = torch.autograd.grad(plain(x)[len(shards[0]) :].pow(3).sum(), x)
-    joined = map(torch.cat, zip(*(results[way, "unlike"] for results in found), strict=True))
+    of_ranks = [results[way, "unlike"] for results in with_derivatives]
+    joined = map(torch.cat, zip(*of_ranks, strict=True))
     torch.testing.assert_close(list(joined), [2 * once, once, of_others])
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_statistics_stay_if_no_rank_has_data(found, way):
-    for results in found:
-        y, running, count = results[way, "no data"]
+def test_statistics_stay_if_no_rank_has_data(with_few_values, way):
+    for results in with_few_values:
+        y, running, count = results[way, "without_data"]
         assert y.shape == (0, 2, 3)
         assert running.tolist() == [[3, 3], [4, 4]]
         assert count == 1
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_one_value_per_rank_is_enough(found, way):
+def test_one_value_per_rank_is_enough(with_few_values, size, way):
     plain = nn.BatchNorm1d(2)
     plain.load_state_dict(layer_like().state_dict())
-    x = torch.arange(float(len(found))).unsqueeze(1).expand(-1, 2)
-    y = torch.cat([results[way, "one each"] for results in found])
+    x = torch.arange(float(size)).unsqueeze(1).expand(-1, 2)
+    y = torch.cat([results[way, "one_value_each"] for results in with_few_values])
     torch.testing.assert_close(y, plain(x).detach())
 
 
 @pytest.mark.parametrize("way", ["gather", "reduce"])
-def test_counts_that_cannot_be_are_refused_on_every_rank(found, way):
+def test_impossible_counts_are_refused_on_every_rank(with_impossible_counts, way):
     who = "rank 1 announces" if way == "gather" else "all ranks announce"
-    for rank, of_rank in enumerate(found):
+    for rank, of_rank in enumerate(with_impossible_counts):
         for error, count in zip(
-            of_rank[way, "rubbish"], ("nan", "-", "", "inf", "4.6116860"), strict=True
+            of_rank[way, "impossible_counts"], ("nan", "-", "", "inf", "4.6116860"), strict=True
         ):
             assert error.startswith(f"`SynchronizedBatchNorm1d`, rank {rank}: {who} {count}")
 
 
 @pytest.mark.parametrize("way", ["gather", "reduce"])
-def test_one_value_in_all_is_torchs_error_in_every_rank(found, way):
-    for results in found:
-        error, _, batches = results[way, "one"]
+def test_one_value_in_all_is_torchs_error_in_every_rank(with_few_values, way):
+    for results in with_few_values:
+        error, _, batches = results[way, "one_value_in_all"]
         assert batches == 0
         assert error.startswith(
             "Expected more than 1 value per channel when training, got input size"
         )
 
 
-def test_one_value_in_all_that_the_host_does_not_know_does_no_harm(found):
-    for results in found:
-        error, running, _ = results["unseen", "one"]
+def test_one_value_in_all_that_the_host_does_not_know_does_no_harm(with_few_values):
+    for results in with_few_values:
+        error, running, _ = results["unseen", "one_value_in_all"]
         assert error == "None"
         assert running.isfinite().all()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_constant_channels_of_large_means_give_the_bias(found, way):
-    for results in found:
-        y = results[way, "constant"]
+def test_constant_channels_of_large_means_give_the_bias(far_from_zero, way):
+    for results in far_from_zero:
+        y = results[way, "constant_and_large"]
         torch.testing.assert_close(y, torch.zeros_like(y), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("way", ["gather", "reduce or gather"])
-def test_float64_loses_nothing_of_a_tiny_variance_at_a_large_mean(found, way):
-    x = torch.cat(of_tiny_deviation(len(found)))
+def test_float64_loses_nothing_of_a_tiny_variance_at_a_large_mean(far_from_zero, size, way):
+    x = torch.cat(of_tiny_deviation(size))
     expected = (x - 1e4).transpose(0, 1).flatten(1).var(1)
-    for results in found:
-        torch.testing.assert_close(results[way, "tiny"], expected, rtol=1e-9, atol=0)
+    for results in far_from_zero:
+        torch.testing.assert_close(results[way, "tiny_variance"], expected, rtol=1e-9, atol=0)
 
 
 # -- large means -------------------------------------------------------------------------------
@@ -356,7 +373,7 @@ def at_large_means() -> list[dict[Any, list[Tensor]]]:
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
 def test_large_means_are_as_accurate_as_in_torchs_layer(at_large_means, way, mean, second):
-    """The error against float64 is at most twice the error of `nn.BatchNorm1d`, plus one ulp."""
+    """Guarantee 1: at large means, twice the error of `nn.BatchNorm1d` at most, plus one ulp."""
     x, dy, direction = whole_batch(mean)
     plain = nn.BatchNorm1d(16)
     plain.load_state_dict(layer_like(features=16).state_dict())
@@ -485,6 +502,7 @@ def limited(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_process_group_limits_the_processes():
     results = run_ranks(3, limited)
     shards = shards_of(3)
@@ -527,6 +545,7 @@ def beside_one_that_raises_while_debugging(rank: int) -> list[str]:
     return beside_one_that_raises(rank, "forward")
 
 
+@pytest.mark.slow
 def test_what_is_set_is_not_advised():
     (_, _, remedy), _ = run_ranks(2, beside_one_that_raises_while_debugging)
     assert remedy.endswith("or in another layer?")
@@ -629,6 +648,7 @@ def sharded(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
     return full, again, kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulate", "reentrant"), [(1, None), (3, None), (1, False), (1, True)]
 )
@@ -641,6 +661,7 @@ def test_training_under_ddp_equals_training_in_one_process(accumulate, reentrant
         nn.SyncBatchNorm.convert_sync_batchnorm(network()).load_state_dict(state)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(fully_shard is None, reason="this torch has no FSDP2 under its public name")
 def test_training_under_fsdp2_equals_training_in_one_process():
     expected = train(network(), slice(0, 7), None, 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -30,6 +30,7 @@ from tests.junk import (
     shapes,
 )
 from tests.layers import LAYERS, outcome_of
+from tests.properties import examples
 from tests.ranks import run_ranks
 from tests.sharded import run_sharded
 
@@ -60,7 +61,7 @@ def assert_like(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, equal_nan=True, **tolerance)
 
 
-@settings(max_examples=120)
+@examples(1.2)
 @given(st.sampled_from([1, 2, 3]), layers, kinds, batches, st.booleans())
 def test_replicas_accept_and_refuse_the_same_input_as_torchs_layer(
     dims, options, kind, shape, training
@@ -91,7 +92,7 @@ def test_replicas_accept_and_refuse_the_same_input_as_torchs_layer(
     assert ours.error.__notes__[0].endswith("of 2 on cpu, module `0`")
 
 
-@settings(max_examples=60)
+@examples(0.6)
 @given(layers, kinds, batches, st.sampled_from([0, 1]))
 def test_a_shard_that_is_refused_is_named_and_the_next_step_is_right(
     options, kind, shape, replica
@@ -133,7 +134,7 @@ looked_at = pytest.mark.skipif(torch.__version__ < "2.5", reason="an older torch
         "dtype",
     ],
 )
-@settings(max_examples=20)
+@examples(0.2)
 @given(value=anything)
 def test_layer_takes_the_arguments_of_torchs_layer(argument, value):
     """What it refuses when it is made or when it runs, and in evaluation, as torch's."""

@@ -92,7 +92,7 @@ def described(title: str, kind: Any) -> Iterator[str]:
 def page(name: str) -> str:
     """The text of a page."""
     names = PACKAGES[name].__all__
-    lines = [f"# API of `{name}`", "", "`docs/api.py` writes this page from the docstrings.", ""]
+    lines = [f"# API of `{name}`", ""]
     for public in names:
         kind = getattr(PACKAGES[name], public)
         if HOMES.get(public) != name:

@@ -277,6 +277,15 @@ def test_links_lead_somewhere(page):
         assert not heading or heading in headings(there), target
 
 
+def test_each_library_has_a_test_or_says_that_it_has_none():
+    text = (ROOT / "docs" / "migration.md").read_text("utf-8")
+    section = text.split("## With other libraries")[1].split("\n### ")[0]
+    _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
+    tests = [row.rstrip(" |").rpartition(" | ")[2] for row in rows]
+    assert len(rows) == 12 and tests.count("not run here") == 3
+    assert all((ROOT / test.strip("`")).is_file() for test in tests if test != "not run here")
+
+
 def test_the_page_of_the_examples_lists_all_of_them():
     page = ROOT / "examples" / "README.md"
     programs = {path.name for path in page.parent.iterdir() if path.suffix in (".py", ".ipynb")}

@@ -40,7 +40,7 @@ SUMMARY = {
     ),
     "processes": (
         "processes on the CPU",
-        "Layers wait for two collectives of gloo, which take longer than a small layer does.",
+        "Each layer waits for two collectives of gloo, each slower than a small layer.",
     ),
     "host": (
         "accelerators, the host's time",

@@ -20,7 +20,7 @@ from replication.data_parallel import DataParallel
 from replication.diagnosis.table import ShownAsTable, Table
 from replication.errors import check_module, first_of, path_or_root
 from replication.groups.layer import ReplicaAware
-from replication.groups.processes import check_process_group
+from replication.groups.processes import as_process_group
 from replication.modules import with_class
 from replication.patch import check_methods, patch_replication_callback
 from replication.tree import leaves_of, open_builtin
@@ -329,7 +329,7 @@ def convert_model(
     """
     check_module(module)
     check_group_size(group_size)
-    check_process_group(process_group)
+    process_group = as_process_group(process_group)
     classes = {} if classes is None else classes
     if not isinstance(classes, Mapping) or not all(starmap(_is_synchronized_by, classes.items())):
         raise TypeError(

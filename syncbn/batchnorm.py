@@ -57,9 +57,8 @@ def set_sbn_eps_mode(mode: str) -> None:
     Args:
         mode: ``"plus"``, the default, divides by ``sqrt(var + eps)``, as `torch.nn.BatchNorm2d`
             does. ``"clamp"`` divides by ``sqrt(max(var, eps))``, as the older toolkit did, for
-            models that it trained. The two differ by a factor of up to ``sqrt(2)``. Evaluation,
-            and training on one device, use ``sqrt(var + eps)`` in both modes, as the older
-            toolkit.
+            models that it trained: outputs are larger by a factor of up to ``sqrt(2)``.
+            Evaluation, and training on one device, use ``sqrt(var + eps)`` in both modes.
 
     Raises:
         ValueError: ``mode`` is neither ``"plus"`` nor ``"clamp"``.

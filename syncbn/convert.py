@@ -294,9 +294,8 @@ def convert_model(
     >>> type(net[1]).__name__
     'SynchronizedBatchNorm2d'
 
-    A batch norm of your own that does more becomes synchronized with a second base class. Its
-    ``super().forward`` is then the synchronized one. A forward that does not call it must be
-    written anew in the synchronized class:
+    A batch norm of your own becomes synchronized with a second base class, if its forward calls
+    ``super().forward``. Otherwise write the forward anew in the synchronized class:
 
     >>> class Activated(nn.BatchNorm2d):
     ...     def forward(self, x):

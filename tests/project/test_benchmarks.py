@@ -128,6 +128,34 @@ def test_program_measures_one_network():
     assert row.startswith("| Detector head, 32 ch, 32x32 to 8x8 | 2 | 1 | ")
 
 
+def test_the_page_begins_with_a_line_for_each_way_to_train():
+    def table(title, *ratios):
+        rows = [Row("net", 2, 1, {"plain": (2.0,), "ours": (2 * r,), "x": (8.0,)}) for r in ratios]
+        return [Table(title, "", rows)]
+
+    tables = {"step": table("A step", 1.25, 1.5), "processes": table("B", 3), "host": []}
+    head, _, *lines = (text.split(" | ") for text in suite.summary(tables).splitlines())
+    assert [line[:3] for line in lines] == [
+        ["| [replicas on the CPU](#a-step)", "1.25 to 1.50", "x: 4.00 to 4.00"],
+        ["| [processes on the CPU](#b)", "3.00 to 3.00", "x: 4.00 to 4.00"],
+    ]
+    page = suite.PAGE.read_text("utf-8")
+    first = page[: page.index("\n\n", page.index("\n|"))].splitlines()
+    assert " | ".join(head) in first and all(where in page for where, _ in suite.SUMMARY.values())
+
+
+@pytest.mark.parametrize(
+    ("page", "titles"),
+    [
+        (suite.PAGE, {"Training steps", "Between processes", "Accelerators: the host's time"}),
+        (suite.DETAILS_PAGE, {"A layer alone", "Copies of a network", "Exchanges", "Memory"}),
+    ],
+)
+def test_each_table_is_on_its_page(page, titles):
+    figures = page.read_text("utf-8").split(suite.BEGIN)[1].split(suite.END)[0]
+    assert titles <= {line[4:] for line in figures.splitlines() if line.startswith("### ")}
+
+
 def test_figure_is_drawn(tmp_path: Path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "steps.png"

@@ -36,6 +36,11 @@ def test_loss_where_outputs_are_equals_one_device(replicas, samples, monkeypatch
     assert example.main([]) == 0
 
 
+def test_items_and_results_of_samples_stay_together(monkeypatch, capsys):
+    assert load("per_sample", monkeypatch).main() == 0
+    assert capsys.readouterr().out.splitlines()[3] == "('d', 3.0)"
+
+
 def test_constants_reach_every_replica(monkeypatch, capsys):
     assert load("constants", monkeypatch).main() == 0
     assert capsys.readouterr().out.count("converted with the network: True") == 2

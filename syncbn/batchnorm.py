@@ -42,6 +42,7 @@ CORRECTION = frozenset(("_tmp_running_mean", "_tmp_running_var", "_running_iter"
 
 _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = (*_HALF, torch.float32, torch.float64)
+_USUAL = (Tensor, nn.Parameter, type(None))
 _SAMPLES = torch.zeros(2, 1, device="cpu")
 
 _eps_mode = "plus"
@@ -137,15 +138,8 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             return self._traced(input)
         if not self.training:
             return self._evaluated(input)
-        if torch.compiler.is_dynamo_compiling() and not self._is_in_replica():
-            # `_BatchNorm.forward`, not `super()`: a class that is also derived from a library's
-            # batch norm must get the normalization alone, on one device as well.
-            if not has_other_processes(self.process_group):
-                return _BatchNorm.forward(self, input)
-            group = name_in_graph(self.process_group)
-            if group is not None and self.group_size is None:
-                return compiled_batch_norm(self._checked_call(input), group, self._count_batch)
-        return self._trained(input)
+        compiles = torch.compiler.is_dynamo_compiling()
+        return self._trained_in_graph(input) if compiles else self._trained(input)
 
     def _traced(self, input: Any) -> Any:
         """Records this layer in a graph of `torch.fx`, as a leaf like the layers of torch."""
@@ -173,9 +167,18 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             input, mean, var, self.weight, self.bias, training=mean is None, eps=self.eps
         )
 
-    # The nodes exchange values outside the graph that `torch.compile` sees. With `self.group`, of
-    # which it would compile another version for each layer.
-    @uncompiled
+    def _trained_in_graph(self, input: Tensor) -> Tensor:
+        """Trains as `torch.compile` can see it, or breaks its graph."""
+        if not self._is_in_replica():
+            # `_BatchNorm.forward`, not `super()`: a class that is also derived from a library's
+            # batch norm must get the normalization alone, on one device as well.
+            if not has_other_processes(self.process_group):
+                return _BatchNorm.forward(self, input)
+            group = name_in_graph(self.process_group)
+            if group is not None and self.group_size is None:
+                return compiled_batch_norm(self._checked_call(input), group, self._count_batch)
+        return self._trained_out_of_graph(input)
+
     def _trained(self, input: Tensor) -> Tensor:
         group = self.group
         if group.size == 1:
@@ -193,6 +196,9 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             return synchronized_batch_norm(*args)
         with beside_selective_checkpoints():
             return synchronized_batch_norm(*args)
+
+    # The whole, because `torch.compile` would compile `self.group` anew for each layer.
+    _trained_out_of_graph = uncompiled(_trained)
 
     def _checked_call(self, input: Tensor) -> Call:
         """Returns the arguments of a synchronized call, which are checked."""
@@ -222,7 +228,8 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     ) -> None:
         """Raises on input that torch's kernels would refuse, before another replica waits."""
         features, dtype = self.num_features, input.dtype
-        if is_dtensor(input) or is_dtensor(weight):
+        is_usual = type(input) in _USUAL and type(weight) in _USUAL
+        if not is_usual and (is_dtensor(input) or is_dtensor(weight)):
             raise TypeError(
                 f"{self._named()} takes local tensors (got a DTensor); pass x.to_local(), and "
                 "for a batch sharded over one dimension of a mesh, process_group=mesh['dp']"

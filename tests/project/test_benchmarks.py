@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks import __main__ as suite
 from benchmarks import host, layer, overhead, processes, step, yardsticks
-from benchmarks.measuring import Row
+from benchmarks.measuring import Row, Table
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
 from syncbn import joined
 from tests import accelerator

@@ -33,7 +33,7 @@ from replication.errors import (
 )
 from replication.modules import layers_of
 from replication.steps.thread_state import ThreadState
-from replication.steps.workers import MOST_NODES, Done, Outcome, Worker
+from replication.steps.workers import Done, Outcome, Worker
 from replication.sync.lifecycle import (
     ForwardScope,
     first_failure_wins,
@@ -49,6 +49,13 @@ SHUTDOWN_GRACE = 5.0
 
 #: Seconds between checks for events that no replica reports: a Ctrl-C or the death of a thread.
 _POLL = 1.0
+
+#: Threads that have made so many autograd nodes are replaced: a thread that joins them would count
+#: as far, for a second.
+_MOST_NODES = 2**24
+
+#: The caller counts so many nodes in one forward: more than one makes, but in milliseconds.
+_NEAR = 2**18
 
 #: The number of weights from which a 1x1 convolution is wide, as in the last stages of ResNet-50.
 _WIDE = 2**17
@@ -154,13 +161,20 @@ def _take_workers(devices: Sequence[torch.device]) -> tuple[list[Worker], int]:
     if not torch.is_grad_enabled():
         return workers, 0
     # Autograd orders the nodes of a graph by numbers that each thread counts for itself. All begin
-    # a forward with the same number, so that sums have the same order in each step. A caller that
-    # is too far ahead stays there.
+    # a forward with the same number, so that sums have the same order in each step.
     first, of_caller = max([0, *[worker.nodes for worker in workers]]), nodes_made()
-    if of_caller - first <= MOST_NODES:
-        first = max(first, of_caller)
-    count_nodes_up_to(first)
+    if first > _MOST_NODES:
+        workers, first = [Worker(index, device) for index, device in enumerate(devices)], 0
+    if first < of_caller <= first + _NEAR:
+        first = of_caller
+    _count_caller_up_to(first)
     return workers, first
+
+
+def _count_caller_up_to(number: int) -> None:
+    """Counts nodes in the caller's thread, unless it is far behind, and stays so."""
+    if number - nodes_made() <= _NEAR and torch.is_grad_enabled():
+        count_nodes_up_to(number)
 
 
 def _call(
@@ -223,7 +237,7 @@ def _run_all(
         failures.clear()
         report, outcome = None, Outcome()
         del done
-        count_nodes_up_to(nodes)
+        _count_caller_up_to(nodes)
 
 
 def _next(

@@ -54,10 +54,6 @@ def outcome_of(job: Callable[[], Any]) -> Outcome:
         return Outcome(error=error)
 
 
-#: A thread that has made so many autograd nodes ends: others must count up to its number, which
-#: takes a second.
-MOST_NODES = 2**24
-
 #: Gets each worker that has done its job, the outcome, and `Worker.nodes`.
 Done = SimpleQueue[tuple["Worker", Outcome, int]]
 
@@ -116,7 +112,7 @@ def _work(jobs: SimpleQueue[Any]) -> None:
         _busy.discard(worker)
         # Before the report, so that the caller's next forward finds it. A thread in which user
         # code has left modes behind ends.
-        if nodes < MOST_NODES and not has_modes():
+        if not has_modes():
             _idle[worker.index, worker.device].append(worker)
         done.put((worker, outcome, nodes))
         del worker, outcome, done

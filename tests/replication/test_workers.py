@@ -77,7 +77,7 @@ def test_a_thread_whose_handle_is_lost_ends():
 
 
 def test_a_thread_that_has_counted_far_ends(monkeypatch):
-    monkeypatch.setattr(workers, "MOST_NODES", 10)
+    monkeypatch.setattr("replication.steps.parallel_apply._MOST_NODES", 10)
     x = torch.ones(1, requires_grad=True)
 
     def make_nodes() -> threading.Thread:
@@ -164,6 +164,33 @@ def test_all_threads_count_nodes_from_the_same_number():
         assert made[0][0] >= before
         assert nodes_made() == max(ended for _, ended in made)
         x.exp()
+
+
+def test_callers_and_replicas_that_are_far_apart_count_no_nodes_to_meet(monkeypatch):
+    """Millions would take seconds, in many steps or in each new thread of a server."""
+    monkeypatch.setattr(threads, "_NEAR", 50)
+    x = torch.ones(1, requires_grad=True)
+
+    def make_nodes(number: int) -> int:
+        for _ in range(number):
+            x.exp()
+        return nodes_made()
+
+    make_nodes(max(seen(nodes_made)) + 60 - nodes_made())
+    ahead, behind = nodes_made(), max(seen(nodes_made))
+    assert behind <= ahead - 60
+    assert seen(partial(make_nodes, 20)) == [behind + 20] * 2
+    assert nodes_made() == ahead
+    assert seen(nodes_made) == [nodes_made()] * 2  # near again
+
+    def counted_in_a_new_thread(grad: bool) -> int:
+        with torch.set_grad_enabled(grad):
+            seen(nodes_made)
+            return nodes_made()
+
+    assert together(partial(counted_in_a_new_thread, True))[0].value == 0
+    monkeypatch.setattr(threads, "_NEAR", 2**40)
+    assert together(partial(counted_in_a_new_thread, False))[0].value == 0
 
 
 def test_a_stock_data_parallel_uses_them_if_it_has_the_callback():

@@ -308,6 +308,8 @@ def _gradients_by_formula(
         # the bias.
         tensors: list[Any] = [t if t is None else t.view_as(t) for t in (weights[0], *xs)]
         weight, *views = tensors
+        for view, need in zip(views, needs[2:], strict=True):
+            view.requires_grad_(need or view.requires_grad)  # a `_Hold` saves images as they come
         bias = torch.zeros_like(ctx.batches[0].mean).requires_grad_()
         denominator = Denominator(ctx.batches[0].eps)
         shards = [Formula(Call(view, weight, bias, denominator)) for view in views]

@@ -164,6 +164,15 @@ class OwnEps(nn.Module):
         return checkpoint(lambda x: self.norm(x).tanh(), x, use_reentrant=False)
 
 
+class Recomputed(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.net, x, use_reentrant=False)
+
+
 def test_a_recomputation_goes_the_way_that_the_replicas_went_at_last(ways):
     """Each replica begins with the kernels, and learns that another one differs."""
     x, dy, found = torch.randn(4, 3, 2, 2), torch.randn(4, 3, 2, 2), []
@@ -174,6 +183,21 @@ def test_a_recomputation_goes_the_way_that_the_replicas_went_at_last(ways):
         found.append([leaf.grad for leaf in (*leaves, *net.parameters())])
     torch.testing.assert_close(*found)
     assert ways == {"Formula": 2 + 4}
+
+
+@pytest.mark.parametrize("used", [1, 2])
+def test_a_checkpoint_of_images_has_derivatives_of_any_order(used, ways):
+    """Also where a loss does not use the outputs of all replicas."""
+    images, found = torch.randn(4, 3, 2, 2), []
+    plain, layer = randomized(nn.BatchNorm2d(3)), SynchronizedBatchNorm2d(3)
+    layer.load_state_dict(plain.state_dict())
+    for net, shards in ((plain, [images]), (Recomputed(layer), images.split(2))):
+        ys = torch.cat([net(*shards)] if net is plain else run_sharded(net, shards))[: 2 * used]
+        (weight, _) = net.parameters()
+        (first,) = torch.autograd.grad(ys.sin().sum(), weight, create_graph=True)
+        found.append((first, *torch.autograd.grad(first.square().sum(), weight)))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    assert ways["Fused"]
 
 
 def test_a_clamped_variance_leads_to_the_formula(ways):

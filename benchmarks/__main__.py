@@ -1,4 +1,4 @@
-"""Run all benchmarks, print their tables, and write them into the page beside this file.
+"""Run all benchmarks, print their tables, and write them into the pages beside this file.
 
     python -m benchmarks
     python -m benchmarks --only step layer
@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,19 +20,39 @@ from pathlib import Path
 import torch
 
 from benchmarks import host, layer, overhead, processes, step
-from benchmarks.measuring import Row, Table, lines, parser, ratio, show
+from benchmarks.measuring import Row, Table, line, lines, parser, ratio, show
 
 figure = import_module("benchmarks.figure") if find_spec("matplotlib") else None
 
 PARTS: dict[str, Callable[[float], Iterable[Table]]] = {
     "step": lambda seconds: [step.table(seconds)],
-    "processes": lambda seconds: [processes.table(seconds)],
+    "processes": processes.tables,
     "host": host.tables,
     "layer": layer.tables,
     "overhead": overhead.tables,
 }
 
+#: The parts in the first table of the page: where one trains, and what the figures mean.
+SUMMARY = {
+    "step": (
+        "replicas on the CPU",
+        "Replicas wait for each other in each layer, in forward only.",
+    ),
+    "processes": (
+        "processes on the CPU",
+        "Each layer waits for two collectives of gloo, each slower than a small layer.",
+    ),
+    "host": (
+        "accelerators, the host's time",
+        "BatchNorms alone, on simulated accelerators. Other layers between them lower the ratio.",
+    ),
+}
+
+#: The parts whose tables are for developers, on a page of their own.
+DETAILS = "layer", "overhead"
+
 PAGE = Path(__file__).with_name("README.md")
+DETAILS_PAGE = PAGE.with_name("details.md")
 PICTURE = PAGE.with_name("steps.png")
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
@@ -42,33 +63,60 @@ def span(rows: Sequence[Row], way: str, phase: int = 0) -> str:
     return f"{min(texts, key=float)} to {max(texts, key=float)}"
 
 
-def paragraph(rows: Sequence[Row]) -> str:
-    """Say what the table of training steps shows."""
-    unit = next(iter(rows[0].figures))
+def summary(tables: Mapping[str, Sequence[Table]]) -> str:
+    """The first table: a line per part, with its least and its largest ratio."""
     texts = [
-        f"On CPU replicas, steps take {span(rows, 'ours')} times as long with `syncbn` as with "
-        f"{unit}, and {span(rows, 'older toolkits')} times with the older toolkits' algorithm. "
-        f"Measured in {date.today():%B %Y} with torch {torch.__version__} on "
-        f"{os.cpu_count()} cores."
+        line(["training on", "`syncbn`, plain BatchNorm = 1", "others", "what it means"]),
+        line(["---"] * 4),
     ]
+    for part, (where, meaning) in SUMMARY.items():
+        for table in tables[part]:
+            rows = list(table.rows)
+            *_, other = rows[0].figures
+            link = f"[{where}](#{slug(table.title)})"
+            texts.append(
+                line([link, span(rows, "ours"), f"{other}: {span(rows, other)}", meaning])
+            )
+    return "\n".join(texts)
+
+
+def slug(title: str) -> str:
+    """What a heading is called in links to it."""
+    return re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
+
+
+def extremes(rows: Sequence[Row]) -> str:
+    """Say where a training step costs least and most, by the number of torch threads."""
+    texts = []
     for threads in dict.fromkeys(row.threads for row in rows):
         own = [row for row in rows if row.threads == threads]
         least, most = (pick(own, key=lambda r: float(ratio(r, "ours"))) for pick in (min, max))
         texts.append(
-            f"With torch threads set to {threads}, a training step takes {span(own, 'ours')} "
-            f"times as long with `syncbn` (forward {span(own, 'ours', 1)}, backward "
-            f"{span(own, 'ours', 2)}) and {span(own, 'older toolkits')} with the older toolkits' "
-            f"algorithm. `syncbn` costs least in {least.case}, with {least.count} replicas, and "
-            f"most in {most.case}, with {most.count}."
+            f"With torch threads set to {threads}, a step takes {span(own, 'ours')} times as long "
+            f"with `syncbn` (forward {span(own, 'ours', 1)}, backward {span(own, 'ours', 2)}): "
+            f"least in {least.case}, with {least.count} replicas, and most in {most.case}, with "
+            f"{most.count}."
         )
     return " ".join(texts)
 
 
-def block(tables: Sequence[Table]) -> str:
-    """All that the page shows of one run. The first table has the training steps."""
+def block(tables: Mapping[str, Sequence[Table]]) -> str:
+    """All that the page shows of one run."""
+    machine = f"torch {torch.__version__} on {os.cpu_count()} cores"
+    measured = f"Measured in {date.today():%B %Y} with {machine}."
     picture = f"![Steps with one torch thread, in units of plain BatchNorm]({PICTURE.name})"
-    parts = [paragraph(list(tables[0].rows)), picture]
-    return "\n\n".join([*parts, *("\n".join(lines(table)).strip() for table in tables)])
+    parts = [part for part in tables if part not in DETAILS]
+    head = [summary(tables), measured, extremes(list(tables["step"][0].rows)), picture]
+    return "\n\n".join([*head, "## Tables", *texts_of(tables, parts)])
+
+
+def details(tables: Mapping[str, Sequence[Table]]) -> str:
+    """The tables for developers."""
+    return "\n\n".join(["## Tables", *texts_of(tables, DETAILS)])
+
+
+def texts_of(tables: Mapping[str, Sequence[Table]], parts: Iterable[str]) -> list[str]:
+    return ["\n".join(lines(table)).strip() for part in parts for table in tables[part]]
 
 
 def replaced(page: str, figures: str) -> str:
@@ -81,16 +129,17 @@ def replaced(page: str, figures: str) -> str:
 def main() -> None:
     options = parser(__doc__, seconds=4)
     options.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    options.add_argument("--write", action="store_true", help="write all tables into the page")
+    options.add_argument("--write", action="store_true", help="write all tables into the pages")
     given = options.parse_args()
     if given.write and given.only != list(PARTS):
         options.error("--write needs all parts: leave out --only")
     if given.write and figure is None:
         options.error("--write draws the picture, which needs matplotlib: pip install matplotlib")
-    tables = [show(table) for name in given.only for table in PARTS[name](given.seconds)]
+    tables = {name: [show(table) for table in PARTS[name](given.seconds)] for name in given.only}
     if given.write:
-        figure.draw(list(tables[0].rows), PICTURE)
-        PAGE.write_text(replaced(PAGE.read_text("utf-8"), block(tables)), "utf-8")
+        figure.draw(list(tables["step"][0].rows), PICTURE)
+        for page, figures in ((PAGE, block(tables)), (DETAILS_PAGE, details(tables))):
+            page.write_text(replaced(page.read_text("utf-8"), figures), "utf-8")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,19 @@ HOMES = {
     if getattr(package, name).__name__ == name
 }
 
+#: For layers with autograd nodes of their own, which `syncbn` has, or described by the class.
+INTERNAL = {
+    "ProcessGroup.exchange",
+    "ProcessGroup.prefers_gather",
+    "ReplicaAware.process_group",
+    "ReplicaGroup.commit",
+    "ReplicaGroup.exchange",
+    "ReplicaGroup.in_later_backward",
+}
+
+#: Results and connections, which users never construct.
+MADE = {"Difference", "ReplicaGroup", "SlavePipe", "Summary", "Verification", "WaitReport"}
+
 
 def linked(line: str) -> str:
     """Replaces double backticks, and links the public names in single ones."""
@@ -65,19 +78,21 @@ def translated(docstring: str) -> Iterator[str]:
 def described(title: str, kind: Any) -> Iterator[str]:
     """Yields the title, the signature without types, and the docstring."""
     yield from (title, "")
+    text = inspect.getdoc(kind) or ""
     is_error = inspect.isclass(kind) and issubclass(kind, BaseException)
-    if callable(kind) and not is_error:
+    is_elsewhere = "It takes the arguments" in text  # of another class
+    if callable(kind) and not (is_error or is_elsewhere or kind.__name__ in MADE):
         parameters = inspect.signature(kind).parameters.values()
         bare = [p.replace(annotation=p.empty) for p in parameters if p.name != "self"]
         call = f"{kind.__name__}{inspect.Signature(bare)}"
         yield from ("```py", *textwrap.wrap(call, 71, subsequent_indent="    "), "```", "")
-    yield from translated(inspect.getdoc(kind) or "")
+    yield from translated(text)
 
 
 def page(name: str) -> str:
     """The text of a page."""
     names = PACKAGES[name].__all__
-    lines = [f"# API of `{name}`", "", "`docs/api.py` writes this page from the docstrings.", ""]
+    lines = [f"# API of `{name}`", ""]
     for public in names:
         kind = getattr(PACKAGES[name], public)
         if HOMES.get(public) != name:
@@ -88,7 +103,8 @@ def page(name: str) -> str:
         for key, member in vars(kind).items() if inspect.isclass(kind) else ():
             inherited = any(key in vars(base) for base in kind.__mro__[1:])
             documented = inspect.isfunction(member) or isinstance(member, property)
-            if documented and not key.startswith("_") and not inherited and member.__doc__:
+            is_public = not key.startswith("_") and f"{public}.{key}" not in INTERNAL
+            if documented and is_public and not inherited and member.__doc__:
                 lines += described(f"### `{public}.{key}`", member)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 

@@ -44,6 +44,7 @@ NAVIGATION = {
         "Developers": [
             "docs/how-it-works.md",
             "benchmarks/README.md",
+            "benchmarks/details.md",
             "CHANGELOG.md",
             "CONTRIBUTING.md",
             "SECURITY.md",
@@ -51,21 +52,19 @@ NAVIGATION = {
     },
     "examples/README": {"Examples": ["examples/*.ipynb", "examples/*.py"]},
 }
-#: Pages whose content has moved. Their addresses stay, outside of the navigation.
-MOVED = [
-    "docs/free-threading",
-    "docs/guarantees",
-    "docs/limits",
-    "docs/options",
-    "docs/questions",
-    "docs/troubleshooting",
-]
+#: Where the content of former pages is now. Their addresses lead there.
+MOVED = {
+    "free-threading": "../benchmarks/README.html#without-the-gil",
+    "guarantees": "reference.html#guarantees",
+    "limits": "reference.html#limits",
+    "options": "reference.html#inputs",
+    "questions": "reference.html",
+    "troubleshooting": "reference.html#errors",
+}
 
 
 def add_navigation(app: Sphinx, docname: str, source: list[str]) -> None:
     """Adds the groups of a page to its end, where they don't show."""
-    if docname in MOVED:
-        source[0] = f"---\norphan: true\n---\n{source[0]}"
     for caption, patterns in NAVIGATION.get(docname, {}).items():
         files = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
         pages = "\n".join(f"/{path.relative_to(ROOT).as_posix()}" for path in files)
@@ -79,7 +78,15 @@ def show_programs(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = f"# {path.name}\n\n~~~~python\n{source[0]}~~~~\n"
 
 
+def redirect(app: Sphinx, exception: Exception | None) -> None:
+    """Writes the pages that lead from former addresses to the present ones."""
+    for page, there in MOVED.items():
+        refresh = f'<meta http-equiv="refresh" content="0; url={there}">'
+        (Path(app.outdir) / "docs" / f"{page}.html").write_text(refresh, "utf-8")
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", add_navigation)
     app.connect("source-read", show_programs)
+    app.connect("build-finished", redirect)

@@ -2,13 +2,17 @@
 
     Trainer(strategy="ddp", devices=2, plugins=[SynchronizedBatchNorms()])
 
-Unlike ``sync_batchnorm=True`` it also runs on the CPU. Here two processes train on their shares of
-each batch, and the network becomes the one that a single process trains on the whole batches.
+Without the plugin, ``convert_model(self.net)`` in the ``__init__`` of the module is enough, and
+the layers stay synchronized. Unlike ``sync_batchnorm=True`` both also run on the CPU. Here two
+processes train on their shares of each batch, and the network becomes the one that a single
+process trains on the whole batches.
 
     python examples/with_lightning.py
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import lightning
 import torch
@@ -53,14 +57,13 @@ class Regression(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def train(processes: int) -> nn.Module:
+def train(model: Regression, processes: int, plugins: Sequence[LayerSync] = ()) -> nn.Module:
     """Trains one epoch."""
-    model = Regression(batch_size=8)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=processes,
         strategy="ddp" if processes > 1 else "auto",
-        plugins=[SynchronizedBatchNorms()] if processes > 1 else [],
+        plugins=list(plugins),
         use_distributed_sampler=False,
         max_epochs=1,
         logger=False,
@@ -73,7 +76,8 @@ def train(processes: int) -> nn.Module:
 
 
 if __name__ == "__main__":
-    trained, expected = train(2), train(1)
+    trained = train(Regression(batch_size=8), 2, [SynchronizedBatchNorms()])
+    expected = train(Regression(batch_size=8), 1)
     assert type(trained[1]) is nn.BatchNorm1d  # reverted
     state = trained.state_dict()
     off = max((state[k] - v).abs().max().item() for k, v in expected.state_dict().items())

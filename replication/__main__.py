@@ -1,8 +1,9 @@
 """Checks that replicas run and communicate on this machine.
 
 Compares replicas of a layer with the same layer on one device: on the CPU, on each accelerator,
-and across all accelerators. The last lines say PASS or FAIL for each. The exit status is 0 if all
-pass, 1 if one fails, and 2 if the arguments are wrong. "python -m syncbn" checks more.
+and across all accelerators. The last lines, to be pasted into a report, say PASS or FAIL for each.
+The exit status is 0 if all pass, 1 if one fails, and 2 if the arguments are wrong. "python -m
+syncbn" checks more.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def check_machine(
     # `make_layer` makes a layer for images of 16 channels. Each device compares in float32, and in
     # float64 where `uses_float64` says so.
     accelerators = default_devices()
-    devices = [f"CPU ({torch.get_num_threads()} threads)", *map(str, accelerators)]
+    devices = [f"CPU ({torch.get_num_threads()} threads)", *map(described, accelerators)]
     environment = (
         f"synchronized-batchnorm {__version__}\n"
-        f"Python {platform.python_version()}, torch {torch.__version__}\n"
+        f"Python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}\n"
         f"Devices: {', '.join(devices)}"
     )
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=description)
@@ -81,22 +82,37 @@ def check_machine(
         for dtype in [*exact, torch.float32]:
             what = f"{len(device_ids)} replicas on {names} in {str(dtype).removeprefix('torch.')}"
             print(f"\n{what}, compared with one device:")
-            verdict = "FAIL"
             try:
                 found = verify(make_layer(), batch, device_ids, dtype=dtype)
                 print(found)
-                verdict = "PASS" if found else "FAIL"
-            except Exception:
+                kinds = found.differences.values()
+                largest = max(difference.error for kind in kinds for difference in kind)
+                results.append(("PASS" if found else "FAIL", what, f"{largest:.0e}"))
+            except Exception as error:
                 traceback.print_exc(file=sys.stdout)
-            results.append((verdict, what))
-    print(f"\n{as_text(Table(('result', 'checked'), results))}\n")
+                results.append(("FAIL", what, type(error).__name__))
+    passed = all(verdict == "PASS" for verdict, *_ in results)
     if not accelerators:
-        print("Only the CPU was checked: torch finds no GPU or other accelerator here.\n")
-    if all(verdict == "PASS" for verdict, _ in results):
+        print("\nOnly the CPU was checked: torch finds no GPU or other accelerator here.")
+    above = "" if passed else " Add the comparisons above."
+    print(f"\nTo report the result, paste the lines below into an issue.{above}\n")
+    print(f"```\npython -m {package} --replicas {replicas}\n{environment}\n")
+    print(as_text(Table(("result", "checked", "largest error"), results)))
+    if passed:
         print("PASS: replicas run, communicate, and compute what one device computes")
-        return 0
-    print("FAIL: replicas raise, or differ from one device; see the comparisons above")
-    return 1
+    else:
+        print("FAIL: replicas raise, or differ from one device")
+    print("```")
+    return 0 if passed else 1
+
+
+def described(device: torch.device) -> str:
+    """Returns an accelerator's index and, if torch knows it, its name."""
+    try:
+        name = torch.get_device_module(device).get_device_name(device)
+    except Exception:  # of a backend without the function, or without such a device
+        return str(device)
+    return f"{device} ({name})"
 
 
 def run(check: Callable[[], int]) -> NoReturn:

@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad, profiler
 from torch.fx import GraphModule
 from torch.nn.parallel.data_parallel import _check_balance as check_balance
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
 from torch.utils._pytree import SUPPORTED_NODES as pytree_nodes
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey
@@ -79,6 +80,10 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+#: Whether collectives between processes stay in the graphs of `torch.compile`. Older releases were
+#: not tried.
+COMPILES_COLLECTIVES = TorchVersion(torch.__version__) >= "2.13"
+
 #: Unknown to older releases of torch.
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
 
@@ -120,6 +125,13 @@ def compiled_module(module: Any) -> nn.Module:
     while is_compiled_wrapper(module):
         module = module._orig_mod
     return module  # type: ignore[no-any-return]
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether a tensor is a `torch.distributed.tensor.DTensor`."""
+    # By its name, because importing it takes a second.
+    kind = type(tensor)
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
 
 
 #: Returns whether a `torch.func` transform (``grad``, ``vmap``, ...) is active in this thread.

@@ -44,10 +44,9 @@ _RANGE = "DataParallel.forward"
 class DataParallel(nn.DataParallel[ModuleT]):
     """Splits a batch between replicas of a module, runs them in parallel and joins their outputs.
 
-    In addition to what `torch.nn.DataParallel` does, it runs on any devices (accelerators, the
-    CPU, or one device several times), copies of a layer can communicate (see `ReplicaAware`), a
-    `Scattered` among the arguments gives each replica its own entry, and the first error of a
-    replica is raised as it is, with notes that name the replica, its device and the module.
+    Unlike `torch.nn.DataParallel` it runs on any devices (accelerators, the CPU, or one device
+    several times), connects the copies of a layer (see `ReplicaAware`), and raises the first error
+    of a replica as it is, with notes that name the replica, its device and the module.
 
     >>> import torch
     >>> from torch import nn

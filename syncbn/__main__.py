@@ -1,8 +1,9 @@
 """Checks that synchronized replicas on this machine train like one device.
 
 Compares layers on several replicas with the same layers on one device, in float64 and float32: on
-the CPU, on each accelerator, and across all accelerators. The last lines say PASS or FAIL for
-each. The exit status is 0 if all pass, 1 if one fails, and 2 if the arguments are wrong.
+the CPU, on each accelerator, and across all accelerators. The last lines, to be pasted into a
+report, say PASS or FAIL for each. The exit status is 0 if all pass, 1 if one fails, and 2 if the
+arguments are wrong.
 """
 
 from __future__ import annotations

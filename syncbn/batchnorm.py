@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from replication._torch import HOOKS, beside_selective_checkpoints, dispatch_modes, uncompiled
+from replication._torch import (
+    HOOKS,
+    beside_selective_checkpoints,
+    dispatch_modes,
+    is_dtensor,
+    uncompiled,
+)
 from replication.errors import is_int, path_or_root
-from replication.groups.base import Group
 from replication.groups.layer import ReplicaAware
+from replication.groups.processes import has_other_processes, name_in_graph
 from replication.groups.replicas import CallbackContext
 from replication.sync.rendezvous import current_replica
 from syncbn.channels import in_float64
+from syncbn.compiled import compiled_batch_norm
 from syncbn.graph import synchronized_batch_norm
 from syncbn.recomputation import RecordedCalls
 from syncbn.statistics import Call, Denominator, RunningStatistics
@@ -35,12 +42,10 @@ CORRECTION = frozenset(("_tmp_running_mean", "_tmp_running_var", "_running_iter"
 
 _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = (*_HALF, torch.float32, torch.float64)
+_USUAL = (Tensor, nn.Parameter, type(None))
 _SAMPLES = torch.zeros(2, 1, device="cpu")
 
 _eps_mode = "plus"
-
-#: Cached, because a named tuple takes a Python call to make.
-_denominator = lru_cache(Denominator)
 
 
 def set_sbn_eps_mode(mode: str) -> None:
@@ -53,9 +58,8 @@ def set_sbn_eps_mode(mode: str) -> None:
     Args:
         mode: ``"plus"``, the default, divides by ``sqrt(var + eps)``, as `torch.nn.BatchNorm2d`
             does. ``"clamp"`` divides by ``sqrt(max(var, eps))``, as the older toolkit did, for
-            models that it trained. The two differ by a factor of up to ``sqrt(2)``. Evaluation,
-            and training on one device, use ``sqrt(var + eps)`` in both modes, as the older
-            toolkit.
+            models that it trained: outputs are larger by a factor of up to ``sqrt(2)``.
+            Evaluation, and training on one device, use ``sqrt(var + eps)`` in both modes.
 
     Raises:
         ValueError: ``mode`` is neither ``"plus"`` nor ``"clamp"``.
@@ -132,18 +136,10 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, Proxy):
             return self._traced(input)
-        # `_BatchNorm.forward` below, not `super()`: a class that is also derived from a library's
-        # batch norm must get the normalization alone, on one device as well.
         if not self.training:
             return self._evaluated(input)
-        group = self.group
-        if group.size > 1:
-            return self._synchronized(input, group)
-        current = current_replica()
-        if current is None:
-            return _BatchNorm.forward(self, input)
-        # Copy 0 has the buffers of the original module.
-        return current.rendezvous.commit(partial(_BatchNorm.forward, self, input))
+        compiles = torch.compiler.is_dynamo_compiling()
+        return self._trained_in_graph(input) if compiles else self._trained(input)
 
     def _traced(self, input: Any) -> Any:
         """Records this layer in a graph of `torch.fx`, as a leaf like the layers of torch."""
@@ -171,20 +167,45 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             input, mean, var, self.weight, self.bias, training=mean is None, eps=self.eps
         )
 
-    @uncompiled  # the nodes exchange values outside the graph that torch.compile sees
-    def _synchronized(self, input: Tensor, group: Group) -> Tensor:
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        weight, bias = self.weight, self.bias  # once: a parametrization recomputes them each time
-        self._check_synchronized_input(input, weight, bias)
-        denominator = _denominator(self.eps, _eps_mode == "clamp")
+    def _trained_in_graph(self, input: Tensor) -> Tensor:
+        """Trains as `torch.compile` can see it, or breaks its graph."""
+        if not self._is_in_replica():
+            # `_BatchNorm.forward`, not `super()`: a class that is also derived from a library's
+            # batch norm must get the normalization alone, on one device as well.
+            if not has_other_processes(self.process_group):
+                return _BatchNorm.forward(self, input)
+            group = name_in_graph(self.process_group)
+            if group is not None and self.group_size is None:
+                return compiled_batch_norm(self._checked_call(input), group, self._count_batch)
+        return self._trained_out_of_graph(input)
+
+    def _trained(self, input: Tensor) -> Tensor:
+        group = self.group
+        if group.size == 1:
+            if self.process_group is not None:
+                self._checked_call(input)
+            current = current_replica()
+            if current is None:
+                return _BatchNorm.forward(self, input)
+            # Copy 0 has the buffers of the original module.
+            return current.rendezvous.commit(partial(_BatchNorm.forward, self, input))
         counts = self._has_original_buffers and not group.recomputes
         count_batch = self._count_batch if counts else RunningStatistics
-        call = Call(input, weight, bias, denominator)
-        args = call, group, self._recorded_calls, count_batch
+        args = self._checked_call(input), group, self._recorded_calls, count_batch
         if not dispatch_modes():
             return synchronized_batch_norm(*args)
         with beside_selective_checkpoints():
             return synchronized_batch_norm(*args)
+
+    # The whole, because `torch.compile` would compile `self.group` anew for each layer.
+    _trained_out_of_graph = uncompiled(_trained)
+
+    def _checked_call(self, input: Tensor) -> Call:
+        """Returns the arguments of a synchronized call, which are checked."""
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        weight, bias = self.weight, self.bias  # once: a parametrization recomputes them each time
+        self._check_synchronized_input(input, weight, bias)
+        return Call(input, weight, bias, Denominator(self.eps, _eps_mode == "clamp"))
 
     def _count_batch(self) -> RunningStatistics:
         """Counts a batch, and returns the buffers to update with its moments."""
@@ -206,13 +227,21 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> None:
         """Raises on input that torch's kernels would refuse, before another replica waits."""
-        name, features, dtype = type(self).__name__, self.num_features, input.dtype
+        features, dtype = self.num_features, input.dtype
+        is_usual = type(input) in _USUAL and type(weight) in _USUAL
+        if not is_usual and (is_dtensor(input) or is_dtensor(weight)):
+            raise TypeError(
+                f"{self._named()} takes local tensors (got a DTensor); pass x.to_local(), and "
+                "for a batch sharded over one dimension of a mesh, process_group=mesh['dp']"
+            )
         if input.size(1) != features:
+            parallel = "; give a ColwiseParallel layer before it output_layouts=Replicate()"
             raise ValueError(
-                f"{name} expected {features} channels in dimension 1 (got size {input.size()})"
+                f"{self._named()} expected {features} channels in dimension 1 (got size "
+                f"{input.size()}){parallel if has_other_processes() else ''}"
             )
         if dtype not in _DTYPES:
-            raise NotImplementedError(f"{name} is not implemented for inputs of {dtype}")
+            raise NotImplementedError(f"{self._named()} is not implemented for inputs of {dtype}")
         momentum: Any = 0.0 if self.momentum is None else self.momentum
         if type(momentum) is not float or self.eps <= 0:
             # torch checks both, and raises its own errors.
@@ -234,9 +263,15 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
                 tensor.dtype != dtype and (dtype not in _HALF or tensor.dtype != torch.float32)
             ):
                 raise RuntimeError(
-                    f"{name} expected an input in {tensor.dtype} on {tensor.device}, as its {key} "
-                    f"(got {dtype} on {input.device}); convert one by .to()"
+                    f"{self._named()} expected an input in {tensor.dtype} on {tensor.device}, as "
+                    f"its {key} (got {dtype} on {input.device}); convert one by .to()"
                 )
+
+    def _named(self) -> str:
+        """Returns the name and the class of the layer, for messages."""
+        # Nothing else reads the name: `torch.compile` would compile each layer anew.
+        kind = type(self).__name__
+        return kind if self._layer_name is None else f"`{self._layer_name}` ({kind})"
 
 
 class SynchronizedBatchNormNd(SynchronizedBatchNorm):
@@ -282,7 +317,8 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
         device: The device of parameters and buffers.
         dtype: The dtype of parameters and buffers.
         bias: Whether the layer has a ``bias`` if ``affine``.
-        process_group: The processes of `torch.distributed` to synchronize; by default all.
+        process_group: The group of `torch.distributed`, or the `DeviceMesh` of one dimension,
+            whose processes are synchronized; by default all.
         group_size: If given, the copies are synchronized in consecutive groups of this size, the
             last maybe smaller. Running statistics follow the group of the first replica.
 

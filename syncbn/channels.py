@@ -20,7 +20,7 @@ _has_float64: dict[torch.device, bool] = {}
 
 def has_float64(device: torch.device) -> bool:
     """Returns whether a device supports float64. An accelerator is asked once, by computing."""
-    if device.type in ("cpu", "meta", "mps"):  # a fake tensor of MPS would say yes
+    if device.type in ("cpu", "cuda", "meta", "mps"):  # a fake tensor of MPS would say yes
         return device.type != "mps"
     if device not in _has_float64:
         try:

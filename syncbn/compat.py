@@ -33,10 +33,10 @@ __all__ = ["patch_sync_batchnorm", "stand_in_for"]
 def patch_sync_batchnorm() -> Iterator[None]:
     """Replaces ``torch.nn.BatchNorm1d/2d/3d`` by the synchronized classes inside the block.
 
-    Use it for model code that you cannot edit. The patch applies to the whole process, until the
+    The patch applies to the whole process, until the
     block ends or raises. Blocks may be nested. Those of several threads must not overlap, or the
     names may stay replaced. Code that ran ``from torch.nn import BatchNorm2d`` before keeps the
-    plain class; use `convert_model` on the network.
+    plain class.
 
     >>> from torch import nn
     >>> from syncbn import patch_sync_batchnorm
@@ -198,12 +198,8 @@ def stand_in_for(package: str = "sync_batchnorm", **defaults: Any) -> None:
     True
 
     The layers keep the constructor defaults of the copy, whose source is read but not run, unless
-    ``defaults`` overrides them. If the copy corrects the bias of running statistics, as CSAIL's
-    do, the import warns unless you choose a momentum. The import of a copy that is not replaced
-    warns, and so does the end of a program that never imports ``package``.
-
-    The layers divide by ``sqrt(var + eps)``, as `torch.nn.BatchNorm2d` does. That is not the older
-    toolkit's default: see `set_sbn_eps_mode`.
+    ``defaults`` overrides them. They divide by ``sqrt(var + eps)``, which is not the default of
+    the older toolkit (see `set_sbn_eps_mode`).
 
     Args:
         package: The full dotted name under which the copy is imported, such as

@@ -20,7 +20,7 @@ from replication.data_parallel import DataParallel
 from replication.diagnosis.table import ShownAsTable, Table
 from replication.errors import check_module, first_of, path_or_root
 from replication.groups.layer import ReplicaAware
-from replication.groups.processes import check_process_group
+from replication.groups.processes import as_process_group
 from replication.modules import with_class
 from replication.patch import check_methods, patch_replication_callback
 from replication.tree import leaves_of, open_builtin
@@ -294,9 +294,8 @@ def convert_model(
     >>> type(net[1]).__name__
     'SynchronizedBatchNorm2d'
 
-    A batch norm of your own that does more becomes synchronized with a second base class. Its
-    ``super().forward`` is then the synchronized one. A forward that does not call it must be
-    written anew in the synchronized class:
+    A batch norm of your own becomes synchronized with a second base class, if its forward calls
+    ``super().forward``. Otherwise write the forward anew in the synchronized class:
 
     >>> class Activated(nn.BatchNorm2d):
     ...     def forward(self, x):
@@ -329,7 +328,7 @@ def convert_model(
     """
     check_module(module)
     check_group_size(group_size)
-    check_process_group(process_group)
+    process_group = as_process_group(process_group)
     classes = {} if classes is None else classes
     if not isinstance(classes, Mapping) or not all(starmap(_is_synchronized_by, classes.items())):
         raise TypeError(

@@ -28,6 +28,21 @@ from syncbn.statistics import Moments, merge_shares
 _PRECISE = {torch.float64}
 
 
+def to_sums(n: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    """Returns n, the sum and the sum of squares of each channel, ``(1 + 2 C,)``."""
+    # For Inductor, the product at the end: it lets ranks add a `cat` in place, and would then read
+    # the sum of the ranks where it needs an operand of the `cat` once more. And n as a tensor: it
+    # makes a constant of a product with the int 0, and one collective of all whose sums are equal.
+    return torch.cat((mean.new_ones(1), mean, var + mean.square())) * n
+
+
+def of_sums(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns n, ``(1,)``, and mean and biased variance, 0 without values, given added sums."""
+    total = sums[:1].detach()
+    mean, square = (sums[1:] / total.clamp(min=1)).chunk(2)
+    return total, mean, (square - mean.square()).clamp(min=0)
+
+
 class Ranks:
     """The two collectives of a call, one forward and one, if its input needs it, backward."""
 
@@ -54,11 +69,9 @@ class Ranks:
             share = counts[:, 0] / total.clamp(min=1)
             mean, var = merge_shares(share, means, variances, means[0])
         else:
-            sums = torch.cat((count, count * mean, count * (var + mean.square())))
-            counts, *sums_of_all = self._exchange("batch_norm", sums, stack=False).split(sizes)
-            total = self._checked(counts)[0]
-            mean, square = (one / total.clamp(min=1) for one in sums_of_all)
-            var = (square - mean.square()).clamp(min=0)
+            sums = self._exchange("batch_norm", to_sums(count, mean, var), stack=False)
+            total, mean, var = of_sums(sums)
+            self._checked(total)
         return Moments(int(total.item()) if total.is_cpu else total, mean, var)
 
     def _checked(self, counts: Tensor) -> Tensor:

@@ -186,8 +186,8 @@ def test_a_layer_has_the_wrong_number_of_channels():
 
 
 @reads("""
-    RuntimeError: SynchronizedBatchNorm1d expected an input in torch.float32 on cpu, as its weight
-    (got torch.float64 on cpu); convert one by .to()
+    RuntimeError: `1.0` (SynchronizedBatchNorm1d) expected an input in torch.float32 on cpu, as its
+    weight (got torch.float64 on cpu); convert one by .to()
     in replica 0 of 2 on cpu, module `1.0`
     replica 1 also failed: the same error
 """)

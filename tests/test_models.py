@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from replication import DataParallel, Scattered
-from syncbn import convert_model, revert_model, summary
+from syncbn import SynchronizedBatchNorm2d, convert_model, revert_model, summary
 
 
 @lru_cache
@@ -332,6 +332,21 @@ def test_networks_of_timm_are_synchronized_and_equal_one_device(name):
     off = errors(*gradients)
     assert {name: error for name, error in off.items() if not error < ROUNDING} == {}
     assert [type(m) for m in revert_model(network).modules()] == [type(m) for m in plain.modules()]
+
+
+@pytest.mark.parametrize("library", ["torchvision.models", "timm"])
+def test_networks_may_be_built_with_synchronized_layers(library):
+    package(library.partition(".")[0])
+    build = getattr(import_module(library), "resnet18" if "." in library else "create_model")
+    name = [] if "." in library else ["resnet18"]
+    torch.manual_seed(0)
+    network = build(*name, num_classes=3, norm_layer=SynchronizedBatchNorm2d).double()
+    torch.manual_seed(0)
+    plain = build(*name, num_classes=3).double()
+    assert len(summary(network).paths("synchronized")) == 20
+    x = torch.randn(7, 3, 32, 32, dtype=torch.float64)
+    torch.testing.assert_close(DataParallel(network, ["cpu"] * 3)(x), plain(x))
+    torch.testing.assert_close(dict(network.named_buffers()), dict(plain.named_buffers()))
 
 
 def test_a_network_that_timm_has_converted_for_processes_is_synchronized():

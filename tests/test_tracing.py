@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from replication import DataParallel
-from syncbn import SynchronizedBatchNorm2d, convert_model
+from syncbn import SynchronizedBatchNorm2d, convert_model, summary
 from tests.layers import pickled
 from tests.sharded import randomized
 
@@ -105,3 +105,24 @@ def test_a_network_prepared_for_quantization_still_synchronizes():
         mapping = torch.ao.quantization.QConfigMapping()  # observes nothing
         prepared = quantize.prepare_qat_fx(net, mapping, (X,))
     assert_trains_alike(prepared, plain)
+
+
+def test_a_fused_network_in_training_for_quantization_is_converted_afterwards():
+    """Fusion takes torch's own classes only. The weights are quantized, and no activations."""
+    quantization = pytest.importorskip("torch.ao.quantization", reason="is in torchao now")
+    x = X.float()
+    plain = randomized(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces that torchao replaces it
+        plain.qconfig = quantization.default_weight_only_qconfig
+        plain = quantization.fuse_modules_qat(plain, ["0", "1", "2"])
+        quantization.prepare_qat(plain, inplace=True)
+    net = convert_model(copy.deepcopy(plain))
+    assert summary(net).paths("synchronized") == ["0.bn"]
+    y, expected = DataParallel(net, ["cpu"] * 3)(x), plain(x)
+    torch.testing.assert_close(y, expected)
+    y.sin().sum().backward()
+    expected.sin().sum().backward()
+    gradients = [[p.grad for p in each.parameters()] for each in (net, plain)]
+    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(net.state_dict(), plain.state_dict())

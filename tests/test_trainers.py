@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from replication import DataParallel
+from syncbn import convert_model
 from tests.processes import run_python
+from tests.ranks import needs_gloo
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -32,7 +35,41 @@ def test_two_processes_train_the_network_of_one(package, launcher, tmp_path):
     assert done.stdout.count("2 processes: off by") == 1
 
 
-# -- the Trainer of transformers, in one process ------------------------------------------------
+#: Trains with Lightning, without the plugin of the example.
+CONVERTED_AT_FIRST = """
+import sys
+
+sys.path.insert(0, sys.argv[1])
+import with_lightning as example
+from lightning.pytorch.utilities import rank_zero_only
+from syncbn import SynchronizedBatchNorm1d, convert_model
+
+
+class Converted(example.Regression):
+    def __init__(self, batch_size):
+        super().__init__(batch_size)
+        convert_model(self.net)
+
+
+if __name__ == "__main__":
+    trained = example.train(Converted(batch_size=8), 2)
+    expected = example.train(example.Regression(batch_size=8), 1).state_dict()
+    assert type(trained[1]) is SynchronizedBatchNorm1d
+    state = trained.state_dict()
+    assert max((state[k] - v).abs().max().item() for k, v in expected.items()) < 1e-10
+    rank_zero_only(print)("equal")
+"""
+
+
+def test_a_module_of_lightning_may_convert_its_network_itself(tmp_path):
+    pytest.importorskip("lightning", reason="pip install '.[lightning]'")
+    program = tmp_path / "program.py"
+    program.write_text(CONVERTED_AT_FIRST)
+    done = run_python(str(program), str(EXAMPLES), cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.count("equal") == 1, done.stderr
+
+
+# -- the Trainer of transformers ----------------------------------------------------------------
 
 
 class Classifier(nn.Module):
@@ -59,13 +96,17 @@ def resnet() -> nn.Module:
     return models.ResNetForImageClassification(models.ResNetConfig(num_channels=2, **sizes))
 
 
+def trainer_of_the_page() -> Any:
+    page = (ROOT / "docs" / "migration.md").read_text("utf-8")
+    scope: dict[str, Any] = {}
+    exec(re.findall(r"## Hugging.*?^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[0], scope)
+    return scope["ReplicaTrainer"]
+
+
 def trained(net: nn.Module, data: list[Any], replicas: int, options: Any, folder: Path) -> Any:
     """Trains a copy by the class on the migration page; returns its weights and the final loss."""
     transformers = pytest.importorskip("transformers", reason="pip install '.[models]'")
     net = copy.deepcopy(net).double()
-    page = (ROOT / "docs" / "migration.md").read_text("utf-8")
-    scope: dict[str, Any] = {}
-    exec(re.findall(r"Hugging.*?^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[0], scope)
     args = transformers.TrainingArguments(
         str(folder),
         per_device_train_batch_size=8 // replicas,
@@ -81,7 +122,7 @@ def trained(net: nn.Module, data: list[Any], replicas: int, options: Any, folder
     )
     assert args.n_gpu == 0
     args._n_gpu = replicas  # as on a machine with so many GPUs
-    trainer = scope["ReplicaTrainer"](net, args, train_dataset=data, eval_dataset=data)
+    trainer = trainer_of_the_page()(net, args, train_dataset=data, eval_dataset=data)
     trainer.train()
     assert isinstance(trainer.model_wrapped, DataParallel) == (replicas > 1)
     return net.state_dict(), trainer.evaluate()["eval_loss"]
@@ -114,3 +155,53 @@ def test_trainer_of_transformers_trains_on_replicas_as_on_one_device(
     expected, actual = (trained(net, data, n, options, tmp_path) for n in (1, 2))
     # The Trainer passes the number of items in float32, which makes the loss of a replica float32.
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def train_under_torchrun(folder: Path) -> None:
+    """The program that each rank runs: all ways to convert a network for the Trainer."""
+    transformers = pytest.importorskip("transformers")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    data = [
+        {"pixel_values": torch.tensor([i, i**2, 1, -i, 3, i % 5]).double(), "labels": i % 3}
+        for i in range(32)
+    ]
+    args = transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=8 // world,
+        learning_rate=0.1,
+        optim="sgd",
+        max_steps=4,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    for way in ("before", "page"):
+        torch.manual_seed(0)
+        net = Classifier().double()
+        if way == "before":
+            transformers.Trainer(convert_model(net), args, train_dataset=data).train()
+        else:
+            trainer_of_the_page()(net, args, train_dataset=data).train()
+        if args.process_index == 0:
+            torch.save(net.state_dict(), folder / f"{way}, {world}.pt")
+    if world > 1:
+        torch.distributed.barrier()
+
+
+@needs_gloo
+def test_trainer_of_transformers_trains_under_torchrun_as_in_one_process(tmp_path):
+    pytest.importorskip("transformers", reason="pip install '.[models]'")
+    pytest.importorskip("accelerate", reason="pip install '.[accelerate]'")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom pathlib import Path\nfrom tests import test_trainers\n"
+        "test_trainers.train_under_torchrun(Path(sys.argv[1]))\n"
+    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for options in ([], launcher):
+        done = run_python(*options, str(program), str(tmp_path), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    for way in ("before", "page"):
+        expected, actual = (torch.load(tmp_path / f"{way}, {n}.pt") for n in (1, 2))
+        torch.testing.assert_close(actual, expected)

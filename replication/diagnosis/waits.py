@@ -149,8 +149,6 @@ def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
     >>> with wait_report(quiet=True) as report:
     ...     y = model(torch.randn(4, 3))
 
-    ``print(report)`` shows the table later, and ``report.plot(axes)`` draws it.
-
     Args:
         quiet: Whether to print nothing at the end.
     """

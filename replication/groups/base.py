@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from replication._torch import has_other_derivatives
+from replication._torch import has_other_derivatives, is_dtensor
 from replication.errors import ReplicasDiverged, is_int, listed, lost_derivatives
 from replication.sync.rendezvous import is_recomputation
 
@@ -210,6 +210,10 @@ class Group(ABC):
             if not isinstance(tensor, Tensor):
                 got, remedy = describe_argument(tensor), "torch.tensor makes one of a number"
                 self._refuse(TypeError, f"{name} takes tensors", got, remedy)
+            if is_dtensor(tensor):
+                self._refuse(
+                    TypeError, f"{name} takes local tensors", "a DTensor", "pass x.to_local()"
+                )
             if tensor.layout is not torch.strided:
                 self._refuse(TypeError, f"{name} takes dense tensors", tensor.layout)
             if tensor.dtype not in _DTYPES:

@@ -13,7 +13,7 @@ from replication.groups.base import Group, SoloGroup, Tensors
 from replication.groups.processes import (
     ProcessGroup,
     ProcessGroupHandle,
-    check_process_group,
+    as_process_group,
     has_other_processes,
 )
 from replication.groups.replicas import CallbackContext
@@ -76,7 +76,8 @@ class ReplicaAware(_Base):
         group_size: If not None, the copies are divided into parts of this size, and ``group`` is
             the layer's part (see `Group.split`).
         process_group: If not None, a group of `torch.distributed` to which ``group`` is limited.
-            Copies of the layer keep it. Pickling drops it with a warning.
+            A `DeviceMesh` of one dimension stands for its group. Copies of the layer keep it.
+            Pickling drops it with a warning.
     """
 
     group_size: int | None = None
@@ -175,8 +176,12 @@ class ReplicaAware(_Base):
 
     @process_group.setter
     def process_group(self, value: Any) -> None:
-        check_process_group(value)
-        self._process_group = None if value is None else ProcessGroupHandle(value)
+        group = as_process_group(value)
+        self._process_group = None if group is None else ProcessGroupHandle(group)
+
+    def _is_in_replica(self) -> bool:
+        """Whether this layer is a replica's, or is called by a replica."""
+        return getattr(self, IS_REPLICA, False) or current_replica() is not None
 
     def _warn_if_isolated(self) -> bool:
         """Whether a replica calls this layer without its copies. Warns if it is in a forward."""

@@ -18,9 +18,17 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, distributed
 from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from replication._torch import device_of_group, is_batched, named_range, timeout_of, uncompiled
+from replication._torch import (
+    COMPILES_COLLECTIVES,
+    device_of_group,
+    is_batched,
+    named_range,
+    timeout_of,
+    uncompiled,
+)
 from replication.devices import current_stream, use_device
 from replication.errors import ReplicationError, add_note, has_type
 from replication.groups.base import (
@@ -88,8 +96,9 @@ def has_other_processes(process_group: Any = None) -> bool:
     # Also true if this process is not a member or the group is destroyed: using it raises.
     if process_group is not None:
         return not is_usable(process_group) or distributed.get_world_size(process_group) > 1
-    is_distributed = distributed.is_available() and distributed.is_initialized()
-    return is_distributed and distributed.get_world_size() > 1
+    # `torch.compile` looks at this object again, and not at `is_initialized`.
+    world = distributed.group.WORLD if distributed.is_available() else None
+    return world is not None and world.size() > 1
 
 
 def is_usable(process_group: Any) -> bool:
@@ -101,17 +110,36 @@ def is_usable(process_group: Any) -> bool:
     return True
 
 
-def check_process_group(value: Any) -> None:
-    """Raises TypeError unless a value is None or a result of `torch.distributed.new_group`."""
+def name_in_graph(process_group: Any) -> str | None:
+    """Returns the name of a group, by default all processes, in operators of a compiled graph.
+
+    None if this process cannot use the group, or if the release of torch cannot keep collectives
+    in a graph.
+    """
+    process_group = distributed.group.WORLD if process_group is None else process_group
+    is_usable_here = COMPILES_COLLECTIVES and is_usable(process_group)
+    return process_group.group_name if is_usable_here else None
+
+
+def as_process_group(value: Any) -> Any:
+    """Returns a group of `torch.distributed`, that of a mesh of one dimension, or None."""
+    if isinstance(value, DeviceMesh):
+        if value.ndim > 1:
+            raise ValueError(
+                f"process_group must be one dimension of a mesh (got {value.ndim}); pass "
+                f"mesh[{(value.mesh_dim_names or ('name',))[0]!r}] or another one"
+            )
+        return value.get_group()
     is_group = distributed.is_available() and (
         isinstance(value, distributed.ProcessGroup)
         or value is distributed.GroupMember.NON_GROUP_MEMBER
     )
     if value is not None and not is_group:
         raise TypeError(
-            "process_group must be a torch.distributed.ProcessGroup or None "
-            f"(got {type(value).__name__}); for a DeviceMesh, pass mesh.get_group()"
+            "process_group must be a torch.distributed.ProcessGroup, a DeviceMesh of one "
+            f"dimension, or None (got {type(value).__name__})"
         )
+    return value
 
 
 class ProcessGroupHandle:
@@ -176,20 +204,21 @@ class ProcessGroup(Group):
     >>> distributed.destroy_process_group()
 
     Args:
-        process_group: A group of `torch.distributed`; by default all processes.
+        process_group: A group of `torch.distributed`, or a `DeviceMesh` of one dimension; by
+            default all processes.
         name: The name of the layer, for messages.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialized.
-        TypeError: ``process_group`` is not a group of `torch.distributed`.
-        ValueError: This process is not in ``process_group``.
+        TypeError: ``process_group`` is neither a group nor a mesh.
+        ValueError: This process is not in ``process_group``, or the mesh has several dimensions.
         ReplicationError: The group is destroyed, or a backward batches gradients
             (``is_grads_batched=True``).
         NotImplementedError: See `Group`.
     """
 
     def __init__(self, process_group: Any = None, name: str = "ProcessGroup") -> None:
-        check_process_group(process_group)
+        process_group = as_process_group(process_group)
         if process_group is None:
             if not (distributed.is_available() and distributed.is_initialized()):
                 raise RuntimeError(

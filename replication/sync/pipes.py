@@ -26,8 +26,7 @@ __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
 class FutureResult:
     """A mailbox through which one thread passes values to another, one at a time.
 
-    Any value passes, ``None`` included. Inside the forward of a replica, `get` raises
-    `ReplicaFailed` or `ReplicasDiverged` when no other replica can put a result any more.
+    Any value passes, ``None`` included.
 
     >>> from replication import FutureResult
     >>> result = FutureResult()

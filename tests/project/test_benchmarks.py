@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from benchmarks import __main__ as suite
-from benchmarks import host, layer, overhead, step, yardsticks
-from benchmarks.measuring import Row
+from benchmarks import host, layer, overhead, processes, step, yardsticks
+from benchmarks.measuring import Row, Table
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
 from syncbn import joined
 from tests import accelerator
 from tests.processes import run_python
+from tests.ranks import needs_gloo
 
 #: Small ones, in float64.
 SMALL = {
@@ -101,6 +102,13 @@ def test_every_figure_of_every_table_is_measured(here, monkeypatch):
         assert len({tuple(row.figures) for row in rows}) == 1, table.title
 
 
+@needs_gloo
+def test_processes_are_measured(monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes a minute
+    (row,) = processes.rows(0, ["unet"], [2], compiles=True)
+    assert list(row.figures) == list(processes.COMPILED)
+
+
 @pytest.mark.skipif(
     accelerator.reason_to_skip() is not None, reason="needs the simulated accelerator"
 )
@@ -119,6 +127,34 @@ def test_program_measures_one_network():
     assert done.returncode == 0, done.stderr
     _, _, row = (line for line in done.stdout.splitlines() if line.startswith("|"))
     assert row.startswith("| Detector head, 32 ch, 32x32 to 8x8 | 2 | 1 | ")
+
+
+def test_the_page_begins_with_a_line_for_each_way_to_train():
+    def table(title, *ratios):
+        rows = [Row("net", 2, 1, {"plain": (2.0,), "ours": (2 * r,), "x": (8.0,)}) for r in ratios]
+        return [Table(title, "", rows)]
+
+    tables = {"step": table("A step", 1.25, 1.5), "processes": table("B", 3), "host": []}
+    head, _, *lines = (text.split(" | ") for text in suite.summary(tables).splitlines())
+    assert [line[:3] for line in lines] == [
+        ["| [replicas on the CPU](#a-step)", "1.25 to 1.50", "x: 4.00 to 4.00"],
+        ["| [processes on the CPU](#b)", "3.00 to 3.00", "x: 4.00 to 4.00"],
+    ]
+    page = suite.PAGE.read_text("utf-8")
+    first = page[: page.index("\n\n", page.index("\n|"))].splitlines()
+    assert " | ".join(head) in first and all(where in page for where, _ in suite.SUMMARY.values())
+
+
+@pytest.mark.parametrize(
+    ("page", "titles"),
+    [
+        (suite.PAGE, {"Training steps", "Between processes", "Accelerators: the host's time"}),
+        (suite.DETAILS_PAGE, {"A layer alone", "Copies of a network", "Exchanges", "Memory"}),
+    ],
+)
+def test_each_table_is_on_its_page(page, titles):
+    figures = page.read_text("utf-8").split(suite.BEGIN)[1].split(suite.END)[0]
+    assert titles <= {line[4:] for line in figures.splitlines() if line.startswith("### ")}
 
 
 def test_figure_is_drawn(tmp_path: Path):

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples"))]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += [ROOT / "benchmarks" / "details.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Pages that are made from the docstrings, whose examples run as doctests.
 API = [ROOT / "docs" / f"{package}.md" for package in ("replication", "syncbn")]
 
@@ -188,7 +188,8 @@ def test_the_difference_of_three_lines_synchronizes():
     lines = diff.splitlines()
     assert [line[:2] for line in lines] == ["- ", "+ ", "+ "]
     before, after = ("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
-    before, after = before.replace("[0, 1]", "[0]"), after.replace("[0, 1]", '["cpu"] * 2')
+    assert max(map(len, lines)) <= 48  # the width of a phone
+    after = after.replace("(net))", '(net), ["cpu"] * 2)')
     for code, kind in ((before, nn.DataParallel), (after, syncbn.DataParallel)):
         names = {"nn": nn, "net": nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))}
         exec(code, names)
@@ -266,6 +267,15 @@ def test_links_lead_somewhere(page):
         there = page.parent / path if path else page
         assert there.is_file(), target
         assert not heading or heading in headings(there), target
+
+
+def test_each_library_has_a_test_or_says_that_it_has_none():
+    text = (ROOT / "docs" / "migration.md").read_text("utf-8")
+    section = text.split("## With other libraries")[1].split("\n### ")[0]
+    _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
+    tests = [row.rstrip(" |").rpartition(" | ")[2] for row in rows]
+    assert len(rows) == 12 and tests.count("not run here") == 3
+    assert all((ROOT / test.strip("`")).is_file() for test in tests if test != "not run here")
 
 
 def test_the_page_of_the_examples_lists_all_of_them():

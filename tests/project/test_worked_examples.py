@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from replication import DataParallel
 from tests.example_files import EXAMPLES, load
+from tests.ranks import needs_gloo, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -31,12 +36,19 @@ def test_loss_where_outputs_are_equals_one_device(replicas, samples, monkeypatch
     assert example.main([]) == 0
 
 
+def test_items_and_results_of_samples_stay_together(monkeypatch, capsys):
+    assert load("per_sample", monkeypatch).main() == 0
+    assert capsys.readouterr().out.splitlines()[3] == "('d', 3.0)"
+
+
 def test_constants_reach_every_replica(monkeypatch, capsys):
     assert load("constants", monkeypatch).main() == 0
     assert capsys.readouterr().out.count("converted with the network: True") == 2
 
 
-TALKING = ["contrastive", "whiten", "hardest", "older_style"]
+#: Without communication they run as well, and are wrong.
+SILENT = ["vector_quantizer", "shuffled_batchnorm"]
+TALKING = ["contrastive", "whiten", "hardest", "older_style", *SILENT]
 
 
 @pytest.mark.parametrize("name", TALKING)
@@ -55,6 +67,124 @@ def test_communicating_layers_run_as_scripts(name, capsys):
     except SystemExit as ended:
         assert not ended.code
     assert "off by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_the_comparison_notices_replicas_that_do_not_communicate(name, monkeypatch):
+    found = load(name, monkeypatch).compare(4, 12, group_size=1)
+    assert (found[1] if isinstance(found, tuple) else found) > 0.1
+
+
+def program(name):
+    """The names of an example, also in a rank, which has no fixtures."""
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+# -- the vector quantizer ------------------------------------------------------------------------
+
+
+def train_quantizer(rank, batches):
+    """The state of an autoencoder after training, on this rank's part of each batch."""
+    example = program("vector_quantizer")
+    torch.manual_seed(0)
+    quantizer = example["VectorQuantizer"](6, 4)
+    net = example["Autoencoder"](nn.Linear(8, 4), quantizer, nn.Linear(4, 8)).double()
+    if rank is None:
+        example["train"](net, batches)
+    else:
+        example["train"](DistributedDataParallel(net), batches.chunk(2, dim=1)[rank])
+    return net.state_dict()
+
+
+@needs_gloo
+def test_quantizers_in_processes_train_as_one_device():
+    batches = torch.randn(10, 8, 8, dtype=torch.float64)
+    expected = train_quantizer(None, batches)
+    for actual in run_ranks(2, train_quantizer, batches):
+        torch.testing.assert_close(actual, expected)
+
+
+def codebook_after(rank, batches):
+    """The buffers of a quantizer that saw this rank's part of each batch."""
+    torch.manual_seed(0)
+    quantizer = program("vector_quantizer")["VectorQuantizer"](6, 4).double()
+    for batch in batches:
+        quantizer(batch if rank is None else batch.chunk(2)[rank])
+    return quantizer.state_dict()
+
+
+@needs_gloo
+def test_codebooks_agree_on_ranks_with_different_numbers_of_vectors():
+    # Without DDP, which copies the buffers of rank 0 and so hides a difference.
+    batches = torch.randn(3, 7, 4, dtype=torch.float64)
+    expected = codebook_after(None, batches)
+    for actual in run_ranks(2, codebook_after, batches):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_codes_follow_the_formulas_of_the_paper(monkeypatch):
+    quantizer = load("vector_quantizer", monkeypatch).VectorQuantizer(3, 2, decay=0.75).double()
+    codes = torch.tensor([[0, 0], [5, 5], [90, 90]]).double()
+    quantizer.codes.copy_(codes)
+    quantizer.sums.copy_(codes)
+    quantizer.counts[2] = quantizer.sums[2] = 0  # as after many steps without a vector
+    vectors = torch.tensor([[1, 0], [0, 1], [-1, 2], [6, 5]]).double().requires_grad_()
+    quantized, distances = DataParallel(quantizer, ["cpu"] * 3)(vectors)
+    assert quantized.tolist() == [[0, 0], [0, 0], [0, 0], [5, 5]]
+    assert distances.tolist() == [0.5, 0.5, 2.5, 0.5]
+    quantized.sum().backward()
+    assert vectors.grad.equal(torch.ones(4, 2))  # straight through
+    counts = torch.tensor([0.75 + 0.25 * 3, 1, 0]).double()
+    sums = torch.tensor([[0, 0.25 * 3], [0.75 * 5 + 0.25 * 6, 5], [0, 0]]).double()
+    smooth = (counts + 1e-5) / (counts.sum() + 3 * 1e-5) * counts.sum()
+    torch.testing.assert_close(quantizer.codes, sums / smooth[:, None])
+
+
+def test_counts_and_sums_stay_exact_under_autocast(monkeypatch):
+    quantizer = load("vector_quantizer", monkeypatch).VectorQuantizer(1, 2, decay=0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        DataParallel(quantizer, ["cpu"] * 2)(torch.ones(602, 2, dtype=torch.bfloat16))
+    assert quantizer.counts.tolist() == [602]
+    assert quantizer.sums.tolist() == [[602, 602]]
+
+
+# -- the shuffled BatchNorm ----------------------------------------------------------------------
+
+
+def keys_of_rank(rank, images, sizes):
+    example = program("shuffled_batchnorm")
+    torch.manual_seed(0)
+    layer = example["ShuffledKeys"](example["make_encoder"]())
+    torch.manual_seed(1 + rank)  # all ranks shuffle as rank 0 does
+    return layer(images.split(sizes)[rank])
+
+
+@needs_gloo
+@pytest.mark.parametrize("sizes", [[4, 4], [4, 3], [2, 5]])
+def test_keys_are_shuffled_between_processes(sizes, monkeypatch):
+    example = load("shuffled_batchnorm", monkeypatch)
+    images = torch.randn(sum(sizes), 3, 6, 6, dtype=torch.float64)
+    torch.manual_seed(0)
+    encoder = example.make_encoder()
+    torch.manual_seed(1)
+    order = torch.randperm(len(images))
+    expected = torch.cat([encoder(shard) for shard in images[order].split(sizes)])
+    keys = torch.cat(run_ranks(2, keys_of_rank, images, sizes))
+    torch.testing.assert_close(keys[order], expected)
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_evaluation_neither_communicates_nor_changes_the_layer(name, monkeypatch):
+    example = load(name, monkeypatch)
+    if name == "vector_quantizer":
+        layer, x = example.VectorQuantizer(3, 2), torch.randn(7, 2)
+    else:
+        layer, x = example.ShuffledKeys(example.make_encoder()), torch.randn(7, 3, 6, 6).double()
+    before = copy.deepcopy(layer.eval().state_dict())
+    expected = layer(x)
+    monkeypatch.setattr(type(layer), "group", None)
+    torch.testing.assert_close(DataParallel(layer, ["cpu"] * 3)(x), expected)
+    torch.testing.assert_close(layer.state_dict(), before)
 
 
 def test_the_loss_of_the_first_program_falls(monkeypatch, capsys):

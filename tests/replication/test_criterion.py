@@ -47,6 +47,7 @@ LOSSES = {
     "ignoring": (nn.CrossEntropyLoss(WEIGHT), some_ignored),
     "another index": (nn.CrossEntropyLoss(ignore_index=1), labels),
     "smooth": (nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.1), labels),
+    "smooth, ignoring": (nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.1), some_ignored),
     "probabilities": (nn.CrossEntropyLoss(WEIGHT), lambda n: positive(n).softmax(1)),
     "summed": (nn.CrossEntropyLoss(WEIGHT, reduction="sum"), some_ignored),
     "NLL": (nn.NLLLoss(WEIGHT), labels),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -337,11 +339,20 @@ def test_self_check_passes_here(package, dtypes):
     assert lines[2].startswith("Devices: CPU (")
     for dtype in dtypes:
         assert f"3 replicas on cpu in {dtype}, compared with one device:" in lines
-        assert f"PASS    3 replicas on cpu in {dtype}" in lines
     for dtype in dtypes:
         tolerance = {"float64": "1e-06", "float32": "1e-03"}[dtype]
         assert lines.count(f"3 replicas: equal (tolerance {tolerance})") >= 1
-    assert lines[-1] == "PASS: replicas run, communicate, and compute what one device computes"
+    # What the page asks to report, as one block of Markdown.
+    begin = lines.index("```")
+    assert lines[begin - 2].startswith("To report the result, paste the lines below")
+    assert lines[begin + 1 : begin + 6] == [f"python -m {package} --replicas 3", *lines[:3], ""]
+    assert platform.platform() in lines[1]
+    head, *results, verdict, end = lines[begin + 6 :]
+    assert head.split() == ["result", "checked", "largest", "error"]
+    for dtype, result in zip(dtypes, results, strict=True):
+        assert re.fullmatch(rf"PASS    3 replicas on cpu in {dtype} +\de-\d\d", result)
+    assert verdict == "PASS: replicas run, communicate, and compute what one device computes"
+    assert end == "```"
 
 
 @pytest.mark.slow
@@ -419,7 +430,8 @@ OF_LAYERS, OF_GROUPS = syncbn.__main__, replication.__main__
 def test_self_check_fails(check, owner, name, value, text, monkeypatch, capsys):
     monkeypatch.setattr(owner, name, value)
     assert check.main(["--replicas", "2"]) == 1
-    *lines, verdict = capsys.readouterr().out.splitlines()
+    *lines, verdict, _ = capsys.readouterr().out.splitlines()
+    assert "To report the result, paste the lines below into an issue. Add the " in " ".join(lines)
     assert verdict.startswith("FAIL: replicas raise, or differ from one device")
     assert any(line.startswith("FAIL    2 replicas on cpu in") for line in lines)
     assert text in " ".join(" ".join(lines).split())
@@ -429,9 +441,9 @@ def test_self_check_fails(check, owner, name, value, text, monkeypatch, capsys):
 def test_self_check_says_that_only_the_cpu_was_checked(check, monkeypatch, capsys):
     monkeypatch.setattr(replication.__main__, "default_devices", lambda: [])
     assert check.main(["--replicas", "2"]) == 0
-    *_, result, _, remark, _, _ = capsys.readouterr().out.splitlines()
-    assert result.startswith("PASS    2 replicas on cpu in float")
-    assert remark == "Only the CPU was checked: torch finds no GPU or other accelerator here."
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].startswith("PASS    2 replicas on cpu in float")
+    assert "Only the CPU was checked: torch finds no GPU or other accelerator here." in lines
 
 
 @pytest.mark.parametrize("broken", ["", "cuda:1"])
@@ -448,19 +460,24 @@ def test_self_check_has_a_result_for_each_device_and_for_all_together(broken, mo
     monkeypatch.setattr(replication.__main__, "default_devices", lambda: accelerators)
     monkeypatch.setattr(replication.__main__, "verify", verify_without_devices)
     monkeypatch.setattr(syncbn.__main__, "has_float64", lambda device: True)
+    names = {0: "Some GPU"}  # torch raises for the other
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
     assert syncbn.__main__.main(["--replicas", "3"]) == (1 if broken else 0)
     lists = [["cpu"] * 3, ["cuda:0"] * 3, ["cuda:1"] * 3, ["cuda:0", "cuda:1"]]
     assert calls == [[*names, d] for names in lists for d in (torch.float64, torch.float32)]
     printed = capsys.readouterr().out
+    assert "threads), cuda:0 (Some GPU), cuda:1\n" in printed
     verdicts = [
         f"{'FAIL' if {*names} == {broken} else 'PASS'}    {len(names)} replicas on "
-        f"{', '.join(dict.fromkeys(names))} in {dtype}\n"
+        f"{', '.join(dict.fromkeys(names))} in {dtype}"
         for names in lists
         for dtype in ("float64", "float32")
     ]
-    end = f"\nresult  checked\n{''.join(verdicts)}\n{printed.splitlines()[-1]}\n"
-    assert printed.endswith(end)
-    assert printed.splitlines()[-1].startswith("FAIL: " if broken else "PASS: ")
+    *_, verdict, _ = lines = printed.splitlines()
+    for expected, line in zip(verdicts, lines[-2 - len(verdicts) : -2], strict=True):
+        detail = "RuntimeError" if expected.startswith("FAIL") else r"\de-\d\d"
+        assert re.fullmatch(f"{expected} +{detail}", line)
+    assert verdict.startswith("FAIL: " if broken else "PASS: ")
     assert "Only the CPU" not in printed
 
 

@@ -475,7 +475,7 @@ def test_replicas_in_different_eps_modes_each_get_the_gradient_of_theirs(
     def by_replica(eps: float, clamps: bool) -> Denominator:
         return Denominator(eps, clamps=threading.current_thread().name != "replica-1")
 
-    monkeypatch.setattr(batchnorm, "_denominator", by_replica)
+    monkeypatch.setattr(batchnorm, "Denominator", by_replica)
     layer = SynchronizedBatchNorm1d(2, eps=5.0, affine=False, dtype=torch.float64)
     shards = [torch.randn(n, 2, dtype=torch.float64).requires_grad_() for n in (4, 3)]
     upstream = [torch.randn_like(shard) for shard in shards]

@@ -1,0 +1,269 @@
+"""`torch.compile` between processes: one graph, and the numbers of one device."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from replication._torch import COMPILES_COLLECTIVES
+from syncbn import convert_model
+from syncbn.compiled import _sums
+from syncbn.processes import of_sums
+from tests.ranks import needs_gloo, run_ranks
+
+try:
+    from torch.distributed.fsdp import fully_shard
+except ImportError:  # torch 2.4
+    fully_shard = None
+
+one_graph = pytest.mark.skipif(not COMPILES_COLLECTIVES, reason="this torch breaks the graph")
+needs_cpp_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler"
+)
+pytestmark = needs_gloo
+
+
+class Block(nn.Module):
+    """Layers with all options, in two branches that meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.BatchNorm1d(4)
+        self.right = nn.BatchNorm1d(4, momentum=None)
+        self.both = nn.BatchNorm1d(4, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.both(self.left(x).relu() * self.right(x.sin()) + x)
+
+
+def network(blocks: int = 1) -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Block() for _ in range(blocks))).double()
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, 0.5)
+    return net
+
+
+Shape = tuple[int, ...]
+
+
+def shards_of(shapes: Sequence[Shape]) -> list[tuple[Tensor, Tensor]]:
+    """A shard and an upstream gradient for each shape, the same in each process."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        tuple(torch.randn(shape, generator=generator).double() for _ in range(2))
+        for shape in shapes
+    ]
+
+
+def stepped(model: Callable[[Tensor], Tensor], net: nn.Module, x: Tensor, dy: Tensor) -> Any:
+    """Output, gradient of x, gradients of parameters, and buffers."""
+    x = x.requires_grad_()
+    y = model(x)
+    dx, *gradients = torch.autograd.grad(y, [x, *net.parameters()], dy)
+    return y.detach(), dx, gradients, [buffer.clone() for buffer in net.buffers()]
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """All values of some shards by channels, as one shard."""
+    return torch.cat([tensor.transpose(0, 1).flatten(1) for tensor in tensors], 1).t()
+
+
+def assert_train_as_one_device(ranks: Any, steps: Sequence[Sequence[Shape]]) -> None:
+    net = network()
+    for found, shapes in zip(zip(*ranks, strict=True), steps, strict=True):
+        xs, dys = zip(*shards_of(shapes), strict=True)
+        y, dx, gradients, buffers = stepped(net, net, flat(xs), flat(dys))
+        ys, dxs, all_gradients, all_buffers = zip(*found, strict=True)
+        totals = [sum(parts) for parts in zip(*all_gradients, strict=True)]
+        found = (flat(ys), flat(dxs), totals)
+        torch.testing.assert_close(found, (y, dx, gradients), rtol=1e-11, atol=1e-11)
+        for rank in all_buffers:
+            torch.testing.assert_close(rank, buffers, rtol=1e-11, atol=1e-11)
+
+
+@contextmanager
+def strict_compiler() -> Iterator[None]:
+    """Raises where a layer would be compiled anew too often."""
+    torch.compiler.reset()
+    with warnings.catch_warnings(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        warnings.simplefilter("ignore")  # the compiler's own
+        yield
+    torch.compiler.reset()
+
+
+def compiled_steps(rank: int, steps: Any, **options: Any) -> tuple[list[Any], int]:
+    """What `stepped` returns, step by step, and the number of graphs."""
+    net = convert_model(network())
+    model = torch.compile(net, fullgraph=True, **options)
+    with strict_compiler():
+        found = [stepped(model, net, *shards_of(shapes)[rank]) for shapes in steps]
+    return found, counters["stats"]["unique_graphs"]
+
+
+#: Equal, uneven, one value, none: shapes of the shards of two ranks, step by step.
+STEPS = [[(a, 4, 3), (b, 4, 3)] for a, b in [(4, 4), (5, 3), (2, 7), (1, 1), (0, 4)]]
+
+
+def with_aot(rank: int) -> Any:
+    return compiled_steps(rank, STEPS, backend="aot_eager")
+
+
+@one_graph
+def test_a_network_is_one_graph_and_trains_as_one_device():
+    results = run_ranks(2, with_aot)
+    assert_train_as_one_device([found for found, _ in results], STEPS)
+    assert max(graphs for _, graphs in results) <= 4  # other sizes: not 0, not 1, any
+
+
+#: Each rank compiles each shape by itself, so that branches may be scheduled in another order.
+OTHER_SHAPES = [[(4, 4, 3), (2, 4, 70)], [(1, 4, 300), (5, 4, 7)], [(2, 4, 70), (4, 4, 3)]]
+
+
+def with_inductor(rank: int) -> Any:
+    return compiled_steps(rank, STEPS)[0], compiled_steps(rank, OTHER_SHAPES, dynamic=False)[0]
+
+
+@one_graph
+@needs_cpp_compiler
+@pytest.mark.slow
+def test_compiled_kernels_keep_numbers_and_the_order_of_collectives():
+    normal, other_shapes = zip(*run_ranks(2, with_inductor), strict=True)
+    assert_train_as_one_device(normal, STEPS)
+    assert_train_as_one_device(other_shapes, OTHER_SHAPES)
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def in_all_uses(rank: int) -> dict[str, tuple[Any, Any]]:
+    """What one step gives, uncompiled and compiled."""
+    x, dy = shards_of([(4, 4, 3), (2, 4, 3)])[rank]
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    uses: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "checkpoint": lambda net: Checkpointed(*net),
+        "data parallel": lambda net: DistributedDataParallel(net),
+        "mesh": lambda net: convert_model(net, process_group=mesh["dp"]),
+        "sharded": fully_shard,
+    }
+    found = {}
+    for name, use in uses.items():
+        pair = []
+        for compiles in (False, True):
+            torch.manual_seed(0)
+            net = use(convert_model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(4)).double()))
+            model = torch.compile(net, backend="aot_eager") if compiles else net
+            with strict_compiler():
+                y = model(x)
+                y.backward(dy)
+            gradients = [as_local(p.grad) for p in net.parameters()]
+            pair.append([y.detach(), *gradients, *(b.clone() for b in net.buffers())])
+        found[name] = tuple(pair)
+    return found
+
+
+def as_local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@one_graph
+@pytest.mark.slow
+def test_compiled_steps_equal_uncompiled_ones_in_all_uses():
+    for found in run_ranks(2, in_all_uses):
+        for name, (expected, actual) in found.items():
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def in_half_precision(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Outputs and gradients of x, uncompiled and compiled."""
+    x, dy = torch.randn(2, 64, 8, generator=torch.Generator().manual_seed(rank))
+    found = []
+    for dtype in (torch.bfloat16, torch.float16):
+        layer = convert_model(nn.BatchNorm1d(8))
+        with strict_compiler():
+            uncompiled = stepped(layer, layer, x.to(dtype), dy.to(dtype))
+            compiled = torch.compile(layer, backend="aot_eager")
+            found += zip(
+                uncompiled[:2],
+                stepped(compiled, layer, x.to(dtype), dy.to(dtype))[:2],
+                strict=True,
+            )
+    return found
+
+
+@one_graph
+def test_half_precision_is_rounded_once_at_the_end():
+    for found in run_ranks(2, in_half_precision):
+        for expected, actual in found:
+            assert actual.dtype == expected.dtype
+            # Before that they differ by a few units of float32.
+            assert (actual != expected).double().mean() < 0.01
+
+
+def before_and_after(rank: int, store: str) -> tuple[Tensor, Tensor]:
+    """Outputs of one compiled layer, without a process group and with one."""
+    distributed.destroy_process_group()
+    x = torch.arange(8.0).view(2, 4, 1)[rank]
+    compiled = torch.compile(convert_model(nn.BatchNorm1d(1)), backend="eager")
+    with strict_compiler():
+        alone = compiled(x)
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+        )
+        return alone, compiled(x)
+
+
+@one_graph
+def test_a_layer_that_is_compiled_before_the_process_group_exists_is_compiled_anew(tmp_path):
+    results = run_ranks(2, before_and_after, str(tmp_path / "store"))
+    alone, together = (torch.stack(outputs) for outputs in zip(*results, strict=True))
+    x, plain = torch.arange(8.0).view(2, 4, 1), nn.BatchNorm1d(1)
+    torch.testing.assert_close(alone, torch.stack([plain(shard) for shard in x]))
+    torch.testing.assert_close(together, plain(x.flatten(0, 1)).view(x.shape))
+
+
+def with_many_layers(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Outputs of uncompiled and compiled networks, in one graph and in one for each layer."""
+    x, found = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)), []
+    for group_size in (None, 2):  # which breaks the graph in each layer
+        net = nn.Sequential(*(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()) for _ in range(20)))
+        net = convert_model(net, group_size=group_size)
+        with torch.no_grad(), strict_compiler():
+            found.append((torch.compile(net, backend="eager")(x), net(x)))
+    return found
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "fail_on_recompile_limit_hit"), reason="torch is too old"
+)
+def test_no_layer_is_compiled_anew_for_its_name():
+    """torch allows 8 versions of a function."""
+    for found in [*run_ranks(2, with_many_layers), with_many_layers(0)]:
+        for actual, expected in found:
+            torch.testing.assert_close(actual, expected)
+
+
+# -- the digits ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 2**-22), (torch.float64, 5e-8)])
+def test_sums_leave_eight_digits_at_a_large_mean(dtype, rtol):
+    x = torch.randn(64, 4, 50).to(dtype) + 1e4
+    n, mean, var = of_sums(_sums(x))
+    expected = x.double().var((0, 2), unbiased=False)
+    assert n == 3200
+    torch.testing.assert_close(mean, x.double().mean((0, 2)), rtol=1e-12, atol=0)
+    torch.testing.assert_close(var, expected, rtol=rtol, atol=0)

@@ -297,6 +297,24 @@ def test_output_of_a_layer_that_differs_is_named():
     assert first.where == "output `other` of `both` (Both)"
 
 
+class Derived(nn.BatchNorm1d):
+    """Of a class that no warning is about."""
+
+
+class Functional(nn.Module):
+    """Normalizes without a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, None, None, training=True)
+
+
+@pytest.mark.parametrize("layer", [Derived(3), Functional()], ids=["derived", "functional"])
+def test_batch_norm_that_no_warning_sees_is_found(layer):
+    """Guarantee 6: `verify` finds other subclasses and `functional.batch_norm`."""
+    first = verify(nn.Sequential(nn.Linear(3, 3), layer), torch.randn(8, 3)).first_difference
+    assert first.where == f"output of `1` ({type(layer).__name__})"
+
+
 def test_in_float32_what_is_left_is_rounding():
     net = convert_model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     found = verify(net, torch.randn(8, 3), CPUS, dtype=torch.float32)

@@ -26,6 +26,8 @@ threads: Any = sys.modules["replication.steps.parallel_apply"]  # the package na
 
 
 def test_each_replica_has_a_named_daemon_thread_that_lives_on():
+    """Guarantee 7: threads named `idle replica-...` wait for later forwards."""
+
     def thread_and_name() -> tuple[threading.Thread, str]:
         return threading.current_thread(), threading.current_thread().name
 

@@ -120,6 +120,7 @@ def with_aot(rank: int) -> Any:
     return compiled_steps(rank, STEPS, backend="aot_eager")
 
 
+@pytest.mark.slow
 @one_graph
 def test_a_network_is_one_graph_and_trains_as_one_device():
     results = run_ranks(2, with_aot)
@@ -204,6 +205,7 @@ def in_half_precision(rank: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 @one_graph
 def test_half_precision_is_rounded_once_at_the_end():
     for found in run_ranks(2, in_half_precision):
@@ -246,6 +248,7 @@ def with_many_layers(rank: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(torch._dynamo.config, "fail_on_recompile_limit_hit"), reason="torch is too old"
 )

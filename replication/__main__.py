@@ -77,20 +77,9 @@ def check_machine(
         checked.append(accelerators)
     results = []
     for device_ids in checked:
-        names = ", ".join(dict.fromkeys(map(str, device_ids)))
         exact = [torch.float64] if uses_float64(device_ids[0]) else []
         for dtype in [*exact, torch.float32]:
-            what = f"{len(device_ids)} replicas on {names} in {str(dtype).removeprefix('torch.')}"
-            print(f"\n{what}, compared with one device:")
-            try:
-                found = verify(make_layer(), batch, device_ids, dtype=dtype)
-                print(found)
-                kinds = found.differences.values()
-                largest = max(difference.error for kind in kinds for difference in kind)
-                results.append(("PASS" if found else "FAIL", what, f"{largest:.0e}"))
-            except Exception as error:
-                traceback.print_exc(file=sys.stdout)
-                results.append(("FAIL", what, type(error).__name__))
+            results.append(compared(make_layer(), batch, device_ids, dtype))
     passed = all(verdict == "PASS" for verdict, *_ in results)
     if not accelerators:
         print("\nOnly the CPU was checked: torch finds no GPU or other accelerator here.")
@@ -104,6 +93,23 @@ def check_machine(
         print("FAIL: replicas raise, or differ from one device")
     print("```")
     return 0 if passed else 1
+
+
+def compared(
+    layer: nn.Module, batch: Tensor, devices: Sequence[torch.device], dtype: torch.dtype
+) -> tuple[str, str, str]:
+    """Compares replicas with one device. Returns the verdict, what is checked, and the error."""
+    names = ", ".join(dict.fromkeys(map(str, devices)))
+    what = f"{len(devices)} replicas on {names} in {str(dtype).removeprefix('torch.')}"
+    print(f"\n{what}, compared with one device:")
+    try:
+        found = verify(layer, batch, devices, dtype=dtype)
+        print(found)
+        largest = max(one.error for kind in found.differences.values() for one in kind)
+        return "PASS" if found else "FAIL", what, f"{largest:.0e}"
+    except Exception as error:
+        traceback.print_exc(file=sys.stdout)
+        return "FAIL", what, type(error).__name__
 
 
 def described(device: torch.device) -> str:

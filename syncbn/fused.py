@@ -55,9 +55,6 @@ _KERNELS = (
 #: Stands for a weight that is 0, by which `_summed` divides.
 _TINY = 1e-20
 
-#: Optional tensors, one for each shard.
-Tensors = Sequence[Tensor | None]
-
 
 class KernelMoments(NamedTuple):
     """Moments as the kernels have them, ``(C,)`` in the accumulation dtype."""

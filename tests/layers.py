@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
+from torch.utils.checkpoint import checkpoint
 
 from replication import (
     DataParallel,
@@ -44,6 +45,17 @@ knows_hooks = pytest.mark.skipif(
     not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
     reason="torch 2.4 does not say whether a thread has hooks on saved tensors",
 )
+
+
+class Recomputed(nn.Module):
+    """Calls a network in an activation checkpoint, which computes it again in backward."""
+
+    def __init__(self, net: nn.Module, use_reentrant: bool = False) -> None:
+        super().__init__()
+        self.net, self.use_reentrant = net, use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.net, x, use_reentrant=self.use_reentrant)
 
 
 class Outcome(NamedTuple):

@@ -14,12 +14,12 @@ from torch import Tensor, distributed, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from replication._torch import COMPILES_COLLECTIVES
 from syncbn import convert_model
 from syncbn.compiled import _sums
 from syncbn.processes import of_sums
+from tests.layers import Recomputed
 from tests.ranks import needs_gloo, run_ranks
 
 try:
@@ -145,17 +145,12 @@ def test_compiled_kernels_keep_numbers_and_the_order_of_collectives():
     assert_train_as_one_device(other_shapes, OTHER_SHAPES)
 
 
-class Checkpointed(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
 def in_all_uses(rank: int) -> dict[str, tuple[Any, Any]]:
     """What one step gives, uncompiled and compiled."""
     x, dy = shards_of([(4, 4, 3), (2, 4, 3)])[rank]
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     uses: dict[str, Callable[[nn.Module], nn.Module]] = {
-        "checkpoint": lambda net: Checkpointed(*net),
+        "checkpoint": Recomputed,
         "data parallel": lambda net: DistributedDataParallel(net),
         "mesh": lambda net: convert_model(net, process_group=mesh["dp"]),
         "sharded": fully_shard,

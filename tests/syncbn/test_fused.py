@@ -15,6 +15,7 @@ from replication import DataParallel
 from syncbn import SynchronizedBatchNorm2d, formula, fused
 from syncbn.fused import Fused, KernelMoments, _gradients
 from syncbn.statistics import Call, Denominator
+from tests.layers import Recomputed
 from tests.layouts import channels_last, channels_of
 from tests.sharded import eps_mode, randomized, run_sharded
 
@@ -162,15 +163,6 @@ class OwnEps(nn.Module):
         if not self.recomputes:
             return self.norm(x).tanh()
         return checkpoint(lambda x: self.norm(x).tanh(), x, use_reentrant=False)
-
-
-class Recomputed(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.net, x, use_reentrant=False)
 
 
 def test_a_recomputation_goes_the_way_that_the_replicas_went_at_last(ways):

@@ -18,7 +18,7 @@ from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, batchnorm
 from syncbn.statistics import Denominator
 from tests import oracle
 from tests.deadlines import soon
-from tests.layers import freed, no_garbage_collection
+from tests.layers import Recomputed, freed, no_garbage_collection
 from tests.pairwise import pairwise
 from tests.sharded import Sharded, eps_mode, not_joined_only, randomized, run_sharded
 
@@ -667,17 +667,6 @@ def named(x: Tensor, name: str) -> Named:
     made = x.as_subclass(Named)
     made.name = name
     return made
-
-
-class Recomputed(nn.Module):
-    """Calls its layer in a checkpoint."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.layer, x, use_reentrant=False)
 
 
 @pytest.mark.cpu("other than on the CPU, kernels refuse subclasses")

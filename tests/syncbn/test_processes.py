@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from replication import ReplicaAware
 from replication.groups import processes as process_group
@@ -24,7 +23,7 @@ from syncbn import processes as merge_ranks
 from syncbn.processes import Ranks
 from syncbn.statistics import Moments
 from tests import oracle
-from tests.layers import outcome_of
+from tests.layers import Recomputed, outcome_of
 from tests.ranks import needs_gloo, recorded_collectives, run_ranks
 from tests.sharded import assert_reads_no_value, randomized
 
@@ -609,24 +608,11 @@ def train(
 PARTS = [slice(0, 3), slice(3, 7)]
 
 
-class Checkpointed(nn.Module):
-    """Computes a network again in backward."""
-
-    def __init__(self, net: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.net = net
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.net, x, use_reentrant=self.reentrant)
-        return y
-
-
 def trained(rank: int, accumulate: int = 1, reentrant: bool | None = None) -> dict[str, Tensor]:
     net = convert_model(network())
     whole = net
     if reentrant is not None:
-        whole = nn.Sequential(net[0], Checkpointed(net[1:], reentrant))
+        whole = nn.Sequential(net[0], Recomputed(net[1:], reentrant))
     train(DistributedDataParallel(whole), PARTS[rank], rank, accumulate)
     return net.state_dict()
 

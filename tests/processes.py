@@ -64,4 +64,5 @@ def _output_of(process: subprocess.Popen[str]) -> tuple[str, str]:
 def environment() -> dict[str, str]:
     """An environment in which Python finds the packages of this checkout."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path}
+    # Options of the pytest that runs are not those of a pytest that a test runs.
+    return {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}

@@ -65,7 +65,8 @@ _LEAST_BYTES = 4096
 #: A note on errors of a backend.
 _REMEDY = (
     "if no other rank failed first (see their logs), some rank did not reach this call: is one in "
-    "eval(), out of data (see replication.JoinableStep), without a backward, or in another layer?"
+    "eval(), compiled where others are not, out of data (see replication.JoinableStep), without a "
+    "backward, or in another layer?"
 )
 
 
@@ -126,8 +127,8 @@ def as_process_group(value: Any) -> Any:
     if isinstance(value, DeviceMesh):
         if value.ndim > 1:
             raise ValueError(
-                f"process_group must be one dimension of a mesh (got {value.ndim}); pass "
-                f"mesh[{(value.mesh_dim_names or ('name',))[0]!r}] or another one"
+                f"process_group must be one dimension of a mesh (got {value.ndim}); pass the one "
+                "that splits the batch, such as mesh['dp'], or None if all dimensions do"
             )
         return value.get_group()
     is_group = distributed.is_available() and (

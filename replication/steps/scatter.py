@@ -159,7 +159,8 @@ def plan_sizes(
         if len(set(counts)) > 1 or not 1 <= counts[0] <= devices:
             got = " and ".join(f"{len(leaf.value)} in {_title(leaf)}" for leaf in scattered)
             raise ValueError(
-                f"every Scattered must have one entry per replica, 1 to {devices} (got {got})"
+                f"every Scattered must have one entry per replica, 1 to {devices} (got {got}); "
+                "are the device_ids those of the model?"
             )
         splits: Splits = {}
         for leaf in scattered:

@@ -43,14 +43,7 @@ from syncbn.channels import (
 )
 from syncbn.processes import Ranks
 from syncbn.recomputation import Record
-from syncbn.statistics import (
-    Call,
-    CountBatch,
-    Moments,
-    all_match,
-    merge,
-    with_derivatives,
-)
+from syncbn.statistics import Call, CountBatch, Moments, all_match, merge, with_derivatives
 
 #: In standard deviations. The CPU's kernel would lose more than three bits at a larger mean: it
 #: computes x * W + (B - m * W).

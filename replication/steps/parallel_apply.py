@@ -14,12 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from replication._torch import (
-    count_nodes_up_to,
-    in_functorch_transform,
-    named_range,
-    nodes_made,
-)
+from replication._torch import count_nodes_up_to, in_functorch_transform, named_range, nodes_made
 from replication.devices import DeviceLike, device_of, parse_devices
 from replication.errors import (
     ReplicasTimedOut,

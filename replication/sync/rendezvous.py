@@ -76,12 +76,7 @@ class Wait:
     __slots__ = ("abort", "call", "gate", "missing", "path", "rendezvous", "replica", "thread")
 
     def __init__(
-        self,
-        rendezvous: Rendezvous,
-        replica: int,
-        missing: Collection[int],
-        path: str,
-        call: int,
+        self, rendezvous: Rendezvous, replica: int, missing: Collection[int], path: str, call: int
     ) -> None:
         self.rendezvous, self.replica = rendezvous, replica
         #: Replicas whose message is missing. The exchange removes each as its message arrives.

@@ -119,9 +119,8 @@ def is_int(value: object) -> TypeGuard[int]:
 
 def check_list(name: str, items: object) -> None:
     """Raises TypeError if ``items`` is not a list: a mapping or a generator, for example."""
-    if isinstance(items, (Mapping, str)) or not (
-        hasattr(items, "__len__") and hasattr(items, "__getitem__")
-    ):
+    is_sequence = hasattr(items, "__len__") and hasattr(items, "__getitem__")
+    if isinstance(items, (Mapping, str)) or not is_sequence:
         raise TypeError(
             f"{name} must be a list with one item per replica (got {type(items).__name__})"
         )

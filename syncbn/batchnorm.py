@@ -105,9 +105,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         process_group: Any = None,
         group_size: int | None = None,
     ) -> None:
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
-        )
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:  # torch 2.4 has no such argument
             self.register_parameter("bias", None)
         check_group_size(group_size)
@@ -160,9 +158,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             return _BatchNorm.forward(self, input)
         # Save copies of the buffers for backward: a training forward may update them before.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        mean, var = (
-            None if b is None else b.clone() for b in (self.running_mean, self.running_var)
-        )
+        mean, var = (b if b is None else b.clone() for b in (self.running_mean, self.running_var))
         return nn.functional.batch_norm(
             input, mean, var, self.weight, self.bias, training=mean is None, eps=self.eps
         )

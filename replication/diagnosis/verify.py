@@ -151,9 +151,7 @@ def verify(
     _check_layers(model)
     devices = parse_devices(device_ids)
     if len(devices) < 2:
-        raise ValueError(
-            f"expected two devices, such as ['cpu'] * 2, or more (got {len(devices)})"
-        )
+        raise ValueError(f"expected two or more devices, such as ['cpu'] * 2 (got {len(devices)})")
     run, cast = partial(Run, model, batch, dim), Cast(dtype)
     expected, actual = run(devices[:1], cast), run(devices, cast)
     count = len({replica for _, replica in actual.calls})

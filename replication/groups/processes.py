@@ -227,9 +227,7 @@ class ProcessGroup(Group):
                 )
             process_group = distributed.group.WORLD
         if process_group is distributed.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(
-                f"`{name}`: this process is not in the process_group; pass one that contains it"
-            )
+            raise ValueError(f"`{name}`: process_group must contain this process")
         self._name = name
         # Graphs refer to this object. A loss that outlives the script must not keep the threads of
         # a destroyed group alive.
@@ -300,9 +298,7 @@ class ProcessGroup(Group):
     ) -> Tensor:
         """Runs a collective in an autograd graph. Its backward is a separate call."""
         if is_batched(tensor):
-            raise ReplicationError(
-                "collectives between processes take no batched gradients; compute one at a time"
-            )
+            raise ReplicationError("collectives between processes take no batched gradients")
 
         def backward(grad: Tensor) -> Tensor:
             call = Call(f"{begun.name}_backward", layouts_of([grad], any_length=True))

@@ -23,6 +23,7 @@ from replication.errors import (
     check_list,
     has_type,
     listed,
+    lost_derivatives,
     origin,
     origin_note,
 )
@@ -111,16 +112,12 @@ def run_replicas(
         if len(items) != n:
             raise ValueError(f"expected one of {name} for each of {n} replicas (got {len(items)})")
     if n > 1 and in_functorch_transform():
-        raise RuntimeError(
-            "torch.func transforms do not reach the threads of replicas; transform model.module"
-        )
+        raise lost_derivatives("parallel_apply")
     if n == 1:
         state = ThreadState(devices, torch.get_num_threads(), nodes=0)
         return [_call(state, devices, 0, modules[0], inputs[0], kwargs_tup[0])]
     if sys.is_finalizing():  # other threads do not run any more
-        raise RuntimeError(
-            "replicas cannot be called during interpreter shutdown (by a finalizer?)"
-        )
+        raise RuntimeError("replicas cannot run during interpreter shutdown (by a finalizer?)")
     workers, nodes = _take_workers(devices)
     state = ThreadState(devices, _share_of_threads(modules, devices), nodes)
     jobs = [

@@ -251,9 +251,7 @@ class Rendezvous:
         try:
             with self.lock:
                 if self._is_closed:
-                    raise ReplicationError(
-                        "the forward of this replica has been ended by its caller"
-                    )
+                    raise ReplicationError("the caller has ended the forward of this replica")
                 self._writes.add(key)
             return write() if self.outer is None else self.outer.commit(write)
         finally:
@@ -420,6 +418,5 @@ def current_replica() -> CurrentReplica | None:
 def is_recomputation() -> bool:
     """Whether this thread, or the caller of the replica that it runs, is in a backward."""
     current = this_thread.current
-    return current_backward() != NO_BACKWARD or (
-        current is not None and current.rendezvous.in_backward
-    )
+    is_in_backward = current is not None and current.rendezvous.in_backward
+    return is_in_backward or current_backward() != NO_BACKWARD

@@ -173,8 +173,8 @@ def test_different_calls_and_shapes_are_reported(does, where, reason):
     ("call", "error", "requirement"),
     [
         (lambda: verify(Net, X), TypeError, r"expected a torch\.nn\.Module"),
-        (lambda: verify(nn.ReLU(), X, []), ValueError, r"two devices, such as \['cpu'\] \* 2"),
-        (lambda: verify(nn.ReLU(), X, ["cpu"]), ValueError, "expected two devices"),
+        (lambda: verify(nn.ReLU(), X, []), ValueError, r"more devices, such as \['cpu'\] \* 2"),
+        (lambda: verify(nn.ReLU(), X, ["cpu"]), ValueError, "expected two or more devices"),
         (lambda: verify(nn.ReLU(), X[:1]), ValueError, "at least two replicas with data"),
         (lambda: verify(Loss(), X), ValueError, "return one loss per sample"),
     ],

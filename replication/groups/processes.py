@@ -327,13 +327,7 @@ class ProcessGroup(Group):
 
     @uncompiled
     def exchange(
-        self,
-        name: str,
-        tensor: Tensor,
-        *,
-        stack: bool,
-        layouts: Layouts = (),
-        requires_grad: bool = False,
+        self, name: str, tensor: Tensor, *, stack: bool, layouts: Layouts, requires_grad: bool
     ) -> Tensor:
         """Gathers or sums tensors of one shape, for layers with autograd nodes of their own.
 

@@ -29,7 +29,7 @@ from replication.errors import (
 )
 from replication.modules import layers_of
 from replication.steps.thread_state import ThreadState
-from replication.steps.workers import Done, Outcome, Worker
+from replication.steps.workers import Done, Outcome, Report, Worker
 from replication.sync.lifecycle import (
     ForwardScope,
     first_failure_wins,
@@ -115,16 +115,13 @@ def run_replicas(
         raise lost_derivatives("parallel_apply")
     if n == 1:
         state = ThreadState(devices, torch.get_num_threads(), nodes=0)
-        return [_call(state, devices, 0, modules[0], inputs[0], kwargs_tup[0])]
+        return [_call(state, 0, modules[0], inputs[0], kwargs_tup[0])]
     if sys.is_finalizing():  # other threads do not run any more
         raise RuntimeError("replicas cannot run during interpreter shutdown (by a finalizer?)")
     workers, nodes = _take_workers(devices)
     state = ThreadState(devices, _share_of_threads(modules, devices), nodes)
-    jobs = [
-        partial(_call, state, devices, *of_replica)
-        for of_replica in zip(range(n), modules, inputs, kwargs_tup, strict=True)
-    ]
-    return _run_all(modules, workers, jobs, state)
+    calls = zip(range(n), modules, inputs, kwargs_tup, strict=True)
+    return _run_all(modules, workers, [partial(_call, state, *call) for call in calls], nodes)
 
 
 def _share_of_threads(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> int:
@@ -169,16 +166,9 @@ def _count_caller_up_to(number: int) -> None:
         count_nodes_up_to(number)
 
 
-def _call(
-    state: ThreadState,
-    devices: Sequence[torch.device],
-    index: int,
-    module: nn.Module,
-    args: Any,
-    kwargs: Any,
-) -> Any:
+def _call(state: ThreadState, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Calls a replica in its thread."""
-    device, size = devices[index], len(devices)
+    device, size = state.devices[index], len(state.devices)
     args = args if isinstance(args, (list, tuple)) else (args,)
     try:
         with named_range(f"replica {index}"), ExitStack() as stack:
@@ -198,10 +188,9 @@ def _run_all(
     replicas: Sequence[nn.Module],
     workers: Sequence[Worker],
     jobs: Sequence[Callable[[], Any]],
-    state: ThreadState,
+    nodes: int,
 ) -> list[Any]:
     """Runs the jobs. Returns their values in order, or raises the first error."""
-    nodes = state.nodes
     done: Done = SimpleQueue()
     running: dict[Worker, int] = {}
     values: list[Any] = [None] * len(jobs)
@@ -232,9 +221,7 @@ def _run_all(
         _count_caller_up_to(nodes)
 
 
-def _next(
-    done: Done, running: dict[Worker, int], end: float
-) -> tuple[Worker, Outcome, int] | None:
+def _next(done: Done, running: dict[Worker, int], end: float) -> Report | None:
     """Returns the report of the next worker, or None if none comes by ``end``."""
     while True:
         time_left = max(0.0, end - time.monotonic())

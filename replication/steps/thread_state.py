@@ -20,6 +20,7 @@ class ThreadState:
     """The state of the caller of one forward."""
 
     def __init__(self, devices: Sequence[torch.device], torch_threads: int, nodes: int) -> None:
+        self.devices = devices
         #: The number of intra-op threads of a replica and of the caller.
         self.torch_threads, self.callers_torch_threads = torch_threads, torch.get_num_threads()
         #: The number of autograd nodes from which the thread counts.

@@ -294,23 +294,18 @@ class Rendezvous:
         # The lock is held, and a wait has begun or stalled, or a replica has ended.
         if not self._waits or self.size is None or self.abort is not None:
             return
-        runs = {wait.replica: self._progress[wait.replica].runs for wait in self._waits}
+        waits, progress_of = self._waits, self._progress
+        runs = {wait.replica: progress_of[wait.replica].runs for wait in waits}
         cannot_end = any(
-            self._progress[needed].is_over(runs[wait.replica])
-            for wait in self._waits
-            for needed in wait.missing
+            progress_of[r].is_over(runs[wait.replica]) for wait in waits for r in wait.missing
         )
         # A replica is blocked if its main thread waits. If only another thread of it does, its
         # main thread may be computing.
-        threads = {wait.thread for wait in self._waits}
-        blocked = {
-            wait.replica
-            for wait in self._waits
-            if have_stalled or self._progress[wait.replica].thread in threads
-        }
+        threads = {wait.thread for wait in waits}
+        blocked = {r for r in runs if have_stalled or progress_of[r].thread in threads}
         can_progress = any(
             replica not in blocked and not progress.is_over(max(runs.values()))
-            for replica, progress in enumerate(self._progress)
+            for replica, progress in enumerate(progress_of)
         )
         if cannot_end or not can_progress:
             self._abort_waits(

@@ -242,13 +242,9 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         if type(momentum) is not float or self.eps <= 0:
             # torch checks both, and raises its own errors.
             nn.functional.batch_norm(_SAMPLES, None, None, None, None, True, momentum, self.eps)
-        buffers = self._buffers
-        for key, tensor in (
-            ("weight", weight),
-            ("bias", bias),
-            ("running_mean", buffers.get("running_mean")),
-            ("running_var", buffers.get("running_var")),
-        ):
+        mean, var = self._buffers.get("running_mean"), self._buffers.get("running_var")
+        tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
+        for key, tensor in tensors.items():
             if tensor is None:
                 continue
             if tensor.numel() != features:

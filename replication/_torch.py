@@ -114,10 +114,8 @@ def timeout_of(process_group: Any) -> timedelta | None:
 def is_compiled_wrapper(module: object) -> bool:
     """Whether ``module`` is a wrapper made by ``torch.compile(module)``."""
     # By name, because importing the class takes longer than importing torch.
-    return (type(module).__module__, type(module).__name__) == (
-        "torch._dynamo.eval_frame",
-        "OptimizedModule",
-    )
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__name__}" == "torch._dynamo.eval_frame.OptimizedModule"
 
 
 def compiled_module(module: Any) -> nn.Module:

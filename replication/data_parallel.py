@@ -286,13 +286,12 @@ def _warn_of_plain_batch_norm(model: DataParallel[Any]) -> None:
         and (type(layer) in _PLAIN or isinstance(layer, _SyncBatchNorm))
         and not hasattr(type(layer), CALLBACK)
     ]
-    if not paths or not once_for(model)():
-        return
-    warn(
-        f"each replica normalizes over its own part of the batch in {first_of(paths)}; call "
-        "syncbn.convert_model(model), or filter replication.UnsynchronizedWarning",
-        UnsynchronizedWarning,
-    )
+    if paths and once_for(model)():
+        warn(
+            f"each replica normalizes over its own part of the batch in {first_of(paths)}; call "
+            "syncbn.convert_model(model), or filter replication.UnsynchronizedWarning",
+            UnsynchronizedWarning,
+        )
 
 
 #: Only the first warns: a program for any machine may not need replicas.

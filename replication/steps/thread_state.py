@@ -63,8 +63,5 @@ class ThreadState:
 
 def _autocast_state(kind: str) -> tuple[torch.dtype, bool, bool]:
     """Returns the arguments of `torch.autocast` that give the state of this thread."""
-    return (
-        torch.get_autocast_dtype(kind),
-        torch.is_autocast_enabled(kind),
-        torch.is_autocast_cache_enabled(),
-    )
+    dtype, is_enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return dtype, is_enabled, torch.is_autocast_cache_enabled()

@@ -30,7 +30,6 @@ from replication.sync.lifecycle import attach_rendezvous
 from replication.sync.rendezvous import CurrentReplica, this_thread
 
 __all__ = [
-    "CallbackContext",
     "exec_data_parallel_replication_callback",
     "execute_replication_callbacks",
     "register_replication_callback",

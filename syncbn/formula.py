@@ -79,10 +79,6 @@ class Formula:
         #: Its moments. `connect` gives them their derivatives.
         self.own = Moments(values_per_channel(self.x), mean, var)
 
-    @staticmethod
-    def takes(call: Call) -> bool:
-        return True
-
     def measured(self) -> Moments:
         return self.own
 

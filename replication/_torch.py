@@ -215,7 +215,7 @@ def sees_saved_tensors() -> bool:
     return _top_hooks is None or _top_hooks(True) is not None or dispatch_modes() > 0
 
 
-def beside_selective_checkpoints() -> AbstractContextManager[object]:
+def unseen_by_checkpoints() -> AbstractContextManager[object]:
     """Hides the operations of a ``with`` block from a selective checkpoint around it."""
     # The checkpoint expects the same operations in the recomputation as in the forward. Other
     # dispatch modes, such as counters of operations, do not see the operations either.

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from replication._torch import (
-    HOOKS,
-    beside_selective_checkpoints,
-    dispatch_modes,
-    is_dtensor,
-    uncompiled,
-)
+from replication._torch import HOOKS, dispatch_modes, is_dtensor, uncompiled, unseen_by_checkpoints
 from replication.errors import is_int, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import has_other_processes, name_in_graph
@@ -190,7 +184,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         args = self._checked_call(input), group, self._recorded_calls, count_batch
         if not dispatch_modes():
             return synchronized_batch_norm(*args)
-        with beside_selective_checkpoints():
+        with unseen_by_checkpoints():
             return synchronized_batch_norm(*args)
 
     # The whole, because `torch.compile` would compile `self.group` anew for each layer.

@@ -90,10 +90,6 @@ class Wait:
         self.gate = threading.Lock()
         self.gate.acquire()
 
-    @property
-    def site(self) -> str:
-        return site(self.path, self.call)
-
     def block(self) -> None:
         """Blocks until the wait ends, and raises if it ends without a value."""
         rendezvous = self.rendezvous
@@ -108,7 +104,7 @@ class Wait:
             raise
         abort, self.abort = self.abort, None
         if abort is not None:
-            raise abort.error(self.replica, self.site)
+            raise abort.error(self.replica, site(self.path, self.call))
 
 
 #: Returns a context manager that records an exchange or a wait, given ``"exchange"`` or
@@ -368,7 +364,7 @@ class Rendezvous:
             location = locations[replica] if locations and progress.depth else ""
             positions.append(f"{progress} {location}".rstrip())
         for wait in self._waits:
-            positions[wait.replica] = f"waits at {wait.site}"
+            positions[wait.replica] = f"waits at {site(wait.path, wait.call)}"
             if not self._progress[wait.replica].depth:
                 positions[wait.replica] += (
                     ", outside the forward (in a recomputation, by another method, or through a "

@@ -73,8 +73,6 @@ class Abort(NamedTuple):
 class Wait:
     """The wait of one replica, begun and ended under the rendezvous' lock, blocking outside it."""
 
-    __slots__ = ("abort", "call", "gate", "missing", "path", "rendezvous", "replica", "thread")
-
     def __init__(
         self, rendezvous: Rendezvous, replica: int, missing: Collection[int], path: str, call: int
     ) -> None:
@@ -123,8 +121,6 @@ class Failure(NamedTuple):
 # of the other replicas.
 class Progress:
     """How far one replica is with its forwards."""
-
-    __slots__ = ("depth", "is_absent", "runs", "thread")
 
     def __init__(self) -> None:
         #: The number of nested calls that are under way.

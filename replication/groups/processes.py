@@ -30,7 +30,7 @@ from replication._torch import (
     uncompiled,
 )
 from replication.devices import current_stream, use_device
-from replication.errors import ReplicationError, add_note, has_type
+from replication.errors import ReplicationError, add_note
 from replication.groups.base import (
     Call,
     Group,
@@ -269,7 +269,7 @@ class ProcessGroup(Group):
                     self._compare(text)
                 yield text
         except Exception as error:
-            if not has_type(error, ReplicationError):
+            if not isinstance(error, ReplicationError):
                 add_note(error, f"in {text}, rank {self.rank} of {self.size}")
                 add_note(error, _REMEDY + debugging_advice())
             raise

@@ -21,7 +21,6 @@ from replication.errors import (
     ReplicationError,
     add_note,
     check_list,
-    has_type,
     listed,
     lost_derivatives,
     origin,
@@ -179,7 +178,7 @@ def _call(state: ThreadState, index: int, module: nn.Module, args: Any, kwargs: 
             return module(*args, **kwargs)
     except BaseException as error:
         # Errors of this package name the replicas themselves.
-        if not has_type(error, ReplicationError) and not origin_note(error, index, size):
+        if not isinstance(error, ReplicationError) and not origin_note(error, index, size):
             add_note(error, f"{origin(index, size)} on {device}")
         raise
 
@@ -238,7 +237,7 @@ def _next(done: Done, running: dict[Worker, int], end: float) -> Report | None:
 
 def _grace(error: BaseException) -> float:
     """Returns the seconds that the other replicas get after an error."""
-    ends_all = not has_type(error, Exception) or has_type(error, ReplicasTimedOut)
+    ends_all = not isinstance(error, Exception) or isinstance(error, ReplicasTimedOut)
     return 0.0 if ends_all else SHUTDOWN_GRACE
 
 

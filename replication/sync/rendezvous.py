@@ -35,7 +35,6 @@ from replication.errors import (
     ReplicasTimedOut,
     ReplicationError,
     describe_error,
-    has_type,
     listed,
 )
 
@@ -213,7 +212,7 @@ class Rendezvous:
             if self._is_closed:  # the caller has collected the failures
                 return
             is_known = any(error is failure.error for failure in self._failures)
-            if not is_known and not has_type(error, ReplicaFailed):
+            if not is_known and not isinstance(error, ReplicaFailed):
                 self._failures.append(Failure(replica, error))
         # The error's own code makes its text. It may be slow, and must not run under the lock.
         of = f" of {self.size}" if self.size else ""

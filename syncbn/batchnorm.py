@@ -191,32 +191,10 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     _trained_out_of_graph = uncompiled(_trained)
 
     def _checked_call(self, input: Tensor) -> Call:
-        """Returns the arguments of a synchronized call, which are checked."""
+        """Returns the arguments of a call. Raises on those that torch's kernels would refuse."""
+        # Before another replica waits for this one.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         weight, bias = self.weight, self.bias  # once: a parametrization recomputes them each time
-        self._check_synchronized_input(input, weight, bias)
-        return Call(input, weight, bias, Denominator(self.eps, _eps_mode == "clamp"))
-
-    def _count_batch(self) -> RunningStatistics:
-        """Counts a batch, and returns the buffers to update with its moments."""
-        if not self.track_running_stats:
-            return RunningStatistics()
-        momentum: Any = self.momentum
-        buffers = self._buffers  # attributes that torch looks up in Python
-        batches = buffers.get("num_batches_tracked")
-        if batches is not None:
-            batches.add_(1)
-            if momentum is None:
-                # A cumulative average. As a tensor, it does not make the host wait for a GPU.
-                momentum = in_float64(batches).reciprocal()
-        if not isinstance(momentum, Tensor):
-            momentum = float(momentum or 0.0)
-        return RunningStatistics(buffers.get("running_mean"), buffers.get("running_var"), momentum)
-
-    def _check_synchronized_input(
-        self, input: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> None:
-        """Raises on input that torch's kernels would refuse, before another replica waits."""
         features, dtype = self.num_features, input.dtype
         is_usual = type(input) in _USUAL and type(weight) in _USUAL
         if not is_usual and (is_dtensor(input) or is_dtensor(weight)):
@@ -252,6 +230,23 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
                     f"{self._named()} expected an input in {tensor.dtype} on {tensor.device}, as "
                     f"its {key} (got {dtype} on {input.device}); convert one by .to()"
                 )
+        return Call(input, weight, bias, Denominator(self.eps, _eps_mode == "clamp"))
+
+    def _count_batch(self) -> RunningStatistics:
+        """Counts a batch, and returns the buffers to update with its moments."""
+        if not self.track_running_stats:
+            return RunningStatistics()
+        momentum: Any = self.momentum
+        buffers = self._buffers  # attributes that torch looks up in Python
+        batches = buffers.get("num_batches_tracked")
+        if batches is not None:
+            batches.add_(1)
+            if momentum is None:
+                # A cumulative average. As a tensor, it does not make the host wait for a GPU.
+                momentum = in_float64(batches).reciprocal()
+        if not isinstance(momentum, Tensor):
+            momentum = float(momentum or 0.0)
+        return RunningStatistics(buffers.get("running_mean"), buffers.get("running_var"), momentum)
 
     def _named(self) -> str:
         """Returns the name and the class of the layer, for messages."""

@@ -243,8 +243,7 @@ class ProcessGroup(Group):
             raise ReplicationError(
                 f"`{self._name}`: the process group has been destroyed; call "
                 "torch.distributed.destroy_process_group after the last forward and backward that "
-                "use it, and set the process_group of layers that stay in use: a new one, or None "
-                "for all"
+                "use it, and set another process_group, or None, in layers that stay in use"
             )
         return process_group
 

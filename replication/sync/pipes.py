@@ -168,8 +168,7 @@ def replies_to(callback: MasterCallback, path: str, messages: list[tuple[Any, An
     if set(replies) != set(expected):
         raise ReplicationError(
             f"the master's callback of `{path}` must return one (identifier, reply) for each "
-            f"message (expected identifiers {expected}, got {list(replies)} in a "
-            f"{type(answer).__name__})"
+            f"message (expected {expected}, got {list(replies)} in a {type(answer).__name__})"
         )
     return [replies[identifier] for identifier in expected]
 

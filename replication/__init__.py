@@ -1,7 +1,6 @@
 """Runs replicas of a module side by side, and lets the copies of each layer communicate."""
 
 from replication.callbacks import (
-    CallbackContext,
     exec_data_parallel_replication_callback,
     execute_replication_callbacks,
     register_replication_callback,
@@ -18,7 +17,7 @@ from replication.errors import ReplicaFailed, ReplicasDiverged, ReplicasTimedOut
 from replication.groups.base import Group, SoloGroup
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import ProcessGroup
-from replication.groups.replicas import ReplicaGroup
+from replication.groups.replicas import CallbackContext, ReplicaGroup
 from replication.join import JoinableStep
 from replication.patch import patch_replication_callback
 from replication.steps.gather import gather

@@ -114,10 +114,8 @@ def timeout_of(process_group: Any) -> timedelta | None:
 def is_compiled_wrapper(module: object) -> bool:
     """Whether ``module`` is a wrapper made by ``torch.compile(module)``."""
     # By name, because importing the class takes longer than importing torch.
-    return (type(module).__module__, type(module).__name__) == (
-        "torch._dynamo.eval_frame",
-        "OptimizedModule",
-    )
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__name__}" == "torch._dynamo.eval_frame.OptimizedModule"
 
 
 def compiled_module(module: Any) -> nn.Module:
@@ -217,7 +215,7 @@ def sees_saved_tensors() -> bool:
     return _top_hooks is None or _top_hooks(True) is not None or dispatch_modes() > 0
 
 
-def beside_selective_checkpoints() -> AbstractContextManager[object]:
+def unseen_by_checkpoints() -> AbstractContextManager[object]:
     """Hides the operations of a ``with`` block from a selective checkpoint around it."""
     # The checkpoint expects the same operations in the recomputation as in the forward. Other
     # dispatch modes, such as counters of operations, do not see the operations either.

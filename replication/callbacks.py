@@ -30,7 +30,6 @@ from replication.sync.lifecycle import attach_rendezvous
 from replication.sync.rendezvous import CurrentReplica, this_thread
 
 __all__ = [
-    "CallbackContext",
     "exec_data_parallel_replication_callback",
     "execute_replication_callbacks",
     "register_replication_callback",
@@ -76,9 +75,7 @@ def register_replication_callback(module: nn.Module, callback: Callback) -> Remo
     check_module(module)
     module = compiled_module(module)  # the copies are made of the wrapped module
     if isinstance(module, nn.DataParallel) or getattr(module, IS_REPLICA, False):
-        raise TypeError(
-            "a DataParallel or a replica has no callbacks of its own; register with its module"
-        )
+        raise TypeError("a DataParallel or a replica has no callbacks; register with its module")
     if not callable(callback):
         raise TypeError(f"expected a callable (got {type(callback).__name__})")
     callbacks = module.__dict__.setdefault(_REGISTERED, OrderedDict())

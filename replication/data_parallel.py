@@ -11,13 +11,7 @@ from torch import nn
 
 from replication._torch import check_balance, is_exporting, named_range, uncompiled
 from replication.callbacks import CALLBACK, connect_copies, with_callbacks
-from replication.devices import (
-    DeviceLike,
-    accelerator,
-    default_devices,
-    parse_device,
-    parse_devices,
-)
+from replication.devices import DeviceLike, default_devices, parse_device, parse_devices
 from replication.errors import check_list, check_module, checked_names, first_of, is_int
 from replication.groups.processes import has_other_processes
 from replication.modules import layers_of, paired, with_class
@@ -286,13 +280,12 @@ def _warn_of_plain_batch_norm(model: DataParallel[Any]) -> None:
         and (type(layer) in _PLAIN or isinstance(layer, _SyncBatchNorm))
         and not hasattr(type(layer), CALLBACK)
     ]
-    if not paths or not once_for(model)():
-        return
-    warn(
-        f"each replica normalizes over its own part of the batch in {first_of(paths)}; call "
-        "syncbn.convert_model(model), or filter replication.UnsynchronizedWarning",
-        UnsynchronizedWarning,
-    )
+    if paths and once_for(model)():
+        warn(
+            f"each replica normalizes over its own part of the batch in {first_of(paths)}; call "
+            "syncbn.convert_model(model), or filter replication.UnsynchronizedWarning",
+            UnsynchronizedWarning,
+        )
 
 
 #: Only the first warns: a program for any machine may not need replicas.
@@ -304,9 +297,10 @@ def _devices_to_use(
 ) -> list[torch.device]:
     """Returns the devices of the replicas, or no device if the module is called directly."""
     check_module(module)
+    accelerators = default_devices()
     if device_ids is None:
-        if devices := default_devices():
-            return devices
+        if accelerators:
+            return accelerators
         communicates = any(hasattr(type(layer), CALLBACK) for _, layer in layers_of(module))
         warns = communicates and not has_other_processes() and _first_warning()
         why, count = "this machine has no accelerator", "n"
@@ -315,7 +309,7 @@ def _devices_to_use(
         if not len(device_ids):
             raise ValueError("device_ids must name a device, such as ['cpu'] * n (got none)")
         indices = [device for device in device_ids if is_int(device) and device >= 0]
-        if len(indices) < len(device_ids) or accelerator() is not None:
+        if len(indices) < len(device_ids) or accelerators:
             return parse_devices(device_ids)
         warns = len(indices) > 1
         why = f"device_ids={indices} are indices of accelerators, and this machine has none"
@@ -330,5 +324,4 @@ def _devices_to_use(
 
 def _torch_spelling(device: torch.device) -> Any:
     """Returns a device as torch's class stores it: an accelerator by its index."""
-    by_index = device.type == accelerator() and device.index is not None
-    return device.index if by_index else device
+    return device.index if device in default_devices() else device

@@ -20,13 +20,10 @@ def path_or_root(path: str) -> str:
 #: The maximal number of characters that a message quotes of an error.
 _LONGEST = 1_000
 
-#: Read an attribute of any exception, or the name of its class, even if these redefine them.
-_ATTRIBUTES, _NAME = vars(BaseException)["__dict__"], vars(type)["__name__"]
-
 
 def describe_error(error: BaseException) -> str:
     """Returns ``ValueError: its text``, shortened, or only the type if the text raises."""
-    name: str = _NAME.__get__(type(error))
+    name = type(error).__name__
     try:
         text = str(error)
         if len(text) > _LONGEST:
@@ -36,12 +33,6 @@ def describe_error(error: BaseException) -> str:
         raise
     except BaseException:  # of the error's own method; it must not hide the error
         return name
-
-
-def has_type(error: BaseException, kind: type[BaseException]) -> bool:
-    """Whether an error is a ``kind``, without running any code of the error."""
-    # Not `isinstance`: it reads `__class__`, which a class may define as a property.
-    return issubclass(type(error), kind)
 
 
 def lost_derivatives(where: str) -> NotImplementedError:
@@ -89,17 +80,17 @@ class ReplicasTimedOut(ReplicationError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """As `BaseException.add_note` of Python 3.11, but runs no method of the error."""
-    notes = _ATTRIBUTES.__get__(error).setdefault("__notes__", [])
-    if type(notes) is list:
+    """As `BaseException.add_note` of Python 3.11, also for an error that is frozen."""
+    notes = vars(error).setdefault("__notes__", [])
+    if isinstance(notes, list):
         notes.append(note)
 
 
 def origin_note(error: BaseException, index: int, size: int | None) -> str | None:
     """Returns the note that names this replica as the origin of an error, if there is one."""
-    notes = _ATTRIBUTES.__get__(error).get("__notes__")
-    for note in notes if type(notes) is list else ():
-        if type(note) is str and re.match(rf"{origin(index, size)}\b", note):
+    notes = vars(error).get("__notes__")
+    for note in notes if isinstance(notes, list) else ():
+        if isinstance(note, str) and re.match(rf"{origin(index, size)}\b", note):
             return note
     return None
 
@@ -119,9 +110,8 @@ def is_int(value: object) -> TypeGuard[int]:
 
 def check_list(name: str, items: object) -> None:
     """Raises TypeError if ``items`` is not a list: a mapping or a generator, for example."""
-    if isinstance(items, (Mapping, str)) or not (
-        hasattr(items, "__len__") and hasattr(items, "__getitem__")
-    ):
+    is_sequence = hasattr(items, "__len__") and hasattr(items, "__getitem__")
+    if isinstance(items, (Mapping, str)) or not is_sequence:
         raise TypeError(
             f"{name} must be a list with one item per replica (got {type(items).__name__})"
         )

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from replication._torch import (
-    HOOKS,
-    beside_selective_checkpoints,
-    dispatch_modes,
-    is_dtensor,
-    uncompiled,
-)
+from replication._torch import HOOKS, dispatch_modes, is_dtensor, uncompiled, unseen_by_checkpoints
 from replication.errors import is_int, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import has_other_processes, name_in_graph
@@ -105,9 +99,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         process_group: Any = None,
         group_size: int | None = None,
     ) -> None:
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
-        )
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:  # torch 2.4 has no such argument
             self.register_parameter("bias", None)
         check_group_size(group_size)
@@ -160,9 +152,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             return _BatchNorm.forward(self, input)
         # Save copies of the buffers for backward: a training forward may update them before.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        mean, var = (
-            None if b is None else b.clone() for b in (self.running_mean, self.running_var)
-        )
+        mean, var = (b if b is None else b.clone() for b in (self.running_mean, self.running_var))
         return nn.functional.batch_norm(
             input, mean, var, self.weight, self.bias, training=mean is None, eps=self.eps
         )
@@ -194,39 +184,17 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         args = self._checked_call(input), group, self._recorded_calls, count_batch
         if not dispatch_modes():
             return synchronized_batch_norm(*args)
-        with beside_selective_checkpoints():
+        with unseen_by_checkpoints():
             return synchronized_batch_norm(*args)
 
     # The whole, because `torch.compile` would compile `self.group` anew for each layer.
     _trained_out_of_graph = uncompiled(_trained)
 
     def _checked_call(self, input: Tensor) -> Call:
-        """Returns the arguments of a synchronized call, which are checked."""
+        """Returns the arguments of a call. Raises on those that torch's kernels would refuse."""
+        # Before another replica waits for this one.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         weight, bias = self.weight, self.bias  # once: a parametrization recomputes them each time
-        self._check_synchronized_input(input, weight, bias)
-        return Call(input, weight, bias, Denominator(self.eps, _eps_mode == "clamp"))
-
-    def _count_batch(self) -> RunningStatistics:
-        """Counts a batch, and returns the buffers to update with its moments."""
-        if not self.track_running_stats:
-            return RunningStatistics()
-        momentum: Any = self.momentum
-        buffers = self._buffers  # attributes that torch looks up in Python
-        batches = buffers.get("num_batches_tracked")
-        if batches is not None:
-            batches.add_(1)
-            if momentum is None:
-                # A cumulative average. As a tensor, it does not make the host wait for a GPU.
-                momentum = in_float64(batches).reciprocal()
-        if not isinstance(momentum, Tensor):
-            momentum = float(momentum or 0.0)
-        return RunningStatistics(buffers.get("running_mean"), buffers.get("running_var"), momentum)
-
-    def _check_synchronized_input(
-        self, input: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> None:
-        """Raises on input that torch's kernels would refuse, before another replica waits."""
         features, dtype = self.num_features, input.dtype
         is_usual = type(input) in _USUAL and type(weight) in _USUAL
         if not is_usual and (is_dtensor(input) or is_dtensor(weight)):
@@ -246,13 +214,9 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         if type(momentum) is not float or self.eps <= 0:
             # torch checks both, and raises its own errors.
             nn.functional.batch_norm(_SAMPLES, None, None, None, None, True, momentum, self.eps)
-        buffers = self._buffers
-        for key, tensor in (
-            ("weight", weight),
-            ("bias", bias),
-            ("running_mean", buffers.get("running_mean")),
-            ("running_var", buffers.get("running_var")),
-        ):
+        mean, var = self._buffers.get("running_mean"), self._buffers.get("running_var")
+        tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
+        for key, tensor in tensors.items():
             if tensor is None:
                 continue
             if tensor.numel() != features:
@@ -266,6 +230,23 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
                     f"{self._named()} expected an input in {tensor.dtype} on {tensor.device}, as "
                     f"its {key} (got {dtype} on {input.device}); convert one by .to()"
                 )
+        return Call(input, weight, bias, Denominator(self.eps, _eps_mode == "clamp"))
+
+    def _count_batch(self) -> RunningStatistics:
+        """Counts a batch, and returns the buffers to update with its moments."""
+        if not self.track_running_stats:
+            return RunningStatistics()
+        momentum: Any = self.momentum
+        buffers = self._buffers  # attributes that torch looks up in Python
+        batches = buffers.get("num_batches_tracked")
+        if batches is not None:
+            batches.add_(1)
+            if momentum is None:
+                # A cumulative average. As a tensor, it does not make the host wait for a GPU.
+                momentum = in_float64(batches).reciprocal()
+        if not isinstance(momentum, Tensor):
+            momentum = float(momentum or 0.0)
+        return RunningStatistics(buffers.get("running_mean"), buffers.get("running_var"), momentum)
 
     def _named(self) -> str:
         """Returns the name and the class of the layer, for messages."""

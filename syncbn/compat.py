@@ -33,10 +33,9 @@ __all__ = ["patch_sync_batchnorm", "stand_in_for"]
 def patch_sync_batchnorm() -> Iterator[None]:
     """Replaces ``torch.nn.BatchNorm1d/2d/3d`` by the synchronized classes inside the block.
 
-    The patch applies to the whole process, until the
-    block ends or raises. Blocks may be nested. Those of several threads must not overlap, or the
-    names may stay replaced. Code that ran ``from torch.nn import BatchNorm2d`` before keeps the
-    plain class.
+    The patch applies to the whole process, until the block ends or raises. Blocks may be nested.
+    Those of several threads must not overlap, or the names may stay replaced. Code that ran
+    ``from torch.nn import BatchNorm2d`` before keeps the plain class.
 
     >>> from torch import nn
     >>> from syncbn import patch_sync_batchnorm

@@ -10,12 +10,12 @@ differentiates.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from replication.groups.processes import Collective
 from syncbn.channels import accumulation_dtype, in_float64, per_channel, reduced_dims
 from syncbn.processes import of_sums, to_sums
 from syncbn.statistics import Call, CountBatch, Moments
@@ -25,7 +25,8 @@ def compiled_batch_norm(call: Call, group: str, count_batch: CountBatch) -> Tens
     """Normalizes a shard with the moments of the batch. The group has this name in operators."""
     x, weight, bias, denominator = call
     x = x.to(accumulation_dtype(x.dtype))
-    batch = Moments(*of_sums(_Sum.apply(_sums(x), group)))  # type: ignore[no-untyped-call]
+    added = partial(_added, group)
+    batch = Moments(*of_sums(Collective.apply(added, added, _sums(x))))  # type: ignore[no-untyped-call]
     count_batch().update(batch)
     # As in `syncbn.formula`: W and B in float64 carry the rounding error of the mean.
     scale = denominator.of(batch.var).rsqrt()
@@ -51,20 +52,8 @@ def _sums(x: Tensor) -> Tensor:
     return to_sums(mean.new_full((1,), n), mean, var)
 
 
-class _Sum(Function):
-    """The sum over all ranks, which is its own derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return _added(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _added(grad, ctx.group), None
-
-
-def _added(tensor: Tensor, group: str) -> Tensor:
+def _added(group: str, tensor: Tensor) -> Tensor:
+    """Returns the sum over all ranks. It is its own derivative."""
     # The compiler neither moves, repeats nor drops these operators.
     collectives = torch.ops._c10d_functional
     return collectives.wait_tensor(collectives.all_reduce(tensor, "sum", group))  # type: ignore[no-any-return]

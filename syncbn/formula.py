@@ -43,14 +43,7 @@ from syncbn.channels import (
 )
 from syncbn.processes import Ranks
 from syncbn.recomputation import Record
-from syncbn.statistics import (
-    Call,
-    CountBatch,
-    Moments,
-    all_match,
-    merge,
-    with_derivatives,
-)
+from syncbn.statistics import Call, CountBatch, Moments, all_match, merge, with_derivatives
 
 #: In standard deviations. The CPU's kernel would lose more than three bits at a larger mean: it
 #: computes x * W + (B - m * W).
@@ -85,10 +78,6 @@ class Formula:
             mean += self.center
         #: Its moments. `connect` gives them their derivatives.
         self.own = Moments(values_per_channel(self.x), mean, var)
-
-    @staticmethod
-    def takes(call: Call) -> bool:
-        return True
 
     def measured(self) -> Moments:
         return self.own

@@ -292,10 +292,7 @@ def _summed(
 
 
 def _gradients_by_formula(
-    ctx: Any,
-    dys: Sequence[Tensor | None],
-    xs: Sequence[Tensor],
-    weights: Sequence[Tensor | None],
+    ctx: Any, dys: Sequence[Tensor | None], xs: Sequence[Tensor], weights: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Returns what `_gradients` returns, with derivatives of any order."""
     needs = ctx.needs_input_grad[3:]

@@ -9,7 +9,7 @@
 A replica knows which way its shard could go, and sends what that way needs. The last to arrive
 decides for all. Each way is a class, whose objects are the shards:
 
-    way.takes(call)                 whether a shard could go this way
+    way.takes(call)                 whether a shard could go this way; `Formula` takes any
     shard = way(call)               in the thread of its replica
     shard.connect()                 saves the shard for backward
     way.merge(shards, count_batch)  the replies to all, or None if these shards don't go this way

@@ -47,14 +47,10 @@ class RecordedCalls:
         # not be equal: some devices are not deterministic, and half precision rounds coarsely.
         # A call that made no graph, as in a checkpoint with use_reentrant=True, gives none later.
         makes_graph = torch.is_grad_enabled()
-        records = [
-            record
-            for record in self.records
-            if record.own.n == own.n and record.records_graph >= makes_graph
-        ]
+        records = [r for r in self.records if r.own.n == own.n and r.records_graph >= makes_graph]
         if records and (not own.n or (len(records) == 1 and not x.is_cpu)):
             return records[0]  # a comparison would be empty, or make the host wait for a GPU
-        found = [_distance(record.own.exact(), own.exact()) for record in records]
+        found = [_distance(r.own.exact(), own.exact()) for r in records]
         distances: list[float] = torch.stack(found).tolist() if found else []
         least = min(distances, default=math.inf)
         if not records or least > _ROUNDING.get(x.dtype, math.inf):

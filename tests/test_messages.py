@@ -25,7 +25,6 @@ import replication.sync.rendezvous
 from replication import (
     DataParallel,
     ReplicaAware,
-    ReplicaFailed,
     ReplicationError,
     Scattered,
     execute_replication_callbacks,
@@ -336,7 +335,6 @@ class Frozen(Exception):
 #: By what is odd about it.
 ODD: dict[str, Callable[[], BaseException]] = {
     "answers everything": odd(__getattr__=lambda self, name: self, __iter__=lambda self: self),
-    "has no attribute": odd(__getattribute__=exits),
     "takes no attribute": odd(__setattr__=exits),
     "is frozen": Frozen,
     "str exits": odd(__str__=exits),
@@ -344,14 +342,7 @@ ODD: dict[str, Callable[[], BaseException]] = {
     "text is odd": odd(__str__=lambda self: Text("odd")),
     "text is huge": lambda: ValueError("x" * 10_000_000),
     "is equal to none": odd(__eq__=exits, __hash__=exits, __bool__=exits),
-    "says that it is ours": odd(__class__=property(lambda self: ReplicaFailed)),
-    "class exits": odd(__class__=property(exits)),
-    "name of the class exits": type("Kind", (type,), {"__name__": property(exits)})(
-        "Odd", (Exception,), {}
-    ),
-    "traceback exits": odd(__traceback__=property(exits)),
     "notes exit": odd(__notes__=property(exits)),
-    "attributes exit": odd(__dict__=property(exits)),
     "cause exits": odd(__cause__=property(exits), __context__=property(exits)),
     "ends an iteration": StopIteration,
 }

@@ -32,13 +32,6 @@ __all__ = ["Difference", "Verification", "verify"]
 #: The kind of quantity that differs first. The model's outputs differ as well if it matters.
 _OF_LAYERS = "outputs of layers"
 
-#: What a table says of a `Verification` whose attribute is true.
-_REMARKS = {
-    "is_random": "Two runs on one device differ as well: the model draws random numbers.",
-    "is_ill_conditioned": "On one device a rounding error in inputs and parameters matters as "
-    "much: the model is ill-conditioned.",
-}
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -96,7 +89,13 @@ class Verification(ShownAsTable):
         first = self.first_difference
         verdict = "equal" if first is None else f"the first difference is {first}"
         after = [f"{self.replicas} replicas: {verdict} (tolerance {self.tolerance:.0e})"]
-        after += [remark for name, remark in _REMARKS.items() if getattr(self, name)]
+        if self.is_random:
+            after.append("Two runs on one device differ as well: the model draws random numbers.")
+        if self.is_ill_conditioned:
+            after.append(
+                "On one device a rounding error in inputs and parameters matters as much: the "
+                "model is ill-conditioned."
+            )
         titles = "compared", "number", "largest relative error"
         return Table(titles, rows, after=after, numbers_from=1)
 
@@ -151,9 +150,7 @@ def verify(
     _check_layers(model)
     devices = parse_devices(device_ids)
     if len(devices) < 2:
-        raise ValueError(
-            f"expected two devices, such as ['cpu'] * 2, or more (got {len(devices)})"
-        )
+        raise ValueError(f"expected two or more devices, such as ['cpu'] * 2 (got {len(devices)})")
     run, cast = partial(Run, model, batch, dim), Cast(dtype)
     expected, actual = run(devices[:1], cast), run(devices, cast)
     count = len({replica for _, replica in actual.calls})

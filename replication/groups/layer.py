@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from replication._torch import IS_REPLICA
 from replication.errors import ReplicationError
-from replication.groups.base import Group, SoloGroup, Tensors
+from replication.groups.base import Group, SoloGroup
 from replication.groups.processes import (
     ProcessGroup,
     ProcessGroupHandle,
@@ -27,8 +27,6 @@ else:
 
 __all__ = ["ReplicaAware"]
 
-T = TypeVar("T")
-
 
 # One that is kept from before a forward would leave the replicas silently unsynchronized.
 class GroupOutside(SoloGroup):
@@ -38,18 +36,7 @@ class GroupOutside(SoloGroup):
         super().__init__()
         self._layer = layer
 
-    def barrier(self) -> None:
-        self._check_use("barrier")
-
-    def all_gather_object(self, obj: T) -> tuple[T, ...]:
-        self._check_use("all_gather_object")
-        return super().all_gather_object(obj)
-
-    def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
-        self._check_use(name)
-        return super()._run(name, tensors, **option)
-
-    def _check_use(self, name: str) -> None:
+    def _begin(self, name: str) -> None:
         current = current_replica()
         if current is not None and (current.rendezvous.size or 0) > 1:
             raise ReplicationError(

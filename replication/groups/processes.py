@@ -30,7 +30,7 @@ from replication._torch import (
     uncompiled,
 )
 from replication.devices import current_stream, use_device
-from replication.errors import ReplicationError, add_note, has_type
+from replication.errors import ReplicationError, add_note
 from replication.groups.base import (
     Call,
     Group,
@@ -228,9 +228,7 @@ class ProcessGroup(Group):
                 )
             process_group = distributed.group.WORLD
         if process_group is distributed.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(
-                f"`{name}`: this process is not in the process_group; pass one that contains it"
-            )
+            raise ValueError(f"`{name}`: process_group must contain this process")
         self._name = name
         # Graphs refer to this object. A loss that outlives the script must not keep the threads of
         # a destroyed group alive.
@@ -246,8 +244,7 @@ class ProcessGroup(Group):
             raise ReplicationError(
                 f"`{self._name}`: the process group has been destroyed; call "
                 "torch.distributed.destroy_process_group after the last forward and backward that "
-                "use it, and set the process_group of layers that stay in use: a new one, or None "
-                "for all"
+                "use it, and set another process_group, or None, in layers that stay in use"
             )
         return process_group
 
@@ -272,7 +269,7 @@ class ProcessGroup(Group):
                     self._compare(text)
                 yield text
         except Exception as error:
-            if not has_type(error, ReplicationError):
+            if not isinstance(error, ReplicationError):
                 add_note(error, f"in {text}, rank {self.rank} of {self.size}")
                 add_note(error, _REMEDY + debugging_advice())
             raise
@@ -301,9 +298,7 @@ class ProcessGroup(Group):
     ) -> Tensor:
         """Runs a collective in an autograd graph. Its backward is a separate call."""
         if is_batched(tensor):
-            raise ReplicationError(
-                "collectives between processes take no batched gradients; compute one at a time"
-            )
+            raise ReplicationError("collectives between processes take no batched gradients")
 
         def backward(grad: Tensor) -> Tensor:
             call = Call(f"{begun.name}_backward", layouts_of([grad], any_length=True))
@@ -332,13 +327,7 @@ class ProcessGroup(Group):
 
     @uncompiled
     def exchange(
-        self,
-        name: str,
-        tensor: Tensor,
-        *,
-        stack: bool,
-        layouts: Layouts = (),
-        requires_grad: bool = False,
+        self, name: str, tensor: Tensor, *, stack: bool, layouts: Layouts, requires_grad: bool
     ) -> Tensor:
         """Gathers or sums tensors of one shape, for layers with autograd nodes of their own.
 

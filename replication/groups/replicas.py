@@ -251,10 +251,8 @@ class ReplicaGroup(Group):
         nodes = nodes_made() if requires_grad else 0
         call, infers = (name, layouts), torch.is_inference_mode_enabled()
         request: Request = (call, message, merge, requires_grad, infers, nodes)
-        reply, nodes = communicator.exchange(
-            rendezvous, self._replica, request, communicator.merge
-        )
-        count_nodes_up_to(nodes)
+        reply, most = communicator.exchange(rendezvous, self._replica, request, communicator.merge)
+        count_nodes_up_to(most)
         return reply  # type: ignore[no-any-return]
 
     def _checked_rendezvous(self, name: str) -> Rendezvous:
@@ -301,9 +299,7 @@ class ReplicaGroup(Group):
 
     def all_gather_object(self, obj: T) -> tuple[T, ...]:
         """Returns the objects of all members themselves, in the order of their ranks."""
-        return self.exchange(
-            "all_gather_object", obj, lambda objects: [tuple(objects)] * len(objects)
-        )
+        return self.exchange("all_gather_object", obj, lambda sent: [tuple(sent)] * len(sent))
 
     def _part(self, size: int) -> Group:
         start = self.rank - self.rank % size

@@ -65,12 +65,8 @@ def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> Copie
                 copies_of_device[i] = torch.view_as_complex(copies_of_device[i])
         return [tensors, *copies[1:]]
     # Detached once per device: autograd sums the gradients of one tensor in order of arrival.
-    homes = [tensor.device for tensor in tensors]
     return [
-        [
-            tensor.detach() if home == device else to_device(tensor, device)
-            for tensor, home in zip(tensors, homes, strict=True)
-        ]
+        [t.detach() if t.device == device else to_device(t, device) for t in tensors]
         for device in devices
     ]
 

@@ -14,26 +14,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from replication._torch import (
-    count_nodes_up_to,
-    in_functorch_transform,
-    named_range,
-    nodes_made,
-)
+from replication._torch import count_nodes_up_to, in_functorch_transform, named_range, nodes_made
 from replication.devices import DeviceLike, device_of, parse_devices
 from replication.errors import (
     ReplicasTimedOut,
     ReplicationError,
     add_note,
     check_list,
-    has_type,
     listed,
+    lost_derivatives,
     origin,
     origin_note,
 )
 from replication.modules import layers_of
 from replication.steps.thread_state import ThreadState
-from replication.steps.workers import Done, Outcome, Worker
+from replication.steps.workers import Done, Outcome, Report, Worker
 from replication.sync.lifecycle import (
     ForwardScope,
     first_failure_wins,
@@ -116,23 +111,16 @@ def run_replicas(
         if len(items) != n:
             raise ValueError(f"expected one of {name} for each of {n} replicas (got {len(items)})")
     if n > 1 and in_functorch_transform():
-        raise RuntimeError(
-            "torch.func transforms do not reach the threads of replicas; transform model.module"
-        )
+        raise lost_derivatives("parallel_apply")
     if n == 1:
         state = ThreadState(devices, torch.get_num_threads(), nodes=0)
-        return [_call(state, devices, 0, modules[0], inputs[0], kwargs_tup[0])]
+        return [_call(state, 0, modules[0], inputs[0], kwargs_tup[0])]
     if sys.is_finalizing():  # other threads do not run any more
-        raise RuntimeError(
-            "replicas cannot be called during interpreter shutdown (by a finalizer?)"
-        )
+        raise RuntimeError("replicas cannot run during interpreter shutdown (by a finalizer?)")
     workers, nodes = _take_workers(devices)
     state = ThreadState(devices, _share_of_threads(modules, devices), nodes)
-    jobs = [
-        partial(_call, state, devices, *of_replica)
-        for of_replica in zip(range(n), modules, inputs, kwargs_tup, strict=True)
-    ]
-    return _run_all(modules, workers, jobs, state)
+    calls = zip(range(n), modules, inputs, kwargs_tup, strict=True)
+    return _run_all(modules, workers, [partial(_call, state, *call) for call in calls], nodes)
 
 
 def _share_of_threads(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> int:
@@ -177,16 +165,9 @@ def _count_caller_up_to(number: int) -> None:
         count_nodes_up_to(number)
 
 
-def _call(
-    state: ThreadState,
-    devices: Sequence[torch.device],
-    index: int,
-    module: nn.Module,
-    args: Any,
-    kwargs: Any,
-) -> Any:
+def _call(state: ThreadState, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Calls a replica in its thread."""
-    device, size = devices[index], len(devices)
+    device, size = state.devices[index], len(state.devices)
     args = args if isinstance(args, (list, tuple)) else (args,)
     try:
         with named_range(f"replica {index}"), ExitStack() as stack:
@@ -197,7 +178,7 @@ def _call(
             return module(*args, **kwargs)
     except BaseException as error:
         # Errors of this package name the replicas themselves.
-        if not has_type(error, ReplicationError) and not origin_note(error, index, size):
+        if not isinstance(error, ReplicationError) and not origin_note(error, index, size):
             add_note(error, f"{origin(index, size)} on {device}")
         raise
 
@@ -206,10 +187,9 @@ def _run_all(
     replicas: Sequence[nn.Module],
     workers: Sequence[Worker],
     jobs: Sequence[Callable[[], Any]],
-    state: ThreadState,
+    nodes: int,
 ) -> list[Any]:
     """Runs the jobs. Returns their values in order, or raises the first error."""
-    nodes = state.nodes
     done: Done = SimpleQueue()
     running: dict[Worker, int] = {}
     values: list[Any] = [None] * len(jobs)
@@ -240,9 +220,7 @@ def _run_all(
         _count_caller_up_to(nodes)
 
 
-def _next(
-    done: Done, running: dict[Worker, int], end: float
-) -> tuple[Worker, Outcome, int] | None:
+def _next(done: Done, running: dict[Worker, int], end: float) -> Report | None:
     """Returns the report of the next worker, or None if none comes by ``end``."""
     while True:
         time_left = max(0.0, end - time.monotonic())
@@ -259,7 +237,7 @@ def _next(
 
 def _grace(error: BaseException) -> float:
     """Returns the seconds that the other replicas get after an error."""
-    ends_all = not has_type(error, Exception) or has_type(error, ReplicasTimedOut)
+    ends_all = not isinstance(error, Exception) or isinstance(error, ReplicasTimedOut)
     return 0.0 if ends_all else SHUTDOWN_GRACE
 
 

@@ -12,15 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from replication._torch import MappingKey, SequenceKey
 from replication.devices import DeviceLike, parse_devices, to_device
 from replication.errors import checked_names
-from replication.tree import (
-    Leaf,
-    Path,
-    Scattered,
-    flatten,
-    leaves_of,
-    replace_leaves,
-    unflatten,
-)
+from replication.tree import Leaf, Path, Scattered, flatten, leaves_of, replace_leaves, unflatten
 
 __all__ = ["scatter", "scatter_kwargs"]
 

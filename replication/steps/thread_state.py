@@ -20,6 +20,7 @@ class ThreadState:
     """The state of the caller of one forward."""
 
     def __init__(self, devices: Sequence[torch.device], torch_threads: int, nodes: int) -> None:
+        self.devices = devices
         #: The number of intra-op threads of a replica and of the caller.
         self.torch_threads, self.callers_torch_threads = torch_threads, torch.get_num_threads()
         #: The number of autograd nodes from which the thread counts.
@@ -62,8 +63,5 @@ class ThreadState:
 
 def _autocast_state(kind: str) -> tuple[torch.dtype, bool, bool]:
     """Returns the arguments of `torch.autocast` that give the state of this thread."""
-    return (
-        torch.get_autocast_dtype(kind),
-        torch.is_autocast_enabled(kind),
-        torch.is_autocast_cache_enabled(),
-    )
+    dtype, is_enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return dtype, is_enabled, torch.is_autocast_cache_enabled()

@@ -54,8 +54,9 @@ def outcome_of(job: Callable[[], Any]) -> Outcome:
         return Outcome(error=error)
 
 
-#: Gets each worker that has done its job, the outcome, and `Worker.nodes`.
-Done = SimpleQueue[tuple["Worker", Outcome, int]]
+#: A worker that has done its job, the outcome, and `Worker.nodes`.
+Report = tuple["Worker", Outcome, int]
+Done = SimpleQueue[Report]
 
 #: Idle workers by index and device, the latest last, and those at work.
 _idle: dict[tuple[int, torch.device], list[Worker]] = {}

@@ -19,7 +19,6 @@ from replication.errors import (
     ReplicationError,
     add_note,
     describe_error,
-    has_type,
     listed,
     origin,
     origin_note,
@@ -112,7 +111,7 @@ class ForwardScope:
             if error is not None:
                 # Before the note, so that the other replicas wake up even if making it fails.
                 self._rendezvous.fail(self._replica, error)
-                if self._outermost and not has_type(error, ReplicationError):
+                if self._outermost and not isinstance(error, ReplicationError):
                     self._add_note(error)
         finally:
             self._rendezvous.leave(self._replica)
@@ -199,7 +198,7 @@ def first_failure_wins(
         # A single replica runs in this thread. A Ctrl-C may have come when it ended.
         this_thread.current = current
         failures = rendezvous.close("the forward was ended by its caller.")
-        interrupted = not has_type(error, Exception) and all(
+        interrupted = not isinstance(error, Exception) and all(
             error is not f.error for f in failures
         )
         failure = error if interrupted or not failures else failures[0].error
@@ -211,15 +210,12 @@ def first_failure_wins(
         del failure, failures  # the traceback of the error refers to this frame
 
 
-_TRACEBACK = vars(BaseException)["__traceback__"]
-
-
 def add_others(error: BaseException, failures: Sequence[Failure], size: int | None) -> None:
     """Adds a note for each kind of other failure, except for follow-ups of another error."""
     own = [_described(failure, size) for failure in failures if failure.error is error]
     also: dict[str, list[int]] = {}
     for failure in failures:
-        if failure.error is not error and not has_type(failure.error, ReplicationError):
+        if failure.error is not error and not isinstance(failure.error, ReplicationError):
             text = _described(failure, size)
             text = ": the same error" if text in own else text
             also.setdefault(text, []).append(failure.replica)
@@ -237,7 +233,7 @@ def _described(failure: Failure, size: int | None) -> str:
 def failing_path(error: BaseException, root: nn.Module) -> str | None:
     """Returns the path of the innermost module in the traceback, if there is one."""
     paths, innermost = paths_of(root), None
-    traceback = _TRACEBACK.__get__(error)
+    traceback = error.__traceback__
     while traceback is not None:
         path = path_of_call(traceback.tb_frame, paths)
         innermost = innermost if path is None else path

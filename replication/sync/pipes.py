@@ -168,8 +168,7 @@ def replies_to(callback: MasterCallback, path: str, messages: list[tuple[Any, An
     if set(replies) != set(expected):
         raise ReplicationError(
             f"the master's callback of `{path}` must return one (identifier, reply) for each "
-            f"message (expected identifiers {expected}, got {list(replies)} in a "
-            f"{type(answer).__name__})"
+            f"message (expected {expected}, got {list(replies)} in a {type(answer).__name__})"
         )
     return [replies[identifier] for identifier in expected]
 
@@ -239,9 +238,7 @@ class SyncMaster:
 
     def reset(self) -> None:
         """Drops slaves that an interrupted program registered outside a forward."""
-        self._outside_forward.close(
-            "this slave was dropped, by reset or because new slaves have been registered."
-        )
+        self._outside_forward.close("reset, or a new set of slaves, has dropped this slave.")
         self._outside_forward = Rendezvous(None)
 
     def _channel(self) -> tuple[Rendezvous, Channel]:

@@ -35,7 +35,6 @@ from replication.errors import (
     ReplicasTimedOut,
     ReplicationError,
     describe_error,
-    has_type,
     listed,
 )
 
@@ -73,15 +72,8 @@ class Abort(NamedTuple):
 class Wait:
     """The wait of one replica, begun and ended under the rendezvous' lock, blocking outside it."""
 
-    __slots__ = ("abort", "call", "gate", "missing", "path", "rendezvous", "replica", "thread")
-
     def __init__(
-        self,
-        rendezvous: Rendezvous,
-        replica: int,
-        missing: Collection[int],
-        path: str,
-        call: int,
+        self, rendezvous: Rendezvous, replica: int, missing: Collection[int], path: str, call: int
     ) -> None:
         self.rendezvous, self.replica = rendezvous, replica
         #: Replicas whose message is missing. The exchange removes each as its message arrives.
@@ -94,10 +86,6 @@ class Wait:
         #: Released when the wait ends. A bare lock is the cheapest thing to block on.
         self.gate = threading.Lock()
         self.gate.acquire()
-
-    @property
-    def site(self) -> str:
-        return site(self.path, self.call)
 
     def block(self) -> None:
         """Blocks until the wait ends, and raises if it ends without a value."""
@@ -113,7 +101,7 @@ class Wait:
             raise
         abort, self.abort = self.abort, None
         if abort is not None:
-            raise abort.error(self.replica, self.site)
+            raise abort.error(self.replica, site(self.path, self.call))
 
 
 #: Returns a context manager that records an exchange or a wait, given ``"exchange"`` or
@@ -132,8 +120,6 @@ class Failure(NamedTuple):
 # of the other replicas.
 class Progress:
     """How far one replica is with its forwards."""
-
-    __slots__ = ("depth", "is_absent", "runs", "thread")
 
     def __init__(self) -> None:
         #: The number of nested calls that are under way.
@@ -226,7 +212,7 @@ class Rendezvous:
             if self._is_closed:  # the caller has collected the failures
                 return
             is_known = any(error is failure.error for failure in self._failures)
-            if not is_known and not has_type(error, ReplicaFailed):
+            if not is_known and not isinstance(error, ReplicaFailed):
                 self._failures.append(Failure(replica, error))
         # The error's own code makes its text. It may be slow, and must not run under the lock.
         of = f" of {self.size}" if self.size else ""
@@ -256,9 +242,7 @@ class Rendezvous:
         try:
             with self.lock:
                 if self._is_closed:
-                    raise ReplicationError(
-                        "the forward of this replica has been ended by its caller"
-                    )
+                    raise ReplicationError("the caller has ended the forward of this replica")
                 self._writes.add(key)
             return write() if self.outer is None else self.outer.commit(write)
         finally:
@@ -301,23 +285,18 @@ class Rendezvous:
         # The lock is held, and a wait has begun or stalled, or a replica has ended.
         if not self._waits or self.size is None or self.abort is not None:
             return
-        runs = {wait.replica: self._progress[wait.replica].runs for wait in self._waits}
+        waits, progress_of = self._waits, self._progress
+        runs = {wait.replica: progress_of[wait.replica].runs for wait in waits}
         cannot_end = any(
-            self._progress[needed].is_over(runs[wait.replica])
-            for wait in self._waits
-            for needed in wait.missing
+            progress_of[r].is_over(runs[wait.replica]) for wait in waits for r in wait.missing
         )
         # A replica is blocked if its main thread waits. If only another thread of it does, its
         # main thread may be computing.
-        threads = {wait.thread for wait in self._waits}
-        blocked = {
-            wait.replica
-            for wait in self._waits
-            if have_stalled or self._progress[wait.replica].thread in threads
-        }
+        threads = {wait.thread for wait in waits}
+        blocked = {r for r in runs if have_stalled or progress_of[r].thread in threads}
         can_progress = any(
             replica not in blocked and not progress.is_over(max(runs.values()))
-            for replica, progress in enumerate(self._progress)
+            for replica, progress in enumerate(progress_of)
         )
         if cannot_end or not can_progress:
             self._abort_waits(
@@ -380,7 +359,7 @@ class Rendezvous:
             location = locations[replica] if locations and progress.depth else ""
             positions.append(f"{progress} {location}".rstrip())
         for wait in self._waits:
-            positions[wait.replica] = f"waits at {wait.site}"
+            positions[wait.replica] = f"waits at {site(wait.path, wait.call)}"
             if not self._progress[wait.replica].depth:
                 positions[wait.replica] += (
                     ", outside the forward (in a recomputation, by another method, or through a "
@@ -425,6 +404,5 @@ def current_replica() -> CurrentReplica | None:
 def is_recomputation() -> bool:
     """Whether this thread, or the caller of the replica that it runs, is in a backward."""
     current = this_thread.current
-    return current_backward() != NO_BACKWARD or (
-        current is not None and current.rendezvous.in_backward
-    )
+    is_in_backward = current is not None and current.rendezvous.in_backward
+    return is_in_backward or current_backward() != NO_BACKWARD

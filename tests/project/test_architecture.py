@@ -40,7 +40,6 @@ ORDER = [
     ["data_parallel", "patch"],
     ["criterion"],
     ["diagnosis"],
-    ["__main__"],
 ]
 
 

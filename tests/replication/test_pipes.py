@@ -269,7 +269,7 @@ def test_callback_must_reply_to_every_message(answer):
     first, second = together(lambda: master.run_master("a"), lambda: pipe.run_slave("b"))
     assert isinstance(first.error, ReplicationError)
     assert re.search(
-        r"must return one \(identifier, reply\) .*expected identifiers \[0, 1\]", str(first.error)
+        r"must return one \(identifier, reply\) .*expected \[0, 1\]", str(first.error)
     )
     assert isinstance(second.error, ReplicaFailed)
 
@@ -366,7 +366,7 @@ def test_reset_drops_slaves_of_a_program_that_was_interrupted_before_run_master(
     assert soon(lambda: bool(master._outside_forward._waits))
     master.reset()
     assert ends(slave)
-    assert str(interrupted[0].error).startswith("this slave was dropped, by reset")
+    assert str(interrupted[0].error).startswith("reset, or a new set of slaves")
     assert exchange(master, "c", (master.register_slave(1), "d")) == [[(0, "c"), (1, "d")]] * 2
 
 
@@ -375,7 +375,7 @@ def test_pipe_of_an_older_set_raises():
     old = master.register_slave(1)
     exchange(master, "a", (old, "b"))
     master.register_slave(1)
-    with pytest.raises(ReplicationError, match="because new slaves have been registered"):
+    with pytest.raises(ReplicationError, match="a new set of slaves"):
         old.run_slave("late")
 
 

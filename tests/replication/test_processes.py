@@ -369,7 +369,7 @@ def aware_layer_finds_the_processes(rank: int) -> None:
     if rank == 1:
         for shape in (1, 2):
             layer.process_group = only_own[0]
-            with pytest.raises(ValueError, match="`Aware`: this process is not in the process_gr"):
+            with pytest.raises(ValueError, match="`Aware`: process_group must contain"):
                 model(torch.ones(shape))
 
 

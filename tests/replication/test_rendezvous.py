@@ -340,7 +340,7 @@ class Story(RuleBasedStateMachine):
     def a_forward_writes_until_it_is_closed(self) -> None:
         outcome = outcome_of(lambda: self.rendezvous.commit(lambda: "written"))
         if self.is_closed:
-            assert "ended by its caller" in str(outcome.error)
+            assert "the caller has ended" in str(outcome.error)
         else:
             assert outcome.value == "written"
 
@@ -614,7 +614,7 @@ def test_a_write_does_not_wait_for_another():
 
     assert rendezvous.commit(write) == ["inner"]
     rendezvous.close("over")
-    with pytest.raises(ReplicationError, match="has been ended by its caller"):
+    with pytest.raises(ReplicationError, match="the caller has ended the forward"):
         inner.commit(write)
 
 

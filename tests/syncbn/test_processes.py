@@ -513,7 +513,7 @@ def test_process_group_limits_the_processes():
             torch.cat([found[name] for found in results[:2]]), expected.detach()
         )
     assert results[2]["stranger"].startswith(
-        "`SynchronizedBatchNorm1d`: this process is not in the process_group"
+        "`SynchronizedBatchNorm1d`: process_group must contain this process"
     )
     for found in results[:2]:
         assert "a process_group is not pickled with a layer" in found["warning"]

@@ -45,11 +45,8 @@ SHUTDOWN_GRACE = 5.0
 #: Seconds between checks for events that no replica reports: a Ctrl-C or the death of a thread.
 _POLL = 1.0
 
-#: Threads that have made so many autograd nodes are replaced: a thread that joins them would count
-#: as far, for a second.
-_MOST_NODES = 2**24
-
-#: The caller counts so many nodes in one forward: more than one makes, but in milliseconds.
+#: By how many autograd nodes replicas may be ahead of their caller, which counts up to them in some
+#: ten milliseconds. A new thread that calls a model late gets new threads for its replicas.
 _NEAR = 2**18
 
 #: The number of weights from which a 1x1 convolution is wide, as in the last stages of ResNet-50.
@@ -145,24 +142,15 @@ def _is_wide(layer: nn.Module) -> bool:
 
 def _take_workers(devices: Sequence[torch.device]) -> tuple[list[Worker], int]:
     """Returns a worker for each replica, and the number of nodes from which all threads count."""
-    workers = [Worker.take(index, device) for index, device in enumerate(devices)]
-    if not torch.is_grad_enabled():
-        return workers, 0
     # Autograd orders the nodes of a graph by numbers that each thread counts for itself. All begin
-    # a forward with the same number, so that sums have the same order in each step.
-    first, of_caller = max([0, *[worker.nodes for worker in workers]]), nodes_made()
-    if first > _MOST_NODES:
-        workers, first = [Worker(index, device) for index, device in enumerate(devices)], 0
-    if first < of_caller <= first + _NEAR:
-        first = of_caller
-    _count_caller_up_to(first)
+    # a forward with the same number, and the caller goes on with the largest, so that sums have
+    # the same order in each step.
+    grad, of_caller = torch.is_grad_enabled(), nodes_made()
+    most = of_caller + _NEAR if grad else math.inf
+    workers = [Worker.take(index, device, most) for index, device in enumerate(devices)]
+    first = max([of_caller, *[worker.nodes for worker in workers]]) if grad else 0
+    count_nodes_up_to(first)
     return workers, first
-
-
-def _count_caller_up_to(number: int) -> None:
-    """Counts nodes in the caller's thread, unless it is far behind, and stays so."""
-    if number - nodes_made() <= _NEAR and torch.is_grad_enabled():
-        count_nodes_up_to(number)
 
 
 def _call(state: ThreadState, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -217,7 +205,8 @@ def _run_all(
         failures.clear()
         report, outcome = None, Outcome()
         del done
-        _count_caller_up_to(nodes)
+        if torch.is_grad_enabled():
+            count_nodes_up_to(nodes)
 
 
 def _next(done: Done, running: dict[Worker, int], end: float) -> Report | None:

@@ -58,6 +58,9 @@ def outcome_of(job: Callable[[], Any]) -> Outcome:
 Report = tuple["Worker", Outcome, int]
 Done = SimpleQueue[Report]
 
+#: The number of idle workers that are kept for each index and device.
+_MOST_IDLE = 16
+
 #: Idle workers by index and device, the latest last, and those at work.
 _idle: dict[tuple[int, torch.device], list[Worker]] = {}
 _busy: set[Worker] = set()
@@ -86,12 +89,13 @@ class Worker:
         self._jobs.put(None)
 
     @classmethod
-    def take(cls, index: int, device: torch.device) -> Worker:
-        """Returns an idle worker, or a new one."""
-        with suppress(IndexError):  # none is idle
-            while True:
-                worker = _idle.setdefault((index, device), []).pop()
-                if worker.thread.is_alive():
+    def take(cls, index: int, device: torch.device, most: float) -> Worker:
+        """Returns the idle worker that has made the most nodes up to a number, or a new worker."""
+        idle = _idle.setdefault((index, device), [])
+        for worker in sorted(idle, key=lambda worker: worker.nodes, reverse=True):
+            if worker.nodes <= most and worker.thread.is_alive():
+                with suppress(ValueError):  # another forward has taken it
+                    idle.remove(worker)
                     return worker
         return cls(index, device)
 
@@ -99,6 +103,13 @@ class Worker:
         """Lets the thread run a job, in a copy of the caller's context variables."""
         _busy.add(self)
         self._jobs.put((self, partial(contextvars.copy_context().run, job), done))
+
+
+    def rest(self) -> None:
+        """Makes this worker idle. If many are, the first of them ends."""
+        idle = _idle.setdefault((self.index, self.device), [])
+        idle.append(self)
+        del idle[:-_MOST_IDLE]
 
 
 def _work(jobs: SimpleQueue[Any]) -> None:
@@ -114,7 +125,7 @@ def _work(jobs: SimpleQueue[Any]) -> None:
         # Before the report, so that the caller's next forward finds it. A thread in which user
         # code has left modes behind ends.
         if not has_modes():
-            _idle[worker.index, worker.device].append(worker)
+            worker.rest()
         done.put((worker, outcome, nodes))
         del worker, outcome, done
 

@@ -78,17 +78,16 @@ def test_a_thread_whose_handle_is_lost_ends():
     assert soon(lambda: not thread.is_alive())
 
 
-def test_a_thread_that_has_counted_far_ends(monkeypatch):
-    monkeypatch.setattr("replication.steps.parallel_apply._MOST_NODES", 10)
-    x = torch.ones(1, requires_grad=True)
-
-    def make_nodes() -> threading.Thread:
-        for _ in range(20):
-            x.exp()
-        return threading.current_thread()
-
-    first, second = apply(make_nodes, make_nodes), apply(make_nodes, make_nodes)
-    assert not set(first) & set(second)
+def test_few_idle_threads_are_kept(monkeypatch):
+    monkeypatch.setattr(workers, "_MOST_IDLE", 2)
+    device = torch.device("cpu")
+    made = [workers.Worker(9, device) for _ in range(3)]
+    for worker in made:
+        worker.rest()
+    first, second, third = [worker.thread for worker in made]
+    del made, worker
+    assert soon(lambda: not first.is_alive())
+    assert [w.thread for w in workers._idle.pop((9, device))] == [second, third]
 
 
 def push(mode: Any) -> None:
@@ -168,31 +167,27 @@ def test_all_threads_count_nodes_from_the_same_number():
         x.exp()
 
 
-def test_callers_and_replicas_that_are_far_apart_count_no_nodes_to_meet(monkeypatch):
-    """Millions would take seconds, in many steps or in each new thread of a server."""
+def test_replicas_of_a_caller_that_is_far_behind_have_new_threads(monkeypatch):
+    """It would count for seconds, where millions of nodes have been made."""
     monkeypatch.setattr(threads, "_NEAR", 50)
     x = torch.ones(1, requires_grad=True)
 
-    def make_nodes(number: int) -> int:
-        for _ in range(number):
+    def make_nodes() -> tuple[int, threading.Thread]:
+        for _ in range(100):
             x.exp()
-        return nodes_made()
+        return nodes_made(), threading.current_thread()
 
-    make_nodes(max(seen(nodes_made)) + 60 - nodes_made())
-    ahead, behind = nodes_made(), max(seen(nodes_made))
-    assert behind <= ahead - 60
-    assert seen(partial(make_nodes, 20)) == [behind + 20] * 2
-    assert nodes_made() == ahead
-    assert seen(nodes_made) == [nodes_made()] * 2  # near again
-
-    def counted_in_a_new_thread(grad: bool) -> int:
+    def call(grad: bool) -> tuple[int, threading.Thread]:
         with torch.set_grad_enabled(grad):
-            seen(nodes_made)
-            return nodes_made()
+            return seen(make_nodes)[0]
 
-    assert together(partial(counted_in_a_new_thread, True))[0].value == 0
-    monkeypatch.setattr(threads, "_NEAR", 2**40)
-    assert together(partial(counted_in_a_new_thread, False))[0].value == 0
+    nodes, usual = call(True)
+    assert nodes >= 100
+    ((made, new), _) = together(partial(call, True))[0]
+    assert made == 100
+    assert new is not usual
+    assert together(partial(call, False))[0].value[1] is usual
+    assert call(True) == (nodes + 100, usual)
 
 
 def test_a_stock_data_parallel_uses_them_if_it_has_the_callback():

@@ -16,7 +16,7 @@ from replication.groups.processes import has_other_processes, name_in_graph
 from replication.groups.replicas import CallbackContext
 from replication.sync.rendezvous import current_replica
 from syncbn.channels import in_float64
-from syncbn.compiled import compiled_batch_norm
+from syncbn.compiled import compiled_batch_norm, sum_in_graph
 from syncbn.graph import synchronized_batch_norm
 from syncbn.recomputation import RecordedCalls
 from syncbn.statistics import Call, Denominator, RunningStatistics
@@ -164,9 +164,11 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             # batch norm must get the normalization alone, on one device as well.
             if not has_other_processes(self.process_group):
                 return _BatchNorm.forward(self, input)
-            group = name_in_graph(self.process_group)
-            if group is not None and self.group_size is None:
-                return compiled_batch_norm(self._checked_call(input), group, self._count_batch)
+            name, tag = name_in_graph(self.process_group), self.running_mean
+            is_usual = self.group_size is None and self.track_running_stats
+            if is_usual and name is not None and tag is not None:
+                added = partial(sum_in_graph, name, tag[:1])
+                return compiled_batch_norm(self._checked_call(input), added, self._count_batch)
         return self._trained_out_of_graph(input)
 
     def _trained(self, input: Tensor) -> Tensor:

@@ -10,22 +10,29 @@ differentiates.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from replication.groups.processes import Collective
-from syncbn.channels import accumulation_dtype, in_float64, per_channel, reduced_dims
+from syncbn.channels import (
+    accumulation_dtype,
+    in_float64,
+    per_channel,
+    reduced_dims,
+    values_per_channel,
+)
 from syncbn.processes import of_sums, to_sums
 from syncbn.statistics import Call, CountBatch, Moments
 
 
-def compiled_batch_norm(call: Call, group: str, count_batch: CountBatch) -> Tensor:
-    """Normalizes a shard with the moments of the batch. The group has this name in operators."""
+def compiled_batch_norm(
+    call: Call, added: Callable[[Tensor], Tensor], count_batch: CountBatch
+) -> Tensor:
+    """Normalizes a shard with the moments of the batch. ``added`` is a `sum_in_graph`."""
     x, weight, bias, denominator = call
     x = x.to(accumulation_dtype(x.dtype))
-    added = partial(_added, group)
     batch = Moments(*of_sums(Collective.apply(added, added, _sums(x))))  # type: ignore[no-untyped-call]
     count_batch().update(batch)
     # As in `syncbn.formula`: W and B in float64 carry the rounding error of the mean.
@@ -41,19 +48,22 @@ def compiled_batch_norm(call: Call, group: str, count_batch: CountBatch) -> Tens
 def _sums(x: Tensor) -> Tensor:
     """Returns n, the sum and the sum of squares of each channel in float64, ``(1 + 2 C,)``."""
     # By two means, because the compiler makes a slow loop of a variance on the CPU.
-    dims, n = reduced_dims(x), x.numel() // x.size(1)
+    dims, n = reduced_dims(x), values_per_channel(x)
     divisor = max(1, n)
     head = x.sum(dims) / divisor
     centered = x - per_channel(head.detach(), x)
-    # The centered values still contain the rounding error of the mean.
+    # The centered values still contain the rounding error of the mean. It has no derivative.
     rest = in_float64(centered.detach().sum(dims) / divisor)
     mean = in_float64(head) + rest
     var = in_float64(centered.square().sum(dims) / divisor) - rest.square()
     return to_sums(mean.new_full((1,), n), mean, var)
 
 
-def _added(group: str, tensor: Tensor) -> Tensor:
-    """Returns the sum over all ranks. It is its own derivative."""
-    # The compiler neither moves, repeats nor drops these operators.
+def sum_in_graph(name: str, tag: Tensor, tensor: Tensor) -> Tensor:
+    """Returns the sum of a vector over the ranks of a group, given its name in operators."""
+    # The compiler makes one collective of two that sum the same expression, perhaps on one rank
+    # only, where two layers have the same input. The tag tells them apart: one value of a buffer
+    # that belongs to the layer, and that each call changes.
     collectives = torch.ops._c10d_functional
-    return collectives.wait_tensor(collectives.all_reduce(tensor, "sum", group))  # type: ignore[no-any-return]
+    tagged = torch.cat((tensor, in_float64(tag)))
+    return collectives.wait_tensor(collectives.all_reduce(tagged, "sum", name))[:-1]  # type: ignore[no-any-return]

@@ -30,9 +30,8 @@ _PRECISE = {torch.float64}
 
 def to_sums(n: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     """Returns n, the sum and the sum of squares of each channel, ``(1 + 2 C,)``."""
-    # For Inductor, the product at the end: it lets ranks add a `cat` in place, and would then read
-    # the sum of the ranks where it needs an operand of the `cat` once more. And n as a tensor: it
-    # makes a constant of a product with the int 0, and one collective of all whose sums are equal.
+    # The product at the end, for `syncbn.compiled`: Inductor lets ranks add a `cat` in place, and
+    # would then read the sum of the ranks where it needs an operand of the `cat` once more.
     return torch.cat((mean.new_ones(1), mean, var + mean.square())) * n
 
 

@@ -45,8 +45,8 @@ SHUTDOWN_GRACE = 5.0
 #: Seconds between checks for events that no replica reports: a Ctrl-C or the death of a thread.
 _POLL = 1.0
 
-#: By how many autograd nodes replicas may be ahead of their caller, which counts up to them in some
-#: ten milliseconds. A new thread that calls a model late gets new threads for its replicas.
+#: By how many autograd nodes replicas may be ahead of their caller, which counts up to them within
+#: milliseconds. A new thread that calls a model late gets new threads for its replicas.
 _NEAR = 2**18
 
 #: The number of weights from which a 1x1 convolution is wide, as in the last stages of ResNet-50.

@@ -104,7 +104,6 @@ class Worker:
         _busy.add(self)
         self._jobs.put((self, partial(contextvars.copy_context().run, job), done))
 
-
     def rest(self) -> None:
         """Makes this worker idle. If many are, the first of them ends."""
         idle = _idle.setdefault((self.index, self.device), [])

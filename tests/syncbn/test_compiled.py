@@ -210,6 +210,40 @@ def test_half_precision_is_rounded_once_at_the_end():
             assert (actual != expected).double().mean() < 0.01
 
 
+class Missing(nn.Module):
+    """Three inputs, each normalized. Those that are missing are zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.BatchNorm1d(3) for _ in range(3))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        inputs += (torch.zeros(4, 3, dtype=torch.float64),) * (3 - len(inputs))
+        first, second, third = (layer(x) for layer, x in zip(self.layers, inputs, strict=True))
+        return first.sin() + second.cos() + third
+
+
+def with_equal_inputs(rank: int) -> list[list[Tensor]]:
+    """Buffers and gradients, uncompiled and compiled, where layers on rank 0 have equal inputs."""
+    inputs = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(rank)).double().unbind()
+    found = []
+    for backend in (None, "aot_eager"):
+        net = convert_model(Missing().double())
+        model = net if backend is None else torch.compile(net, backend=backend, fullgraph=True)
+        with strict_compiler():
+            for given in (inputs[: 1 + 2 * rank], inputs):
+                model(*given).square().sum().backward()
+        found.append([*net.buffers(), *(p.grad for p in net.parameters())])
+    return found
+
+
+@one_graph
+def test_no_rank_makes_one_collective_of_several():
+    """The compiler computes once what is computed twice."""
+    for found in run_ranks(2, with_equal_inputs):
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
 def before_and_after(rank: int, store: str) -> tuple[Tensor, Tensor]:
     """Outputs of one compiled layer, without a process group and with one."""
     distributed.destroy_process_group()
@@ -235,9 +269,10 @@ def test_a_layer_that_is_compiled_before_the_process_group_exists_is_compiled_an
 def with_many_layers(rank: int) -> list[tuple[Tensor, Tensor]]:
     """Outputs of uncompiled and compiled networks, in one graph and in one for each layer."""
     x, found = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)), []
-    for group_size in (None, 2):  # which breaks the graph in each layer
-        net = nn.Sequential(*(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()) for _ in range(20)))
-        net = convert_model(net, group_size=group_size)
+    for size, tracks in ((None, True), (2, True), (None, False)):  # one graph, or many
+        layers = (nn.BatchNorm1d(3, track_running_stats=tracks) for _ in range(20))
+        net = nn.Sequential(*(nn.Sequential(layer, nn.ReLU()) for layer in layers))
+        net = convert_model(net, group_size=size)
         with torch.no_grad(), strict_compiler():
             found.append((torch.compile(net, backend="eager")(x), net(x)))
     return found

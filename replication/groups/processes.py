@@ -298,7 +298,9 @@ class ProcessGroup(Group):
     ) -> Tensor:
         """Runs a collective in an autograd graph. Its backward is a separate call."""
         if is_batched(tensor):
-            raise ReplicationError("collectives between processes take no batched gradients")
+            raise ReplicationError(
+                "collectives between processes take no batched gradients; compute one at a time"
+            )
 
         def backward(grad: Tensor) -> Tensor:
             call = Call(f"{begun.name}_backward", layouts_of([grad], any_length=True))

@@ -124,5 +124,6 @@ def test_a_fused_network_in_training_for_quantization_is_converted_afterwards():
     y.sin().sum().backward()
     expected.sin().sum().backward()
     gradients = [[p.grad for p in each.parameters()] for each in (net, plain)]
-    torch.testing.assert_close(*gradients)
+    # In float32, the only dtype of quantization: sums of other parts differ by some units.
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=3e-5)
     torch.testing.assert_close(net.state_dict(), plain.state_dict())

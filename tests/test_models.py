@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -19,29 +17,7 @@ from torch.nn import functional as F
 
 from replication import DataParallel, Scattered
 from syncbn import SynchronizedBatchNorm2d, convert_model, revert_model, summary
-
-
-@lru_cache
-def import_torchvision() -> None:
-    """Imports it before the packages that use it, if it is there."""
-    if find_spec("torchvision") is None:
-        return
-    try:
-        import_module("torchvision")
-    except RuntimeError:  # of the torchvision for CUDA, which lacks operators beside a CPU torch
-        for operator in ("nms", "qnms"):
-            torch.library.define(
-                f"torchvision::{operator}",
-                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-            )
-        import_module("torchvision")
-
-
-def package(name: str) -> Any:
-    # In the tests, not above: it takes seconds.
-    import_torchvision()
-    return pytest.importorskip(name, reason="pip install '.[models]'")
-
+from tests.packages import package
 
 # -- networks ----------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from replication import DataParallel
 from syncbn import convert_model
+from tests.packages import package
 from tests.processes import run_python
 from tests.ranks import needs_gloo
 
@@ -23,15 +24,15 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("package", "launcher"),
+    ("library", "launcher"),
     [
         ("accelerate", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]),
         ("lightning", []),  # which launches the second process itself
     ],
 )
-def test_two_processes_train_the_network_of_one(package, launcher, tmp_path):
-    pytest.importorskip(package, reason=f"pip install '.[{package}]'")
-    done = run_python(*launcher, str(EXAMPLES / f"with_{package}.py"), cwd=tmp_path)
+def test_two_processes_train_the_network_of_one(library, launcher, tmp_path):
+    pytest.importorskip(library, reason=f"pip install '.[{library}]'")
+    done = run_python(*launcher, str(EXAMPLES / f"with_{library}.py"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr  # the example checks its weights itself
     assert done.stdout.count("2 processes: off by") == 1
 
@@ -92,7 +93,7 @@ class Classifier(nn.Module):
 
 def resnet() -> nn.Module:
     """Ignores the number of items, and returns the mean loss of its shard."""
-    models = pytest.importorskip("transformers", reason="pip install '.[models]'")
+    models = package("transformers")
     sizes = {"embedding_size": 4, "hidden_sizes": [8], "depths": [2], "num_labels": 3}
     return models.ResNetForImageClassification(models.ResNetConfig(num_channels=2, **sizes))
 
@@ -106,7 +107,7 @@ def trainer_of_the_page() -> Any:
 
 def trained(net: nn.Module, data: list[Any], replicas: int, options: Any, folder: Path) -> Any:
     """Trains a copy by the class on the migration page; returns its weights and the final loss."""
-    transformers = pytest.importorskip("transformers", reason="pip install '.[models]'")
+    transformers = package("transformers")
     net = copy.deepcopy(net).double()
     args = transformers.TrainingArguments(
         str(folder),
@@ -139,7 +140,7 @@ def trained(net: nn.Module, data: list[Any], replicas: int, options: Any, folder
 def test_trainer_of_transformers_trains_on_replicas_as_on_one_device(
     build, shape, samples, options, tmp_path, monkeypatch
 ):
-    pytest.importorskip("accelerate", reason="pip install '.[accelerate]'")
+    package("accelerate", "accelerate")
 
     def with_cpus(model: Any, module: nn.Module) -> None:
         """Makes torch's wrapper as on a machine with two accelerators, but of CPUs."""
@@ -160,7 +161,7 @@ def test_trainer_of_transformers_trains_on_replicas_as_on_one_device(
 
 def train_under_torchrun(folder: Path) -> None:
     """The program that each rank runs: all ways to convert a network for the Trainer."""
-    transformers = pytest.importorskip("transformers")
+    transformers = package("transformers")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     data = [
         {"pixel_values": torch.tensor([i, i**2, 1, -i, 3, i % 5]).double(), "labels": i % 3}
@@ -194,8 +195,8 @@ def train_under_torchrun(folder: Path) -> None:
 @pytest.mark.slow
 @needs_gloo
 def test_trainer_of_transformers_trains_under_torchrun_as_in_one_process(tmp_path):
-    pytest.importorskip("transformers", reason="pip install '.[models]'")
-    pytest.importorskip("accelerate", reason="pip install '.[accelerate]'")
+    package("transformers")
+    package("accelerate", "accelerate")
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\nfrom pathlib import Path\nfrom tests import test_trainers\n"

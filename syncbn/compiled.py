@@ -1,10 +1,10 @@
 """One call of a synchronized layer between processes, as `torch.compile` can see it.
 
-Problem: what exchanges values outside of a compiled graph cuts it in two. A network of 20 layers
-falls apart into 18 graphs, and takes longer compiled than not.
+Problem: what exchanges values outside of a compiled graph cuts it in two. A network falls
+apart into about as many graphs as it has layers, and takes longer compiled than not.
 
 Idea: ranks exchange nothing but one sum, forward and backward, for which torch has an operator
-that stays in the graph. All else are plain operations, which the compiler fuses and
+that stays in the graph. Everything else is plain operations, which the compiler fuses and
 differentiates.
 """
 
@@ -30,7 +30,7 @@ from syncbn.statistics import Call, CountBatch, Moments
 def compiled_batch_norm(
     call: Call, added: Callable[[Tensor], Tensor], count_batch: CountBatch
 ) -> Tensor:
-    """Normalizes a shard with the moments of the batch. ``added`` is a `sum_in_graph`."""
+    """Normalizes a shard with the moments of the batch. ``added`` sums over the ranks."""
     x, weight, bias, denominator = call
     x = x.to(accumulation_dtype(x.dtype))
     batch = Moments(*of_sums(Collective.apply(added, added, _sums(x))))  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ def compiled_batch_norm(
 
 def _sums(x: Tensor) -> Tensor:
     """Returns n, the sum and the sum of squares of each channel in float64, ``(1 + 2 C,)``."""
-    # By two means, because the compiler makes a slow loop of a variance on the CPU.
+    # The mean, then the mean of squares: the compiler makes a slow loop of a variance on the CPU.
     dims, n = reduced_dims(x), values_per_channel(x)
     divisor = max(1, n)
     head = x.sum(dims) / divisor
@@ -62,8 +62,9 @@ def _sums(x: Tensor) -> Tensor:
 def sum_in_graph(name: str, tag: Tensor, tensor: Tensor) -> Tensor:
     """Returns the sum of a vector over the ranks of a group, given its name in operators."""
     # The compiler makes one collective of two that sum the same expression, perhaps on one rank
-    # only, where two layers have the same input. The tag tells them apart: one value of a buffer
-    # that belongs to the layer, and that each call changes.
+    # only, where two layers have the same input. So each sum also has a tag: one value of a buffer
+    # of its layer, which each call changes. In backward the calls of one layer have the same tag,
+    # but gradients that depend on different sums.
     collectives = torch.ops._c10d_functional
     tagged = torch.cat((tensor, in_float64(tag)))
-    return collectives.wait_tensor(collectives.all_reduce(tagged, "sum", name))[:-1]  # type: ignore[no-any-return]
+    return collectives.wait_tensor(collectives.all_reduce(tagged, "sum", name))[: len(tensor)]  # type: ignore[no-any-return]

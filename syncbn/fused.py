@@ -303,7 +303,9 @@ def _gradients_by_formula(
         tensors: list[Any] = [t if t is None else t.view_as(t) for t in (weights[0], *xs)]
         weight, *views = tensors
         for view, need in zip(views, needs[2:], strict=True):
-            view.requires_grad_(need or view.requires_grad)  # a `_Hold` saves images as they come
+            # A `_Hold` saves an input of the network as it is, which needs no gradient. But the
+            # input of the node does, if the parameters do.
+            view.requires_grad_(need or view.requires_grad)
         bias = torch.zeros_like(ctx.batches[0].mean).requires_grad_()
         denominator = Denominator(ctx.batches[0].eps)
         shards = [Formula(Call(view, weight, bias, denominator)) for view in views]

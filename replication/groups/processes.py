@@ -186,7 +186,7 @@ class ProcessGroup(Group):
     """The processes of a group of `torch.distributed`, on any backend (gloo, NCCL, ...).
 
     A backward through a result is also a collective: all ranks must run it, in the same order. If
-    the loss of a rank does not use its results, multiply them by 0 and add them to the loss.
+    the loss of a rank does not use its results, multiply them by 0.0 and add them to the loss.
     Tensors must require gradients on all ranks or on none.
 
     Calls of the ranks that do not match are named by `all_gather` and `all_gather_object`, which

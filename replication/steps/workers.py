@@ -3,9 +3,9 @@
 Problem: torch keeps caches per thread. cuDNN's plans of convolutions, for example, are made again
 in every new thread, and stay in memory when it ends (pytorch issues 103939 and 169153).
 
-Idea: the thread of a replica belongs to its index and its device, and serves the forwards of any
+Idea: a thread belongs to the index of a replica and to a device, and serves the forwards of any
 model. While it waits for the next job it holds nothing of the last one. Two forwards at a time, or
-inside each other, use different threads.
+inside each other, use different threads, and so does a caller that has made far fewer nodes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ class Worker:
         except BaseException as error:
             interrupt = error.__context__
             if isinstance(interrupt, KeyboardInterrupt):  # `threading` may fail on its way out
-                raise interrupt from None
+                try:
+                    raise interrupt from None
+                finally:
+                    del interrupt, self  # as in `Outcome.unwrap`
             raise
 
     def __del__(self) -> None:
@@ -101,8 +104,13 @@ class Worker:
 
     def start(self, job: Callable[[], Any], done: Done) -> None:
         """Lets the thread run a job, in a copy of the caller's context variables."""
-        _busy.add(self)
-        self._jobs.put((self, partial(contextvars.copy_context().run, job), done))
+        work = self, partial(contextvars.copy_context().run, job), done
+        try:
+            _busy.add(self)
+            self._jobs.put(work)
+        except BaseException:  # a Ctrl-C: without a job, the thread must end
+            _busy.discard(self)
+            raise
 
     def rest(self) -> None:
         """Makes this worker idle. If many are, the first of them ends."""

@@ -170,6 +170,7 @@ def test_all_threads_count_nodes_from_the_same_number():
 def test_replicas_of_a_caller_that_is_far_behind_have_new_threads(monkeypatch):
     """It would count for seconds, where millions of nodes have been made."""
     monkeypatch.setattr(threads, "_NEAR", 50)
+    monkeypatch.setattr(workers, "_idle", {})  # threads of other tests may have made a few nodes
     x = torch.ones(1, requires_grad=True)
 
     def make_nodes() -> tuple[int, threading.Thread]:

@@ -151,7 +151,7 @@ def in_all_uses(rank: int) -> dict[str, tuple[Any, Any]]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     uses: dict[str, Callable[[nn.Module], nn.Module]] = {
         "checkpoint": Recomputed,
-        "data parallel": lambda net: DistributedDataParallel(net),
+        "data parallel": DistributedDataParallel,
         "mesh": lambda net: convert_model(net, process_group=mesh["dp"]),
         "sharded": fully_shard,
     }

@@ -297,10 +297,9 @@ def _devices_to_use(
 ) -> list[torch.device]:
     """Returns the devices of the replicas, or no device if the module is called directly."""
     check_module(module)
-    accelerators = default_devices()
     if device_ids is None:
-        if accelerators:
-            return accelerators
+        if devices := default_devices():
+            return devices
         communicates = any(hasattr(type(layer), CALLBACK) for _, layer in layers_of(module))
         warns = communicates and not has_other_processes() and _first_warning()
         why, count = "this machine has no accelerator", "n"
@@ -309,7 +308,7 @@ def _devices_to_use(
         if not len(device_ids):
             raise ValueError("device_ids must name a device, such as ['cpu'] * n (got none)")
         indices = [device for device in device_ids if is_int(device) and device >= 0]
-        if len(indices) < len(device_ids) or accelerators:
+        if len(indices) < len(device_ids) or default_devices():
             return parse_devices(device_ids)
         warns = len(indices) > 1
         why = f"device_ids={indices} are indices of accelerators, and this machine has none"

@@ -105,23 +105,26 @@ def trainer_of_the_page() -> Any:
     return scope["ReplicaTrainer"]
 
 
-def trained(net: nn.Module, data: list[Any], replicas: int, options: Any, folder: Path) -> Any:
-    """Trains a copy by the class on the migration page; returns its weights and the final loss."""
-    transformers = package("transformers")
-    net = copy.deepcopy(net).double()
-    args = transformers.TrainingArguments(
+def arguments(folder: Path, samples: int, **options: Any) -> Any:
+    """Options of the Trainer for few steps on the CPU, with so many samples per device."""
+    return package("transformers").TrainingArguments(
         str(folder),
-        per_device_train_batch_size=8 // replicas,
-        per_device_eval_batch_size=8 // replicas,
+        per_device_train_batch_size=samples,
+        per_device_eval_batch_size=samples,
         learning_rate=0.1,
         optim="sgd",
-        max_steps=5,
         use_cpu=True,
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
         **options,
     )
+
+
+def trained(net: nn.Module, data: list[Any], replicas: int, options: Any, folder: Path) -> Any:
+    """Trains a copy by the class on the migration page; returns its weights and the final loss."""
+    net = copy.deepcopy(net).double()
+    args = arguments(folder, 8 // replicas, max_steps=5, **options)
     assert args.n_gpu == 0
     args._n_gpu = replicas  # as on a machine with so many GPUs
     trainer = trainer_of_the_page()(net, args, train_dataset=data, eval_dataset=data)
@@ -167,17 +170,7 @@ def train_under_torchrun(folder: Path) -> None:
         {"pixel_values": torch.tensor([i, i**2, 1, -i, 3, i % 5]).double(), "labels": i % 3}
         for i in range(32)
     ]
-    args = transformers.TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=8 // world,
-        learning_rate=0.1,
-        optim="sgd",
-        max_steps=4,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    args = arguments(folder, 8 // world, max_steps=4)
     for way in ("before", "page"):
         torch.manual_seed(0)
         net = Classifier().double()

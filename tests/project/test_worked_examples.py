@@ -96,14 +96,6 @@ def train_quantizer(rank, batches):
     return net.state_dict()
 
 
-@needs_gloo
-def test_quantizers_in_processes_train_as_one_device():
-    batches = torch.randn(10, 8, 8, dtype=torch.float64)
-    expected = train_quantizer(None, batches)
-    for actual in run_ranks(2, train_quantizer, batches):
-        torch.testing.assert_close(actual, expected)
-
-
 def codebook_after(rank, batches):
     """The buffers of a quantizer that saw this rank's part of each batch."""
     torch.manual_seed(0)
@@ -114,11 +106,16 @@ def codebook_after(rank, batches):
 
 
 @needs_gloo
-def test_codebooks_agree_on_ranks_with_different_numbers_of_vectors():
-    # Without DDP, which copies the buffers of rank 0 and so hides a difference.
-    batches = torch.randn(3, 7, 4, dtype=torch.float64)
-    expected = codebook_after(None, batches)
-    for actual in run_ranks(2, codebook_after, batches):
+@pytest.mark.parametrize(
+    ("state", "shape"),
+    # Of an odd number of vectors without DDP, which copies the buffers of rank 0 and so hides a
+    # difference.
+    [(train_quantizer, (10, 8, 8)), (codebook_after, (3, 7, 4))],
+)
+def test_quantizers_in_processes_are_those_of_one_device(state, shape):
+    batches = torch.randn(shape, dtype=torch.float64)
+    expected = state(None, batches)
+    for actual in run_ranks(2, state, batches):
         torch.testing.assert_close(actual, expected)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from syncbn.channels import accumulation_dtype, memory_format, reduced_dims
+from syncbn.kernels import Kernels
 
 
 def shaped(vector: Tensor | None, like: Tensor, default: float) -> Tensor:
@@ -106,14 +107,16 @@ def batch_norm_gather_stats_with_counts(
     return mean.to(like), (var + eps).rsqrt().to(like)
 
 
+#: As `syncbn.kernels` has them.
+AS_ON_ACCELERATORS = Kernels(
+    batch_norm_stats,
+    batch_norm_gather_stats_with_counts,
+    batch_norm_elemt,
+    batch_norm_backward_reduce,
+    batch_norm_backward_elemt,
+)
+
 #: By the name of the function of torch.
 KERNELS: dict[str, Callable[..., Any]] = {
-    kernel.__name__: kernel
-    for kernel in (
-        batch_norm_stats,
-        batch_norm_elemt,
-        batch_norm_backward_reduce,
-        batch_norm_backward_elemt,
-        batch_norm_gather_stats_with_counts,
-    )
+    kernel.__name__: kernel for kernel in AS_ON_ACCELERATORS
 }

@@ -13,7 +13,7 @@ from replication._torch import check_balance, is_exporting, named_range, uncompi
 from replication.callbacks import CALLBACK, connect_copies, with_callbacks
 from replication.devices import DeviceLike, default_devices, parse_device, parse_devices
 from replication.errors import check_list, check_module, checked_names, first_of, is_int
-from replication.groups.processes import has_other_processes
+from replication.groups.registry import has_other_processes
 from replication.modules import layers_of, paired, with_class
 from replication.steps.gather import gather, join_leaves
 from replication.steps.parallel_apply import run_replicas

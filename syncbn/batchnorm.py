@@ -12,14 +12,14 @@ from torch.fx import Proxy
 from replication._torch import HOOKS, dispatch_modes, is_dtensor, uncompiled, unseen_by_checkpoints
 from replication.errors import is_int, path_or_root
 from replication.groups.layer import ReplicaAware
-from replication.groups.processes import has_other_processes, name_in_graph
+from replication.groups.registry import has_other_processes, name_in_graph
 from replication.groups.replicas import CallbackContext
 from replication.sync.rendezvous import current_replica
 from syncbn.channels import in_float64
 from syncbn.compiled import compiled_batch_norm, sum_in_graph
-from syncbn.graph import synchronized_batch_norm
 from syncbn.recomputation import RecordedCalls
 from syncbn.statistics import Call, Denominator, RunningStatistics
+from syncbn.ways import synchronized_batch_norm
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 

@@ -20,7 +20,7 @@ from replication.data_parallel import DataParallel
 from replication.diagnosis.table import ShownAsTable, Table
 from replication.errors import check_module, first_of, path_or_root
 from replication.groups.layer import ReplicaAware
-from replication.groups.processes import as_process_group
+from replication.groups.registry import as_process_group
 from replication.modules import with_class
 from replication.patch import check_methods, patch_replication_callback
 from replication.tree import leaves_of, open_builtin

@@ -41,16 +41,18 @@ from syncbn.channels import (
     values_per_channel,
     with_usual_strides,
 )
+from syncbn.kernels import is_large, moments
 from syncbn.processes import Ranks
 from syncbn.recomputation import Record
-from syncbn.statistics import Call, CountBatch, Moments, all_match, merge, with_derivatives
-
-#: In standard deviations. The CPU's kernel would lose more than three bits at a larger mean: it
-#: computes x * W + (B - m * W).
-_LARGE_MEAN = 8
-
-#: The rounding errors of a mean, in units of the last place, within which a channel is constant.
-_ROUNDING = 2**12
+from syncbn.statistics import (
+    Call,
+    CountBatch,
+    Moments,
+    all_match,
+    merge,
+    merge_shares,
+    with_derivatives,
+)
 
 
 class Reply(NamedTuple):
@@ -71,11 +73,9 @@ class Formula:
         #: What was subtracted from x, ``(C,)`` in float64.
         self.center: Tensor | float = 0.0
         mean, var = _measured(self.x)
-        if self.x.is_cpu and bool((mean.square() > _LARGE_MEAN**2 * var).any()):
-            center = _center(self.x, mean)
+        if self.x.is_cpu and is_large(mean, var.rsqrt()):
+            center = mean.to(self.x.dtype).nan_to_num_(0.0, 0.0, 0.0)
             self.x, self.center = self.x - per_channel(center, self.x), center.double()
-            mean, var = _measured(self.x)
-            mean += self.center
         #: Its moments. `connect` gives them their derivatives.
         self.own = Moments(values_per_channel(self.x), mean, var)
 
@@ -101,6 +101,14 @@ class Formula:
             return [shards[0].reply(batch)] * len(shards)
         return [shard.reply(batch) for shard in shards]
 
+    def merge_ranks(self, ranks: Ranks, count_batch: CountBatch) -> Reply:
+        """Returns the reply to a process, and updates the running statistics."""
+        n, counts, *rows = ranks.gathered(*self.own.detach())
+        batch = Moments(n, *merge_shares(counts / counts.sum(), *rows))
+        if not isinstance(n, int) or n != 1:  # then the call raises, and does not count
+            count_batch().update(batch)
+        return self.reply(with_derivatives(batch, [self.own], ranks.with_summed_gradient))
+
     def reply(self, batch: Moments) -> Reply:
         """Returns the affine map, given the moments of the batch."""
         _, weight, bias, denominator = self.call
@@ -109,10 +117,6 @@ class Formula:
             scale = scale * in_float64(weight).to(scale.device)
         shift = torch.zeros_like(scale) if bias is None else in_float64(bias).to(scale.device)
         return Reply(batch, scale, shift)
-
-    def reply_of_ranks(self, batch: Moments, ranks: Ranks) -> Reply:
-        """Returns the reply to a process, given the moments of all ranks."""
-        return self.reply(with_derivatives(batch, [self.own], ranks.with_summed_gradient))
 
     def output(self, reply: Reply) -> Tensor:
         """Returns the normalized shard."""
@@ -124,15 +128,14 @@ class Formula:
         own, batch = self.own.detach(), reply.batch
         return Record(own, batch.detach(), self.records_graph, batch.mean.requires_grad)
 
-    def recompute(self, record: Record) -> Tensor:
-        """Returns the output of a call that a checkpoint recomputes."""
+    def recomputed(self, record: Record) -> Reply:
+        """Returns the reply to a call that a checkpoint recomputes."""
         with hidden_from_hooks():
             batch = with_derivatives(record.batch, [self.own])
             if record.requires_grad and not batch.mean.requires_grad:
                 # Perhaps only the inputs of other replicas did.
                 batch.mean.requires_grad_(), batch.var.requires_grad_()
-            reply = self.reply(batch)
-        return self.output(reply)
+            return self.reply(batch)
 
 
 def _affine(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -179,24 +182,14 @@ class _Measured(Function):
 @torch.no_grad()
 def _measured(x: Tensor) -> tuple[Tensor, Tensor]:
     """Computes mean and biased variance of each channel, 0 if there are no values."""
+    if x.is_cpu:
+        return moments(x)
     if not x.numel():
         zeros = in_float64(x.new_zeros(x.size(1)))
         return zeros, zeros
-    if x.is_cpu:
-        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
-        return mean.double(), var.double()
     dims = reduced_dims(x)
     head = x.mean(dims)
     centered = x - per_channel(head, x)
     # The centered values still contain the rounding error of the mean.
     rest, squares = in_float64(centered.mean(dims)), in_float64(centered.square().mean(dims))
     return in_float64(head) + rest, (squares - rest.square()).clamp_(min=0)
-
-
-@torch.no_grad()
-def _center(x: Tensor, mean: Tensor) -> Tensor:
-    """Returns the mean of each channel as x can be centered with it, exactly if it is constant."""
-    first = x[0] if x.dim() == 2 else x[0].flatten(1)[:, 0]
-    error = _ROUNDING * torch.finfo(x.dtype).eps * mean.abs()
-    center = torch.where((mean - first).abs() <= error, first.to(mean), mean).to(x.dtype)
-    return center.nan_to_num_(0.0, 0.0, 0.0)  # infinite values stay as they are

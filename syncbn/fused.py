@@ -1,33 +1,36 @@
-"""Fused: torch's kernels for `torch.nn.SyncBatchNorm`, in one autograd node for all shards.
+"""Fused: five kernels, in one autograd node for all shards of a process. The usual way.
 
 Problem: on accelerators each operation costs the host more than a small layer takes to compute,
 above all while the threads of the replicas compete for the GIL. The formula needs dozens for each
 shard.
 
-Idea: five kernels do all passes over a shard, and the merge. The last replica to arrive launches
-them for all shards, while the others wait, and one node connects the results:
+Idea: five kernels do all passes over a shard, and the merge (see `syncbn.kernels`). One node
+connects the results:
 
     x_0, x_1, .., weight, bias ──▶ Normalize ──▶ y_0, y_1, ..
 
+On accelerators, the last replica to arrive launches them for all shards, while the others wait. On
+the CPU each replica computes its own shard, before and after the exchange. A process has one.
+
 Backward, the engine calls the node once: one reduction per shard, sums added in replica order, and
 one pass per shard. No thread waits in it: a queue or a barrier there would deadlock where the
-engine runs all nodes on one thread. Between processes the node has one shard, and adds the sums of
-all ranks by a collective. It saves x and vectors of length C, and keeps nothing else, so several
-backwards of one graph may run at the same time. What is unusual, and gradients that need
-derivatives of their own, are left to the formula.
+engine runs all nodes on one thread. Between processes it adds the sums of all ranks by a
+collective. The node saves x and vectors of length C, and keeps nothing else, so several backwards
+of one graph may run at the same time. Gradients that need derivatives of their own are left to the
+formula.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication._torch import has_kernels, is_batched, sees_saved_tensors
+from replication._torch import is_batched, sees_saved_tensors
 from replication.devices import current_streams, record_stream, to_device, use_streams
 from replication.groups.replicas import hidden_from_hooks
 from syncbn.channels import (
@@ -35,31 +38,30 @@ from syncbn.channels import (
     constant_tensor,
     in_float64,
     in_format_of,
+    memory_format,
     values_per_channel,
     with_usual_strides,
 )
 from syncbn.formula import Formula
+from syncbn.kernels import ON_CPU, TINY, Kernels, kernels_for
 from syncbn.processes import Ranks
 from syncbn.recomputation import Record
-from syncbn.statistics import Call, CountBatch, Denominator, Moments, all_match, with_derivatives
-
-#: The operators of torch that are called here.
-_KERNELS = (
-    "batch_norm_stats",
-    "batch_norm_gather_stats_with_counts",
-    "batch_norm_elemt",
-    "batch_norm_backward_reduce",
-    "batch_norm_backward_elemt",
+from syncbn.statistics import (
+    Call,
+    CountBatch,
+    Denominator,
+    Moments,
+    RunningStatistics,
+    all_match,
+    with_derivatives,
 )
-
-#: Stands for a weight that is 0, by which `_summed` divides.
-_TINY = 1e-20
 
 
 class KernelMoments(NamedTuple):
-    """Moments as the kernels have them, ``(C,)`` in the accumulation dtype."""
+    """Moments as the kernels have them, ``(C,)`` in the dtype that they return."""
 
-    n: int | Tensor
+    #: The number of values per channel, or the counts of all ranks where reading them would block.
+    n: Any
     mean: Tensor
     #: ``1 / sqrt(var + eps)``
     inverse: Tensor
@@ -67,8 +69,9 @@ class KernelMoments(NamedTuple):
 
     def exact(self) -> Moments:
         """Returns mean and biased variance."""
+        n = self.n if isinstance(self.n, int) else self.n.sum()
         var = in_float64(self.inverse).square().reciprocal().sub_(self.eps).clamp_(min=0)
-        return Moments(self.n, in_float64(self.mean), var)
+        return Moments(n, in_float64(self.mean), var)
 
 
 class Reply(NamedTuple):
@@ -76,13 +79,14 @@ class Reply(NamedTuple):
 
     batch: KernelMoments
     y: Tensor
+    #: Whether the replica has to compute its output itself.
+    is_empty: bool = False
 
 
 class Fused:
     """A shard on a device that has the kernels."""
 
-    #: The moments of the shard, once they are measured.
-    own: KernelMoments
+    kernels: Kernels
 
     def __init__(self, call: Call) -> None:
         self.call, self.records_graph = call, torch.is_grad_enabled()
@@ -92,19 +96,34 @@ class Fused:
         self.bias = bias if bias is None else bias.to(dtype)
         #: The input of the node, and the node that saves it, if that is another one.
         self.x, self.holder = with_usual_strides(x), cast(Any, None)
+        self.kernels = kernels_for(x.device.type)  # type: ignore[assignment]
+        self._own: KernelMoments | None = None
+        if self.is_host:
+            self.measured()
 
     @staticmethod
     def takes(call: Call) -> bool:
         """Whether this shard may go this way, as far as its replica knows."""
-        has_values, clamps = call.x.numel() > 0, call.denominator.clamps
-        return has_values and not clamps and has_kernels(call.x.device.type, *_KERNELS)
+        return kernels_for(call.x.device.type) is not None and not call.denominator.clamps
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the kernels compute in the thread that calls them."""
+        return self.kernels is ON_CPU
 
     def measured(self) -> KernelMoments:
-        """Measures the shard."""
-        x, eps = self.x, self.call.denominator.eps
-        mean, inverse = torch.batch_norm_stats(x.detach(), eps)
-        self.own = KernelMoments(values_per_channel(x), mean, inverse, eps)
-        return self.own
+        """Returns the moments of the shard. Measures it at the first call."""
+        if self._own is None:
+            x, eps = self.x.detach(), self.call.denominator.eps
+            n = values_per_channel(x)
+            if n:
+                mean, inverse = self.kernels.stats(x, eps)
+            else:
+                dtype = torch.float64 if self.is_host else accumulation_dtype(x.dtype)
+                mean = x.new_zeros(x.size(1), dtype=dtype)
+                inverse = torch.full_like(mean, eps**-0.5)
+            self._own = KernelMoments(n, mean, inverse, eps)
+        return self._own
 
     def connect(self) -> None:
         """Saves x in this thread, if it has hooks on saved tensors."""
@@ -115,47 +134,75 @@ class Fused:
     @staticmethod
     def merge(shards: Sequence[Fused], count_batch: CountBatch) -> list[Reply] | None:
         """Returns the replies, and updates the running statistics. None if shards don't match."""
-        calls = [shard.call for shard in shards]
-        if len({shard.records_graph for shard in shards}) > 1 or not all_match(calls):
+        calls, first = [shard.call for shard in shards], shards[0]
+        if not all_match(calls) or len({(s.kernels, s.records_graph) for s in shards}) > 1:
             return None
         own = [shard.measured() for shard in shards]
-        home, (_, mean, _, eps) = calls[0].x.device, own[0]
+        home, counts = calls[0].x.device, tuple([moments.n or TINY for moments in own])
         means = torch.stack([moments.mean.to(home) for moments in own])
         inverses = torch.stack([moments.inverse.to(home) for moments in own])
-        counts: Any = tuple([moments.n for moments in own])
-        running = count_batch()
-        dtypes = {mean.dtype if buffer is None else buffer.dtype for buffer in running[:2]}
-        updates = dtypes == {mean.dtype} and not isinstance(running.momentum, Tensor)
-        args: Any = means, means, inverses, *(running if updates else (None, None, 0.0)), eps
-        args += (constant_tensor(counts, home, mean.dtype),)
-        merged = torch.batch_norm_gather_stats_with_counts(*args)  # the first gives the dtype only
-        copies = _copied(merged, [call.x.device for call in calls])
-        batches = [KernelMoments(sum(counts), mean, inverse, eps) for mean, inverse in copies]
-        if not updates:
-            running.update(batches[0].exact())
-        return list(map(Reply, batches, _normalized(shards, batches)))
+        n = sum([moments.n for moments in own])
+        count_batch = RunningStatistics if n == 1 else count_batch  # the call raises
+        rows = constant_tensor(counts, home, means.dtype), means, inverses
+        merged = first._merged(n, *rows, count_batch)
+        copies = _copied(merged[1:3], [call.x.device for call in calls])
+        batches = [merged._replace(mean=mean, inverse=inverse) for mean, inverse in copies]
+        ys, is_empty = _normalized(shards, batches), first.is_host
+        return [Reply(batch, y, is_empty) for batch, y in zip(batches, ys, strict=True)]
 
-    def reply_of_ranks(self, batch: Moments, ranks: Ranks) -> Reply:
-        """Returns the reply to a process, given the moments of all ranks."""
-        _, like, _, eps = self.own
-        vectors = batch.mean, (batch.var + eps).rsqrt()
-        mean, inverse = (to_device(vector.to(like.dtype), like.device) for vector in vectors)
-        of_kernel = KernelMoments(batch.n, mean, inverse, eps)
-        return Reply(of_kernel, *_normalized([self], [of_kernel], ranks))
+    def merge_ranks(self, ranks: Ranks, count_batch: CountBatch) -> Reply:
+        """Returns the reply to a process, and updates the running statistics."""
+        own = self.measured()
+        batch = self._merged(*ranks.gathered(own.n, own.mean, own.inverse), count_batch)
+        return self.reply(batch, ranks)
+
+    def _merged(
+        self,
+        n: int | Tensor,
+        counts: Tensor,
+        means: Tensor,
+        inverses: Tensor,
+        count_batch: CountBatch,
+    ) -> KernelMoments:
+        """Merges n moments, ``(n, C)`` each, and updates the running statistics."""
+        own, running = self.measured(), count_batch()
+        # The kernel needs 2 values, and numbers like its own. A count that the host does not know
+        # is above 1 if its shard's is.
+        is_usual = (n if isinstance(n, int) else own.n) > 1
+        is_usual &= not isinstance(running.momentum, Tensor)
+        if not self.is_host:
+            is_usual &= {b.dtype for b in running[:2] if b is not None} <= {means.dtype}
+        updated = running if is_usual else RunningStatistics()
+        # The first argument gives the dtype only.
+        like = self.x if self.is_host else means
+        args: Any = like, means, inverses, *updated, own.eps, counts
+        mean, inverse = self.kernels.gather_stats(*args)
+        batch = KernelMoments(n, mean, inverse, own.eps)
+        if not is_usual:
+            running.update(batch.exact())
+        return batch
+
+    def reply(self, batch: KernelMoments, ranks: Ranks | None = None) -> Reply:
+        """Returns the reply to a single shard, given the moments of the batch."""
+        return Reply(batch, _normalized([self], [batch], ranks)[0])
 
     def output(self, reply: Reply) -> Tensor:
+        if reply.is_empty and self.x.numel():
+            (_, mean, inverse, eps), y = reply.batch, reply.y.detach()
+            with torch.no_grad():
+                self.kernels.elemt(self.x, self.weight, self.bias, mean, inverse, eps, out=y)
         return reply.y
 
     def record(self, reply: Reply) -> Record:
-        return Record(self.own, reply.batch, self.records_graph, reply.y.requires_grad)
+        return Record(self.measured(), reply.batch, self.records_graph, reply.y.requires_grad)
 
-    def recompute(self, record: Record) -> Tensor:
-        """Returns the output of a call that a checkpoint recomputes."""
+    def recomputed(self, record: Record) -> Reply:
+        """Returns the reply to a call that a checkpoint recomputes."""
         if record.requires_grad and not self.x.requires_grad:
             # Perhaps only the inputs of other replicas did.
             self.x = self.x.detach().requires_grad_()
         with hidden_from_hooks():
-            return _normalized([self], [record.batch])[0]
+            return self.reply(record.batch)
 
 
 def _copied(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
@@ -177,10 +224,13 @@ def _normalized(
 
 
 def _outputs(shards: Sequence[Fused], batches: Sequence[KernelMoments]) -> list[Tensor]:
+    """Computes the outputs. On the CPU, several replicas compute theirs in `Fused.output`."""
+    are_empty = len(shards) > 1 and shards[0].is_host
     return [
-        # The last argument is eps, which only some kernels use.
-        torch.batch_norm_elemt(shard.x, shard.weight, shard.bias, mean, inverse, 0.0)
-        for shard, (_, mean, inverse, _) in zip(shards, batches, strict=True)
+        torch.empty_like(shard.x, memory_format=memory_format(shard.x))
+        if are_empty or not shard.x.numel()
+        else shard.kernels.elemt(shard.x, shard.weight, shard.bias, mean, inverse, eps)
+        for shard, (_, mean, inverse, eps) in zip(shards, batches, strict=True)
     ]
 
 
@@ -214,7 +264,7 @@ class Normalize(Function):
         *xs: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.batches, ctx.ranks = batches, ranks
+        ctx.kernels, ctx.batches, ctx.ranks = shards[0].kernels, batches, ranks
         ctx.holders = [shard.holder for shard in shards]
         ctx.streams = current_streams([x.device for x in xs])
         saved = [x if h is None else None for x, h in zip(xs, ctx.holders, strict=True)]
@@ -224,23 +274,24 @@ class Normalize(Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         n, saved = len(dys), ctx.saved_tensors
+        used = [dy for dy in dys if dy is not None]
+        if not used and ctx.ranks is None:  # the other ranks would wait for the sums of this one
+            return (None,) * (5 + n)  # called by the engine without any gradient
         xs = [
             x if holder is None else holder.saved_tensors[0]
             for x, holder in zip(saved, ctx.holders, strict=False)
         ]
-        if ctx.ranks is not None and dys[0] is None:
-            dys = (torch.zeros_like(xs[0]),)  # the other ranks wait for the sums of this one
-        used = [dy for dy in dys if dy is not None]
-        if not used:
-            return (None,) * (5 + n)  # called by the engine without any gradient
-        is_usual = len(used) == n and not torch.is_grad_enabled()
         for dy in used:
-            if is_batched(dy):
-                is_usual = False
-            elif dy.device in ctx.streams:
+            if dy.device in ctx.streams and not is_batched(dy):
                 record_stream(dy, ctx.streams[dy.device])  # it may come from another stream
         with use_streams(ctx.streams):
-            compute: Any = _gradients if is_usual else _gradients_by_formula
+            if torch.is_grad_enabled() or any(map(is_batched, used)):
+                compute: Any = _gradients_by_formula
+            else:
+                compute = _gradients
+            dys = tuple(
+                torch.zeros_like(x) if dy is None else dy for dy, x in zip(dys, xs, strict=True)
+            )
             return None, None, None, *compute(ctx, dys, xs, saved[n:])
 
 
@@ -254,49 +305,55 @@ def _gradients(
     """Returns the gradients of weight, bias and all x, where they are needed."""
     needs_dweight, needs_dbias, *needs = ctx.needs_input_grad[3:]
     n, mean, inverse, _ = ctx.batches[0]
-    dys, sums = [in_format_of(dy, x) for dy, x in zip(dys, xs, strict=True)], []
-    for dy, x, batch in zip(dys, xs, ctx.batches, strict=True):
-        args: Any = dy, x, batch.mean, batch.inverse, None, True, False, False
-        reduced = torch.batch_norm_backward_reduce(*args)
-        sums.append(torch.stack(reduced[:2]).to(mean.device))  # of dy and of dy * (x - mean)
-    # Two kernels for any number, where that is less.
-    total = torch.stack(sums).sum(0) if len(sums) > 3 else reduce(torch.add, sums)
-    dbias, dweight = total[0], total[1] * inverse if needs_dweight else None
-    if ctx.ranks is not None and needs[0]:
-        total, weights = _summed(ctx.ranks, total, inverse, weights[0])
-    if isinstance(n, Tensor) or n >= 2**31:  # the kernel divides by an int32
-        total, n = total / n, 1
+    dys = [in_format_of(dy, x) for dy, x in zip(dys, xs, strict=True)]
+    of_shards = [
+        # Of a single shard, the kernel also computes the gradients of the parameters.
+        _reduced(ctx.kernels, dy, x, batch, weights[0] if len(xs) == 1 else None)
+        for dy, x, batch in zip(dys, xs, ctx.batches, strict=True)
+    ]
+    if len(xs) == 1:
+        plain, along, dweight, dbias = of_shards[0]
+        if ctx.ranks is not None and needs[0]:
+            n, total = ctx.ranks.summed(plain, along)
+        else:
+            total = torch.stack((plain, along))
+        dbias = plain if dbias is None else dbias
+    else:
+        sums = [torch.stack(of_shard[:2]).to(mean.device) for of_shard in of_shards]
+        # Two kernels for any number, where that is less.
+        total = torch.stack(sums).sum(0) if len(sums) > 3 else reduce(torch.add, sums)
+        dbias, dweight = total[0], total[1] * inverse if needs_dweight else None
+    if isinstance(n, Tensor) or n >= 2**31:  # kernels divide by an int32
+        total, n = (total / n).to(accumulation_dtype(xs[0].dtype)), 1
     dxs: list[Tensor | None] = [None] * len(xs)
     for i, (total_here,) in enumerate(_copied([total], [x.device for x in xs])):
-        if needs[i]:
-            batch, counts = ctx.batches[i], constant_tensor((n,), xs[i].device, torch.int32)
-            args = dys[i], xs[i], batch.mean, batch.inverse, weights[i]
-            args += *total_here.unbind(), counts
-            dxs[i] = torch.batch_norm_backward_elemt(*args)
+        x, batch = xs[i], ctx.batches[i]
+        if needs[i] and x.numel():
+            count = constant_tensor((n,), x.device, torch.int32)
+            args = dys[i], x, batch.mean, batch.inverse, weights[i], *total_here.unbind(), count
+            dxs[i] = ctx.kernels.backward_elemt(*args)
+        elif needs[i]:
+            dxs[i] = torch.empty_like(x)
     return [dweight, dbias if needs_dbias else None, *dxs]
 
 
-def _summed(
-    ranks: Ranks, sums: Tensor, inverse: Tensor, weight: Tensor | None
-) -> tuple[Tensor, list[Tensor]]:
-    """Adds the sums of all ranks. Returns them with a weight by which the kernel multiplies."""
-    # What ranks add are derivatives by mean and variance of the batch, as in the formula, so some
-    # ranks may build a graph of their backward and others not. In float64, because the product of
-    # a tiny weight may be too small for float32.
-    weight = torch.ones_like(inverse) if weight is None else weight
-    weight = weight.masked_fill(weight.abs() < _TINY, _TINY)
-    scale = -in_float64(inverse) * in_float64(weight)
-    factors = torch.stack((scale, scale * in_float64(inverse).square() / 2))
-    total = ranks.summed(in_float64(sums) * factors) / factors
-    return to_device(total.to(sums.dtype), sums.device), [weight]
+def _reduced(
+    kernels: Kernels, dy: Tensor, x: Tensor, batch: KernelMoments, weight: Tensor | None
+) -> Any:
+    """Returns the two sums of a shard, and the gradients of weight and bias, if it has any."""
+    if x.numel():
+        args = dy, x, batch.mean, batch.inverse, weight, True, True, True
+        return kernels.backward_reduce(*args)
+    zeros = batch.mean.new_zeros(x.size(1), dtype=accumulation_dtype(x.dtype))
+    return zeros, zeros, weight if weight is None else zeros, None
 
 
 def _gradients_by_formula(
-    ctx: Any, dys: Sequence[Tensor | None], xs: Sequence[Tensor], weights: Sequence[Tensor | None]
+    ctx: Any, dys: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Returns what `_gradients` returns, with derivatives of any order."""
     needs = ctx.needs_input_grad[3:]
-    of_ranks = None if ctx.ranks is None else ctx.ranks.with_summed_gradient
+    moments = ctx.batches[0].exact()
     with torch.enable_grad():
         # As views, because several replicas may have the same tensor. Gradients do not depend on
         # the bias.
@@ -306,16 +363,28 @@ def _gradients_by_formula(
             # A `_Hold` saves an input of the network as it is, which needs no gradient. But the
             # input of the node does, if the parameters do.
             view.requires_grad_(need or view.requires_grad)
-        bias = torch.zeros_like(ctx.batches[0].mean).requires_grad_()
+        bias, of_ranks = torch.zeros_like(ctx.batches[0].mean).requires_grad_(), None
+        if ctx.ranks is not None:
+            weight = torch.ones_like(bias) if weight is None else weight
+            # Not 0: the sums would be lost that the other ranks need.
+            weight = weight + TINY * (weight.detach().abs() < TINY)
+            of_ranks = partial(_summed_over, ctx.ranks, moments.var + ctx.batches[0].eps, weight)
         denominator = Denominator(ctx.batches[0].eps)
         shards = [Formula(Call(view, weight, bias, denominator)) for view in views]
         for shard in shards:
             shard.connect()
-        batch = with_derivatives(ctx.batches[0].exact(), [s.own for s in shards], of_ranks)
+        batch = with_derivatives(moments, [s.own for s in shards], of_ranks)
         reply = shards[0].reply(batch)
-        used = [i for i, dy in enumerate(dys) if dy is not None]
-        ys = [shards[i].output(reply) for i in used]
-    inputs = [t for t, need in zip((weight, bias, *views), needs, strict=True) if need]
+        ys = [shard.output(reply) for shard in shards]
+    inputs = [t for t, need in zip((tensors[0], bias, *views), needs, strict=True) if need]
     options: Any = {"create_graph": torch.is_grad_enabled(), "allow_unused": True}
-    grads = iter(torch.autograd.grad(ys, inputs, [dys[i] for i in used], **options))
+    grads = iter(torch.autograd.grad(ys, inputs, dys, **options))
     return [next(grads) if need else None for need in needs]
+
+
+def _summed_over(ranks: Ranks, denominator: Tensor, weight: Tensor, tensor: Tensor) -> Tensor:
+    """Returns the same tensor, whose gradient is added over the ranks."""
+    # The gradient are derivatives by mean and variance of the batch. What ranks add are the two
+    # sums of `_gradients`, so that the others need not build a graph of their backward.
+    scale = -in_float64(weight.detach()) * denominator.rsqrt()
+    return ranks.with_summed_gradient(tensor, torch.stack((scale, scale / denominator / 2)))

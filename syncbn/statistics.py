@@ -55,17 +55,14 @@ def merge(parts: Sequence[Moments]) -> Moments:
     share = constant_tensor(tuple([own / max(n, 1) for own in counts]), home, torch.float64)
     means = torch.stack([part.mean.to(home) for part in parts])
     variances = torch.stack([part.var.to(home) for part in parts])
-    start = next((part.mean for part in parts if part.n), parts[0].mean)
-    return Moments(n, *merge_shares(share, means, variances, start.to(home)))
+    return Moments(n, *merge_shares(share, means, variances))
 
 
-def merge_shares(
-    share: Tensor, means: Tensor, variances: Tensor, start: Tensor
-) -> tuple[Tensor, Tensor]:
+def merge_shares(share: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
     """Merges n moments, ``(n, C)`` each, given the fraction of all values that each has."""
     # Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     # Variances", 1979. From one of the means on, so that equal means give the same again.
-    start = start.detach().nan_to_num(0.0, 0.0, 0.0)
+    start = means[0].detach().nan_to_num(0.0, 0.0, 0.0)
     mean = start + share @ (means - start)
     apart = means - mean
     return mean, share @ torch.addcmul(variances, apart, apart)
@@ -105,7 +102,7 @@ class RunningStatistics(NamedTuple):
         if isinstance(total, Tensor):  # the host does not know whether it is above 1
             weight = weight * (total > 1).to(var)
             total = total.clamp(min=2)
-        elif total == 0:
+        elif total < 2:
             return
         for buffer, new in ((self.mean, mean), (self.var, var * (total / (total - 1)))):
             if buffer is not None:

@@ -170,19 +170,11 @@ def not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined, "LARGEST", -1)
 
 
-@pytest.fixture
-def fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes stand-ins, which compute on the CPU, of torch's kernels for CUDA."""
-    for name, stand_in in stand_ins.KERNELS.items():
-        monkeypatch.setattr(torch, name, stand_in)
-
-
 @pytest.fixture(params=["formula", "fused"])
-def way(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fused_kernels: None
-) -> None:
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the CPU go a way that other devices go."""
-    monkeypatch.setattr(fused, "has_kernels", lambda *args: request.param == "fused")
+    found = stand_ins.AS_ON_ACCELERATORS if request.param == "fused" else None
+    monkeypatch.setattr(fused, "kernels_for", lambda kind: found)
 
 
 @pytest.fixture(params=["joined", "not joined"])

@@ -21,7 +21,7 @@ from replication.devices import DeviceLike, parse_devices
 from replication.diagnosis.table import ShownAsTable, Table
 from replication.errors import ReplicationError, add_note, check_module, path_or_root
 from replication.groups.layer import ReplicaAware
-from replication.groups.processes import has_other_processes
+from replication.groups.registry import has_other_processes
 from replication.modules import check_initialized
 from replication.sync.rendezvous import current_replica, is_recomputation
 from replication.tree import flatten, unflatten

@@ -10,12 +10,8 @@ from torch import nn
 from replication._torch import IS_REPLICA
 from replication.errors import ReplicationError
 from replication.groups.base import Group, SoloGroup
-from replication.groups.processes import (
-    ProcessGroup,
-    ProcessGroupHandle,
-    as_process_group,
-    has_other_processes,
-)
+from replication.groups.processes import ProcessGroup
+from replication.groups.registry import ProcessGroupHandle, as_process_group, has_other_processes
 from replication.groups.replicas import CallbackContext
 from replication.sync.rendezvous import current_replica
 from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn

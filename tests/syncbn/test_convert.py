@@ -24,7 +24,7 @@ from replication import (
     replicate,
 )
 from replication.callbacks import runs_callbacks
-from replication.groups.processes import ProcessGroupHandle
+from replication.groups.registry import ProcessGroupHandle
 from syncbn import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,

@@ -11,20 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks import fused as stand_ins
 from replication import DataParallel
 from syncbn import SynchronizedBatchNorm2d, formula, fused
 from syncbn.fused import Fused, KernelMoments, _gradients
+from syncbn.kernels import ON_CPU
 from syncbn.statistics import Call, Denominator
 from tests.layers import Recomputed
 from tests.layouts import channels_last, channels_of
 from tests.sharded import eps_mode, randomized, run_sharded
 
-pytestmark = pytest.mark.usefixtures("not_joined", "fused_kernels", "on_fused_device")
+pytestmark = pytest.mark.usefixtures("not_joined", "on_accelerator")
 
 
 @pytest.fixture
-def on_fused_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "has_kernels", lambda *args: True)
+def on_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "kernels_for", lambda kind: stand_ins.AS_ON_ACCELERATORS)
 
 
 @pytest.fixture
@@ -84,10 +86,10 @@ def test_a_count_beyond_int32_does_not_wrap(total):
     class Context:
         """Of a batch in which the sums of this shard are as large as those of a billion values."""
 
-        ranks, needs_input_grad = None, [False] * 3 + [True] * 3
+        kernels, ranks, needs_input_grad = ON_CPU, None, [False] * 3 + [True] * 3
         batches = (KernelMoments(total, torch.zeros(3), torch.ones(3), 1e-5),)
 
-    dweight, dbias, dx = _gradients(Context(), [dy], [x], [None])
+    dweight, dbias, dx = _gradients(Context(), [dy], [x], [torch.ones(3)])
     torch.testing.assert_close(dx, dy - (dbias + x * dweight) / float(total))
     torch.testing.assert_close(dbias, dy.sum(0))
     torch.testing.assert_close(dweight, (dy * x).sum(0))
@@ -125,9 +127,9 @@ def check_step(layer: nn.Module, sizes: list[int], **options: Any) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[2, 0, 3], [0, 2, 2], [0, 0, 4]], ids=str)
-def test_empty_shards_lead_all_to_the_formula(sizes, ways):
+def test_empty_shards_go_the_same_way(sizes, ways):
     check_step(SynchronizedBatchNorm2d(3), sizes)
-    assert ways == {"Formula": len(sizes)}
+    assert ways == {"Fused": len(sizes)}
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
@@ -136,7 +138,11 @@ def test_replicas_on_devices_without_the_kernels_lead_all_to_the_formula(
 ):
     """As where one is on the CPU."""
     monkeypatch.setattr(
-        fused, "has_kernels", lambda *args: threading.current_thread().name != "replica-1"
+        fused,
+        "kernels_for",
+        lambda kind: None
+        if threading.current_thread().name == "replica-1"
+        else stand_ins.AS_ON_ACCELERATORS,
     )
     layer, plain = SynchronizedBatchNorm2d(3), torch.nn.BatchNorm2d(3)
     x, dy = torch.randn(2, 5, 3, 2, 2)

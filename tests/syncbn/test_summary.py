@@ -10,7 +10,7 @@ from torch import nn
 
 from replication import DataParallel, patch_replication_callback
 from replication.devices import accelerator
-from replication.groups.processes import ProcessGroupHandle
+from replication.groups.registry import ProcessGroupHandle
 from syncbn import SynchronizedBatchNorm1d, convert_model, summary
 from tests.layers import CustomDataParallel
 

@@ -1,0 +1,160 @@
+"""The comparison of calls: ranks of a process group name calls that do not match.
+
+Problem: if a rank makes another call than the others, a backend waits for the timeout, crashes, or
+adds numbers that do not belong together. But to send a text with each call costs more than a small
+call itself.
+
+Idea: each call has a digest, two numbers. It travels where the host reads what arrives
+anyway. Only if the digests of the ranks differ, they exchange the texts of their calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from ctypes import string_at
+from functools import lru_cache
+from hashlib import sha256
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from replication._torch import device_of_group, is_profiling, named_range
+from replication.errors import ReplicationError, add_note
+from replication.groups.base import Call, check_same_call
+from replication.groups.registry import state_of
+
+#: The number of bytes of a text that ranks exchange, cut or filled up.
+_TEXT_BYTES = 480
+
+#: A note on errors of a backend.
+_REMEDY = (
+    "if no other rank failed first (see their logs), some rank did not reach this call: is one in "
+    "eval(), compiled where others are not, out of data (see replication.JoinableStep), without a "
+    "backward, or in another layer?"
+)
+
+
+class RankCall:
+    """A call that this rank makes in a process group. Errors in its ``with`` block name it.
+
+    Args:
+        process_group: The group of `torch.distributed`.
+        name: The name of the layer.
+        call: What must match on all ranks, besides the name and how many calls came before.
+    """
+
+    def __init__(self, process_group: Any, name: str, call: Call) -> None:
+        self.process_group, self.name, self.call = process_group, name, call
+        #: Whether the ranks have compared this call.
+        self.is_compared = False
+        state = state_of(process_group)
+        kind = name, call.name.endswith("_backward")
+        with state.lock:
+            state.calls[kind] += 1
+            self._number = state.calls[kind]
+        self._range: AbstractContextManager[object] | None = None
+
+    def __str__(self) -> str:
+        return f"`{self.name}`, call {self._number}: {self.call}"
+
+    def __enter__(self) -> RankCall:
+        if is_profiling():
+            self._range = named_range(f"exchange {self.name}, rank {self.process_group.rank()}")
+            self._range.__enter__()
+        if ranks_debug():
+            self.compare()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._range is not None:
+            self._range.__exit__(kind, error, traceback)
+        # If another rank raises or dies, this one gets an error of the backend, or runs into the
+        # timeout of the group.
+        if isinstance(error, Exception) and not isinstance(error, ReplicationError):
+            group = self.process_group
+            add_note(error, f"in {self}, rank {group.rank()} of {group.size()}")
+            add_note(error, _REMEDY + debugging_advice())
+
+    @property
+    def digest(self) -> list[int]:
+        """Two numbers, exact in float64, that are equal on all ranks where their calls match."""
+        return [_digest(self.name, self.call), self._number]
+
+    def compare(self, length: int = 0) -> list[int]:
+        """Raises `ReplicasDiverged` if the calls of the ranks differ. Returns their lengths.
+
+        It is a collective of its own, for which the host waits.
+        """
+        header = torch.tensor([*self.digest, length])
+        rows = gathered(header.to(device_of_group(self.process_group)), self.process_group)
+        self.check(rows.tolist())
+        return rows[:, 2].tolist()
+
+    def check(self, digests: Sequence[Sequence[float]]) -> None:
+        """Raises `ReplicasDiverged` if the digests of all ranks differ: then they do on each."""
+        self.is_compared = True
+        if all(digest[:2] == digests[0][:2] for digest in digests):
+            return
+        # Not pickled, because unpickling could run any code.
+        data = str(self).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        rows = gathered(to_tensor(data, self.process_group), self.process_group)
+        calls = [
+            (tuple(digest[:2]), _printable(to_bytes(row)))
+            for digest, row in zip(digests, rows, strict=True)
+        ]
+        check_same_call(calls, f"`{self.name}`", range(len(calls)), "rank")
+
+
+@lru_cache(maxsize=1024)
+def _digest(name: str, call: Call) -> int:
+    return int.from_bytes(sha256(f"{name}: {call}".encode()).digest()[:6], "big")
+
+
+def ranks_debug() -> bool:
+    """Whether ranks compare all calls, by ``TORCH_DISTRIBUTED_DEBUG``."""
+    # Not `is`, because every call returns a new object.
+    return bool(distributed.get_debug_level() != distributed.DebugLevel.OFF)  # type: ignore[attr-defined]
+
+
+def debugging_advice() -> str:
+    """Returns what to set, unless it is set."""
+    advice = " Set TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls"
+    return "" if ranks_debug() else advice
+
+
+def gathered(tensor: Tensor, process_group: Any) -> Tensor:
+    """Stacks contiguous tensors of all ranks, of one shape."""
+    rows = tensor.new_empty(process_group.size(), *tensor.shape)
+    if not rows.numel():
+        pass  # there is nothing to send
+    elif tensor.is_cpu:  # for which older releases of gloo lack the other function
+        distributed.all_gather([*rows.unbind()], tensor, process_group)
+    else:  # a list would be copied row by row
+        distributed.all_gather_into_tensor(rows, tensor, process_group)
+    return rows
+
+
+def to_tensor(data: bytes, process_group: Any) -> Tensor:
+    """Returns a vector of bytes on a device whose tensors the group takes."""
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return tensor.to(device_of_group(process_group))
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """Returns the values of a vector of bytes, without NumPy."""
+    tensor = tensor.cpu()
+    return string_at(tensor.data_ptr(), len(tensor))
+
+
+def _printable(encoded: bytes) -> str:
+    """Returns the text of a call, given any bytes."""
+    text = encoded.rstrip(b"\0").decode(errors="replace")
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)

@@ -1,0 +1,90 @@
+"""The groups of `torch.distributed` in this process, and the state that is kept beside each."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
+
+from replication._torch import COMPILES_COLLECTIVES, is_usable
+from replication.warning import warn
+
+
+class ProcessGroupState:
+    """The number of calls made with a process group, and the groups split from it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        #: The number of calls, by the name of the layer and whether a backward makes them.
+        self.calls: Counter[tuple[str, bool]] = Counter()
+        #: The groups made of this one, by the size of the parts.
+        self.parts: dict[int, Any] = {}
+
+
+_states: WeakKeyDictionary[Any, ProcessGroupState] = WeakKeyDictionary()
+
+
+def state_of(process_group: Any) -> ProcessGroupState:
+    """Returns the state of a process group, which lives as long as the group."""
+    state = _states.get(process_group)
+    return _states.setdefault(process_group, ProcessGroupState()) if state is None else state
+
+
+def has_other_processes(process_group: Any = None) -> bool:
+    """Whether a group, by default all processes, is more than this process."""
+    # Also true if this process is not a member or the group is destroyed: using it raises.
+    if process_group is not None:
+        return not is_usable(process_group) or distributed.get_world_size(process_group) > 1
+    # `torch.compile` looks at this object again, and not at `is_initialized`.
+    world = distributed.group.WORLD if distributed.is_available() else None
+    return world is not None and world.size() > 1
+
+
+def name_in_graph(process_group: Any) -> str | None:
+    """Returns the name of a group, by default all processes, in operators of a compiled graph.
+
+    None if this process cannot use the group, or if the release of torch cannot keep collectives
+    in a graph.
+    """
+    process_group = distributed.group.WORLD if process_group is None else process_group
+    is_usable_here = COMPILES_COLLECTIVES and is_usable(process_group)
+    return process_group.group_name if is_usable_here else None
+
+
+def as_process_group(value: Any) -> Any:
+    """Returns a group of `torch.distributed`, that of a mesh of one dimension, or None."""
+    if isinstance(value, DeviceMesh):
+        if value.ndim > 1:
+            raise ValueError(
+                f"process_group must be one dimension of a mesh (got {value.ndim}); pass the one "
+                "that splits the batch, such as mesh['dp'], or None if all dimensions do"
+            )
+        return value.get_group()
+    is_group = distributed.is_available() and (
+        isinstance(value, distributed.ProcessGroup)
+        or value is distributed.GroupMember.NON_GROUP_MEMBER
+    )
+    if value is not None and not is_group:
+        raise TypeError(
+            "process_group must be a torch.distributed.ProcessGroup, a DeviceMesh of one "
+            f"dimension, or None (got {type(value).__name__})"
+        )
+    return value
+
+
+class ProcessGroupHandle:
+    """A process group of a layer. Copies of the layer keep it, and pickling drops it."""
+
+    def __init__(self, process_group: Any) -> None:
+        self.process_group = process_group
+
+    def __deepcopy__(self, memo: Any) -> ProcessGroupHandle:
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        warn("a process_group is not pickled with a layer; set it where the layer is loaded")
+        return type(None), ()  # loaded as None

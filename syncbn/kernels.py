@@ -1,0 +1,262 @@
+"""The five kernels of a synchronized layer, and the devices that have them.
+
+`torch.nn.SyncBatchNorm` is made of five kernels, which do all passes over a shard and the merge.
+torch has them for accelerators only. On the CPU, the functions of this module stand for them, with
+the same names and arguments, each composed of a few operations that torch has there:
+
+=====================================  =========================================================
+`batch_norm_stats`                     mean and inverse deviation of a shard
+`batch_norm_gather_stats_with_counts`  the same of the batch, and the update of its buffers
+`batch_norm_elemt`                     the output of a shard
+`batch_norm_backward_reduce`           the two sums of backward: of dy, and of dy * (x - mean)
+`batch_norm_backward_elemt`            the gradient of a shard
+=====================================  =========================================================
+
+The output and the gradient of a shard are affine maps of each channel of x. So is batch norm in
+evaluation mode, which takes one pass on the CPU. It computes x * scale + (shift - mean * scale),
+which loses digits where a mean is large against the deviation. Such means stay in float64, so that
+their merge loses nothing, and the kernels that get one center x first. All other vectors of length
+C are in the accumulation dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from replication._torch import has_kernels
+from syncbn.channels import (
+    accumulation_dtype,
+    per_channel,
+)
+
+#: Stands for the count of a shard without values, because the kernels divide by counts.
+TINY = 1e-30
+
+#: The largest mean, in standard deviations, at which evaluation mode loses at most three bits.
+_LARGE_MEAN = 8
+
+#: The rounding error of a mean, in units of the last place, within which a channel is constant.
+_CONSTANT = 2**12
+
+#: The most values of a shard that is measured in float64, because calling operations takes longer.
+_FEW_VALUES = 2**16
+
+#: The fewest values of a channel in a sample for which `_moments_of_rows` is faster than torch's
+#: kernel.
+_LEAST_ROW = 32
+
+#: The number of values that `_moments_of_rows` copies at a time, so that the copy fits a cache.
+_CHUNK = 2**18
+
+
+class Kernels(NamedTuple):
+    """The five kernels of a type of device."""
+
+    stats: Callable[..., Any]
+    gather_stats: Callable[..., Any]
+    elemt: Callable[..., Any]
+    backward_reduce: Callable[..., Any]
+    backward_elemt: Callable[..., Any]
+
+
+def batch_norm_stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Computes mean and inverse deviation of each channel, ``(C,)`` in float64."""
+    mean, var = moments(input)
+    return mean, (var + eps).rsqrt_()
+
+
+def batch_norm_gather_stats_with_counts(
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Merges means and inverse deviations of n shards, ``(n, C)``, and updates the buffers.
+
+    ``counts``, ``(n,)``, are positive (see `TINY`). Only the dtype of ``input`` matters.
+    """
+    # Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    # Variances", 1979. From one of the means on, so that equal means give the same again.
+    n, start = counts.sum().item(), mean[0].nan_to_num(0.0, 0.0, 0.0)
+    share = counts / n
+    merged = torch.addmv(start, (mean - start).T, share)
+    apart = mean - merged
+    denominator = torch.mv(invstd.pow(-2).addcmul_(apart, apart).T, share)
+    result = merged, denominator.rsqrt()
+    if not is_large(*result):
+        dtype = accumulation_dtype(input.dtype)
+        result = merged.to(dtype), result[1].to(dtype)
+    if running_mean is not None and running_var is not None:
+        # Hidden from autograd, as torch's kernels do it: the graph of a forward on one device may
+        # have saved a buffer without needing its value.
+        unbiased = denominator.sub_(eps).clamp_(min=0).mul_(n / (n - 1))
+        for running, new in ((running_mean.data, result[0]), (running_var.data, unbiased)):
+            running.lerp_(new.to(running.dtype), momentum)
+    return result
+
+
+def batch_norm_elemt(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    eps: float,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Computes ``(input - mean) * invstd * weight + bias``. ``eps`` is not used."""
+    scale = invstd if weight is None else invstd * weight
+    return _affine(input, mean, scale, bias, out)
+
+
+def batch_norm_backward_reduce(
+    grad_out: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    input_g: bool,
+    weight_g: bool,
+    bias_g: bool,
+) -> tuple[Tensor | None, ...]:
+    """Sums ``grad_out`` and ``grad_out * (input - mean)``.
+
+    Then come the gradients of weight and bias, None unless they are wanted and there is a weight.
+    """
+    center = mean.to(accumulation_dtype(input.dtype))
+    one, mask = torch.ones_like(center), [False, True, True]
+    args: Any = grad_out, input, one, center, one, None, None, False, 0.0, mask
+    _, along, plain = torch.ops.aten.native_batch_norm_backward(*args)
+    if mean.dtype == torch.float64:
+        along = along - (mean - center) * plain
+    dweight = dbias = None
+    if weight is not None:
+        dweight = (along * invstd).to(weight.dtype) if weight_g else None
+        dbias = plain.to(weight.dtype) if bias_g else None
+    return plain, along, dweight, dbias
+
+
+def batch_norm_backward_elemt(
+    grad_out: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    sum_dy: Tensor,
+    sum_dy_xmu: Tensor,
+    count: Tensor,
+) -> Tensor:
+    """Computes the gradient of a shard, given the sums and the counts of all shards."""
+    dtype = accumulation_dtype(input.dtype)
+    scale = invstd if weight is None else invstd * weight
+    share = scale / -count.sum().item()
+    slope, shift = share * invstd.square() * sum_dy_xmu, share * sum_dy
+    # Half precision is rounded once, at the end.
+    dx = _affine(input.to(dtype), mean, slope, shift)
+    return dx.addcmul_(grad_out.to(dtype), per_channel(scale, dx)).to(input.dtype)
+
+
+ON_CPU = Kernels(
+    batch_norm_stats,
+    batch_norm_gather_stats_with_counts,
+    batch_norm_elemt,
+    batch_norm_backward_reduce,
+    batch_norm_backward_elemt,
+)
+
+
+@lru_cache
+def kernels_for(kind: str) -> Kernels | None:
+    """The kernels of a type of device, or None if it lacks one of them."""
+    if kind == "cpu":
+        return ON_CPU
+    names = [kernel.__name__ for kernel in ON_CPU]
+    return Kernels(*[getattr(torch, n) for n in names]) if has_kernels(kind, *names) else None
+
+
+def _affine(
+    x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """Computes ``(x - mean) * scale + shift`` for each channel, in the dtype of x."""
+    dtype = accumulation_dtype(x.dtype)
+    center, scale = mean.to(dtype), scale.to(dtype)
+    shift = None if shift is None else shift.to(dtype)
+    if mean.dtype == torch.float64:  # it may be large
+        drift = (center - mean) * scale
+        shift = drift if shift is None else shift + drift
+        y = (x - per_channel(center, x)).mul_(per_channel(scale, x)).add_(per_channel(shift, x))
+        return y.to(x.dtype) if out is None else out.copy_(y)
+    args: Any = x, scale, shift, center, torch.ones_like(center), False, 0.0, 0.0
+    if out is None:
+        return torch.native_batch_norm(*args)[0]
+    return torch.native_batch_norm(*args, out=(out, torch.empty(0), torch.empty(0)))[0]
+
+
+def is_large(mean: Tensor, invstd: Tensor) -> bool:
+    """Whether a mean is so large against the deviation that evaluation mode would lose digits."""
+    return bool(((mean * invstd).abs_() > _LARGE_MEAN).any())
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes mean and biased variance of each channel, ``(C,)`` in float64, 0 without values."""
+    if not x.numel():
+        return x.new_zeros(2, x.size(1), dtype=torch.float64).unbind()  # type: ignore[return-value]
+    if x.numel() <= _FEW_VALUES and x.dtype != torch.float64:
+        return torch.batch_norm_update_stats(x.double(), None, None, 0.0)
+    mean, var = _moments(x)
+    if bool((mean.square() > _LARGE_MEAN**2 * var).any()):
+        center = _center(x, mean)
+        mean, var = _moments(x - per_channel(center, x))
+        mean += center
+    return mean, var
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes moments of many values, with the rounding error of a mean in the dtype of x."""
+    if x.is_contiguous() and x[0, 0].numel() >= _LEAST_ROW:
+        return _moments_of_rows(x)
+    if x.dtype in (torch.float16, torch.bfloat16):
+        # The kernel returns all digits only if it has buffers for them.
+        like = torch.zeros(x.size(1))
+        mean, var = torch.batch_norm_update_stats(x, like, like.clone(), 1.0)
+    else:
+        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+    return mean.double(), var.double()
+
+
+# torch's kernel adds values one by one, and takes most of the time of a plain forward. This takes
+# more passes, but all of them are vectorized.
+def _moments_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes mean and biased variance where a channel has many values in each sample."""
+    samples, channels = x.shape[:2]
+    rows = x.to(accumulation_dtype(x.dtype)).view(samples * channels, -1)
+    n = samples * rows.size(1)
+    mean = rows.sum(1).view(samples, channels).sum(0, dtype=torch.float64).div_(n)
+    center = mean.to(rows.dtype)
+    centers, at_once = center.repeat(samples).unsqueeze(1), max(1, _CHUNK // rows.size(1))
+    squares, copy = rows.new_empty(len(rows)), torch.empty_like(rows[:at_once])
+    for some, their_centers, sums in zip(
+        *(t.split(at_once) for t in (rows, centers, squares)), strict=True
+    ):
+        apart = torch.sub(some, their_centers, out=copy[: len(some)])
+        torch.sum(apart.square_(), 1, out=sums)
+    var = squares.view(samples, channels).sum(0, dtype=torch.float64).div_(n)
+    return mean, var.sub_((mean - center).square_()).clamp_(min=0)
+
+
+def _center(x: Tensor, mean: Tensor) -> Tensor:
+    """The mean of each channel in the dtype of x, or the value of a channel that is constant."""
+    first = x[0] if x.dim() == 2 else x[0].flatten(1)[:, 0]
+    error = _CONSTANT * torch.finfo(x.dtype).eps * mean.abs()
+    center = torch.where((mean - first).abs() <= error, first.to(mean), mean).to(x.dtype)
+    return center.nan_to_num_(0.0, 0.0, 0.0)  # infinite values stay as they are

@@ -1,0 +1,121 @@
+"""One call of a synchronized layer: chooses the way in which its shards are computed.
+
+=========  ====================================================  ================================
+`Fused`    five kernels, and one autograd node for all shards    the usual way
+`Joined`   torch's own layer, called once for all shards         small shards of CPU replicas
+`Formula`  operations that autograd knows                        everything else, and derivatives
+=========  ====================================================  ================================
+
+A replica knows which way its shard could go, and sends what that way needs. The last to arrive
+decides for all, perhaps that they exchange what another way needs. Each way is a class, whose objects are the shards:
+
+    way.takes(call)                  whether a shard could go this way; `Formula` takes any
+    shard = way(call)                in the thread of its replica or process
+    shard.connect()                  saves the shard for backward
+    way.merge(shards, count_batch)   the replies to all replicas, or None if the shards differ
+    shard.merge_ranks(ranks, ...)    the reply to a process
+    shard.recomputed(record)         the reply to a call that a checkpoint recomputes
+    shard.output(reply)              the output, in the same thread
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replication._torch import has_other_derivatives
+from replication.errors import lost_derivatives
+from replication.groups.base import Group, Layouts
+from replication.groups.replicas import ReplicaGroup
+from syncbn.formula import Formula
+from syncbn.fused import Fused
+from syncbn.joined import Joined
+from syncbn.processes import Ranks
+from syncbn.recomputation import RecordedCalls
+from syncbn.statistics import Call, CountBatch, Moments, check_count
+
+
+def synchronized_batch_norm(
+    call: Call, group: Group, calls: RecordedCalls | None, count_batch: CountBatch
+) -> Tensor:
+    """Normalizes a shard with the moments of the whole batch."""
+    if has_other_derivatives(call[:3]):
+        raise lost_derivatives("a synchronized layer")
+    x = call.x
+    if type(x) is not Tensor:
+        call = call._replace(x=x.as_subclass(Tensor))
+    layouts = ((x.dtype, (x.size(1),)),)  # must match on every copy
+    if not isinstance(group, ReplicaGroup):
+        y = _in_process(call, group, layouts, count_batch)
+    elif group.in_later_backward:
+        y = _in_recomputation(call, calls)
+    else:
+        y = _in_replica(call, group, layouts, calls, count_batch)
+    # A subclass decides what its operations return, such as MONAI's MetaTensor with its metadata.
+    return y if type(x) is Tensor else y.view_as(x)
+
+
+def _in_process(call: Call, group: Any, layouts: Layouts, count_batch: CountBatch) -> Tensor:
+    shard: Any = Fused(call) if Fused.takes(call) else Formula(call)
+    shard.connect()
+    ranks = Ranks(group, layouts, torch.is_grad_enabled() and call.x.requires_grad)
+    reply = shard.merge_ranks(ranks, count_batch)
+    check_count(reply.batch.n, call.x)  # in every rank, because no other process hears of it
+    return shard.output(reply)  # type: ignore[no-any-return]
+
+
+def _in_recomputation(call: Call, calls: RecordedCalls | None) -> Tensor:
+    assert calls is not None  # set together with the group
+    shard: Any = Fused(call) if Fused.takes(call) else Formula(call)
+    record = calls.recall(shard.measured(), call.x)
+    # Not before, because a checkpoint ends the recomputation when all is saved.
+    shard.connect()
+    if isinstance(shard, Fused) and isinstance(record.batch, Moments):
+        shard = Formula(call)  # the way that all shards went after a first exchange
+        shard.connect()
+    return shard.output(shard.recomputed(record))  # type: ignore[no-any-return]
+
+
+def _in_replica(
+    call: Call,
+    group: ReplicaGroup,
+    layouts: Layouts,
+    calls: RecordedCalls | None,
+    count_batch: CountBatch,
+) -> Tensor:
+    way: Any = Joined if Joined.takes(call) else Fused if Fused.takes(call) else Formula
+    exchange = partial(
+        group.exchange,
+        "batch_norm",
+        merge=partial(_merge, group, count_batch),
+        layouts=layouts,
+        requires_grad=torch.is_grad_enabled(),  # tensors of other replicas may
+    )
+    shard, reply = None, way
+    while isinstance(reply, type):  # the way that all shards go now
+        if type(shard) is not reply:
+            shard = reply(call)
+            shard.connect()
+        reply = exchange(shard)
+    if not isinstance(shard, Joined):
+        if shard.measured().n:
+            check_count(reply.batch.n, call.x)
+        if calls is not None:
+            calls.records.append(shard.record(reply))
+    return shard.output(reply)  # type: ignore[no-any-return]
+
+
+def _merge(group: ReplicaGroup, count_batch: CountBatch, shards: Sequence[Any]) -> Iterable[Any]:
+    """Returns the replies in replica order, or the way that all shards go instead."""
+    # `group` and `count_batch` belong to the first replica. Its buffers are the original module's.
+    ways: set[Any] = set(map(type, shards))
+    if len(ways) == 1:
+        (way,) = ways
+        replies = group.commit(partial(way.merge, shards, count_batch))
+        if replies is not None:
+            return replies  # type: ignore[no-any-return]
+    return [Fused if Joined in ways and Formula not in ways else Formula] * len(shards)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from replication.devices import default_devices
 from replication.diagnosis.table import Table, as_text
-from replication.diagnosis.verify import verify
+from replication.diagnosis.verification import verify
 from replication.groups.layer import ReplicaAware
 from replication.version import __version__
 from syncbn.batchnorm import SynchronizedBatchNorm2d

@@ -11,7 +11,8 @@ from syncbn.batchnorm import (
     set_sbn_eps_mode,
 )
 from syncbn.compat import patch_sync_batchnorm, stand_in_for
-from syncbn.convert import Summary, convert_model, revert_model, summary
+from syncbn.conversion import convert_model, revert_model
+from syncbn.kinds import Summary, summary
 
 __all__ = [
     "DataParallel",

@@ -24,7 +24,8 @@ from replication.patch import patch_replication_callback
 from replication.sync.pipes import FutureResult, SlavePipe, SyncMaster
 from replication.warning import warn
 from syncbn.batchnorm import SynchronizedBatchNorm, set_sbn_eps_mode
-from syncbn.convert import LAYERS, PLAIN, convert_model
+from syncbn.conversion import convert_model
+from syncbn.kinds import LAYERS, PLAIN
 
 __all__ = ["patch_sync_batchnorm", "stand_in_for"]
 

@@ -497,7 +497,7 @@ def test_an_interrupt_of_a_conversion_or_of_its_reversal_changes_all_layers_or_n
     net, place, is_reached, seen = make(), 0, True, set()
     while is_reached:
         before = state_of_modules(net)
-        is_reached = interrupted_at(place, partial(change, net), ("syncbn.convert",))
+        is_reached = interrupted_at(place, partial(change, net), ("syncbn.conversion",))
         after = state_of_modules(net)
         changed = [old[0] is not new[0] for old, new in zip(before, after, strict=True)]
         if any(changed):

@@ -1,0 +1,251 @@
+"""What each layer of a network is to synchronization, and the `summary` that lists it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from inspect import unwrap
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from replication.callbacks import CALLBACK, runs_callbacks
+from replication.diagnosis.table import ShownAsTable, Table
+from replication.errors import check_module, path_or_root
+from replication.groups.layer import ReplicaAware
+from replication.tree import leaves_of, open_builtin
+from syncbn.batchnorm import (
+    CORRECTION,
+    SynchronizedBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    SynchronizedBatchNormNd,
+)
+
+__all__ = ["Summary", "summary"]
+
+_BatchNorm = nn.modules.batchnorm._BatchNorm
+
+#: The layers for 1, 2 and 3 dimensions.
+LAYERS = (SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d)
+
+#: The counterparts of torch's classes, and of timm's once a network uses it.
+SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: SynchronizedBatchNorm1d,
+    nn.BatchNorm2d: SynchronizedBatchNorm2d,
+    nn.BatchNorm3d: SynchronizedBatchNorm3d,
+    nn.SyncBatchNorm: SynchronizedBatchNormNd,
+}
+PLAIN = {synchronized: plain for plain, synchronized in SYNCHRONIZED.items()}
+_NAMES = {plain.__name__ for plain in PLAIN.values()}
+
+#: Known by name, because this package does not import timm. timm makes the second of the first.
+_TIMM = "timm.layers.norm_act"
+_OF_TIMM = "BatchNormAct2d", "SyncBatchNormAct"
+
+
+class _Activated(SynchronizedBatchNorm2d):
+    """A synchronized `timm.layers.norm_act.BatchNormAct2d`."""
+
+    def forward(self: Any, input: Tensor) -> Any:
+        return self.act(self.drop(super().forward(input)))
+
+
+def synchronized_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Returns the synchronized counterpart of a class, or None if it has none."""
+    if kind.__module__ == _TIMM and kind.__qualname__ in _OF_TIMM:
+        kind = import_module(_TIMM).BatchNormAct2d
+        # Derived from timm's class: timm's functions, such as `freeze_batch_norm_2d`, would
+        # otherwise take the layer for one without activation.
+        if kind not in SYNCHRONIZED:
+            made = type("SynchronizedBatchNormAct2d", (_Activated, kind), {"__module__": __name__})
+            SYNCHRONIZED.setdefault(kind, made)  # another thread may have been faster
+    return SYNCHRONIZED.get(kind)
+
+
+def __getattr__(name: str) -> Any:
+    """Returns the counterpart of timm's class, which a pickled layer names."""
+    if name != "SynchronizedBatchNormAct2d":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return synchronized_class(import_module(_TIMM).BatchNormAct2d)
+
+
+#: The attributes that identify a layer of an older toolkit, and that a synchronized one lacks.
+PIPES = {"_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe"}
+#: The parameters and buffers of their own classes.
+_STATE = {"weight", "bias", *CORRECTION}
+_STATE |= {"running_mean", "running_var", "num_batches_tracked"}
+
+
+def _is_of_toolkit(layer: nn.Module) -> bool:
+    """Whether a layer is of an older toolkit's own classes, and has no more state than they."""
+    foreign = "torch.", "builtins"
+    modules = {c.__module__ for c in type(layer).__mro__ if not c.__module__.startswith(foreign)}
+    state = {*layer._parameters, *layer._buffers, *layer._modules}
+    return len(modules) == 1 and state <= _STATE and "forward" not in vars(layer)
+
+
+KindName = Literal["synchronized", "plain", "left alone", "by sample", "wrapper"]
+
+_InstanceNorm = nn.modules.instancenorm._InstanceNorm
+_BY_SAMPLE = (_InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
+
+
+class Kind(NamedTuple):
+    """How a layer takes part in a synchronized network."""
+
+    name: KindName
+    #: The reason, or the consequence; may be empty.
+    note: str = ""
+
+
+def reaches_synchronized_forward(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a class is a synchronized one, or may call one by super."""
+    for base in kind.__mro__:
+        if "forward" in vars(base):
+            if issubclass(base, ReplicaAware):
+                return True
+            code = getattr(unwrap(vars(base)["forward"]), "__code__", None)
+            if code is not None and "super" not in code.co_names:
+                return False
+    return False
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """Returns the kind of a layer, or None if it neither normalizes nor runs replicas."""
+    kind = type(module)
+    if isinstance(module, SynchronizedBatchNorm):
+        if not reaches_synchronized_forward(kind):
+            return Kind("left alone", "its forward does not lead to the synchronized one")
+        notes = {
+            "in eval(): does not synchronize": not module.training,
+            f"in groups of {module.group_size}": module.group_size is not None,
+            "in a process group": module.process_group is not None,
+        }
+        return Kind("synchronized", "; ".join(note for note, applies in notes.items() if applies))
+    if synchronized_class(kind) is not None:
+        return Kind("plain", "convert_model synchronizes it")
+    if isinstance(module, _BatchNorm):
+        if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+            return Kind("left alone", "lazy: call the network once before you convert it")
+        name = kind.__name__
+        is_older = hasattr(kind, CALLBACK) and vars(module).keys() >= PIPES
+        if is_older and _is_of_toolkit(module):
+            return Kind("plain", "of an older toolkit; convert_model synchronizes it")
+        if is_older or isinstance(module, nn.SyncBatchNorm):
+            base = "a layer of an older toolkit" if is_older else "nn.SyncBatchNorm"
+            note = f"derived from {base}: pass classes={{{name}: ...}} with a class derived from"
+            return Kind("left alone", f"{note} SynchronizedBatchNorm{'2d' if is_older else 'Nd'}")
+        if is_parametrized(module):
+            return Kind("left alone", "parametrized: convert before torch.nn.utils.parametrize")
+        return Kind("left alone", f"a derived class: pass classes={{{name}: Sync{name}}}")
+    if isinstance(module, torch.jit.ScriptModule) and module.original_name in _NAMES:
+        return Kind("left alone", f"a script of {module.original_name}: convert before torch.jit")
+    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        return Kind("left alone", "by sample, but its running statistics are the first replica's")
+    if isinstance(module, _BY_SAMPLE):
+        return Kind("by sample", "nothing to synchronize: works per sample")
+    if isinstance(module, nn.DataParallel):
+        if not runs_callbacks(type(module)):
+            return Kind("wrapper", "does not connect copies: convert_model(model) makes it do so")
+        if not module.device_ids:
+            note = "makes no copies without an accelerator: DataParallel(net, ['cpu'] * n) does"
+            return Kind("wrapper", note)
+        return Kind("wrapper", "connects the copies of its layers")
+    # A class of its own, as CenterNet has. DistributedDataParallel has one device at most.
+    devices = vars(module).get("device_ids")
+    if isinstance(devices, (list, tuple)) and len(devices) > 1 and "module" in module._modules:
+        note = "its copies are not connected: derive it from torch.nn.DataParallel, or use"
+        return Kind("left alone", f"{note} replication.DataParallel")
+    return None
+
+
+def _out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields each batch norm in a plain list, tuple or dict, with the path of the attribute."""
+    seen = set(root.modules())
+    for path, module in root.named_modules():
+        for name, value in vars(module).items():
+            leaves = [leaf for leaf in leaves_of(value, open_builtin) if leaf is not value]
+            for layer in (m for le in leaves if isinstance(le, nn.Module) for m in le.modules()):
+                if isinstance(layer, _BatchNorm) and layer not in seen:
+                    seen.add(layer)
+                    yield f"{path}.{name}" if path else name, layer
+
+
+class LayerSummary(NamedTuple):
+    """A row of a `Summary`."""
+
+    path: str
+    layer: str
+    kind: Kind
+
+
+@dataclass(frozen=True, repr=False)
+class Summary(ShownAsTable):
+    """The result of `summary`. It prints as a table, and shows as a table in a notebook.
+
+    Attributes:
+        layers: All layers that normalize or run replicas, in the order of ``named_modules()``.
+            Each has a ``path``, ``layer`` (the name of its class), and ``kind``, whose ``name`` is
+            ``"synchronized"``, ``"plain"`` (not converted), ``"left alone"``, ``"by sample"``
+            (nothing to synchronize), or ``"wrapper"``, and whose ``note`` gives the reason.
+    """
+
+    layers: tuple[LayerSummary, ...]
+
+    def paths(self, kind: KindName) -> list[str]:
+        """Returns the paths of all layers of one kind."""
+        if kind not in get_args(KindName):
+            raise ValueError(f"expected a kind of {get_args(KindName)} (got {kind!r})")
+        return [layer.path for layer in self.layers if layer.kind.name == kind]
+
+    def _table(self) -> Table:
+        if not self.layers:
+            return Table((), (), ["No layer normalizes over the batch."])
+        rows = [
+            (f"`{path_or_root(path)}`", layer, *kind)
+            for path, layer, kind in self.layers
+            if kind.name != "by sample"
+        ]
+        by_sample = Counter(row[1:] for row in self.layers if row.kind.name == "by sample")
+        rows += [
+            (f"({count} layer{'s' * (count > 1)})", layer, *kind)
+            for (layer, kind), count in sorted(by_sample.items())
+        ]
+        counts = Counter(layer.kind.name for layer in self.layers)
+        total = (
+            f"{counts['synchronized']} synchronized, {counts['plain']} not converted, "
+            f"{counts['left alone']} left alone."
+        )
+        return Table(("path", "layer", "status", "note"), rows, after=[total])
+
+
+def summary(module: nn.Module) -> Summary:
+    """Lists the layers of a network that normalize, and shows which of them are synchronized.
+
+    Layers in plain lists, tuples and dicts are listed under the path of the attribute: neither
+    `convert_model` nor replication finds them.
+
+    >>> from torch import nn
+    >>> from syncbn import convert_model, summary
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8))
+    >>> print(summary(convert_model(net)))
+    path       layer                    status        note
+    `1`        SynchronizedBatchNorm2d  synchronized
+    (1 layer)  GroupNorm                by sample     nothing to synchronize: works per sample
+    1 synchronized, 0 not converted, 0 left alone.
+
+    Args:
+        module: A layer or a network, converted or not, wrapped or not.
+    """
+    check_module(module)
+    kinds = [(path, part, kind_of(part)) for path, part in module.named_modules()]
+    hidden = Kind("left alone", "in a plain list or dict: use nn.ModuleList or nn.ModuleDict")
+    kinds += [(path, layer, hidden) for path, layer in _out_of_sight(module)]
+    rows = [LayerSummary(path, type(part).__name__, kind) for path, part, kind in kinds if kind]
+    return Summary(tuple(rows))

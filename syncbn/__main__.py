@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from replication.devices import default_devices
-from replication.diagnosis.table import Table, as_text
+from replication.diagnosis.table import Table
 from replication.diagnosis.verification import verify
 from replication.groups.layer import ReplicaAware
 from replication.version import __version__
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     above = "" if passed else " Add the comparisons above."
     print(f"\nTo report the result, paste the lines below into an issue.{above}\n")
     print(f"```\npython -m syncbn --replicas {replicas}\n{environment}\n")
-    print(as_text(Table(("result", "checked", "largest error"), results)))
+    print(Table(("result", "checked", "largest error"), results))
     if passed:
         print("PASS: replicas run, communicate, and compute what one device computes")
     else:

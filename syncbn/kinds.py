@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from replication.callbacks import CALLBACK, runs_callbacks
-from replication.diagnosis.table import ShownAsTable, Table
+from replication.diagnosis.table import Table
 from replication.errors import check_module, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.tree import leaves_of, open_builtin
@@ -185,9 +185,9 @@ class LayerSummary(NamedTuple):
     kind: Kind
 
 
-@dataclass(frozen=True, repr=False)
-class Summary(ShownAsTable):
-    """The result of `summary`. It prints as a table, and shows as a table in a notebook.
+@dataclass(frozen=True)
+class Summary:
+    """The result of `summary`. It prints as a table.
 
     Attributes:
         layers: All layers that normalize or run replicas, in the order of ``named_modules()``.
@@ -204,9 +204,9 @@ class Summary(ShownAsTable):
             raise ValueError(f"expected a kind of {get_args(KindName)} (got {kind!r})")
         return [layer.path for layer in self.layers if layer.kind.name == kind]
 
-    def _table(self) -> Table:
+    def __repr__(self) -> str:
         if not self.layers:
-            return Table((), (), ["No layer normalizes over the batch."])
+            return "No layer normalizes over the batch."
         rows = [
             (f"`{path_or_root(path)}`", layer, *kind)
             for path, layer, kind in self.layers
@@ -222,7 +222,7 @@ class Summary(ShownAsTable):
             f"{counts['synchronized']} synchronized, {counts['plain']} not converted, "
             f"{counts['left alone']} left alone."
         )
-        return Table(("path", "layer", "status", "note"), rows, after=[total])
+        return str(Table(("path", "layer", "status", "note"), rows, after=[total]))
 
 
 def summary(module: nn.Module) -> Summary:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from replication._torch import compiled_module
 from replication.devices import DeviceLike, parse_devices
 from replication.diagnosis.recording import OF_LAYERS, Parts, Recording, has_fractions
-from replication.diagnosis.table import ShownAsTable, Table
+from replication.diagnosis.table import Table
 from replication.errors import ReplicationError, check_module, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import has_other_processes
@@ -42,8 +42,8 @@ class Difference:
         return f"{self.where}: {self.reason or f'error {self.error:.1e}'}"
 
 
-@dataclass(frozen=True, repr=False)
-class Verification(ShownAsTable):
+@dataclass(frozen=True)
+class Verification:
     """The result of `verify`. True if all quantities are equal up to rounding.
 
     Attributes:
@@ -68,7 +68,7 @@ class Verification(ShownAsTable):
         everything = (d for differences in self.differences.values() for d in differences)
         return next((d for d in everything if d.error > self.tolerance), None)
 
-    def _table(self) -> Table:
+    def __repr__(self) -> str:
         rows = [
             (kind, str(len(found)), f"{_largest(found):.1e}")
             for kind, found in self.differences.items()
@@ -80,7 +80,7 @@ class Verification(ShownAsTable):
         if self.is_random:
             after.append("Two runs on one device differ as well: the model draws random numbers.")
         titles = "compared", "number", "largest relative error"
-        return Table(titles, rows, after=after, numbers_from=1)
+        return str(Table(titles, rows, after=after, numbers_from=1))
 
 
 def _largest(differences: list[Difference]) -> float:

@@ -11,6 +11,7 @@ from torch import nn
 
 from replication._torch import check_balance, is_exporting, named_range, uncompiled
 from replication.callbacks import CALLBACK, connect_copies, with_callbacks
+from replication.containers import Scattered
 from replication.devices import DeviceLike, default_devices, parse_device, parse_devices
 from replication.errors import check_list, check_module, checked_names, first_of, is_int
 from replication.groups.processes import has_other_processes
@@ -20,7 +21,6 @@ from replication.steps.parallel_apply import run_replicas
 from replication.steps.replicate import make_replicas
 from replication.steps.scatter import scatter_kwargs
 from replication.sync.lifecycle import first_failure_wins, rendezvous_of
-from replication.tree import Scattered
 from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
 
 __all__ = [

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from replication.callbacks import CALLBACK, runs_callbacks
+from replication.containers import open_builtin
 from replication.diagnosis.table import Table
 from replication.errors import check_module, path_or_root
 from replication.groups.layer import ReplicaAware
-from replication.tree import leaves_of, open_builtin
+from replication.tree import leaves_of
 from syncbn.batchnorm import (
     CORRECTION,
     SynchronizedBatchNorm,

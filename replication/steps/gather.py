@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from replication._torch import SequenceKey
+from replication.containers import Scattered
 from replication.devices import DeviceLike, parse_device, to_device
 from replication.errors import check_list, checked_names
-from replication.tree import Path, Scattered, flatten_together, name_of, unflatten
+from replication.tree import Path, flatten_together, name_of, unflatten
 from replication.warning import warn
 
 __all__ = ["gather"]

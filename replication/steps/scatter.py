@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from replication._torch import MappingKey, SequenceKey
+from replication.containers import Scattered
 from replication.devices import DeviceLike, parse_devices, to_device
 from replication.errors import checked_names
-from replication.tree import Leaf, Path, Scattered, flatten, leaves_of, replace_leaves, unflatten
+from replication.tree import Leaf, Path, flatten, leaves_of, replace_leaves, unflatten
 
 __all__ = ["scatter", "scatter_kwargs"]
 

@@ -32,6 +32,7 @@ MODULES = [name for name in FILES if not name.endswith(".__init__")]
 #: list, and its own.
 ORDER = [
     ["_torch", "devices", "errors", "modules", "version", "warning"],
+    ["containers"],
     ["tree"],
     ["sync"],
     ["steps"],

@@ -21,7 +21,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree
 
 from replication import DataParallel, Scattered, gather, replicate, scatter, scatter_kwargs
-from replication.tree import flatten, leaves_of, open_builtin, replace_leaves, unflatten
+from replication.containers import open_builtin
+from replication.tree import flatten, leaves_of, replace_leaves, unflatten
 from tests.layers import freed, no_garbage_collection
 
 CPUS = ["cpu", "cpu"]

@@ -58,7 +58,6 @@ class _Activated(SynchronizedBatchNorm2d):
 
 
 def synchronized_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """Returns the synchronized counterpart of a class, or None if it has none."""
     if kind.__module__ == _TIMM and kind.__qualname__ in _OF_TIMM:
         kind = import_module(_TIMM).BatchNormAct2d
         # Derived from timm's class: timm's functions, such as `freeze_batch_norm_2d`, would
@@ -70,17 +69,15 @@ def synchronized_class(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the counterpart of timm's class, which a pickled layer names."""
-    if name != "SynchronizedBatchNormAct2d":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return synchronized_class(import_module(_TIMM).BatchNormAct2d)
+    if name == "SynchronizedBatchNormAct2d":  # of a pickled layer
+        return synchronized_class(import_module(_TIMM).BatchNormAct2d)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 #: The attributes that identify a layer of an older toolkit, and that a synchronized one lacks.
 PIPES = {"_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe"}
 #: The parameters and buffers of their own classes.
-_STATE = {"weight", "bias", *CORRECTION}
-_STATE |= {"running_mean", "running_var", "num_batches_tracked"}
+_STATE = {"weight", "bias", *CORRECTION, "running_mean", "running_var", "num_batches_tracked"}
 
 
 def _is_of_toolkit(layer: nn.Module) -> bool:
@@ -107,6 +104,8 @@ class Kind(NamedTuple):
 
 def reaches_synchronized_forward(kind: type[nn.Module]) -> bool:
     """Whether the forward of a class is a synchronized one, or may call one by super."""
+    # By the names in its code. A layer that asked at the end of each call whether it synchronized
+    # would slow down every network, and tell only after the first batch.
     for base in kind.__mro__:
         if "forward" in vars(base):
             if issubclass(base, ReplicaAware):
@@ -117,34 +116,42 @@ def reaches_synchronized_forward(kind: type[nn.Module]) -> bool:
     return False
 
 
+def _kind_of_synchronized(layer: SynchronizedBatchNorm) -> Kind:
+    if not reaches_synchronized_forward(type(layer)):
+        return Kind("left alone", "its forward does not lead to the synchronized one")
+    notes = {
+        "in eval(): does not synchronize": not layer.training,
+        f"in groups of {layer.group_size}": layer.group_size is not None,
+        "in a process group": layer.process_group is not None,
+    }
+    return Kind("synchronized", "; ".join(note for note, applies in notes.items() if applies))
+
+
+def _kind_of_derived(layer: nn.Module) -> Kind:
+    """The kind of a batch norm whose class has no counterpart."""
+    name = type(layer).__name__
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+        return Kind("left alone", "lazy: call the network once before you convert it")
+    is_older = hasattr(type(layer), CALLBACK) and vars(layer).keys() >= PIPES
+    if is_older and _is_of_toolkit(layer):
+        return Kind("plain", "of an older toolkit; convert_model synchronizes it")
+    if is_older or isinstance(layer, nn.SyncBatchNorm):
+        base = "a layer of an older toolkit" if is_older else "nn.SyncBatchNorm"
+        note = f"derived from {base}: pass classes={{{name}: ...}} with a class derived from"
+        return Kind("left alone", f"{note} SynchronizedBatchNorm{'2d' if is_older else 'Nd'}")
+    if is_parametrized(layer):
+        return Kind("left alone", "parametrized: convert before torch.nn.utils.parametrize")
+    return Kind("left alone", f"a derived class: pass classes={{{name}: Sync{name}}}")
+
+
 def kind_of(module: nn.Module) -> Kind | None:
-    """Returns the kind of a layer, or None if it neither normalizes nor runs replicas."""
-    kind = type(module)
+    """The kind of a layer, or None if it neither normalizes nor runs replicas."""
     if isinstance(module, SynchronizedBatchNorm):
-        if not reaches_synchronized_forward(kind):
-            return Kind("left alone", "its forward does not lead to the synchronized one")
-        notes = {
-            "in eval(): does not synchronize": not module.training,
-            f"in groups of {module.group_size}": module.group_size is not None,
-            "in a process group": module.process_group is not None,
-        }
-        return Kind("synchronized", "; ".join(note for note, applies in notes.items() if applies))
-    if synchronized_class(kind) is not None:
+        return _kind_of_synchronized(module)
+    if synchronized_class(type(module)) is not None:
         return Kind("plain", "convert_model synchronizes it")
     if isinstance(module, _BatchNorm):
-        if isinstance(module, nn.modules.lazy.LazyModuleMixin):
-            return Kind("left alone", "lazy: call the network once before you convert it")
-        name = kind.__name__
-        is_older = hasattr(kind, CALLBACK) and vars(module).keys() >= PIPES
-        if is_older and _is_of_toolkit(module):
-            return Kind("plain", "of an older toolkit; convert_model synchronizes it")
-        if is_older or isinstance(module, nn.SyncBatchNorm):
-            base = "a layer of an older toolkit" if is_older else "nn.SyncBatchNorm"
-            note = f"derived from {base}: pass classes={{{name}: ...}} with a class derived from"
-            return Kind("left alone", f"{note} SynchronizedBatchNorm{'2d' if is_older else 'Nd'}")
-        if is_parametrized(module):
-            return Kind("left alone", "parametrized: convert before torch.nn.utils.parametrize")
-        return Kind("left alone", f"a derived class: pass classes={{{name}: Sync{name}}}")
+        return _kind_of_derived(module)
     if isinstance(module, torch.jit.ScriptModule) and module.original_name in _NAMES:
         return Kind("left alone", f"a script of {module.original_name}: convert before torch.jit")
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
@@ -167,7 +174,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def _out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields each batch norm in a plain list, tuple or dict, with the path of the attribute."""
+    """The batch norm in plain lists, tuples and dicts, with the path of the attribute."""
     seen = set(root.modules())
     for path, module in root.named_modules():
         for name, value in vars(module).items():
@@ -200,7 +207,7 @@ class Summary:
     layers: tuple[LayerSummary, ...]
 
     def paths(self, kind: KindName) -> list[str]:
-        """Returns the paths of all layers of one kind."""
+        """The paths of all layers of one kind."""
         if kind not in get_args(KindName):
             raise ValueError(f"expected a kind of {get_args(KindName)} (got {kind!r})")
         return [layer.path for layer in self.layers if layer.kind.name == kind]

@@ -59,8 +59,7 @@ Row = tuple[Path, tuple[Any, ...]]
 
 def flatten(tree: Any) -> tuple[list[Leaf], Spec]:
     """Returns the leaves of an argument or an output, and the containers around them."""
-    # `None` and objects that are not containers are leaves. So is a container without tensors,
-    # unless it is from the standard library or a namedtuple.
+    # A container without tensors is a leaf, unless it is standard or a namedtuple.
     rows, spec = flatten_together([tree])
     return [Leaf(path, values[0]) for path, values in rows], spec
 

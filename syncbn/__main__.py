@@ -49,7 +49,6 @@ class Centered(ReplicaAware, nn.Module):
 
 
 def make_layers() -> nn.Sequential:
-    """Returns layers for images of 16 channels."""
     # `syncbn.joined` computes the first on the CPU. Some of the weights are negative.
     layers = SynchronizedBatchNorm2d(16), Checkpointed(16, momentum=None)
     for layer in layers:

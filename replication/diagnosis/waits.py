@@ -108,7 +108,6 @@ class WaitReport:
 
 
 def _added(name: str, layers: Sequence[Waits]) -> Waits:
-    """Returns the sums over the layers."""
     replicas = layers[0].seconds if layers else ()
     seconds = {replica: sum(w.seconds[replica] for w in layers) for replica in replicas}
     return Waits(name, sum(layer.calls for layer in layers), seconds)

@@ -104,7 +104,6 @@ def scatter_kwargs(
 
 
 def _as_scattered(name: str, argument: Any, count: int) -> Scattered:
-    """Returns an argument of a call with ``inputs_are_scattered``."""
     is_list = isinstance(argument, (list, tuple))
     if not is_list or len(argument) != count:
         got = len(argument) if is_list else type(argument).__name__
@@ -114,8 +113,6 @@ def _as_scattered(name: str, argument: Any, count: int) -> Scattered:
         )
     return Scattered(argument)
 
-
-# -- the parts of the leaves -------------------------------------------------------------------
 
 #: One device per part. None leaves a part where it is.
 Devices = Sequence[torch.device | None]
@@ -172,7 +169,6 @@ def plan_sizes(
 
 
 def split_leaf(leaf: Leaf, splits: Splits, dim: int, devices: Devices, replicas: int) -> list[Any]:
-    """Returns the parts of one leaf, each on its device."""
     if isinstance(leaf.value, Scattered):
         return list(map(moved, leaf.value, devices))
     if not _is_batch(leaf):
@@ -214,7 +210,6 @@ def _is_batch(leaf: Leaf) -> bool:
 
 
 def _length(leaf: Leaf, dim: int) -> int:
-    """Returns the length of a tensor along the batch dimension."""
     tensor: Tensor = leaf.value
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
+from torch.nn.utils import parameters_to_vector, parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
@@ -381,54 +381,6 @@ def test_the_normalization_itself_may_be_parametrized_once_it_is_converted(n, wr
 
 
 # -- optimizers --------------------------------------------------------------------------------
-
-
-@setups
-def test_a_step_to_where_the_loss_is_sharpest_and_back(n, wrap):
-    """As in SAM. Weights are set through one vector, of which they are views from then on."""
-
-    def use(model: nn.Module, batches: Batches) -> list[Any]:
-        optimizer = sgd(model)
-        seen = []
-        for x, dy in batches:
-            optimizer.zero_grad()
-            model(x).backward(dy)
-            here = parameters_to_vector(model.parameters()).detach()
-            slope = parameters_to_vector([p.grad for p in model.parameters()])
-            vector_to_parameters(here + 0.1 * slope / slope.norm(), model.parameters())
-            optimizer.zero_grad()
-            seen.append(model(x))
-            seen[-1].backward(dy)
-            vector_to_parameters(here, model.parameters())
-            optimizer.step()
-        return seen
-
-    assert_trains_alike(use, wrap, n)
-
-
-@setups
-@pytest.mark.parametrize("implementation", ["foreach", "fused"])
-def test_gradients_may_keep_their_memory(implementation, n, wrap):
-    """In one flat tensor, which is zeroed instead of dropped."""
-
-    def use(model: nn.Module, batches: Batches) -> list[Any]:
-        parameters = list(model.parameters())
-        flat = torch.zeros_like(parameters_to_vector(parameters))
-        for parameter, part in zip(
-            parameters, flat.split([p.numel() for p in parameters]), strict=True
-        ):
-            parameter.grad = part.view_as(parameter)
-        optimizer = sgd(model, **{implementation: True})
-        seen = []
-        for x, dy in batches:
-            optimizer.zero_grad(set_to_none=False)
-            assert not flat.any()
-            model(x).backward(dy)
-            optimizer.step()
-            seen.append(flat.clone())
-        return seen
-
-    assert_trains_alike(use, wrap, n)
 
 
 # -- scaled losses -----------------------------------------------------------------------------

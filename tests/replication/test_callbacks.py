@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import weakref
 from typing import Any
 
 import pytest
@@ -15,15 +14,13 @@ from torch.utils.hooks import RemovableHandle
 from replication import (
     CallbackContext,
     DataParallel,
-    exec_data_parallel_replication_callback,
     execute_replication_callbacks,
     patch_replication_callback,
     register_replication_callback,
     replicate,
 )
-from replication.modules import layers_of
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from tests.layers import WRAPS, Centering, CustomDataParallel, N, freed, pickled
+from tests.layers import WRAPS, Centering, CustomDataParallel, N, pickled
 from tests.sharded import BATCH, norm, whole_batch
 
 
@@ -118,18 +115,6 @@ def test_paths_of_contexts_are_those_of_named_modules(kind):
     model = DataParallel(net, ["cpu"] * 2)
     model.replicate(net, model.device_ids)
     assert paths == [path for path, _ in net.named_modules()] * 2
-
-
-def test_layers_of_a_network_are_its_named_modules():
-    net = nn.Sequential(tree([]), nn.ReLU(), nn.ModuleList())
-    net.register_module("absent", None)
-    net.register_module("tied", net[0])
-    net[1].register_module("parent", net)
-    assert layers_of(net) == list(net.named_modules())
-
-
-def test_both_names_are_the_same_function():
-    assert exec_data_parallel_replication_callback is execute_replication_callbacks
 
 
 # -- who is refused, before anyone is called ---------------------------------------------------
@@ -308,17 +293,9 @@ def test_copy_of_a_patched_data_parallel_is_patched_independently(copied, kind, 
     assert set(vars(twin)) == set(vars(model)) == set(vars(unpatched()))
 
 
-class Counts(CustomDataParallel):
-    """Notes how many replicas it runs, and how many outputs come of it."""
-
-    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
-        assert len(self.device_ids) == len(replicas)
-        return super().parallel_apply(replicas, inputs, kwargs)
-
-
 @copied_each_way
 def test_copy_of_a_patched_data_parallel_runs_on_its_own_devices(copied):
-    model = Counts(Recorder([], "root"), 2)
+    model = unpatched()
     patch_replication_callback(model)
     twin = copied(model)
     twin.device_ids = ["cpu"] * 3
@@ -497,15 +474,6 @@ def test_error_in_a_registered_callback_names_the_module_and_the_copy():
     assert caught.value.__notes__ == ["in a registered callback of `0.0` (ReLU), copy 1 of 3"]
 
 
-def test_registration_keeps_no_module_alive():
-    linear = nn.Linear(1, 1)
-    handle = register_replication_callback(linear, set_number)
-    reference = weakref.ref(linear)
-    del linear
-    assert reference() is None
-    handle.remove()
-
-
 def test_registration_refuses_anything_else():
     with pytest.raises(TypeError, match=r"expected a torch.nn.Module \(got type\)"):
         register_replication_callback(nn.Linear, set_number)
@@ -588,13 +556,3 @@ def test_a_network_is_whole_after_it_was_inside_a_replica(outer, inner):
     torch.testing.assert_close(nested(x), net(x))
     torch.testing.assert_close(nested.module(x), net(x))
     torch.testing.assert_close([*nested.buffers()], [*net.buffers()])
-
-
-def test_nothing_but_the_replicas_holds_a_context():
-    out: list[Any] = []
-    replicas = copies(Recorder(out, "x"), 2)
-    execute_replication_callbacks(replicas)
-    context = weakref.ref(out[0][2])
-    out.clear()
-    del replicas
-    assert freed(context)

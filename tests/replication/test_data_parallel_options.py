@@ -59,11 +59,6 @@ def test_without_replicas_the_module_gets_the_same_arguments(devices):
     assert kwargs["y"] is y
 
 
-def test_a_tensor_without_the_batch_dimension_is_an_error_that_names_it():
-    with pytest.raises(ValueError, match=r"`b.0` must have a dimension 1.*\(3,\)"):
-        echo(2, dim=1)(torch.zeros(5, 4), b=[torch.zeros(3)])
-
-
 def test_a_tensor_that_stays_without_the_batch_dimension_is_an_error_that_names_it():
     model = DataParallel(echo(2).module, ["cpu"] * 2, dim=1, cpu_keywords=["boxes"])
     with pytest.raises(ValueError, match=r"`boxes` must have a dimension 1.*\(4,\)"):
@@ -368,15 +363,6 @@ def test_cpu_keywords_are_split_but_not_moved():
 def test_cpu_keywords_may_have_a_length_of_their_own(length, parts):
     model = echo(3, cpu_keywords=["boxes"], gather_to_one_device=False)
     assert lengths(model(torch.zeros(5), boxes=torch.zeros(length))["boxes"]) == parts
-
-
-class Boxes(nn.Module):
-    def forward(self, x: Tensor, boxes: Tensor | None = None) -> Tensor:
-        return x
-
-
-def test_cpu_keywords_may_be_left_out():
-    assert DataParallel(Boxes(), ["cpu"] * 2, cpu_keywords=["boxes"])(torch.zeros(4)).shape == (4,)
 
 
 def test_cpu_keywords_keep_their_gradients():

@@ -116,11 +116,6 @@ def test_device_of_a_module_comes_from_its_first_tensor(module, device):
     assert device_of(module) == (device and torch.device(device))
 
 
-def test_device_of_a_replica_comes_from_its_first_tensor():
-    (replica,) = replicate(nn.Sequential(nn.Linear(1, 1)), ["meta"])
-    assert device_of(replica) == torch.device("meta")
-
-
 # -- devices that are refused ------------------------------------------------------------------
 
 

@@ -24,7 +24,6 @@ from replication import (
     replicate,
 )
 from replication._torch import HOOKS
-from replication.steps.broadcast import broadcast
 from syncbn import SynchronizedBatchNorm2d
 from tests.layers import DEADLINE, WRAPS, AsTorchDoes, Numbered, no_garbage_collection
 from tests.sharded import BATCH, norm, whole_batch
@@ -45,24 +44,6 @@ def test_there_is_one_replica_per_device(devices):
     assert len(replicas) == len(devices)
     assert len({id(replica) for replica in replicas}) == len(devices)
     assert all(replica.weight.device == CPU for replica in replicas)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without an accelerator")
-def test_index_without_an_accelerator_says_how_the_cpu_is_spelled():
-    with pytest.raises(ValueError, match=r'device_ids=\["cpu", "cpu"\]'):
-        replicate(nn.Linear(2, 2), [0, 1])
-
-
-@pytest.mark.parametrize("device", [None, 1.0, True, ("cpu",)], ids=str)
-def test_what_is_no_device_is_refused(device):
-    with pytest.raises(TypeError, match=r"a device is an int, a str or a torch\.device"):
-        replicate(nn.Linear(2, 2), ["cpu", device])
-
-
-@pytest.mark.parametrize("devices", ["cpu", CPU, 2], ids=str)
-def test_single_device_is_no_list_of_devices(devices):
-    with pytest.raises(TypeError, match="expected a list of devices"):
-        replicate(nn.Linear(2, 2), devices)
 
 
 def test_replicas_are_of_the_modules_class_and_leave_it_alone():
@@ -502,12 +483,6 @@ def test_a_class_that_is_its_own_replica_keeps_its_hooks():
     assert net(torch.zeros(1)) == 0
 
 
-def test_training_mode_is_the_modules():
-    net = nn.Sequential(nn.Dropout(), nn.ReLU().eval())
-    for replica in replicate(net, ["cpu"] * 2):
-        assert (replica[0].training, replica[1].training) == (True, False)
-
-
 def test_replica_can_be_replicated_again():
     module = Weight(2)
     (replica, _) = replicate(module, ["cpu"] * 2)
@@ -637,20 +612,6 @@ def test_replicate_with_callbacks_makes_at_most_8_calls_per_module_and_replica(b
 # -- the parts ---------------------------------------------------------------------------------
 
 
-def test_broadcast_lists_copies_by_device():
-    tensors = [
-        torch.ones(1, requires_grad=True),
-        torch.zeros(2),
-        torch.ones(3, requires_grad=True),
-    ]
-    copies = broadcast(tensors, [CPU, META])
-    assert [[tuple(t.shape) for t in per_device] for per_device in copies] == [
-        [(1,), (2,), (3,)]
-    ] * 2
-    assert [{t.device for t in per_device} for per_device in copies] == [{CPU}, {META}]
-    assert [t.requires_grad for t in copies[1]] == [True, False, True]
-
-
 def test_on_distinct_cuda_devices_all_tensors_are_broadcast_at_once(monkeypatch):
     """torch's broadcast stands in for itself, as there are no two such devices."""
     calls = []
@@ -702,13 +663,6 @@ def test_a_closure_that_refers_to_the_original_is_warned_of():
     net[0].forward = lambda x: plain(x)
     with pytest.warns(UserWarning, match="is called by a replica but is not part of it"):
         DataParallel(net, ["cpu"] * 4)(BATCH)
-
-
-@pytest.mark.parametrize("trains", [False, True])
-def test_torch_func_is_refused_instead_of_losing_derivatives(trains):
-    model = DataParallel(nn.Linear(3, 1).requires_grad_(trains), ["cpu"] * 2)
-    with pytest.raises(RuntimeError, match=r"torch\.func transforms and"):
-        torch.func.grad(lambda x: model(x).sum())(torch.randn(4, 3))
 
 
 class OwnDerivative(nn.Sequential):

@@ -457,12 +457,6 @@ def test_a_layer_in_two_plain_containers_is_named_once():
     assert summary(net).paths("left alone") == ["hidden"] * 2
 
 
-def test_layers_in_plain_containers_alone_are_one_warning():
-    with pytest.warns(UnsynchronizedWarning, match=r"`hidden` \(BatchNorm1d, ") as caught:
-        convert_model(Listed("list"))
-    assert len(caught) == 1
-
-
 def test_layer_that_is_registered_as_well_is_not_warned_of(recwarn):
     block = Block()
     block.rest.listed = {"bn": [block.bn]}
@@ -527,14 +521,6 @@ def test_torchs_synchronized_layers_are_converted_for_any_dimensions_and_back():
     revert_model(net)
     assert [type(layer) for layer in net] == [nn.SyncBatchNorm] * 2
     assert [dict(vars(layer)) for layer in net] == before
-
-
-def test_communicating_layers_record_their_paths():
-    class Talks(ReplicaAware, nn.Module):
-        pass
-
-    net = convert_model(nn.Sequential(nn.Sequential(Talks(), nn.BatchNorm1d(2))))
-    assert [layer._layer_name for layer in net[0]] == ["0.0", "0.1"]
 
 
 # -- layers of older toolkits ------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -126,6 +125,4 @@ def described(device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):  # not on Windows: ends silently if its output is closed
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

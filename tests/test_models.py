@@ -311,25 +311,6 @@ def test_a_network_that_timm_has_converted_for_processes_is_synchronized():
     torch.testing.assert_close(dict(network.named_buffers()), dict(plain.named_buffers()))
 
 
-def test_feature_extractors_name_the_layers_as_before_and_synchronize():
-    package("torchvision")
-    fx = import_module("torchvision.models.feature_extraction")
-    plain = image_model("efficientnet_b0").double()
-    network = convert_model(copy.deepcopy(plain))
-    leaves = {"leaf_modules": package("timm.layers").get_notrace_modules()}
-    names = [fx.get_graph_node_names(net, leaves) for net in (plain, network)]
-    assert names[0] == names[1]
-    nodes = ["bn1", "blocks.1.0.bn2", "blocks.3"]
-    plain, network = (
-        fx.create_feature_extractor(n, nodes, None, None, leaves) for n in (plain, network)
-    )
-    x = torch.randn(7, 3, 32, 32, dtype=torch.float64)
-    for training in (True, False):
-        expected = plain.train(training)(x)
-        actual = DataParallel(network.train(training), ["cpu"] * 3)(x)
-        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-
-
 def test_what_timm_freezes_and_unfreezes_is_converted_again():
     """timm replaces the layers by layers of its own; activations stay."""
     network = convert_model(image_model("mobilenetv3_small_050"))

@@ -168,12 +168,6 @@ def test_outputs_go_to_the_output_device():
     assert DataParallel(nn.ReLU(), ["cpu"] * 2, "meta")(torch.zeros(4)).device.type == "meta"
 
 
-def test_module_elsewhere_is_refused():
-    model = DataParallel(nn.Linear(2, 2, device="meta"), ["cpu"] * 2)
-    with pytest.raises(RuntimeError, match=r"on device cpu \(device_ids\[0\]\) .* device: meta"):
-        model(torch.zeros(4, 2))
-
-
 def test_devices_without_an_index_are_kept_as_they_are():
     model = DataParallel(nn.Linear(2, 2, device="meta"), ["meta", "meta"])
     assert model.device_ids == [torch.device("meta")] * 2

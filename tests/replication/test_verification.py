@@ -7,8 +7,6 @@ import io
 import itertools
 import platform
 import re
-import signal
-import subprocess
 import sys
 from typing import Any
 
@@ -23,7 +21,7 @@ import syncbn.joined
 from replication import DataParallel, Scattered, SoloGroup
 from syncbn import SynchronizedBatchNorm2d, convert_model, verify
 from tests.layers import Centering, Numbered, knows_hooks, outcome_of
-from tests.processes import environment, run_python
+from tests.processes import run_python
 from tests.ranks import needs_gloo, run_ranks
 
 CPUS = ["cpu"] * 3
@@ -352,18 +350,6 @@ def test_self_check_passes_here():
         assert re.fullmatch(rf"PASS    3 replicas on cpu in {dtype} +\de-\d\d", result)
     assert verdict == "PASS: replicas run, communicate, and compute what one device computes"
     assert end == "```"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="needs pipes that a signal closes")
-def test_self_check_whose_output_is_closed_ends_without_a_traceback():
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-u", "-m", "syncbn", "--replicas", "2"]
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment()) as process:
-        assert process.stdout.readline().startswith(b"synchronized-batchnorm")
-        process.stdout.close()
-        assert b"Error" not in process.stderr.read()
-    assert process.returncode == -signal.SIGPIPE
 
 
 @pytest.mark.parametrize(

@@ -379,16 +379,6 @@ def test_class_derived_from_timms_is_left_alone(timm_layer):
         revert_model(type("More", (type(convert_model(timm_layer)),), {})(3))
 
 
-def test_a_data_parallel_with_a_method_of_an_older_patch_is_refused():
-    model = nn.DataParallel(nn.BatchNorm2d(3))
-    model.replicate = print
-    with pytest.raises(
-        TypeError, match=r"^replicate must be a method of the class .*del model.rep"
-    ):
-        convert_model(model)
-    assert type(model) is nn.DataParallel and type(model.module) is nn.BatchNorm2d
-
-
 def test_what_stays_synchronized_is_named():
     net = nn.Sequential(nn.BatchNorm1d(3), convert_model(nn.BatchNorm1d(3)))
     nn.utils.parametrizations.spectral_norm(net[1])

@@ -237,28 +237,6 @@ def test_a_functional_call_uses_what_it_is_given(which, n, wrap):
     assert_trains_alike(use, wrap, n)
 
 
-@setups
-def test_gradients_flow_through_parameters_that_have_made_a_step(n, wrap):
-    """As in MAML: the second call is given what the first one's gradients have made of them."""
-
-    def use(model: nn.Module, batches: Batches) -> list[Any]:
-        holder = nn.Sequential(model)
-        optimizer = sgd(model)
-        seen: list[Any] = []
-        for (x, dy), (z, dz) in (batches[:2], batches[2:]):
-            optimizer.zero_grad()
-            names, parameters = zip(*holder.named_parameters(), strict=True)
-            grads = torch.autograd.grad(holder(x), parameters, dy, create_graph=True)
-            fast = [p - 0.1 * grad for p, grad in zip(parameters, grads, strict=True)]
-            y = functional_call(holder, dict(zip(names, fast, strict=True)), (z,))
-            y.backward(dz)
-            optimizer.step()
-            seen += [y, *fast]
-        return seen
-
-    assert_trains_alike(use, wrap, n)
-
-
 class Modulated(nn.Module):
     """Calls its network with weights that it has made, and with statistics of its own."""
 

@@ -164,19 +164,11 @@ def test_what_is_no_module_is_refused():
         DataParallel(lambda x: x, ["cpu"] * 2)
 
 
-def test_outputs_go_to_the_output_device():
-    assert DataParallel(nn.ReLU(), ["cpu"] * 2, "meta")(torch.zeros(4)).device.type == "meta"
-
-
-def test_devices_without_an_index_are_kept_as_they_are():
-    model = DataParallel(nn.Linear(2, 2, device="meta"), ["meta", "meta"])
-    assert model.device_ids == [torch.device("meta")] * 2
-
-
-def test_the_module_stays_on_the_first_device_wherever_outputs_go():
-    model = DataParallel(nn.Linear(1, 1), ["cpu", "meta"], output_device="meta")
-    assert model.src_device_obj == torch.device("cpu")
+def test_outputs_go_to_the_output_device_and_the_module_stays_on_the_first():
+    model = DataParallel(nn.ReLU(), ["cpu", "cpu"], output_device="meta")
+    assert model.device_ids == [CPU] * 2 and model.src_device_obj == CPU
     assert torch.device(model.output_device) == torch.device("meta")
+    assert model(torch.zeros(4)).device.type == "meta"
 
 
 def test_repr_and_state_dict_match_torchs_class():

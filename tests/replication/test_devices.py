@@ -105,12 +105,11 @@ def with_constant(module: nn.Module) -> nn.Module:
     [
         (nn.Linear(1, 1, device="meta"), "meta"),
         (nn.Sequential(nn.ReLU(), nn.BatchNorm1d(1, affine=False, device="meta")), "meta"),
-        (with_constant(nn.Linear(1, 1, device="meta")), "meta"),
         (nn.Sequential(with_constant(nn.ReLU()), nn.Linear(1, 1, device="meta")), "meta"),
         (with_constant(nn.ReLU()), "cpu"),
         (nn.ReLU(), None),
     ],
-    ids=["parameter", "buffer", "constant", "constant before", "constant alone", "none"],
+    ids=["parameter", "buffer", "constant before", "constant alone", "none"],
 )
 def test_device_of_a_module_comes_from_its_first_tensor(module, device):
     assert device_of(module) == (device and torch.device(device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 import weakref
@@ -541,17 +542,11 @@ def test_packed_sequence_in_an_attribute_moves_as_torch_moves_it():
     assert moved.batch_sizes.device.type == "cpu"  # as torch has it on every device
 
 
-def test_tensor_that_several_attributes_hold_is_one_in_the_replica():
-    replica = on_meta(one=X, other=[X, {"x": X}], apart=X.clone())
+@pytest.mark.parametrize("held", [X, [X]], ids=["tensor", "container"])
+def test_what_several_attributes_hold_is_one_in_the_replica(held):
+    replica = on_meta(one=held, other=[held, {"x": held}], apart=copy.copy(held))
     assert replica.one is replica.other[0] is replica.other[1]["x"]
-    assert replica.apart is not replica.one
-
-
-def test_container_that_several_attributes_hold_is_one_in_the_replica():
-    inner = [X]
-    replica = on_meta(one=inner, other=(inner, inner))
-    assert replica.one is replica.other[0] is replica.other[1]
-    assert replica.one is not inner
+    assert replica.one is not held and replica.apart is not replica.one
 
 
 def test_dataclasses_in_attributes_are_shared():

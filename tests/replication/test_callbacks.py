@@ -131,42 +131,28 @@ def test_copy_that_is_no_module_is_refused():
         execute_replication_callbacks([nn.Identity(), "module"])
 
 
-def copies_that_do_not_match() -> dict[str, tuple[str, list[nn.Module]]]:
-    """What the message ends with, and the copies."""
-    a, b = nn.ReLU(), nn.GELU()
-    return {
-        "type": (
-            "`0` (ReLU), copy 1 has `0` (GELU)",
-            [nn.Sequential(a), nn.Sequential(b)],
-        ),
-        "children": (
-            "`1` (ReLU), copy 2 has none",
-            [nn.Sequential(*[nn.ReLU() for _ in range(n)]) for n in (2, 2, 1)],
-        ),
-        "order": (
-            "`a` (ReLU), copy 1 has `b` (ReLU)",
-            [nn.ModuleDict({name: nn.ReLU() for name in names}) for names in ("ab", "ba")],
-        ),
-        "ties": (
-            "none, copy 1 has `1` (ReLU)",
-            [nn.Sequential(a, a), nn.Sequential(nn.ReLU(), nn.ReLU())],
-        ),
-    }
+RELU = nn.ReLU()
+RELUS = [nn.Sequential(*[nn.ReLU() for _ in range(n)]) for n in (1, 2)]
+NAMED = [nn.ModuleDict({name: nn.ReLU() for name in names}) for names in ("ab", "ba")]
 
 
-@pytest.mark.parametrize("difference", copies_that_do_not_match())
-def test_copies_that_do_not_match_are_refused(difference):
-    message, modules = copies_that_do_not_match()[difference]
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ([RELUS[0], nn.Sequential(nn.GELU())], "`0` (ReLU), copy 1 has `0` (GELU)"),
+        ([RELUS[1], RELUS[1], RELUS[0]], "`1` (ReLU), copy 2 has none"),
+        (NAMED, "`a` (ReLU), copy 1 has `b` (ReLU)"),
+        ([nn.Sequential(RELU, RELU), RELUS[1]], "none, copy 1 has `1` (ReLU)"),
+    ],
+    ids=["type", "children", "order", "ties"],
+)
+def test_copies_that_do_not_match_are_refused_before_any_callback_runs(modules, message):
+    out: list[Any] = []
+    whole = [nn.Sequential(Recorder(out, "first"), module) for module in modules]
     with pytest.raises(ValueError, match=f"where copy 0 has {re.escape(message)}"):
         execute_replication_callbacks(modules)
-
-
-def test_no_callback_runs_unless_the_copies_match():
-    out: list[Any] = []
-    modules = [tree(out) for _ in range(2)]
-    modules[1].c1 = nn.Identity()
-    with pytest.raises(ValueError):
-        execute_replication_callbacks(modules)
+    with pytest.raises(ValueError, match="must have the same submodules"):
+        execute_replication_callbacks(whole)
     assert out == []
 
 

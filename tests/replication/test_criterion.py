@@ -85,9 +85,7 @@ def compare(criterion, alone, target, shares):
     predict = DataParallel(net, devices, gather_to_one_device=False)
     on_replicas = DataParallelCriterion(criterion, devices)
     factor = torch.randn(())
-    by_keyword = {"target": target} if shares[0] > 2 else {}
-    positional = () if by_keyword else (target,)
-    loss = on_replicas(predict(Scattered(x.split(shares))), *positional, **by_keyword)
+    loss = on_replicas(predict(Scattered(x.split(shares))), target)
     (factor * loss).backward()
     expected = alone(expected_net(x), target)
     (factor * expected).backward()
@@ -116,6 +114,7 @@ def test_labels_of_each_pixel_are_counted():
     parallel = DataParallelCriterion(nn.CrossEntropyLoss(WEIGHT), ["cpu"] * 3)
     expected = nn.functional.cross_entropy(scores, target, WEIGHT)
     torch.testing.assert_close(parallel(scores, target), expected)
+    torch.testing.assert_close(parallel(scores, target=target), expected)
 
 
 def test_a_sum_without_a_weight_is_the_loss():

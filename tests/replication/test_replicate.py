@@ -19,7 +19,6 @@ from torch.autograd import forward_ad
 from replication import (
     DataParallel,
     execute_replication_callbacks,
-    parallel_apply,
     patch_replication_callback,
     replicate,
 )
@@ -497,16 +496,6 @@ def arrived(value: Any, device: str = "meta") -> Any:
     return replicate(Holder(value), ["cpu", device])[1].value
 
 
-@pytest.mark.parametrize("before", [1, [1], (1, 2), None], ids=repr)
-def test_attribute_that_becomes_a_tensor_is_moved_from_then_on(before):
-    net = Holder(before)
-    assert replicate(net, ["cpu", "meta"])[1].value == before
-    net.value = torch.ones(2)
-    assert replicate(net, ["cpu", "meta"])[1].value.device == META
-    net.value = (1, torch.ones(2))
-    assert replicate(net, ["cpu", "meta"])[1].value[1].device == META
-
-
 def test_attributes_that_a_replica_sets_are_its_own():
     net = nn.Sequential(nn.ReLU())
     replicas = replicate(net, ["cpu"] * 3)
@@ -663,23 +652,6 @@ class OwnDerivative(nn.Sequential):
 def test_torch_func_inside_a_replica_is_refused_by_a_synchronized_layer():
     with pytest.raises(RuntimeError, match=r"do not reach other"):
         DataParallel(OwnDerivative(norm()), ["cpu"] * 2)(BATCH)
-
-
-def test_a_replica_can_be_replicated_in_its_own_forward():
-    class Again(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = norm()
-
-        def forward(self, x, deeper=True):
-            if not deeper:
-                return self.bn(x)
-            replicas = replicate(self, ["cpu"] * 2)
-            execute_replication_callbacks(replicas)
-            return torch.cat(parallel_apply(replicas, [(part, False) for part in x.chunk(2)]))
-
-    expected = torch.cat([whole_batch(half) for half in BATCH.chunk(2)])
-    torch.testing.assert_close(DataParallel(Again(), ["cpu"] * 2)(BATCH), expected)
 
 
 def test_making_replicas_does_not_look_for_garbage():

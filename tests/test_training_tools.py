@@ -23,7 +23,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from syncbn import convert_model
 from tests.layers import Numbered, as_torch_does, ours
-from tests.ranks import needs_gloo, run_ranks
 from tests.sharded import randomized
 from tests.stepping import assert_alike, batch, inner, network
 
@@ -181,26 +180,6 @@ def test_update_bn_estimates_the_statistics_over_all_batches(arrange, momentum, 
         return net
 
     assert_trains_alike(use, wrap, n, make)
-
-
-def statistics_of_batches(rank: int | None, shares: list[list[int]]) -> list[Tensor]:
-    torch.manual_seed(0)
-    net = network()
-    batches = [batch(sum(share))[0] for share in shares]
-    if rank is not None:
-        pairs = zip(batches, shares, strict=True)
-        batches = [whole.split(share)[rank] for whole, share in pairs]
-        convert_model(net)
-    update_bn(batches, net)
-    return list(net.buffers())
-
-
-@needs_gloo
-def test_update_bn_estimates_the_same_statistics_in_processes():
-    shares = [[4, 4], [5, 3], [1, 6]]
-    expected = statistics_of_batches(None, shares)
-    for actual in run_ranks(2, statistics_of_batches, shares):
-        torch.testing.assert_close(actual, expected)
 
 
 # -- functional calls --------------------------------------------------------------------------

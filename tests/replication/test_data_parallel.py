@@ -101,7 +101,7 @@ def test_older_names_name_the_same_objects():
 
 @pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
 @no_accelerator
-@pytest.mark.parametrize("device_ids", [None, [0, 1], (0,)], ids=str)
+@pytest.mark.parametrize("device_ids", [None, [0, 1], (0,), range(2)], ids=str)
 def test_without_an_accelerator_the_module_is_called_directly(device_ids):
     module = Numbered()
     module.forward = lambda x: (threading.get_ident(), module.copy_id)

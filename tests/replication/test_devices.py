@@ -135,14 +135,6 @@ def test_each_step_refuses_a_device_that_is_not_there(call):
         call()
 
 
-@pytest.mark.skipif(accelerator() is not None, reason="of a machine without accelerators")
-@pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
-def test_a_range_of_indices_is_a_list_of_indices():
-    """torch.nn.DataParallel(net, range(2)) calls the module directly there."""
-    model = DataParallel(nn.Linear(3, 2), range(2))
-    torch.testing.assert_close(model(X), model.module(X))
-
-
 @pytest.mark.parametrize("name", ["gpu", "gpu0", "cpu:", ""])
 def test_a_device_that_torch_does_not_know_is_refused(name):
     with pytest.raises(ValueError, match=r"is not a device of torch; use .cpu. for the CPU"):

@@ -339,16 +339,6 @@ def test_gradients_that_are_sparse_in_some_replicas_are_summed():
     torch.testing.assert_close(net.weight.grad, expected)
 
 
-def test_hooks_of_the_module_are_the_replicas():
-    calls = []
-    net = nn.ReLU()
-    net.register_forward_hook(lambda module, args, output: calls.append(module))
-    replicas = replicate(net, ["cpu"] * 2)
-    for replica in replicas:
-        replica(torch.zeros(1))
-    assert calls == replicas
-
-
 class Hooking(nn.Module):
     """Registers hooks in its forward, and takes one away."""
 

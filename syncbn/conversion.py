@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from itertools import starmap
@@ -18,22 +17,15 @@ from replication.groups.processes import as_process_group
 from replication.modules import with_class
 from replication.patch import check_methods, patch_replication_callback
 from replication.warning import UnsynchronizedWarning, warn
-from syncbn.batchnorm import (
-    CORRECTION,
-    SynchronizedBatchNorm,
-    SynchronizedBatchNormNd,
-    check_group_size,
-)
+from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
 from syncbn.kinds import (
-    LAYERS,
     PIPES,
     PLAIN,
     SYNCHRONIZED,
     Summary,
-    kind_of,
+    counterpart_of,
     reaches_synchronized_forward,
     summary,
-    synchronized_class,
 )
 
 __all__ = ["convert_model", "revert_model"]
@@ -174,13 +166,8 @@ def _is_synchronized_by(old: Any, new: Any) -> bool:
 
 def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
     """Converts a layer or a DataParallel. Returns whether it corrected biases, as CSAIL's do."""
-    old, kind = type(layer), kind_of(layer)
-    new = classes.get(old) or synchronized_class(old)
-    if new is None and kind is not None and kind.name == "plain":  # of an older toolkit
-        # The "1d", "2d" or "3d" in the names of its classes.
-        names = " ".join(base.__name__ for base in old.__mro__)
-        found = re.search("[123](?=d)", names, re.IGNORECASE)
-        new = LAYERS[int(found[0]) - 1] if found else SynchronizedBatchNormNd
+    old = type(layer)
+    new = classes.get(old) or counterpart_of(layer)
     if new is not None:
         process_group = vars(layer).pop("process_group", None)  # of a SyncBatchNorm
         layer.__class__ = new

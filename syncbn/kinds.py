@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,20 +58,32 @@ class _Activated(SynchronizedBatchNorm2d):
         return self.act(self.drop(super().forward(input)))
 
 
-def synchronized_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+def counterpart_of(layer: nn.Module) -> type[nn.Module] | None:
+    """The class to which `convert_model` converts a layer by itself, or None."""
+    kind = type(layer)
     if kind.__module__ == _TIMM and kind.__qualname__ in _OF_TIMM:
-        kind = import_module(_TIMM).BatchNormAct2d
-        # Derived from timm's class: timm's functions, such as `freeze_batch_norm_2d`, would
-        # otherwise take the layer for one without activation.
-        if kind not in SYNCHRONIZED:
-            made = type("SynchronizedBatchNormAct2d", (_Activated, kind), {"__module__": __name__})
-            SYNCHRONIZED.setdefault(kind, made)  # another thread may have been faster
+        return _counterpart_of_timm()
+    if kind not in SYNCHRONIZED and has_pipes(layer) and _is_of_toolkit(layer):
+        # The "1d", "2d" or "3d" in the names of its classes.
+        names = " ".join(base.__name__ for base in kind.__mro__)
+        found = re.search("[123](?=d)", names, re.IGNORECASE)
+        return LAYERS[int(found[0]) - 1] if found else SynchronizedBatchNormNd
     return SYNCHRONIZED.get(kind)
+
+
+def _counterpart_of_timm() -> type[nn.Module]:
+    kind = import_module(_TIMM).BatchNormAct2d
+    # Derived from timm's class: timm's functions, such as `freeze_batch_norm_2d`, would otherwise
+    # take the layer for one without activation.
+    if kind not in SYNCHRONIZED:
+        made = type("SynchronizedBatchNormAct2d", (_Activated, kind), {"__module__": __name__})
+        SYNCHRONIZED.setdefault(kind, made)  # another thread may have been faster
+    return SYNCHRONIZED[kind]
 
 
 def __getattr__(name: str) -> Any:
     if name == "SynchronizedBatchNormAct2d":  # of a pickled layer
-        return synchronized_class(import_module(_TIMM).BatchNormAct2d)
+        return _counterpart_of_timm()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -78,6 +91,12 @@ def __getattr__(name: str) -> Any:
 PIPES = {"_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe"}
 #: The parameters and buffers of their own classes.
 _STATE = {"weight", "bias", *CORRECTION, "running_mean", "running_var", "num_batches_tracked"}
+
+
+def has_pipes(layer: nn.Module) -> bool:
+    """Whether a layer is of an older toolkit, or derived from one of its layers."""
+    is_batch_norm = isinstance(layer, _BatchNorm) and hasattr(type(layer), CALLBACK)
+    return is_batch_norm and vars(layer).keys() >= PIPES
 
 
 def _is_of_toolkit(layer: nn.Module) -> bool:
@@ -132,9 +151,7 @@ def _kind_of_derived(layer: nn.Module) -> Kind:
     name = type(layer).__name__
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
         return Kind("left alone", "lazy: call the network once before you convert it")
-    is_older = hasattr(type(layer), CALLBACK) and vars(layer).keys() >= PIPES
-    if is_older and _is_of_toolkit(layer):
-        return Kind("plain", "of an older toolkit; convert_model synchronizes it")
+    is_older = has_pipes(layer)
     if is_older or isinstance(layer, nn.SyncBatchNorm):
         base = "a layer of an older toolkit" if is_older else "nn.SyncBatchNorm"
         note = f"derived from {base}: pass classes={{{name}: ...}} with a class derived from"
@@ -148,8 +165,9 @@ def kind_of(module: nn.Module) -> Kind | None:
     """The kind of a layer, or None if it neither normalizes nor runs replicas."""
     if isinstance(module, SynchronizedBatchNorm):
         return _kind_of_synchronized(module)
-    if synchronized_class(type(module)) is not None:
-        return Kind("plain", "convert_model synchronizes it")
+    if counterpart_of(module) is not None:
+        toolkit = "of an older toolkit; " if has_pipes(module) else ""
+        return Kind("plain", f"{toolkit}convert_model synchronizes it")
     if isinstance(module, _BatchNorm):
         return _kind_of_derived(module)
     if isinstance(module, torch.jit.ScriptModule) and module.original_name in _NAMES:

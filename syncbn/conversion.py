@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import starmap
 from typing import Any, TypeVar
 
@@ -48,7 +48,7 @@ def convert_model(
 
     Each layer remains the same object and only changes its class: parameters, buffers, hooks,
     flags, names and existing references to them all stay valid. Converting twice changes nothing,
-    and neither does a call that is refused or interrupted. Also converted are:
+    and neither does a call that is refused. Also converted are:
 
     - `torch.nn.SyncBatchNorm`, which keeps its process group.
     - Layers of older toolkits (such as a vendored ``sync_batchnorm``), which lose their pipes.
@@ -108,9 +108,12 @@ def convert_model(
             "class SyncMine(Mine, SynchronizedBatchNorm2d): pass, in this order, if the forward "
             f"of Mine calls super().forward, or with a forward of its own (got {classes!r})"
         )
+    layers: list[tuple[str, Any]] = list(module.named_modules())
+    for _, layer in layers:
+        if isinstance(layer, nn.DataParallel) and not runs_callbacks(type(layer)):
+            check_methods(layer)
     corrected = []
-
-    def convert(path: str, layer: Any) -> None:
+    for path, layer in layers:
         if _convert(layer, classes):
             corrected.append(f"`{path_or_root(path)}`")
         if isinstance(layer, ReplicaAware):
@@ -120,8 +123,6 @@ def convert_model(
                 layer.group_size = group_size
             if process_group is not None:
                 layer.process_group = process_group
-
-    _change_all_or_none(module, convert)
     if corrected:
         warn(
             "syncbn does not correct the bias of running statistics, as these layers of an older "
@@ -133,20 +134,6 @@ def convert_model(
     else:
         _warn_of_unsynchronized(module, result)
     return module
-
-
-def _change_all_or_none(module: nn.Module, change: Callable[[str, Any], None]) -> None:
-    """Changes all layers, with their paths. If that raises, or is interrupted, undoes it."""
-    layers = list(module.named_modules())
-    before = [(layer, type(layer), vars(layer).copy()) for _, layer in layers]
-    try:
-        for path, layer in layers:
-            change(path, layer)
-    except BaseException:
-        for layer, kind, attributes in before:
-            object.__setattr__(layer, "__class__", kind)
-            object.__setattr__(layer, "__dict__", attributes)
-        raise
 
 
 def _is_synchronized_by(old: Any, new: Any) -> bool:
@@ -183,7 +170,6 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
             layer.process_group = process_group
     elif isinstance(layer, nn.DataParallel) and not runs_callbacks(old):
         if old is nn.DataParallel:
-            check_methods(layer)
             layer.__class__ = DataParallel
         else:
             patch_replication_callback(layer)
@@ -234,7 +220,8 @@ def revert_model(module: ModuleT) -> ModuleT:
         ``module``, changed in place.
     """
     check_module(module)
-    _change_all_or_none(module, _revert)
+    for layer in module.modules():
+        _revert(layer)
     left_alone = [
         with_class(path, layer)
         for path, layer in module.named_modules()
@@ -245,7 +232,7 @@ def revert_model(module: ModuleT) -> ModuleT:
     return module
 
 
-def _revert(path: str, layer: Any) -> None:
+def _revert(layer: Any) -> None:
     former = vars(layer).pop(_FORMER, None) or PLAIN.get(type(layer))
     if former is not None:
         process_group = None

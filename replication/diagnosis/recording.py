@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
@@ -48,8 +47,6 @@ class Recording:
         runner = net if len(devices) == 1 else DataParallel(net, devices, dim=dim)
         once_for(runner)()  # the result names plain batch norm, no warning does
         on = "one device" if len(devices) == 1 else f"{len(devices)} replicas"
-        if getattr(sys.stderr, "isatty", bool)():  # a large model takes half a minute
-            print(f"verify: forward and backward on {on}", file=sys.stderr)
         try:
             outputs = _tensors(runner(*args, **kwargs))
             # Before the backward: a recomputation updates the buffers of torch's layers once more.

@@ -100,7 +100,7 @@ def verify(
     Copies of the model run forward and backward, with a random upstream gradient. The model itself
     does not change, and nothing is converted, so that layers without synchronization are found.
     Put layers that draw random numbers (dropout) in evaluation mode first. Layers that reorder the
-    samples of a batch also differ. In a terminal, `verify` prints what it runs.
+    samples of a batch also differ.
 
     >>> import torch
     >>> from torch import nn

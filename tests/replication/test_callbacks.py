@@ -230,14 +230,6 @@ def test_patches_are_made_and_removed_in_any_order(which):
     assert recorded(model) == BOTH
 
 
-def test_handle_is_a_context_manager():
-    model = unpatched()
-    with pytest.raises(KeyError), patch_replication_callback(model):
-        assert recorded(model) == BOTH
-        raise KeyError
-    assert recorded(model) == []
-
-
 @pytest.mark.parametrize("name", ["replicate", "parallel_apply"])
 def test_patch_refuses_a_method_on_the_object_which_would_hide_its_own(name):
     """Older toolkits patch so."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import platform
 import re
-import sys
 from typing import Any
 
 import pytest
@@ -261,20 +259,6 @@ def test_a_network_in_evaluation_is_refused_unless_a_layer_trains():
         verify(DataParallel(plain, CPUS), X, CPUS)
     plain[0].train()
     assert verify(convert_model(plain), X, CPUS)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_shown_in_a_terminal_only(net, monkeypatch, capsys):
-    verify(net, X, CPUS)
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    verify(net, X, CPUS)
-    runs = [f"verify: forward and backward on {on}\n" for on in ("one device", "3 replicas")]
-    assert sys.stderr.getvalue() == "".join(runs)
 
 
 def test_output_of_a_layer_that_differs_is_named():

@@ -50,30 +50,33 @@ def leaves_of(tree: Any, opened: Callable[[Any], Opened | None] = open_any) -> I
             pending += [item for item in container.values if type(item) not in PLAIN]
 
 
-#: Makes the containers anew, around leaves that it takes from an iterator. Of a leaf it is `next`.
-Spec = Callable[[Iterator[Any]], Any]
+#: Makes the same containers around other leaves, as new objects.
+Rebuild = Callable[[Iterable[Any]], Any]
 
 #: A path, and the leaf of each tree at that path.
 Row = tuple[Path, tuple[Any, ...]]
 
 
-def flatten(tree: Any) -> tuple[list[Leaf], Spec]:
+def flatten(tree: Any) -> tuple[list[Leaf], Rebuild]:
     """Returns the leaves of an argument or an output, and the containers around them."""
     # A container without tensors is a leaf, unless it is standard or a namedtuple.
-    rows, spec = flatten_together([tree])
-    return [Leaf(path, values[0]) for path, values in rows], spec
+    rows, rebuild = flatten_together([tree])
+    return [Leaf(path, values[0]) for path, values in rows], rebuild
 
 
-def flatten_together(outputs: Sequence[Any]) -> tuple[list[Row], Spec]:
+def flatten_together(outputs: Sequence[Any]) -> tuple[list[Row], Rebuild]:
     """Returns the leaves of the replicas' outputs at each path, and the containers around them."""
     rows: list[Row] = []
-    spec = _flatten_into(rows, Path(), tuple(outputs))
-    return rows, spec
+    made_of = _flatten_into(rows, Path(), tuple(outputs))
+    return rows, lambda leaves: made_of(iter(leaves))
 
 
 # Not a function inside of `flatten_together`: one that refers to itself makes a cycle, which keeps
 # the leaves (and their graphs) until the next garbage collection.
-def _flatten_into(rows: list[Row], path: Path, trees: tuple[Any, ...]) -> Spec:
+def _flatten_into(
+    rows: list[Row], path: Path, trees: tuple[Any, ...]
+) -> Callable[[Iterator[Any]], Any]:
+    """Adds the leaves to the rows. Returns what makes the tree anew of the next leaves."""
     opened = [open_any(tree) for tree in trees]
     if not any(c is not None and _is_split(t) for c, t in zip(opened, trees, strict=True)):
         rows.append((path, trees))
@@ -114,11 +117,6 @@ def _is_split(container: Any) -> bool:
     if kind in BASES or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
         return True
     return any(isinstance(x, (Tensor, Scattered, PackedSequence)) for x in leaves_of(container))
-
-
-def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
-    """Returns the same containers around other leaves, as new objects."""
-    return spec(iter(leaves))
 
 
 def replace_leaves(

@@ -57,12 +57,9 @@ def patch_sync_batchnorm() -> Iterator[None]:
 _MODULES = {"batchnorm", "replicate", "comm", "sync_manager"}
 _NAMES: dict[str, Any] = {
     **{layer.__name__: layer for layer in LAYERS},
+    **{kind.__name__: kind for kind in (CallbackContext, FutureResult, SlavePipe, SyncMaster)},
     "_SynchronizedBatchNorm": SynchronizedBatchNorm,
-    "CallbackContext": CallbackContext,
     "DataParallelWithCallback": DataParallelWithCallback,
-    "FutureResult": FutureResult,
-    "SlavePipe": SlavePipe,
-    "SyncMaster": SyncMaster,
     "convert_model": convert_model,
     "execute_callbacks": execute_replication_callbacks,
     "execute_replication_callbacks": execute_replication_callbacks,

@@ -15,7 +15,7 @@ from replication._torch import compiled_module
 from replication.data_parallel import DataParallel
 from replication.errors import add_note
 from replication.sync.rendezvous import current_replica, is_recomputation
-from replication.tree import flatten, unflatten
+from replication.tree import flatten
 from replication.warning import once_for
 
 #: The kind of quantity that differs first. The model's outputs differ as well if it matters.
@@ -108,7 +108,7 @@ def _arguments(
     is_named = isinstance(batch, Mapping)
     listed = batch if isinstance(batch, (tuple, list)) else (batch,)
     named = dict(batch) if is_named else {f"args[{i}]": value for i, value in enumerate(listed)}
-    tensors, spec = flatten(named)
+    tensors, rebuild = flatten(named)
     inputs, values = {}, []
     for path, value in tensors:
         if isinstance(value, Tensor):
@@ -117,7 +117,7 @@ def _arguments(
                 inputs[f"input `{path}`"] = value.requires_grad_()
                 value = value.clone()  # a layer may change its input in place
         values.append(value)
-    named = unflatten(spec, values)
+    named = rebuild(values)
     return ((), named, inputs) if is_named else (tuple(named.values()), {}, inputs)
 
 

@@ -13,7 +13,7 @@ from replication._torch import MappingKey, SequenceKey
 from replication.containers import Scattered
 from replication.devices import DeviceLike, parse_devices, to_device
 from replication.errors import checked_names
-from replication.tree import Leaf, Path, flatten, leaves_of, replace_leaves, unflatten
+from replication.tree import Leaf, Path, flatten, leaves_of, replace_leaves
 
 __all__ = ["scatter", "scatter_kwargs"]
 
@@ -46,9 +46,9 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
     Raises:
         ValueError: Tensors differ in length or fit no `Scattered` beside them.
     """
-    leaves, spec = flatten(inputs)
+    leaves, rebuild = flatten(inputs)
     parts = split_leaves(leaves, parse_devices(target_gpus), dim)
-    return [unflatten(spec, part) for part in parts]
+    return list(map(rebuild, parts))
 
 
 def scatter_kwargs(
@@ -92,14 +92,14 @@ def scatter_kwargs(
         moving = {name: value for name, value in named.items() if name not in cpu_keywords}
         args, moving = moved((args, moving), targets[0])
         return (args,), ({**named, **moving},)
-    flat, spec = flatten((args, named))
+    flat, rebuild = flatten((args, named))
     leaves = [Leaf(Path(path[1:]), value) for path, value in flat]
     if not any(isinstance(leaf.value, Scattered) or _is_batch(leaf) for leaf in leaves):
         targets = targets[:1]
     keys: list[Any] = [MappingKey(name) for name in cpu_keywords]
     staying = [i for i, leaf in enumerate(leaves) if leaf.path[0] in keys]
     parts = split_leaves(leaves, targets, dim, staying)
-    positional, keyword = zip(*[unflatten(spec, part) for part in parts], strict=True)
+    positional, keyword = zip(*map(rebuild, parts), strict=True)
     return positional, keyword
 
 

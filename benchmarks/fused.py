@@ -117,6 +117,4 @@ AS_ON_ACCELERATORS = Kernels(
 )
 
 #: By the name of the function of torch.
-KERNELS: dict[str, Callable[..., Any]] = {
-    kernel.__name__: kernel for kernel in AS_ON_ACCELERATORS
-}
+KERNELS: dict[str, Callable[..., Any]] = {kernel.__name__: kernel for kernel in AS_ON_ACCELERATORS}

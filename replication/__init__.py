@@ -5,6 +5,7 @@ from replication.callbacks import (
     execute_replication_callbacks,
     register_replication_callback,
 )
+from replication.containers import Scattered
 from replication.criterion import DataParallelCriterion
 from replication.data_parallel import (
     DataParallel,
@@ -25,7 +26,6 @@ from replication.steps.parallel_apply import parallel_apply
 from replication.steps.replicate import replicate
 from replication.steps.scatter import scatter, scatter_kwargs
 from replication.sync.pipes import FutureResult, SlavePipe, SyncMaster
-from replication.tree import Scattered
 from replication.version import __version__ as __version__
 from replication.warning import UnsynchronizedWarning
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from replication._torch import check_balance, is_exporting, named_range, uncompiled
 from replication.callbacks import CALLBACK, connect_copies, with_callbacks
+from replication.containers import Scattered
 from replication.devices import DeviceLike, default_devices, parse_device, parse_devices
 from replication.errors import check_list, check_module, checked_names, first_of, is_int
 from replication.groups.registry import has_other_processes
@@ -20,7 +21,6 @@ from replication.steps.parallel_apply import run_replicas
 from replication.steps.replicate import make_replicas
 from replication.steps.scatter import scatter_kwargs
 from replication.sync.lifecycle import first_failure_wins, rendezvous_of
-from replication.tree import Scattered
 from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
 
 __all__ = [
@@ -295,30 +295,30 @@ _first_warning = WarnOnce()
 def _devices_to_use(
     module: nn.Module, device_ids: Sequence[DeviceLike] | None
 ) -> list[torch.device]:
-    """Returns the devices of the replicas, or no device if the module is called directly."""
+    """The devices of the replicas; none if the module is called directly."""
     check_module(module)
     if device_ids is None:
         if devices := default_devices():
             return devices
         communicates = any(hasattr(type(layer), CALLBACK) for _, layer in layers_of(module))
-        warns = communicates and not has_other_processes() and _first_warning()
-        why, count = "this machine has no accelerator", "n"
-    else:
-        check_list("device_ids", device_ids)
-        if not len(device_ids):
-            raise ValueError("device_ids must name a device, such as ['cpu'] * n (got none)")
-        indices = [device for device in device_ids if is_int(device) and device >= 0]
-        if len(indices) < len(device_ids) or default_devices():
-            return parse_devices(device_ids)
-        warns = len(indices) > 1
+        if communicates and not has_other_processes() and _first_warning():
+            _warn_of_no_replicas("this machine has no accelerator", "n")
+        return []
+    check_list("device_ids", device_ids)
+    if not len(device_ids):
+        raise ValueError("device_ids must name a device, such as ['cpu'] * n (got none)")
+    indices = [device for device in device_ids if is_int(device) and device >= 0]
+    if len(indices) < len(device_ids) or default_devices():
+        return parse_devices(device_ids)
+    if len(indices) > 1:
         why = f"device_ids={indices} are indices of accelerators, and this machine has none"
-        count = str(len(indices))
-    if warns:
-        warn(
-            f"{why}: no replicas run; device_ids=['cpu'] * {count} makes replicas on the CPU",
-            UnsynchronizedWarning,
-        )
+        _warn_of_no_replicas(why, len(indices))
     return []
+
+
+def _warn_of_no_replicas(why: str, count: int | str) -> None:
+    advice = f"device_ids=['cpu'] * {count} makes replicas on the CPU"
+    warn(f"{why}: no replicas run; {advice}", UnsynchronizedWarning)
 
 
 def _torch_spelling(device: torch.device) -> Any:

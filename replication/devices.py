@@ -105,7 +105,6 @@ def current_stream(device: torch.device) -> Any:
 
 @lru_cache
 def _get_stream(kind: str) -> Callable[[torch.device], Any] | None:
-    """Returns the function that returns the current stream on a device of some type, if any."""
     module = None if kind in _WITHOUT_MODULE else torch.get_device_module(kind)
     # `use_device` needs both of them.
     return getattr(module, "current_stream", None) if hasattr(module, "stream") else None

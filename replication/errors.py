@@ -13,7 +13,6 @@ __all__ = ["ReplicaFailed", "ReplicasDiverged", "ReplicasTimedOut", "Replication
 
 
 def path_or_root(path: str) -> str:
-    """Returns the path of a submodule, or ``(root)`` for the empty path."""
     return path or "(root)"
 
 

@@ -63,5 +63,4 @@ def paired(modules: Sequence[nn.Module]) -> list[Position]:
 
 
 def with_class(path: str, module: nn.Module | None) -> str:
-    """Returns the path and the class of a module for messages."""
     return "none" if module is None else f"`{path_or_root(path)}` ({type(module).__name__})"

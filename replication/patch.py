@@ -61,7 +61,7 @@ def _make_patched(make: Callable[..., Any], *args: Any) -> Any:
 
 
 class PatchHandle:
-    """Undoes `patch_replication_callback`: by ``remove()``, or at the end of a ``with`` block."""
+    """Undoes `patch_replication_callback` by ``remove()``."""
 
     def __init__(self, data_parallel: nn.DataParallel[Any]) -> None:
         self._data_parallel = ref(data_parallel)
@@ -73,12 +73,6 @@ class PatchHandle:
         data_parallel: Any = self._data_parallel()
         if type(data_parallel) is self._patched and issubclass(self._patched, Patched):
             data_parallel.__class__ = self._patched.__bases__[-1]
-
-    def __enter__(self) -> PatchHandle:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.remove()
 
 
 def check_methods(data_parallel: nn.DataParallel[Any]) -> None:

@@ -1,7 +1,7 @@
 """Batch normalization over the whole batch of all replicas, with the results of one device."""
 
 from replication import DataParallel, DataParallelWithCallback, patch_replication_callback
-from replication.diagnosis.verify import Difference, Verification, verify
+from replication.diagnosis.verification import Difference, Verification, verify
 from replication.version import __version__ as __version__
 from syncbn.batchnorm import (
     SynchronizedBatchNorm1d,
@@ -11,7 +11,8 @@ from syncbn.batchnorm import (
     set_sbn_eps_mode,
 )
 from syncbn.compat import patch_sync_batchnorm, stand_in_for
-from syncbn.convert import Summary, convert_model, revert_model, summary
+from syncbn.conversion import convert_model, revert_model
+from syncbn.kinds import Summary, summary
 
 __all__ = [
     "DataParallel",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from replication.devices import default_devices
-from replication.diagnosis.table import Table, as_text
-from replication.diagnosis.verify import verify
+from replication.diagnosis.table import Table
+from replication.diagnosis.verification import verify
 from replication.groups.layer import ReplicaAware
 from replication.version import __version__
 from syncbn.batchnorm import SynchronizedBatchNorm2d
@@ -49,7 +48,6 @@ class Centered(ReplicaAware, nn.Module):
 
 
 def make_layers() -> nn.Sequential:
-    """Returns layers for images of 16 channels."""
     # `syncbn.joined` computes the first on the CPU. Some of the weights are negative.
     layers = SynchronizedBatchNorm2d(16), Checkpointed(16, momentum=None)
     for layer in layers:
@@ -91,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     above = "" if passed else " Add the comparisons above."
     print(f"\nTo report the result, paste the lines below into an issue.{above}\n")
     print(f"```\npython -m syncbn --replicas {replicas}\n{environment}\n")
-    print(as_text(Table(("result", "checked", "largest error"), results)))
+    print(Table(("result", "checked", "largest error"), results))
     if passed:
         print("PASS: replicas run, communicate, and compute what one device computes")
     else:
@@ -127,6 +125,4 @@ def described(device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):  # not on Windows: ends silently if its output is closed
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

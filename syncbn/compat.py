@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import atexit
 import inspect
 import sys
 from abc import ABCMeta
@@ -24,7 +23,8 @@ from replication.patch import patch_replication_callback
 from replication.sync.pipes import FutureResult, SlavePipe, SyncMaster
 from replication.warning import warn
 from syncbn.batchnorm import SynchronizedBatchNorm, set_sbn_eps_mode
-from syncbn.convert import LAYERS, PLAIN, convert_model
+from syncbn.conversion import convert_model
+from syncbn.kinds import LAYERS, PLAIN
 
 __all__ = ["patch_sync_batchnorm", "stand_in_for"]
 
@@ -57,12 +57,9 @@ def patch_sync_batchnorm() -> Iterator[None]:
 _MODULES = {"batchnorm", "replicate", "comm", "sync_manager"}
 _NAMES: dict[str, Any] = {
     **{layer.__name__: layer for layer in LAYERS},
+    **{kind.__name__: kind for kind in (CallbackContext, FutureResult, SlavePipe, SyncMaster)},
     "_SynchronizedBatchNorm": SynchronizedBatchNorm,
-    "CallbackContext": CallbackContext,
     "DataParallelWithCallback": DataParallelWithCallback,
-    "FutureResult": FutureResult,
-    "SlavePipe": SlavePipe,
-    "SyncMaster": SyncMaster,
     "convert_model": convert_model,
     "execute_callbacks": execute_replication_callbacks,
     "execute_replication_callbacks": execute_replication_callbacks,
@@ -74,7 +71,7 @@ _SIGNATURE = inspect.signature(SynchronizedBatchNorm)
 
 
 def _with_defaults(layer: Any, defaults: Mapping[str, Any], package: str) -> Any:
-    """Returns a class that makes instances of ``layer`` with other constructor defaults."""
+    """A class that makes instances of ``layer`` with other constructor defaults."""
     # The instances are pickled, converted and reverted like every other layer. The class, which
     # networks may keep, is pickled by its name in ``package``. To `isinstance` it and ``layer``
     # are the same. Subclasses are ordinary classes.
@@ -113,16 +110,14 @@ def _read_defaults(package: str, places: Iterable[str], chosen: Iterable[str]) -
                     names = [argument.arg for argument in reversed(method.args.args)]
                     found.update(zip(names, reversed(method.args.defaults), strict=False))
                     corrects_bias = corrects_bias or b"_running_iter" in source
-    for name in found.keys() & _SIGNATURE.parameters.keys():
+    usual = {name: one.default for name, one in _SIGNATURE.parameters.items()}
+    for name in found.keys() & usual:
         try:
-            value = ast.literal_eval(found[name])
+            defaults[name] = ast.literal_eval(found[name])
         except ValueError:
             problems[name] = f"its default, {ast.unparse(found[name])}, is not a constant"
-        else:
-            if value != _SIGNATURE.parameters[name].default:
-                defaults[name] = value
     if corrects_bias and "momentum" not in problems:
-        momentum = defaults.get("momentum", _SIGNATURE.parameters["momentum"].default)
+        momentum = (usual | defaults)["momentum"]
         problems["momentum"] = (
             "the copy corrects the bias of its running statistics, which syncbn does not: with "
             f"momentum={momentum} they stay near their initial values in the first steps"
@@ -132,7 +127,7 @@ def _read_defaults(package: str, places: Iterable[str], chosen: Iterable[str]) -
             f"{package}: {problems[name]}; choose the {name} of the layers: "
             f"stand_in_for({package!r}, {name}=...)"
         )
-    return defaults
+    return {name: value for name, value in defaults.items() if value != usual[name]}
 
 
 #: The replaced packages, with the constructor defaults chosen for their layers.
@@ -178,11 +173,6 @@ class _Finder(MetaPathFinder, Loader):
 _finder = _Finder()
 
 
-def _warn_of_unused() -> None:
-    for package in _packages.keys() - sys.modules.keys():
-        warn(f"stand_in_for({package!r}) replaced nothing: the program never imported {package}")
-
-
 def stand_in_for(package: str = "sync_batchnorm", **defaults: Any) -> None:
     """Makes imports of a vendored copy of an older toolkit return this package's classes.
 
@@ -222,4 +212,3 @@ def stand_in_for(package: str = "sync_batchnorm", **defaults: Any) -> None:
     _packages[package] = defaults or previous or {}
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
-        atexit.register(_warn_of_unused)

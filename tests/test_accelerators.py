@@ -34,7 +34,6 @@ every_list_of_accelerators = pytest.mark.parametrize(
 )
 every_way = pytest.mark.parametrize("way", ["fused", "formula"], indirect=True)
 on_simulated = pytest.mark.skipif(not has_simulated(), reason="needs the simulated accelerator")
-on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 @pytest.fixture(autouse=True)
@@ -161,25 +160,6 @@ def test_the_large_tensors_go_through_the_fused_kernels(monkeypatch):
     y = model(torch.randn(4, 3, 5, 5, device=HOME, requires_grad=True))
     y.backward(torch.randn_like(y))
     assert sorted(calls) == sorted(["stats", "elemt", "backward_reduce", "backward_elemt"] * 2)
-
-
-@on_cuda
-@every_list
-def test_a_forward_in_a_stream_of_the_callers_is_in_order(devices):
-    layer = randomized(nn.BatchNorm2d(3)).to(devices[0])
-    model = DataParallel(convert_model(copy.deepcopy(layer)), devices)
-    x = torch.randn(2 * len(devices), 3, 256, 256, device=devices[0])
-    expected = layer(x.exp())
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(5):
-            busy = torch.randn(2048, 2048, device=devices[0])
-            for _ in range(10):  # what follows would come too early if it did not wait for this
-                busy = busy @ busy / 2048
-            y = model(x.exp() + 0 * busy.sum().nan_to_num())
-    side.synchronize()
-    torch.testing.assert_close(y, expected)
 
 
 @contextmanager

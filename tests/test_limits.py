@@ -8,31 +8,19 @@ import threading
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from replication import ReplicasTimedOut, parallel_apply
 from replication.sync.rendezvous import current_replica
-from syncbn import DataParallel, SynchronizedBatchNorm1d, convert_model, verify
+from syncbn import DataParallel, SynchronizedBatchNorm1d, convert_model
 from tests.deadlines import soon
 
 CPUS = ["cpu"] * 2
 
 
-class Positive(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.exp()
-
-
 class Recomputed(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
-
-
-def test_parametrization_after_conversion():
-    net = convert_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-    parametrize.register_parametrization(net[1], "weight", Positive())
-    assert verify(net, torch.randn(8, 3), CPUS)
 
 
 def test_dropout_between_checkpoints():

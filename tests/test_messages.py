@@ -28,7 +28,6 @@ from replication import (
     ReplicationError,
     Scattered,
     execute_replication_callbacks,
-    gather,
     replicate,
     wait_report,
 )
@@ -280,34 +279,6 @@ def test_replicas_are_exported(how):
     with pytest.raises(Exception, match=text):
         how(DataParallel(net, CPUS), (X,))
     how(DataParallel(net, CPUS).module, (X,))
-
-
-# -- arguments and outputs ---------------------------------------------------------------------
-
-
-@reads("""
-    ValueError: `mask` cannot be split like the tensors beside it (got length 5, and sizes [4, 4]
-    of `args[0]`, in dimension 0); pass Scattered(parts), or keep what is not split in a buffer
-""")
-def test_arguments_differ_in_batch_size():
-    DataParallel(network(), CPUS)(X, mask=X[:5])
-
-
-@reads("""
-    ValueError: with inputs_are_scattered, `args[0]` must be a list, tuple or Scattered with one
-    entry per replica (expected 2, got 3); only a Scattered may have fewer
-""")
-def test_a_list_of_parts_has_the_wrong_length():
-    DataParallel(network(), CPUS, inputs_are_scattered=True)([X, X, X])
-
-
-@reads("""
-    ValueError: the outputs of the replicas must have the same structure (replica 0: dict
-    with loss, replica 1: dict with score); to keep one list per sample, wrap it in a class of your
-    own
-""")
-def test_outputs_have_different_keys():
-    gather([{"loss": X}, {"score": X}], "cpu")
 
 
 # -- errors with methods of their own ----------------------------------------------------------

@@ -37,40 +37,6 @@ def test_two_processes_train_the_network_of_one(library, launcher, tmp_path):
     assert done.stdout.count("2 processes: off by") == 1
 
 
-#: Trains with Lightning, without the plugin of the example.
-CONVERTED_AT_FIRST = """
-import sys
-
-sys.path.insert(0, sys.argv[1])
-import with_lightning as example
-from lightning.pytorch.utilities import rank_zero_only
-from syncbn import SynchronizedBatchNorm1d, convert_model
-
-
-class Converted(example.Regression):
-    def __init__(self, batch_size):
-        super().__init__(batch_size)
-        convert_model(self.net)
-
-
-if __name__ == "__main__":
-    trained = example.train(Converted(batch_size=8), 2)
-    expected = example.train(example.Regression(batch_size=8), 1).state_dict()
-    assert type(trained[1]) is SynchronizedBatchNorm1d
-    state = trained.state_dict()
-    assert max((state[k] - v).abs().max().item() for k, v in expected.items()) < 1e-10
-    rank_zero_only(print)("equal")
-"""
-
-
-def test_a_module_of_lightning_may_convert_its_network_itself(tmp_path):
-    pytest.importorskip("lightning", reason="pip install '.[lightning]'")
-    program = tmp_path / "program.py"
-    program.write_text(CONVERTED_AT_FIRST)
-    done = run_python(str(program), str(EXAMPLES), cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.count("equal") == 1, done.stderr
-
-
 # -- the Trainer of transformers ----------------------------------------------------------------
 
 

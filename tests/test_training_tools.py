@@ -17,13 +17,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
+from torch.nn.utils import parameters_to_vector, parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from syncbn import convert_model
 from tests.layers import Numbered, as_torch_does, ours
-from tests.ranks import needs_gloo, run_ranks
 from tests.sharded import randomized
 from tests.stepping import assert_alike, batch, inner, network
 
@@ -183,26 +182,6 @@ def test_update_bn_estimates_the_statistics_over_all_batches(arrange, momentum, 
     assert_trains_alike(use, wrap, n, make)
 
 
-def statistics_of_batches(rank: int | None, shares: list[list[int]]) -> list[Tensor]:
-    torch.manual_seed(0)
-    net = network()
-    batches = [batch(sum(share))[0] for share in shares]
-    if rank is not None:
-        pairs = zip(batches, shares, strict=True)
-        batches = [whole.split(share)[rank] for whole, share in pairs]
-        convert_model(net)
-    update_bn(batches, net)
-    return list(net.buffers())
-
-
-@needs_gloo
-def test_update_bn_estimates_the_same_statistics_in_processes():
-    shares = [[4, 4], [5, 3], [1, 6]]
-    expected = statistics_of_batches(None, shares)
-    for actual in run_ranks(2, statistics_of_batches, shares):
-        torch.testing.assert_close(actual, expected)
-
-
 # -- functional calls --------------------------------------------------------------------------
 
 
@@ -233,28 +212,6 @@ def test_a_functional_call_uses_what_it_is_given(which, n, wrap):
         torch.autograd.backward(outputs, upstream)
         assert all(parameter.grad is None for parameter in model.parameters())
         return [outputs, [p.grad for p in parameters.values()], list(buffers.values())]
-
-    assert_trains_alike(use, wrap, n)
-
-
-@setups
-def test_gradients_flow_through_parameters_that_have_made_a_step(n, wrap):
-    """As in MAML: the second call is given what the first one's gradients have made of them."""
-
-    def use(model: nn.Module, batches: Batches) -> list[Any]:
-        holder = nn.Sequential(model)
-        optimizer = sgd(model)
-        seen: list[Any] = []
-        for (x, dy), (z, dz) in (batches[:2], batches[2:]):
-            optimizer.zero_grad()
-            names, parameters = zip(*holder.named_parameters(), strict=True)
-            grads = torch.autograd.grad(holder(x), parameters, dy, create_graph=True)
-            fast = [p - 0.1 * grad for p, grad in zip(parameters, grads, strict=True)]
-            y = functional_call(holder, dict(zip(names, fast, strict=True)), (z,))
-            y.backward(dz)
-            optimizer.step()
-            seen += [y, *fast]
-        return seen
 
     assert_trains_alike(use, wrap, n)
 
@@ -381,54 +338,6 @@ def test_the_normalization_itself_may_be_parametrized_once_it_is_converted(n, wr
 
 
 # -- optimizers --------------------------------------------------------------------------------
-
-
-@setups
-def test_a_step_to_where_the_loss_is_sharpest_and_back(n, wrap):
-    """As in SAM. Weights are set through one vector, of which they are views from then on."""
-
-    def use(model: nn.Module, batches: Batches) -> list[Any]:
-        optimizer = sgd(model)
-        seen = []
-        for x, dy in batches:
-            optimizer.zero_grad()
-            model(x).backward(dy)
-            here = parameters_to_vector(model.parameters()).detach()
-            slope = parameters_to_vector([p.grad for p in model.parameters()])
-            vector_to_parameters(here + 0.1 * slope / slope.norm(), model.parameters())
-            optimizer.zero_grad()
-            seen.append(model(x))
-            seen[-1].backward(dy)
-            vector_to_parameters(here, model.parameters())
-            optimizer.step()
-        return seen
-
-    assert_trains_alike(use, wrap, n)
-
-
-@setups
-@pytest.mark.parametrize("implementation", ["foreach", "fused"])
-def test_gradients_may_keep_their_memory(implementation, n, wrap):
-    """In one flat tensor, which is zeroed instead of dropped."""
-
-    def use(model: nn.Module, batches: Batches) -> list[Any]:
-        parameters = list(model.parameters())
-        flat = torch.zeros_like(parameters_to_vector(parameters))
-        for parameter, part in zip(
-            parameters, flat.split([p.numel() for p in parameters]), strict=True
-        ):
-            parameter.grad = part.view_as(parameter)
-        optimizer = sgd(model, **{implementation: True})
-        seen = []
-        for x, dy in batches:
-            optimizer.zero_grad(set_to_none=False)
-            assert not flat.any()
-            model(x).backward(dy)
-            optimizer.step()
-            seen.append(flat.clone())
-        return seen
-
-    assert_trains_alike(use, wrap, n)
 
 
 # -- scaled losses -----------------------------------------------------------------------------

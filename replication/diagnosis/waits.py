@@ -7,18 +7,18 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.autograd.profiler import record_function
 
 from replication._torch import is_profiling
-from replication.diagnosis.table import ShownAsTable, Table
+from replication.diagnosis.table import Table
 from replication.sync import lifecycle
 from replication.sync.rendezvous import Observe
 
 __all__ = ["WaitReport", "wait_report"]
 
-#: Layers in the table and in the plot.
+#: Layers in the table.
 _ROWS = 20
 
 
@@ -31,10 +31,10 @@ class Waits(NamedTuple):
     seconds: dict[int, float]
 
 
-class WaitReport(ShownAsTable):
+class WaitReport:
     """How long each replica waited for the others in each layer (see `wait_report`).
 
-    It prints as a table, and shows as one in a notebook, in milliseconds per forward.
+    It prints as a table, in milliseconds per forward.
 
     Attributes:
         forwards: The number of forwards.
@@ -86,13 +86,12 @@ class WaitReport(ShownAsTable):
         stands_out = len(order) > 1 and seconds[order[1]] > max(2 * seconds[order[0]], least)
         return order[0] if stands_out else None
 
-    def _table(self) -> Table:
+    def __repr__(self) -> str:
         forwards = f"{self.forwards} forward{'s' * (self.forwards != 1)}"
         head = f"{forwards}; milliseconds per forward that a replica waits for others"
         layers, straggler = self.layers, self.straggler
         if not layers:
-            none = f"{head}: none (only replicas of a DataParallel are measured, not processes)"
-            return Table((), (), [none])
+            return f"{head}: none (only replicas of a DataParallel are measured, not processes)"
         lines = [layer._replace(path=f"`{layer.path}`") for layer in layers[:_ROWS]]
         if others := layers[_ROWS:]:
             lines.append(_added(f"{len(others)} others", others))
@@ -105,24 +104,10 @@ class WaitReport(ShownAsTable):
         if straggler is None:
             verdict = "No replica stands out as the one that the others wait for."
         after = f"Replicas wait longest in `{layers[0].path}`. {verdict}"
-        return Table(titles, rows, [head], [after], numbers_from=1)
-
-    def plot(self, axes: Any) -> None:
-        """Draws a bar per layer, with a segment per replica, into ``axes`` of matplotlib."""
-        layers = self.layers[:_ROWS][::-1]
-        if not layers:
-            return
-        paths, left = [layer.path for layer in layers], [0.0] * len(layers)
-        for replica in layers[0].seconds:
-            widths = [1e3 * layer.seconds[replica] / self.forwards for layer in layers]
-            axes.barh(paths, widths, left=left, label=f"replica {replica}")
-            left = [sum(pair) for pair in zip(left, widths, strict=True)]
-        axes.set_xlabel("waits, ms per forward")
-        axes.legend()
+        return str(Table(titles, rows, [head], [after], numbers_from=1))
 
 
 def _added(name: str, layers: Sequence[Waits]) -> Waits:
-    """Returns the sums over the layers."""
     replicas = layers[0].seconds if layers else ()
     seconds = {replica: sum(w.seconds[replica] for w in layers) for replica in replicas}
     return Waits(name, sum(layer.calls for layer in layers), seconds)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from replication._torch import SequenceKey
+from replication.containers import Scattered
 from replication.devices import DeviceLike, parse_device, to_device
 from replication.errors import check_list, checked_names
-from replication.tree import Path, Scattered, flatten_together, name_of, unflatten
+from replication.tree import Path, flatten_together, name_of
 from replication.warning import warn
 
 __all__ = ["gather"]
@@ -62,7 +63,7 @@ def join_leaves(
     check_list("outputs", outputs)
     if not len(outputs):
         raise ValueError("expected the output of at least one replica (got none)")
-    rows, spec = flatten_together(outputs)
+    rows, rebuild = flatten_together(outputs)
     if except_keywords:
         _warn_of_unknown(except_keywords, [path for path, _ in rows])
     joined: list[Any] = []
@@ -72,7 +73,7 @@ def join_leaves(
             joined.append(None)
         else:
             joined.append(Scattered(entries) if stays else join(path, entries))
-    return unflatten(spec, joined)
+    return rebuild(joined)
 
 
 def _joined(device: torch.device, dim: int, path: Path, entries: tuple[Any, ...]) -> Any:

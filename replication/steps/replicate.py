@@ -21,12 +21,13 @@ from replication._torch import (
     is_compiled_wrapper,
     shell_state,
 )
+from replication.containers import PLAIN, open_builtin
 from replication.devices import DeviceLike, parse_devices, to_device
 from replication.errors import check_module, lost_derivatives
 from replication.modules import Position, check_initialized, layers_of
 from replication.steps.broadcast import broadcast, copy_buffers
 from replication.sync.lifecycle import untrack
-from replication.tree import PLAIN, leaves_of, open_builtin, replace_leaves
+from replication.tree import leaves_of, replace_leaves
 
 __all__ = ["replicate"]
 

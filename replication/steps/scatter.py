@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from replication._torch import MappingKey, SequenceKey
+from replication.containers import Scattered
 from replication.devices import DeviceLike, parse_devices, to_device
 from replication.errors import checked_names
-from replication.tree import Leaf, Path, Scattered, flatten, leaves_of, replace_leaves, unflatten
+from replication.tree import Leaf, Path, flatten, leaves_of, replace_leaves
 
 __all__ = ["scatter", "scatter_kwargs"]
 
@@ -45,9 +46,9 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
     Raises:
         ValueError: Tensors differ in length or fit no `Scattered` beside them.
     """
-    leaves, spec = flatten(inputs)
+    leaves, rebuild = flatten(inputs)
     parts = split_leaves(leaves, parse_devices(target_gpus), dim)
-    return [unflatten(spec, part) for part in parts]
+    return list(map(rebuild, parts))
 
 
 def scatter_kwargs(
@@ -91,19 +92,18 @@ def scatter_kwargs(
         moving = {name: value for name, value in named.items() if name not in cpu_keywords}
         args, moving = moved((args, moving), targets[0])
         return (args,), ({**named, **moving},)
-    flat, spec = flatten((args, named))
+    flat, rebuild = flatten((args, named))
     leaves = [Leaf(Path(path[1:]), value) for path, value in flat]
     if not any(isinstance(leaf.value, Scattered) or _is_batch(leaf) for leaf in leaves):
         targets = targets[:1]
     keys: list[Any] = [MappingKey(name) for name in cpu_keywords]
     staying = [i for i, leaf in enumerate(leaves) if leaf.path[0] in keys]
     parts = split_leaves(leaves, targets, dim, staying)
-    positional, keyword = zip(*[unflatten(spec, part) for part in parts], strict=True)
+    positional, keyword = zip(*map(rebuild, parts), strict=True)
     return positional, keyword
 
 
 def _as_scattered(name: str, argument: Any, count: int) -> Scattered:
-    """Returns an argument of a call with ``inputs_are_scattered``."""
     is_list = isinstance(argument, (list, tuple))
     if not is_list or len(argument) != count:
         got = len(argument) if is_list else type(argument).__name__
@@ -113,8 +113,6 @@ def _as_scattered(name: str, argument: Any, count: int) -> Scattered:
         )
     return Scattered(argument)
 
-
-# -- the parts of the leaves -------------------------------------------------------------------
 
 #: One device per part. None leaves a part where it is.
 Devices = Sequence[torch.device | None]
@@ -171,7 +169,6 @@ def plan_sizes(
 
 
 def split_leaf(leaf: Leaf, splits: Splits, dim: int, devices: Devices, replicas: int) -> list[Any]:
-    """Returns the parts of one leaf, each on its device."""
     if isinstance(leaf.value, Scattered):
         return list(map(moved, leaf.value, devices))
     if not _is_batch(leaf):
@@ -213,7 +210,6 @@ def _is_batch(leaf: Leaf) -> bool:
 
 
 def _length(leaf: Leaf, dim: int) -> int:
-    """Returns the length of a tensor along the batch dimension."""
     tensor: Tensor = leaf.value
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(

@@ -32,6 +32,7 @@ MODULES = [name for name in FILES if not name.endswith(".__init__")]
 #: list, and its own.
 ORDER = [
     ["_torch", "devices", "errors", "modules", "version", "warning"],
+    ["containers"],
     ["tree"],
     ["sync"],
     ["steps"],
@@ -188,16 +189,6 @@ def test_package_is_marked_as_typed(package):
 
 
 # -- what of torch's own is relied on ----------------------------------------------------------
-
-
-def test_shell_of_a_replica_is_what_replicate_takes_it_for():
-    module = nn.BatchNorm1d(2)
-    shell = getattr(module, torch_internals.MAKE_SHELL)()
-    assert getattr(shell, torch_internals.IS_REPLICA) is True
-    assert not hasattr(module, torch_internals.IS_REPLICA)
-    assert shell._parameters == {}
-    assert shell._buffers is not module._buffers
-    assert shell._modules is not module._modules
 
 
 def test_module_is_called_through_the_attribute_that_the_watch_sets():

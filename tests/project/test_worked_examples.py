@@ -119,32 +119,6 @@ def test_quantizers_in_processes_are_those_of_one_device(state, shape):
         torch.testing.assert_close(actual, expected)
 
 
-def test_codes_follow_the_formulas_of_the_paper(monkeypatch):
-    quantizer = load("vector_quantizer", monkeypatch).VectorQuantizer(3, 2, decay=0.75).double()
-    codes = torch.tensor([[0, 0], [5, 5], [90, 90]]).double()
-    quantizer.codes.copy_(codes)
-    quantizer.sums.copy_(codes)
-    quantizer.counts[2] = quantizer.sums[2] = 0  # as after many steps without a vector
-    vectors = torch.tensor([[1, 0], [0, 1], [-1, 2], [6, 5]]).double().requires_grad_()
-    quantized, distances = DataParallel(quantizer, ["cpu"] * 3)(vectors)
-    assert quantized.tolist() == [[0, 0], [0, 0], [0, 0], [5, 5]]
-    assert distances.tolist() == [0.5, 0.5, 2.5, 0.5]
-    quantized.sum().backward()
-    assert vectors.grad.equal(torch.ones(4, 2))  # straight through
-    counts = torch.tensor([0.75 + 0.25 * 3, 1, 0]).double()
-    sums = torch.tensor([[0, 0.25 * 3], [0.75 * 5 + 0.25 * 6, 5], [0, 0]]).double()
-    smooth = (counts + 1e-5) / (counts.sum() + 3 * 1e-5) * counts.sum()
-    torch.testing.assert_close(quantizer.codes, sums / smooth[:, None])
-
-
-def test_counts_and_sums_stay_exact_under_autocast(monkeypatch):
-    quantizer = load("vector_quantizer", monkeypatch).VectorQuantizer(1, 2, decay=0.0)
-    with torch.autocast("cpu", torch.bfloat16):
-        DataParallel(quantizer, ["cpu"] * 2)(torch.ones(602, 2, dtype=torch.bfloat16))
-    assert quantizer.counts.tolist() == [602]
-    assert quantizer.sums.tolist() == [[602, 602]]
-
-
 # -- the shuffled BatchNorm ----------------------------------------------------------------------
 
 

@@ -7,8 +7,6 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from replication import DataParallel, DataParallelCriterion, Scattered
@@ -78,7 +76,7 @@ class OwnOnOneDevice(Own):
         return total / weight
 
 
-def compare(criterion, alone, target, shares, **keywords):
+def compare(criterion, alone, target, shares):
     """Loss and gradients on the replicas and on one device."""
     net = nn.Linear(3, CLASSES).double()
     expected_net = copy.deepcopy(net)
@@ -87,10 +85,7 @@ def compare(criterion, alone, target, shares, **keywords):
     predict = DataParallel(net, devices, gather_to_one_device=False)
     on_replicas = DataParallelCriterion(criterion, devices)
     factor = torch.randn(())
-    if keywords:
-        loss = on_replicas(predict(Scattered(x.split(shares))), target=target)
-    else:
-        loss = on_replicas(predict(Scattered(x.split(shares))), target)
+    loss = on_replicas(predict(Scattered(x.split(shares))), target)
     (factor * loss).backward()
     expected = alone(expected_net(x), target)
     (factor * expected).backward()
@@ -108,12 +103,6 @@ def test_losses_of_torch_equal_one_device(loss, shares):
     compare(criterion, criterion, make_target(sum(shares)), shares)
 
 
-@given(shares=st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any))
-def test_any_shares_of_a_weighted_mean(shares):
-    criterion = nn.CrossEntropyLoss(WEIGHT + 0.5)
-    compare(criterion, criterion, labels(sum(shares)), shares, by_keyword=True)
-
-
 @pytest.mark.parametrize("shares", SHARES, ids=str)
 def test_criterion_of_ones_own_tells_its_weight(shares):
     compare(Own(), OwnOnOneDevice(), values(sum(shares)), shares)
@@ -125,6 +114,7 @@ def test_labels_of_each_pixel_are_counted():
     parallel = DataParallelCriterion(nn.CrossEntropyLoss(WEIGHT), ["cpu"] * 3)
     expected = nn.functional.cross_entropy(scores, target, WEIGHT)
     torch.testing.assert_close(parallel(scores, target), expected)
+    torch.testing.assert_close(parallel(scores, target=target), expected)
 
 
 def test_a_sum_without_a_weight_is_the_loss():

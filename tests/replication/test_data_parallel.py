@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,17 +17,17 @@ from torch import Tensor, nn
 import replication
 import replication.sync.rendezvous
 from replication import (
-    CallbackContext,
     DataParallel,
     data_parallel,
     patch_replication_callback,
 )
-from syncbn import SynchronizedBatchNorm1d, convert_model
+from syncbn import convert_model
 from tests.junk import nested
-from tests.layers import AsTorchDoes, Centering, Echo, Numbered, as_torch_does, echoed, ours
-from tests.pairwise import pairwise
+from tests.layers import AsTorchDoes, Centering, Echo, Numbered, echoed, ours
 from tests.properties import examples
 from tests.stepping import batch, network, step
+
+CPU = torch.device("cpu")
 
 no_accelerator = pytest.mark.skipif(
     torch.cuda.is_available(), reason="needs a machine without an accelerator"
@@ -93,14 +92,16 @@ def test_it_is_a_data_parallel_of_torch():
     assert issubclass(DataParallel, nn.DataParallel)
 
 
-@pytest.mark.parametrize("name", ["DataParallelWithCallback", "ReplicationCallbackDataParallel"])
-def test_older_names_name_the_same_class(name):
-    assert getattr(replication, name) is DataParallel
+def test_older_names_name_the_same_objects():
+    assert replication.DataParallelWithCallback is DataParallel
+    assert replication.ReplicationCallbackDataParallel is DataParallel
+    older = replication.exec_data_parallel_replication_callback
+    assert older is replication.execute_replication_callbacks
 
 
 @pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
 @no_accelerator
-@pytest.mark.parametrize("device_ids", [None, [0, 1], (0,)], ids=str)
+@pytest.mark.parametrize("device_ids", [None, [0, 1], (0,), range(2)], ids=str)
 def test_without_an_accelerator_the_module_is_called_directly(device_ids):
     module = Numbered()
     module.forward = lambda x: (threading.get_ident(), module.copy_id)
@@ -121,9 +122,15 @@ def test_empty_list_of_devices_is_refused(device_ids):
         DataParallel(nn.ReLU(), device_ids)
 
 
-@pytest.mark.parametrize("device_ids", ["cpu", torch.device("cpu"), 2, ["cpu", None]])
-def test_what_names_no_devices_is_refused(device_ids):
-    with pytest.raises(TypeError):
+@pytest.mark.parametrize(
+    ("device_ids", "text"),
+    [
+        *((value, "must be a list with one item") for value in ("cpu", CPU, 2)),
+        *((["cpu", value], "a device is an int, a str or a") for value in (None, 1.0, True, ())),
+    ],
+)
+def test_what_names_no_devices_is_refused(device_ids, text):
+    with pytest.raises(TypeError, match=text):
         DataParallel(nn.ReLU(), device_ids)
 
 
@@ -157,25 +164,11 @@ def test_what_is_no_module_is_refused():
         DataParallel(lambda x: x, ["cpu"] * 2)
 
 
-def test_outputs_go_to_the_output_device():
-    assert DataParallel(nn.ReLU(), ["cpu"] * 2, "meta")(torch.zeros(4)).device.type == "meta"
-
-
-def test_module_elsewhere_is_refused():
-    model = DataParallel(nn.Linear(2, 2, device="meta"), ["cpu"] * 2)
-    with pytest.raises(RuntimeError, match=r"on device cpu \(device_ids\[0\]\) .* device: meta"):
-        model(torch.zeros(4, 2))
-
-
-def test_devices_without_an_index_are_kept_as_they_are():
-    model = DataParallel(nn.Linear(2, 2, device="meta"), ["meta", "meta"])
-    assert model.device_ids == [torch.device("meta")] * 2
-
-
-def test_the_module_stays_on_the_first_device_wherever_outputs_go():
-    model = DataParallel(nn.Linear(1, 1), ["cpu", "meta"], output_device="meta")
-    assert model.src_device_obj == torch.device("cpu")
+def test_outputs_go_to_the_output_device_and_the_module_stays_on_the_first():
+    model = DataParallel(nn.ReLU(), ["cpu", "cpu"], output_device="meta")
+    assert model.device_ids == [CPU] * 2 and model.src_device_obj == CPU
     assert torch.device(model.output_device) == torch.device("meta")
+    assert model(torch.zeros(4)).device.type == "meta"
 
 
 def test_repr_and_state_dict_match_torchs_class():
@@ -188,30 +181,19 @@ def test_repr_and_state_dict_match_torchs_class():
 
 
 def test_each_step_can_be_overridden():
-    class Tells(DataParallel):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.steps: list[str] = []
+    steps = ["scatter", "replicate", "parallel_apply", "gather"]
+    seen: list[str] = []
 
-        def scatter(self, *args: Any) -> Any:
-            self.steps.append("scatter")
-            return super().scatter(*args)
+    def telling(name: str) -> Callable[..., Any]:
+        def step(self: DataParallel, *args: Any) -> Any:
+            seen.append(name)
+            return getattr(DataParallel, name)(self, *args)
 
-        def replicate(self, *args: Any) -> Any:
-            self.steps.append("replicate")
-            return super().replicate(*args)
+        return step
 
-        def parallel_apply(self, *args: Any) -> Any:
-            self.steps.append("parallel_apply")
-            return super().parallel_apply(*args)
-
-        def gather(self, *args: Any) -> Any:
-            self.steps.append("gather")
-            return super().gather(*args)
-
-    model = Tells(Centering(), ["cpu"] * 2)
-    model(torch.randn(4, 2))
-    assert model.steps == ["scatter", "replicate", "parallel_apply", "gather"]
+    tells = type("Tells", (DataParallel,), {name: telling(name) for name in steps})
+    tells(Centering(), ["cpu"] * 2)(torch.randn(4, 2))
+    assert seen == steps
 
 
 class ScatteredByTorch(DataParallel):
@@ -244,71 +226,7 @@ def test_function_takes_output_device_and_dimension(dim):
     assert torch.equal(output, x.relu())
 
 
-@pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
-@no_accelerator
-def test_function_without_an_accelerator_calls_the_module():
-    module, x = net(), torch.randn(5, 3)
-    assert torch.equal(data_parallel(module, x), module(x))
-
-
 # -- batches of any size, any order of wrapping ------------------------------------------------
-
-
-class Notes(Numbered):
-    """Notes which replica got what; its copies talk, so that one too many would be waited for."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.told: list[int] = []  # the replicas share them
-        self.got: list[tuple[int, int]] = []
-        self.norm = SynchronizedBatchNorm1d(2, dtype=torch.float64)
-
-    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
-        super().__data_parallel_replicate__(ctx, copy_id)
-        self.told.append(copy_id)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        # As a user's forward, it cannot do without what it names.
-        x = {
-            "tensors": lambda x, y: x + y,
-            "keywords": lambda *, x, y: x + y,
-            "flags": lambda x, *, flag, name: x if flag and name == "a" else None,
-            "none": lambda flag, *, name: torch.eye(2).double() if flag and name == "a" else None,
-        }[self.kind](*args, **kwargs)
-        self.got.append((self.copy_id, len(x)))
-        return self.norm(x[:, :, None].expand(-1, -1, 2) * torch.arange(1.0, 3).double())
-
-
-@pairwise(wrap=[ours, as_torch_does], kind=["tensors", "keywords", "flags", "none"], n=range(1, 5))
-def test_exactly_the_replicas_that_have_a_part_exist(wrap, kind, n):
-    """pytorch#15161, #52260, nnUNet#677."""
-    for samples in range(1, 3 * n + 1):
-        assert_the_replicas_that_have_a_part_exist(wrap, kind, n, samples)
-
-
-def assert_the_replicas_that_have_a_part_exist(wrap, kind, n, samples):
-    net = Notes(kind)
-    x = torch.randn(samples, 2, dtype=torch.float64)
-    args, kwargs = {
-        "tensors": ((x, x + 1), {}),
-        "keywords": ((), {"x": x, "y": x + 1}),
-        "flags": ((x,), {"flag": True, "name": "a"}),
-        "none": ((True,), {"name": "a"}),
-    }[kind]
-    twin = copy.deepcopy(net)
-    expected = twin(*args, **kwargs)
-    y = wrap(net, n)(*args, **kwargs)
-    torch.testing.assert_close(y, expected)
-    parts = [2] if kind == "none" else [len(part) for part in x.chunk(n)]
-    assert len(parts) <= n
-    if kind != "none":
-        assert len(parts) == math.ceil(samples / math.ceil(samples / n))
-    if n == 1:  # the module itself is called
-        assert net.got == [(None, parts[0])]
-    else:
-        assert sorted(net.got) == list(enumerate(parts))
-        assert net.told == list(range(len(parts)))
 
 
 STEPS = ("convert", "wrap", "to", "patch")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
-from replication import DataParallel, Scattered, data_parallel, gather, scatter, scatter_kwargs
-from tests.junk import nested
+from replication import DataParallel, Scattered, data_parallel, scatter, scatter_kwargs
 from tests.layers import Echo
 
 CPUS = ["cpu", "cpu"]
@@ -29,10 +28,6 @@ class Record:
     name: str
     extra: Any = None
     derived: int = field(init=False, default=7)
-
-
-class Settings(dict):
-    """A mapping of a class of its own, as configuration libraries have."""
 
 
 def echo(replicas: int, **options: Any) -> DataParallel:
@@ -57,11 +52,6 @@ def test_without_replicas_the_module_gets_the_same_arguments(devices):
     assert args[0] is x
     assert args[1] is flag
     assert kwargs["y"] is y
-
-
-def test_a_tensor_without_the_batch_dimension_is_an_error_that_names_it():
-    with pytest.raises(ValueError, match=r"`b.0` must have a dimension 1.*\(3,\)"):
-        echo(2, dim=1)(torch.zeros(5, 4), b=[torch.zeros(3)])
 
 
 def test_a_tensor_that_stays_without_the_batch_dimension_is_an_error_that_names_it():
@@ -370,15 +360,6 @@ def test_cpu_keywords_may_have_a_length_of_their_own(length, parts):
     assert lengths(model(torch.zeros(5), boxes=torch.zeros(length))["boxes"]) == parts
 
 
-class Boxes(nn.Module):
-    def forward(self, x: Tensor, boxes: Tensor | None = None) -> Tensor:
-        return x
-
-
-def test_cpu_keywords_may_be_left_out():
-    assert DataParallel(Boxes(), ["cpu"] * 2, cpu_keywords=["boxes"])(torch.zeros(4)).shape == (4,)
-
-
 def test_cpu_keywords_keep_their_gradients():
     boxes = torch.randn(5, 2, requires_grad=True)
     weights = torch.randn(5, 2)
@@ -401,70 +382,6 @@ def test_the_functional_form_has_the_same_policies():
 
 
 # -- properties --------------------------------------------------------------------------------
-
-SAMPLES = 7
-
-
-def batches() -> st.SearchStrategy[Tensor]:
-    """Tensors with a batch of seven, such as one of shape (7, 2) that needs a gradient."""
-    shapes = st.lists(st.integers(0, 3), max_size=2)
-    kinds = st.sampled_from([torch.float32, torch.float64, torch.bool, torch.complex64])
-    return st.builds(
-        lambda shape, dtype, grad: (
-            torch.randn(SAMPLES, *shape, dtype=torch.float64)
-            .to(dtype)
-            .requires_grad_(grad and dtype != torch.bool)
-        ),
-        shapes,
-        kinds,
-        st.booleans(),
-    )
-
-
-def containers() -> st.SearchStrategy[Any]:
-    """Nested containers of such tensors, such as {"a": [x, Pair(x, y)]}."""
-    return nested(
-        batches(),
-        lambda inner: st.builds(Pair, inner, inner),
-        lambda inner: st.dictionaries(st.sampled_from("ab"), inner, min_size=1).map(OrderedDict),
-        lambda inner: st.builds(Record, inner, st.just("name"), inner),
-        lambda inner: inner.map(lambda x: Settings(x=x)),
-        min_size=1,
-    )
-
-
-def flat(tree: Any) -> list[Tensor]:
-    """The tensors of a tree, found without the code under test."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, Record):
-        return flat(tree.image) + flat(tree.extra)
-    values = tree.values() if isinstance(tree, dict) else tree
-    return [tensor for value in values for tensor in flat(value)]
-
-
-def shape_of(tree: Any) -> Any:
-    """The types of a tree and nothing else."""
-    if isinstance(tree, Record):
-        return Record, shape_of(tree.image), shape_of(tree.extra)
-    if isinstance(tree, dict):
-        return type(tree), {key: shape_of(value) for key, value in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        return type(tree), [shape_of(value) for value in tree]
-    return type(tree)
-
-
-@given(tree=containers(), replicas=st.integers(1, 9))
-def test_gathering_what_was_scattered_gives_it_back(tree, replicas):
-    joined = gather(scatter(tree, ["cpu"] * replicas), "cpu")
-    assert shape_of(joined) == shape_of(tree)
-    for one, other in zip(flat(joined), flat(tree), strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-        if other.requires_grad:
-            upstream = torch.randn_like(one)
-            (grad,) = torch.autograd.grad(one, other, upstream)
-            assert torch.equal(grad, upstream)
 
 
 @given(samples=st.integers(1, 9), first=st.integers(1, 5), second=st.integers(5, 6))

@@ -105,20 +105,14 @@ def with_constant(module: nn.Module) -> nn.Module:
     [
         (nn.Linear(1, 1, device="meta"), "meta"),
         (nn.Sequential(nn.ReLU(), nn.BatchNorm1d(1, affine=False, device="meta")), "meta"),
-        (with_constant(nn.Linear(1, 1, device="meta")), "meta"),
         (nn.Sequential(with_constant(nn.ReLU()), nn.Linear(1, 1, device="meta")), "meta"),
         (with_constant(nn.ReLU()), "cpu"),
         (nn.ReLU(), None),
     ],
-    ids=["parameter", "buffer", "constant", "constant before", "constant alone", "none"],
+    ids=["parameter", "buffer", "constant before", "constant alone", "none"],
 )
 def test_device_of_a_module_comes_from_its_first_tensor(module, device):
     assert device_of(module) == (device and torch.device(device))
-
-
-def test_device_of_a_replica_comes_from_its_first_tensor():
-    (replica,) = replicate(nn.Sequential(nn.Linear(1, 1)), ["meta"])
-    assert device_of(replica) == torch.device("meta")
 
 
 # -- devices that are refused ------------------------------------------------------------------
@@ -139,14 +133,6 @@ def test_device_of_a_replica_comes_from_its_first_tensor():
 def test_each_step_refuses_a_device_that_is_not_there(call):
     with pytest.raises(ValueError, match="this machine has no device 'cuda:0'"):
         call()
-
-
-@pytest.mark.skipif(accelerator() is not None, reason="of a machine without accelerators")
-@pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
-def test_a_range_of_indices_is_a_list_of_indices():
-    """torch.nn.DataParallel(net, range(2)) calls the module directly there."""
-    model = DataParallel(nn.Linear(3, 2), range(2))
-    torch.testing.assert_close(model(X), model.module(X))
 
 
 @pytest.mark.parametrize("name", ["gpu", "gpu0", "cpu:", ""])

@@ -104,10 +104,6 @@ def test_no_devices_are_refused():
         scatter(torch.zeros(2), [])
 
 
-def test_tensors_without_a_batch_go_to_all_replicas():
-    assert scatter([torch.tensor(1), "text"], ["cpu"] * 3) == [[torch.tensor(1), "text"]] * 3
-
-
 def test_scalar_tensor_goes_whole_to_every_device():
     parts = scatter([torch.zeros(2, 1), torch.tensor(3.0)], ["cpu", torch.device("meta")])
     assert [(len(part[0]), part[0].device.type) for part in parts] == [(1, "cpu"), (1, "meta")]
@@ -147,12 +143,6 @@ def test_cpu_keywords_name_no_positional_arguments():
     inputs, kwargs = scatter_kwargs((x,), {"0": x}, ["meta"] * 2, cpu_keywords=["0"])
     assert [args[0].device.type for args in inputs] == ["meta"] * 2
     assert [named["0"].device.type for named in kwargs] == ["cpu"] * 2
-
-
-def test_cpu_keywords_that_fit_different_splits_are_refused():
-    splits = [Scattered(torch.zeros(n) for n in sizes) for sizes in ([2, 2], [1, 3])]
-    with pytest.raises(ValueError, match="`boxes` cannot be split like"):
-        scatter_kwargs(splits, {"boxes": torch.zeros(4)}, ["cpu"] * 2, cpu_keywords=["boxes"])
 
 
 def test_each_replica_has_its_own_keyword_arguments():

@@ -91,10 +91,6 @@ def test_the_straggler_waits_much_less_than_the_others(first, second, forwards, 
 
 def test_many_layers_are_cut_and_added_up():
     report = report_of(*((f"layer{i}", 0, 0.001 * (i + 1)) for i in range(30)), size=1)
-    axes = Axes()
-    report.plot(axes)
-    names, _, _ = axes.bars["replica 0"]
-    assert names == [f"layer{layer}" for layer in range(10, 30)]
     lines = str(report).splitlines()
     assert len(lines) == 2 + 20 + 2 + 1
     assert lines[2].split()[0] == "`layer29`"
@@ -123,32 +119,6 @@ def test_reports_may_be_nested_end_in_errors_and_be_silent(capsys):
     model(torch.randn(4, 2))
     assert outer.forwards == 2
     assert capsys.readouterr().out == ""
-
-
-class Axes:
-    """As much of matplotlib's as a plot needs."""
-
-    def __init__(self) -> None:
-        self.bars: dict[str, tuple[list[str], list[float], list[float]]] = {}
-        self.has_legend = False
-
-    def barh(self, y: list[str], width: list[float], left: list[float], label: str) -> None:
-        self.bars[label] = (y, width, list(left))
-
-    def set_xlabel(self, text: str) -> None:
-        assert "ms" in text
-
-    def legend(self) -> None:
-        self.has_legend = True
-
-
-def test_a_report_is_drawn_as_bars_of_replicas():
-    axes = Axes()
-    report_of(("a", 0, 0.002), ("b", 0, 0.004), ("b", 1, 0.006), forwards=2).plot(axes)
-    assert axes.has_legend
-    assert axes.bars["replica 0"] == (["a", "b"], [1.0, 2.0], [0.0, 0.0])
-    assert axes.bars["replica 1"] == (["a", "b"], [0.0, 3.0], [1.0, 2.0])
-    WaitReport().plot(Axes())
 
 
 @pytest.mark.parametrize("all_threads", [False, True])

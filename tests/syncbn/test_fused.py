@@ -140,9 +140,11 @@ def test_replicas_on_devices_without_the_kernels_lead_all_to_the_formula(
     monkeypatch.setattr(
         fused,
         "kernels_for",
-        lambda kind: None
-        if threading.current_thread().name == "replica-1"
-        else stand_ins.AS_ON_ACCELERATORS,
+        lambda kind: (
+            None
+            if threading.current_thread().name == "replica-1"
+            else stand_ins.AS_ON_ACCELERATORS
+        ),
     )
     layer, plain = SynchronizedBatchNorm2d(3), torch.nn.BatchNorm2d(3)
     x, dy = torch.randn(2, 5, 3, 2, 2)

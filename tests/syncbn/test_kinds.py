@@ -99,25 +99,14 @@ def test_a_report_is_printed_instead_of_a_warning_and_reads_as_a_table(capsys):
 
 
 class Forwarding(nn.Module):
-    """A proxy that answers what it is asked in its own way."""
-
-    def __init__(self, answer) -> None:
-        super().__init__()
-        self.__dict__["answer"] = answer
+    """A proxy that looks up what it is asked in something else."""
 
     def __getattr__(self, name):
-        return self.__dict__["answer"](name)
+        raise KeyError(name)
 
 
-def refuse(name):
-    raise KeyError(name)
-
-
-@pytest.mark.parametrize(
-    "answer", [refuse, lambda name: [], lambda name: "BatchNorm2d"], ids=["error", "list", "text"]
-)
-def test_a_module_that_answers_in_its_own_way_is_let_alone(answer):
-    net = nn.Sequential(nn.BatchNorm2d(3), Forwarding(answer), nn.BatchNorm2d(3))
+def test_a_module_that_answers_in_its_own_way_is_let_alone():
+    net = nn.Sequential(nn.BatchNorm2d(3), Forwarding(), nn.BatchNorm2d(3))
     assert kinds(convert_model(net)) == {"0": "synchronized", "2": "synchronized"}
 
 

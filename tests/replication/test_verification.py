@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import platform
 import re
-import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -23,7 +19,7 @@ import syncbn.joined
 from replication import DataParallel, Scattered, SoloGroup
 from syncbn import SynchronizedBatchNorm2d, convert_model, verify
 from tests.layers import Centering, Numbered, knows_hooks, outcome_of
-from tests.processes import environment, run_python
+from tests.processes import run_python
 from tests.ranks import needs_gloo, run_ranks
 
 CPUS = ["cpu"] * 3
@@ -265,20 +261,6 @@ def test_a_network_in_evaluation_is_refused_unless_a_layer_trains():
     assert verify(convert_model(plain), X, CPUS)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_shown_in_a_terminal_only(net, monkeypatch, capsys):
-    verify(net, X, CPUS)
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    verify(net, X, CPUS)
-    runs = [f"verify: forward and backward on {on}\n" for on in ("one device", "3 replicas")]
-    assert sys.stderr.getvalue() == "".join(runs)
-
-
 def test_output_of_a_layer_that_differs_is_named():
     class Both(Numbered):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
@@ -328,42 +310,24 @@ check = syncbn.__main__
 
 @pytest.mark.slow
 def test_self_check_passes_here():
-    dtypes = ["float64", "float32"]
     done = run_python("-m", "syncbn", "--replicas", "3")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("synchronized-batchnorm ")
-    assert lines[1].startswith("Python ")
     assert f"torch {torch.__version__}" in lines[1]
     assert lines[2].startswith("Devices: CPU (")
-    for dtype in dtypes:
+    for dtype, tolerance in (("float64", "1e-06"), ("float32", "1e-03")):
         assert f"3 replicas on cpu in {dtype}, compared with one device:" in lines
-    for dtype in dtypes:
-        tolerance = {"float64": "1e-06", "float32": "1e-03"}[dtype]
-        assert lines.count(f"3 replicas: equal (tolerance {tolerance})") >= 1
+        assert f"3 replicas: equal (tolerance {tolerance})" in lines
     # What the page asks to report, as one block of Markdown.
     begin = lines.index("```")
     assert lines[begin - 2].startswith("To report the result, paste the lines below")
     assert lines[begin + 1 : begin + 6] == ["python -m syncbn --replicas 3", *lines[:3], ""]
     assert platform.platform() in lines[1]
-    head, *results, verdict, end = lines[begin + 6 :]
+    head, *_, verdict, end = lines[begin + 6 :]
     assert head.split() == ["result", "checked", "largest", "error"]
-    for dtype, result in zip(dtypes, results, strict=True):
-        assert re.fullmatch(rf"PASS    3 replicas on cpu in {dtype} +\de-\d\d", result)
     assert verdict == "PASS: replicas run, communicate, and compute what one device computes"
     assert end == "```"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="needs pipes that a signal closes")
-def test_self_check_whose_output_is_closed_ends_without_a_traceback():
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-u", "-m", "syncbn", "--replicas", "2"]
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment()) as process:
-        assert process.stdout.readline().startswith(b"synchronized-batchnorm")
-        process.stdout.close()
-        assert b"Error" not in process.stderr.read()
-    assert process.returncode == -signal.SIGPIPE
 
 
 @pytest.mark.parametrize(
@@ -515,28 +479,6 @@ def test_random_model_is_distinguished_from_an_unsynchronized_one():
         assert not found.is_random and "random" not in str(found)
 
 
-# -- differences that one device has as well ---------------------------------------------------
-
-ROUNDING = "On one device a rounding error in inputs and parameters matters as much"
-
-
-def kinked(samples: int = 9) -> tuple[nn.Module, Tensor]:
-    """A network and a batch with a sample at the kink of the ReLU, up to rounding."""
-    torch.manual_seed(0)
-    x = torch.randn(samples, 40, dtype=torch.float64)
-    x[-1] = x[:-1].mean(0)
-    return nn.Sequential(nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3)), x
-
-
-@pytest.mark.usefixtures("not_joined")  # joined, the replicas' numbers are those of one device
-def test_ill_conditioned_model_is_named():
-    net, x = kinked()
-    found = verify(convert_model(net), x, CPUS)
-    assert found.first_difference.where.startswith("gradient of")
-    assert found.is_ill_conditioned and not found.is_random
-    assert str(found).splitlines()[-1] == f"{ROUNDING}: the model is ill-conditioned."
-
-
 def test_gradients_that_differ_in_each_run_are_not_random_numbers():
     """As where a second run rounds otherwise, and its rounding decides at the kink of a ReLU."""
     factors = itertools.count(1)
@@ -550,17 +492,7 @@ def test_gradients_that_differ_in_each_run_are_not_random_numbers():
 
     found = verify(Unsteady(3, 4), torch.randn(6, 3), ["cpu"] * 2)
     assert found.first_difference.where.startswith("gradient of")
-    assert found.is_ill_conditioned and not found.is_random
-
-
-def test_what_only_replicas_do_is_not_blamed_on_the_model():
-    for net, x in (
-        kinked(),
-        (nn.Sequential(nn.Linear(3, 3), WrongBackward(), Centering()), torch.randn(6, 3)),
-        (nn.Sequential(Odd("masks and triples")), torch.randn(6, 3)),
-    ):
-        found = verify(net, x, CPUS)
-        assert not found and not found.is_ill_conditioned and ROUNDING not in str(found)
+    assert not found.is_random
 
 
 # -- attributes that replicas share ------------------------------------------------------------

@@ -1,0 +1,185 @@
+"""Containers that arguments, outputs and attributes may have: opened, and made anew.
+
+Arguments and outputs may hold all containers that torch's pytree knows, dataclasses, `UserDict`
+and `UserList`. Attributes of modules are searched in containers of the standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from replication._torch import GetAttrKey, MappingKey, SequenceKey, pytree_nodes
+
+__all__ = ["Scattered"]
+
+
+class Scattered(tuple[Any, ...]):
+    """One entry per replica, in replica order.
+
+    `DataParallel` returns a `Scattered` for each output that it does not gather. As an argument of
+    another network, or anywhere inside an argument, entry i of a `Scattered` goes to replica i
+    unchanged. Otherwise it is a tuple. Slices and sums of it are plain tuples::
+
+        features = extract(images)            # gather_to_one_device=False
+        scores = classify(Scattered(2 * f for f in features))
+
+    It can be the ``collate_fn`` of a `torch.utils.data.DataLoader` whose items are each a batch
+    for one replica.
+
+    >>> import torch
+    >>> from replication import DataParallel, Scattered
+    >>> net = DataParallel(torch.nn.Identity(), ["cpu"] * 2)
+    >>> net(Scattered([torch.zeros(1), torch.ones(2)]))
+    tensor([0., 1., 1.])
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"Scattered{super().__repr__()}"
+
+
+BASES = (list, tuple, OrderedDict, defaultdict, dict, deque)
+#: Types whose objects hold nothing. Most items and attributes are of these.
+PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
+#: Types that are never opened, even if a derived class is a dataclass. `object.__new__` cannot
+#: make errors, strings and numbers.
+_CLOSED = (Tensor, nn.Module, BaseException, str, bytes, int, float, complex)
+
+
+class Opened(NamedTuple):
+    """An opened container. Two have the same structure if their kinds and their keys match."""
+
+    kind: Any
+    values: list[Any]
+    #: Returns one key for each value: an index, a key of a mapping or the name of a field.
+    keys: Callable[[], list[Any]]
+    #: Returns the same container around other values, as a new object.
+    rebuild: Callable[[list[Any]], Any]
+
+    def values_of(self, keys: list[Any]) -> list[Any] | None:
+        """Returns the values in the order of ``keys``, or None if it has other keys."""
+        own = self.keys()
+        if own == keys:
+            return self.values
+        by_key = dict(zip(own, self.values, strict=True))
+        return [by_key[key] for key in keys] if by_key.keys() == set(keys) else None
+
+
+def open_builtin(old: Any) -> Opened | None:
+    """Opens a list, tuple, dict or deque, or returns None; no method of a derived class runs."""
+    kind: Any = type(old)
+    if not issubclass(kind, BASES) or issubclass(kind, (PackedSequence, Scattered)):
+        return None
+    base: Any = next(b for b in kind.__mro__ if b in BASES)
+    is_base = kind is base  # nearly always
+    is_dict = issubclass(base, dict)
+    # Copied first, because a replica of another forward may change the original meanwhile: `items`
+    # may collect garbage, and thereby let another thread run.
+    copied = old
+    if base in (dict, defaultdict):
+        copied = dict.copy(old)
+    elif is_base and base is not tuple:  # of a derived class the constructor would run
+        copied = base.copy(old)
+    items = list(base.items(copied)) if is_dict else []
+    values = [value for _, value in items] if is_dict else list(base.__iter__(copied))
+
+    def keys() -> list[Any]:
+        if is_dict:
+            return [MappingKey(name) for name, _ in items]
+        return _field_keys(kind, len(values))
+
+    def rebuild(values: list[Any]) -> Any:
+        if hasattr(kind, "n_sequence_fields"):  # made in C, as torch.return_types.max is
+            return kind(values)
+        new = tuple.__new__(kind, values) if base is tuple else base.__new__(kind)
+        if base is list:
+            list.extend(new, values)
+        elif base is deque:
+            deque.__init__(new, values, old.maxlen)
+        elif is_dict:
+            if base is defaultdict:
+                defaultdict.__init__(new, old.default_factory)
+            for (name, _), value in zip(items, values, strict=True):
+                base.__setitem__(new, name, value)
+        if not is_base:
+            _copy_attributes(old, new)
+        return new
+
+    return Opened(kind, values, keys, rebuild)
+
+
+def _open_registered(old: Any) -> Opened:
+    """Opens a container that is registered with torch's pytree."""
+    node = pytree_nodes[type(old)]
+    values, context = node.flatten_fn(old)
+    values = list(values)
+
+    def keys() -> list[Any]:
+        if node.flatten_with_keys_fn is not None:
+            return [key for key, _ in node.flatten_with_keys_fn(old)[0]]
+        if isinstance(old, dict) and len(old) == len(values):
+            return [MappingKey(key) for key in old]
+        return _field_keys(type(old), len(values))
+
+    def rebuild(values: list[Any]) -> Any:
+        return node.unflatten_fn(values, context)
+
+    return Opened((type(old), context), values, keys, rebuild)
+
+
+def _open_fields(old: Any) -> Opened | None:
+    """Opens a dataclass, `UserDict` or `UserList`, whose constructor does not run again."""
+    kind: Any = type(old)
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind) if hasattr(old, field.name)]
+    elif issubclass(kind, (UserDict, UserList)):
+        names = ["data"]
+    else:
+        return None
+
+    def rebuild(values: list[Any]) -> Any:
+        new = object.__new__(kind)
+        _copy_attributes(old, new)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(new, name, value)  # works on a frozen dataclass as well
+        return new
+
+    values = [getattr(old, name) for name in names]
+    return Opened(kind, values, lambda: list(map(GetAttrKey, names)), rebuild)
+
+
+def open_any(value: Any) -> Opened | None:
+    """Opens all containers that arguments and outputs may have. Returns None for other objects."""
+    kind = type(value)
+    if issubclass(kind, _CLOSED):
+        return None
+    if kind not in BASES and kind in pytree_nodes:
+        return _open_registered(value)
+    return open_builtin(value) or _open_fields(value)
+
+
+def _field_keys(kind: type, count: int) -> list[Any]:
+    """Returns a key for each of ``count`` values: the name of its field, or else its index."""
+    # Namedtuples, dataclasses and tuples that are made in C have fields.
+    names = getattr(kind, "_fields", None) or getattr(kind, "__match_args__", ())
+    if isinstance(names, (tuple, list)) and len(names) == count:
+        return [GetAttrKey(name) for name in names]
+    return list(map(SequenceKey, range(count)))
+
+
+def _copy_attributes(old: Any, new: Any) -> None:
+    """Copies the attributes of ``old``. An attribute that is also an item becomes the new item."""
+    attributes = getattr(old, "__dict__", {})
+    if attributes is old:  # its keys are its attributes
+        object.__setattr__(new, "__dict__", new)
+        return
+    for name, value in attributes.items():
+        mirrors = isinstance(old, dict) and dict.get(old, name, dict) is value
+        vars(new)[name] = dict.__getitem__(new, name) if mirrors else value

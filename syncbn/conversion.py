@@ -1,0 +1,245 @@
+"""Converts batch norm to synchronized layers, in place, and back."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import starmap
+from typing import Any, TypeVar
+
+from torch import nn
+
+from replication.callbacks import CALLBACK, runs_callbacks
+from replication.data_parallel import DataParallel
+from replication.errors import check_module, first_of, path_or_root
+from replication.groups.layer import ReplicaAware
+from replication.groups.registry import as_process_group
+from replication.modules import with_class
+from replication.patch import check_methods, patch_replication_callback
+from replication.warning import UnsynchronizedWarning, warn
+from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
+from syncbn.kinds import (
+    PIPES,
+    PLAIN,
+    SYNCHRONIZED,
+    Summary,
+    counterpart_of,
+    reaches_synchronized_forward,
+    summary,
+)
+
+__all__ = ["convert_model", "revert_model"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+#: The attribute with the class that `revert_model` gives back, where `PLAIN` does not tell it.
+_FORMER = "_class_before_convert_model"
+
+
+def convert_model(
+    module: ModuleT,
+    group_size: int | None = None,
+    process_group: Any = None,
+    *,
+    report: bool = False,
+    classes: Mapping[type[Any], type[nn.Module]] | None = None,
+) -> ModuleT:
+    """Converts every `torch.nn.BatchNorm1d/2d/3d` in ``module`` to a synchronized layer, in place.
+
+    Each layer remains the same object and only changes its class: parameters, buffers, hooks,
+    flags, names and existing references to them all stay valid. Converting twice changes nothing,
+    and neither does a call that is refused. Also converted are:
+
+    - `torch.nn.SyncBatchNorm`, which keeps its process group.
+    - Layers of older toolkits (such as a vendored ``sync_batchnorm``), which lose their pipes.
+    - ``BatchNormAct2d`` and ``SyncBatchNormAct`` of timm, with their dropout and activation.
+    - Layers of the classes in ``classes``.
+    - A `torch.nn.DataParallel`, which becomes a `replication.DataParallel`. An object of a derived
+      class gets the replication callback.
+
+    A `replication.UnsynchronizedWarning` names the layers that stay unsynchronized, with the
+    reason, or says that there is no layer to synchronize.
+
+    >>> from torch import nn
+    >>> from syncbn import SynchronizedBatchNorm2d, convert_model
+    >>> net = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    >>> type(net[1]).__name__
+    'SynchronizedBatchNorm2d'
+
+    A batch norm of your own becomes synchronized with a second base class, if its forward calls
+    ``super().forward``. Otherwise write the forward anew in the synchronized class:
+
+    >>> class Activated(nn.BatchNorm2d):
+    ...     def forward(self, x):
+    ...         return super().forward(x).relu()
+    >>> class SyncActivated(Activated, SynchronizedBatchNorm2d):
+    ...     pass
+    >>> layer = convert_model(Activated(8), classes={Activated: SyncActivated})
+    >>> type(layer).__name__
+    'SyncActivated'
+
+    Args:
+        module: A layer, a network, or a DataParallel around one.
+        group_size: If given, set on every synchronized layer, converted now or before (see
+            `SynchronizedBatchNorm1d`).
+        process_group: As ``group_size``.
+        report: Whether to print the `syncbn.summary` of the result, instead of warning about
+            layers that stay unsynchronized.
+        classes: The synchronized class for each further class. Layers of exactly this class get
+            the synchronized one, whose constructor does not run, and keep all their attributes.
+            For a class derived from `torch.nn.SyncBatchNorm`, or from a layer of an older toolkit,
+            write one that is derived from a layer of ours alone.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: An argument has another type, or a DataParallel in ``module`` has a method
+            ``replicate`` or ``parallel_apply`` of its own (see `patch_replication_callback`).
+        ValueError: ``group_size`` is less than 1.
+    """
+    check_module(module)
+    check_group_size(group_size)
+    process_group = as_process_group(process_group)
+    classes = {} if classes is None else classes
+    if not isinstance(classes, Mapping) or not all(starmap(_is_synchronized_by, classes.items())):
+        raise TypeError(
+            "classes must be a dict of {class: synchronized class}, such as {Mine: SyncMine} with "
+            "class SyncMine(Mine, SynchronizedBatchNorm2d): pass, in this order, if the forward "
+            f"of Mine calls super().forward, or with a forward of its own (got {classes!r})"
+        )
+    layers: list[tuple[str, Any]] = list(module.named_modules())
+    for _, layer in layers:
+        if isinstance(layer, nn.DataParallel) and not runs_callbacks(type(layer)):
+            check_methods(layer)
+    corrected = []
+    for path, layer in layers:
+        if _convert(layer, classes):
+            corrected.append(f"`{path_or_root(path)}`")
+        if isinstance(layer, ReplicaAware):
+            layer._layer_name = path or layer._layer_name
+        if isinstance(layer, SynchronizedBatchNorm):
+            if group_size is not None:
+                layer.group_size = group_size
+            if process_group is not None:
+                layer.process_group = process_group
+    if corrected:
+        warn(
+            "syncbn does not correct the bias of running statistics, as these layers of an older "
+            f"toolkit did; for short runs, set layer.momentum = 0.1: {first_of(corrected)}"
+        )
+    result = summary(module)
+    if report:
+        print(result)
+    else:
+        _warn_of_unsynchronized(module, result)
+    return module
+
+
+def _is_synchronized_by(old: Any, new: Any) -> bool:
+    """Whether layers of a class can become layers of another class, which synchronizes them."""
+    if not (isinstance(old, type) and isinstance(new, type) and issubclass(new, ReplicaAware)):
+        return False
+    if not reaches_synchronized_forward(new):
+        return False
+    if old in SYNCHRONIZED:
+        return issubclass(new, SYNCHRONIZED[old])
+    # The forwards of older toolkits and of `nn.SyncBatchNorm` would come before ours.
+    if hasattr(old, CALLBACK) or issubclass(old, nn.SyncBatchNorm):
+        return issubclass(new, SynchronizedBatchNorm)
+    order: Any = new.__mro__
+    return nn.Module in order and old in order[: order.index(ReplicaAware)]
+
+
+def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
+    """Converts a layer or a DataParallel. Returns whether it corrected biases, as CSAIL's do."""
+    old = type(layer)
+    new = classes.get(old) or counterpart_of(layer)
+    if new is not None:
+        process_group = vars(layer).pop("process_group", None)  # of a SyncBatchNorm
+        layer.__class__ = new
+        if vars(layer).keys() >= PIPES:
+            for name in PIPES:
+                del vars(layer)[name]
+            buffers = layer._buffers
+            vars(layer)["_buffers"] = {k: b for k, b in buffers.items() if k not in CORRECTION}
+            return any(buffers.get(name) is not None for name in CORRECTION)
+        if PLAIN.get(new) is not old:
+            vars(layer).setdefault(_FORMER, old)
+        if process_group is not None:
+            layer.process_group = process_group
+    elif isinstance(layer, nn.DataParallel) and not runs_callbacks(old):
+        if old is nn.DataParallel:
+            layer.__class__ = DataParallel
+        else:
+            patch_replication_callback(layer)
+        vars(layer)[_FORMER] = old
+    return False
+
+
+def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:
+    left_alone = defaultdict(list)  # by class and reason
+    for path, layer, kind in result.layers:
+        if kind.name == "left alone":
+            left_alone[f"({layer}, {kind.note})"].append(f"`{path_or_root(path)}`")
+    if left_alone:
+        text = ", ".join(f"{first_of(paths)} {why}" for why, paths in left_alone.items())
+        if "a derived class" in text:
+            text += (
+                "; class SyncX(X, syncbn.SynchronizedBatchNorm2d): pass defines SyncX, if the "
+                "forward of X calls super().forward"
+            )
+        warn(
+            "convert_model converts registered layers of the classes torch.nn.BatchNorm1d, 2d and "
+            f"3d only; these layers stay unsynchronized: {text}",
+            UnsynchronizedWarning,
+        )
+    elif not any(isinstance(m, ReplicaAware) or _FORMER in vars(m) for m in module.modules()):
+        warn(
+            f"convert_model found no batch norm in {type(module).__name__}; convert the model "
+            "after its layers were made (summary(model) lists the layers that normalize)",
+            UnsynchronizedWarning,
+        )
+
+
+def revert_model(module: ModuleT) -> ModuleT:
+    """Undoes `convert_model`: converts synchronized layers in ``module`` to plain ones, in place.
+
+    Layers and DataParallels get their former class back, but a layer of an older toolkit becomes
+    one of torch's for its dimensions, because its pipes are gone. Other DataParallels stay as they
+    are. Other synchronized layers of derived classes, parametrized ones included, stay
+    synchronized, with a warning that names them.
+
+    >>> from torch import nn
+    >>> from syncbn import convert_model, revert_model
+    >>> net = convert_model(nn.Sequential(nn.BatchNorm2d(8)))
+    >>> type(revert_model(net)[0]).__name__
+    'BatchNorm2d'
+
+    Returns:
+        ``module``, changed in place.
+    """
+    check_module(module)
+    for layer in module.modules():
+        _revert(layer)
+    left_alone = [
+        with_class(path, layer)
+        for path, layer in module.named_modules()
+        if isinstance(layer, SynchronizedBatchNorm)
+    ]
+    if left_alone:
+        warn(f"these layers of other classes stay synchronized: {first_of(left_alone)}")
+    return module
+
+
+def _revert(layer: Any) -> None:
+    former = vars(layer).pop(_FORMER, None) or PLAIN.get(type(layer))
+    if former is not None:
+        process_group = None
+        if isinstance(layer, ReplicaAware):
+            process_group = layer.process_group
+            for name in ("group_size", "_process_group", "_layer_name"):
+                vars(layer).pop(name, None)
+        layer.__class__ = former
+        if issubclass(former, nn.SyncBatchNorm):
+            layer.process_group = process_group

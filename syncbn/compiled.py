@@ -35,10 +35,7 @@ def compiled_batch_norm(
     """Normalizes a shard with the moments of the batch. ``added`` sums over the ranks."""
     x, weight, bias, denominator = call
     x = x.to(accumulation_dtype(x.dtype))
-    sums = Collective.apply(added, added, _sums(x))  # type: ignore[no-untyped-call]
-    n = sums[:1].detach()
-    mean, square = (sums[1:] / n.clamp(min=1)).chunk(2)
-    batch = Moments(n, mean, (square - mean.square()).clamp(min=0))
+    batch = moments_of_sums(Collective.apply(added, added, _sums(x)))  # type: ignore[no-untyped-call]
     count_batch().update(batch)
     # As in `syncbn.formula`: W and B in float64 carry the rounding error of the mean.
     scale = denominator.of(batch.var).rsqrt()
@@ -64,6 +61,13 @@ def _sums(x: Tensor) -> Tensor:
     # The product at the end: Inductor lets ranks add a `cat` in place, and would then read the sum
     # of the ranks where it needs an operand of the `cat` once more.
     return torch.cat((mean.new_ones(1), mean, var + mean.square())) * n
+
+
+def moments_of_sums(sums: Tensor) -> Moments:
+    """Returns the moments of a batch, 0 without values. Its count is a tensor, ``(1,)``."""
+    n = sums[:1].detach()
+    mean, square = (sums[1:] / n.clamp(min=1)).chunk(2)
+    return Moments(n, mean, (square - mean.square()).clamp(min=0))
 
 
 def sum_in_graph(name: str, tag: Tensor, tensor: Tensor) -> Tensor:

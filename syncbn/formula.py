@@ -104,7 +104,8 @@ class Formula:
     def merge_ranks(self, ranks: Ranks, count_batch: CountBatch) -> Reply:
         """Returns the reply to a process, and updates the running statistics."""
         n, counts, *rows = ranks.gathered(*self.own.detach())
-        batch = Moments(n, *merge_shares(counts / counts.sum(), *rows))
+        total = counts.sum()
+        batch = Moments(n if isinstance(n, int) else total, *merge_shares(counts / total, *rows))
         if not isinstance(n, int) or n != 1:  # then the call raises, and does not count
             count_batch().update(batch)
         return self.reply(with_derivatives(batch, [self.own], ranks.with_summed_gradient))

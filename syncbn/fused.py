@@ -142,7 +142,6 @@ class Fused:
         means = torch.stack([moments.mean.to(home) for moments in own])
         inverses = torch.stack([moments.inverse.to(home) for moments in own])
         n = sum([moments.n for moments in own])
-        count_batch = RunningStatistics if n == 1 else count_batch  # the call raises
         rows = constant_tensor(counts, home, means.dtype), means, inverses
         merged = first._merged(n, *rows, count_batch)
         copies = _copied(merged[1:3], [call.x.device for call in calls])
@@ -165,7 +164,9 @@ class Fused:
         count_batch: CountBatch,
     ) -> KernelMoments:
         """Merges n moments, ``(n, C)`` each, and updates the running statistics."""
-        own, running = self.measured(), count_batch()
+        own = self.measured()
+        is_counted = not isinstance(n, int) or n != 1  # else the call raises
+        running = count_batch() if is_counted else RunningStatistics()
         # The kernel needs 2 values, and numbers like its own. A count that the host does not know
         # is above 1 if its shard's is.
         is_usual = (n if isinstance(n, int) else own.n) > 1

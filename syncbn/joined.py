@@ -57,8 +57,5 @@ class Joined:
         # The results of `split` are views, which cannot be changed in place.
         return torch.unsafe_split_with_sizes(y, [x.size(0) for x in xs])
 
-    def connect(self) -> None:
-        """Does nothing: autograd saves the whole batch."""
-
     def output(self, reply: Tensor) -> Tensor:
         return reply

@@ -7,11 +7,12 @@
 =========  ====================================================  ================================
 
 A replica knows which way its shard could go, and sends what that way needs. The last to arrive
-decides for all, perhaps that they exchange what another way needs. Each way is a class, whose objects are the shards:
+decides for all, perhaps that they exchange once more, for another way. Each way is a class, whose
+objects are the shards:
 
     way.takes(call)                  whether a shard could go this way; `Formula` takes any
     shard = way(call)                in the thread of its replica or process
-    shard.connect()                  saves the shard for backward
+    shard.connect()                  saves the shard for backward, but if it is joined
     way.merge(shards, count_batch)   the replies to all replicas, or None if the shards differ
     shard.merge_ranks(ranks, ...)    the reply to a process
     shard.recomputed(record)         the reply to a call that a checkpoint recomputes
@@ -95,11 +96,13 @@ def _in_replica(
         layouts=layouts,
         requires_grad=torch.is_grad_enabled(),  # tensors of other replicas may
     )
-    shard, reply = None, way
+    shard: Any = None
+    reply: Any = way
     while isinstance(reply, type):  # the way that all shards go now
         if type(shard) is not reply:
             shard = reply(call)
-            shard.connect()
+            if reply is not Joined:
+                shard.connect()
         reply = exchange(shard)
     if not isinstance(shard, Joined):
         if shard.measured().n:

@@ -65,7 +65,11 @@ class RankCall:
             self._range = named_range(f"exchange {self.name}, rank {self.process_group.rank()}")
             self._range.__enter__()
         if ranks_debug():
-            self.compare()
+            try:
+                self.compare()
+            except Exception as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
         return self
 
     def __exit__(

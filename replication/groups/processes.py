@@ -140,8 +140,8 @@ class ProcessGroup(Group):
             )
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return collective(tensor)
-        # Derivatives of any order have one name.
-        name = f"{call.call.name.removesuffix('_backward')}_backward"
+        # Derivatives of any order have one name, without arguments.
+        name = f"{call.call.name.partition('(')[0].removesuffix('_backward')}_backward"
 
         def backward(grad: Tensor) -> Tensor:
             with self._call(name, layouts_of([grad], any_length=True)) as call:

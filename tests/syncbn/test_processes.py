@@ -19,9 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from replication import ReplicaAware
 from replication.groups import processes as process_group
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from syncbn import processes as merge_ranks
 from syncbn.processes import Ranks
-from syncbn.statistics import Moments
 from tests import oracle
 from tests.layers import Recomputed, outcome_of
 from tests.ranks import needs_gloo, recorded_collectives, run_ranks
@@ -34,23 +32,22 @@ except ImportError:  # torch 2.4
 
 pytestmark = needs_gloo
 
-#: How moments are merged: few ranks gather, many reduce, but not what is in float64; and with a
-#: total that the host does not know, as on GPUs.
-WAYS = ["gather", "reduce", "reduce or gather", "unseen"]
+#: How the sums of backward are added: few ranks gather them, many reduce them. Or few, with counts
+#: that the host does not know, as on GPUs.
+WAYS = ["gather", "reduce", "unseen"]
 
 
 def go(way: str) -> None:
-    process_group._FEW_RANKS = 0 if way.startswith("reduce") else 8
-    merge_ranks._PRECISE = set() if way == "reduce" else {torch.float64}
-    Ranks.merge = with_unseen_total if way == "unseen" else MERGE
+    process_group._FEW_RANKS = 0 if way == "reduce" else 8
+    Ranks.gathered = with_unseen_counts if way == "unseen" else GATHERED
 
 
-MERGE = Ranks.merge
+GATHERED = Ranks.gathered
 
 
-def with_unseen_total(ranks: Ranks, own: Moments) -> Moments:
-    batch = MERGE(ranks, own)
-    return batch._replace(n=batch.mean.new_tensor(batch.n))
+def with_unseen_counts(ranks: Ranks, *own: Any) -> Any:
+    _, counts, *rows = GATHERED(ranks, *own)
+    return counts, counts, *rows
 
 
 #: Samples of each rank, by the number of ranks.
@@ -137,13 +134,12 @@ def without_data(rank: int, size: int) -> tuple[Tensor, Tensor, int]:
 def impossible_counts(rank: int, size: int) -> list[str]:
     """The errors where rank 1 announces impossible counts."""
     errors = []
-    original = Ranks.merge
     for count in (float("nan"), -50, 2.5, float("inf"), 2**62):
 
-        def announces(ranks: Ranks, own: Moments, count: Any = count) -> Moments:
-            return original(ranks, own._replace(n=count) if rank == 1 else own)
+        def announces(ranks: Ranks, n: int, *own: Tensor, count: Any = count) -> Any:
+            return GATHERED(ranks, count if rank == 1 else n, *own)
 
-        with mock.patch.object(Ranks, "merge", announces):
+        with mock.patch.object(Ranks, "gathered", announces):
             errors.append(str(outcome_of(lambda: layer_like()(torch.ones(3, 2))).error))
     return errors
 
@@ -208,7 +204,7 @@ def found_by_ranks(*calls: Callable[[int, int], Any], ways: list[str] = WAYS) ->
 in_training = found_by_ranks(at_momenta)
 with_derivatives = found_by_ranks(unlike)
 with_few_values = found_by_ranks(without_data, one_value_each, one_value_in_all)
-with_impossible_counts = found_by_ranks(impossible_counts, ways=["gather", "reduce"])
+with_impossible_counts = found_by_ranks(impossible_counts, ways=["gather"])
 far_from_zero = found_by_ranks(constant_and_large, tiny_variance)
 
 
@@ -286,14 +282,12 @@ def test_one_value_per_rank_is_enough(with_few_values, size, way):
     torch.testing.assert_close(y, plain(x).detach())
 
 
-@pytest.mark.parametrize("way", ["gather", "reduce"])
-def test_impossible_counts_are_refused_on_every_rank(with_impossible_counts, way):
-    who = "rank 1 announces" if way == "gather" else "all ranks announce"
-    for rank, of_rank in enumerate(with_impossible_counts):
-        for error, count in zip(
-            of_rank[way, "impossible_counts"], ("nan", "-", "", "inf", "4.6116860"), strict=True
-        ):
-            assert error.startswith(f"`SynchronizedBatchNorm1d`, rank {rank}: {who} {count}")
+def test_impossible_counts_are_refused_on_every_rank(with_impossible_counts):
+    for rank, found in enumerate(with_impossible_counts):
+        errors = found["gather", "impossible_counts"]
+        for error, count in zip(errors, ("nan", "-50", "2.5", "inf", "4.6116860"), strict=True):
+            where = f"`SynchronizedBatchNorm1d`, rank {rank}: rank 1 announces {count}"
+            assert error.startswith(where)
 
 
 @pytest.mark.parametrize("way", ["gather", "reduce"])
@@ -320,7 +314,7 @@ def test_constant_channels_of_large_means_give_the_bias(far_from_zero, way):
         torch.testing.assert_close(y, torch.zeros_like(y), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("way", ["gather", "reduce or gather"])
+@pytest.mark.parametrize("way", WAYS)
 def test_float64_loses_nothing_of_a_tiny_variance_at_a_large_mean(far_from_zero, size, way):
     x = torch.cat(of_tiny_deviation(size))
     expected = (x - 1e4).transpose(0, 1).flatten(1).var(1)
@@ -407,14 +401,11 @@ def traffic(rank: int, channels: int) -> list[Any]:
 
 @pytest.mark.parametrize("channels", [3, 300])
 def test_one_collective_forward_and_one_backward_of_a_few_values_per_channel(channels):
-    for found in run_ranks(2, traffic, channels):
-        for (forward, backward), name in zip(
-            found, ["all_gather", "all_reduce", "all_reduce", "all_gather"], strict=True
-        ):
-            # A gather carries a header, in at least 4 KiB.
-            bytes_of = {"all_gather": lambda size: max(4096, 512 + size), "all_reduce": int}[name]
-            assert forward == [(name, bytes_of(8 * (2 * channels + 1)))]
-            assert backward == [(name, bytes_of(8 * 2 * channels))]
+    """Two values per channel and a count, and 16 bytes in what is compared."""
+    length = 8 * (2 * channels + 1)
+    for by_gather, by_sum, _ in run_ranks(2, traffic, channels):
+        assert by_gather == ([("all_gather", 16 + length)],) * 2
+        assert by_sum == ([("all_gather", 16 + length)], [("all_reduce", length)])
 
 
 class TwoAlike:
@@ -423,31 +414,17 @@ class TwoAlike:
     size = 2
     recomputes = False
 
-    def __init__(self, gathers: bool) -> None:
-        self.gathers = gathers
-
-    def prefers_gather(self, tensor: Tensor) -> bool:
-        return self.gathers
-
-    def exchange(self, name: str, tensor: Tensor, *, stack: bool, **options: Any) -> Tensor:
-        return torch.stack([tensor] * 2) if stack else tensor * 2
+    def exchange(self, name: str, vectors: Any, *, stack: bool, **options: Any) -> Tensor:
+        vector = torch.cat(vectors)
+        return torch.stack([vector] * 2) if stack else vector * 2
 
 
-@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
-def test_the_host_waits_for_no_device(gathers, second, monkeypatch):
+def test_the_host_waits_for_no_device(second, monkeypatch):
     layer = SynchronizedBatchNorm1d(3, momentum=None, device="meta")
-    monkeypatch.setattr(SynchronizedBatchNorm1d, "group", TwoAlike(gathers))
+    monkeypatch.setattr(SynchronizedBatchNorm1d, "group", TwoAlike())
     x = torch.randn(5, 3, device="meta", requires_grad=True)
     assert_reads_no_value(layer, layer.weight, x, second)
-
-
-@pytest.mark.parametrize("gathers", [False, True])
-def test_moments_of_no_data_are_zeros(gathers):
-    """Running statistics on a GPU multiply them by zero, which keeps a NaN."""
-    zeros = torch.zeros(2, dtype=torch.float64)
-    ranks = Ranks(TwoAlike(gathers), ((torch.float32, (2,)),), requires_grad=False)
-    assert [t.tolist() for t in ranks.merge(Moments(0, zeros, zeros))[1:]] == [[0, 0], [0, 0]]
 
 
 # -- which processes ---------------------------------------------------------------------------

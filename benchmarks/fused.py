@@ -1,7 +1,8 @@
-"""The fused kernels of accelerators that `torch.nn.SyncBatchNorm` uses, for other devices.
+"""The contract of the kernels of `torch.nn.SyncBatchNorm`, computed in float64 on any device.
 
-They compute in float64 and state what the callers rely on. `tests/test_accelerators.py` compares
-them with CUDA where there is a GPU.
+They stand in for those of accelerators where there is none, and check what callers must not do.
+`syncbn.kernels` has fast ones for the CPU. Tests compare both with these, and these with those of
+CUDA where there is a GPU.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ stands in for is the only thing that remains unseen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -19,16 +20,17 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks import fused
 from benchmarks.measuring import line
 from replication import execute_replication_callbacks, parallel_apply, replicate
-from syncbn import convert_model
+from syncbn import SynchronizedBatchNorm2d, convert_model
 from syncbn import fused as of_syncbn
 from syncbn.kernels import Kernels
 
-REPLICAS = (2, 3, 4)
+#: Of processes or replicas.
+NUMBERS = (2, 4, 16)
 
 #: Per replica.
 SHAPE = torch.Size((4, 8, 6, 5))
@@ -77,14 +79,19 @@ class Recorder(TorchDispatchMode):
         if name == "_to_copy" and kwargs.get("device", args[0].device) != args[0].device:
             # The meta device has no values to copy.
             result = torch.empty_like(args[0], device=kwargs["device"], dtype=kwargs.get("dtype"))
-        elif name == "_allgather_base_":  # torch's fake backend expects one dimension
-            result = func(args[0].flatten(), *args[1:], **kwargs)
+        elif func.namespace == "c10d":  # the fake backend takes no meta tensors, of one dimension
+            result = func(*tree_map_only(Tensor, flat_on_cpu, args), **kwargs)
         else:
             result = fused.KERNELS.get(name, func)(*args, **kwargs)
         outputs = tensors_in(result)
-        device = (*outputs, *inputs)[0].device
+        tensors = (*inputs, *outputs) if func.namespace == "c10d" else (*outputs, *inputs)
+        device = tensors[0].device
         self.operations.append((device.type, kinds_of(func, name, inputs, outputs)))
         return result
+
+
+def flat_on_cpu(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu").flatten()
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -162,28 +169,56 @@ def ours(replicas: int) -> tuple[Counts, Counts]:
     return tuple(first), tuple(others)
 
 
-def torchs(processes: int) -> Counts:
+@contextmanager
+def processes(size: int) -> Iterator[None]:
+    """One of several processes, which exchange nothing."""
+    distributed.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def recorded(
+    forward: Callable[[], Tensor], inputs: Sequence[Tensor], device: str = "cpu"
+) -> Counts:
+    """Counts the operations of a second forward and backward. The first fills caches."""
+    for _ in range(2):
+        of_forward, of_backward = list[Operation](), list[Operation]()
+        with Recorder(of_forward):
+            y = forward()
+        dy = torch.randn_like(y)
+        with Recorder(of_backward):
+            torch.autograd.grad(y, inputs, dy)
+    return counts(of_forward, device), counts(of_backward, device)
+
+
+def ours_in_processes(size: int) -> Counts:
+    """Counts the operations of our layer in one process, for which meta is an accelerator."""
+    layer = SynchronizedBatchNorm2d(SHAPE[1], device="meta")
+    x = torch.randn(SHAPE, device="meta", requires_grad=True)
+    kernels = patch.object(of_syncbn, "kernels_for", lambda kind: OF_TORCH)
+    with processes(size), kernels:
+        return recorded(lambda: layer(x), [x, *layer.parameters()], "meta")
+
+
+def torchs(size: int) -> Counts:
     """Counts the operations of `nn.SyncBatchNorm` in one process, by its autograd function.
 
     The module itself refuses the CPU, and adds the count of batches.
     """
     layer = nn.BatchNorm2d(SHAPE[1])
     x = torch.randn(SHAPE, requires_grad=True)
-    dy = torch.randn_like(x)
-    forward, backward = list[Operation](), list[Operation]()
-    distributed.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
-    try:
-        with Recorder(forward):
-            layer.num_batches_tracked.add_(1)
-            y = SyncBatchNorm.apply(
-                *(x, layer.weight, layer.bias, layer.running_mean, layer.running_var),
-                *(layer.eps, layer.momentum, distributed.group.WORLD, processes),
-            )
-        with Recorder(backward):
-            torch.autograd.grad(y, [x, *layer.parameters()], dy)
-    finally:
-        distributed.destroy_process_group()
-    return counts(forward), counts(backward)
+
+    def forward() -> Tensor:
+        layer.num_batches_tracked.add_(1)
+        return SyncBatchNorm.apply(  # type: ignore[no-any-return, no-untyped-call]
+            *(x, layer.weight, layer.bias, layer.running_mean, layer.running_var),
+            *(layer.eps, layer.momentum, distributed.group.WORLD, size),
+        )
+
+    with processes(size):
+        return recorded(forward, [x, *layer.parameters()])
 
 
 def lines() -> Iterator[str]:
@@ -192,12 +227,13 @@ def lines() -> Iterator[str]:
     headings = ["layer", "replicas or processes", *KINDS.values()]
     yield line(headings)
     yield line(["---"] * len(headings))
-    for number in REPLICAS:
+    for number in NUMBERS:
         first, other = ours(number)
         for title, (forward, backward) in {
+            "ours, each process": ours_in_processes(number),
+            "`nn.SyncBatchNorm`, each process": torchs(number),
             "ours, replica 0": first,
             "ours, each other replica": other,
-            "`nn.SyncBatchNorm`, each process": torchs(number),
         }.items():
             cells = [f"{forward[kind]} + {backward[kind]}" for kind in KINDS]
             yield line([title, str(number), *cells])

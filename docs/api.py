@@ -30,12 +30,15 @@ HOMES = {
 
 #: For layers with autograd nodes of their own, which `syncbn` has, or described by the class.
 INTERNAL = {
+    "Group.where",
     "ProcessGroup.exchange",
     "ProcessGroup.prefers_gather",
+    "ProcessGroup.where",
     "ReplicaAware.process_group",
     "ReplicaGroup.commit",
     "ReplicaGroup.exchange",
     "ReplicaGroup.in_later_backward",
+    "ReplicaGroup.where",
 }
 
 #: Results and connections, which users never construct.

@@ -107,6 +107,13 @@ def is_usable(process_group: Any) -> bool:
     return process_group in distributed.distributed_c10d._world.pg_map
 
 
+def all_gather_single(rows: Tensor, tensor: Tensor, process_group: Any) -> None:
+    """Gathers tensors of all ranks into one. Older releases of torch have another name for it."""
+    name = "all_gather_single"
+    name = name if hasattr(distributed, name) else "all_gather_into_tensor"
+    getattr(distributed, name)(rows, tensor, process_group)
+
+
 def timeout_of(process_group: Any) -> timedelta | None:
     """Returns the timeout of a process group, or None for the backend's default."""
     for device in getattr(process_group, "_device_types", ()):

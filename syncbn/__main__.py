@@ -28,7 +28,7 @@ from syncbn.channels import has_float64
 
 
 class Checkpointed(SynchronizedBatchNorm2d):
-    """A layer in an activation checkpoint, for which the CPU takes the formula."""
+    """A layer in an activation checkpoint, whose shards the CPU does not join."""
 
     def forward(self, input: Tensor) -> Tensor:
         return checkpoint(super().forward, input, use_reentrant=False)  # type: ignore[no-any-return]

@@ -29,10 +29,7 @@ import torch
 from torch import Tensor
 
 from replication._torch import has_kernels
-from syncbn.channels import (
-    accumulation_dtype,
-    per_channel,
-)
+from syncbn.channels import accumulation_dtype, in_format_of, per_channel, values_per_channel
 
 #: Stands for the count of a shard without values, because the kernels divide by counts.
 TINY = 1e-30
@@ -40,8 +37,8 @@ TINY = 1e-30
 #: The largest mean, in standard deviations, at which evaluation mode loses at most three bits.
 _LARGE_MEAN = 8
 
-#: The rounding error of a mean, in units of the last place, within which a channel is constant.
-_CONSTANT = 2**12
+#: The least rounding error of a mean that is allowed for, in units of the last place.
+_LEAST_ERROR = 2**12
 
 #: The most values of a shard that is measured in float64, because calling operations takes longer.
 _FEW_VALUES = 2**16
@@ -135,7 +132,19 @@ def batch_norm_backward_reduce(
     """
     center = mean.to(accumulation_dtype(input.dtype))
     one, mask = torch.ones_like(center), [False, True, True]
-    args: Any = grad_out, input, one, center, one, None, None, False, 0.0, mask
+    # Strides of other formats would make torch round each product to half precision.
+    args: Any = (
+        grad_out,
+        in_format_of(input, input),
+        one,
+        center,
+        one,
+        None,
+        None,
+        False,
+        0.0,
+        mask,
+    )
     _, along, plain = torch.ops.aten.native_batch_norm_backward(*args)
     if mean.dtype == torch.float64:
         along = along - (mean - center) * plain
@@ -255,8 +264,10 @@ def _moments_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _center(x: Tensor, mean: Tensor) -> Tensor:
-    """The mean of each channel in the dtype of x, or the value of a channel that is constant."""
+    """The mean of each channel in the dtype of x, or its first value if it may be constant."""
+    # It is, up to the rounding errors of the mean: torch's kernel may add values one by one.
     first = x[0] if x.dim() == 2 else x[0].flatten(1)[:, 0]
-    error = _CONSTANT * torch.finfo(x.dtype).eps * mean.abs()
-    center = torch.where((mean - first).abs() <= error, first.to(mean), mean).to(x.dtype)
+    ulps = max(_LEAST_ERROR, values_per_channel(x))
+    is_near = (mean - first).abs() <= ulps * torch.finfo(x.dtype).eps * mean.abs()
+    center = torch.where(is_near, first.to(mean), mean).to(x.dtype)
     return center.nan_to_num_(0.0, 0.0, 0.0)  # infinite values stay as they are

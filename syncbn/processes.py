@@ -48,7 +48,7 @@ class Ranks:
             # NaN is refused as well, and more than float64 can count.
             if count != TINY and not (0 < count < 2**53 and count % 1 == 0):
                 raise ReplicationError(
-                    f"{self._group.where()}: rank {rank} announces {count} values per channel; "
+                    f"{self._group.where}: rank {rank} announces {count} values per channel; "
                     f"is a layer in eval() on some ranks?{debugging_advice()}"
                 )
         return round(sum(counts))

@@ -36,8 +36,8 @@ from replication.sync.rendezvous import current_replica
 from syncbn import (
     SynchronizedBatchNorm1d,
     convert_model,
-    graph,
     patch_sync_batchnorm,
+    ways,
 )
 from syncbn.joined import Joined
 from tests.deadlines import ends
@@ -287,7 +287,7 @@ class Merging:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
         self.goes_on, self.is_active = threading.Event(), True
-        merge = graph._merge
+        merge = ways._merge
 
         def late_replies(*args: Any) -> Any:
             if self.is_active:
@@ -295,7 +295,7 @@ class Merging:
                 assert self.goes_on.wait(DEADLINE)
             return merge(*args)
 
-        monkeypatch.setattr(graph, "_merge", late_replies)
+        monkeypatch.setattr(ways, "_merge", late_replies)
 
     def end(self) -> None:
         self.is_active = False

@@ -111,7 +111,9 @@ class Group(ABC):
         """Whether this call recomputes a checkpoint, so that a layer must not update its state."""
         return is_recomputation()
 
+    @property
     def where(self) -> str:
+        """The layer and the member, for messages."""
         return repr(self)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
@@ -201,7 +203,7 @@ class Group(ABC):
     def _refuse(
         self, error: type[Exception], requirement: str, got: object, remedy: str = ""
     ) -> NoReturn:
-        text = f"{self.where()}: {requirement} (got {got})"
+        text = f"{self.where}: {requirement} (got {got})"
         raise error(f"{text}; {remedy}" if remedy else text)
 
     def _check_and_run(self, name: str, tensors: Sequence[Any], **option: Any) -> Tensors:
@@ -220,7 +222,7 @@ class Group(ABC):
                 known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
                 self._refuse(TypeError, f"{name} takes tensors of {known}", tensor.dtype)
         if self.size > 1 and has_other_derivatives(tensors):
-            raise lost_derivatives(f"{self.where()}: {name}")
+            raise lost_derivatives(f"{self.where}: {name}")
         if len(tensors) > 1 and len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
             got = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in tensors)
             self._refuse(ValueError, f"{name} takes tensors of one dtype on one device", got)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from replication._torch import device_of_group, is_profiling, named_range
+from replication._torch import all_gather_single, device_of_group, is_profiling, named_range
 from replication.errors import ReplicationError, add_note
 from replication.groups.base import Call, check_same_call
 from replication.groups.registry import state_of
@@ -142,7 +142,7 @@ def gathered(tensor: Tensor, process_group: Any) -> Tensor:
     elif tensor.is_cpu:  # for which older releases of gloo lack the other function
         distributed.all_gather([*rows.unbind()], tensor, process_group)
     else:  # a list would be copied row by row
-        distributed.all_gather_into_tensor(rows, tensor, process_group)
+        all_gather_single(rows, tensor, process_group)
     return rows
 
 

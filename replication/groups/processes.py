@@ -120,6 +120,7 @@ class ProcessGroup(Group):
             )
         return process_group
 
+    @property
     def where(self) -> str:
         return f"`{self._name}`, rank {self.rank}"
 

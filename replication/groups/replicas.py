@@ -204,6 +204,7 @@ class ReplicaGroup(Group):
         self._communicator = communicator
         self._replica = communicator.replicas[rank]
 
+    @property
     def where(self) -> str:
         return f"`{self._communicator.path}`, replica {self._replica}"
 
@@ -279,7 +280,7 @@ class ReplicaGroup(Group):
             )
         else:
             return rendezvous
-        raise ReplicationError(f"{self.where()}: {text}")
+        raise ReplicationError(f"{self.where}: {text}")
 
     def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
         merge, grad_enabled = _MERGES[name], torch.is_grad_enabled()

@@ -20,6 +20,13 @@ def test_launches_of_a_layer(replicas):
     assert other == (counted(2, copy=2), counted(3, copy=1))
 
 
+@pytest.mark.parametrize("processes", [2, 16])
+def test_launches_of_a_layer_in_a_process(processes):
+    forward, backward = launches.ours_in_processes(processes)
+    assert forward == counted(5, collective=1)
+    assert backward == counted(4, collective=1)
+
+
 def test_launches_of_torchs_layer():
     forward, backward = launches.torchs(2)
     assert backward == counted(3, collective=1)
@@ -30,5 +37,5 @@ def test_launches_of_torchs_layer():
 
 def test_table_has_all_layers():
     rows = [line for line in launches.lines() if line.startswith("|")]
-    assert len(rows) == 2 + 3 * len(launches.REPLICAS)
+    assert len(rows) == 2 + 4 * len(launches.NUMBERS)
     assert len({row.count("|") for row in rows}) == 1

@@ -369,10 +369,10 @@ def refuse(*args: object) -> None:
             *(syncbn.joined.Joined, "merge", refuse, "RuntimeError: no such kernel"),
             marks=knows_hooks,
         ),
-        (syncbn.formula.Formula, "merge", refuse, "RuntimeError: no such kernel"),
+        (syncbn.fused.Fused, "merge", refuse, "RuntimeError: no such kernel"),
         (check.Centered, "group", SoloGroup(), "output of `2`"),
     ],
-    ids=["plain layers", "nan", "joined", "formula", "no group"],
+    ids=["plain layers", "nan", "joined", "fused", "no group"],
 )
 def test_self_check_fails(owner, name, value, text, monkeypatch, capsys):
     monkeypatch.setattr(owner, name, value)

@@ -1,0 +1,190 @@
+"""The kernels of the CPU: against their contract in float64, and against torch's layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import fused as contract
+from syncbn import kernels
+from syncbn.channels import in_format_of
+from syncbn.kernels import ON_CPU, TINY, kernels_for, moments
+from tests.layouts import LAYOUTS, channels_last, channels_of
+from tests.pairwise import pairwise
+
+EPS = 1e-5
+
+#: Few values, rows of many, and many values in no such rows.
+SHAPES = [(40, 3), (2, 3, 5, 4), (3, 5, 90, 70), (4, 2100, 3, 3), (70_000, 1)]
+
+
+def batch_of(shape: tuple[int, ...], mean: float = 0.0, **options: Any) -> Tensor:
+    return (torch.randn(shape) * 2 + mean).to(**options)
+
+
+@pairwise(
+    shape=SHAPES,
+    layout=[torch.clone, channels_last],
+    dtype=[torch.float32, torch.float64, torch.float16, torch.bfloat16],
+    mean=[0, 15, 1e3],
+)
+def test_moments_are_those_of_float64(shape, layout, dtype, mean):
+    x = layout(batch_of(shape, mean, dtype=dtype))
+    exact = channels_of(x)
+    got = moments(x)
+    assert {vector.dtype for vector in got} == {torch.float64}
+    # torch's kernel adds 70,000 values one by one.
+    torch.testing.assert_close(got[0], exact.mean(1), rtol=1e-12, atol=3e-5)
+    torch.testing.assert_close(got[1], exact.var(1, correction=0), rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("mean", [1e4, -1e6])
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+def test_a_large_mean_keeps_the_digits_that_its_merge_needs(shape, mean):
+    x = batch_of(shape, mean)
+    exact = channels_of(x)
+    torch.testing.assert_close(moments(x)[0], exact.mean(1), rtol=0, atol=3e-6)
+    torch.testing.assert_close(moments(x)[1], exact.var(1, correction=0), rtol=1e-6, atol=0)
+
+
+def test_rows_are_measured_in_chunks_of_any_size(monkeypatch):
+    x = batch_of((3, 5, 90, 70))
+    whole = moments(x)
+    for chunk in (1, 6300, 3 * 6300, 4 * 6300 + 1):
+        monkeypatch.setattr(kernels, "_CHUNK", chunk)
+        for got, expected in zip(moments(x), whole, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -3.7, 1e4, 1e11])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_constant_channel_has_no_deviation(shape, dtype, value):
+    x = torch.full(shape, value, dtype=dtype)
+    mean, var = moments(x)
+    assert mean.tolist() == [x.flatten()[0].double()] * shape[1]
+    assert not var.any()
+
+
+# -- each kernel against its contract ----------------------------------------------------------
+
+
+def same(got: Any, expected: Any, dtype: torch.dtype) -> None:
+    rounding = {torch.float64: 1e-10, torch.float32: 2e-5}.get(dtype, 2 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        [None if t is None else t.double() for t in got],
+        [None if t is None else t.double() for t in expected],
+        rtol=rounding,
+        atol=rounding,
+    )
+
+
+@pairwise(
+    layout=LAYOUTS,
+    dtype=[torch.float64, torch.float32, torch.float16, torch.bfloat16],
+    mean=[0, 60],
+    affine=[False, True],
+)
+def test_passes_over_a_shard_are_those_of_the_contract(layout, dtype, mean, affine):
+    x = LAYOUTS[layout](batch_of((4, 5, 6, 7), mean, dtype=dtype))
+    dy = in_format_of(torch.randn(4, 5, 6, 7).to(dtype), x)
+    weight, bias = torch.randn(2, 5) if affine else (None, None)
+    own = ON_CPU.stats(x, EPS)
+    accumulates = torch.float64 if dtype == torch.float64 else torch.float32
+    rows = [vector[None] for vector in own]
+    of_batch = ON_CPU.gather_stats(x, *rows, None, None, 0.1, EPS, torch.ones(1).double())
+    assert of_batch[0].dtype == (torch.float64 if mean else accumulates)
+    y = ON_CPU.elemt(x, weight, bias, *of_batch, EPS)
+    assert y.dtype == dtype
+    same([y], [contract.batch_norm_elemt(x, weight, bias, *own, EPS)], dtype)
+    given = torch.full_like(x, 7.0)
+    assert ON_CPU.elemt(x, weight, bias, *of_batch, EPS, out=given) is given
+    assert torch.equal(given, y)
+    args = dy, x, *of_batch, weight, True, True, True
+    sums = ON_CPU.backward_reduce(*args)
+    exact = contract.batch_norm_backward_reduce(*args)
+    same(sums, exact, torch.float32)
+    count = torch.tensor([168], dtype=torch.int32)
+    dx = ON_CPU.backward_elemt(dy, x, *of_batch, weight, *sums[:2], count)
+    assert dx.dtype == dtype
+    args = dy, x, *own, weight, *exact[:2], count
+    same([dx], [contract.batch_norm_backward_elemt(*args)], dtype)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 1])
+@pytest.mark.parametrize("counts", [[4.0], [3.0, 5.0], [TINY, 6.0, 1.0], [2.0, TINY]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_moments_are_merged_and_buffers_updated_as_in_the_contract(dtype, counts, momentum):
+    means, inverses = torch.randn(len(counts), 3).double(), 1 + torch.rand(len(counts), 3).double()
+    found = []
+    for kernel in (ON_CPU.gather_stats, contract.batch_norm_gather_stats_with_counts):
+        is_ours = kernel is ON_CPU.gather_stats
+        buffers = [torch.full((3,), v, dtype=dtype if is_ours else torch.float64) for v in (2, 3)]
+        like = means.to(torch.float64)
+        args = like, means, inverses, *buffers, momentum, EPS, torch.tensor(counts).double()
+        found.append([*kernel(*args), *buffers])
+    same(found[0], found[1], dtype)
+
+
+def test_buffers_change_unseen_by_autograd():
+    """A forward on one device may have saved them."""
+    buffers = torch.zeros(3), torch.ones(3)
+    rows = torch.randn(1, 3).double(), torch.ones(1, 3).double()
+    ON_CPU.gather_stats(rows[0], *rows, *buffers, 0.1, EPS, torch.full((1,), 4.0).double())
+    assert buffers[0].all()
+    assert [buffer._version for buffer in buffers] == [0, 0]
+
+
+# -- against torch's layer ---------------------------------------------------------------------
+
+
+def plain(x: Tensor, dy: Tensor) -> list[Tensor]:
+    kind = nn.BatchNorm1d if x.dim() == 3 else nn.BatchNorm2d
+    layer = kind(x.size(1), eps=EPS, dtype=x.dtype)
+    leaf = x.clone().requires_grad_()
+    layer(leaf).backward(dy)
+    return [leaf.grad, layer.weight.grad, layer.bias.grad, layer.running_var]
+
+
+def ours(x: Tensor, dy: Tensor) -> list[Tensor]:
+    """Of two shards."""
+    parts, dys = x.tensor_split(2), dy.tensor_split(2)
+    of_parts = [ON_CPU.stats(part, EPS) for part in parts]
+    own = [torch.stack(vectors) for vectors in zip(*of_parts, strict=True)]
+    counts = torch.tensor([len(part) * part[0, 0].numel() for part in parts])
+    buffers = torch.zeros(x.size(1)), torch.ones(x.size(1))
+    batch = ON_CPU.gather_stats(x, *own, *buffers, 0.1, EPS, counts.double())
+    of_parts = [
+        ON_CPU.backward_reduce(*both, *batch, torch.ones(x.size(1)), True, True, True)
+        for both in zip(dys, parts, strict=True)
+    ]
+    plain, along, dweight, dbias = (a + b for a, b in zip(*of_parts, strict=True))
+    dx = [
+        ON_CPU.backward_elemt(*both, *batch, None, plain, along, counts.int())
+        for both in zip(dys, parts, strict=True)
+    ]
+    return [torch.cat(dx), dweight, dbias, buffers[1]]
+
+
+@pytest.mark.parametrize("mean", [0, 15, 17, 1e2, 1e4, -1e6])
+@pytest.mark.parametrize("shape", [(64, 3, 8), (16, 3, 8, 4), (12, 5, 90, 70)], ids=str)
+@pytest.mark.parametrize("layout", [torch.clone, channels_last])
+def test_errors_are_at_most_twice_those_of_torchs_layer(layout, shape, mean):
+    """Guarantee 1: in the kernels of the CPU, at any mean."""
+    x, dy = layout(batch_of(shape, mean)), layout(torch.randn(shape))
+    found = [ours(x, dy), plain(x, dy), plain(x.double(), dy.double())]
+    for own, theirs, exact in zip(*found, strict=True):
+        ulp = torch.finfo(torch.float32).eps * exact.abs().max()
+        assert (own - exact).abs().max() <= 2 * (theirs - exact).abs().max() + 2 * ulp
+
+
+def test_devices_without_the_kernels_have_none():
+    assert kernels_for("cpu") is ON_CPU
+    assert kernels_for("mps") is None
+    assert kernels_for("cuda") in (
+        None,
+        kernels.Kernels(*[getattr(torch, n) for n in contract.KERNELS]),
+    )

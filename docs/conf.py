@@ -81,7 +81,8 @@ def show_programs(app: Sphinx, docname: str, source: list[str]) -> None:
 
 def link_to_tests(app: Sphinx, docname: str, source: list[str]) -> None:
     """Makes files of the tests downloads, because they are no pages."""
-    source[0] = re.sub(r"\[([^]]*)\]\((tests/[^)]*)\)", r"{download}`\1 </\2>`", source[0])
+    link = r"\[([^]]*)\]\(((?:\.\./)?tests/[^)]*)\)"
+    source[0] = re.sub(link, r"{download}`\1 <\2>`", source[0])
 
 
 def redirect(app: Sphinx, exception: Exception | None) -> None:

@@ -304,7 +304,8 @@ def test_each_library_has_a_test_or_says_that_it_has_none():
     _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
     tests = [row.rstrip(" |").rpartition(" | ")[2] for row in rows]
     assert len(rows) == 12 and tests.count("not run here") == 3
-    assert all((ROOT / test.strip("`")).is_file() for test in tests if test != "not run here")
+    linked = [test for test in tests if re.fullmatch(r"\[[\w ]+\]\(\.\./tests/\w+\.py\)", test)]
+    assert len(linked) == 9  # another test follows all links
 
 
 def test_the_page_of_the_examples_lists_all_of_them():

@@ -31,7 +31,7 @@ def test_launches_of_torchs_layer():
 
 
 def test_torchs_layer_refuses_the_cpu():
-    """As the README says. Only in a process among others, here of a fake backend."""
+    """As the README says, once processes are connected."""
     distributed.init_process_group("fake", rank=0, world_size=2, store=launches.FakeStore())
     try:
         with pytest.raises(ValueError, match="expected input tensor to be on"):

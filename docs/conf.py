@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -78,6 +79,12 @@ def show_programs(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = f"# {path.name}\n\n~~~~python\n{source[0]}~~~~\n"
 
 
+def link_to_tests(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Makes files of the tests downloads, because they are no pages."""
+    link = r"\[([^]]*)\]\(((?:\.\./)?tests/[^)]*)\)"
+    source[0] = re.sub(link, r"{download}`\1 <\2>`", source[0])
+
+
 def redirect(app: Sphinx, exception: Exception | None) -> None:
     """Writes the pages that lead from former addresses to the present ones."""
     for page, there in MOVED.items():
@@ -89,4 +96,5 @@ def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", add_navigation)
     app.connect("source-read", show_programs)
+    app.connect("source-read", link_to_tests)
     app.connect("build-finished", redirect)

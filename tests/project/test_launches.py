@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import distributed, nn
 
 from benchmarks import launches
 
@@ -33,6 +35,16 @@ def test_launches_of_torchs_layer():
     # Older versions of torch also make other vectors.
     assert forward == counted(forward["launch"], collective=1, wait=3)
     assert forward["launch"] >= 14
+
+
+def test_torchs_layer_refuses_the_cpu():
+    """As the README says, once processes are connected."""
+    distributed.init_process_group("fake", rank=0, world_size=2, store=launches.FakeStore())
+    try:
+        with pytest.raises(ValueError, match="expected input tensor to be on"):
+            nn.SyncBatchNorm(3)(torch.randn(4, 3))
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_table_has_all_layers():

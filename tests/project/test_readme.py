@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import replication
 import syncbn
@@ -183,18 +184,46 @@ def test_examples_print_what_they_show(text, where):
     assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
 
 
-def test_the_difference_of_three_lines_synchronizes():
-    (diff,) = [text for language, text in fenced(README) if language == "diff"]
-    lines = diff.splitlines()
-    assert [line[:2] for line in lines] == ["- ", "+ ", "+ "]
-    before, after = ("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
-    assert max(map(len, lines)) <= 48  # the width of a phone
-    after = after.replace("(net))", '(net), ["cpu"] * 2)')
-    for code, kind in ((before, nn.DataParallel), (after, syncbn.DataParallel)):
-        names = {"nn": nn, "net": nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))}
-        exec(code, names)
-        assert type(names["model"]) is kind
-    assert syncbn.verify(names["model"], torch.randn(8, 3))
+def differences():
+    """Both sides of the diffs of the README: for replicas, and for processes."""
+    for language, text in fenced(README):
+        if language == "diff":
+            lines = text.splitlines()
+            assert max(map(len, lines)) <= 48  # the width of a phone
+            yield ["\n".join(line[2:] for line in lines if line[0] != sign) for sign in "+-"]
+
+
+def models(difference, **names):
+    """The networks that both sides of a diff make."""
+    for code in difference:
+        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        namespace = {"nn": nn, "net": net, **names}
+        exec(code, namespace)
+        yield namespace["model"]
+
+
+def test_the_difference_for_replicas_synchronizes():
+    (before, after), _ = differences()
+    plain, model = models((before, after.replace("(net))", '(net), ["cpu"] * 2)')))
+    assert type(plain) is nn.DataParallel and type(model) is syncbn.DataParallel
+    assert syncbn.verify(model, torch.randn(8, 3))
+
+
+def statistics_of_both_sides(rank, difference, x):
+    """The running means with this rank's half of a batch, before and after the diff."""
+    found = []
+    for model in models(difference, DistributedDataParallel=DistributedDataParallel):
+        model(x.chunk(2)[rank])
+        found.append(model.module[1].running_mean)
+    return found
+
+
+@needs_gloo
+def test_the_difference_for_processes_synchronizes():
+    _, difference = differences()
+    x = torch.cat([torch.zeros(4, 3), torch.ones(4, 3)])
+    (plain, synchronized), (others, same) = run_ranks(2, statistics_of_both_sides, difference, x)
+    assert not plain.equal(others) and synchronized.equal(same)
 
 
 #: The public classes and functions, without their older names.
@@ -261,8 +290,8 @@ def test_the_seconds_that_the_reference_promises_are_those_of_the_code():
 def test_links_lead_somewhere(page):
     text = re.sub(r" *```.*?```|`[^`]*`", "", page.read_text("utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)]*)\)", text):
-        if target.startswith("https://github.com/pytorch/pytorch/issues/"):
-            continue  # the source of a claim about torch
+        if re.fullmatch(r"https://github.com/[\w-]+/[\w-]+/issues/\d+", target):
+            continue  # the source of a claim
         path, _, heading = target.partition("#")
         there = page.parent / path if path else page
         assert there.is_file(), target
@@ -275,7 +304,8 @@ def test_each_library_has_a_test_or_says_that_it_has_none():
     _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
     tests = [row.rstrip(" |").rpartition(" | ")[2] for row in rows]
     assert len(rows) == 12 and tests.count("not run here") == 3
-    assert all((ROOT / test.strip("`")).is_file() for test in tests if test != "not run here")
+    linked = [test for test in tests if re.fullmatch(r"\[[\w ]+\]\(\.\./tests/\w+\.py\)", test)]
+    assert len(linked) == 9  # another test follows all links
 
 
 def test_the_page_of_the_examples_lists_all_of_them():

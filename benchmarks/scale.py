@@ -2,9 +2,9 @@
 
     python -m benchmarks.scale --hop 2 20 --bandwidth 40
 
-A collective is a sequence of hops from process to process. Forward, n processes gather: a ring
-makes n - 1 hops with one message each, a tree log2(n) with more and more. Backward they sum: a ring
-makes 2 (n - 1) hops with an n-th of the message, a tree 2 log2(n) with all of it.
+A collective is a sequence of hops between processes. Forward, n processes gather: a ring
+makes n - 1 hops with one message each, a tree log2(n) with more and more. Backward they sum: a
+ring makes 2 (n - 1) hops with an n-th of the message, a tree 2 log2(n) with all of it.
 `tests/project/test_scale.py` counts bytes.
 """
 

@@ -285,14 +285,14 @@ class Normalize(Function):
         for dy in used:
             if dy.device in ctx.streams and not is_batched(dy):
                 record_stream(dy, ctx.streams[dy.device])  # it may come from another stream
+        dys = tuple(
+            [torch.zeros_like(x) if dy is None else dy for dy, x in zip(dys, xs, strict=True)]
+        )
+        if torch.is_grad_enabled() or any(map(is_batched, used)):
+            compute: Any = _gradients_by_formula
+        else:
+            compute = _gradients if ctx.ranks is None else _gradients_of_rank
         with use_streams(ctx.streams):
-            if torch.is_grad_enabled() or any(map(is_batched, used)):
-                compute: Any = _gradients_by_formula
-            else:
-                compute = _gradients
-            dys = tuple(
-                torch.zeros_like(x) if dy is None else dy for dy, x in zip(dys, xs, strict=True)
-            )
             return None, None, None, *compute(ctx, dys, xs, saved[n:])
 
 
@@ -307,35 +307,37 @@ def _gradients(
     needs_dweight, needs_dbias, *needs = ctx.needs_input_grad[3:]
     n, mean, inverse, _ = ctx.batches[0]
     dys = [in_format_of(dy, x) for dy, x in zip(dys, xs, strict=True)]
-    of_shards = [
-        # Of a single shard, the kernel also computes the gradients of the parameters.
-        _reduced(ctx.kernels, dy, x, batch, weights[0] if len(xs) == 1 else None)
+    sums = [
+        torch.stack(_reduced(ctx.kernels, dy, x, batch, None)[:2]).to(mean.device)
         for dy, x, batch in zip(dys, xs, ctx.batches, strict=True)
     ]
-    if len(xs) == 1:
-        plain, along, dweight, dbias = of_shards[0]
-        if ctx.ranks is not None and needs[0]:
-            n, total = ctx.ranks.summed(plain, along)
-        else:
-            total = torch.stack((plain, along))
-        dbias = plain if dbias is None else dbias
-    else:
-        sums = [torch.stack(of_shard[:2]).to(mean.device) for of_shard in of_shards]
-        # Two kernels for any number, where that is less.
-        total = torch.stack(sums).sum(0) if len(sums) > 3 else reduce(torch.add, sums)
-        dbias, dweight = total[0], total[1] * inverse if needs_dweight else None
-    if isinstance(n, Tensor) or n >= 2**31:  # kernels divide by an int32
-        total, n = (total / n).to(accumulation_dtype(xs[0].dtype)), 1
+    # Two kernels for any number, where that is less.
+    total = torch.stack(sums).sum(0) if len(sums) > 3 else reduce(torch.add, sums)
+    dbias, dweight = total[0], total[1] * inverse if needs_dweight else None
+    if n >= 2**31:  # the kernel divides by an int32
+        total, n = total / n, 1
     dxs: list[Tensor | None] = [None] * len(xs)
     for i, (total_here,) in enumerate(_copied([total], [x.device for x in xs])):
-        x, batch = xs[i], ctx.batches[i]
-        if needs[i] and x.numel():
-            count = constant_tensor((n,), x.device, torch.int32)
-            args = dys[i], x, batch.mean, batch.inverse, weights[i], *total_here.unbind(), count
-            dxs[i] = ctx.kernels.backward_elemt(*args)
-        elif needs[i]:
-            dxs[i] = torch.empty_like(x)
+        if needs[i]:
+            plain, along = total_here.unbind()
+            args = dys[i], xs[i], ctx.batches[i], weights[i], plain, along, n
+            dxs[i] = _gradient(ctx.kernels, *args)
     return [dweight, dbias if needs_dbias else None, *dxs]
+
+
+def _gradients_of_rank(
+    ctx: Any, dys: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Returns what `_gradients` returns, for the only shard of a process."""
+    (x,), (dy,), (batch,), (weight,) = xs, dys, ctx.batches, weights
+    dy = in_format_of(dy, x)
+    # The kernel also computes the gradients of the parameters, if there is a weight.
+    plain, along, dweight, dbias = _reduced(ctx.kernels, dy, x, batch, weight)
+    dx = None
+    if ctx.needs_input_grad[-1]:
+        means = ctx.ranks.averaged(plain, along)
+        dx = _gradient(ctx.kernels, dy, x, batch, weight, means[0], means[1], 1)
+    return [dweight, plain if dbias is None else dbias, dx]
 
 
 def _reduced(
@@ -347,6 +349,23 @@ def _reduced(
         return kernels.backward_reduce(*args)
     zeros = batch.mean.new_zeros(x.size(1), dtype=accumulation_dtype(x.dtype))
     return zeros, zeros, weight if weight is None else zeros, None
+
+
+def _gradient(
+    kernels: Kernels,
+    dy: Tensor,
+    x: Tensor,
+    batch: KernelMoments,
+    weight: Tensor | None,
+    plain: Tensor,
+    along: Tensor,
+    n: int,
+) -> Tensor:
+    """Returns the gradient of a shard, given the sums of all."""
+    if not x.numel():
+        return torch.empty_like(x)
+    count = constant_tensor((n,), x.device, torch.int32)
+    return kernels.backward_elemt(dy, x, batch.mean, batch.inverse, weight, plain, along, count)  # type: ignore[no-any-return]
 
 
 def _gradients_by_formula(

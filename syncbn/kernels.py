@@ -21,12 +21,14 @@ C are in the accumulation dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from replication._torch import has_kernels
 from syncbn.channels import accumulation_dtype, in_format_of, per_channel, values_per_channel
@@ -82,10 +84,15 @@ def batch_norm_gather_stats_with_counts(
     ``counts``, ``(n,)``, are positive (see `TINY`). Only the dtype of ``input`` matters.
     """
     # Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-    # Variances", 1979. From one of the means on, so that equal means give the same again.
-    n, start = counts.sum().item(), mean[0].nan_to_num(0.0, 0.0, 0.0)
+    # Variances", 1979.
+    n = counts.sum().item()
     share = counts / n
-    merged = torch.addmv(start, (mean - start).T, share)
+    if input.dtype == torch.float64:
+        # From one of the means on, so that equal means give the same again, to the last digit.
+        start = mean[0].nan_to_num(0.0, 0.0, 0.0)
+        merged = torch.addmv(start, (mean - start).T, share)
+    else:
+        merged = torch.mv(mean.T, share)
     apart = mean - merged
     denominator = torch.mv(invstd.pow(-2).addcmul_(apart, apart).T, share)
     result = merged, denominator.rsqrt()
@@ -131,7 +138,7 @@ def batch_norm_backward_reduce(
     Then come the gradients of weight and bias, None unless they are wanted and there is a weight.
     """
     center = mean.to(accumulation_dtype(input.dtype))
-    one, mask = torch.ones_like(center), [False, True, True]
+    one, mask = _ones(center.numel(), center.dtype), [False, True, True]
     # Strides of other formats would make torch round each product to half precision.
     args: Any = (
         grad_out,
@@ -205,15 +212,23 @@ def _affine(
         shift = drift if shift is None else shift + drift
         y = (x - per_channel(center, x)).mul_(per_channel(scale, x)).add_(per_channel(shift, x))
         return y.to(x.dtype) if out is None else out.copy_(y)
-    args: Any = x, scale, shift, center, torch.ones_like(center), False, 0.0, 0.0
+    args: Any = x, scale, shift, center, _ones(center.numel(), dtype), False, 0.0, 0.0
     if out is None:
         return torch.native_batch_norm(*args)[0]
     return torch.native_batch_norm(*args, out=(out, torch.empty(0), torch.empty(0)))[0]
 
 
+@lru_cache
+def _ones(length: int, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.ones(length, dtype=dtype, device="cpu")
+
+
 def is_large(mean: Tensor, invstd: Tensor) -> bool:
-    """Whether a mean is so large against the deviation that evaluation mode would lose digits."""
-    return bool(((mean * invstd).abs_() > _LARGE_MEAN).any())
+    """Whether evaluation mode would lose digits, because a mean is large against the deviation."""
+    # Also true for NaN, which must not hide another channel.
+    is_small = not mean.numel() or vector_norm(mean * invstd, math.inf).item() <= _LARGE_MEAN
+    return not is_small
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ class Ranks:
         """
         self._count = constant_tensor((n or TINY,), mean.device, mean.dtype)
         rows = self._exchange("batch_norm", (self._count, mean, spread), stack=True)
-        counts, end = rows[:, 0], 1 + len(mean)
+        counts, end = rows[:, 0], 1 + mean.numel()
         means, spreads = rows[:, 1:end], rows[:, end:]
         total = self._total(counts.tolist()) if counts.is_cpu else counts
         return total, counts, means, spreads
@@ -53,22 +53,23 @@ class Ranks:
                 )
         return round(sum(counts))
 
-    def summed(self, plain: Tensor, along: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds two vectors of all ranks, ``(2, C)``. Returns n of the whole batch with them."""
-        vectors = self._count, plain, along
-        total = self._exchange("batch_norm_backward", vectors, stack=False)
-        return total[:1], total[1:].view(2, len(plain))
+    def averaged(self, plain: Tensor, along: Tensor) -> Tensor:
+        """Adds two vectors of all ranks, ``(2, C)``, and divides them by n of the whole batch."""
+        total = self._summed(plain, along)
+        return (total[1:] / total[:1]).to(plain.dtype).view(2, plain.numel())
 
-    def with_summed_gradient(self, tensor: Tensor, factors: Tensor | None = None) -> Tensor:
+    def _summed(self, plain: Tensor, along: Tensor) -> Tensor:
+        vectors = self._count, plain, along
+        return self._exchange("batch_norm_backward", vectors, stack=False)
+
+    def with_summed_gradient(self, tensor: Tensor, factors: Tensor | float = 1.0) -> Tensor:
         """Returns the same tensor, ``(2, C)``, whose gradient is added over the ranks.
 
         It is divided by ``factors`` before, and multiplied by them after.
         """
 
         def summed(gradient: Tensor) -> Tensor:
-            if factors is None:
-                return self.summed(*gradient)[1]
-            total = self.summed(*(gradient / factors).to(self._count))[1]
-            return total.to(factors) * factors
+            total = self._summed(*(gradient / factors).to(self._count.dtype))
+            return total[1:].view_as(gradient).to(gradient.dtype) * factors
 
         return Collective.apply(Tensor.detach, summed, tensor)  # type: ignore[no-any-return, no-untyped-call]

@@ -91,14 +91,15 @@ class ProcessGroup(Group):
     """
 
     def __init__(self, process_group: Any = None, name: str = "ProcessGroup") -> None:
-        process_group = as_process_group(process_group)
         if process_group is None:
-            if not (distributed.is_available() and distributed.is_initialized()):
+            process_group = distributed.group.WORLD if distributed.is_available() else None
+            if process_group is None:
                 raise RuntimeError(
                     "torch.distributed is not initialized; call init_process_group, or use a "
                     "SoloGroup"
                 )
-            process_group = distributed.group.WORLD
+        else:
+            process_group = as_process_group(process_group)
         if process_group is distributed.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(f"`{name}`: process_group must contain this process")
         self._name = name
@@ -169,7 +170,6 @@ class ProcessGroup(Group):
         parts = self._all_gather(self._call("all_gather_object"), data)
         return tuple(pickle.loads(to_bytes(part)) for part in parts)
 
-    @uncompiled
     def exchange(
         self,
         name: str,
@@ -303,7 +303,8 @@ class ProcessGroup(Group):
         else:
             header = torch.tensor(call.digest).view(first.dtype)
         rows = gathered(torch.cat((header, *vectors)), call.process_group)
-        headers, rows = rows[:, : len(header)], rows[:, len(header) :]
+        length = header.numel()
+        headers, rows = rows[:, :length], rows[:, length:]
         if first.dtype != torch.float64:
             headers = headers.contiguous().view(torch.int64)
         call.check(headers.tolist())

@@ -107,8 +107,8 @@ def measure(rank: int, seconds: float) -> list[Row]:
 
 
 ABOUT_SIZES = (
-    "The same, with all shards joined (`syncbn/joined.py`) and by the formula "
-    f"(`syncbn/formula.py`). Shards of up to {joined.LARGEST:,} values are joined by default."
+    "The same, with all shards joined (`syncbn/joined.py`) and by the kernels "
+    f"(`syncbn/fused.py`). Shards of up to {joined.LARGEST:,} values are joined by default."
 )
 
 #: Per replica, from 2**12 values to 2**20.
@@ -120,7 +120,7 @@ def measure_sizes(rank: int, seconds: float) -> list[Row]:
     layers = {
         "plain BatchNorm": ("plain BatchNorm", 0),
         "joined": ("ours", 2**62),
-        "formula": ("ours", -1),
+        "kernels": ("ours", -1),
     }
     cases = {f"{title(s, CONTIGUOUS)}, {math.prod(s):,} values": s for s in SIZES}
     return [measured(case, s, CONTIGUOUS, layers, seconds) for case, s in cases.items()]

@@ -103,6 +103,7 @@ class Formula:
 
     def merge_ranks(self, ranks: Ranks, count_batch: CountBatch) -> Reply:
         """Returns the reply to a process, and updates the running statistics."""
+        self.connect()
         n, counts, *rows = ranks.gathered(*self.own.detach())
         total = counts.sum()
         batch = Moments(n if isinstance(n, int) else total, *merge_shares(counts / total, *rows))

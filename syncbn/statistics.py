@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,23 @@ class Moments(NamedTuple):
 
     def detach(self) -> Moments:
         return Moments(self.n, self.mean.detach(), self.var.detach())
+
+
+class KernelMoments(NamedTuple):
+    """Moments as the kernels have them, ``(C,)`` in the dtype that they return."""
+
+    #: The number of values per channel, or the counts of all ranks where reading them would block.
+    n: Any
+    mean: Tensor
+    #: ``1 / sqrt(var + eps)``
+    inverse: Tensor
+    eps: float
+
+    def exact(self) -> Moments:
+        """Returns mean and biased variance."""
+        n = self.n if isinstance(self.n, int) else self.n.sum()
+        var = in_float64(self.inverse).square().reciprocal().sub_(self.eps).clamp_(min=0)
+        return Moments(n, in_float64(self.mean), var)
 
 
 def merge(parts: Sequence[Moments]) -> Moments:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from torch import Tensor
 from replication._torch import has_other_derivatives
 from replication.errors import lost_derivatives
 from replication.groups.base import Group, Layouts
+from replication.groups.processes import ProcessGroup
 from replication.groups.replicas import ReplicaGroup
 from syncbn.formula import Formula
 from syncbn.fused import Fused
@@ -50,45 +51,41 @@ def synchronized_batch_norm(
     if type(x) is not Tensor:
         call = call._replace(x=x.as_subclass(Tensor))
     layouts = ((x.dtype, (x.size(1),)),)  # must match on every copy
+    exchanges = isinstance(group, ReplicaGroup) and not group.in_later_backward
+    joins = exchanges and Joined.takes(call)
+    shard: Any = (Joined if joins else Fused if Fused.takes(call) else Formula)(call)
     if not isinstance(group, ReplicaGroup):
-        y = _in_process(call, group, layouts, count_batch)
-    elif group.in_later_backward:
-        y = _in_recomputation(call, calls)
-    else:
-        y = _in_replica(call, group, layouts, calls, count_batch)
-    # A subclass decides what its operations return, such as MONAI's MetaTensor with its metadata.
-    return y if type(x) is Tensor else y.view_as(x)
-
-
-def _in_process(call: Call, group: Any, layouts: Layouts, count_batch: CountBatch) -> Tensor:
-    shard: Any = Fused(call) if Fused.takes(call) else Formula(call)
-    shard.connect()
-    ranks = Ranks(group, layouts, torch.is_grad_enabled() and call.x.requires_grad)
-    reply = shard.merge_ranks(ranks, count_batch)
-    check_count(reply.batch.n, call.x)  # in every rank, because no other process hears of it
-    return shard.output(reply)  # type: ignore[no-any-return]
-
-
-def _in_recomputation(call: Call, calls: RecordedCalls | None) -> Tensor:
-    assert calls is not None  # set together with the group
-    shard: Any = Fused(call) if Fused.takes(call) else Formula(call)
-    record = calls.recall(shard.measured(), call.x)
-    # Not before, because a checkpoint ends the recomputation when all is saved.
-    shard.connect()
-    if isinstance(shard, Fused) and isinstance(record.batch, Moments):
-        shard = Formula(call)  # the way that all shards went after a first exchange
+        requires_grad = torch.is_grad_enabled() and x.requires_grad
+        ranks = Ranks(cast(ProcessGroup, group), layouts, requires_grad)
+        reply = shard.merge_ranks(ranks, count_batch)
+        check_count(reply.batch.n, x)  # in every rank, because no other process hears of it
+    elif not exchanges:  # a checkpoint recomputes the call
+        record = calls.recall(shard.measured(), x)  # type: ignore[union-attr]
+        # Not before, because a checkpoint ends the recomputation when all is saved.
         shard.connect()
-    return shard.output(shard.recomputed(record))  # type: ignore[no-any-return]
+        if isinstance(shard, Fused) and isinstance(record.batch, Moments):
+            shard = Formula(call)  # the way that all shards went after a first exchange
+            shard.connect()
+        reply = shard.recomputed(record)
+    else:
+        shard, reply = _exchanged(shard, group, layouts, count_batch)
+        if not isinstance(shard, Joined):
+            if shard.measured().n:
+                check_count(reply.batch.n, x)
+            if calls is not None:
+                calls.records.append(shard.record(reply))
+    y = shard.output(reply)
+    # A subclass decides what its operations return, such as MONAI's MetaTensor with its metadata.
+    return y if type(x) is Tensor else y.view_as(x)  # type: ignore[no-any-return]
 
 
-def _in_replica(
-    call: Call,
-    group: ReplicaGroup,
-    layouts: Layouts,
-    calls: RecordedCalls | None,
-    count_batch: CountBatch,
-) -> Tensor:
-    way: Any = Joined if Joined.takes(call) else Fused if Fused.takes(call) else Formula
+def _exchanged(
+    shard: Any, group: ReplicaGroup, layouts: Layouts, count_batch: CountBatch
+) -> tuple[Any, Any]:
+    """Exchanges a shard with the other replicas, perhaps again for another way.
+
+    Returns the shard of the way that all went at last, and the reply.
+    """
     exchange = partial(
         group.exchange,
         "batch_norm",
@@ -96,20 +93,14 @@ def _in_replica(
         layouts=layouts,
         requires_grad=torch.is_grad_enabled(),  # tensors of other replicas may
     )
-    shard: Any = None
-    reply: Any = way
+    reply = type(shard)
     while isinstance(reply, type):  # the way that all shards go now
         if type(shard) is not reply:
-            shard = reply(call)
-            if reply is not Joined:
-                shard.connect()
+            shard = reply(shard.call)
+        if reply is not Joined:
+            shard.connect()
         reply = exchange(shard)
-    if not isinstance(shard, Joined):
-        if shard.measured().n:
-            check_count(reply.batch.n, call.x)
-        if calls is not None:
-            calls.records.append(shard.record(reply))
-    return shard.output(reply)  # type: ignore[no-any-return]
+    return shard, reply
 
 
 def _merge(group: ReplicaGroup, count_batch: CountBatch, shards: Sequence[Any]) -> Iterable[Any]:

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import fused as stand_ins
 from replication import DataParallel
 from syncbn import SynchronizedBatchNorm2d, formula, fused
-from syncbn.fused import Fused, KernelMoments, _gradients
+from syncbn.fused import Fused
 from syncbn.kernels import ON_CPU
-from syncbn.statistics import Call, Denominator
+from syncbn.node import _gradients
+from syncbn.statistics import Call, Denominator, KernelMoments
 from tests.layers import Recomputed
 from tests.layouts import channels_last, channels_of
 from tests.sharded import eps_mode, randomized, run_sharded

@@ -25,7 +25,7 @@ from benchmarks.measuring import Row, Table, line, lines, parser, ratio, show
 figure = import_module("benchmarks.figure") if find_spec("matplotlib") else None
 
 PARTS: dict[str, Callable[[float], Iterable[Table]]] = {
-    "step": lambda seconds: [step.table(seconds)],
+    "step": lambda seconds: [step.table(seconds), step.table_of_defaults(seconds)],
     "processes": processes.tables,
     "host": host.tables,
     "layer": layer.tables,

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from itertools import tee
 from multiprocessing import get_context
 from typing import Any, NamedTuple
@@ -103,16 +104,38 @@ def alternating(
     }
 
 
-def in_processes(count: int, threads: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call ``function(rank, *arguments)`` in new processes, and return what rank 0 returns."""
-    os.environ.update(KEEP_MEMORY)
-    with ProcessPoolExecutor(
-        count, get_context("spawn"), initializer=_begin, initargs=(threads,)
-    ) as pool:
+def in_processes(
+    count: int,
+    threads: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    keeps_memory: bool = True,
+) -> Any:
+    """Call ``function(rank, *arguments)`` in new processes, and return what rank 0 returns.
+
+    ``keeps_memory`` is whether their C library keeps freed memory, which is not its default.
+    """
+    with (
+        environment(KEEP_MEMORY if keeps_memory else {}),
+        ProcessPoolExecutor(
+            count, get_context("spawn"), initializer=_begin, initargs=(threads,)
+        ) as pool,
+    ):
         calls = [pool.submit(function, rank, *arguments) for rank in range(count)]
         # Of every rank: an error in any of them is raised here.
         first, *_ = [call.result() for call in calls]
         return first
+
+
+@contextmanager
+def environment(added: dict[str, str]) -> Iterator[None]:
+    """Adds variables to the environment of processes that a block starts."""
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def _begin(threads: int) -> None:

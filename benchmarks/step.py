@@ -40,6 +40,11 @@ ABOUT = (
     "step, and in brackets forward and backward."
 )
 
+ABOUT_DEFAULTS = (
+    "The same, where the C library gives freed memory back to the system, as glibc does by "
+    "default: rows that differ most. Each step then takes thousands of page faults."
+)
+
 #: Each makes a model of a network, a number of replicas, and their device.
 WAYS: dict[str, Callable[[nn.Module, int, str], nn.Module]] = {
     "plain BatchNorm": lambda net, n, device: yardsticks.DataParallel(net, n),
@@ -83,13 +88,20 @@ def rows(
     replicas: Iterable[int] = REPLICAS,
     threads: Iterable[int] = THREADS,
     device: str = "cpu",
+    keeps_memory: bool = True,
 ) -> Iterator[Row]:
     for name, number, count in product(networks, threads, replicas):
-        yield in_processes(1, number, measure, name, count, seconds, device)
+        arguments = name, count, seconds, device
+        yield in_processes(1, number, measure, *arguments, keeps_memory=keeps_memory)
 
 
 def table(seconds: float, *choice: Iterable[Any]) -> Table:
     return Table("Training steps", ABOUT, rows(seconds, *choice))
+
+
+def table_of_defaults(seconds: float) -> Table:
+    steps = rows(seconds, ("narrow", "resnet"), (2,), keeps_memory=False)
+    return Table("Training steps with the C library's defaults", ABOUT_DEFAULTS, steps)
 
 
 def parser_of_networks(description: str | None) -> argparse.ArgumentParser:

@@ -1,8 +1,8 @@
 """The comparison of calls: ranks of a process group name calls that do not match.
 
-Problem: if one rank makes another call than the others, the backend waits for its timeout, crashes,
-or adds numbers that do not belong together. But a text with each call costs more than a small call
-itself.
+Problem: if one rank makes another call than the others, the backend waits for its timeout, or
+crashes, or adds numbers that do not belong together. But a text with each call costs more than a
+small call itself.
 
 Idea: each call has a digest of two numbers. It travels where the host reads what arrives anyway.
 Only where the digests of the ranks differ do they exchange the texts of their calls.

@@ -64,8 +64,8 @@ class ProcessGroup(Group):
     Calls of the ranks that do not match are named by `all_gather` and `all_gather_object`, which
     exchange lengths. So they are for tensors on the CPU that have as many bytes on each rank, in a
     maximum, minimum or product, and in sums of up to 64 KiB in groups of up to 8 ranks. Otherwise
-    mismatches are left to the backend, unless ``TORCH_DISTRIBUTED_DEBUG`` is ``INFO`` or ``DETAIL``
-    in the environment.
+    mismatches are left to the backend, unless ``TORCH_DISTRIBUTED_DEBUG`` is ``INFO`` or
+    ``DETAIL`` in the environment.
 
     >>> import torch
     >>> from torch import distributed

@@ -71,7 +71,7 @@ def test_older_toolkits_scheme_equals_one_device(name):
 def here(monkeypatch):
     """Measures in this process with one torch thread, which saves the start of another."""
 
-    def call(count, threads, function, *arguments):
+    def call(count, threads, function, *arguments, keeps_memory=True):
         return function(0, *arguments)
 
     for part in (step, layer, overhead):
@@ -90,7 +90,7 @@ def tables_of_small_inputs(monkeypatch):
     monkeypatch.setattr(joined, "LARGEST", joined.LARGEST)  # restores it
     monkeypatch.setattr(overhead, "resnet", SMALL["resnet"][0])
     monkeypatch.setattr(overhead, "SHAPE", (2, 64, 8, 8))
-    return [step.table(0), *layer.tables(0), *overhead.tables(0)]
+    return [step.table(0), step.table_of_defaults(0), *layer.tables(0), *overhead.tables(0)]
 
 
 def test_every_figure_of_every_table_is_measured(here, monkeypatch):

@@ -120,15 +120,14 @@ class Normalize(Function):
         for dy in used:
             if dy.device in ctx.streams and not is_batched(dy):
                 record_stream(dy, ctx.streams[dy.device])  # it may come from another stream
-        dys = tuple(
-            [torch.zeros_like(x) if dy is None else dy for dy, x in zip(dys, xs, strict=True)]
-        )
         if torch.is_grad_enabled() or any(map(is_batched, used)):
             compute: Any = _gradients_by_formula
         else:
             compute = _gradients if ctx.ranks is None else _gradients_of_rank
         with use_streams(ctx.streams):
-            return None, None, None, *compute(ctx, dys, xs, saved[n:])
+            pairs = zip(dys, xs, strict=True)
+            all_dys = [torch.zeros_like(x) if dy is None else dy for dy, x in pairs]
+            return None, None, None, *compute(ctx, all_dys, xs, saved[n:])
 
 
 # Without the calls in Python that `Function.apply` makes. Not for a `torch.func` transform.

@@ -38,7 +38,8 @@ from replication.groups.base import (
 )
 from replication.steps.broadcast import broadcast
 from replication.sync.exchange import Exchange
-from replication.sync.rendezvous import Rendezvous, site, this_thread
+from replication.sync.positions import site
+from replication.sync.rendezvous import Rendezvous, this_thread
 
 __all__ = ["CallbackContext", "ReplicaGroup"]
 

@@ -32,10 +32,10 @@ from replication.steps.workers import Done, Outcome, Report, Worker
 from replication.sync.lifecycle import (
     ForwardScope,
     first_failure_wins,
-    location,
     rendezvous_of,
     tracked_calls,
 )
+from replication.sync.positions import location
 
 __all__ = ["parallel_apply"]
 

@@ -15,7 +15,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from replication.errors import ReplicationError
-from replication.sync.rendezvous import Rendezvous, Wait, site
+from replication.sync.positions import site
+from replication.sync.rendezvous import Rendezvous, Wait
 
 _UNOBSERVED = nullcontext()
 

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +23,7 @@ from replication.errors import (
     origin_note,
     path_or_root,
 )
-from replication.modules import layers_of
+from replication.sync.positions import failing_path, location
 from replication.sync.rendezvous import (
     CurrentReplica,
     Failure,
@@ -34,7 +33,6 @@ from replication.sync.rendezvous import (
     is_recomputation,
     this_thread,
 )
-from replication.warning import frame_of_thread
 
 T = TypeVar("T")
 
@@ -197,17 +195,25 @@ def first_failure_wins(
     except BaseException as error:
         # A single replica runs in this thread. A Ctrl-C may have come when it ended.
         this_thread.current = current
-        failures = rendezvous.close("the forward was ended by its caller.")
-        interrupted = not isinstance(error, Exception) and all(
-            error is not f.error for f in failures
-        )
-        failure = error if interrupted or not failures else failures[0].error
+        ending = error
+        # Only an interrupt within some bytecodes of the last one gets out of this loop. `close`
+        # itself waits on when it is interrupted.
+        while True:
+            try:
+                failures = rendezvous.close("the forward was ended by its caller.")
+                break
+            except BaseException as interrupt:
+                ending = interrupt
+    interrupted = not isinstance(ending, Exception) and all(
+        ending is not f.error for f in failures
+    )
+    failure = ending if interrupted or not failures else failures[0].error
     add_others(failure, failures, rendezvous.size)
     try:
         # Outside the except clause, so that the error keeps its own context.
         raise failure
     finally:
-        del failure, failures  # the traceback of the error refers to this frame
+        del ending, failure, failures  # the traceback of the error refers to this frame
 
 
 def add_others(error: BaseException, failures: Sequence[Failure], size: int | None) -> None:
@@ -228,44 +234,3 @@ def _described(failure: Failure, size: int | None) -> str:
     note = origin_note(failure.error, failure.replica, size) or ""
     module = note.partition(", module ")[2]
     return f"{f' in module {module}' if module else ''}: {describe_error(failure.error)}"
-
-
-def failing_path(error: BaseException, root: nn.Module) -> str | None:
-    """Returns the path of the innermost module in the traceback, if there is one."""
-    paths, innermost = paths_of(root), None
-    traceback = error.__traceback__
-    while traceback is not None:
-        path = path_of_call(traceback.tb_frame, paths)
-        innermost = innermost if path is None else path
-        traceback = traceback.tb_next
-    return innermost
-
-
-def paths_of(root: nn.Module) -> dict[int, str]:
-    """Returns the path of each submodule, by the `id` of the submodule."""
-    return {id(module): path for path, module in layers_of(root)}
-
-
-def path_of_call(frame: FrameType, paths: dict[int, str]) -> str | None:
-    """Returns the path of the submodule that a frame calls, if it calls one."""
-    # Only torch's own frames: the locals of a frame that holds the error would make a cycle.
-    if frame.f_code.co_name != CALL_IMPL:
-        return None
-    return paths.get(id(frame.f_locals.get("self")))
-
-
-def location(replica: nn.Module | None, thread: int) -> str:
-    """Returns the submodule and the line where a thread runs a replica; "" if it is unknown."""
-    frame = frame_of_thread(thread)
-    if frame is None or replica is None:
-        return ""
-    line = f"at {frame.f_code.co_filename}:{frame.f_lineno}"
-    paths: dict[int, str] = {}
-    with suppress(Exception):  # the replica changes while it runs
-        paths = paths_of(replica)
-    while frame is not None:  # in one variable: it may be this very frame
-        path = path_of_call(frame, paths)
-        frame = frame.f_back
-        if path:
-            return f"in `{path}`, {line}"
-    return line

@@ -204,10 +204,29 @@ _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
-def has_modes() -> bool:
-    """Whether this thread has modes or hooks on saved tensors, which may refer to anything."""
-    has_hooks = _top_hooks is not None and _top_hooks(True) is not None
-    return has_hooks or dispatch_modes() > 0 or function_modes() > 0 or in_functorch_transform()
+#: Return what a mode or a setting has left in this thread. Some are unknown to older releases.
+_SETTINGS: list[Callable[[], object]] = [
+    *(dispatch_modes, function_modes, in_functorch_transform),
+    *(
+        getattr(module, name, bool)
+        for module, name in [
+            (torch._C, "_is_fwd_grad_enabled"),
+            (torch._C, "_is_multithreading_enabled"),
+            (torch._C, "_is_torch_function_enabled"),
+            (torch._C, "_is_view_replay_enabled"),
+            (torch._C._autograd, "_saved_tensors_hooks_is_enabled"),
+        ]
+    ),
+]
+
+
+def settings_of_thread() -> tuple[object, ...]:
+    """The modes, hooks on saved tensors and settings of this thread that torch lets one ask."""
+    included = torch._C._dispatch_tls_local_include_set().raw_repr()
+    excluded = torch._C._dispatch_tls_local_exclude_set().raw_repr()
+    torch.autocast_increment_nesting()  # only the functions that change the depth return it
+    depth, hooks = torch.autocast_decrement_nesting(), _top_hooks and _top_hooks(True)
+    return included, excluded, depth, hooks, *[setting() for setting in _SETTINGS]
 
 
 def sees_saved_tensors() -> bool:

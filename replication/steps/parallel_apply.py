@@ -27,8 +27,8 @@ from replication.errors import (
     origin_note,
 )
 from replication.modules import layers_of
-from replication.steps.thread_state import ThreadState
-from replication.steps.workers import Done, Outcome, Report, Worker
+from replication.steps.thread_state import ThreadState, state_of_new_threads
+from replication.steps.workers import Done, Outcome, Report, Worker, stop_if_ending
 from replication.sync.lifecycle import (
     ForwardScope,
     first_failure_wins,
@@ -114,6 +114,7 @@ def run_replicas(
         return [_call(state, 0, modules[0], inputs[0], kwargs_tup[0])]
     if sys.is_finalizing():  # other threads do not run any more
         raise RuntimeError("replicas cannot run during interpreter shutdown (by a finalizer?)")
+    stop_if_ending()
     workers, nodes = _take_workers(devices)
     state = ThreadState(devices, _share_of_threads(modules, devices), nodes)
     calls = zip(range(n), modules, inputs, kwargs_tup, strict=True)
@@ -148,7 +149,8 @@ def _take_workers(devices: Sequence[torch.device]) -> tuple[list[Worker], int]:
     # grad, what replicas make belongs to each alone.
     grad, of_caller = torch.is_grad_enabled(), nodes_made()
     most = of_caller + _NEAR if grad else math.inf
-    workers = [Worker.take(index, device, most) for index, device in enumerate(devices)]
+    begins = state_of_new_threads()
+    workers = [Worker.take(index, device, most, begins) for index, device in enumerate(devices)]
     first = max([of_caller, *[worker.nodes for worker in workers]]) if grad else 0
     count_nodes_up_to(first)
     return workers, first
@@ -220,9 +222,14 @@ def _next(done: Done, running: dict[Worker, int], end: float) -> Report | None:
         except Empty:
             if not time_left:
                 return None
-        dead = [index for worker, index in running.items() if not worker.thread.is_alive()]
+        dead = [worker for worker in running if not worker.thread.is_alive()]
+        for worker in dead:  # another thread has sent an exception into it while it was idle
+            if (successor := worker.successor()) is not None:
+                running[successor] = running.pop(worker)
+        dead = [worker for worker in dead if worker in running]
         if dead and done.empty():
-            raise RuntimeError(f"the thread of {listed(dead)} ended without a result")
+            ended = listed(running[worker] for worker in dead)
+            raise RuntimeError(f"the thread of {ended} ended without a result")
 
 
 def _grace(error: BaseException) -> float:

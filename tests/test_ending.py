@@ -32,7 +32,7 @@ from replication import (
 )
 from replication.diagnosis import waits
 from replication.sync.lifecycle import rendezvous_of
-from replication.sync.rendezvous import Rendezvous, current_replica
+from replication.sync.rendezvous import Rendezvous, Wait, current_replica
 from syncbn import (
     SynchronizedBatchNorm1d,
     convert_model,
@@ -343,6 +343,22 @@ def test_nothing_is_written_after_a_timeout(monkeypatch):
     assert_unchanged(net, before)
     model.timeout = None
     assert_step_is_exact(model, net)
+
+
+def test_a_finalizer_in_a_replica_may_train_another_model_whatever_it_interrupts(monkeypatch):
+    """It strikes while the replica holds the lock of its forward."""
+    x = torch.randn(4, 3, dtype=torch.float64)
+    inner, outer = (ours(SynchronizedBatchNorm1d(3).double(), 2) for _ in range(2))
+    begin, left = Wait.__init__, [lambda: inner(x)]
+
+    def interrupted(*args: Any) -> None:
+        while left:
+            left.pop()()
+        begin(*args)
+
+    monkeypatch.setattr(Wait, "__init__", interrupted)
+    values(together(lambda: outer(x)))
+    assert inner.module.num_batches_tracked == outer.module.num_batches_tracked == 1
 
 
 class Late(nn.Module):

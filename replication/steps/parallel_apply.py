@@ -176,7 +176,7 @@ def _call(state: ThreadState, index: int, module: nn.Module, args: Any, kwargs: 
 
 def _run_all(
     replicas: Sequence[nn.Module],
-    workers: Sequence[Worker],
+    workers: list[Worker],
     jobs: Sequence[Callable[[], Any]],
     nodes: int,
 ) -> list[Any]:
@@ -203,9 +203,11 @@ def _run_all(
             raise rendezvous.time_out()
         return values
     finally:
-        # The traceback of an error refers to this frame, which must not refer to errors. Replicas
-        # that are left may yet report some.
+        # The traceback of an error refers to this frame, which must not refer to errors, nor keep
+        # threads. Replicas that are left may yet report some.
         failures.clear()
+        running.clear()
+        workers.clear()
         report, outcome = None, Outcome()
         del done
         if torch.is_grad_enabled():

@@ -354,6 +354,14 @@ def test_interpreter_exits_while_replicas_are_busy():
 
 
 @pytest.mark.slow
+def test_interpreter_exits_while_a_daemon_thread_makes_forwards():
+    """Torch would abort in the middle of an operation, as it does without replicas."""
+    for _ in range(5):
+        done = run_program("exits_beside_a_daemon_thread")
+        assert (done.stdout, done.stderr, done.returncode) == ("end\n", "", 0)
+
+
+@pytest.mark.slow
 def test_interpreter_waits_a_little_for_abandoned_replicas():
     """Torch aborts if the interpreter ends while one of them computes."""
     done = run_program("exits_right_before_a_replica_ends")

@@ -78,6 +78,18 @@ def test_an_abandoned_thread_comes_back_when_its_code_ends(monkeypatch):
     assert soon(lambda: abandoned[0] in [worker.thread for worker in idle])
 
 
+def test_a_thread_that_must_end_does_so_while_a_traceback_refers_to_the_forward():
+    def fail() -> None:
+        push(BaseTorchFunctionMode())
+        left.append(threading.current_thread())
+        raise WorkerError
+
+    left: list[threading.Thread] = []
+    with pytest.raises(WorkerError) as caught:
+        apply(fail, lambda: None)
+    assert caught.tb and ends(left[0])
+
+
 def test_a_thread_whose_handle_is_lost_ends():
     """As by a Ctrl-C between taking it and giving it a job."""
     thread = workers.Worker(7, torch.device("cpu"), ()).thread

@@ -204,29 +204,19 @@ _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
-#: Return what a mode or a setting has left in this thread. Some are unknown to older releases.
-_SETTINGS: list[Callable[[], object]] = [
-    *(dispatch_modes, function_modes, in_functorch_transform),
-    *(
-        getattr(module, name, bool)
-        for module, name in [
-            (torch._C, "_is_fwd_grad_enabled"),
-            (torch._C, "_is_multithreading_enabled"),
-            (torch._C, "_is_torch_function_enabled"),
-            (torch._C, "_is_view_replay_enabled"),
-            (torch._C._autograd, "_saved_tensors_hooks_is_enabled"),
-        ]
-    ),
-]
-
-
 def settings_of_thread() -> tuple[object, ...]:
-    """The modes, hooks on saved tensors and settings of this thread that torch lets one ask."""
-    included = torch._C._dispatch_tls_local_include_set().raw_repr()
-    excluded = torch._C._dispatch_tls_local_exclude_set().raw_repr()
-    torch.autocast_increment_nesting()  # only the functions that change the depth return it
-    depth, hooks = torch.autocast_decrement_nesting(), _top_hooks and _top_hooks(True)
-    return included, excluded, depth, hooks, *[setting() for setting in _SETTINGS]
+    """The modes, hooks on saved tensors and settings of this thread."""
+    torch.autocast_increment_nesting()  # the depth is only told when it changes
+    return (
+        torch.autocast_decrement_nesting(),
+        *(function_modes(), dispatch_modes(), in_functorch_transform()),
+        torch._C._dispatch_tls_local_include_set().raw_repr(),
+        torch._C._dispatch_tls_local_exclude_set().raw_repr(),
+        *(torch._C._is_fwd_grad_enabled(), torch._C._is_multithreading_enabled()),
+        *(torch._C._is_torch_function_enabled(), torch._C._is_view_replay_enabled()),
+        torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
+        _top_hooks and _top_hooks(True),
+    )
 
 
 def sees_saved_tensors() -> bool:

@@ -30,7 +30,7 @@ from replication import (
     wait_report,
     warning,
 )
-from replication.diagnosis import waits
+from replication.sync import observation
 from replication.sync.lifecycle import rendezvous_of
 from replication.sync.rendezvous import Rendezvous, Wait, current_replica
 from syncbn import (
@@ -553,7 +553,7 @@ def test_an_interrupt_of_a_block_ends_it(block):
 
     place = 0
     while interrupted_at(place, enter, modules):
-        assert not waits._reports
+        assert not observation.open_reports
         assert (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) == names
         place += 1
     assert place > 3

@@ -226,12 +226,11 @@ def _next(done: Done, running: dict[Worker, int], end: float) -> Report | None:
                 return None
         dead = [worker for worker in running if not worker.thread.is_alive()]
         for worker in dead:  # another thread has sent an exception into it while it was idle
-            if (successor := worker.successor()) is not None:
+            if successor := worker.successor():
                 running[successor] = running.pop(worker)
-        dead = [worker for worker in dead if worker in running]
-        if dead and done.empty():
-            ended = listed(running[worker] for worker in dead)
-            raise RuntimeError(f"the thread of {ended} ended without a result")
+        ended = [running[worker] for worker in dead if worker in running]
+        if ended and done.empty():
+            raise RuntimeError(f"the thread of {listed(ended)} ended without a result")
 
 
 def _grace(error: BaseException) -> float:

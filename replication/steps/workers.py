@@ -106,10 +106,11 @@ class Worker:
         """An idle worker like a new thread, with the most nodes up to a number, or a new one."""
         idle = _idle.setdefault((index, device), [])
         for worker in sorted(idle, key=lambda worker: worker.nodes, reverse=True):
-            if worker.nodes <= most and worker.begins == begins and worker.thread.is_alive():
+            if worker.nodes <= most and worker.begins == begins:
                 with suppress(ValueError):  # another forward has taken it
                     idle.remove(worker)
-                    return worker
+                    if worker.thread.is_alive():
+                        return worker
         return cls(index, device, begins)
 
     def start(self, job: Callable[[], Any], done: Done) -> None:
@@ -179,11 +180,10 @@ def _next_worker(
 def _retires(jobs: SimpleQueue[Worker | None], idle_with: tuple[int, torch.device]) -> bool:
     """Takes a thread that has waited long out of the idle ones, unless it is the last."""
     idle = _idle.get(idle_with, [])
-    for worker in idle[:-1]:
-        if worker._jobs is jobs:
-            with suppress(ValueError):  # a forward has just taken it
-                idle.remove(worker)
-                return True
+    own = [worker for worker in idle[:-1] if worker._jobs is jobs]
+    with suppress(IndexError, ValueError):  # it is the last, or a forward has just taken it
+        idle.remove(own.pop())
+        return True
     return False
 
 

@@ -45,6 +45,11 @@ class Exchange:
         self.master = master
         self._round = Round(self.calls)
 
+    def add(self, replica: int) -> None:
+        """Lets a replica take part from the current call on. The lock is held."""
+        self.calls[replica] = 0
+        self._round.missing.add(replica)
+
     def __call__(
         self, rendezvous: Rendezvous, replica: int, message: Any, merge: Merge | None
     ) -> Any:

@@ -23,11 +23,11 @@ from replication.errors import (
     origin_note,
     path_or_root,
 )
+from replication.sync.observation import observer
 from replication.sync.positions import failing_path, location
 from replication.sync.rendezvous import (
     CurrentReplica,
     Failure,
-    Observe,
     Rendezvous,
     current_replica,
     is_recomputation,
@@ -130,17 +130,12 @@ class ForwardScope:
 _ENTRY_POINTS = (CALL_IMPL, "forward")
 
 
-#: Returns what observes a forward, given its number of replicas, or None. It is the only hook of
-#: `replication.diagnosis`, set by its ``waits``.
-observer: Callable[[int], Observe | None] | None = None
-
-
 def attach_rendezvous(replicas: Sequence[nn.Module]) -> Rendezvous:
     """Makes a rendezvous, and makes the replicas report their beginning and end to it."""
     rendezvous = Rendezvous(len(replicas))
     owners = list(map(weakref.ref, replicas))
     rendezvous.locate = lambda index, thread: location(owners[index](), thread)
-    rendezvous.observe = observer and observer(len(replicas))
+    rendezvous.observe = observer(len(replicas))
     rendezvous.in_backward = is_recomputation()
     current = current_replica()
     rendezvous.outer = current.rendezvous if current is not None else None

@@ -113,8 +113,7 @@ class Channel(Exchange):
                     f"{replica}, `{self.path}`)"
                 )
             self.identifiers.add(identifier)
-            self.calls[replica] = 0
-            self._round.missing.add(replica)
+            self.add(replica)
         return SlavePipe(identifier, partial(self.send, rendezvous, replica))
 
     def send(self, rendezvous: Rendezvous, replica: int, message: tuple[Hashable, Any]) -> Any:

@@ -29,7 +29,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -43,6 +42,7 @@ from replication.errors import (
     describe_error,
     listed,
 )
+from replication.sync.observation import Observe
 from replication.sync.positions import Progress, positions, site
 from replication.sync.writes import Writes
 
@@ -112,11 +112,6 @@ class Wait:
         abort, self.abort = self.abort, None
         if abort is not None:
             raise abort.error(self.replica, site(self.path, self.call))
-
-
-#: Returns a context manager that records an exchange or a wait, given ``"exchange"`` or
-#: ``"wait"``, the replica and the path.
-Observe = Callable[[str, int, str], AbstractContextManager[object]]
 
 
 class Failure(NamedTuple):
@@ -251,9 +246,9 @@ class Rendezvous:
     def _fail_hopeless_waits(self, *, have_stalled: bool = False) -> None:
         """Fails all waits if one of them can no longer end."""
         # The lock is held, and a wait has begun or stalled, or a replica has ended.
-        if not self._waits or self.size is None or self.abort is not None:
+        waits, progress_of = self._waits[:], self._progress  # the caller may end waits meanwhile
+        if not waits or self.size is None or self.abort is not None:
             return
-        waits, progress_of = self._waits, self._progress
         runs = {wait.replica: progress_of[wait.replica].runs for wait in waits}
         cannot_end = any(
             progress_of[r].is_over(runs[wait.replica]) for wait in waits for r in wait.missing

@@ -1,15 +1,13 @@
 """Writes of one forward into the original module, such as running statistics.
 
-Problem: replicas may still run after the forward has raised in the caller, who saves the module or
-trains it further. A write that begins or ends then would change it silently.
+Problem: replicas may still run after the forward has raised in the caller, who saves the module.
 
-The obvious way is a lock around each write, which the caller takes to close the forward. But code
-that interrupts a write, such as a finalizer, may run a forward of its own, whose replicas would
-wait for that lock.
+The obvious way is a lock around each write, which the caller takes to close the forward. But a
+finalizer that interrupts a write may run a forward of its own, whose replicas would wait for it.
 
-Idea: a write announces itself, then looks whether the forward is closed. The caller closes the
-forward, then waits for the writes that are announced. Both begin by adding to one set. Whichever
-comes second sees the other, also without the GIL, so no lock is needed.
+Idea: a write announces itself, then looks whether the forward is closed. The caller closes it,
+then waits for what is announced. Both begin by adding to one set, so whichever comes second sees
+the other, also without the GIL.
 """
 
 from __future__ import annotations
@@ -52,22 +50,15 @@ class Writes:
             self._entries.discard(key)
 
     def close(self) -> None:
-        """Forbids writes from now on, and waits up to `LONGEST_WRITE` for writes under way.
-
-        Raises:
-            BaseException: The last interrupt that came meanwhile, after the wait.
-        """
+        """Forbids writes from now on, and waits for writes under way, then raises an interrupt."""
         self._entries.add(_CLOSED)
         # Called again, after an interrupt, it only waits for what is left of the time.
         self._end = end = self._end or time.monotonic() + LONGEST_WRITE
-        interrupt: BaseException | None = None
+        interrupts = []
         while len(self._entries) > 1 and time.monotonic() < end:
             try:
                 time.sleep(0.001)
             except BaseException as error:
-                interrupt = error
-        if interrupt is not None:
-            try:
-                raise interrupt
-            finally:
-                del interrupt  # its traceback refers to this frame
+                interrupts.append(error)
+        if interrupts:
+            raise interrupts.pop()

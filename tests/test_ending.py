@@ -31,8 +31,9 @@ from replication import (
     warning,
 )
 from replication.sync import observation
+from replication.sync.current import current_replica
 from replication.sync.lifecycle import rendezvous_of
-from replication.sync.rendezvous import Rendezvous, Wait, current_replica
+from replication.sync.rendezvous import Rendezvous, Wait
 from syncbn import (
     SynchronizedBatchNorm1d,
     convert_model,

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from replication import ReplicasTimedOut, parallel_apply
-from replication.sync.rendezvous import current_replica
+from replication.sync.current import current_replica
 from syncbn import DataParallel, SynchronizedBatchNorm1d, convert_model, verify
 from tests.deadlines import soon
 

@@ -36,8 +36,9 @@ from replication import (
 )
 from replication._torch import current_backward
 from replication.groups import processes
+from replication.sync.current import CurrentReplica, this_thread
 from replication.sync.observation import observer
-from replication.sync.rendezvous import CurrentReplica, Rendezvous, this_thread
+from replication.sync.rendezvous import Rendezvous
 from replication.warning import once_for
 from syncbn import convert_model
 from tests.layers import (

@@ -23,7 +23,7 @@ from replication.errors import ReplicationError, add_note, check_module, path_or
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import has_other_processes
 from replication.modules import check_initialized
-from replication.sync.rendezvous import current_replica, is_recomputation
+from replication.sync.current import current_replica, is_recomputation
 from replication.tree import flatten, unflatten
 from replication.warning import once_for
 

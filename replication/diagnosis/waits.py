@@ -60,9 +60,7 @@ class WaitReport(ShownAsTable):
     def layers(self) -> list[Waits]:
         """The ``path``, ``calls`` and ``seconds`` (by replica) of each layer, longest first."""
         calls_of: defaultdict[str, Counter[int]] = defaultdict(Counter)
-        seconds_of: defaultdict[str, defaultdict[int, float]] = defaultdict(
-            lambda: defaultdict(float)
-        )
+        seconds_of: defaultdict[tuple[str, int], float] = defaultdict(float)
         for (path, replica, _), (calls, seconds) in self._waits.copy().items():
             calls_of[path][replica] += calls
             seconds_of[path, replica] += seconds

@@ -17,7 +17,7 @@ from replication.groups.processes import (
     has_other_processes,
 )
 from replication.groups.replicas import CallbackContext
-from replication.sync.rendezvous import current_replica
+from replication.sync.current import current_replica
 from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
 
 if TYPE_CHECKING:

@@ -122,7 +122,7 @@ def run_replicas(
 
 
 def _share_of_threads(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> int:
-    """Returns the number of intra-op threads of each replica on the CPU."""
+    """The number of intra-op threads of each replica on the CPU."""
     # With the caller's number each, they would compete for its cores. That costs less than a wide
     # 1x1 convolution of few samples in a single thread, for which torch does not use oneDNN.
     threads = torch.get_num_threads()
@@ -142,7 +142,7 @@ def _is_wide(layer: nn.Module) -> bool:
 
 
 def _take_workers(devices: Sequence[torch.device]) -> tuple[list[Worker], int]:
-    """Returns a worker for each replica, and the number of nodes from which all threads count."""
+    """A worker for each replica, and the number of nodes from which all threads count."""
     # Autograd orders the nodes of a graph by numbers that each thread counts for itself. All begin
     # a forward with the same number, and the caller goes on with the largest, so that sums have
     # the same order in each step. A new thread counts from 0: 0.1 s for a million nodes. Without
@@ -203,8 +203,8 @@ def _run_all(
             raise rendezvous.time_out()
         return values
     finally:
-        # The traceback of an error refers to this frame, which must not refer to errors, nor keep
-        # threads. Replicas that are left may yet report some.
+        # This frame forgets errors (see `Outcome.unwrap`) and threads. Replicas that are left may
+        # yet report errors.
         failures.clear()
         running.clear()
         workers.clear()
@@ -215,7 +215,7 @@ def _run_all(
 
 
 def _next(done: Done, running: dict[Worker, int], end: float) -> Report | None:
-    """Returns the report of the next worker, or None if none comes by ``end``."""
+    """The report of the next worker, or None if none comes by ``end``."""
     while True:
         time_left = max(0.0, end - time.monotonic())
         try:
@@ -234,7 +234,7 @@ def _next(done: Done, running: dict[Worker, int], end: float) -> Report | None:
 
 
 def _grace(error: BaseException) -> float:
-    """Returns the seconds that the other replicas get after an error."""
+    """The seconds that the other replicas get after an error."""
     ends_all = not isinstance(error, Exception) or isinstance(error, ReplicasTimedOut)
     return 0.0 if ends_all else SHUTDOWN_GRACE
 

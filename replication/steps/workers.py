@@ -43,8 +43,9 @@ class Outcome(NamedTuple):
         try:
             raise error
         finally:
-            # The traceback of the error refers to this frame. Such a cycle would keep the whole
-            # forward alive until the next garbage collection.
+            # The traceback of an error refers to each frame that it has passed. A frame that keeps
+            # the error closes a cycle, which would keep the whole forward alive until the next
+            # garbage collection. So each frame here that raises or catches an error forgets it.
             del error, self
 
 
@@ -53,7 +54,7 @@ def outcome_of(job: Callable[[], Any]) -> Outcome:
     try:
         return Outcome(job())
     except BaseException as error:
-        del job  # as above
+        del job
         return Outcome(error=error)
 
 
@@ -78,8 +79,8 @@ class Worker:
         self.begins = begins
         #: The number of autograd nodes that the thread had made when its last job ended.
         self.nodes = 0
-        #: The job that the thread has not begun, and where it reports.
-        self._job: tuple[Callable[[], Any], Done] | None = None
+        #: The job that the thread has not begun, and the queue for its report.
+        self.work: list[tuple[Callable[[], Any], Done]] = []
         self._jobs: SimpleQueue[Worker | None] = SimpleQueue()
         self.thread = threading.Thread(
             target=_work,
@@ -95,7 +96,7 @@ class Worker:
                 try:
                     raise interrupt from None
                 finally:
-                    del interrupt, self  # as in `Outcome.unwrap`
+                    del interrupt, self
             raise
 
     def __del__(self) -> None:
@@ -115,7 +116,7 @@ class Worker:
 
     def start(self, job: Callable[[], Any], done: Done) -> None:
         """Lets the thread run a job, in a copy of the caller's context variables."""
-        self._job = partial(contextvars.copy_context().run, job), done
+        self.work.append((partial(contextvars.copy_context().run, job), done))
         try:
             _busy.add(self)
             self._jobs.put(self)
@@ -123,34 +124,20 @@ class Worker:
             _busy.discard(self)
             raise
 
-    def begin(self) -> tuple[Callable[[], Any], Done] | None:
-        """The job, which begins, if it has not begun."""
-        work, self._job = self._job, None
-        return work
-
     def successor(self) -> Worker | None:
         """A new worker that runs the job, if the thread has ended before it has begun it."""
-        work = self.begin()
-        if work is None:
+        if not self.work:
             return None
         _busy.discard(self)
         successor = Worker(self.index, self.device, self.begins)
-        successor.start(*work)
+        successor.start(*self.work.pop())
         return successor
-
-    def rest(self) -> None:
-        """Makes this worker idle."""
-        _idle.setdefault((self.index, self.device), []).append(self)
 
 
 def _work(jobs: SimpleQueue[Worker | None], idle_with: tuple[int, torch.device]) -> None:
     begun, is_as_new = state_of_this_thread(), True
     while is_as_new and (worker := _next_worker(jobs, idle_with)) is not None:
-        work = worker.begin()
-        if work is None:
-            break
-        job, done = work
-        del work
+        job, done = worker.work.pop()
         hooks = sys.gettrace(), sys.getprofile()  # debuggers change those of idle threads as well
         worker.thread.name = f"replica-{worker.index}"
         outcome = outcome_of(job)
@@ -160,7 +147,7 @@ def _work(jobs: SimpleQueue[Worker | None], idle_with: tuple[int, torch.device])
         _busy.discard(worker)
         is_as_new = state_of_this_thread() == begun and (sys.gettrace(), sys.getprofile()) == hooks
         if is_as_new:  # before the report, so that the caller's next forward finds it
-            worker.rest()
+            _idle.setdefault(idle_with, []).append(worker)
         done.put((worker, outcome, nodes))
         del worker, outcome, done, hooks
 

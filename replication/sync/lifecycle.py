@@ -23,16 +23,10 @@ from replication.errors import (
     origin_note,
     path_or_root,
 )
+from replication.sync.current import CurrentReplica, current_replica, is_recomputation, this_thread
 from replication.sync.observation import observer
 from replication.sync.positions import failing_path, location
-from replication.sync.rendezvous import (
-    CurrentReplica,
-    Failure,
-    Rendezvous,
-    current_replica,
-    is_recomputation,
-    this_thread,
-)
+from replication.sync.rendezvous import Failure, Rendezvous
 
 T = TypeVar("T")
 
@@ -160,13 +154,13 @@ def untrack(replica: nn.Module) -> None:
 
 
 def tracked_calls(replicas: Sequence[Any]) -> list[TrackedCall]:
-    """Returns the override of each replica that belongs to a forward."""
+    """The override of each replica that belongs to a forward."""
     calls = [getattr(replica, "__dict__", {}).get(CALL_IMPL) for replica in replicas]
     return [call for call in calls if isinstance(call, TrackedCall)]
 
 
 def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
-    """Returns the rendezvous of the forward that these replicas belong to."""
+    """The rendezvous of the forward that these replicas belong to."""
     calls = tracked_calls(replicas)
     return calls[0].rendezvous if calls else None
 
@@ -208,7 +202,7 @@ def first_failure_wins(
         # Outside the except clause, so that the error keeps its own context.
         raise failure
     finally:
-        del ending, failure, failures  # the traceback of the error refers to this frame
+        del ending, failure, failures  # see `Outcome.unwrap`
 
 
 def add_others(error: BaseException, failures: Sequence[Failure], size: int | None) -> None:
@@ -225,7 +219,7 @@ def add_others(error: BaseException, failures: Sequence[Failure], size: int | No
 
 
 def _described(failure: Failure, size: int | None) -> str:
-    """Returns the module of a failure, if a note names it, and the error."""
+    """The module of a failure, if a note names it, and the error."""
     note = origin_note(failure.error, failure.replica, size) or ""
     module = note.partition(", module ")[2]
     return f"{f' in module {module}' if module else ''}: {describe_error(failure.error)}"

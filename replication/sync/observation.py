@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Protocol
+from typing import Any
 
 from torch.autograd.profiler import record_function
 
@@ -16,15 +16,8 @@ from replication._torch import is_profiling
 Observe = Callable[[str, int, str], AbstractContextManager[object]]
 
 
-class Report(Protocol):
-    """What `replication.diagnosis.waits` has to record."""
-
-    def add_forward(self, size: int) -> None: ...
-    def add(self, path: str, replica: int, seconds: float, calls: int = 1) -> None: ...
-
-
-#: Those whose blocks are open. Both of its changes are atomic.
-open_reports: set[Report] = set()
+#: Reports whose blocks are open. Adding and removing one are single operations.
+open_reports: set[Any] = set()
 
 
 def observer(size: int) -> Observe | None:

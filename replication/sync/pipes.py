@@ -17,8 +17,9 @@ from functools import partial
 from typing import Any
 
 from replication.errors import ReplicationError
+from replication.sync.current import current_replica
 from replication.sync.exchange import Exchange
-from replication.sync.rendezvous import Rendezvous, Wait, current_replica
+from replication.sync.rendezvous import Rendezvous, Wait
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
 
@@ -117,7 +118,7 @@ class Channel(Exchange):
         return SlavePipe(identifier, partial(self.send, rendezvous, replica))
 
     def send(self, rendezvous: Rendezvous, replica: int, message: tuple[Hashable, Any]) -> Any:
-        """Returns the reply to a slave."""
+        """The reply to a slave."""
         current = current_replica()
         if current is not None and current.rendezvous is not rendezvous:
             raise ReplicationError(
@@ -157,7 +158,7 @@ def _refuse(message: tuple[Hashable, Any]) -> None:
 
 
 def replies_to(callback: MasterCallback, path: str, messages: list[tuple[Any, Any]]) -> list[Any]:
-    """Returns the callback's reply to each message."""
+    """The callback's reply to each message."""
     answer = callback(messages)
     pairs = list(answer) if isinstance(answer, Iterable) else []
     expected = [identifier for identifier, _ in messages]
@@ -241,7 +242,7 @@ class SyncMaster:
         self._outside_forward = Rendezvous(None)
 
     def _channel(self) -> tuple[Rendezvous, Channel]:
-        """Returns the rendezvous of the current slaves, and the channel to them."""
+        """The rendezvous of the current slaves, and the channel to them."""
         current = current_replica()
         rendezvous = self._outside_forward if current is None else current.rendezvous
         path = (current and current.path) or "SyncMaster"

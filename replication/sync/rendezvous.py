@@ -33,7 +33,6 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from replication._torch import NO_BACKWARD, current_backward
 from replication.errors import (
     ReplicaFailed,
     ReplicasDiverged,
@@ -213,7 +212,7 @@ class Rendezvous:
         return self._writes.commit(write if outer is None else partial(outer.commit, write))
 
     def take_failures(self) -> list[Failure]:
-        """Returns the failures, and drops them, because their frames refer to the replicas."""
+        """Drops the failures, because their frames refer to the replicas, and returns them."""
         failures, self._failures = self._failures, []
         if self.abort is not None:
             self.abort = self.abort._replace(cause=None)
@@ -312,43 +311,3 @@ class Rendezvous:
     def _positions(self, locations: Sequence[str] = ()) -> str:
         waits = [(wait.replica, site(wait.path, wait.call)) for wait in self._waits[:]]
         return positions(self._progress, waits, locations)
-
-
-class CurrentReplica(NamedTuple):
-    """The replica whose forward or callback a thread runs."""
-
-    rendezvous: Rendezvous
-    replica: int
-    #: The backward that the thread was in when the forward or the callback began (see
-    #: `replication._torch.current_backward`).
-    backward: int
-    #: The path of the module whose callback runs. It is empty in a forward.
-    path: str = ""
-
-    @property
-    def is_one_of_several(self) -> bool:
-        """Whether it is one of several replicas, or inside one."""
-        rendezvous: Rendezvous | None = self.rendezvous
-        while rendezvous is not None and (rendezvous.size or 0) < 2:
-            rendezvous = rendezvous.outer
-        return rendezvous is not None
-
-
-class _Local(threading.local):
-    current: CurrentReplica | None = None
-
-
-#: Its attribute ``current`` is the innermost forward or callback that this thread runs, or None.
-this_thread = _Local()
-
-
-def current_replica() -> CurrentReplica | None:
-    """Returns the innermost forward or callback that this thread runs, if any."""
-    return this_thread.current
-
-
-def is_recomputation() -> bool:
-    """Whether this thread, or the caller of the replica that it runs, is in a backward."""
-    current = this_thread.current
-    is_in_backward = current is not None and current.rendezvous.in_backward
-    return is_in_backward or current_backward() != NO_BACKWARD

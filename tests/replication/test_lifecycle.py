@@ -28,6 +28,7 @@ from replication import (
     replicate,
 )
 from replication.sync import lifecycle
+from replication.sync.current import current_replica
 from replication.sync.lifecycle import (
     ForwardScope,
     first_failure_wins,
@@ -35,7 +36,6 @@ from replication.sync.lifecycle import (
     tracked_calls,
 )
 from replication.sync.positions import failing_path, location
-from replication.sync.rendezvous import current_replica
 from syncbn import SynchronizedBatchNorm1d
 from tests.layers import (
     DEADLINE,

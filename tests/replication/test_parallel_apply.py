@@ -103,7 +103,7 @@ def test_thread_that_ends_without_a_result_is_an_error(monkeypatch):
     """Something may end it from outside, or it cannot even report."""
     monkeypatch.setattr(threads, "_POLL", 0.01)
     monkeypatch.setattr(workers, "_idle", {})
-    monkeypatch.setattr(workers, "_work", lambda jobs, key: jobs.get().begin()[:0])
+    monkeypatch.setattr(workers, "_work", lambda jobs, key: jobs.get().work.clear())
     (outcome,) = together(lambda: apply(lambda: None, lambda: None))
     assert isinstance(outcome.error, RuntimeError)
     assert str(outcome.error) == "the thread of replicas 0, 1 ended without a result"

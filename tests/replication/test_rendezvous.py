@@ -28,15 +28,8 @@ from replication import (
 )
 from replication.sync import rendezvous as module
 from replication.sync import writes
-from replication.sync.rendezvous import (
-    CurrentReplica,
-    Failure,
-    Rendezvous,
-    Wait,
-    current_replica,
-    is_recomputation,
-    this_thread,
-)
+from replication.sync.current import CurrentReplica, current_replica, is_recomputation, this_thread
+from replication.sync.rendezvous import Failure, Rendezvous, Wait
 from tests.layers import DEADLINE, outcome_of, soon, together, values
 from tests.properties import examples
 

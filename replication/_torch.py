@@ -204,6 +204,11 @@ _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
+def has_modes() -> bool:
+    """Whether this thread has function or dispatch modes. A default device is a function mode."""
+    return function_modes() > 0 or dispatch_modes() > 0
+
+
 def settings_of_thread() -> tuple[object, ...]:
     """The modes, hooks on saved tensors and settings of this thread."""
     torch.autocast_increment_nesting()  # torch tells the depth only when it changes

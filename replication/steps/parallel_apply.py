@@ -29,6 +29,7 @@ from replication.errors import (
 from replication.modules import layers_of
 from replication.steps.thread_state import ThreadState, state_of_new_threads
 from replication.steps.workers import Done, Outcome, Report, Worker, stop_if_ending
+from replication.sync.current import current_replica
 from replication.sync.lifecycle import (
     ForwardScope,
     first_failure_wins,
@@ -114,7 +115,8 @@ def run_replicas(
         return [_call(state, 0, modules[0], inputs[0], kwargs_tup[0])]
     if sys.is_finalizing():  # other threads do not run any more
         raise RuntimeError("replicas cannot run during interpreter shutdown (by a finalizer?)")
-    stop_if_ending()
+    if current_replica() is None:  # a forward that has begun may end
+        stop_if_ending()
     workers, nodes = _take_workers(devices)
     state = ThreadState(devices, _share_of_threads(modules, devices), nodes)
     calls = zip(range(n), modules, inputs, kwargs_tup, strict=True)

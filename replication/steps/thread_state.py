@@ -22,7 +22,7 @@ from threading import Thread
 
 import torch
 
-from replication._torch import count_nodes_up_to, set_grad_modes, settings_of_thread
+from replication._torch import count_nodes_up_to, has_modes, set_grad_modes, settings_of_thread
 from replication.devices import accelerator, current_stream, use_device
 
 #: Return the CPUs and the blocked signals of this thread. Not every system has them.
@@ -63,7 +63,8 @@ class ThreadState:
         self.flushes = _flushes_denormals()
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
-        self.default_device = torch.empty(0).device
+        #: None if it is the default of new threads.
+        self.default_device = torch.empty(0).device if has_modes() else None
         kinds = {"cpu", accelerator() or "cpu", *[device.type for device in devices]}
         self.autocast = {
             kind: _autocast_state(kind) for kind in kinds if torch.amp.is_autocast_available(kind)
@@ -86,10 +87,11 @@ class ThreadState:
             torch.set_flush_denormal(self.flushes)
         count_nodes_up_to(self.nodes)
         set_grad_modes(stack, grad=self.grad, inference=self.inference)
-        # A default of "cuda" means the replica's own device, not the caller's.
-        default = device if self.default_device.type == device.type else self.default_device
-        if torch.empty(0).device != default:
-            stack.enter_context(default)
+        if (default := self.default_device) is not None:
+            # A default of "cuda" means the replica's own device, not the caller's.
+            default = device if default.type == device.type else default
+            if torch.empty(0).device != default:
+                stack.enter_context(default)
         for kind, state in self.autocast.items():
             if _autocast_state(kind) != state:
                 stack.enter_context(torch.autocast(kind, *state))

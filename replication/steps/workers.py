@@ -179,7 +179,7 @@ _ending = threading.Event()
 
 def stop_if_ending() -> None:
     """Stops a daemon thread for good once the interpreter ends, which would stop it later on."""
-    if _ending.is_set() and threading.current_thread() is not threading.main_thread():
+    if _ending.is_set() and threading.current_thread().daemon:
         threading.Event().wait()
 
 

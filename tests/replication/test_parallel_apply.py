@@ -207,6 +207,18 @@ def test_error_is_noted_with_its_replica_and_device(replica):
     assert caught.value.__notes__ == [f"in replica {replica} of 3 on cpu"]
 
 
+def test_an_error_that_is_raised_again_has_each_note_once():
+    error = WorkerError()
+
+    def fail_again() -> None:
+        raise error
+
+    for _ in range(3):
+        with pytest.raises(WorkerError):
+            apply(fail_again, fail_again)
+    assert len(error.__notes__) == len({*error.__notes__}) == 2
+
+
 def test_error_is_raised_after_all_replicas_have_ended():
     failed = threading.Event()
     ended = []

@@ -152,7 +152,7 @@ def _take_workers(devices: Sequence[torch.device]) -> tuple[list[Worker], int]:
     grad, of_caller = torch.is_grad_enabled(), nodes_made()
     most = of_caller + _NEAR if grad else math.inf
     begins = state_of_new_threads()
-    workers = [Worker.take(index, device, most, begins) for index, device in enumerate(devices)]
+    workers = [Worker.take(key, most, begins) for key in enumerate(devices)]
     first = max([of_caller, *[worker.nodes for worker in workers]]) if grad else 0
     count_nodes_up_to(first)
     return workers, first

@@ -65,16 +65,19 @@ Done = SimpleQueue[Report]
 #: Seconds without a job after which a thread ends, unless it is the last that has had one.
 _PATIENCE = 60.0
 
-#: Idle workers by index and device, the latest last, and those at work.
-_idle: dict[tuple[int, torch.device], list[Worker]] = {}
+#: The index of a replica and its device.
+Key = tuple[int, torch.device]
+
+#: Idle workers, the latest last, and those at work.
+_idle: dict[Key, list[Worker]] = {}
 _busy: set[Worker] = set()
 
 
 class Worker:
     """The handle of a thread: idle, or in use by one forward. Without a handle the thread ends."""
 
-    def __init__(self, index: int, device: torch.device, begins: object) -> None:
-        self.index, self.device = index, device
+    def __init__(self, key: Key, begins: object) -> None:
+        self.key = key
         #: The caller's `state_of_new_threads` when the thread was made.
         self.begins = begins
         #: The number of autograd nodes that the thread had made when its last job ended.
@@ -83,10 +86,7 @@ class Worker:
         self.work: list[tuple[Callable[[], Any], Done]] = []
         self._jobs: SimpleQueue[Worker | None] = SimpleQueue()
         self.thread = threading.Thread(
-            target=_work,
-            args=[self._jobs, (index, device)],
-            name=f"idle replica-{index}",
-            daemon=True,
+            target=_work, args=[self._jobs, key], name=f"idle replica-{key[0]}", daemon=True
         )
         try:
             self.thread.start()
@@ -103,16 +103,16 @@ class Worker:
         self._jobs.put(None)
 
     @classmethod
-    def take(cls, index: int, device: torch.device, most: float, begins: object) -> Worker:
+    def take(cls, key: Key, most: float, begins: object) -> Worker:
         """An idle worker like a new thread, with the most nodes up to a number, or a new one."""
-        idle = _idle.setdefault((index, device), [])
+        idle = _idle.setdefault(key, [])
         for worker in sorted(idle, key=lambda worker: worker.nodes, reverse=True):
             if worker.nodes <= most and worker.begins == begins:
                 with suppress(ValueError):  # another forward has taken it
                     idle.remove(worker)
                     if worker.thread.is_alive():
                         return worker
-        return cls(index, device, begins)
+        return cls(key, begins)
 
     def start(self, job: Callable[[], Any], done: Done) -> None:
         """Lets the thread run a job, in a copy of the caller's context variables."""
@@ -129,44 +129,42 @@ class Worker:
         if not self.work:
             return None
         _busy.discard(self)
-        successor = Worker(self.index, self.device, self.begins)
+        successor = Worker(self.key, self.begins)
         successor.start(*self.work.pop())
         return successor
 
 
-def _work(jobs: SimpleQueue[Worker | None], idle_with: tuple[int, torch.device]) -> None:
+def _work(jobs: SimpleQueue[Worker | None], key: Key) -> None:
     begun, is_as_new = state_of_this_thread(), True
-    while is_as_new and (worker := _next_worker(jobs, idle_with)) is not None:
+    while is_as_new and (worker := _next_worker(jobs, key)) is not None:
         job, done = worker.work.pop()
         hooks = sys.gettrace(), sys.getprofile()  # debuggers change those of idle threads as well
-        worker.thread.name = f"replica-{worker.index}"
+        worker.thread.name = f"replica-{key[0]}"
         outcome = outcome_of(job)
         del job
-        worker.thread.name = f"idle replica-{worker.index}"
+        worker.thread.name = f"idle replica-{key[0]}"
         worker.nodes = nodes = nodes_made()
         _busy.discard(worker)
         is_as_new = state_of_this_thread() == begun and (sys.gettrace(), sys.getprofile()) == hooks
         if is_as_new:  # before the report, so that the caller's next forward finds it
-            _idle.setdefault(idle_with, []).append(worker)
+            _idle.setdefault(key, []).append(worker)
         done.put((worker, outcome, nodes))
         del worker, outcome, done, hooks
 
 
-def _next_worker(
-    jobs: SimpleQueue[Worker | None], idle_with: tuple[int, torch.device]
-) -> Worker | None:
+def _next_worker(jobs: SimpleQueue[Worker | None], key: Key) -> Worker | None:
     """Waits for a job. Returns the handle of this thread, or None if it must end."""
     while True:
         try:
             return jobs.get(timeout=_PATIENCE)
         except Empty:
-            if _retires(jobs, idle_with):
+            if _retires(jobs, key):
                 return None
 
 
-def _retires(jobs: SimpleQueue[Worker | None], idle_with: tuple[int, torch.device]) -> bool:
+def _retires(jobs: SimpleQueue[Worker | None], key: Key) -> bool:
     """Takes a thread that has waited long out of the idle ones, unless it is the last."""
-    idle = _idle.get(idle_with, [])
+    idle = _idle.get(key, [])
     own = [worker for worker in idle[:-1] if worker._jobs is jobs]
     with suppress(IndexError, ValueError):  # it is the last, or a forward has just taken it
         idle.remove(own.pop())

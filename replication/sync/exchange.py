@@ -104,6 +104,5 @@ class Exchange:
         replicas = sorted(current.messages)
         # Not in a variable: graphs in the messages may hold the replicas.
         replies = list(merge(list(map(current.messages.pop, replicas))))
-        with rendezvous.lock:
-            current.replies = dict(zip(replicas, replies, strict=True))
-            rendezvous.end_waits(current.waits.values())
+        current.replies = dict(zip(replicas, replies, strict=True))
+        rendezvous.end_waits(current.waits.values())

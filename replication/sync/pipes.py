@@ -59,8 +59,7 @@ class FutureResult:
                 )
         finally:  # an interrupt must not leave a getter without the result
             for wait in self._waits[:]:
-                with wait.rendezvous.lock:
-                    wait.rendezvous.end_waits([wait])
+                wait.rendezvous.end_waits([wait])
 
     def get(self) -> Any:
         """Waits for a result, removes it from the mailbox and returns it.

@@ -92,7 +92,7 @@ def test_a_thread_that_must_end_does_so_while_a_traceback_refers_to_the_forward(
 
 def test_a_thread_whose_handle_is_lost_ends():
     """As by a Ctrl-C between taking it and giving it a job."""
-    thread = workers.Worker(7, torch.device("cpu"), ()).thread
+    thread = workers.Worker((7, torch.device("cpu")), ()).thread
     assert soon(lambda: not thread.is_alive())
 
 

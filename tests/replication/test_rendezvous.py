@@ -696,7 +696,7 @@ def test_wait_ends_at_the_deadline():
 
 
 def test_limits_are_as_documented():
-    assert (module.STALL_TIMEOUT, writes.LONGEST_WRITE) == (20.0, 1.0)
+    assert (module.STALL_TIMEOUT, module._POLL, writes.LONGEST_WRITE) == (20.0, 1.0, 1.0)
 
 
 def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):

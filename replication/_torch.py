@@ -94,7 +94,7 @@ def is_exporting() -> bool:
 
 
 def device_of_group(process_group: Any) -> torch.device:
-    """Returns the device for objects in a process group: the CPU if its backend supports it."""
+    """The device for objects in a process group: the CPU if its backend supports it."""
     kinds = [device.type for device in process_group._device_types]
     if "cpu" in kinds:
         return torch.device("cpu")
@@ -115,7 +115,7 @@ def all_gather_single(rows: Tensor, tensor: Tensor, process_group: Any) -> None:
 
 
 def timeout_of(process_group: Any) -> timedelta | None:
-    """Returns the timeout of a process group, or None for the backend's default."""
+    """The timeout of a process group, or None for the backend's default."""
     for device in getattr(process_group, "_device_types", ()):
         options = getattr(process_group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)
@@ -132,7 +132,7 @@ def is_compiled_wrapper(module: object) -> bool:
 
 
 def compiled_module(module: Any) -> nn.Module:
-    """Returns the module that ``torch.compile(module)`` wrapped, or else ``module`` itself."""
+    """The module that ``torch.compile(module)`` wrapped, or else ``module`` itself."""
     while is_compiled_wrapper(module):
         module = module._orig_mod
     return module  # type: ignore[no-any-return]
@@ -218,9 +218,27 @@ function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 def has_modes() -> bool:
-    """Whether this thread has modes or hooks on saved tensors, which may refer to anything."""
-    has_hooks = _top_hooks is not None and _top_hooks(True) is not None
-    return has_hooks or dispatch_modes() > 0 or function_modes() > 0 or in_functorch_transform()
+    """Whether this thread has function or dispatch modes. A default device is a function mode."""
+    return function_modes() > 0 or dispatch_modes() > 0
+
+
+def settings_of_thread() -> tuple[object, ...]:
+    """The modes, hooks on saved tensors and settings of this thread."""
+    torch.autocast_increment_nesting()  # torch tells the depth only when it changes
+    return (
+        torch.autocast_decrement_nesting(),
+        function_modes(),
+        dispatch_modes(),
+        in_functorch_transform(),
+        torch._C._dispatch_tls_local_include_set().raw_repr(),
+        torch._C._dispatch_tls_local_exclude_set().raw_repr(),
+        torch._C._is_fwd_grad_enabled(),
+        torch._C._is_multithreading_enabled(),
+        torch._C._is_torch_function_enabled(),
+        torch._C._is_view_replay_enabled(),
+        torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
+        _top_hooks and _top_hooks(True),
+    )
 
 
 def sees_saved_tensors() -> bool:

@@ -81,7 +81,7 @@ class ReplicasTimedOut(ReplicationError):
 def add_note(error: BaseException, note: str) -> None:
     """As `BaseException.add_note` of Python 3.11, also for an error that is frozen."""
     notes = vars(error).setdefault("__notes__", [])
-    if isinstance(notes, list):
+    if isinstance(notes, list) and note not in notes:  # one error may be raised again and again
         notes.append(note)
 
 

@@ -14,7 +14,7 @@ from replication.errors import is_int, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.registry import has_other_processes, name_in_graph
 from replication.groups.replicas import CallbackContext
-from replication.sync.rendezvous import current_replica
+from replication.sync.current import current_replica
 from syncbn.channels import in_float64
 from syncbn.compiled import compiled_batch_norm, sum_in_graph
 from syncbn.recomputation import RecordedCalls

@@ -27,7 +27,7 @@ from replication import (
     replicate,
     scatter_kwargs,
 )
-from replication.sync.rendezvous import current_replica
+from replication.sync.current import current_replica
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
 from tests.deadlines import DEADLINE as DEADLINE
 from tests.deadlines import ends, soon

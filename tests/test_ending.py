@@ -30,9 +30,10 @@ from replication import (
     wait_report,
     warning,
 )
-from replication.diagnosis import waits
+from replication.sync import observation
+from replication.sync.current import current_replica
 from replication.sync.lifecycle import rendezvous_of
-from replication.sync.rendezvous import current_replica
+from replication.sync.rendezvous import Rendezvous, Wait
 from syncbn import (
     SynchronizedBatchNorm1d,
     convert_model,
@@ -213,8 +214,8 @@ def twin_of(net: nn.Module) -> nn.Sequential:
 # -- Ctrl-C at any time ------------------------------------------------------------------------
 
 
-def interrupted(call: Callable[[], Any], after: float) -> bool:
-    """Whether a `KeyboardInterrupt` so many seconds later ended ``call``."""
+def interrupted(call: Callable[[], Any], after: float, interval: float = 0.005) -> bool:
+    """Whether a `KeyboardInterrupt`, so many seconds later and then again, ended ``call``."""
     is_armed = True
 
     def interrupt(signum: int, frame: Any) -> None:
@@ -225,7 +226,7 @@ def interrupted(call: Callable[[], Any], after: float) -> bool:
     # An interrupt in a finalizer or a weakref callback is dropped by Python. The next one counts.
     hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
     try:
-        signal.setitimer(signal.ITIMER_REAL, after, 0.005)
+        signal.setitimer(signal.ITIMER_REAL, after, interval)
         call()
         is_armed = False
         return False
@@ -240,25 +241,32 @@ def interrupted(call: Callable[[], Any], after: float) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signal")
-def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(monkeypatch):
-    """Those of one device, which has updated the first few layers, and no other, by then."""
+@pytest.mark.parametrize("interval", [0.0003, 0.003])
+def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(
+    interval, monkeypatch
+):
+    """One device would have updated the first few layers, and no other, by then.
+
+    The interrupts repeat, so that one strikes while another is handled. No replica waits on.
+    """
 
     def slow_replies(*args: Any) -> Any:
         outputs = merge(*args)
         time.sleep(chance.random() / 500)
         return outputs
 
-    merge = Joined.merge
+    merge, stalled = Joined.merge, []
     monkeypatch.setattr(Joined, "merge", slow_replies)
+    monkeypatch.setattr(Rendezvous, "fail_if_stalled", lambda *args: stalled.append(args))
     net = convert_model(network())
     model = ours(net)
     model(torch.randn(7, 3, dtype=torch.float64))
     norms = [name for name, layer in net.named_modules() if hasattr(layer, "running_mean")]
     count = 0
-    for _ in range(60):
+    for _ in range(200):
         x = torch.randn(7, 3, dtype=torch.float64)
         before, twin = state_of(net), twin_of(net)
-        count += interrupted(lambda x=x: model(x), chance.random() / 60)
+        count += interrupted(lambda x=x: model(x), chance.random() / 100, interval)
         state = state_of(net)
         assert_unchanged(net, state)
         twin(x)
@@ -274,7 +282,7 @@ def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(
                     {k: v for k, v in twin.state_dict().items() if k.startswith(f"{name}.")}
                 )
         torch.testing.assert_close(state, expected)
-    assert count
+    assert count > 100 and not stalled
     monkeypatch.undo()
     assert_step_is_exact(model, net)
 
@@ -335,6 +343,22 @@ def test_nothing_is_written_after_a_timeout(monkeypatch):
     assert_unchanged(net, before)
     model.timeout = None
     assert_step_is_exact(model, net)
+
+
+def test_a_finalizer_in_a_replica_may_train_another_model_whatever_it_interrupts(monkeypatch):
+    """It strikes while the replica holds the lock of its forward."""
+    x = torch.randn(4, 3, dtype=torch.float64)
+    inner, outer = (ours(SynchronizedBatchNorm1d(3).double(), 2) for _ in range(2))
+    begin, left = Wait.__init__, [lambda: inner(x)]
+
+    def interrupted(*args: Any) -> None:
+        while left:
+            left.pop()()
+        begin(*args)
+
+    monkeypatch.setattr(Wait, "__init__", interrupted)
+    values(together(lambda: outer(x)))
+    assert inner.module.num_batches_tracked == outer.module.num_batches_tracked == 1
 
 
 class Late(nn.Module):
@@ -508,7 +532,7 @@ def test_an_interrupt_of_a_block_ends_it(block):
 
     place = 0
     while interrupted_at(place, enter, modules):
-        assert not waits._reports
+        assert not observation.open_reports
         assert (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) == names
         place += 1
     assert place > 3

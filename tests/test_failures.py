@@ -22,7 +22,8 @@ from replication import (
     parallel_apply,
     replicate,
 )
-from replication.sync.rendezvous import Rendezvous, current_replica
+from replication.sync.current import current_replica
+from replication.sync.rendezvous import Rendezvous
 from tests.deadlines import Deadline, soon
 from tests.faults import Fault, assert_next_step_is_exact, batch, faulty, twin_of
 from tests.layers import (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from replication import ReplicasTimedOut, parallel_apply
-from replication.sync.rendezvous import current_replica
+from replication.sync.current import current_replica
 from syncbn import DataParallel, SynchronizedBatchNorm1d, convert_model
 from tests.deadlines import soon
 

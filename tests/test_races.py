@@ -35,9 +35,10 @@ from replication import (
     wait_report,
 )
 from replication._torch import current_backward
-from replication.diagnosis.waits import observer
 from replication.groups import processes
-from replication.sync.rendezvous import CurrentReplica, Rendezvous, this_thread
+from replication.sync.current import CurrentReplica, this_thread
+from replication.sync.observation import observer
+from replication.sync.rendezvous import Rendezvous
 from replication.warning import once_for
 from syncbn import convert_model
 from tests.layers import (

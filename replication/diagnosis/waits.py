@@ -1,20 +1,15 @@
-"""Observing waits: named ranges for `torch.profiler`, and reports of how long replicas wait."""
+"""Reports of how long replicas wait for each other."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from torch.autograd.profiler import record_function
-
-from replication._torch import is_profiling
 from replication.diagnosis.table import Table
-from replication.sync import lifecycle
-from replication.sync.rendezvous import Observe
+from replication.sync.observation import open_reports
 
 __all__ = ["WaitReport", "wait_report"]
 
@@ -35,42 +30,44 @@ class WaitReport:
     """How long each replica waited for the others in each layer (see `wait_report`).
 
     It prints as a table, in milliseconds per forward.
-
-    Attributes:
-        forwards: The number of forwards.
     """
 
     def __init__(self) -> None:
-        self.forwards = 0
-        self._size = 0
-        self._lock = threading.RLock()
-        # By path: the calls and the seconds by replica.
-        self._waits: dict[str, tuple[Counter[int], defaultdict[int, float]]] = {}
+        # No lock: a finalizer that interrupts a thread may run a forward, whose replicas add too.
+        self._sizes: list[int] = []
+        # By path, replica and thread, so that no other thread changes an entry: calls and seconds.
+        self._waits: dict[tuple[str, int, int], tuple[int, float]] = {}
 
     def add_forward(self, size: int) -> None:
-        with self._lock:
-            self.forwards += 1
-            self._size = max(self._size, size)
+        self._sizes.append(size)
 
     def add(self, path: str, replica: int, seconds: float, calls: int = 1) -> None:
-        with self._lock:
-            calls_of, seconds_of = self._waits.setdefault(path, (Counter(), defaultdict(float)))
-            calls_of[replica] += calls
-            seconds_of[replica] += seconds
+        key = path, replica, threading.get_ident()
+        calls_before, seconds_before = self._waits.get(key, (0, 0.0))
+        self._waits[key] = calls_before + calls, seconds_before + seconds
+
+    @property
+    def forwards(self) -> int:
+        """The number of forwards."""
+        return len(self._sizes)
 
     @property
     def replicas(self) -> range:
         """The replicas of the largest forward, including replicas that never waited."""
-        return range(self._size)
+        return range(max(self._sizes, default=0))
 
     @property
     def layers(self) -> list[Waits]:
         """The ``path``, ``calls`` and ``seconds`` (by replica) of each layer, longest first."""
-        with self._lock:
-            layers = [
-                Waits(path, max(calls.values()), {r: seconds[r] for r in self.replicas})
-                for path, (calls, seconds) in self._waits.items()
-            ]
+        calls_of: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        seconds_of: defaultdict[tuple[str, int], float] = defaultdict(float)
+        for (path, replica, _), (calls, seconds) in self._waits.copy().items():
+            calls_of[path][replica] += calls
+            seconds_of[path, replica] += seconds
+        layers = [
+            Waits(path, max(calls.values()), {r: seconds_of[path, r] for r in self.replicas})
+            for path, calls in calls_of.items()
+        ]
         return sorted(layers, key=lambda layer: -sum(layer.seconds.values()))
 
     @property
@@ -113,9 +110,6 @@ def _added(name: str, layers: Sequence[Waits]) -> Waits:
     return Waits(name, sum(layer.calls for layer in layers), seconds)
 
 
-_reports: set[WaitReport] = set()
-
-
 @contextmanager
 def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
     """Measures how long replicas wait for each other in the forwards of a ``with`` block.
@@ -139,41 +133,9 @@ def wait_report(quiet: bool = False) -> Iterator[WaitReport]:
     """
     report = WaitReport()
     try:
-        # Both are atomic: other threads may open and close reports, and a Ctrl-C may come.
-        _reports.add(report)
+        open_reports.add(report)
         yield report
     finally:
-        _reports.discard(report)
+        open_reports.discard(report)
     if not quiet:
         print(report)
-
-
-def observer(size: int) -> Observe | None:
-    """Returns the observer of a forward of ``size`` replicas, or None if it is not observed."""
-    reports, profiles = list(_reports), is_profiling()
-    if not reports and not profiles:
-        return None
-    for report in reports:
-        report.add_forward(size)
-
-    def observe(what: str, replica: int, path: str) -> AbstractContextManager[object]:
-        # Not a `contextlib.contextmanager`, which sets attributes of an error that passes through.
-        # Not every error class allows that.
-        stack = ExitStack()
-        if profiles:
-            stack.enter_context(record_function(f"{what} {path}, replica {replica}"))
-        begin = time.perf_counter()
-
-        def end() -> None:
-            # Only a part of an exchange is a wait.
-            seconds = time.perf_counter() - begin if what == "wait" else 0.0
-            for report in reports:
-                report.add(path, replica, seconds, calls=int(what == "exchange"))
-
-        stack.callback(end)
-        return stack
-
-    return observe
-
-
-lifecycle.observer = observer

@@ -13,7 +13,7 @@ from replication.groups.base import Group, SoloGroup
 from replication.groups.processes import ProcessGroup
 from replication.groups.registry import ProcessGroupHandle, as_process_group, has_other_processes
 from replication.groups.replicas import CallbackContext
-from replication.sync.rendezvous import current_replica
+from replication.sync.current import current_replica
 from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
 
 if TYPE_CHECKING:

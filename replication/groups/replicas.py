@@ -37,8 +37,10 @@ from replication.groups.base import (
     reduce_tensors,
 )
 from replication.steps.broadcast import broadcast
+from replication.sync.current import this_thread
 from replication.sync.exchange import Exchange
-from replication.sync.rendezvous import Rendezvous, site, this_thread
+from replication.sync.positions import site
+from replication.sync.rendezvous import Rendezvous
 
 __all__ = ["CallbackContext", "ReplicaGroup"]
 

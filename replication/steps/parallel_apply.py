@@ -27,15 +27,16 @@ from replication.errors import (
     origin_note,
 )
 from replication.modules import layers_of
-from replication.steps.thread_state import ThreadState
-from replication.steps.workers import Done, Outcome, Report, Worker
+from replication.steps.thread_state import ThreadState, state_of_new_threads
+from replication.steps.workers import Done, Outcome, Report, Worker, stop_if_ending
+from replication.sync.current import current_replica
 from replication.sync.lifecycle import (
     ForwardScope,
     first_failure_wins,
-    location,
     rendezvous_of,
     tracked_calls,
 )
+from replication.sync.positions import location
 
 __all__ = ["parallel_apply"]
 
@@ -114,6 +115,8 @@ def run_replicas(
         return [_call(state, 0, modules[0], inputs[0], kwargs_tup[0])]
     if sys.is_finalizing():  # other threads do not run any more
         raise RuntimeError("replicas cannot run during interpreter shutdown (by a finalizer?)")
+    if current_replica() is None:  # a forward that has begun may end
+        stop_if_ending()
     workers, nodes = _take_workers(devices)
     state = ThreadState(devices, _share_of_threads(modules, devices), nodes)
     calls = zip(range(n), modules, inputs, kwargs_tup, strict=True)
@@ -121,7 +124,7 @@ def run_replicas(
 
 
 def _share_of_threads(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> int:
-    """Returns the number of intra-op threads of each replica on the CPU."""
+    """The number of intra-op threads of each replica on the CPU."""
     # With the caller's number each, they would compete for its cores. That costs less than a wide
     # 1x1 convolution of few samples in a single thread, for which torch does not use oneDNN.
     threads = torch.get_num_threads()
@@ -141,14 +144,15 @@ def _is_wide(layer: nn.Module) -> bool:
 
 
 def _take_workers(devices: Sequence[torch.device]) -> tuple[list[Worker], int]:
-    """Returns a worker for each replica, and the number of nodes from which all threads count."""
+    """A worker for each replica, and the number of nodes from which all threads count."""
     # Autograd orders the nodes of a graph by numbers that each thread counts for itself. All begin
     # a forward with the same number, and the caller goes on with the largest, so that sums have
     # the same order in each step. A new thread counts from 0: 0.1 s for a million nodes. Without
     # grad, what replicas make belongs to each alone.
     grad, of_caller = torch.is_grad_enabled(), nodes_made()
     most = of_caller + _NEAR if grad else math.inf
-    workers = [Worker.take(index, device, most) for index, device in enumerate(devices)]
+    begins = state_of_new_threads()
+    workers = [Worker.take(key, most, begins) for key in enumerate(devices)]
     first = max([of_caller, *[worker.nodes for worker in workers]]) if grad else 0
     count_nodes_up_to(first)
     return workers, first
@@ -174,7 +178,7 @@ def _call(state: ThreadState, index: int, module: nn.Module, args: Any, kwargs: 
 
 def _run_all(
     replicas: Sequence[nn.Module],
-    workers: Sequence[Worker],
+    workers: list[Worker],
     jobs: Sequence[Callable[[], Any]],
     nodes: int,
 ) -> list[Any]:
@@ -201,9 +205,11 @@ def _run_all(
             raise rendezvous.time_out()
         return values
     finally:
-        # The traceback of an error refers to this frame, which must not refer to errors. Replicas
-        # that are left may yet report some.
+        # This frame forgets errors (see `Outcome.unwrap`) and threads. Replicas that are left may
+        # yet report errors.
         failures.clear()
+        running.clear()
+        workers.clear()
         report, outcome = None, Outcome()
         del done
         if torch.is_grad_enabled():
@@ -211,7 +217,7 @@ def _run_all(
 
 
 def _next(done: Done, running: dict[Worker, int], end: float) -> Report | None:
-    """Returns the report of the next worker, or None if none comes by ``end``."""
+    """The report of the next worker, or None if none comes by ``end``."""
     while True:
         time_left = max(0.0, end - time.monotonic())
         try:
@@ -220,13 +226,17 @@ def _next(done: Done, running: dict[Worker, int], end: float) -> Report | None:
         except Empty:
             if not time_left:
                 return None
-        dead = [index for worker, index in running.items() if not worker.thread.is_alive()]
-        if dead and done.empty():
-            raise RuntimeError(f"the thread of {listed(dead)} ended without a result")
+        dead = [worker for worker in running if not worker.thread.is_alive()]
+        for worker in dead:  # another thread has sent an exception into it while it was idle
+            if successor := worker.successor():
+                running[successor] = running.pop(worker)
+        ended = [running[worker] for worker in dead if worker in running]
+        if ended and done.empty():
+            raise RuntimeError(f"the thread of {listed(ended)} ended without a result")
 
 
 def _grace(error: BaseException) -> float:
-    """Returns the seconds that the other replicas get after an error."""
+    """The seconds that the other replicas get after an error."""
     ends_all = not isinstance(error, Exception) or isinstance(error, ReplicasTimedOut)
     return 0.0 if ends_all else SHUTDOWN_GRACE
 

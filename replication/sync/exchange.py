@@ -15,7 +15,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from replication.errors import ReplicationError
-from replication.sync.rendezvous import Rendezvous, Wait, site
+from replication.sync.positions import site
+from replication.sync.rendezvous import Rendezvous, Wait
 
 _UNOBSERVED = nullcontext()
 
@@ -43,6 +44,11 @@ class Exchange:
         self.calls = dict.fromkeys(replicas, 0)
         self.master = master
         self._round = Round(self.calls)
+
+    def add(self, replica: int) -> None:
+        """Lets a replica take part from the current call on. The lock is held."""
+        self.calls[replica] = 0
+        self._round.missing.add(replica)
 
     def __call__(
         self, rendezvous: Rendezvous, replica: int, message: Any, merge: Merge | None
@@ -98,6 +104,5 @@ class Exchange:
         replicas = sorted(current.messages)
         # Not in a variable: graphs in the messages may hold the replicas.
         replies = list(merge(list(map(current.messages.pop, replicas))))
-        with rendezvous.lock:
-            current.replies = dict(zip(replicas, replies, strict=True))
-            rendezvous.end_waits(current.waits.values())
+        current.replies = dict(zip(replicas, replies, strict=True))
+        rendezvous.end_waits(current.waits.values())

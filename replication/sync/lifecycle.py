@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -24,17 +23,10 @@ from replication.errors import (
     origin_note,
     path_or_root,
 )
-from replication.modules import layers_of
-from replication.sync.rendezvous import (
-    CurrentReplica,
-    Failure,
-    Observe,
-    Rendezvous,
-    current_replica,
-    is_recomputation,
-    this_thread,
-)
-from replication.warning import frame_of_thread
+from replication.sync.current import CurrentReplica, current_replica, is_recomputation, this_thread
+from replication.sync.observation import observer
+from replication.sync.positions import failing_path, location
+from replication.sync.rendezvous import Failure, Rendezvous
 
 T = TypeVar("T")
 
@@ -132,17 +124,12 @@ class ForwardScope:
 _ENTRY_POINTS = (CALL_IMPL, "forward")
 
 
-#: Returns what observes a forward, given its number of replicas, or None. It is the only hook of
-#: `replication.diagnosis`, set by its ``waits``.
-observer: Callable[[int], Observe | None] | None = None
-
-
 def attach_rendezvous(replicas: Sequence[nn.Module]) -> Rendezvous:
     """Makes a rendezvous, and makes the replicas report their beginning and end to it."""
     rendezvous = Rendezvous(len(replicas))
     owners = list(map(weakref.ref, replicas))
     rendezvous.locate = lambda index, thread: location(owners[index](), thread)
-    rendezvous.observe = observer and observer(len(replicas))
+    rendezvous.observe = observer(len(replicas))
     rendezvous.in_backward = is_recomputation()
     current = current_replica()
     rendezvous.outer = current.rendezvous if current is not None else None
@@ -167,13 +154,13 @@ def untrack(replica: nn.Module) -> None:
 
 
 def tracked_calls(replicas: Sequence[Any]) -> list[TrackedCall]:
-    """Returns the override of each replica that belongs to a forward."""
+    """The override of each replica that belongs to a forward."""
     calls = [getattr(replica, "__dict__", {}).get(CALL_IMPL) for replica in replicas]
     return [call for call in calls if isinstance(call, TrackedCall)]
 
 
 def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
-    """Returns the rendezvous of the forward that these replicas belong to."""
+    """The rendezvous of the forward that these replicas belong to."""
     calls = tracked_calls(replicas)
     return calls[0].rendezvous if calls else None
 
@@ -197,17 +184,25 @@ def first_failure_wins(
     except BaseException as error:
         # A single replica runs in this thread. A Ctrl-C may have come when it ended.
         this_thread.current = current
-        failures = rendezvous.close("the forward was ended by its caller.")
-        interrupted = not isinstance(error, Exception) and all(
-            error is not f.error for f in failures
-        )
-        failure = error if interrupted or not failures else failures[0].error
+        ending = error
+        # Only an interrupt within some bytecodes of the last one gets out of this loop. `close`
+        # itself waits on when it is interrupted.
+        while True:
+            try:
+                failures = rendezvous.close("the forward was ended by its caller.")
+                break
+            except BaseException as interrupt:
+                ending = interrupt
+    interrupted = not isinstance(ending, Exception) and all(
+        ending is not f.error for f in failures
+    )
+    failure = ending if interrupted or not failures else failures[0].error
     add_others(failure, failures, rendezvous.size)
     try:
         # Outside the except clause, so that the error keeps its own context.
         raise failure
     finally:
-        del failure, failures  # the traceback of the error refers to this frame
+        del ending, failure, failures  # see `Outcome.unwrap`
 
 
 def add_others(error: BaseException, failures: Sequence[Failure], size: int | None) -> None:
@@ -224,48 +219,7 @@ def add_others(error: BaseException, failures: Sequence[Failure], size: int | No
 
 
 def _described(failure: Failure, size: int | None) -> str:
-    """Returns the module of a failure, if a note names it, and the error."""
+    """The module of a failure, if a note names it, and the error."""
     note = origin_note(failure.error, failure.replica, size) or ""
     module = note.partition(", module ")[2]
     return f"{f' in module {module}' if module else ''}: {describe_error(failure.error)}"
-
-
-def failing_path(error: BaseException, root: nn.Module) -> str | None:
-    """Returns the path of the innermost module in the traceback, if there is one."""
-    paths, innermost = paths_of(root), None
-    traceback = error.__traceback__
-    while traceback is not None:
-        path = path_of_call(traceback.tb_frame, paths)
-        innermost = innermost if path is None else path
-        traceback = traceback.tb_next
-    return innermost
-
-
-def paths_of(root: nn.Module) -> dict[int, str]:
-    """Returns the path of each submodule, by the `id` of the submodule."""
-    return {id(module): path for path, module in layers_of(root)}
-
-
-def path_of_call(frame: FrameType, paths: dict[int, str]) -> str | None:
-    """Returns the path of the submodule that a frame calls, if it calls one."""
-    # Only torch's own frames: the locals of a frame that holds the error would make a cycle.
-    if frame.f_code.co_name != CALL_IMPL:
-        return None
-    return paths.get(id(frame.f_locals.get("self")))
-
-
-def location(replica: nn.Module | None, thread: int) -> str:
-    """Returns the submodule and the line where a thread runs a replica; "" if it is unknown."""
-    frame = frame_of_thread(thread)
-    if frame is None or replica is None:
-        return ""
-    line = f"at {frame.f_code.co_filename}:{frame.f_lineno}"
-    paths: dict[int, str] = {}
-    with suppress(Exception):  # the replica changes while it runs
-        paths = paths_of(replica)
-    while frame is not None:  # in one variable: it may be this very frame
-        path = path_of_call(frame, paths)
-        frame = frame.f_back
-        if path:
-            return f"in `{path}`, {line}"
-    return line

@@ -17,8 +17,9 @@ from functools import partial
 from typing import Any
 
 from replication.errors import ReplicationError
+from replication.sync.current import current_replica
 from replication.sync.exchange import Exchange
-from replication.sync.rendezvous import Rendezvous, Wait, current_replica
+from replication.sync.rendezvous import Rendezvous, Wait
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
 
@@ -58,8 +59,7 @@ class FutureResult:
                 )
         finally:  # an interrupt must not leave a getter without the result
             for wait in self._waits[:]:
-                with wait.rendezvous.lock:
-                    wait.rendezvous.end_waits([wait])
+                wait.rendezvous.end_waits([wait])
 
     def get(self) -> Any:
         """Waits for a result, removes it from the mailbox and returns it.
@@ -113,12 +113,11 @@ class Channel(Exchange):
                     f"{replica}, `{self.path}`)"
                 )
             self.identifiers.add(identifier)
-            self.calls[replica] = 0
-            self._round.missing.add(replica)
+            self.add(replica)
         return SlavePipe(identifier, partial(self.send, rendezvous, replica))
 
     def send(self, rendezvous: Rendezvous, replica: int, message: tuple[Hashable, Any]) -> Any:
-        """Returns the reply to a slave."""
+        """The reply to a slave."""
         current = current_replica()
         if current is not None and current.rendezvous is not rendezvous:
             raise ReplicationError(
@@ -158,7 +157,7 @@ def _refuse(message: tuple[Hashable, Any]) -> None:
 
 
 def replies_to(callback: MasterCallback, path: str, messages: list[tuple[Any, Any]]) -> list[Any]:
-    """Returns the callback's reply to each message."""
+    """The callback's reply to each message."""
     answer = callback(messages)
     pairs = list(answer) if isinstance(answer, Iterable) else []
     expected = [identifier for identifier, _ in messages]
@@ -242,7 +241,7 @@ class SyncMaster:
         self._outside_forward = Rendezvous(None)
 
     def _channel(self) -> tuple[Rendezvous, Channel]:
-        """Returns the rendezvous of the current slaves, and the channel to them."""
+        """The rendezvous of the current slaves, and the channel to them."""
         current = current_replica()
         rendezvous = self._outside_forward if current is None else current.rendezvous
         path = (current and current.path) or "SyncMaster"

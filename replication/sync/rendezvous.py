@@ -1,21 +1,26 @@
-"""The rendezvous of one forward: which replicas run, which wait, and which have ended.
+"""The rendezvous of one forward: which replicas run and wait for each other, and when waits fail.
 
-Every wait ends with its value, `ReplicaFailed` (a replica raised), `ReplicasDiverged` (no replica
-can send the value any more) or, if there is a deadline, `ReplicasTimedOut`. When one wait fails,
-all waits fail at once, and no new wait begins in the same forward. Nothing outlives the forward,
-and no write (`commit`) begins after `close`.
+Problem: a replica waits for a message that may never come, because the other replica has raised,
+has ended, or waits itself. A thread that waits for ever hangs the program.
 
-Each replica reports the beginning and the end of its forward (`enter`, `leave`). So waits need no
-time limit, except where it is unknown whether the value will arrive. Then they fail after
-`STALL_TIMEOUT`:
+The obvious way is a time limit for each wait. But a replica may compute for any time before it
+sends, so every limit is too short for some forwards and too long for all errors.
+
+Idea: each replica reports the beginning and the end of its forward (`enter`, `leave`), and each
+wait says for whom it waits. Then it is known when a value can no longer arrive, and all waits fail
+at once, and no new wait begins in the same forward. A wait ends with its value, `ReplicaFailed` (a
+replica raised), `ReplicasDiverged` (no replica can send the value any more) or, if there is a
+deadline, `ReplicasTimedOut`. Nothing outlives the forward.
+
+Two cases stay unknown. Then waits fail after `STALL_TIMEOUT`:
 
     * A replica has not begun. It may be about to run, or its turn may come after the waiting
       replica in the same thread.
     * A replica's main thread runs while another of its threads waits. The main thread may be
       computing, or waiting for the other thread.
 
-An interrupt at any place keeps no thread waiting. Gates are released before any bookkeeping, and a
-thread that waits looks now and then whether the forward has failed or is closed.
+An interrupt at any place keeps no thread waiting: a thread that waits looks every second whether
+the forward has failed or is closed.
 """
 
 from __future__ import annotations
@@ -24,11 +29,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from replication._torch import NO_BACKWARD, current_backward
 from replication.errors import (
     ReplicaFailed,
     ReplicasDiverged,
@@ -37,19 +41,18 @@ from replication.errors import (
     describe_error,
     listed,
 )
+from replication.sync.observation import Observe
+from replication.sync.positions import Progress, positions, site
+from replication.sync.writes import Writes
 
 T = TypeVar("T")
 
 #: The seconds after which a wait fails if it is unknown whether its value will arrive.
 STALL_TIMEOUT = 20.0
 
-#: The seconds that the caller of a forward that failed waits for writes in progress.
-LONGEST_WRITE = 1.0
-
-
-def site(path: str, call: int) -> str:
-    """Returns the text for an exchange and the number of a call."""
-    return f"`{path}`, call {call}"
+#: Seconds between checks whether a forward has failed or is closed, which an interrupt may have
+#: kept from ending a wait.
+_POLL = 1.0
 
 
 class Abort(NamedTuple):
@@ -70,17 +73,14 @@ class Abort(NamedTuple):
 
 
 class Wait:
-    """The wait of one replica, begun and ended under the rendezvous' lock, blocking outside it."""
+    """The wait of one replica, begun under the rendezvous' lock, blocking outside it."""
 
     def __init__(
         self, rendezvous: Rendezvous, replica: int, missing: Collection[int], path: str, call: int
     ) -> None:
-        self.rendezvous, self.replica = rendezvous, replica
-        #: Replicas whose message is missing. The exchange removes each as its message arrives.
-        self.missing = missing
-        #: The name of the exchange and the number of the replica's call, for messages.
+        self.rendezvous = rendezvous
+        self.replica, self.missing = replica, missing
         self.path, self.call = path, call
-        #: Why the wait has ended without a value, if it has.
         self.abort: Abort | None = None
         self.thread = threading.get_ident()
         #: Released when the wait ends. A bare lock is the cheapest thing to block on.
@@ -89,24 +89,28 @@ class Wait:
 
     def block(self) -> None:
         """Blocks until the wait ends, and raises if it ends without a value."""
-        rendezvous = self.rendezvous
+        rendezvous, now = self.rendezvous, time.monotonic()
+        stalls = now + STALL_TIMEOUT
         try:
             while not self.gate.acquire(
-                timeout=max(0.0, min(STALL_TIMEOUT, rendezvous.deadline - time.monotonic()))
+                timeout=max(0.0, min(_POLL, min(stalls, rendezvous.deadline) - now))
             ):
-                rendezvous.fail_if_stalled(self)
+                now = time.monotonic()
+                if rendezvous.abort is None and now >= rendezvous.deadline:
+                    rendezvous.time_out()
+                elif rendezvous.abort is None and now >= stalls:
+                    rendezvous.fail_if_stalled(self)
+                    stalls = now + STALL_TIMEOUT
+                if rendezvous.abort is not None:
+                    self.abort = rendezvous.abort
+                    rendezvous.end_waits([self])
+                    break
         except BaseException:  # KeyboardInterrupt, where a replica runs in the main thread
-            with rendezvous.lock:
-                rendezvous.end_waits([self])
+            rendezvous.end_waits([self])
             raise
         abort, self.abort = self.abort, None
         if abort is not None:
             raise abort.error(self.replica, site(self.path, self.call))
-
-
-#: Returns a context manager that records an exchange or a wait, given ``"exchange"`` or
-#: ``"wait"``, the replica and the path.
-Observe = Callable[[str, int, str], AbstractContextManager[object]]
 
 
 class Failure(NamedTuple):
@@ -116,31 +120,6 @@ class Failure(NamedTuple):
     error: BaseException
 
 
-# A replica may run its forward several times (micro-batches). Its k-th run meets the k-th run
-# of the other replicas.
-class Progress:
-    """How far one replica is with its forwards."""
-
-    def __init__(self) -> None:
-        #: The number of nested calls that are under way.
-        self.depth = 0
-        #: The number of runs that have begun.
-        self.runs = 0
-        self.thread = 0
-        self.is_absent = False
-
-    def is_over(self, run: int) -> bool:
-        """Whether the run of this number has ended, or will never begin."""
-        return not self.depth and (self.is_absent or self.runs >= run)
-
-    def __str__(self) -> str:
-        if self.depth:
-            return "runs"
-        if self.is_absent:
-            return "does not run"
-        return "has ended" if self.runs else "has not begun"
-
-
 # `size` is None outside a forward, where participants do not report their beginning and end.
 # Waits then end only with a value or when a participant fails.
 class Rendezvous:
@@ -148,7 +127,10 @@ class Rendezvous:
 
     def __init__(self, size: int | None) -> None:
         self.size = size
-        # Re-entrant: a signal handler or a finalizer may interrupt the thread that holds it.
+        #: For messages, the beginnings of waits, and the beginnings and ends of replicas. Code
+        #: under it makes objects, so a finalizer may run there, for as long as it likes, and so
+        #: may a signal handler. Re-entrant, as these may train a model in the same thread. No
+        #: failure, timeout, end of a wait or write needs it, so that each of them gets through.
         self.lock = threading.RLock()
         #: The `time.monotonic` by which the forward must have ended.
         self.deadline = math.inf
@@ -169,9 +151,7 @@ class Rendezvous:
         self._waits: list[Wait] = []
         self._failures: list[Failure] = []
         self.abort: Abort | None = None
-        self._is_closed = False
-        # One object for each write into the original module that is under way.
-        self._writes: set[object] = set()
+        self._writes = Writes()
 
     # -- the life of a replica -----------------------------------------------------------------
 
@@ -208,54 +188,34 @@ class Rendezvous:
 
     def fail(self, replica: int, error: BaseException) -> None:
         """Reports that a replica failed. All waits fail, and name a failure."""
-        with self.lock:
-            if self._is_closed:  # the caller has collected the failures
-                return
-            is_known = any(error is failure.error for failure in self._failures)
-            if not is_known and not isinstance(error, ReplicaFailed):
-                self._failures.append(Failure(replica, error))
-        # The error's own code makes its text. It may be slow, and must not run under the lock.
+        is_known = any(error is failure.error for failure in self._failures)
+        if not is_known and not isinstance(error, ReplicaFailed):
+            self._failures.append(Failure(replica, error))
+        if self._writes.are_closed:
+            self.take_failures()  # the caller has taken the others, and knows of no more
+            return
+        # The error's own code makes its text.
         of = f" of {self.size}" if self.size else ""
         reason = f"replica {replica}{of} failed with {describe_error(error)}."
-        with self.lock:
-            self._abort_waits(ReplicaFailed, reason, error)
+        self._abort_waits(ReplicaFailed, reason, error)
 
     def close(self, reason: str) -> list[Failure]:
         """Forbids all waits and writes from now on, and returns the failures in order of time."""
-        # The first call waits at most `LONGEST_WRITE` for writes under way.
-        end = time.monotonic() + (0.0 if self._is_closed else LONGEST_WRITE)
-        abort = self.abort or Abort(ReplicationError, reason)
-        self.abort, self._is_closed = abort, True  # no interrupt comes between them
-        with self.lock:
-            self._abort_waits(*abort)
-        while self._writes and time.monotonic() < end:
-            time.sleep(0.001)
+        self._abort_waits(ReplicationError, reason)
+        self._writes.close()
         return self.take_failures()
 
     def commit(self, write: Callable[[], T]) -> T:
         """Returns ``write()``, which changes the original module; raises in a closed forward."""
-        # A replica may still run after the forward has raised in the caller, who saves the module
-        # or trains it further. The same holds for a forward inside such a replica.
-        # Not a lock around `write`: foreign code that interrupts it, such as a finalizer, may run
-        # a forward of its own.
-        key = object()
-        try:
-            with self.lock:
-                if self._is_closed:
-                    raise ReplicationError("the caller has ended the forward of this replica")
-                self._writes.add(key)
-            return write() if self.outer is None else self.outer.commit(write)
-        finally:
-            self._writes.discard(key)
+        # The caller of an outer forward may have closed that one only.
+        outer = self.outer
+        return self._writes.commit(write if outer is None else partial(outer.commit, write))
 
     def take_failures(self) -> list[Failure]:
-        """Returns the failures, and drops them, because their frames refer to the replicas."""
-        with self.lock:
-            # `abort` outlives the lock, because freeing its cause may run any code.
-            abort, failures = self.abort, self._failures
-            self._failures = []
-            if abort is not None:
-                self.abort = abort._replace(cause=None)
+        """Drops the failures, because their frames refer to the replicas, and returns them."""
+        failures, self._failures = self._failures, []
+        if self.abort is not None:
+            self.abort = self.abort._replace(cause=None)
         return failures
 
     # -- waiting -------------------------------------------------------------------------------
@@ -263,29 +223,31 @@ class Rendezvous:
     def begin_wait(self, replica: int, missing: Collection[int], path: str, call: int) -> Wait:
         """Begins a wait of ``replica`` for all in ``missing``, or for any if it is empty."""
         # The lock is held. The caller releases it and then calls `Wait.block`.
-        if self.abort is not None:
-            raise self.abort.error(replica, site(path, call))
         wait = Wait(self, replica, missing, path, call)
         self._waits.append(wait)
+        if self.abort is not None:  # after the append: see `_abort_waits`
+            self._abort_waits(*self.abort)
         if self._some_are_over or len(self._waits) >= len(self._progress):  # else a replica runs
             self._fail_hopeless_waits()
         return wait
 
     def end_waits(self, waits: Iterable[Wait]) -> None:
-        """Ends waits that have a value, or are aborted or interrupted. The lock is held."""
+        """Ends waits that have a value, or are aborted or interrupted."""
         for wait in waits:
-            if wait in self._waits:  # else it has failed already
+            try:
                 # In this order: a wait that an interrupt leaves in the list is ended again.
                 if wait.gate.locked():
                     wait.gate.release()
                 self._waits.remove(wait)
+            except (RuntimeError, ValueError):  # another thread has been faster
+                pass
 
     def _fail_hopeless_waits(self, *, have_stalled: bool = False) -> None:
         """Fails all waits if one of them can no longer end."""
         # The lock is held, and a wait has begun or stalled, or a replica has ended.
-        if not self._waits or self.size is None or self.abort is not None:
+        waits, progress_of = self._waits[:], self._progress  # the caller may end waits meanwhile
+        if not waits or self.size is None or self.abort is not None:
             return
-        waits, progress_of = self._waits, self._progress
         runs = {wait.replica: progress_of[wait.replica].runs for wait in waits}
         cannot_end = any(
             progress_of[r].is_over(runs[wait.replica]) for wait in waits for r in wait.missing
@@ -309,22 +271,18 @@ class Rendezvous:
     def _abort_waits(
         self, kind: type[ReplicationError], reason: str, cause: BaseException | None = None
     ) -> Abort:
-        """Fails all waits, for the reason of the first call. The lock is held."""
-        # Later calls fail the waits that an interrupt of an earlier one has left.
-        self.abort = self.abort or Abort(kind, reason, cause)
-        for wait in self._waits:
-            wait.abort = self.abort
-        self.end_waits(self._waits[:])
-        return self.abort
+        """Fails all waits, for the reason of the first call."""
+        # A wait appends itself and then looks for the reason. This sets the reason and then copies
+        # the list of waits, so one of them sees the other, without a lock.
+        self.abort = abort = self.abort or Abort(kind, reason, cause)
+        for wait in self._waits[:]:
+            wait.abort = abort
+            self.end_waits([wait])
+        return abort
 
     def fail_if_stalled(self, wait: Wait) -> None:
-        """Fails all waits at the deadline, or when a doubtful wait has taken `STALL_TIMEOUT`."""
-        if self.abort is None and time.monotonic() >= self.deadline:
-            self.time_out()
+        """Fails all waits when a doubtful wait has taken `STALL_TIMEOUT`."""
         with self.lock:
-            if self.abort is not None:
-                # An interrupt has kept the thread that failed all waits from this one.
-                self._abort_waits(*self.abort)
             if self.size is None or wait not in self._waits:
                 return
             self._fail_hopeless_waits(have_stalled=True)
@@ -342,67 +300,14 @@ class Rendezvous:
 
     def time_out(self) -> ReplicationError:
         """Fails all waits of a forward that has not ended by its deadline. Returns the error."""
-        # Without the lock, because it runs code of the replicas' modules.
+        # This runs code of the replicas' modules.
         locations = [self.locate(r, progress.thread) for r, progress in enumerate(self._progress)]
-        with self.lock:
-            abort = self._abort_waits(
-                ReplicasTimedOut,
-                f"the replicas must end within {self._timeout:g} s, the timeout, which has passed:"
-                f"{self._positions(locations)}",
-            )
-        return abort.error()
+        return self._abort_waits(
+            ReplicasTimedOut,
+            f"the replicas must end within {self._timeout:g} s, the timeout, which has passed:"
+            f"{self._positions(locations)}",
+        ).error()
 
-    def _positions(self, locations: Sequence[str] | None = None) -> str:
-        """Returns a line for each replica that says where it is. The lock is held."""
-        positions = []
-        for replica, progress in enumerate(self._progress):
-            location = locations[replica] if locations and progress.depth else ""
-            positions.append(f"{progress} {location}".rstrip())
-        for wait in self._waits:
-            positions[wait.replica] = f"waits at {site(wait.path, wait.call)}"
-            if not self._progress[wait.replica].depth:
-                positions[wait.replica] += (
-                    ", outside the forward (in a recomputation, by another method, or through a "
-                    "part of the replica)"
-                )
-        return "".join(f"\n  replica {r}: {position}" for r, position in enumerate(positions))
-
-
-class CurrentReplica(NamedTuple):
-    """The replica whose forward or callback a thread runs."""
-
-    rendezvous: Rendezvous
-    replica: int
-    #: The backward that the thread was in when the forward or the callback began (see
-    #: `replication._torch.current_backward`).
-    backward: int
-    #: The path of the module whose callback runs. It is empty in a forward.
-    path: str = ""
-
-    @property
-    def is_one_of_several(self) -> bool:
-        """Whether it is one of several replicas, or inside one."""
-        rendezvous: Rendezvous | None = self.rendezvous
-        while rendezvous is not None and (rendezvous.size or 0) < 2:
-            rendezvous = rendezvous.outer
-        return rendezvous is not None
-
-
-class _Local(threading.local):
-    current: CurrentReplica | None = None
-
-
-#: Its attribute ``current`` is the innermost forward or callback that this thread runs, or None.
-this_thread = _Local()
-
-
-def current_replica() -> CurrentReplica | None:
-    """Returns the innermost forward or callback that this thread runs, if any."""
-    return this_thread.current
-
-
-def is_recomputation() -> bool:
-    """Whether this thread, or the caller of the replica that it runs, is in a backward."""
-    current = this_thread.current
-    is_in_backward = current is not None and current.rendezvous.in_backward
-    return is_in_backward or current_backward() != NO_BACKWARD
+    def _positions(self, locations: Sequence[str] = ()) -> str:
+        waits = [(wait.replica, site(wait.path, wait.call)) for wait in self._waits[:]]
+        return positions(self._progress, waits, locations)

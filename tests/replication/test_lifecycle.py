@@ -28,15 +28,14 @@ from replication import (
     replicate,
 )
 from replication.sync import lifecycle
+from replication.sync.current import current_replica
 from replication.sync.lifecycle import (
     ForwardScope,
-    failing_path,
     first_failure_wins,
-    location,
     rendezvous_of,
     tracked_calls,
 )
-from replication.sync.rendezvous import current_replica
+from replication.sync.positions import failing_path, location
 from syncbn import SynchronizedBatchNorm1d
 from tests.layers import (
     DEADLINE,
@@ -410,9 +409,29 @@ def test_the_first_failure_wins_and_an_interrupt_of_the_caller_before_it():
     for raised, expected in ((second, first), (KeyError("another"), first), (interrupt,) * 2):
         call = partial(first_failure_wins, fail, watched(Signed()), raised)
         assert outcome_of(call).error is expected
-    assert first.__notes__ == ["replica 1 also failed: SystemExit: second"] * 2
+    assert first.__notes__ == ["replica 1 also failed: SystemExit: second"]
     for replicas in ([nn.ReLU()], watched(Signed(), 1)):
         assert first_failure_wins(lambda replicas: replicas, replicas) is replicas
+
+
+def test_interrupts_do_not_keep_a_failed_forward_from_being_closed(monkeypatch):
+    replicas, left = watched(Signed()), [KeyboardInterrupt()] * 3
+    rendezvous = rendezvous_of(replicas)
+    close = rendezvous.close
+
+    def interrupted(reason: str) -> Any:
+        if left:
+            raise left.pop()
+        return close(reason)
+
+    def fail(replicas: Any) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(rendezvous, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first_failure_wins(fail, replicas)
+    with pytest.raises(ReplicationError, match="the caller has ended"):
+        rendezvous.commit(lambda: None)
 
 
 def test_a_forward_has_the_observer_of_its_number_of_replicas(monkeypatch):

@@ -103,7 +103,7 @@ def test_thread_that_ends_without_a_result_is_an_error(monkeypatch):
     """Something may end it from outside, or it cannot even report."""
     monkeypatch.setattr(threads, "_POLL", 0.01)
     monkeypatch.setattr(workers, "_idle", {})
-    monkeypatch.setattr(workers, "_work", lambda jobs: None)
+    monkeypatch.setattr(workers, "_work", lambda jobs, key: jobs.get().work.clear())
     (outcome,) = together(lambda: apply(lambda: None, lambda: None))
     assert isinstance(outcome.error, RuntimeError)
     assert str(outcome.error) == "the thread of replicas 0, 1 ended without a result"
@@ -205,6 +205,18 @@ def test_error_is_noted_with_its_replica_and_device(replica):
     with pytest.raises(WorkerError) as caught:
         apply(*functions)
     assert caught.value.__notes__ == [f"in replica {replica} of 3 on cpu"]
+
+
+def test_an_error_that_is_raised_again_has_each_note_once():
+    error = WorkerError()
+
+    def fail_again() -> None:
+        raise error
+
+    for _ in range(3):
+        with pytest.raises(WorkerError):
+            apply(fail_again, fail_again)
+    assert len(error.__notes__) == len({*error.__notes__}) == 2
 
 
 def test_error_is_raised_after_all_replicas_have_ended():
@@ -351,6 +363,14 @@ def test_replica_that_cannot_be_called_wakes_the_others(replica):
 def test_interpreter_exits_while_replicas_are_busy():
     done = run_program("exits_with_a_busy_replica")
     assert (done.stdout, done.stderr, done.returncode) == ("interrupted\n", "", 0)
+
+
+@pytest.mark.slow
+def test_interpreter_exits_while_a_daemon_thread_makes_forwards():
+    """Torch would abort in the middle of an operation, as it does without replicas."""
+    for _ in range(5):
+        done = run_program("exits_beside_a_daemon_thread")
+        assert (done.stdout, done.stderr, done.returncode) == ("end\n", "", 0)
 
 
 @pytest.mark.slow

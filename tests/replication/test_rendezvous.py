@@ -27,15 +27,9 @@ from replication import (
     ReplicationError,
 )
 from replication.sync import rendezvous as module
-from replication.sync.rendezvous import (
-    CurrentReplica,
-    Failure,
-    Rendezvous,
-    Wait,
-    current_replica,
-    is_recomputation,
-    this_thread,
-)
+from replication.sync import writes
+from replication.sync.current import CurrentReplica, current_replica, is_recomputation, this_thread
+from replication.sync.rendezvous import Failure, Rendezvous, Wait
 from tests.layers import DEADLINE, outcome_of, soon, together, values
 from tests.properties import examples
 
@@ -114,6 +108,7 @@ class Story(RuleBasedStateMachine):
         self.patch.setattr(module, "threading", threads)
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         self.patch.setattr(module, "time", clock)
+        self.patch.setattr(writes, "time", clock)
         self.pending: list[Pending] = []
         self.failures: list[tuple[int, BaseException]] = []
         #: The kind and the cause of the errors of all waits from now on.
@@ -246,7 +241,7 @@ class Story(RuleBasedStateMachine):
             self.pending.append(Pending(wait, replica, needed, is_main))
             return
         kind, cause = self.end
-        error = outcome_of(lambda: begin_wait(self.rendezvous, replica, *needed)).error
+        error = outcome_of(begin_wait(self.rendezvous, replica, *needed).block).error
         assert type(error) is kind
         assert error.__cause__ is (None if self.is_closed else cause)
         says_where = str(error).endswith(f" Replica {replica} was at `layer`, call 1.")
@@ -272,6 +267,8 @@ class Story(RuleBasedStateMachine):
     def wait_takes_long(self, which: int, seconds: float) -> None:
         pending = self.pending[which % len(self.pending)]
         self.now += seconds
+        if self.now >= self.deadline:
+            self.rendezvous.time_out()
         self.rendezvous.fail_if_stalled(pending.wait)
         if self.now >= self.deadline:
             self.ends(ReplicasTimedOut)
@@ -420,9 +417,7 @@ method, or through a part of the replica)
   replica 4: has not begun
   replica 5: does not run"""
     assert [diverged(wait) for wait in waits] == [expected] * 2
-    with pytest.raises(ReplicasDiverged) as caught:
-        begin_wait(rendezvous, 3, 0)
-    assert str(caught.value) == expected
+    assert diverged(begin_wait(rendezvous, 3, 0)) == expected
 
 
 def test_a_wait_ends_when_it_becomes_known_that_the_other_replica_does_not_run():
@@ -482,7 +477,7 @@ def test_close_wakes_every_wait_and_forbids_later_ones():
     with pytest.raises(
         ReplicationError, match=r"^it is over\. Replica 1 was at `layer`, call 1\.$"
     ):
-        begin_wait(rendezvous, 1, 0)
+        begin_wait(rendezvous, 1, 0).block()
 
 
 class InterruptedGate:
@@ -535,7 +530,7 @@ def test_a_polled_wait_ends_when_the_failure_of_all_waits_was_interrupted(
     monkeypatch, size, is_late
 ):
     """Past the deadline as well, where waits once polled for ever, without a pause."""
-    monkeypatch.setattr(module, "STALL_TIMEOUT", 0.01)
+    monkeypatch.setattr(module, "_POLL", 0.01)
     rendezvous = entered(2) if size else Rendezvous(None)
     wait = begin_wait(rendezvous, 0, 1)
     InterruptedGate(wait, is_released=False)
@@ -551,11 +546,11 @@ def test_a_polled_wait_ends_when_the_close_of_its_forward_was_interrupted(monkey
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "STALL_TIMEOUT", 0.01)
+    monkeypatch.setattr(module, "_POLL", 0.01)
     rendezvous = entered(2)
     wait = begin_wait(rendezvous, 0, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(rendezvous, "_abort_waits", interrupted)
+        patch.setattr(rendezvous, "end_waits", interrupted)
         with pytest.raises(KeyboardInterrupt):
             rendezvous.close("it is over.")
     (outcome,) = together(wait.block)
@@ -583,14 +578,14 @@ def test_close_forgets_the_failure():
 
 
 def test_close_waits_for_a_write_in_progress(monkeypatch):
-    monkeypatch.setattr(module, "LONGEST_WRITE", DEADLINE)
+    monkeypatch.setattr(writes, "LONGEST_WRITE", DEADLINE)
     rendezvous, written = entered(2), []
     writing, closing = threading.Event(), threading.Event()
 
     def write() -> None:
         writing.set()
         assert closing.wait(DEADLINE)
-        assert soon(lambda: rendezvous._is_closed)
+        assert soon(lambda: rendezvous._writes.are_closed)
         time.sleep(0.05)  # for a close that does not wait
         written.append("whole")
 
@@ -602,6 +597,58 @@ def test_close_waits_for_a_write_in_progress(monkeypatch):
 
     _, seen = values(together(lambda: rendezvous.commit(write), close))
     assert seen == ["whole"]
+
+
+def test_close_waits_for_a_write_however_often_it_is_interrupted(monkeypatch):
+    rendezvous, may_end, left = entered(2), threading.Event(), [KeyboardInterrupt()] * 9
+
+    def interrupted(seconds: float) -> None:
+        if not left:
+            may_end.set()
+            time.sleep(seconds)
+            return
+        raise left.pop()
+
+    def close() -> list[str]:
+        assert soon(lambda: bool(rendezvous._writes._entries))
+        with pytest.raises(KeyboardInterrupt):
+            rendezvous.close("over")
+        return written[:]
+
+    def write() -> None:
+        assert may_end.wait(DEADLINE)
+        written.append("whole")
+
+    written: list[str] = []
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=interrupted)
+    monkeypatch.setattr(writes, "time", clock)
+    _, seen = values(together(lambda: rendezvous.commit(write), close))
+    assert seen == ["whole"]
+
+
+def test_caller_needs_no_lock_to_end_a_forward_or_to_write():
+    """A finalizer that runs under the lock, for as long as it likes, may train another model."""
+    rendezvous, inner = entered(2), Rendezvous(1)
+    inner.outer = rendezvous
+    wait, ended = begin_wait(rendezvous, 0, 1), threading.Event()
+
+    def hold() -> None:
+        with rendezvous.lock:
+            assert ended.wait(DEADLINE)
+
+    def end() -> None:
+        assert soon(lambda: not rendezvous.lock.acquire(blocking=False))
+        try:
+            inner.commit(lambda: None)
+            rendezvous.fail(1, KeyError("k"))
+            rendezvous.time_out()
+            rendezvous.close("over")
+            with pytest.raises(ReplicaFailed):
+                wait.block()
+        finally:
+            ended.set()
+
+    values(together(hold, end))
 
 
 def test_a_write_does_not_wait_for_another():
@@ -649,7 +696,7 @@ def test_wait_ends_at_the_deadline():
 
 
 def test_limits_are_as_documented():
-    assert (module.STALL_TIMEOUT, module.LONGEST_WRITE) == (20.0, 1.0)
+    assert (module.STALL_TIMEOUT, module._POLL, writes.LONGEST_WRITE) == (20.0, 1.0, 1.0)
 
 
 def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):

@@ -165,6 +165,21 @@ def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
     return calls[0].rendezvous if calls else None
 
 
+# Interrupts may follow each other at once, and each may keep an `__exit__` from its work. Of some
+# around each other each begins anew. A loop would not do: where it goes back, interrupts get out.
+class ClosedByErrors:
+    """Closes a forward if an exception leaves a ``with`` block."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._rendezvous.close("the forward was ended by its caller.")
+
+
 def first_failure_wins(
     parallel_apply: Callable[..., T], replicas: Sequence[Any], *args: Any, **kwargs: Any
 ) -> T:
@@ -177,22 +192,16 @@ def first_failure_wins(
     rendezvous = calls[0].rendezvous
     rendezvous.expect_only([call.replica for call in calls])
     current = this_thread.current
+    ends = ClosedByErrors(rendezvous)
     try:
-        outputs = parallel_apply(replicas, *args, **kwargs)
-        rendezvous.take_failures()  # `parallel_apply` may have swallowed them
-        return outputs
+        with ends, ends, ends, ends, ends, ends, ends, ends:
+            outputs = parallel_apply(replicas, *args, **kwargs)
+            rendezvous.take_failures()  # `parallel_apply` may have swallowed them
+            return outputs
     except BaseException as error:
         # A single replica runs in this thread. A Ctrl-C may have come when it ended.
         this_thread.current = current
-        ending = error
-        # Only an interrupt within some bytecodes of the last one gets out of this loop. `close`
-        # itself waits on when it is interrupted.
-        while True:
-            try:
-                failures = rendezvous.close("the forward was ended by its caller.")
-                break
-            except BaseException as interrupt:
-                ending = interrupt
+        ending, failures = error, rendezvous.take_failures()
     interrupted = not isinstance(ending, Exception) and all(
         ending is not f.error for f in failures
     )

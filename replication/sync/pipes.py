@@ -238,6 +238,7 @@ class SyncMaster:
     def reset(self) -> None:
         """Drops slaves that an interrupted program registered outside a forward."""
         self._outside_forward.close("reset, or a new set of slaves, has dropped this slave.")
+        self._outside_forward.take_failures()
         self._outside_forward = Rendezvous(None)
 
     def _channel(self) -> tuple[Rendezvous, Channel]:

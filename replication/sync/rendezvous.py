@@ -199,11 +199,10 @@ class Rendezvous:
         reason = f"replica {replica}{of} failed with {describe_error(error)}."
         self._abort_waits(ReplicaFailed, reason, error)
 
-    def close(self, reason: str) -> list[Failure]:
-        """Forbids all waits and writes from now on, and returns the failures in order of time."""
+    def close(self, reason: str) -> None:
+        """Forbids all waits and writes from now on, and waits for writes under way."""
         self._abort_waits(ReplicationError, reason)
         self._writes.close()
-        return self.take_failures()
 
     def commit(self, write: Callable[[], T]) -> T:
         """Returns ``write()``, which changes the original module; raises in a closed forward."""

@@ -50,15 +50,18 @@ class Writes:
             self._entries.discard(key)
 
     def close(self) -> None:
-        """Forbids writes from now on, and waits for writes under way, then raises an interrupt."""
+        """Forbids writes from now on, waits for writes under way, and then raises interrupts."""
         self._entries.add(_CLOSED)
         # Called again, after an interrupt, it only waits for what is left of the time.
         self._end = end = self._end or time.monotonic() + LONGEST_WRITE
-        interrupts = []
+        interrupt: BaseException | None = None
         while len(self._entries) > 1 and time.monotonic() < end:
             try:
                 time.sleep(0.001)
             except BaseException as error:
-                interrupts.append(error)
-        if interrupts:
-            raise interrupts.pop()
+                interrupt = error
+        if interrupt is not None:
+            try:
+                raise interrupt
+            finally:
+                del interrupt

@@ -419,10 +419,10 @@ def test_interrupts_do_not_keep_a_failed_forward_from_being_closed(monkeypatch):
     rendezvous = rendezvous_of(replicas)
     close = rendezvous.close
 
-    def interrupted(reason: str) -> Any:
+    def interrupted(reason: str) -> None:
         if left:
             raise left.pop()
-        return close(reason)
+        close(reason)
 
     def fail(replicas: Any) -> None:
         raise KeyError

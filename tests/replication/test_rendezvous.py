@@ -300,7 +300,9 @@ class Story(RuleBasedStateMachine):
         """Perhaps while a write is under way, for which only the first close waits a while."""
 
         def close_twice() -> list[Failure]:
-            return self.rendezvous.close("it is over.") + self.rendezvous.close("again")
+            self.rendezvous.close("it is over.")
+            self.rendezvous.close("again")
+            return self.rendezvous.take_failures() + self.rendezvous.take_failures()
 
         begun, is_writing = self.now, is_writing and not self.is_closed
         failures = self.rendezvous.commit(close_twice) if is_writing else close_twice()
@@ -387,7 +389,7 @@ def test_failure_whose_text_takes_long_is_the_first_all_the_same():
 
     rendezvous, first = entered(2), Slow()
     values(together(lambda: rendezvous.fail(1, first), fail_second))
-    assert rendezvous.close("over")[0].error is first
+    assert rendezvous.take_failures()[0].error is first
 
 
 # -- a wait that can no longer be met ----------------------------------------------------------
@@ -557,7 +559,7 @@ def test_a_polled_wait_ends_when_the_close_of_its_forward_was_interrupted(monkey
     assert str(outcome.error) == "it is over. Replica 0 was at `layer`, call 1."
 
 
-def test_close_forgets_the_failure():
+def test_failures_that_are_taken_are_forgotten():
     class Failure(Exception):
         pass
 
@@ -565,7 +567,7 @@ def test_close_forgets_the_failure():
     failure = Failure()
     gone = weakref.ref(failure)
     rendezvous.fail(0, failure)
-    rendezvous.close("over")
+    rendezvous.take_failures()
     gc.disable()
     try:
         del failure

@@ -102,7 +102,7 @@ class CallbackContext:
 
 #: The name and layouts of a member's `Call`, its message, the function that merges, whether the
 #: message requires gradients, whether the thread is in inference mode, and the number of autograd
-#: nodes that the thread has made. A plain tuple is faster to make than a named one.
+#: nodes that the thread has made.
 Request = tuple[tuple[str, Layouts], Any, Callable[..., Iterable[Any]], bool, bool, int]
 
 

@@ -32,18 +32,18 @@ PARTS: dict[str, Callable[[float], Iterable[Table]]] = {
     "overhead": overhead.tables,
 }
 
-#: The parts in the first table of the page: where one trains, and what the figures mean.
+#: The tables in the first table of the page: where one trains, and what the figures mean.
 SUMMARY = {
-    "step": (
+    "Training steps": (
         "replicas on the CPU",
         "Replicas wait for each other in each layer, in forward only.",
     ),
-    "processes": (
+    "Between processes": (
         "processes on the CPU",
         "Each layer waits for two collectives of gloo, each slower than a small layer. The most "
         "is for 100 tiny layers and more processes than cores.",
     ),
-    "host": (
+    "Accelerators: the host's time": (
         "accelerators, the host's time",
         "Not the time of a GPU: what replicas with nothing but BatchNorms cost the host, on "
         "simulated accelerators. Other layers between them lower the ratio.",
@@ -66,19 +66,16 @@ def span(rows: Sequence[Row], way: str, phase: int = 0) -> str:
 
 
 def summary(tables: Mapping[str, Sequence[Table]]) -> str:
-    """The first table: a line per part, with its least and its largest ratio."""
+    """The first table: a line for some tables, with their least and largest ratios."""
     texts = [
         line(["training on", "`syncbn`, plain BatchNorm = 1", "others", "what it means"]),
         line(["---"] * 4),
     ]
-    for part, (where, meaning) in SUMMARY.items():
-        for table in tables[part][:1]:
-            rows = list(table.rows)
-            *_, other = rows[0].figures
-            link = f"[{where}](#{slug(table.title)})"
-            texts.append(
-                line([link, span(rows, "ours"), f"{other}: {span(rows, other)}", meaning])
-            )
+    for table in (table for part in tables.values() for table in part if table.title in SUMMARY):
+        (where, meaning), rows = SUMMARY[table.title], list(table.rows)
+        *_, other = rows[0].figures
+        link = f"[{where}](#{slug(table.title)})"
+        texts.append(line([link, span(rows, "ours"), f"{other}: {span(rows, other)}", meaning]))
     return "\n".join(texts)
 
 

@@ -1,8 +1,9 @@
-"""What synchronization costs in a training step of processes under DistributedDataParallel.
+"""What synchronization costs in a process: a layer, and training steps.
 
-`torch.nn.SyncBatchNorm` refuses the CPU, so its scheme takes part there, and itself on a GPU. The
-second table shows what `torch.compile` saves, also where ranks exchange nothing (torch's backend
-"fake"): on the CPU, waiting for other ranks takes most of a step.
+`torch.nn.SyncBatchNorm` refuses the CPU, so its scheme takes part there, and itself on a GPU. On
+the CPU, waiting for other ranks takes most of a step. So a layer and the steps are also measured
+where ranks exchange nothing (torch's backend "fake"). The last two tables show the time and the
+memory that `torch.compile` saves.
 
     python -m benchmarks.processes
 """
@@ -11,17 +12,18 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from itertools import product
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks import yardsticks
+from benchmarks import activations, yardsticks
 from benchmarks.measuring import Figures, Row, Table, alternating, in_processes, parser, show
 from benchmarks.networks import NETWORKS
 from benchmarks.step import training
@@ -32,10 +34,24 @@ NAMES = ("dense", "narrow", "unet")
 
 PROCESSES = (2, 4)
 
+#: The input of a layer alone, and how many calls are timed together.
+SHARD, CALLS = (4, 16, 8, 8), 50
+
+ABOUT_LAYER = (
+    "One layer, forward and backward, in a process whose group pretends to have two ranks and "
+    "exchanges nothing. The unit is the CPU time with plain BatchNorm. Cells are both, and in "
+    "brackets each."
+)
+
 ABOUT = (
     "Training steps of processes under `DistributedDataParallel` on gloo, one torch thread each: "
     "forward, backward and SGD. The unit is plain BatchNorm, which synchronizes nothing. Cells "
     "are the step, and in brackets forward and backward."
+)
+
+ABOUT_ALONE = (
+    "The same steps in a process whose group pretends to have two ranks and exchanges nothing, "
+    "without `DistributedDataParallel`."
 )
 
 ABOUT_COMPILED = (
@@ -76,9 +92,8 @@ def agree(goes_on: bool) -> bool:
     return bool(flag)
 
 
-def measure(
-    rank: int, name: str, size: int, seconds: float, device: str, folder: str, compiles: bool
-) -> Row:
+def connect(rank: int = 0, size: int = 1, folder: str = "") -> None:
+    """Connects processes by gloo. A single one pretends to be the first of two."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group(
         "gloo" if size > 1 else "fake",
@@ -87,6 +102,43 @@ def measure(
         world_size=max(2, size),
         timeout=timedelta(minutes=10),  # ranks may take long to compile
     )
+
+
+def run(net: nn.Module, x: Tensor, upstream: Tensor) -> Figures:
+    """Microseconds of CPU time of a forward and backward, and of each."""
+    begin = time.process_time()
+    outputs = [net(x) for _ in range(CALLS)]
+    forward = time.process_time()
+    for y in outputs:
+        torch.autograd.grad(y, [x, *net.parameters()], upstream)
+    end = time.process_time()
+    scale = 1e6 / CALLS
+    return scale * (end - begin), scale * (forward - begin), scale * (end - forward)
+
+
+def measure_layer(rank: int, seconds: float) -> list[Row]:
+    connect()
+    x, upstream = torch.randn(SHARD, requires_grad=True), torch.randn(SHARD)
+    nets = {way: make(nn.Sequential(nn.BatchNorm2d(SHARD[1]))) for way, make in WAYS.items()}
+    figures = alternating(
+        {way: partial(run, net, x, upstream) for way, net in nets.items()}, seconds
+    )
+    distributed.destroy_process_group()
+    return [Row(" x ".join(map(str, SHARD)), 1, torch.get_num_threads(), figures)]
+
+
+def measure_activations(rank: int) -> list[Row]:
+    connect()
+    figures = activations.figures()
+    distributed.destroy_process_group()
+    case = f"{activations.LAYERS} x [Conv 3x3, BN, ReLU]"
+    return [Row(case, 1, torch.get_num_threads(), figures)]
+
+
+def measure(
+    rank: int, name: str, size: int, seconds: float, device: str, folder: str, compiles: bool
+) -> Row:
+    connect(rank, size, folder)
     title, build, shape = NETWORKS[name]
     x = torch.randn(shape).to(device)
     ways = {}
@@ -113,11 +165,22 @@ def rows(
             yield in_processes(size, 1, measure, name, size, seconds, device, folder, compiles)
 
 
+def of_one_process(measure: Callable[..., list[Row]], *arguments: float) -> Iterator[Row]:
+    yield from in_processes(1, 1, measure, *arguments)
+
+
 def tables(seconds: float) -> list[Table]:
+    layer = of_one_process(measure_layer, seconds)
     compiled = rows(seconds, ("narrow", "unet"), (1, 2), compiles=True)
+    kept = of_one_process(measure_activations)
     return [
+        Table("A layer in a process", ABOUT_LAYER, layer, "us", "processes"),
         Table("Between processes", ABOUT, rows(seconds), counted="processes"),
+        Table(
+            "Without communication", ABOUT_ALONE, rows(seconds, sizes=(1,)), counted="processes"
+        ),
         Table("Compiled", ABOUT_COMPILED, compiled, counted="processes"),
+        Table("Activations", activations.ABOUT, kept, "KiB", "processes"),
     ]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -44,30 +44,63 @@ _context.set_forkserver_preload(
 TIMEOUT = DEADLINE
 
 
+class Ended(NamedTuple):
+    """How a rank has ended."""
+
+    value: Any = None
+    #: The traceback, if the rank has raised.
+    error: str | None = None
+    #: The exit code of its process. It is negative for a signal.
+    code: int | None = None
+
+
 def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """``function(rank, *arguments)`` in each of ``size`` processes; what each returned.
 
     Raises:
-        AssertionError: A rank has raised (its traceback is the text), or hangs.
+        AssertionError: A rank has raised (its traceback is the text), has died, or hangs.
+    """
+    with started_ranks(size, function, *arguments) as ended:
+        ranks = ended()
+    failures = [
+        rank.error or f"rank {number} ended with exit code {rank.code}"
+        for number, rank in enumerate(ranks)
+        if rank.error or rank.code
+    ]
+    assert not failures, "\n".join(failures)
+    return [rank.value for rank in ranks]
+
+
+@contextmanager
+def started_ranks(
+    size: int, function: Callable[..., Any], *arguments: Any
+) -> Iterator[Callable[[], list[Ended]]]:
+    """Starts ranks, which may die. The function waits for all, and returns how each has ended.
+
+    It raises AssertionError if a rank hangs. The end of the block kills ranks that still run.
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             _context.Process(target=_run, args=(rank, size, folder, function, arguments))
             for rank in range(size)
         ]
+
+        def ended() -> list[Ended]:
+            for process in ranks:
+                assert ends(process), f"{process.name} hangs"
+            paths = [Path(folder, f"{rank}.pt") for rank in range(size)]
+            return [
+                Ended(*torch.load(path, weights_only=False) if path.exists() else (), code=code)
+                for path, code in zip(paths, [process.exitcode for process in ranks], strict=True)
+            ]
+
         for process in ranks:
             process.start()
         try:
-            for process in ranks:
-                assert ends(process), f"{process.name} hangs"
+            yield ended
         finally:
             for process in ranks:
                 process.kill()
-        results = [Path(folder, f"{rank}.pt") for rank in range(size)]
-        loaded = [torch.load(path, weights_only=False) for path in results]
-    failures = [error for _, error in loaded if error]
-    assert not failures, "\n".join(failures)
-    return [value for value, _ in loaded]
 
 
 def _run(

@@ -30,6 +30,8 @@ SMALL = {
     "unet": (partial(UNet, 2), (7, 3, 16, 16)),
     "head": (partial(Head, 4), (7, 4, 8, 8)),
 }
+#: Tables of a process that pretends to be one of two.
+ALONE = ["A layer in a process", "Without communication", "Activations"]
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 #: The benchmarks compare with plain BatchNorm on purpose.
@@ -74,7 +76,7 @@ def here(monkeypatch):
     def call(count, threads, function, *arguments, keeps_memory=True):
         return function(0, *arguments)
 
-    for part in (step, layer, overhead):
+    for part in (step, layer, overhead, processes):
         monkeypatch.setattr(part, "in_processes", call)
 
 
@@ -90,7 +92,11 @@ def tables_of_small_inputs(monkeypatch):
     monkeypatch.setattr(joined, "LARGEST", joined.LARGEST)  # restores it
     monkeypatch.setattr(overhead, "resnet", SMALL["resnet"][0])
     monkeypatch.setattr(overhead, "SHAPE", (2, 64, 8, 8))
-    return [step.table(0), step.table_of_defaults(0), *layer.tables(0), *overhead.tables(0)]
+    # Without what is compiled, which takes a minute, and without other processes.
+    monkeypatch.setattr(torch, "compile", lambda net: net)
+    alone = [table for table in processes.tables(0) if table.title in ALONE]
+    steps = [step.table(0), step.table_of_defaults(0)]
+    return [*steps, *layer.tables(0), *overhead.tables(0), *alone]
 
 
 def test_every_figure_of_every_table_is_measured(here, monkeypatch):
@@ -132,13 +138,14 @@ def test_program_measures_one_network():
 def test_the_page_begins_with_a_line_for_each_way_to_train():
     def table(title, *ratios):
         rows = [Row("net", 2, 1, {"plain": (2.0,), "ours": (2 * r,), "x": (8.0,)}) for r in ratios]
-        return [Table(title, "", rows)]
+        return Table(title, "", rows)
 
-    tables = {"step": table("A step", 1.25, 1.5), "processes": table("B", 3), "host": []}
+    steps, processes = table("Training steps", 1.25, 1.5), table("Between processes", 3)
+    tables = {"step": [steps], "processes": [table("Another", 5), processes], "host": []}
     head, _, *lines = (text.split(" | ") for text in suite.summary(tables).splitlines())
     assert [line[:3] for line in lines] == [
-        ["| [replicas on the CPU](#a-step)", "1.25 to 1.50", "x: 4.00 to 4.00"],
-        ["| [processes on the CPU](#b)", "3.00 to 3.00", "x: 4.00 to 4.00"],
+        ["| [replicas on the CPU](#training-steps)", "1.25 to 1.50", "x: 4.00 to 4.00"],
+        ["| [processes on the CPU](#between-processes)", "3.00 to 3.00", "x: 4.00 to 4.00"],
     ]
     page = suite.PAGE.read_text("utf-8")
     first = page[: page.index("\n\n", page.index("\n|"))].splitlines()

@@ -213,12 +213,6 @@ def debugging() -> Iterator[None]:
         distributed.set_debug_level(level)
 
 
-@debugging()
-def synchronized_layers_of_different_widths_are_named(rank: int) -> None:
-    layer = SynchronizedBatchNorm1d(3 + rank)
-    diverges(lambda: layer(torch.randn(2, 3 + rank)), "`SynchronizedBatchNorm1d`: the calls do n")
-
-
 def tensors_that_require_gradients_on_some_ranks_only_are_named(rank: int) -> None:
     group, x, y = ProcessGroup(), torch.ones(2, requires_grad=rank == 0), torch.ones(2)
     with torch.no_grad():
@@ -390,7 +384,6 @@ CHECKS = [
     batched_gradients_are_refused, argument_is_left_alone,
     objects_are_gathered_in_the_order_of_ranks, bad_input_is_refused_by_the_rank_that_has_it,
     calls_of_all_gather_that_do_not_match_are_named_in_every_rank,
-    synchronized_layers_of_different_widths_are_named,
     tensors_that_require_gradients_on_some_ranks_only_are_named,
     layers_that_are_called_in_another_order_are_named_by_their_paths,
     small_tensors_are_compared_in_the_collective_that_carries_them, all_calls_are_compared,

@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile
 
+from benchmarks import activations
 from replication._torch import COMPILES_COLLECTIVES
 from syncbn import convert_model
 from syncbn.compiled import _sums, moments_of_sums
@@ -207,6 +210,48 @@ def test_half_precision_is_rounded_once_at_the_end():
             assert actual.dtype == expected.dtype
             # Before that they differ by a few units of float32.
             assert (actual != expected).double().mean() < 0.01
+
+
+def with_a_memory_budget(rank: int) -> list[tuple[float, tuple[int, int], list[Tensor]]]:
+    """Activations kept, collectives, and gradients: uncompiled, compiled, and with a budget."""
+    x = torch.randn(4, 8, 6, 6, generator=torch.Generator().manual_seed(rank)).double()
+    found = []
+    for backend, budget in [(None, 1.0), ("aot_eager", 1.0), ("aot_eager", activations.BUDGET)]:
+        torch.manual_seed(0)
+        net = convert_model(activations.network(8)).double()
+        model = net if backend is None else torch.compile(net, backend=backend, fullgraph=True)
+        with strict_compiler(), functorch_config.patch(activation_memory_budget=budget):
+            model(x).sum().backward()  # compiles
+            net.zero_grad()
+            with profile() as forward:
+                y = model(x)
+            kept = activations.kept(y, net) / x.nbytes
+            with profile() as backward:
+                y.square().sum().backward()
+        gradients = [parameter.grad for parameter in net.parameters()]
+        found.append((kept, (collectives(forward), collectives(backward)), gradients))
+    return found
+
+
+def collectives(profile: Any) -> int:
+    """The number of collectives that a backend has run."""
+    return sum(event.count for event in profile.key_averages() if event.key.startswith("c10d::"))
+
+
+@one_graph
+@pytest.mark.slow
+def test_a_memory_budget_halves_the_activations_and_keeps_collectives_and_numbers():
+    layers = activations.LAYERS
+    for found in run_ranks(2, with_a_memory_budget):
+        kept, counts, gradients = zip(*found, strict=True)
+        assert counts == ((layers, layers),) * 3
+        # The inputs of convolutions and of layers, and the last output. With the budget, the
+        # inputs of layers. Vectors of the size of a channel are a little more.
+        uncompiled, compiled, with_budget = kept
+        assert 2 * layers + 1 <= uncompiled <= compiled < 2 * layers + 2
+        assert layers <= with_budget < layers + 2
+        for other in gradients[1:]:
+            torch.testing.assert_close(other, gradients[0], rtol=1e-12, atol=1e-12)
 
 
 class Missing(nn.Module):

@@ -498,48 +498,6 @@ def test_process_group_limits_the_processes():
         assert found["mixin"] == 2
 
 
-# -- errors ------------------------------------------------------------------------------------
-
-
-def beside_one_that_raises(rank: int, where: str) -> list[str]:
-    """What the other rank gets to see."""
-    layer = SynchronizedBatchNorm1d(3)
-    layer(torch.randn(4, 3))
-    x = torch.randn(4, 3, requires_grad=True)
-    if rank == 1:
-        if where == "backward":
-            layer(x)
-        distributed.destroy_process_group()  # as if it had died
-        return []
-    outcome = outcome_of(lambda: layer(x).sum().backward())
-    distributed.destroy_process_group()
-    return [type(outcome.error).__name__, *getattr(outcome.error, "__notes__", [])]
-
-
-def beside_one_that_raises_while_debugging(rank: int) -> list[str]:
-    distributed.set_debug_level(distributed.DebugLevel.INFO)  # as TORCH_DISTRIBUTED_DEBUG does
-    return beside_one_that_raises(rank, "forward")
-
-
-@pytest.mark.slow
-def test_what_is_set_is_not_advised():
-    (_, _, remedy), _ = run_ranks(2, beside_one_that_raises_while_debugging)
-    assert remedy.endswith("or in another layer?")
-
-
-@pytest.mark.parametrize(("where", "call"), [("forward", 2), ("backward", 1)])
-def test_error_after_the_death_of_a_peer_names_the_layer_and_the_call(where, call):
-    survivor, _ = run_ranks(2, beside_one_that_raises, where)
-    kind, note, remedy = survivor
-    assert "TORCH_DISTRIBUTED_DEBUG=INFO" in remedy
-    assert kind == "RuntimeError"
-    suffix = "_backward" if where == "backward" else ""
-    assert note == (
-        f"in `SynchronizedBatchNorm1d`, call {call}: batch_norm{suffix} of float32 [3] that "
-        "requires gradients, rank 0 of 2"
-    )
-
-
 # -- DistributedDataParallel, checkpoints, FSDP2 -----------------------------------------------
 
 

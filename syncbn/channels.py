@@ -68,7 +68,10 @@ def with_usual_strides(x: Tensor) -> Tensor:
     """Returns a view of ``x`` with the canonical strides of its memory format."""
     # The stride of a dimension of length 1 is arbitrary, but torch's batch norm may infer a
     # wrong memory format from it.
-    if 1 not in x.shape or not x.is_contiguous(memory_format=(layout := memory_format(x))):
+    if 1 not in x.shape or not x.numel():
+        return x
+    layout = memory_format(x)
+    if not x.is_contiguous(memory_format=layout):
         return x
     usual = torch.empty_like(x, device="meta", memory_format=layout).stride()
     return x if x.stride() == usual else x.as_strided(x.shape, usual)

@@ -94,7 +94,7 @@ class Formula:
     def merge(shards: Sequence[Formula], count_batch: CountBatch) -> list[Reply]:
         """Returns the reply to each shard, and updates the running statistics."""
         batch = merge([shard.own for shard in shards])
-        if batch.n != 1:  # then the call raises, and does not count
+        if batch.n != 1:  # else the call raises, and does not count
             count_batch().update(batch)
         # The gradients of copies of one parameter are added before they are rounded.
         if all_match([shard.call for shard in shards]):
@@ -107,7 +107,7 @@ class Formula:
         n, counts, *rows = ranks.gathered(*self.own.detach())
         total = counts.sum()
         batch = Moments(n if isinstance(n, int) else total, *merge_shares(counts / total, *rows))
-        if not isinstance(n, int) or n != 1:  # then the call raises, and does not count
+        if not isinstance(n, int) or n != 1:  # else the call raises, and does not count
             count_batch().update(batch)
         return self.reply(with_derivatives(batch, [self.own], ranks.with_summed_gradient))
 

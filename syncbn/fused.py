@@ -38,8 +38,8 @@ class Reply(NamedTuple):
 
     batch: KernelMoments
     y: Tensor
-    #: Whether the replica has to compute its output itself.
-    is_empty: bool = False
+    #: Whether the replica still has to compute its output.
+    is_unfilled: bool = False
 
 
 class Fused:
@@ -97,7 +97,8 @@ class Fused:
         if not all_match(calls) or len({(s.kernels, s.records_graph) for s in shards}) > 1:
             return None
         own = [shard.measured() for shard in shards]
-        home, counts = calls[0].x.device, tuple([moments.n or TINY for moments in own])
+        home, tiny = calls[0].x.device, TINY[own[0].mean.dtype]
+        counts = tuple([moments.n or tiny for moments in own])
         means = torch.stack([moments.mean.to(home) for moments in own])
         inverses = torch.stack([moments.inverse.to(home) for moments in own])
         n = sum([moments.n for moments in own])
@@ -105,8 +106,8 @@ class Fused:
         merged = first._merged(n, *rows, count_batch)
         copies = copied(merged[1:3], [call.x.device for call in calls])
         batches = [merged._replace(mean=mean, inverse=inverse) for mean, inverse in copies]
-        ys, is_empty = normalized(shards, batches), first.is_host
-        return [Reply(batch, y, is_empty) for batch, y in zip(batches, ys, strict=True)]
+        ys, is_unfilled = normalized(shards, batches), first.is_host
+        return [Reply(batch, y, is_unfilled) for batch, y in zip(batches, ys, strict=True)]
 
     def merge_ranks(self, ranks: Ranks, count_batch: CountBatch) -> Reply:
         """Returns the reply to a process, and updates the running statistics."""
@@ -129,8 +130,10 @@ class Fused:
         # The kernel needs 2 values, and numbers like its own. A count that the host does not know
         # is above 1 if its shard's is.
         is_usual = (n if isinstance(n, int) else own.n) > 1
-        is_usual &= not isinstance(running.momentum, Tensor)
-        if not self.is_host:
+        if self.is_host:
+            running = running._replace(momentum=float(running.momentum))
+        else:
+            is_usual &= not isinstance(running.momentum, Tensor)
             is_usual &= {b.dtype for b in running[:2] if b is not None} <= {means.dtype}
         updated = running if is_usual else RunningStatistics()
         # The first argument gives the dtype only.
@@ -147,7 +150,7 @@ class Fused:
         return Reply(batch, normalized([self], [batch], ranks)[0])
 
     def output(self, reply: Reply) -> Tensor:
-        if reply.is_empty and self.x.numel():
+        if reply.is_unfilled and self.x.numel():
             (_, mean, inverse, eps), y = reply.batch, reply.y.detach()
             with torch.no_grad():
                 self.kernels.elemt(self.x, self.weight, self.bias, mean, inverse, eps, out=y)

@@ -35,7 +35,7 @@ class Joined:
         x = call.x
         return (
             x.is_cpu
-            and 0 < x.numel() <= LARGEST  # so that a batch of two replicas has enough values
+            and 0 < x.numel() <= LARGEST  # not empty, so that two replicas have enough values
             and (x.dtype == torch.float32 or x.dtype == torch.float64)
             and not call.denominator.clamps
             and torch.is_grad_enabled()

@@ -15,7 +15,7 @@ the same names and arguments, each composed of a few operations that torch has t
 The output and the gradient of a shard are affine maps of each channel of x. So is batch norm in
 evaluation mode, which takes one pass on the CPU. It computes x * scale + (shift - mean * scale),
 which loses digits where a mean is large against the deviation. Such means stay in float64, so that
-their merge loses nothing, and the kernels that get one center x first. All other vectors of length
+their merge loses nothing, and the kernels that get one center x first. Otherwise vectors of length
 C are in the accumulation dtype.
 """
 
@@ -34,7 +34,9 @@ from replication._torch import has_kernels
 from syncbn.channels import accumulation_dtype, in_format_of, per_channel, values_per_channel
 
 #: Stands for the count of a shard without values, because the kernels divide by counts.
-TINY = 1e-30
+TINY = {torch.float32: 1e-30, torch.float64: 1e-300}
+
+_HALF = (torch.float16, torch.bfloat16)
 
 #: The largest mean, in standard deviations, at which evaluation mode loses at most three bits.
 _LARGE_MEAN = 8
@@ -99,12 +101,13 @@ def batch_norm_gather_stats_with_counts(
     if not is_large(*result):
         dtype = accumulation_dtype(input.dtype)
         result = merged.to(dtype), result[1].to(dtype)
-    if running_mean is not None and running_var is not None:
-        # Hidden from autograd, as torch's kernels do it: the graph of a forward on one device may
-        # have saved a buffer without needing its value.
+    # Hidden from autograd, as torch's kernels do it: the graph of a forward on one device may have
+    # saved a buffer without needing its value.
+    if running_mean is not None:
+        _average(running_mean.data, merged, momentum)
+    if running_var is not None:
         unbiased = denominator.sub_(eps).clamp_(min=0).mul_(n / (n - 1))
-        for running, new in ((running_mean.data, result[0]), (running_var.data, unbiased)):
-            running.lerp_(new.to(running.dtype), momentum)
+        _average(running_var.data, unbiased, momentum)
     return result
 
 
@@ -139,19 +142,9 @@ def batch_norm_backward_reduce(
     """
     center = mean.to(accumulation_dtype(input.dtype))
     one, mask = _ones(center.numel(), center.dtype), [False, True, True]
-    # Strides of other formats would make torch round each product to half precision.
-    args: Any = (
-        grad_out,
-        in_format_of(input, input),
-        one,
-        center,
-        one,
-        None,
-        None,
-        False,
-        0.0,
-        mask,
-    )
+    if input.dtype in _HALF:  # with other strides torch would round each product
+        input = in_format_of(input, input)
+    args: Any = grad_out, input, one, center, one, None, None, False, 0.0, mask
     _, along, plain = torch.ops.aten.native_batch_norm_backward(*args)
     if mean.dtype == torch.float64:
         along = along - (mean - center) * plain
@@ -175,8 +168,9 @@ def batch_norm_backward_elemt(
     """Computes the gradient of a shard, given the sums and the counts of all shards."""
     dtype = accumulation_dtype(input.dtype)
     scale = invstd if weight is None else invstd * weight
-    share = scale / -count.sum().item()
-    slope, shift = share * invstd.square() * sum_dy_xmu, share * sum_dy
+    n = -count.sum().item()
+    # In this order, no product of the large and the tiny leaves the range of float32.
+    slope, shift = sum_dy_xmu / n * invstd * (scale * invstd), sum_dy / n * scale
     # Half precision is rounded once, at the end.
     dx = _affine(input.to(dtype), mean, slope, shift)
     return dx.addcmul_(grad_out.to(dtype), per_channel(scale, dx)).to(input.dtype)
@@ -215,7 +209,15 @@ def _affine(
     args: Any = x, scale, shift, center, _ones(center.numel(), dtype), False, 0.0, 0.0
     if out is None:
         return torch.native_batch_norm(*args)[0]
-    return torch.native_batch_norm(*args, out=(out, torch.empty(0), torch.empty(0)))[0]
+    unused = center.new_empty(0), center.new_empty(0)
+    return torch.native_batch_norm(*args, out=(out, *unused))[0]
+
+
+def _average(running: Tensor, new: Tensor, momentum: float) -> None:
+    if running.dtype in _HALF:  # in which a new value may be infinite
+        running.copy_(running.to(new.dtype).lerp_(new, momentum))
+    else:
+        running.lerp_(new.to(running.dtype), momentum)
 
 
 @lru_cache
@@ -249,9 +251,9 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Computes moments of many values, with the rounding error of a mean in the dtype of x."""
     if x.is_contiguous() and x[0, 0].numel() >= _LEAST_ROW:
         return _moments_of_rows(x)
-    if x.dtype in (torch.float16, torch.bfloat16):
+    if x.dtype in _HALF:
         # The kernel returns all digits only if it has buffers for them.
-        like = torch.zeros(x.size(1))
+        like = x.new_zeros(x.size(1), dtype=torch.float32)
         mean, var = torch.batch_norm_update_stats(x, like, like.clone(), 1.0)
     else:
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
@@ -280,7 +282,7 @@ def _moments_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _center(x: Tensor, mean: Tensor) -> Tensor:
     """The mean of each channel in the dtype of x, or its first value if it may be constant."""
-    # It is, up to the rounding errors of the mean: torch's kernel may add values one by one.
+    # The mean of a constant channel has rounding errors: torch's kernel may add values one by one.
     first = x[0] if x.dim() == 2 else x[0].flatten(1)[:, 0]
     ulps = max(_LEAST_ERROR, values_per_channel(x))
     is_near = (mean - first).abs() <= ulps * torch.finfo(x.dtype).eps * mean.abs()

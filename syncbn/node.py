@@ -30,9 +30,12 @@ from syncbn.channels import (
     memory_format,
 )
 from syncbn.formula import Formula
-from syncbn.kernels import ON_CPU, TINY, Kernels
+from syncbn.kernels import ON_CPU, Kernels
 from syncbn.processes import Ranks
 from syncbn.statistics import Call, Denominator, KernelMoments, with_derivatives
+
+#: Stands for a weight of 0 where a gradient is divided by it.
+_LEAST_WEIGHT = 1e-30
 
 
 class Shard(Protocol):
@@ -61,10 +64,10 @@ def normalized(
 
 def _outputs(shards: Sequence[Shard], batches: Sequence[KernelMoments]) -> list[Tensor]:
     """Computes the outputs. On the CPU, several replicas compute theirs in `Fused.output`."""
-    are_empty = len(shards) > 1 and shards[0].kernels is ON_CPU
+    are_unfilled = len(shards) > 1 and shards[0].kernels is ON_CPU
     return [
         torch.empty_like(shard.x, memory_format=memory_format(shard.x))
-        if are_empty or not shard.x.numel()
+        if are_unfilled or not shard.x.numel()
         else shard.kernels.elemt(shard.x, shard.weight, shard.bias, mean, inverse, eps)
         for shard, (_, mean, inverse, eps) in zip(shards, batches, strict=True)
     ]
@@ -171,7 +174,11 @@ def _gradients_of_rank(
     if ctx.needs_input_grad[-1]:
         means = ctx.ranks.averaged(plain, along)
         dx = _gradient(ctx.kernels, dy, x, batch, weight, means[0], means[1], 1)
-    return [dweight, plain if dbias is None else dbias, dx]
+    if not ctx.needs_input_grad[4]:
+        dbias = None  # there is no bias
+    elif dbias is None:
+        dbias = plain  # there is no weight
+    return [dweight, dbias, dx]
 
 
 def _reduced(
@@ -221,7 +228,7 @@ def _gradients_by_formula(
         if ctx.ranks is not None:
             weight = torch.ones_like(bias) if weight is None else weight
             # Not 0: the sums would be lost that the other ranks need.
-            weight = weight + TINY * (weight.detach().abs() < TINY)
+            weight = weight + _LEAST_WEIGHT * (weight.detach().abs() < _LEAST_WEIGHT)
             of_ranks = partial(_summed_over, ctx.ranks, moments.var + ctx.batches[0].eps, weight)
         denominator = Denominator(ctx.batches[0].eps)
         shards = [Formula(Call(view, weight, bias, denominator)) for view in views]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from replication.errors import ReplicationError
@@ -18,6 +19,7 @@ from replication.groups.comparison import debugging_advice
 from replication.groups.processes import Collective, ProcessGroup
 from syncbn.channels import constant_tensor
 from syncbn.kernels import TINY
+from syncbn.statistics import Denominator
 
 
 class Ranks:
@@ -26,17 +28,25 @@ class Ranks:
     #: The number of values per channel of this rank, ``(1,)``, in the dtype that ranks exchange.
     _count: Tensor
 
-    def __init__(self, group: ProcessGroup, layouts: Layouts, requires_grad: bool) -> None:
-        self._group = group
+    def __init__(
+        self,
+        group: ProcessGroup,
+        denominator: Denominator,
+        layouts: Layouts,
+        requires_grad: bool,
+    ) -> None:
+        self._group, (eps, clamps) = group, denominator
+        # What ranks exchange depends on eps, and on its mode.
+        self._name = f"batch_norm(eps={eps}{', clamp' if clamps else ''})"
         self._exchange = partial(group.exchange, layouts=layouts, requires_grad=requires_grad)
 
     def gathered(self, n: Any, mean: Tensor, spread: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
         """Returns n of the whole batch, and of all ranks: counts, ``(size,)``, means and spreads.
 
-        A count of 0 is `TINY`. Where reading the counts would block the host, they are also n.
+        A count of 0 is tiny (see `TINY`). Where reading counts would block the host, they are n.
         """
-        self._count = constant_tensor((n or TINY,), mean.device, mean.dtype)
-        rows = self._exchange("batch_norm", (self._count, mean, spread), stack=True)
+        self._count = constant_tensor((n or TINY[mean.dtype],), mean.device, mean.dtype)
+        rows = self._exchange(self._name, (self._count, mean, spread), stack=True)
         counts, end = rows[:, 0], 1 + mean.numel()
         means, spreads = rows[:, 1:end], rows[:, end:]
         total = self._total(counts.tolist()) if counts.is_cpu else counts
@@ -46,7 +56,7 @@ class Ranks:
         """Returns the sum of the counts that ranks announce, after a check."""
         for rank, count in enumerate(counts):
             # NaN is refused as well, and more than float64 can count.
-            if count != TINY and not (0 < count < 2**53 and count % 1 == 0):
+            if count != TINY[torch.float64] and not (0 < count < 2**53 and count % 1 == 0):
                 raise ReplicationError(
                     f"{self._group.where}: rank {rank} announces {count} values per channel; "
                     f"is a layer in eval() on some ranks?{debugging_advice()}"

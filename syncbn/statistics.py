@@ -41,7 +41,7 @@ class Moments(NamedTuple):
     var: Tensor
 
     def exact(self) -> Moments:
-        """Returns the same, as `syncbn.fused.KernelMoments.exact` does."""
+        """Returns the same, as `KernelMoments.exact` does."""
         return self
 
     def detach(self) -> Moments:

@@ -12,11 +12,13 @@ objects are the shards:
 
     way.takes(call)                  whether a shard could go this way; `Formula` takes any
     shard = way(call)                in the thread of its replica or process
-    shard.connect()                  saves the shard for backward, but if it is joined
+    shard.connect()                  saves the shard for backward, unless it is joined
     way.merge(shards, count_batch)   the replies to all replicas, or None if the shards differ
     shard.merge_ranks(ranks, ...)    the reply to a process
     shard.recomputed(record)         the reply to a call that a checkpoint recomputes
     shard.output(reply)              the output, in the same thread
+    shard.measured()                 the moments of the shard, unless it is joined
+    shard.record(reply)              what a recomputation needs, unless it is joined
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def synchronized_batch_norm(
     shard: Any = (Joined if joins else Fused if Fused.takes(call) else Formula)(call)
     if not isinstance(group, ReplicaGroup):
         requires_grad = torch.is_grad_enabled() and x.requires_grad
-        ranks = Ranks(cast(ProcessGroup, group), layouts, requires_grad)
+        ranks = Ranks(cast(ProcessGroup, group), call.denominator, layouts, requires_grad)
         reply = shard.merge_ranks(ranks, count_batch)
         check_count(reply.batch.n, x)  # in every rank, because no other process hears of it
     elif not exchanges:  # a checkpoint recomputes the call
@@ -105,7 +107,8 @@ def _exchanged(
 
 def _merge(group: ReplicaGroup, count_batch: CountBatch, shards: Sequence[Any]) -> Iterable[Any]:
     """Returns the replies in replica order, or the way that all shards go instead."""
-    # `group` and `count_batch` belong to the first replica. Its buffers are the original module's.
+    # `group` and `count_batch` belong to the first of these replicas. If it is replica 0, the
+    # buffers are the original module's.
     ways: set[Any] = set(map(type, shards))
     if len(ways) == 1:
         (way,) = ways

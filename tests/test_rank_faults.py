@@ -132,11 +132,13 @@ def diverged(others: str, faulty: str) -> str:
     )
 
 
-STEM, HEAD = (f"`{name}`, call 1: batch_norm of float32 [3]" for name in ("stem", "head"))
-STEM_BACKWARD, HEAD_BACKWARD = (
-    call.replace("batch_norm", "batch_norm_backward") for call in (STEM, HEAD)
+STEM, HEAD = (
+    f"`{name}`, call 1: batch_norm(eps=1e-05) of float32 [3]" for name in ("stem", "head")
 )
-WIDER = "`SynchronizedBatchNorm1d`, call 1: batch_norm of float32 [5]"
+STEM_BACKWARD, HEAD_BACKWARD = (
+    call.replace("batch_norm(eps=1e-05)", "batch_norm_backward") for call in (STEM, HEAD)
+)
+WIDER = "`SynchronizedBatchNorm1d`, call 1: batch_norm(eps=1e-05) of float32 [5]"
 WITH, WITHOUT = " that requires gradients", " that does not require gradients"
 
 

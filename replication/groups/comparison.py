@@ -38,7 +38,9 @@ _REMEDY = (
 
 
 class RankCall:
-    """A call that this rank makes in a process group. Errors in its ``with`` block name it.
+    """A call that this rank makes in a process group, counted when it is constructed.
+
+    Errors in its ``with`` block name it.
 
     Args:
         process_group: The group of `torch.distributed`.
@@ -97,13 +99,13 @@ class RankCall:
 
         It is a collective of its own, for which the host waits.
         """
-        header = torch.tensor([*self.digest, length])
+        header = torch.tensor([*self.digest, length], device="cpu")
         rows = gathered(header.to(device_of_group(self.process_group)), self.process_group)
         self.check(rows.tolist())
         return rows[:, 2].tolist()
 
     def check(self, digests: Sequence[Sequence[float]]) -> None:
-        """Raises `ReplicasDiverged` if the digests of all ranks differ: then they do on each."""
+        """Raises `ReplicasDiverged`, on every rank, if any two digests differ."""
         self.is_compared = True
         if all(digest[:2] == digests[0][:2] for digest in digests):
             return

@@ -137,10 +137,7 @@ class ProcessGroup(Group):
         tensor: Tensor,
     ) -> Tensor:
         """Runs a collective in an autograd graph. Its backward is a separate call."""
-        if is_batched(tensor):
-            raise ReplicationError(
-                "collectives between processes take no batched gradients; compute one at a time"
-            )
+        _refuse_batched(tensor)
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return collective(tensor)
         # Derivatives of any order have one name, without arguments.
@@ -193,6 +190,8 @@ class ProcessGroup(Group):
         with self._call(name, layouts, requires_grad) as call:
             if stack:
                 return self._rows(call, *vectors)
+            for vector in vectors:
+                _refuse_batched(vector)
             if self.prefers_gather(*vectors) and not torch.is_grad_enabled():
                 return reduce_tensors(self._rows(call, *vectors).unbind(), "sum")
             return self._sum(call, torch.cat([*vectors]), in_place=True)
@@ -300,9 +299,9 @@ class ProcessGroup(Group):
             vector = torch.cat(vectors) if len(vectors) > 1 else first.contiguous()
             return gathered(vector, call.process_group)
         if first.dtype == torch.float64:  # it can hold the numbers themselves
-            header = torch.tensor(call.digest, dtype=torch.float64)
+            header = torch.tensor(call.digest, dtype=torch.float64, device="cpu")
         else:
-            header = torch.tensor(call.digest).view(first.dtype)
+            header = torch.tensor(call.digest, device="cpu").view(first.dtype)
         rows = gathered(torch.cat((header, *vectors)), call.process_group)
         length = header.numel()
         headers, rows = rows[:, :length], rows[:, length:]
@@ -358,3 +357,10 @@ class ProcessGroup(Group):
 
     def _global_rank(self, rank: int) -> int:
         return distributed.get_global_rank(self.process_group, rank)
+
+
+def _refuse_batched(tensor: Tensor) -> None:
+    if is_batched(tensor):
+        raise ReplicationError(
+            "collectives between processes take no batched gradients; compute one at a time"
+        )

@@ -76,7 +76,10 @@ class ThreadState:
         }
 
     def enter(self, stack: ExitStack, device: torch.device) -> None:
-        """Sets the state of this thread, of a replica on ``device``, until ``stack`` is closed."""
+        """Sets the state of this thread, of a replica on ``device``.
+
+        Modes and streams last until ``stack`` is closed, the rest until the next forward.
+        """
         if torch.get_num_threads() != self.torch_threads:
             torch.set_num_threads(self.torch_threads)
             # Threads begin with the number that was set last, in any thread.

@@ -106,7 +106,10 @@ class Worker:
     def take(cls, key: Key, most: float, begins: object) -> Worker:
         """An idle worker like a new thread, with the most nodes up to a number, or a new one."""
         idle = _idle.setdefault(key, [])
-        for worker in sorted(idle, key=lambda worker: worker.nodes, reverse=True):
+        # Of several, the one that has served last, so that the others are found to be idle.
+        latest_first = idle[::-1]
+        latest_first.sort(key=lambda worker: worker.nodes, reverse=True)
+        for worker in latest_first:
             if worker.nodes <= most and worker.begins == begins:
                 with suppress(ValueError):  # another forward has taken it
                     idle.remove(worker)

@@ -43,7 +43,10 @@ def current_replica() -> CurrentReplica | None:
 
 
 def is_recomputation() -> bool:
-    """Whether this thread, or the caller of the replica that it runs, is in a backward."""
+    """Whether this thread, or the caller of the replica that it runs, is in a backward.
+
+    There a forward normally recomputes an activation checkpoint.
+    """
     current = this_thread.current
     is_in_backward = current is not None and current.rendezvous.in_backward
     return is_in_backward or current_backward() != NO_BACKWARD

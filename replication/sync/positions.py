@@ -9,6 +9,7 @@ from types import FrameType
 from torch import nn
 
 from replication._torch import CALL_IMPL
+from replication.errors import path_or_root
 from replication.modules import layers_of
 from replication.warning import frame_of_thread
 
@@ -73,8 +74,8 @@ def location(replica: nn.Module | None, thread: int) -> str:
     while frame is not None:  # in one variable: it may be this very frame
         path = path_of_call(frame, paths)
         frame = frame.f_back
-        if path:
-            return f"in `{path}`, {line}"
+        if path is not None:
+            return f"in `{path_or_root(path)}`, {line}"
     return line
 
 

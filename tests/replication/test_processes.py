@@ -227,7 +227,7 @@ def layers_that_are_called_in_another_order_are_named_by_their_paths(rank: int) 
     """Two layers of one class and width."""
     net = convert_model(nn.Sequential(nn.Sequential(nn.BatchNorm1d(3)), nn.BatchNorm1d(3)))
     first, second = (net[0][0], net[1]) if rank else (net[1], net[0][0])
-    texts = [f"`{path}`, call 1: batch_norm of float32 [3]" for path in ("1", "0.0")]
+    texts = [f"`{path}`, call 1: batch_norm(eps=1e-05) of float32 [3]" for path in ("1", "0.0")]
     diverges(lambda: second(first(torch.randn(2, 3))), *texts)
 
 

@@ -117,6 +117,15 @@ def test_idle_threads_end_that_no_recent_forward_has_used(monkeypatch):
     assert seen(threading.current_thread) == latest
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_of_several_idle_threads_the_latest_serves_so_that_the_others_end(grad):
+    barrier = threading.Barrier(4, timeout=DEADLINE)
+    with torch.set_grad_enabled(grad):
+        together(*[lambda: apply(barrier.wait, barrier.wait)] * 2)
+        served = [seen(threading.current_thread) for _ in range(5)]
+    assert served == [served[0]] * 5
+
+
 #: Keeps what a thread has entered until the test ends: modes end with their objects.
 entered: list[Any] = []
 

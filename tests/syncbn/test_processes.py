@@ -438,7 +438,10 @@ def requires_grad_differs(rank: int) -> str:
 
 def test_under_debug_inputs_that_require_gradients_on_some_ranks_only_are_named():
     for error in run_ranks(2, requires_grad_differs):
-        assert "call 1: batch_norm of float32 [2] that requires gradients; rank 1: " in error
+        assert (
+            "call 1: batch_norm(eps=1e-05) of float32 [2] that requires gradients; rank 1: "
+            in error
+        )
 
 
 class Parts(ReplicaAware, nn.Module):

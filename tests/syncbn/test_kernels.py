@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import fused as contract
-from syncbn import kernels
+from syncbn import SynchronizedBatchNorm2d, kernels
 from syncbn.channels import in_format_of
 from syncbn.kernels import ON_CPU, kernels_for, moments
 from tests.layouts import LAYOUTS, channels_last, channels_of
 from tests.pairwise import pairwise
+from tests.sharded import run_sharded
 
 EPS = 1e-5
 
@@ -214,3 +215,69 @@ def test_devices_without_the_kernels_have_none():
         None,
         kernels.Kernels(*[getattr(torch, n) for n in contract.KERNELS]),
     )
+
+
+# -- found by random trials --------------------------------------------------------------------
+
+
+def two_shards(layer: nn.Module, *shards: Tensor) -> list[Tensor]:
+    """The outputs of replicas whose shards differ in size, so that they are not joined."""
+    return run_sharded(layer, [shard.requires_grad_() for shard in shards])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_default_dtype_and_device_do_not_matter(dtype, monkeypatch):
+    shards = [torch.randn(2, 3, 4, w).to(dtype) for w in (4, 5)]
+    big = torch.randn(40_000, 3).to(dtype)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            layer = SynchronizedBatchNorm2d(3, device="cpu", dtype=torch.float32)
+            ys = two_shards(layer, *shards)
+            assert moments(big)[0].device.type == "cpu"
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(
+        layer.running_mean, 0.1 * torch.cat([s.flatten(2) for s in shards], 2).float().mean((0, 2))
+    )
+    assert [y.dtype for y in ys] == [dtype] * 2
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.0])
+def test_a_variance_beyond_half_precision_is_averaged_before_it_is_rounded(momentum):
+    layer, plain = (
+        SynchronizedBatchNorm2d(2, momentum=momentum).half(),
+        nn.BatchNorm1d(2, momentum=momentum).half(),
+    )
+    shards = [(torch.randn(2, 2, 3, w) * 400).half() for w in (4, 5)]
+    two_shards(layer, *shards)
+    plain(torch.cat([s.flatten(2) for s in shards], 2))
+    torch.testing.assert_close(layer.running_var, plain.running_var, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("deviation", [1e-15, 1e12, 1e15, 1e17])
+def test_gradients_at_extreme_deviations(deviation):
+    shards = [torch.randn(2, 2, 3, w) * deviation for w in (4, 5)]
+    dys = [torch.randn_like(shard) for shard in shards]
+    layer = SynchronizedBatchNorm2d(2, eps=1e-30)
+    torch.autograd.backward(two_shards(layer, *shards), dys)
+    exact = nn.BatchNorm1d(2, eps=1e-30, dtype=torch.float64)
+    x = torch.cat([s.detach().flatten(2) for s in shards], 2).double().requires_grad_()
+    exact(x).backward(torch.cat([dy.flatten(2) for dy in dys], 2).double())
+    got = torch.cat([shard.grad.flatten(2) for shard in shards], 2)
+    torch.testing.assert_close(got.double() * deviation, x.grad * deviation, rtol=1e-4, atol=1e-6)
+
+
+def test_a_small_variance_counts_fully_in_a_cumulative_average():
+    shards = [torch.randn(2, 2, 3, w) * 0.03 for w in (4, 5)]
+    layer = SynchronizedBatchNorm2d(2, momentum=None, eps=1.0)
+    two_shards(layer, *shards)
+    expected = torch.cat([s.detach().flatten(2) for s in shards], 2).double().var((0, 2))
+    torch.testing.assert_close(layer.running_var.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_an_empty_shard_has_no_weight_at_large_means():
+    layer = SynchronizedBatchNorm2d(2, momentum=1.0)
+    two_shards(layer, torch.full((2, 2, 3, 4), 1.1e13), torch.zeros(0, 2, 3, 4))
+    assert layer.running_var.tolist() == [0, 0]

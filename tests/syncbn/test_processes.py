@@ -7,6 +7,7 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from syncbn.processes import Ranks
 from tests import oracle
 from tests.layers import Recomputed, outcome_of
 from tests.ranks import needs_gloo, recorded_collectives, run_ranks
-from tests.sharded import assert_reads_no_value, randomized
+from tests.sharded import assert_reads_no_value, eps_mode, randomized
 
 try:
     from torch.distributed.fsdp import fully_shard
@@ -320,6 +321,58 @@ def test_float64_loses_nothing_of_a_tiny_variance_at_a_large_mean(far_from_zero,
     expected = (x - 1e4).transpose(0, 1).flatten(1).var(1)
     for results in far_from_zero:
         torch.testing.assert_close(results[way, "tiny_variance"], expected, rtol=1e-9, atol=0)
+
+
+# -- what ranks may differ in, and what not ----------------------------------------------------
+
+
+def without_parameters(rank: int) -> list[Tensor]:
+    found = []
+    for options in ({"affine": False}, {"bias": False}):
+        x = shards_of(2)[rank].requires_grad_()
+        y = SynchronizedBatchNorm1d(2, dtype=torch.float64, **options)(x)
+        found += torch.autograd.grad(y, x, shards_of(2, seed=1)[rank])
+    return found
+
+
+def test_layers_without_weight_or_bias_have_gradients():
+    x = torch.cat(shards_of(2)).requires_grad_()
+    y = nn.BatchNorm1d(2, affine=False, dtype=torch.float64)(x)
+    (expected,) = torch.autograd.grad(y, x, torch.cat(shards_of(2, seed=1)))
+    for joined in map(torch.cat, zip(*run_ranks(2, without_parameters), strict=True)):
+        torch.testing.assert_close(joined, expected)
+
+
+def refused(rank: int) -> list[str]:
+    """What ranks are told that differ in eps, in its mode, and that batch gradients."""
+    x, errors = torch.randn(3, 4, requires_grad=True), []
+    for eps, mode in ((1.0 if rank else 1e-5, "plus"), (1e-5, "clamp" if rank else "plus")):
+        with eps_mode(mode):
+            layer = SynchronizedBatchNorm1d(4, eps=eps)
+            errors.append(str(outcome_of(lambda layer=layer: layer(x)).error))
+    y = SynchronizedBatchNorm1d(4)(x)
+    grad = partial(torch.autograd.grad, y, x, torch.randn(2, 3, 4), is_grads_batched=True)
+    return [*errors, str(outcome_of(grad).error)]
+
+
+def test_eps_that_differs_and_batched_gradients_are_refused():
+    for differs, mode, batched in run_ranks(2, refused):
+        assert "batch_norm(eps=1e-05) of" in differs
+        assert "batch_norm(eps=1.0) of" in differs
+        assert "batch_norm(eps=1e-05, clamp) of" in mode
+        assert batched.startswith("collectives between processes take no batched gradients")
+
+
+def of_an_empty_channel(rank: int) -> bool:
+    """Whether the gradient of a shard has a graph. `+` gives an empty shard odd strides."""
+    x = torch.randn(0 if rank else 4, 1, requires_grad=True)
+    y = SynchronizedBatchNorm1d(1)(x + 1)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return dx.requires_grad
+
+
+def test_an_empty_shard_of_one_channel_takes_part_in_second_derivatives():
+    assert run_ranks(2, of_an_empty_channel) == [True, True]
 
 
 # -- large means -------------------------------------------------------------------------------

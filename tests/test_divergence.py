@@ -15,12 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from replication import (
-    DataParallel,
-    Group,
-    ReplicaAware,
-    ReplicasDiverged,
-)
+from replication import DataParallel, Group, ReplicaAware, ReplicasDiverged
 from syncbn import SynchronizedBatchNorm1d
 from tests import stepping
 from tests.deadlines import Deadline

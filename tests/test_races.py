@@ -41,14 +41,7 @@ from replication.sync.observation import observer
 from replication.sync.rendezvous import Rendezvous
 from replication.warning import once_for
 from syncbn import convert_model
-from tests.layers import (
-    DEADLINE,
-    Centering,
-    CustomDataParallel,
-    outcome_of,
-    together,
-    values,
-)
+from tests.layers import DEADLINE, Centering, CustomDataParallel, outcome_of, together, values
 from tests.processes import run_python
 from tests.stepping import batch, network, wraps
 

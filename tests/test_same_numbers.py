@@ -13,11 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from replication import (
-    DataParallel,
-    data_parallel,
-    patch_replication_callback,
-)
+from replication import DataParallel, data_parallel, patch_replication_callback
 from syncbn import convert_model
 from tests import stepping
 from tests.devices import several

@@ -245,9 +245,7 @@ def test_patch_refuses_a_method_on_the_object_which_would_hide_its_own(name):
 
 
 copied_each_way = pytest.mark.parametrize(
-    "copied",
-    [copy.copy, copy.deepcopy, pickled],
-    ids=["copy", "deepcopy", "pickle"],
+    "copied", [copy.copy, copy.deepcopy, pickled], ids=["copy", "deepcopy", "pickle"]
 )
 
 

@@ -18,13 +18,7 @@ from replication import (
     patch_replication_callback,
     replicate,
 )
-from tests.layers import (
-    AsTorchDoes,
-    ByForward,
-    ByPlainThreads,
-    CustomDataParallel,
-    pickled,
-)
+from tests.layers import AsTorchDoes, ByForward, ByPlainThreads, CustomDataParallel, pickled
 
 
 class Keeps(nn.Module):

@@ -16,11 +16,7 @@ from torch import Tensor, nn
 
 import replication
 import replication.sync.rendezvous
-from replication import (
-    DataParallel,
-    data_parallel,
-    patch_replication_callback,
-)
+from replication import DataParallel, data_parallel, patch_replication_callback
 from syncbn import convert_model
 from tests.junk import nested
 from tests.layers import AsTorchDoes, Centering, Echo, Numbered, echoed, ours

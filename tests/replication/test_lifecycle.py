@@ -323,9 +323,7 @@ def test_replica_shows_the_signature_of_its_forward():
 
 
 @pytest.mark.parametrize(
-    "copied",
-    [copy.copy, copy.deepcopy, pickled],
-    ids=["copy", "deepcopy", "pickle"],
+    "copied", [copy.copy, copy.deepcopy, pickled], ids=["copy", "deepcopy", "pickle"]
 )
 def test_copy_of_a_replica_belongs_to_no_forward(copied):
     net = nn.Sequential(Signed(), Numbered())

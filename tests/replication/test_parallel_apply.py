@@ -20,21 +20,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from replication import (
-    DataParallel,
-    execute_replication_callbacks,
-    parallel_apply,
-    replicate,
-)
-from tests.layers import (
-    DEADLINE,
-    HAS_GIL,
-    Centering,
-    Numbered,
-    freed,
-    soon,
-    together,
-)
+from replication import DataParallel, execute_replication_callbacks, parallel_apply, replicate
+from tests.layers import DEADLINE, HAS_GIL, Centering, Numbered, freed, soon, together
 from tests.processes import run_program
 from tests.sharded import BATCH, norm, whole_batch
 

@@ -460,9 +460,7 @@ def test_forward_leaves_nothing_in_the_instance():
 
 
 @pytest.mark.parametrize(
-    "copied",
-    [copy.copy, copy.deepcopy, pickled],
-    ids=["copy", "deepcopy", "pickle"],
+    "copied", [copy.copy, copy.deepcopy, pickled], ids=["copy", "deepcopy", "pickle"]
 )
 def test_copy_of_a_master_has_its_callback_and_no_slaves(copied):
     master = SyncMaster(square)
@@ -476,11 +474,7 @@ def test_copy_of_a_master_has_its_callback_and_no_slaves(copied):
     assert master.nr_slaves == 1
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, pickled],
-    ids=["deepcopy", "pickle"],
-)
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
 def test_copy_of_a_layer_that_has_run_runs(copied):
     model = DataParallel(Centering(), ["cpu"] * 3)
     x = torch.randn(6, 2)

@@ -12,20 +12,9 @@ from typing import NamedTuple
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replication import (
-    ReplicaFailed,
-    ReplicasDiverged,
-    ReplicasTimedOut,
-    ReplicationError,
-)
+from replication import ReplicaFailed, ReplicasDiverged, ReplicasTimedOut, ReplicationError
 from replication.sync import rendezvous as module
 from replication.sync import writes
 from replication.sync.current import CurrentReplica, current_replica, is_recomputation, this_thread

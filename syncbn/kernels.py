@@ -140,18 +140,8 @@ def batch_norm_backward_reduce(
     center = mean.to(accumulation_dtype(input.dtype))
     one, mask = _ones(center.numel(), center.dtype), [False, True, True]
     # Strides of other formats would make torch round each product to half precision.
-    args: Any = (
-        grad_out,
-        in_format_of(input, input),
-        one,
-        center,
-        one,
-        None,
-        None,
-        False,
-        0.0,
-        mask,
-    )
+    x = in_format_of(input, input)
+    args: Any = grad_out, x, one, center, one, None, None, False, 0.0, mask
     _, along, plain = torch.ops.aten.native_batch_norm_backward(*args)
     if mean.dtype == torch.float64:
         along = along - (mean - center) * plain

@@ -18,7 +18,6 @@ class Denominator(NamedTuple):
     clamps: bool = False
 
     def of(self, var: Tensor) -> Tensor:
-        """Returns the denominator for a variance."""
         return var.clamp(min=self.eps) if self.clamps else var + self.eps
 
 
@@ -41,7 +40,7 @@ class Moments(NamedTuple):
     var: Tensor
 
     def exact(self) -> Moments:
-        """Returns the same, as `syncbn.fused.KernelMoments.exact` does."""
+        """Returns the same, as `KernelMoments.exact` does."""
         return self
 
     def detach(self) -> Moments:

@@ -337,9 +337,6 @@ def test_the_normalization_itself_may_be_parametrized_once_it_is_converted(n, wr
     assert_trains_alike(use, wrap, n)
 
 
-# -- optimizers --------------------------------------------------------------------------------
-
-
 # -- scaled losses -----------------------------------------------------------------------------
 
 

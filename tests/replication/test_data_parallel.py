@@ -84,10 +84,6 @@ def test_layers_communicate_without_grad(mode):
 # -- arguments ---------------------------------------------------------------------------------
 
 
-def test_it_is_a_data_parallel_of_torch():
-    assert issubclass(DataParallel, nn.DataParallel)
-
-
 def test_older_names_name_the_same_objects():
     assert replication.DataParallelWithCallback is DataParallel
     assert replication.ReplicationCallbackDataParallel is DataParallel

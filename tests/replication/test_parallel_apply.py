@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import gc
 import os
 import re
 import signal
@@ -21,7 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from replication import DataParallel, execute_replication_callbacks, parallel_apply, replicate
-from tests.layers import DEADLINE, HAS_GIL, Centering, Numbered, freed, soon, together
+from tests.layers import (
+    DEADLINE,
+    HAS_GIL,
+    Centering,
+    Numbered,
+    freed,
+    no_garbage_collection,
+    soon,
+    together,
+)
 from tests.processes import run_program
 from tests.sharded import BATCH, norm, whole_batch
 
@@ -114,14 +122,11 @@ def test_ended_call_keeps_nothing_alive():
 
     replicas = [Call(make), Call(make)]
     references += [weakref.ref(replica) for replica in replicas]
-    gc.disable()
-    try:
+    with no_garbage_collection():
         outputs = parallel_apply(replicas, [()] * 2)
         del outputs, replicas
         assert len(references) == 4
         assert freed(*references)
-    finally:
-        gc.enable()
 
 
 # -- the caller's state ------------------------------------------------------------------------
@@ -136,27 +141,6 @@ def test_grad_and_inference_mode_are_the_callers(grad, inference):
 
     with torch.inference_mode(inference), torch.set_grad_enabled(grad):
         assert seen(state) == [(grad, inference, inference)] * 2
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("cached", [True, False])
-def test_autocast_is_the_callers(enabled, dtype, cached):
-    def state() -> tuple[bool, torch.dtype, bool]:
-        return (
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
-            torch.is_autocast_cache_enabled(),
-        )
-
-    with torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cached):
-        assert seen(state) == [state()] * 2
-
-
-def test_default_device_is_the_callers():
-    with torch.device("meta"):
-        assert seen(lambda: torch.ones(1).device.type) == ["meta"] * 2
-    assert seen(lambda: torch.ones(1).device.type) == ["cpu"] * 2
 
 
 variable: contextvars.ContextVar[Any] = contextvars.ContextVar("variable", default="default")
@@ -318,28 +302,20 @@ def test_error_is_freed_with_its_last_reference():
         references.append(weakref.ref(token))
         raise WorkerError(token)
 
-    gc.collect()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         with contextlib.suppress(WorkerError):
             apply(fail_with_a_token, lambda: None)
         assert freed(*references)
-    finally:
-        gc.enable()
-
-
-def talking_replicas(n: int = 2) -> list[nn.Module]:
-    replicas = replicate(Centering(), ["cpu"] * n)
-    execute_replication_callbacks(replicas)
-    return replicas
 
 
 @pytest.mark.parametrize("replica", [0, 1])
 def test_replica_that_cannot_be_called_wakes_the_others(replica):
+    replicas = replicate(Centering(), ["cpu"] * 2)
+    execute_replication_callbacks(replicas)
     kwargs: list[Any] = [{}, {}]
     kwargs[replica] = None
     x = torch.ones(1, 1)
-    (outcome,) = together(lambda: parallel_apply(talking_replicas(), [x, x], kwargs))
+    (outcome,) = together(lambda: parallel_apply(replicas, [x, x], kwargs))
     assert isinstance(outcome.error, TypeError)
 
 

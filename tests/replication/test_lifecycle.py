@@ -254,16 +254,6 @@ def test_replicas_end_with_the_forward(wrap):
         output.sum().backward()
 
 
-def test_replicas_end_with_a_forward_that_has_diverged():
-    model = ours(Repeat(Centering(), (1, 2)), 2)
-    seen = live_replicas(model)
-    with no_garbage_collection():
-        with suppress(ReplicasDiverged):
-            model(torch.randn(4, 2))
-        assert len(seen) == 2
-        assert freed(*seen)
-
-
 def test_replicas_end_after_a_system_exit_that_another_error_follows():
     """Which comes after the caller has gone. No cycle needs the garbage collector."""
     gone = threading.Event()

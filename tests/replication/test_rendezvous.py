@@ -629,10 +629,6 @@ def test_wait_ends_at_the_deadline():
     assert time.monotonic() < rendezvous.deadline + module.STALL_TIMEOUT / 2
 
 
-def test_limits_are_as_documented():
-    assert (module.STALL_TIMEOUT, module._POLL, writes.LONGEST_WRITE) == (20.0, 1.0, 1.0)
-
-
 def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):
     monkeypatch.setattr(module, "STALL_TIMEOUT", 0.01)
     rendezvous = entered(2)

@@ -74,11 +74,10 @@ class Fused:
         if self._own is None:
             x, eps = self.x.detach(), self.call.denominator.eps
             n = values_per_channel(x)
-            if n:
+            if n or self.is_host:
                 mean, inverse = self.kernels.stats(x, eps)
             else:
-                dtype = torch.float64 if self.is_host else accumulation_dtype(x.dtype)
-                mean = x.new_zeros(x.size(1), dtype=dtype)
+                mean = x.new_zeros(x.size(1), dtype=accumulation_dtype(x.dtype))
                 inverse = torch.full_like(mean, eps**-0.5)
             self._own = KernelMoments(n, mean, inverse, eps)
         return self._own

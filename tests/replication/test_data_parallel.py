@@ -188,12 +188,10 @@ def test_each_step_can_be_overridden():
     assert seen == steps
 
 
-class ScatteredByTorch(DataParallel):
-    def scatter(self, *args: Any) -> Any:
-        return nn.DataParallel.scatter(self, *args)
-
-
 def test_torchs_scatter_may_override_ours_where_there_are_no_arguments():
+    class ScatteredByTorch(DataParallel):
+        scatter = nn.DataParallel.scatter
+
     class Constant(nn.Module):
         def forward(self) -> Tensor:
             return torch.ones(1)

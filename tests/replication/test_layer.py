@@ -208,16 +208,6 @@ def test_group_that_was_taken_before_there_were_replicas_is_refused_in_them():
 # -- life --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_copy_of_a_replica_says_that_it_has_no_copies(copied):
-    with torch.no_grad():
-        replicas = replicate(Total(), ["cpu"] * 2, detach=True)
-    execute_replication_callbacks(replicas)
-    twin = copied(replicas[1])
-    with pytest.raises(ReplicationError, match="group is a copy"):
-        twin(torch.ones(1, 1))
-
-
 class CopiesItself(Total):
     """Calls copies of itself that differ in an attribute, as a teacher may from its student."""
 

@@ -396,12 +396,19 @@ def test_two_branches_may_run_side_by_side_inside_a_replica():
         torch.testing.assert_close(y[:, 0], whole_batch(BATCH))
 
 
-def test_replicas_share_the_threads_that_the_caller_has_now():
-    class Threads(nn.Module):
-        def forward(self, x):
-            return x + torch.get_num_threads()
+class Threads(nn.Module):
+    """Adds the number of intra-op threads of its replica. Its layer is there to be seen."""
 
-    model = DataParallel(Threads(), ["cpu"] * 2)
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.get_num_threads()
+
+
+def test_replicas_share_the_threads_that_the_caller_has_now():
+    model = DataParallel(Threads(nn.Identity()), ["cpu"] * 2)
     try:
         for count, share in ((1, 1), (4, 2), (3, 1), (6, 3)):
             torch.set_num_threads(count)
@@ -432,16 +439,7 @@ def test_replicas_share_the_threads_that_the_caller_has_now():
 )
 def test_replicas_with_wide_convolutions_keep_two_threads(layer, shares):
     """Torch computes these without oneDNN in a single thread."""
-
-    class Threads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x):
-            return x + torch.get_num_threads()
-
-    model = DataParallel(Threads(), ["cpu"] * 2)
+    model = DataParallel(Threads(layer), ["cpu"] * 2)
     try:
         for count, share in zip((1, 2, 3, 6), shares, strict=True):
             torch.set_num_threads(count)

@@ -325,17 +325,19 @@ def gradient(calls: nn.Module, x: Tensor, dy: Tensor) -> Tensor:
     return grad
 
 
+def assert_recomputes_alike(call: Callable[[nn.Module, Tensor], Tensor], dtype: Any) -> None:
+    x, dy = torch.randn(2, 6, 3).to(dtype)
+    nets = [Body(call, wrap).to(dtype) for wrap in (plain, recomputed)]
+    torch.testing.assert_close(*(gradient(net, x.clone().requires_grad_(), dy) for net in nets))
+
+
 def test_calls_without_a_graph_are_made_again_as_such():
     def target(norm: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
             scale = norm(3 * x + 1)
         return torch.tanh(norm(x.square()) * scale)
 
-    x, dy = torch.randn(2, 6, 3)
-    grads = [
-        gradient(Body(target, w), x.clone().requires_grad_(), dy) for w in (plain, recomputed)
-    ]
-    torch.testing.assert_close(*grads)
+    assert_recomputes_alike(target, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -351,15 +353,7 @@ def test_in_half_precision_a_recomputation_may_round_otherwise(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_layer_with_parameters_in_half_precision_is_recomputed(dtype):
-    def call(norm: nn.Module, x: Tensor) -> Tensor:
-        return norm(x).tanh()  # saves the output of the layer
-
-    x, dy = torch.randn(2, 6, 3).to(dtype)
-    grads = [
-        gradient(Body(call, way).to(dtype), x.clone().requires_grad_(), dy)
-        for way in (plain, recomputed)
-    ]
-    torch.testing.assert_close(*grads)
+    assert_recomputes_alike(lambda norm, x: norm(x).tanh(), dtype)  # saves the layer's output
 
 
 def test_calls_whose_statistics_differ_by_rounding_are_alike():

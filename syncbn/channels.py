@@ -41,7 +41,6 @@ def in_float64(tensor: Tensor) -> Tensor:
 
 
 def values_per_channel(x: Tensor) -> int:
-    """Returns the number of values of each channel."""
     return x.numel() // x.size(1) if x.size(1) else 0
 
 
@@ -78,7 +77,6 @@ def with_usual_strides(x: Tensor) -> Tensor:
 
 
 def in_format_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """Returns a tensor in the memory format of another."""
     return tensor.contiguous(memory_format=memory_format(like))
 
 

@@ -92,7 +92,6 @@ class Formula:
 
     @staticmethod
     def merge(shards: Sequence[Formula], count_batch: CountBatch) -> list[Reply]:
-        """Returns the reply to each shard, and updates the running statistics."""
         batch = merge([shard.own for shard in shards])
         if batch.n != 1:  # else the call raises, and does not count
             count_batch().update(batch)
@@ -102,7 +101,6 @@ class Formula:
         return [shard.reply(batch) for shard in shards]
 
     def merge_ranks(self, ranks: Ranks, count_batch: CountBatch) -> Reply:
-        """Returns the reply to a process, and updates the running statistics."""
         self.connect()
         n, counts, *rows = ranks.gathered(*self.own.detach())
         total = counts.sum()
@@ -121,7 +119,6 @@ class Formula:
         return Reply(batch, scale, shift)
 
     def output(self, reply: Reply) -> Tensor:
-        """Returns the normalized shard."""
         vectors = reply.batch.mean, reply.scale, reply.shift
         mean, scale, shift = (vector.to(self.own.mean.device) for vector in vectors)
         return _affine(self.x, mean - self.center, scale, shift).to(self.call.x.dtype)
@@ -131,7 +128,6 @@ class Formula:
         return Record(own, batch.detach(), self.records_graph, batch.mean.requires_grad)
 
     def recomputed(self, record: Record) -> Reply:
-        """Returns the reply to a call that a checkpoint recomputes."""
         with hidden_from_hooks():
             batch = with_derivatives(record.batch, [self.own])
             if record.requires_grad and not batch.mean.requires_grad:

@@ -43,7 +43,7 @@ class Reply(NamedTuple):
 
 
 class Fused:
-    """A shard on a device that has the kernels."""
+    """A shard on a device that has the kernels. `syncbn.ways` explains the methods."""
 
     kernels: Kernels
 
@@ -62,7 +62,6 @@ class Fused:
 
     @staticmethod
     def takes(call: Call) -> bool:
-        """Whether this shard may go this way, as far as its replica knows."""
         return kernels_for(call.x.device.type) is not None and not call.denominator.clamps
 
     @property
@@ -75,11 +74,10 @@ class Fused:
         if self._own is None:
             x, eps = self.x.detach(), self.call.denominator.eps
             n = values_per_channel(x)
-            if n:
+            if n or self.is_host:
                 mean, inverse = self.kernels.stats(x, eps)
             else:
-                dtype = torch.float64 if self.is_host else accumulation_dtype(x.dtype)
-                mean = x.new_zeros(x.size(1), dtype=dtype)
+                mean = x.new_zeros(x.size(1), dtype=accumulation_dtype(x.dtype))
                 inverse = torch.full_like(mean, eps**-0.5)
             self._own = KernelMoments(n, mean, inverse, eps)
         return self._own
@@ -110,7 +108,6 @@ class Fused:
         return [Reply(batch, y, is_unfilled) for batch, y in zip(batches, ys, strict=True)]
 
     def merge_ranks(self, ranks: Ranks, count_batch: CountBatch) -> Reply:
-        """Returns the reply to a process, and updates the running statistics."""
         own = self.measured()
         batch = self._merged(*ranks.gathered(own.n, own.mean, own.inverse), count_batch)
         return self.reply(batch, ranks)
@@ -160,7 +157,6 @@ class Fused:
         return Record(self.measured(), reply.batch, self.records_graph, reply.y.requires_grad)
 
     def recomputed(self, record: Record) -> Reply:
-        """Returns the reply to a call that a checkpoint recomputes."""
         if record.requires_grad and not self.x.requires_grad:
             # Perhaps only the inputs of other replicas did.
             self.x = self.x.detach().requires_grad_()

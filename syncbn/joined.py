@@ -31,7 +31,6 @@ class Joined:
 
     @staticmethod
     def takes(call: Call) -> bool:
-        """Whether this shard may be joined with others, as far as its replica knows."""
         x = call.x
         return (
             x.is_cpu

@@ -156,8 +156,7 @@ def _gradients(
     dxs: list[Tensor | None] = [None] * len(xs)
     for i, (total_here,) in enumerate(copied([total], [x.device for x in xs])):
         if needs[i]:
-            plain, along = total_here.unbind()
-            args = dys[i], xs[i], ctx.batches[i], weights[i], plain, along, n
+            args = dys[i], xs[i], ctx.batches[i], weights[i], total_here, n
             dxs[i] = _gradient(ctx.kernels, *args)
     return [dweight, dbias if needs_dbias else None, *dxs]
 
@@ -172,8 +171,7 @@ def _gradients_of_rank(
     plain, along, dweight, dbias = _reduced(ctx.kernels, dy, x, batch, weight)
     dx = None
     if ctx.needs_input_grad[-1]:
-        means = ctx.ranks.averaged(plain, along)
-        dx = _gradient(ctx.kernels, dy, x, batch, weight, means[0], means[1], 1)
+        dx = _gradient(ctx.kernels, dy, x, batch, weight, ctx.ranks.averaged(plain, along), 1)
     if not ctx.needs_input_grad[4]:
         dbias = None  # there is no bias
     elif dbias is None:
@@ -198,13 +196,13 @@ def _gradient(
     x: Tensor,
     batch: KernelMoments,
     weight: Tensor | None,
-    plain: Tensor,
-    along: Tensor,
+    sums: Tensor,
     n: int,
 ) -> Tensor:
-    """Returns the gradient of a shard, given the sums of all."""
+    """Returns the gradient of a shard, given the two sums of all, ``(2, C)``."""
     if not x.numel():
         return torch.empty_like(x)
+    plain, along = sums.unbind()
     count = constant_tensor((n,), x.device, torch.int32)
     return kernels.backward_elemt(dy, x, batch.mean, batch.inverse, weight, plain, along, count)  # type: ignore[no-any-return]
 

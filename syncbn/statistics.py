@@ -18,7 +18,6 @@ class Denominator(NamedTuple):
     clamps: bool = False
 
     def of(self, var: Tensor) -> Tensor:
-        """Returns the denominator for a variance."""
         return var.clamp(min=self.eps) if self.clamps else var + self.eps
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import sys
@@ -135,6 +136,11 @@ def freed(*references: Callable[[], Any]) -> bool:
 def pickled(thing: Any) -> Any:
     """A copy, as another process gets it."""
     return pickle.loads(pickle.dumps(thing))
+
+
+copied_each_way = pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, pickled], ids=["copy", "deepcopy", "pickle"]
+)
 
 
 class Centering(nn.Module):

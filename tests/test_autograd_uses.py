@@ -53,6 +53,12 @@ def assert_alike(use: Use, net: nn.Module | None = None, **options: Any) -> None
     stepping.assert_alike(run, net, replicated)
 
 
+def forward_and_backward(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    y = model(x)
+    y.backward(dy)
+    return [y]
+
+
 # -- several forwards, several backwards -------------------------------------------------------
 
 
@@ -119,12 +125,7 @@ class PlusOne(nn.Module):
     ids=["relu", "plus", "between", "before"],
 )
 def test_activations_in_place_around_the_layer(net):
-    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
-        y = model(x)
-        y.backward(dy)
-        return [y]
-
-    assert_alike(use, copy.deepcopy(net))  # it keeps gradients
+    assert_alike(forward_and_backward, copy.deepcopy(net))  # it keeps gradients
 
 
 # -- hooks -------------------------------------------------------------------------------------
@@ -172,12 +173,14 @@ def test_an_optimizer_may_step_inside_the_backward():
     assert_alike(use)
 
 
-class HooksTensors(nn.Module):
-    """Sets hooks on what goes in and out of its layer."""
-
+class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.head = nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+
+class HooksTensors(Layer):
+    """Sets hooks on what goes in and out of its layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * 2
@@ -204,12 +207,8 @@ def test_hooks_of_tensors_inside_the_forward(creates_graph):
 # -- saved tensors -----------------------------------------------------------------------------
 
 
-class OnCpu(nn.Module):
+class OnCpu(Layer):
     """Moves what its layer saves for backward to the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.BatchNorm1d(3), nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         with save_on_cpu():
@@ -226,7 +225,7 @@ def test_saving_on_the_cpu_inside_the_forward():
     assert_alike(use, OnCpu().double())
 
 
-class Copies(nn.Module):
+class Copies(Layer):
     """Saves copies for backward and changes the layer's input in place afterwards.
 
     Some replicas do so, as the hooks are seen by their thread only.
@@ -234,7 +233,6 @@ class Copies(nn.Module):
 
     def __init__(self, replicas: Sequence[int]) -> None:
         super().__init__()
-        self.layer, self.head = nn.BatchNorm1d(3), nn.Linear(3, 2)
         self.replicas = replicas
 
     def forward(self, x: Tensor) -> Tensor:
@@ -251,12 +249,7 @@ class Copies(nn.Module):
 
 @pytest.mark.parametrize("replicas", [[0], [1], [1, 2], [0, 1, 2]], ids=str)
 def test_an_input_changed_in_place_behind_hooks_that_copy_it(replicas):
-    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
-        y = model(x)
-        y.backward(dy)
-        return [y]
-
-    assert_alike(use, Copies(replicas).double())
+    assert_alike(forward_and_backward, Copies(replicas).double())
 
 
 @pytest.mark.cpu("NumPy's arrays are on the CPU")

@@ -15,12 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from replication import (
-    DataParallel,
-    Group,
-    ReplicaAware,
-    ReplicasDiverged,
-)
+from replication import DataParallel, Group, ReplicaAware, ReplicasDiverged
 from syncbn import SynchronizedBatchNorm1d
 from tests import stepping
 from tests.deadlines import Deadline
@@ -31,7 +26,6 @@ from tests.layers import (
     LayerError,
     N,
     Numbered,
-    Repeat,
     as_torch_does,
     ours,
     outcome_of,
@@ -277,12 +271,6 @@ def test_a_replica_in_inference_mode_sends_constants(replica):
 
 
 # -- any program -------------------------------------------------------------------------------
-
-
-def test_module_path_is_that_within_the_network():
-    net = nn.Sequential(nn.ReLU(), nn.Sequential(Repeat(Centering(), (1, 0))))
-    with pytest.raises(ReplicasDiverged, match=r"`1\.0\.layer`, call 1"):
-        DataParallel(net, several(2))(torch.randn(4, 2))
 
 
 class Program(Numbered):

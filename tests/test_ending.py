@@ -34,12 +34,7 @@ from replication.sync import observation
 from replication.sync.current import current_replica
 from replication.sync.lifecycle import rendezvous_of
 from replication.sync.rendezvous import Rendezvous, Wait
-from syncbn import (
-    SynchronizedBatchNorm1d,
-    convert_model,
-    patch_sync_batchnorm,
-    ways,
-)
+from syncbn import SynchronizedBatchNorm1d, convert_model, patch_sync_batchnorm, ways
 from syncbn.joined import Joined
 from tests.deadlines import ends
 from tests.layers import (

@@ -93,11 +93,7 @@ def saved_and_loaded(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-DUPLICATES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": pickled,
-    "torch.save": saved_and_loaded,
-}
+DUPLICATES = {"deepcopy": copy.deepcopy, "pickle": pickled, "torch.save": saved_and_loaded}
 duplicates = pytest.mark.parametrize("duplicate", DUPLICATES.values(), ids=DUPLICATES)
 wrapped = pytest.mark.parametrize("whole", [True, False], ids=["DataParallel", "module"])
 

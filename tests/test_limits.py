@@ -8,27 +8,23 @@ import threading
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from replication import ReplicasTimedOut, parallel_apply
 from replication.sync.current import current_replica
 from syncbn import DataParallel, SynchronizedBatchNorm1d, convert_model
 from tests.deadlines import soon
+from tests.layers import Recomputed
 
 CPUS = ["cpu"] * 2
-
-
-class Recomputed(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def test_dropout_between_checkpoints():
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first = Recomputed(nn.Linear(3, 4), nn.BatchNorm1d(4))
-            self.second = Recomputed(nn.Linear(4, 4), nn.BatchNorm1d(4))
+            self.first, self.second = (
+                Recomputed(nn.Sequential(nn.Linear(n, 4), nn.BatchNorm1d(4))) for n in (3, 4)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             mask = torch.empty(len(x), 4).bernoulli_(0.5) * 2
@@ -58,9 +54,9 @@ def test_momentum_that_makes_up_for_a_second_update():
     x = torch.randn(8, 3, requires_grad=True)
     once(x)
     twice(x).sum().backward()
-    assert twice[0].num_batches_tracked == 2
-    torch.testing.assert_close(twice[0].running_mean, once.running_mean)
-    torch.testing.assert_close(twice[0].running_var, once.running_var)
+    assert twice.net.num_batches_tracked == 2
+    torch.testing.assert_close(twice.net.running_mean, once.running_mean)
+    torch.testing.assert_close(twice.net.running_var, once.running_var)
 
 
 def test_timeout_with_a_parallel_apply_that_calls_ours():

@@ -6,24 +6,20 @@ possible.
 
 from __future__ import annotations
 
-import contextvars
 import copy
-import gc
 import sys
 import sysconfig
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from replication import (
-    DataParallel,
     FutureResult,
     ReplicationError,
     SyncMaster,
@@ -41,14 +37,7 @@ from replication.sync.observation import observer
 from replication.sync.rendezvous import Rendezvous
 from replication.warning import once_for
 from syncbn import convert_model
-from tests.layers import (
-    DEADLINE,
-    Centering,
-    CustomDataParallel,
-    outcome_of,
-    together,
-    values,
-)
+from tests.layers import DEADLINE, Centering, CustomDataParallel, outcome_of, together, values
 from tests.processes import run_python
 from tests.stepping import batch, network, wraps
 
@@ -149,25 +138,6 @@ def test_callbacks_may_be_registered_during_forwards():
 
     beside(repeated(500, lambda: execute_replication_callbacks(replicas)), register)
     assert len(calls) == 500 * 2 * 20
-
-
-def test_forward_keeps_no_context_variable_of_the_caller_alive():
-    """Threads inherit it."""
-    variable: contextvars.ContextVar[Any] = contextvars.ContextVar("variable")
-
-    class Reads(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            assert variable.get() is not None
-            return x
-
-    token = torch.zeros(1)
-    reset = variable.set(token)
-    DataParallel(Reads(), ["cpu"] * 2)(torch.ones(4, 1))
-    variable.reset(reset)
-    gone = weakref.ref(token)
-    del token, reset
-    gc.collect()  # a `contextvars.Token` refers to its context
-    assert gone() is None
 
 
 # -- groups ------------------------------------------------------------------------------------

@@ -13,15 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from replication import (
-    DataParallel,
-    data_parallel,
-    patch_replication_callback,
-)
+from replication import DataParallel
 from syncbn import convert_model
 from tests import stepping
 from tests.devices import several
-from tests.layers import CustomDataParallel
 from tests.pairwise import pairwise
 from tests.properties import examples
 from tests.stepping import network, step, wraps
@@ -119,26 +114,6 @@ def test_training_with_any_batch_sizes_equals_training_on_one_device(replicas, s
     net = Classifier().double()
     model = DataParallel(convert_model(copy.deepcopy(net)), several(replicas))
     assert_trains_alike(net, model, sizes)
-
-
-def test_patched_custom_data_parallel_trains_like_one_device():
-    net = Classifier().double()
-    model = CustomDataParallel(convert_model(copy.deepcopy(net)), 3)
-    patch_replication_callback(model)
-    assert_trains_alike(net, model, [8, 5, 1 + 3])
-
-
-def test_functional_form_trains_like_one_device():
-    class Functional(nn.Module):
-        def __init__(self, net: nn.Module) -> None:
-            super().__init__()
-            self.net = net
-
-        def forward(self, x: Tensor) -> Tensor:
-            return data_parallel(self.net, x, several(3))
-
-    net = Classifier().double()
-    assert_trains_alike(net, Functional(convert_model(copy.deepcopy(net))), [8, 5])
 
 
 def test_networks_that_share_a_layer_give_the_numbers_of_one_device():

@@ -70,6 +70,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) 
     return seen
 
 
+def train_and_evaluate(model: nn.Module, batches: Batches) -> list[Any]:
+    seen = train(model, sgd(model), batches)
+    return [*seen, model.eval()(batches[0][0])]
+
+
 # -- frozen for a while ------------------------------------------------------------------------
 
 
@@ -108,14 +113,6 @@ class WithoutGraph(nn.Module):
         with torch.no_grad():
             features = self.body(x)
         return self.head(self.norm(features))
-
-
-@setups
-def test_a_network_that_runs_a_part_of_itself_without_a_graph(n, wrap):
-    def use(model: nn.Module, batches: Batches) -> list[Any]:
-        return train(model, sgd(model), batches)
-
-    assert_trains_alike(use, wrap, n, lambda: WithoutGraph().double())
 
 
 # -- averages of weights -----------------------------------------------------------------------
@@ -237,12 +234,9 @@ class Modulated(nn.Module):
 
 
 @setups
-def test_a_functional_call_inside_a_replica(n, wrap):
-    def use(model: nn.Module, batches: Batches) -> list[Any]:
-        seen = train(model, sgd(model), batches)
-        return [*seen, model.eval()(batches[0][0])]
-
-    assert_trains_alike(use, wrap, n, Modulated)
+@pytest.mark.parametrize("make", [lambda: WithoutGraph().double(), Modulated])
+def test_a_network_that_runs_its_parts_in_a_way_of_its_own(make, n, wrap):
+    assert_trains_alike(train_and_evaluate, wrap, n, make)
 
 
 # -- parametrizations --------------------------------------------------------------------------
@@ -295,11 +289,6 @@ def square(*ways: Callable[[Any], object]) -> nn.Module:
     return net
 
 
-def train_and_evaluate(model: nn.Module, batches: Batches) -> list[Any]:
-    seen = train(model, sgd(model), batches)
-    return [*seen, model.eval()(batches[0][0])]
-
-
 @setups
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_parametrized_network_trains_like_one_device(way, n, wrap):
@@ -335,9 +324,6 @@ def test_the_normalization_itself_may_be_parametrized_once_it_is_converted(n, wr
         return [*seen, *train_and_evaluate(model.train(), batches)]
 
     assert_trains_alike(use, wrap, n)
-
-
-# -- optimizers --------------------------------------------------------------------------------
 
 
 # -- scaled losses -----------------------------------------------------------------------------

@@ -56,13 +56,9 @@ def test_plain_batch_norm_in_replicas_warns_once_for_each_model_at_the_users_lin
         assert warnings_of(model, X) == []
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [(nn.BatchNorm2d(3), (4, 3, 2, 2)), (nn.BatchNorm3d(3), (4, 3, 2, 2, 2))],
-    ids=["2d", "3d"],
-)
-def test_every_dimension_warns(layer, shape):
-    assert len(warnings_of(DataParallel(layer, CPUS), torch.randn(shape))) == 1
+def test_every_dimension_warns():
+    for layer, shape in (nn.BatchNorm2d(3), (4, 3, 2, 2)), (nn.BatchNorm3d(3), (4, 3, 2, 2, 2)):
+        assert len(warnings_of(DataParallel(layer, CPUS), torch.randn(shape))) == 1
 
 
 def test_first_layers_are_named_and_the_others_counted():
@@ -126,16 +122,21 @@ def built_in_a_block():
         (network().eval(), CPUS, X),
         (network(nn.InstanceNorm1d(3), Derived(3)), CPUS, torch.randn(4, 3, 3)),
         (network(), ["cpu"], X),
+        (nn.BatchNorm2d(3), CPUS, torch.randn(1, 3, 2, 2)),
         (Cyclic(), CPUS, X),
     ],
-    ids=["converted", "patched", "evaluation", "other classes", "one device", "cyclic"],
+    ids=[
+        "converted",
+        "patched",
+        "evaluation",
+        "other classes",
+        "one device",
+        "one sample",
+        "cyclic",
+    ],
 )
 def test_what_is_no_reason_to_warn(module, devices, x):
     assert warnings_of(DataParallel(module, devices), x) == []
-
-
-def test_only_one_replica_with_data_is_no_reason_to_warn():
-    assert warnings_of(DataParallel(nn.BatchNorm2d(3), CPUS), torch.randn(1, 3, 2, 2)) == []
 
 
 def test_verify_reports_instead_of_warning():

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager
 from ctypes import string_at
 from functools import lru_cache
 from hashlib import sha256
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -74,12 +73,7 @@ class RankCall:
                 raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if self._range is not None:
             self._range.__exit__(kind, error, traceback)
         # If another rank raises or dies, this one gets an error of the backend, or runs into the

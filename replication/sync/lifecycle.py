@@ -62,7 +62,6 @@ class TrackedCall:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The method that is overridden."""
         if self.previous is not None:
             return self.previous
         owner = self.owner()

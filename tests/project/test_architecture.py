@@ -163,9 +163,7 @@ def test_all_is_sorted_and_exists():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_imports_names_from_where_they_are_public_and_does_nothing_else(
-    package,
-):
+def test_a_package_imports_names_from_where_they_are_public_and_does_nothing_else(package):
     docstring, *statements, last = syntax(f"{package}.__init__").body
     assert isinstance(docstring, ast.Expr)
     assert isinstance(last, ast.Assign) and ast.unparse(last.targets[0]) == "__all__"

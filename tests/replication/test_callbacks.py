@@ -20,7 +20,7 @@ from replication import (
     replicate,
 )
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from tests.layers import WRAPS, Centering, CustomDataParallel, N, pickled
+from tests.layers import WRAPS, Centering, CustomDataParallel, N, copied_each_way, pickled
 from tests.sharded import BATCH, norm, whole_batch
 
 
@@ -244,13 +244,6 @@ def test_patch_refuses_a_method_on_the_object_which_would_hide_its_own(name):
     assert recorded(model) == BOTH
 
 
-copied_each_way = pytest.mark.parametrize(
-    "copied",
-    [copy.copy, copy.deepcopy, pickled],
-    ids=["copy", "deepcopy", "pickle"],
-)
-
-
 class RebuildsItself(CustomDataParallel):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.module, len(self.device_ids))
@@ -335,12 +328,6 @@ def test_patch_leaves_our_own_class_as_it_is():
 def test_patch_refuses_anything_else(thing):
     with pytest.raises(TypeError, match=r"^expected a torch.nn.DataParallel \(got \w+\)$"):
         patch_replication_callback(thing)
-
-
-def test_one_sample_runs_one_replica_and_its_callback():
-    model = unpatched()
-    patch_replication_callback(model)
-    assert recorded(model, torch.zeros(1, 1)) == [("root", 0)]
 
 
 # -- registered callbacks ----------------------------------------------------------------------

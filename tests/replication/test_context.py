@@ -15,16 +15,9 @@ from replication import (
     ReplicationError,
     SoloGroup,
     execute_replication_callbacks,
-    patch_replication_callback,
     replicate,
 )
-from tests.layers import (
-    AsTorchDoes,
-    ByForward,
-    ByPlainThreads,
-    CustomDataParallel,
-    pickled,
-)
+from tests.layers import pickled
 
 
 class Keeps(nn.Module):
@@ -89,22 +82,6 @@ def test_any_attribute_can_be_set_the_names_of_the_fields_included():
 
 
 # -- groups ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        DataParallel(Keeps(), ["cpu"] * 3),
-        CustomDataParallel(Keeps(), 3),
-        AsTorchDoes(Keeps(), 3),
-        ByPlainThreads(Keeps(), 3),
-        ByForward(Keeps(), 3),
-    ],
-    ids=lambda model: type(model).__name__,
-)
-def test_copies_communicate_in_every_runner(model):
-    patch_replication_callback(model)
-    assert model(torch.ones(7, 1)).tolist() == [[7.0]] * 3
 
 
 def test_single_copy_has_a_group_of_one():

@@ -16,11 +16,7 @@ from torch import Tensor, nn
 
 import replication
 import replication.sync.rendezvous
-from replication import (
-    DataParallel,
-    data_parallel,
-    patch_replication_callback,
-)
+from replication import DataParallel, data_parallel, patch_replication_callback
 from syncbn import convert_model
 from tests.junk import nested
 from tests.layers import AsTorchDoes, Centering, Echo, Numbered, echoed, ours
@@ -86,10 +82,6 @@ def test_layers_communicate_without_grad(mode):
 
 
 # -- arguments ---------------------------------------------------------------------------------
-
-
-def test_it_is_a_data_parallel_of_torch():
-    assert issubclass(DataParallel, nn.DataParallel)
 
 
 def test_older_names_name_the_same_objects():
@@ -196,12 +188,10 @@ def test_each_step_can_be_overridden():
     assert seen == steps
 
 
-class ScatteredByTorch(DataParallel):
-    def scatter(self, *args: Any) -> Any:
-        return nn.DataParallel.scatter(self, *args)
-
-
 def test_torchs_scatter_may_override_ours_where_there_are_no_arguments():
+    class ScatteredByTorch(DataParallel):
+        scatter = nn.DataParallel.scatter
+
     class Constant(nn.Module):
         def forward(self) -> Tensor:
             return torch.ones(1)

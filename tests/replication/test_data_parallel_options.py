@@ -311,10 +311,7 @@ def test_a_number_names_a_key_and_a_position_only_in_a_path():
 
 @pytest.mark.parametrize(
     ("devices", "order"),
-    [
-        (["meta:2", "cpu", "meta:2", "meta:1"], [1, 3, 0, 2]),
-        (["cpu"] * 4, [0, 1, 2, 3]),
-    ],
+    [(["meta:2", "cpu", "meta:2", "meta:1"], [1, 3, 0, 2]), (["cpu"] * 4, [0, 1, 2, 3])],
     ids=str,
 )
 @pytest.mark.parametrize("sorts", [False, True])

@@ -107,26 +107,6 @@ def test_ranks_with_unequal_numbers_of_batches_train_like_one_device(case, bucke
     torch.testing.assert_close([sum(share) for share in shares], losses)
 
 
-def out_of_data(rank: int) -> list[str]:
-    """Trains without `JoinableStep`. Returns the notes on the error of the rank that goes on."""
-    net = convert_model(network()[:2])
-    notes: list[str] = []
-    try:
-        for _ in range(2 - rank):
-            net(torch.randn(4, 3).double()).sum().backward()
-    except RuntimeError as error:
-        notes = error.__notes__
-    distributed.destroy_process_group()
-    return notes
-
-
-@needs_gloo
-def test_the_error_without_it_names_the_layer_and_says_what_to_do():
-    (note, remedy), _ = run_ranks(2, out_of_data)
-    assert note.startswith("in `1`, call 2: ") and note.endswith(", rank 0 of 2")
-    assert "replication.JoinableStep" in remedy
-
-
 def test_a_step_begins_when_the_others_know_of_it(monkeypatch):
     handle = mock.Mock()
     monkeypatch.setattr(Join, "notify_join_context", lambda step: handle)

@@ -42,19 +42,6 @@ class Total(ReplicaAware, nn.Module):
         return total.expand_as(x)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_same_numbers_alone_and_in_replicas(n):
-    x = torch.randn(6, 2, dtype=torch.float64)
-    upstream = torch.randn_like(x)
-    grads = []
-    for model in (Total().double(), DataParallel(Total().double(), ["cpu"] * n)):
-        inputs = x.clone().requires_grad_()
-        y = model(inputs)
-        y.backward(upstream)
-        grads.append((y.detach(), inputs.grad, *(p.grad for p in model.parameters())))
-    torch.testing.assert_close(*grads)
-
-
 def test_groups():
     layer = Total()
     assert isinstance(layer.group, SoloGroup)
@@ -189,19 +176,6 @@ def test_replica_of_a_replica_without_a_group_does_not_take_the_outer_group():
     assert y.tolist() == [[2]] * 8
 
 
-def test_original_reached_from_a_replica_warns():
-    class Reaches(nn.Module):
-        def __init__(self, layer: nn.Module) -> None:
-            super().__init__()
-            self.reach = lambda x: layer(x)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.reach(x)
-
-    with pytest.warns(UserWarning, match="is called by a replica but is not part of it"):
-        DataParallel(Reaches(Total()), ["cpu"] * 2)(torch.ones(2, 1))
-
-
 @pytest.mark.parametrize("make", [Total, lambda: SynchronizedBatchNorm1d(1)])
 def test_layer_that_a_signal_handler_calls_while_callbacks_run_is_alone_and_no_part_of_them(make):
     layer, seen = make(), []
@@ -232,16 +206,6 @@ def test_group_that_was_taken_before_there_were_replicas_is_refused_in_them():
 
 
 # -- life --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_copy_of_a_replica_says_that_it_has_no_copies(copied):
-    with torch.no_grad():
-        replicas = replicate(Total(), ["cpu"] * 2, detach=True)
-    execute_replication_callbacks(replicas)
-    twin = copied(replicas[1])
-    with pytest.raises(ReplicationError, match="group is a copy"):
-        twin(torch.ones(1, 1))
 
 
 class CopiesItself(Total):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 import threading
@@ -27,7 +26,6 @@ from replication import (
     parallel_apply,
     replicate,
 )
-from replication.sync import lifecycle
 from replication.sync.current import current_replica
 from replication.sync.lifecycle import (
     ForwardScope,
@@ -35,7 +33,7 @@ from replication.sync.lifecycle import (
     rendezvous_of,
     tracked_calls,
 )
-from replication.sync.positions import failing_path, location
+from replication.sync.positions import location
 from syncbn import SynchronizedBatchNorm1d
 from tests.layers import (
     DEADLINE,
@@ -52,13 +50,13 @@ from tests.layers import (
     Repeat,
     SwallowingErrors,
     as_torch_does,
+    copied_each_way,
     customized,
     freed,
     no_garbage_collection,
     ours,
     outcome_of,
     patched,
-    pickled,
     together,
     values,
 )
@@ -256,16 +254,6 @@ def test_replicas_end_with_the_forward(wrap):
         output.sum().backward()
 
 
-def test_replicas_end_with_a_forward_that_has_diverged():
-    model = ours(Repeat(Centering(), (1, 2)), 2)
-    seen = live_replicas(model)
-    with no_garbage_collection():
-        with suppress(ReplicasDiverged):
-            model(torch.randn(4, 2))
-        assert len(seen) == 2
-        assert freed(*seen)
-
-
 def test_replicas_end_after_a_system_exit_that_another_error_follows():
     """Which comes after the caller has gone. No cycle needs the garbage collector."""
     gone = threading.Event()
@@ -322,11 +310,7 @@ def test_replica_shows_the_signature_of_its_forward():
     assert inspect.signature(replica.forward) == inspect.signature(module.forward)
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [copy.copy, copy.deepcopy, pickled],
-    ids=["copy", "deepcopy", "pickle"],
-)
+@copied_each_way
 def test_copy_of_a_replica_belongs_to_no_forward(copied):
     net = nn.Sequential(Signed(), Numbered())
     net.forward = torch.neg
@@ -388,15 +372,6 @@ def test_a_replica_that_is_replicated_again_is_tracked_in_its_own_forward_only()
 # -- small parts -------------------------------------------------------------------------------
 
 
-def test_failing_path_names_the_innermost_submodule():
-    net = nn.Sequential(nn.ReLU(), nn.Sequential(FailsAt(0, LayerError)))
-    net[1][0].copy_id = 0
-    with pytest.raises(LayerError) as caught:
-        net(torch.zeros(1))
-    assert failing_path(caught.value, net) == "1.0"
-    assert failing_path(caught.value, net[1][0]) == ""
-
-
 def test_the_first_failure_wins_and_an_interrupt_of_the_caller_before_it():
     first, second, interrupt = KeyError("first"), SystemExit("second"), KeyboardInterrupt()
 
@@ -432,11 +407,6 @@ def test_interrupts_do_not_keep_a_failed_forward_from_being_closed(monkeypatch):
         first_failure_wins(fail, replicas)
     with pytest.raises(ReplicationError, match="the caller has ended"):
         rendezvous.commit(lambda: None)
-
-
-def test_a_forward_has_the_observer_of_its_number_of_replicas(monkeypatch):
-    monkeypatch.setattr(lifecycle, "observer", lambda size: f"of {size} replicas")
-    assert rendezvous_of(watched(Signed(), 3)).observe == "of 3 replicas"
 
 
 def test_a_forward_knows_whether_it_is_inside_a_backward():

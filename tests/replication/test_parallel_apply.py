@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import gc
 import os
 import re
 import signal
@@ -20,18 +19,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from replication import (
-    DataParallel,
-    execute_replication_callbacks,
-    parallel_apply,
-    replicate,
-)
+from replication import DataParallel, execute_replication_callbacks, parallel_apply, replicate
 from tests.layers import (
     DEADLINE,
     HAS_GIL,
     Centering,
     Numbered,
     freed,
+    no_garbage_collection,
     soon,
     together,
 )
@@ -127,14 +122,11 @@ def test_ended_call_keeps_nothing_alive():
 
     replicas = [Call(make), Call(make)]
     references += [weakref.ref(replica) for replica in replicas]
-    gc.disable()
-    try:
+    with no_garbage_collection():
         outputs = parallel_apply(replicas, [()] * 2)
         del outputs, replicas
         assert len(references) == 4
         assert freed(*references)
-    finally:
-        gc.enable()
 
 
 # -- the caller's state ------------------------------------------------------------------------
@@ -149,27 +141,6 @@ def test_grad_and_inference_mode_are_the_callers(grad, inference):
 
     with torch.inference_mode(inference), torch.set_grad_enabled(grad):
         assert seen(state) == [(grad, inference, inference)] * 2
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("cached", [True, False])
-def test_autocast_is_the_callers(enabled, dtype, cached):
-    def state() -> tuple[bool, torch.dtype, bool]:
-        return (
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
-            torch.is_autocast_cache_enabled(),
-        )
-
-    with torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cached):
-        assert seen(state) == [state()] * 2
-
-
-def test_default_device_is_the_callers():
-    with torch.device("meta"):
-        assert seen(lambda: torch.ones(1).device.type) == ["meta"] * 2
-    assert seen(lambda: torch.ones(1).device.type) == ["cpu"] * 2
 
 
 variable: contextvars.ContextVar[Any] = contextvars.ContextVar("variable", default="default")
@@ -331,28 +302,20 @@ def test_error_is_freed_with_its_last_reference():
         references.append(weakref.ref(token))
         raise WorkerError(token)
 
-    gc.collect()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         with contextlib.suppress(WorkerError):
             apply(fail_with_a_token, lambda: None)
         assert freed(*references)
-    finally:
-        gc.enable()
-
-
-def talking_replicas(n: int = 2) -> list[nn.Module]:
-    replicas = replicate(Centering(), ["cpu"] * n)
-    execute_replication_callbacks(replicas)
-    return replicas
 
 
 @pytest.mark.parametrize("replica", [0, 1])
 def test_replica_that_cannot_be_called_wakes_the_others(replica):
+    replicas = replicate(Centering(), ["cpu"] * 2)
+    execute_replication_callbacks(replicas)
     kwargs: list[Any] = [{}, {}]
     kwargs[replica] = None
     x = torch.ones(1, 1)
-    (outcome,) = together(lambda: parallel_apply(talking_replicas(), [x, x], kwargs))
+    (outcome,) = together(lambda: parallel_apply(replicas, [x, x], kwargs))
     assert isinstance(outcome.error, TypeError)
 
 
@@ -433,12 +396,19 @@ def test_two_branches_may_run_side_by_side_inside_a_replica():
         torch.testing.assert_close(y[:, 0], whole_batch(BATCH))
 
 
-def test_replicas_share_the_threads_that_the_caller_has_now():
-    class Threads(nn.Module):
-        def forward(self, x):
-            return x + torch.get_num_threads()
+class Threads(nn.Module):
+    """Adds the number of intra-op threads of its replica. Its layer is there to be seen."""
 
-    model = DataParallel(Threads(), ["cpu"] * 2)
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.get_num_threads()
+
+
+def test_replicas_share_the_threads_that_the_caller_has_now():
+    model = DataParallel(Threads(nn.Identity()), ["cpu"] * 2)
     try:
         for count, share in ((1, 1), (4, 2), (3, 1), (6, 3)):
             torch.set_num_threads(count)
@@ -469,16 +439,7 @@ def test_replicas_share_the_threads_that_the_caller_has_now():
 )
 def test_replicas_with_wide_convolutions_keep_two_threads(layer, shares):
     """Torch computes these without oneDNN in a single thread."""
-
-    class Threads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x):
-            return x + torch.get_num_threads()
-
-    model = DataParallel(Threads(), ["cpu"] * 2)
+    model = DataParallel(Threads(layer), ["cpu"] * 2)
     try:
         for count, share in zip((1, 2, 3, 6), shares, strict=True):
             torch.set_num_threads(count)

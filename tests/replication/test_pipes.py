@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import random
 import re
 import threading
@@ -33,14 +32,17 @@ from tests.layers import (
     Centering,
     Numbered,
     WithMaster,
+    copied_each_way,
     freed,
     join_all,
+    no_garbage_collection,
     outcome_of,
     pickled,
     soon,
     together,
     values,
 )
+from tests.replication.test_rendezvous import InterruptedGate
 
 
 def echo(messages: Any) -> Any:
@@ -102,10 +104,6 @@ def test_slaves_may_call_any_number_of_times():
     runs = [master.run_master, *(pipe.run_slave for pipe in pipes)]
     replies = values(together(*(lambda run=run: [run(n) for n in numbers] for run in runs)))
     assert replies == [[n**2 for n in numbers]] * 3
-
-
-def test_master_without_slaves_replies_to_itself():
-    assert SyncMaster(echo).run_master("alone") == [(0, "alone")]
 
 
 def started(call: Any, into: list[Any]) -> threading.Thread:
@@ -314,24 +312,12 @@ def test_master_whose_forward_has_ended_says_so():
 
 
 def test_an_interrupt_while_the_master_replies_leaves_no_slave_waiting():
-    class Interrupted:
-        """A gate whose first release is interrupted."""
-
-        def __init__(self, gate: Any) -> None:
-            self.gate, self.is_first, self.locked = gate, True, gate.locked
-
-        def release(self) -> None:
-            if self.is_first:
-                self.is_first = False
-                raise KeyboardInterrupt
-            self.gate.release()
-
     master, outcomes = SyncMaster(echo), []
     pipes = [master.register_slave(i) for i in (1, 2)]
     waits = master._outside_forward._waits
     slaves = [started(partial(pipe.run_slave, "s"), outcomes) for pipe in pipes]
     assert soon(lambda: len(waits) == 2)
-    waits[0].gate = Interrupted(waits[0].gate)
+    InterruptedGate(waits[0])
     with pytest.raises(KeyboardInterrupt):
         master.run_master("m")
     for slave in slaves:
@@ -446,24 +432,17 @@ def test_forward_leaves_nothing_in_the_instance():
             rendezvous.append(weakref.ref(layer._sync_master._channel()[0]))
             return x
 
-    gc.disable()
-    try:
+    with no_garbage_collection():
         DataParallel(nn.Sequential(Spy(), layer), ["cpu"] * 2)(torch.ones(4, 1))
         assert len(rendezvous) == 2
         assert freed(*rendezvous)
-    finally:
-        gc.enable()
     assert vars(layer._sync_master) == {**before, "_serves_forward": True}
 
 
 # -- copies ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [copy.copy, copy.deepcopy, pickled],
-    ids=["copy", "deepcopy", "pickle"],
-)
+@copied_each_way
 def test_copy_of_a_master_has_its_callback_and_no_slaves(copied):
     master = SyncMaster(square)
     master.note = ["of a derived class"]
@@ -476,11 +455,7 @@ def test_copy_of_a_master_has_its_callback_and_no_slaves(copied):
     assert master.nr_slaves == 1
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, pickled],
-    ids=["deepcopy", "pickle"],
-)
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
 def test_copy_of_a_layer_that_has_run_runs(copied):
     model = DataParallel(Centering(), ["cpu"] * 3)
     x = torch.randn(6, 2)
@@ -500,10 +475,6 @@ def test_a_replica_with_a_pipe_can_be_copied(copied):
 
 
 # -- FutureResult ------------------------------------------------------------------------------
-
-
-def copied_future(future: FutureResult) -> FutureResult:
-    return pickle.loads(pickle.dumps(future))
 
 
 @pytest.mark.parametrize("result", ["anything", None, ()])
@@ -535,7 +506,7 @@ def test_get_waits_for_the_result():
     assert values(together(ask, answer))[0] == [number**2 for number in numbers]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, copied_future], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_copy_of_a_future_is_empty(copied):
     future = FutureResult()
     future.put("original")
@@ -612,11 +583,10 @@ def test_put_between_the_two_looks_of_get_is_not_missed(monkeypatch):
 def test_get_that_was_interrupted_leaves_the_result_for_the_next():
     future = FutureResult()
     outcomes: list[Any] = []
-    thread = threading.Thread(target=lambda: outcomes.append(outcome_of(future.get)), daemon=True)
-    thread.start()
+    getter = started(future.get, outcomes)
     assert soon(lambda: bool(future._waits))
     interrupt(future._waits[0])
-    thread.join(DEADLINE)
+    assert ends(getter)
     assert str(outcomes[0].error).startswith("interrupted")
     future.put("kept")
     assert future.get() == "kept"

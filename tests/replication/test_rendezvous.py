@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import threading
 import time
@@ -12,25 +11,14 @@ from typing import NamedTuple
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replication import (
-    ReplicaFailed,
-    ReplicasDiverged,
-    ReplicasTimedOut,
-    ReplicationError,
-)
+from replication import ReplicaFailed, ReplicasDiverged, ReplicasTimedOut, ReplicationError
 from replication.sync import rendezvous as module
 from replication.sync import writes
 from replication.sync.current import CurrentReplica, current_replica, is_recomputation, this_thread
 from replication.sync.rendezvous import Failure, Rendezvous, Wait
-from tests.layers import DEADLINE, outcome_of, soon, together, values
+from tests.layers import DEADLINE, no_garbage_collection, outcome_of, soon, together, values
 from tests.properties import examples
 
 
@@ -348,16 +336,6 @@ TestStory = Story.TestCase
 TestStory.settings = examples(2, stateful_step_count=30)
 
 
-# -- a wait ends in a value --------------------------------------------------------------------
-
-
-def test_value_wakes_the_thread_that_waits():
-    rendezvous = entered(2)
-    wait = begin_wait(rendezvous, 0, 1)
-    values(together(wait.block, lambda: end_wait(rendezvous, wait)))
-    assert wait.abort is None
-
-
 # -- a replica fails ---------------------------------------------------------------------------
 
 
@@ -422,35 +400,6 @@ method, or through a part of the replica)
     assert diverged(begin_wait(rendezvous, 3, 0)) == expected
 
 
-def test_a_wait_ends_when_it_becomes_known_that_the_other_replica_does_not_run():
-    rendezvous = Rendezvous(2)
-    rendezvous.enter(0)
-    wait = begin_wait(rendezvous, 0, 1)
-    rendezvous.expect_only([0])
-    assert "replica 1: does not run" in diverged(wait)
-
-
-def test_an_absent_replica_that_runs_after_all_may_run_again():
-    rendezvous = Rendezvous(2)
-    rendezvous.expect_only([0])
-    for replica in (1, 0):
-        rendezvous.enter(replica)
-        rendezvous.leave(replica)
-    rendezvous.enter(0)
-    assert begin_wait(rendezvous, 0, 1).abort is None
-
-
-def test_micro_batches_in_different_runs_wait_for_a_replica_that_may_run_again():
-    rendezvous = entered(3)
-    for replica in (1, 2):
-        rendezvous.leave(replica)
-    rendezvous.enter(1)
-    waits = [begin_wait(rendezvous, 0), begin_wait(rendezvous, 1, 2)]  # in runs 1 and 2
-    assert [wait.abort for wait in waits] == [None, None]
-    waits.append(begin_wait(rendezvous, 0, 2))  # whose run 1 has ended
-    assert all("replica 2: has ended" in diverged(wait) for wait in waits)
-
-
 # -- pipes used by hand ------------------------------------------------------------------------
 
 
@@ -468,24 +417,10 @@ def test_without_a_size_only_a_failure_ends_waits():
 # -- closing -----------------------------------------------------------------------------------
 
 
-def test_close_wakes_every_wait_and_forbids_later_ones():
-    rendezvous = entered(3)
-    wait = begin_wait(rendezvous, 0, 1)
-    rendezvous.close("it is over.")
-    with pytest.raises(
-        ReplicationError, match=r"^it is over\. Replica 0 was at `layer`, call 1\.$"
-    ):
-        wait.block()
-    with pytest.raises(
-        ReplicationError, match=r"^it is over\. Replica 1 was at `layer`, call 1\.$"
-    ):
-        begin_wait(rendezvous, 1, 0).block()
-
-
 class InterruptedGate:
     """The gate of a wait whose first release is interrupted, right before it or right after it."""
 
-    def __init__(self, wait: Wait, is_released: bool) -> None:
+    def __init__(self, wait: Wait, is_released: bool = False) -> None:
         self.gate, self.is_released, self.is_first = wait.gate, is_released, True
         self.acquire, self.locked = self.gate.acquire, self.gate.locked
         wait.gate = self
@@ -568,12 +503,9 @@ def test_failures_that_are_taken_are_forgotten():
     gone = weakref.ref(failure)
     rendezvous.fail(0, failure)
     rendezvous.take_failures()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         del failure
         assert gone() is None
-    finally:
-        gc.enable()
 
 
 # -- writing -----------------------------------------------------------------------------------
@@ -695,10 +627,6 @@ def test_wait_ends_at_the_deadline():
     ):
         wait.block()
     assert time.monotonic() < rendezvous.deadline + module.STALL_TIMEOUT / 2
-
-
-def test_limits_are_as_documented():
-    assert (module.STALL_TIMEOUT, module._POLL, writes.LONGEST_WRITE) == (20.0, 1.0, 1.0)
 
 
 def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):

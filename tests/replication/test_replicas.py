@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import queue
 import re
 import weakref
@@ -40,7 +39,16 @@ from tests.collective_cases import (
 )
 from tests.devices import several
 from tests.junk import COLLECTIVES
-from tests.layers import DEADLINE, freed, outcome_of, pickled, together, until_others_wait, values
+from tests.layers import (
+    DEADLINE,
+    freed,
+    no_garbage_collection,
+    outcome_of,
+    pickled,
+    together,
+    until_others_wait,
+    values,
+)
 
 cases = pytest.mark.parametrize("name", CASES)
 sizes = pytest.mark.parametrize("size", [1, 3])
@@ -501,15 +509,6 @@ def test_a_level_of_forward_mode_without_derivatives_changes_nothing(name):
         torch.testing.assert_close(in_replicas(EACH[name], [(x,)] * 2), expected)
 
 
-def test_collective_in_a_callback_is_refused_at_once():
-    class Early(nn.Module):
-        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-            ctx.group(copy_id).barrier()
-
-    with pytest.raises(ReplicationError, match="barrier in a replication callback"):
-        execute_replication_callbacks(replicate(Early(), several(2)))
-
-
 def test_collective_after_the_forward_is_refused_at_once():
     groups = in_replicas(lambda group: group, [()] * 2)
     for outcome in together(*(group.barrier for group in groups)):
@@ -590,9 +589,7 @@ def test_copy_of_a_group_belongs_to_no_forward(copied):
 
 
 def test_nothing_is_left_of_a_forward_without_the_garbage_collector():
-    gc.collect()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         x = torch.randn(3, 2, requires_grad=True)
         replicas = replicate(Member(), several(3))
         execute_replication_callbacks(replicas)
@@ -606,5 +603,3 @@ def test_nothing_is_left_of_a_forward_without_the_garbage_collector():
         torch.autograd.backward(outputs, [torch.ones(3, 2)] * 3)
         del replicas, outputs
         assert freed(*gone)
-    finally:
-        gc.enable()

@@ -30,14 +30,6 @@ def test_tensor_without_the_batch_dimension_is_refused(dim):
         scatter(torch.zeros(4, 2), ["cpu"] * 2, dim)
 
 
-def test_tensor_without_the_batch_dimension_beside_scattered_ones_is_refused():
-    scattered = Scattered([torch.zeros(2, 3)] * 2)
-    with pytest.raises(
-        ValueError, match=r"`args\[1\]` must have a dimension 1 .*\(got shape \(4,\)\)"
-    ):
-        scatter((scattered, torch.zeros(4)), ["cpu"] * 2, dim=1)
-
-
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_parts_are_copies_however_many_there_are(length):
     x = torch.zeros(length, 1)

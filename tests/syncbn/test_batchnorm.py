@@ -11,12 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from replication import (
-    DataParallel,
-    execute_replication_callbacks,
-    parallel_apply,
-    replicate,
-)
+from replication import DataParallel, execute_replication_callbacks, parallel_apply, replicate
 from syncbn import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from replication import DataParallel
-from syncbn import (
-    SynchronizedBatchNorm1d,
-    SynchronizedBatchNorm2d,
-)
+from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
 from tests import oracle
 from tests.devices import several
 from tests.layers import LAYERS, WRAPS, outcome_of

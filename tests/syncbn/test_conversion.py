@@ -634,13 +634,6 @@ class Doubled(nn.Module):
         return x * 2
 
 
-def test_plain_attributes_that_the_layer_does_not_use_are_no_reason_to_leave_it_alone():
-    layer = BatchNorm2dOlder(3)
-    layer.note = "of the user"
-    assert type(convert_model(layer)) is SynchronizedBatchNorm2d
-    assert layer.note == "of the user"
-
-
 def test_layer_of_an_older_toolkit_without_dimensions_in_its_name_takes_any():
     layer = derived("SyncNorm", Base, __module__=Base.__module__)(3)
     assert type(convert_model(layer)) is SynchronizedBatchNormNd

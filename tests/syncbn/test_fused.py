@@ -17,9 +17,8 @@ from syncbn import SynchronizedBatchNorm2d, formula, fused
 from syncbn.fused import Fused
 from syncbn.kernels import ON_CPU
 from syncbn.node import _gradients
-from syncbn.statistics import Call, Denominator, KernelMoments
+from syncbn.statistics import KernelMoments
 from tests.layers import Recomputed
-from tests.layouts import channels_last, channels_of
 from tests.sharded import eps_mode, randomized, run_sharded
 
 pytestmark = pytest.mark.usefixtures("not_joined", "on_accelerator")
@@ -47,21 +46,6 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for way in (Fused, formula.Formula):
         monkeypatch.setattr(way, "output", counted(way))
     return counts
-
-
-SHAPES = [(6, 3), (4, 3, 5), (4, 3, 5, 6), (2, 3, 4, 5, 6)]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("layout", [torch.clone, channels_last])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_moments_are_those_of_float64(shape, layout, dtype):
-    x = layout(torch.randn(shape).to(dtype))
-    own = Fused(Call(x, None, None, Denominator(1e-5))).measured()
-    values, (n, mean, var) = channels_of(x), own.exact()
-    assert n == own.n == values.size(1)
-    torch.testing.assert_close(mean, values.mean(1), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(var, values.var(1, correction=0), rtol=1e-5, atol=1e-6)
 
 
 def test_a_rounded_variance_is_never_negative():

@@ -567,16 +567,8 @@ def network() -> nn.Module:
 def train(
     model: nn.Module, part: slice, rank: int | None, accumulate: int, scale: int | None = None
 ) -> dict[str, Tensor]:
-    """Some steps on a part of each batch; its state afterwards.
-
-    Args:
-        model: What is trained.
-        part: The samples of each batch.
-        rank: Under DDP.
-        accumulate: How many steps share an update.
-        scale: Of the loss: gradients are averaged over the ranks, and of a sum of two the mean is
-            half.
-    """
+    """The state after steps on a part of each batch, of which ``accumulate`` share an update."""
+    # Gradients are averaged over the ranks, and of a sum of two the mean is half.
     scale = scale or (1 if rank is None else 2)
     generator = torch.Generator().manual_seed(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

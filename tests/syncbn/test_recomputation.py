@@ -201,13 +201,16 @@ def test_replicas_whose_inputs_need_no_gradient_recompute():
     torch.testing.assert_close(*grads)
 
 
-def test_a_replica_recomputes_of_whose_inputs_only_those_of_others_need_a_gradient():
-    dys, found = torch.randn(2, 4, 3), []
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("constant", [0, 1])
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_replica_recomputes_whose_own_input_needs_no_gradient(affine, constant):
+    dys, found = torch.randn(2, 4, 3).double(), []
     for wrap in (plain, recomputed):
-        net = Body(wrap=wrap, head=nn.Tanh(), affine=False)
-        shards = [torch.linspace(0, i + 1, 12).view(4, 3) for i in range(2)]
-        shards[1].requires_grad_()
-        found.append(torch.autograd.grad(run_sharded(net, shards), shards[1], [*dys]))
+        net = Body(wrap=wrap, head=nn.Tanh(), affine=affine).double()
+        shards = [torch.linspace(0, i + 1, 12).double().view(4, 3) for i in range(2)]
+        leaves = [shards[1 - constant].requires_grad_(), *net.parameters()]
+        found.append(torch.autograd.grad(run_sharded(net, shards), leaves, [*dys]))
     torch.testing.assert_close(*found)
 
 
@@ -222,21 +225,22 @@ def test_a_checkpoint_around_the_whole_model_learns_once():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("replicas, group_size", [(4, 2), (3, 2)])
-def test_running_statistics_of_parts_are_updated_once(replicas, group_size, reentrant):
+@pytest.mark.parametrize(
+    ("replicas", "group_size", "outer"),
+    [
+        (4, 2, 1),
+        (3, 2, 1),
+        pytest.param(2, None, 2, marks=pytest.mark.cpu("replicas of replicas are on one device")),
+    ],
+)
+def test_running_statistics_of_parts_of_the_replicas_are_updated_once(
+    replicas, group_size, outer, reentrant
+):
     net = convert_model(nn.Sequential(nn.BatchNorm1d(3)), group_size=group_size)
     model = DataParallel(net, several(replicas))
-    x = torch.randn(2 * replicas, 3, requires_grad=True)
-    checkpoint(lambda x: model(x).square(), x, use_reentrant=reentrant).sum().backward()
-    assert net[0].num_batches_tracked == 1
-
-
-@pytest.mark.cpu("replicas of replicas are on one device")
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_running_statistics_of_replicas_of_a_replica_are_updated_once(reentrant):
-    net = convert_model(nn.Sequential(nn.BatchNorm1d(3)))
-    model = DataParallel(nn.Sequential(DataParallel(net, several(2))), several(2))
-    x = torch.randn(8, 3, requires_grad=True)
+    if outer > 1:
+        model = DataParallel(nn.Sequential(model), several(outer))
+    x = torch.randn(2 * replicas * outer, 3, requires_grad=True)
     checkpoint(lambda x: model(x).square(), x, use_reentrant=reentrant).sum().backward()
     assert net[0].num_batches_tracked == 1
 
@@ -272,14 +276,6 @@ def test_a_checkpoint_frees_the_activations():
     assert freed(*seen)
     y.backward(torch.randn_like(y))
     assert len(seen) == 4
-
-
-@pytest.mark.parametrize("kept", [0, 1])
-def test_a_reentrant_checkpoint_is_refused_with_advice(kept):
-    net = Body(wrap=lambda norm: partial(checkpoint, norm, use_reentrant=True))
-    y = run_sharded(net, [torch.randn(2, 3, requires_grad=True) for _ in range(2)])[kept]
-    with pytest.raises(ReplicationError, match=rf"`norm`, replica {kept} .*use_reentrant=False"):
-        y.backward(torch.randn_like(y))
 
 
 @pytest.mark.usefixtures("not_joined")
@@ -329,17 +325,19 @@ def gradient(calls: nn.Module, x: Tensor, dy: Tensor) -> Tensor:
     return grad
 
 
+def assert_recomputes_alike(call: Callable[[nn.Module, Tensor], Tensor], dtype: Any) -> None:
+    x, dy = torch.randn(2, 6, 3).to(dtype)
+    nets = [Body(call, wrap).to(dtype) for wrap in (plain, recomputed)]
+    torch.testing.assert_close(*(gradient(net, x.clone().requires_grad_(), dy) for net in nets))
+
+
 def test_calls_without_a_graph_are_made_again_as_such():
     def target(norm: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
             scale = norm(3 * x + 1)
         return torch.tanh(norm(x.square()) * scale)
 
-    x, dy = torch.randn(2, 6, 3)
-    grads = [
-        gradient(Body(target, w), x.clone().requires_grad_(), dy) for w in (plain, recomputed)
-    ]
-    torch.testing.assert_close(*grads)
+    assert_recomputes_alike(target, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -355,15 +353,7 @@ def test_in_half_precision_a_recomputation_may_round_otherwise(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_layer_with_parameters_in_half_precision_is_recomputed(dtype):
-    def call(norm: nn.Module, x: Tensor) -> Tensor:
-        return norm(x).tanh()  # saves the output of the layer
-
-    x, dy = torch.randn(2, 6, 3).to(dtype)
-    grads = [
-        gradient(Body(call, way).to(dtype), x.clone().requires_grad_(), dy)
-        for way in (plain, recomputed)
-    ]
-    torch.testing.assert_close(*grads)
+    assert_recomputes_alike(lambda norm, x: norm(x).tanh(), dtype)  # saves the layer's output
 
 
 def test_calls_whose_statistics_differ_by_rounding_are_alike():

@@ -10,12 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from replication import (
-    ProcessGroup,
-    execute_replication_callbacks,
-    parallel_apply,
-    replicate,
-)
+from replication import ProcessGroup, execute_replication_callbacks, parallel_apply, replicate
 from syncbn import SynchronizedBatchNorm1d
 from tests.junk import (
     COLLECTIVES,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, batchnorm
 from syncbn.statistics import Denominator
@@ -45,6 +44,18 @@ def leaves(samples: int, channels: int = 2, extent: int = 2) -> tuple[Tensor, ..
     return x, w, b
 
 
+class UnderHooks(nn.Module):
+    """Calls its layer under hooks on saved tensors."""
+
+    def __init__(self, layer: nn.Module, pack: Any, unpack: Any) -> None:
+        super().__init__()
+        self.layer, self.hooks = layer, (pack, unpack)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(*self.hooks):
+            return self.layer(x)
+
+
 def test_a_backward_to_parameters_alone_keeps_no_input():
     """As long as the output lives, where hooks make the saved tensors anew (checkpoints)."""
     seen = []
@@ -55,16 +66,7 @@ def test_a_backward_to_parameters_alone_keeps_no_input():
             seen.append(StorageWeakRef(copied.untyped_storage()))
         return copied  # torch makes another object of it, with the same storage
 
-    class Hooked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = SynchronizedBatchNorm1d(3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), fresh):
-                return self.layer(x)
-
-    net = Hooked()
+    net = UnderHooks(SynchronizedBatchNorm1d(3), lambda tensor: tensor.detach(), fresh)
     outputs = run_sharded(net, [torch.randn(n, 3, requires_grad=True) for n in (4, 2)])
     torch.autograd.grad(sum(y.square().sum() for y in outputs), net.layer.weight)
     assert len(seen) == 2
@@ -220,20 +222,11 @@ def test_no_more_is_saved_for_backward_than_the_input(replicas, requires_grad):
     shards = [torch.randn(8, 4, 16, 16, requires_grad=requires_grad) for _ in range(replicas)]
     saved: dict[int, int] = {}
 
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
 
-        def forward(self, x: Tensor) -> Tensor:
-            def pack(tensor: Tensor) -> Tensor:
-                saved[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                return self.layer(x)
-
-    outputs = run_sharded(Counting(), shards)
+    outputs = run_sharded(UnderHooks(layer, pack, lambda tensor: tensor), shards)
     inputs = sum(shard.numel() * shard.element_size() for shard in shards)
     assert inputs <= sum(saved.values()) <= 1.1 * inputs
     torch.autograd.backward(outputs, [torch.randn_like(y) for y in outputs])
@@ -373,34 +366,6 @@ def test_forward_mode_derivatives_are_refused(name):
     shards = [torch.randn(n, 3) for n in (4, 3)]
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
         run_sharded(WithTangent(name), shards)
-
-
-class Checkpointed(nn.Module):
-    """Recomputes its layer in backward, or not."""
-
-    def __init__(self, recomputes: bool, affine: bool) -> None:
-        super().__init__()
-        self.recomputes = recomputes
-        self.norm = SynchronizedBatchNorm1d(3, affine=affine, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.recomputes:
-            return self.norm(x).tanh()
-        return checkpoint(lambda x: self.norm(x).tanh(), x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("constant", [None, 0, 1])
-@pytest.mark.parametrize("affine", [True, False])
-def test_a_recomputation_gives_the_same_gradients(affine, constant):
-    """Also of a replica whose own input needs none."""
-    shards, upstream = torch.randn(2, 2, 4, 3, dtype=torch.float64)
-    found = []
-    for recomputes in (False, True):
-        net = Checkpointed(recomputes, affine)
-        leaves = [s.clone().requires_grad_(i != constant) for i, s in enumerate(shards)]
-        torch.autograd.backward(run_sharded(net, leaves), list(upstream))
-        found.append([leaf.grad for leaf in (*leaves, *net.parameters()) if leaf.requires_grad])
-    torch.testing.assert_close(*found)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

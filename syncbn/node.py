@@ -243,7 +243,7 @@ def _gradients_by_formula(
 
 def _summed_over(ranks: Ranks, denominator: Tensor, weight: Tensor, tensor: Tensor) -> Tensor:
     """Returns the same tensor, whose gradient is added over the ranks."""
-    # The gradient are derivatives by mean and variance of the batch. What ranks add are the two
+    # The gradient is that of mean and variance of the batch. What ranks add are the two
     # sums of `_gradients`, so that the others need not build a graph of their backward.
     scale = -in_float64(weight.detach()) * denominator.rsqrt()
     return ranks.with_summed_gradient(tensor, torch.stack((scale, scale / denominator / 2)))

@@ -1,6 +1,7 @@
 """The contract of the kernels of `torch.nn.SyncBatchNorm`, computed in float64 on any device.
 
-They stand in for those of accelerators where there is none, and check what callers must not do.
+They stand in for the kernels of accelerators where there are none, and check what callers must not
+do.
 `syncbn.kernels` has fast ones for the CPU. Tests compare both with these, and these with those of
 CUDA where there is a GPU.
 """

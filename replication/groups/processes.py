@@ -293,7 +293,7 @@ class ProcessGroup(Group):
         return rows.view(tensor.dtype).view(self.size, *tensor.shape)
 
     def _rows(self, call: RankCall, *vectors: Tensor) -> Tensor:
-        """Joins vectors, and stacks those of all ranks. Compares the call on the CPU."""
+        """Joins vectors, and stacks the result of all ranks. Compares the call on the CPU."""
         first = vectors[0]
         if call.is_compared or not first.is_cpu:  # elsewhere the host would wait for the header
             vector = torch.cat(vectors) if len(vectors) > 1 else first.contiguous()

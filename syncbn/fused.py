@@ -83,8 +83,8 @@ class Fused:
         return self._own
 
     def connect(self) -> None:
-        """Saves x in this thread, once, if it has hooks on saved tensors."""
-        if self.holder is None and self.records_graph and sees_saved_tensors():
+        """Saves x in this thread, if it has hooks on saved tensors."""
+        if self.records_graph and sees_saved_tensors():
             self.x = Hold.apply(self.x, self.weight, self.bias)  # type: ignore[no-untyped-call]
             self.holder = self.x.grad_fn
 

@@ -95,13 +95,14 @@ def _exchanged(
         layouts=layouts,
         requires_grad=torch.is_grad_enabled(),  # tensors of other replicas may
     )
-    reply = type(shard)
+    is_new, reply = True, type(shard)
     while isinstance(reply, type):  # the way that all shards go now
         if type(shard) is not reply:
-            shard = reply(shard.call)
-        if reply is not Joined:
+            is_new, shard = True, reply(shard.call)
+        # Once, because a checkpoint counts what is saved.
+        if is_new and reply is not Joined:
             shard.connect()
-        reply = exchange(shard)
+        is_new, reply = False, exchange(shard)
     return shard, reply
 
 

@@ -170,6 +170,20 @@ def test_a_recomputation_goes_the_way_that_the_replicas_went_at_last(ways):
     assert ways == {"Formula": 2 + 4}
 
 
+def test_a_checkpoint_whose_shard_took_the_formula_at_once_recomputes_it(ways, monkeypatch):
+    """Another replica began with the kernels, so that all exchange twice."""
+    monkeypatch.setattr(Fused, "takes", staticmethod(lambda call: len(call.x) != 3))
+    x, dy, found = torch.randn(5, 3, 2, 2), torch.randn(5, 3, 2, 2), []
+    for recomputes in (False, True):
+        leaves = [part.clone().requires_grad_() for part in x.split([3, 2])]
+        net = SynchronizedBatchNorm2d(3)
+        outputs = run_sharded(Recomputed(net) if recomputes else net, leaves)
+        torch.autograd.backward(outputs, list(dy.split([3, 2])))
+        found.append([leaf.grad for leaf in (*leaves, *net.parameters())])
+    torch.testing.assert_close(*found)
+    assert ways == {"Formula": 2 + 4}
+
+
 @pytest.mark.parametrize("used", [1, 2])
 def test_a_checkpoint_of_images_has_derivatives_of_any_order(used, ways):
     """Also where a loss does not use the outputs of all replicas."""

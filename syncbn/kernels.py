@@ -141,7 +141,7 @@ def batch_norm_backward_reduce(
     Then come the gradients of weight and bias, None unless they are wanted and there is a weight.
     """
     center = mean.to(accumulation_dtype(input.dtype))
-    one, mask = _ones(center.numel(), center.dtype), [False, True, True]
+    one, mask = torch.ones_like(center), [False, True, True]
     if input.dtype in _HALF:  # with other strides torch would round each product
         input = in_format_of(input, input)
     args: Any = grad_out, input, one, center, one, None, None, False, 0.0, mask
@@ -206,7 +206,7 @@ def _affine(
         shift = drift if shift is None else shift + drift
         y = (x - per_channel(center, x)).mul_(per_channel(scale, x)).add_(per_channel(shift, x))
         return y.to(x.dtype) if out is None else out.copy_(y)
-    args: Any = x, scale, shift, center, _ones(center.numel(), dtype), False, 0.0, 0.0
+    args: Any = x, scale, shift, center, torch.ones_like(center), False, 0.0, 0.0
     if out is None:
         return torch.native_batch_norm(*args)[0]
     unused = center.new_empty(0), center.new_empty(0)
@@ -218,12 +218,6 @@ def _average(running: Tensor, new: Tensor, momentum: float) -> None:
         running.copy_(running.to(new.dtype).lerp_(new, momentum))
     else:
         running.lerp_(new.to(running.dtype), momentum)
-
-
-@lru_cache
-def _ones(length: int, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.ones(length, dtype=dtype, device="cpu")
 
 
 def is_large(mean: Tensor, invstd: Tensor) -> bool:

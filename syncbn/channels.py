@@ -64,14 +64,13 @@ def memory_format(x: Tensor) -> torch.memory_format:
 
 
 def with_usual_strides(x: Tensor) -> Tensor:
-    """Returns a view of ``x`` with the canonical strides of its memory format."""
+    """Returns ``x``, which may be a view, with the canonical strides of its memory format."""
     # The stride of a dimension of length 1 is arbitrary, but torch's batch norm may infer a
     # wrong memory format from it.
-    if 1 not in x.shape or not x.numel():
+    if not x.numel():
         return x
     layout = memory_format(x)
-    if not x.is_contiguous(memory_format=layout):
-        return x
+    x = x.contiguous(memory_format=layout)
     usual = torch.empty_like(x, device="meta", memory_format=layout).stride()
     return x if x.stride() == usual else x.as_strided(x.shape, usual)
 

@@ -19,13 +19,8 @@ import torch
 from torch import Tensor
 
 from replication.groups.processes import Collective
-from syncbn.channels import (
-    accumulation_dtype,
-    in_float64,
-    per_channel,
-    reduced_dims,
-    values_per_channel,
-)
+from syncbn.channels import accumulation_dtype, in_float64, values_per_channel
+from syncbn.formula import affine, affine_map, moments_in_operations
 from syncbn.statistics import Call, CountBatch, Moments
 
 
@@ -33,34 +28,19 @@ def compiled_batch_norm(
     call: Call, added: Callable[[Tensor], Tensor], count_batch: CountBatch
 ) -> Tensor:
     """Normalizes a shard with the moments of the batch. ``added`` sums over the ranks."""
-    x, weight, bias, denominator = call
-    x = x.to(accumulation_dtype(x.dtype))
+    x = call.x.to(accumulation_dtype(call.x.dtype))
     batch = moments_of_sums(Collective.apply(added, added, _sums(x)))  # type: ignore[no-untyped-call]
     count_batch().update(batch)
-    # As in `syncbn.formula`: W and B in float64 carry the rounding error of the mean.
-    scale = denominator.of(batch.var).rsqrt()
-    scale = scale if weight is None else scale * in_float64(weight)
-    rounded = batch.mean.detach().to(x.dtype)
-    shift = (rounded - batch.mean) * scale
-    shift = shift if bias is None else shift + in_float64(bias)
-    y = (x - per_channel(rounded, x)) * per_channel(scale, x) + per_channel(shift, x)
+    y = affine(x, batch.mean, *affine_map(call, batch), in_kernel=False)
     return y.to(call.x.dtype)
 
 
 def _sums(x: Tensor) -> Tensor:
     """Returns n, the sum and the sum of squares of each channel in float64, ``(1 + 2 C,)``."""
-    # The mean, then the mean of squares: the compiler makes a slow loop of a variance on the CPU.
-    dims, n = reduced_dims(x), values_per_channel(x)
-    divisor = max(1, n)
-    head = x.sum(dims) / divisor
-    centered = x - per_channel(head.detach(), x)
-    # The centered values still contain the rounding error of the mean. It has no derivative.
-    rest = in_float64(centered.detach().sum(dims) / divisor)
-    mean = in_float64(head) + rest
-    var = in_float64(centered.square().sum(dims) / divisor) - rest.square()
+    mean, var = moments_in_operations(x)
     # The product at the end: Inductor lets ranks add a `cat` in place, and would then read the sum
     # of the ranks where it needs an operand of the `cat` once more.
-    return torch.cat((mean.new_ones(1), mean, var + mean.square())) * n
+    return torch.cat((mean.new_ones(1), mean, var + mean.square())) * values_per_channel(x)
 
 
 def moments_of_sums(sums: Tensor) -> Moments:

@@ -34,6 +34,7 @@ from replication.devices import to_device
 from replication.groups.replicas import hidden_from_hooks
 from syncbn.channels import (
     accumulation_dtype,
+    constant_tensor,
     in_float64,
     memory_format,
     per_channel,
@@ -44,15 +45,7 @@ from syncbn.channels import (
 from syncbn.kernels import is_large, moments
 from syncbn.processes import Ranks
 from syncbn.recomputation import Record
-from syncbn.statistics import (
-    Call,
-    CountBatch,
-    Moments,
-    all_match,
-    merge,
-    merge_shares,
-    with_derivatives,
-)
+from syncbn.statistics import Call, CountBatch, Moments, all_match, merge, with_derivatives
 
 
 class Reply(NamedTuple):
@@ -69,15 +62,15 @@ class Formula:
     def __init__(self, call: Call) -> None:
         self.call, self.records_graph = call, torch.is_grad_enabled()
         #: Rounded to half precision at the end only.
-        self.x = with_usual_strides(call.x.to(accumulation_dtype(call.x.dtype)))
-        #: What was subtracted from x, ``(C,)`` in float64.
-        self.center: Tensor | float = 0.0
-        mean, var = _measured(self.x)
-        if self.x.is_cpu and is_large(mean, var.rsqrt()):
-            center = mean.to(self.x.dtype).nan_to_num_(0.0, 0.0, 0.0)
-            self.x, self.center = self.x - per_channel(center, self.x), center.double()
+        self.x = x = call.x.to(accumulation_dtype(call.x.dtype))
+        with torch.no_grad():
+            mean, var = moments(x) if x.is_cpu else moments_in_operations(x)
+            var.clamp_(min=0)
+            is_far = x.is_cpu and is_large(mean, call.denominator.of(var).rsqrt())
+        #: Whether a kernel normalizes x. Its second derivative divides by the number of values.
+        self.in_kernel = not is_far and x.numel() > 0
         #: Its moments. `connect` gives them their derivatives.
-        self.own = Moments(values_per_channel(self.x), mean, var)
+        self.own = Moments(values_per_channel(x), mean, var)
 
     def measured(self) -> Moments:
         return self.own
@@ -86,13 +79,19 @@ class Formula:
         """Connects the moments with x, which is saved for that."""
         n, mean, var = self.own
         if torch.is_grad_enabled() and self.x.requires_grad:
-            args = self.x, mean - self.center, var
-            mean, var = _Measured.apply(*args)  # type: ignore[no-untyped-call]
-            self.own = Moments(n, mean + self.center, var)
+            args = self.x, mean, var, self.in_kernel
+            self.own = Moments(n, *_Measured.apply(*args))  # type: ignore[no-untyped-call]
 
     @staticmethod
     def merge(shards: Sequence[Formula], count_batch: CountBatch) -> list[Reply]:
-        batch = merge([shard.own for shard in shards])
+        counts: list[Any] = [shard.own.n for shard in shards]
+        home, n = shards[0].own.mean.device, sum(counts)
+        shares = tuple([own / max(n, 1) for own in counts])
+        means, variances = (
+            torch.stack([moments.to(home) for moments in column])
+            for column in zip(*[shard.own[1:] for shard in shards], strict=True)
+        )
+        batch = Moments(n, *merge(constant_tensor(shares, home, torch.float64), means, variances))
         if batch.n != 1:  # else the call raises, and does not count
             count_batch().update(batch)
         # The gradients of copies of one parameter are added before they are rounded.
@@ -104,24 +103,18 @@ class Formula:
         self.connect()
         n, counts, *rows = ranks.gathered(*self.own.detach())
         total = counts.sum()
-        batch = Moments(n if isinstance(n, int) else total, *merge_shares(counts / total, *rows))
+        batch = Moments(n if isinstance(n, int) else total, *merge(counts / total, *rows))
         if not isinstance(n, int) or n != 1:  # else the call raises, and does not count
             count_batch().update(batch)
         return self.reply(with_derivatives(batch, [self.own], ranks.with_summed_gradient))
 
     def reply(self, batch: Moments) -> Reply:
-        """Returns the affine map, given the moments of the batch."""
-        _, weight, bias, denominator = self.call
-        scale = denominator.of(batch.var).rsqrt()
-        if weight is not None:
-            scale = scale * in_float64(weight).to(scale.device)
-        shift = torch.zeros_like(scale) if bias is None else in_float64(bias).to(scale.device)
-        return Reply(batch, scale, shift)
+        return Reply(batch, *affine_map(self.call, batch))
 
     def output(self, reply: Reply) -> Tensor:
         vectors = reply.batch.mean, reply.scale, reply.shift
         mean, scale, shift = (vector.to(self.own.mean.device) for vector in vectors)
-        return _affine(self.x, mean - self.center, scale, shift).to(self.call.x.dtype)
+        return affine(self.x, mean, scale, shift, self.in_kernel).to(self.call.x.dtype)
 
     def record(self, reply: Reply) -> Record:
         own, batch = self.own.detach(), reply.batch
@@ -136,12 +129,21 @@ class Formula:
             return self.reply(batch)
 
 
-def _affine(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+def affine_map(call: Call, batch: Moments) -> tuple[Tensor, Tensor]:
+    """Returns the scale of each channel and the output at its mean, ``(C,)`` in float64."""
+    _, weight, bias, denominator = call
+    scale = denominator.of(batch.var).rsqrt()
+    if weight is not None:
+        scale = scale * in_float64(weight).to(scale.device)
+    return scale, torch.zeros_like(scale) if bias is None else in_float64(bias).to(scale.device)
+
+
+def affine(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, in_kernel: bool) -> Tensor:
     """Computes ``(x - mean) * scale + shift`` for each channel, given vectors in float64."""
-    if not x.numel():  # which the kernel's second derivative cannot divide by
-        return (x - per_channel(mean, x)) * per_channel(scale, x) + per_channel(shift, x)
     rounded = mean.detach().to(x.dtype)
     shift = shift - (mean - rounded) * scale
+    if not in_kernel:
+        return (x - per_channel(rounded, x)) * per_channel(scale, x) + per_channel(shift, x)
     weight, bias, center = (to_device(v.to(x.dtype), x.device) for v in (scale, shift, rounded))
     one = torch.ones_like(center)
     y = torch.native_batch_norm(x, weight, bias, center, one, False, 0.0, 0.0)[0]
@@ -161,33 +163,32 @@ class _Measured(Function):
     """Gives the moments of a shard, which are known already, their derivatives."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, var: Tensor, in_kernel: bool
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
+        ctx.in_kernel = in_kernel
         mean = mean.view_as(mean)  # as an output, it is saved with its derivative
         ctx.save_for_backward(x, mean)
         return mean, var
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         x, mean = ctx.saved_tensors
         if all(grad is None for grad in grads):
-            return None, None, None  # called by the engine without any gradient
+            return None, None, None, None  # called by the engine without any gradient
         n = max(1, values_per_channel(x))
         dmean, dvar = (torch.zeros_like(mean) if grad is None else grad / n for grad in grads)
-        return _affine(x, mean, 2 * dvar, dmean), None, None
+        return affine(x, mean, 2 * dvar, dmean, ctx.in_kernel), None, None, None
 
 
-@torch.no_grad()
-def _measured(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes mean and biased variance of each channel, 0 if there are no values."""
-    if x.is_cpu:
-        return moments(x)
-    if not x.numel():
-        zeros = in_float64(x.new_zeros(x.size(1)))
-        return zeros, zeros
-    dims = reduced_dims(x)
-    head = x.mean(dims)
-    centered = x - per_channel(head, x)
-    # The centered values still contain the rounding error of the mean.
-    rest, squares = in_float64(centered.mean(dims)), in_float64(centered.square().mean(dims))
-    return in_float64(head) + rest, (squares - rest.square()).clamp_(min=0)
+def moments_in_operations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes mean and biased variance of each channel in float64, 0 without values."""
+    # The mean, then the mean of squares: the compiler makes a slow loop of a variance on the CPU.
+    dims, n = reduced_dims(x), max(1, values_per_channel(x))
+    head = x.sum(dims) / n
+    centered = x - per_channel(head.detach(), x)
+    # The centered values still contain the rounding error of the mean. It has no derivative.
+    rest = in_float64(centered.detach().sum(dims) / n)
+    squares = in_float64(centered.square().sum(dims) / n)
+    return in_float64(head) + rest, squares - rest.square()

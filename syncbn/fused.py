@@ -24,7 +24,6 @@ from syncbn.channels import (
     accumulation_dtype,
     constant_tensor,
     values_per_channel,
-    with_usual_strides,
 )
 from syncbn.kernels import ON_CPU, TINY, Kernels, kernels_for
 from syncbn.node import Hold, copied, normalized
@@ -54,7 +53,7 @@ class Fused:
         self.weight = weight if weight is None else weight.to(dtype)
         self.bias = bias if bias is None else bias.to(dtype)
         #: The input of the node, and the node that saves it, if that is another one.
-        self.x, self.holder = with_usual_strides(x), cast(Any, None)
+        self.x, self.holder = x, cast(Any, None)
         self.kernels = kernels_for(x.device.type)  # type: ignore[assignment]
         self._own: KernelMoments | None = None
         if self.is_host:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from syncbn.channels import constant_tensor, in_float64
+from syncbn.channels import in_float64
 
 
 class Denominator(NamedTuple):
@@ -64,17 +64,7 @@ class KernelMoments(NamedTuple):
         return Moments(n, in_float64(self.mean), var)
 
 
-def merge(parts: Sequence[Moments]) -> Moments:
-    """Merges the moments of parts, perhaps empty, on the device of the first. Differentiable."""
-    counts: list[int] = [part.n for part in parts]  # type: ignore[misc]
-    home, n = parts[0].mean.device, sum(counts)
-    share = constant_tensor(tuple([own / max(n, 1) for own in counts]), home, torch.float64)
-    means = torch.stack([part.mean.to(home) for part in parts])
-    variances = torch.stack([part.var.to(home) for part in parts])
-    return Moments(n, *merge_shares(share, means, variances))
-
-
-def merge_shares(share: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+def merge(share: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
     """Merges n moments, ``(n, C)`` each, given the fraction of all values that each has."""
     # Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     # Variances", 1979. From one of the means on, so that equal means give the same again.
@@ -150,12 +140,3 @@ def _are_copies(one: Tensor | None, other: Tensor | None) -> bool:
     if one.device == other.device:
         return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
     return one.grad_fn is not None and one.grad_fn is other.grad_fn  # made by one broadcast
-
-
-def check_count(n: int | Tensor, x: Tensor) -> None:
-    """Raises ValueError if a batch has one value per channel, as far as the host knows."""
-    if isinstance(n, int) and n == 1:
-        raise ValueError(  # torch's own words, which programs may look for
-            f"Expected more than 1 value per channel when training, got input size {x.size()} and "
-            "1 value in all of its group; take a larger batch, or call the layer in eval()"
-        )

@@ -35,12 +35,13 @@ from replication.errors import lost_derivatives
 from replication.groups.base import Group, Layouts
 from replication.groups.processes import ProcessGroup
 from replication.groups.replicas import ReplicaGroup
+from syncbn.channels import with_usual_strides
 from syncbn.formula import Formula
 from syncbn.fused import Fused
 from syncbn.joined import Joined
 from syncbn.processes import Ranks
 from syncbn.recomputation import RecordedCalls
-from syncbn.statistics import Call, CountBatch, Moments, check_count
+from syncbn.statistics import Call, CountBatch, Moments
 
 
 def synchronized_batch_norm(
@@ -49,9 +50,12 @@ def synchronized_batch_norm(
     """Normalizes a shard with the moments of the whole batch."""
     if has_other_derivatives(call[:3]):
         raise lost_derivatives("a synchronized layer")
-    x = call.x
-    if type(x) is not Tensor:
-        call = call._replace(x=x.as_subclass(Tensor))
+    original = call.x
+    x = original if type(original) is Tensor else original.as_subclass(Tensor)
+    if 1 in x.shape:
+        x = with_usual_strides(x)
+    if x is not original:
+        call = call._replace(x=x)
     layouts = ((x.dtype, (x.size(1),)),)  # must match on every copy
     exchanges = isinstance(group, ReplicaGroup) and not group.in_later_backward
     joins = exchanges and Joined.takes(call)
@@ -60,7 +64,7 @@ def synchronized_batch_norm(
         requires_grad = torch.is_grad_enabled() and x.requires_grad
         ranks = Ranks(cast(ProcessGroup, group), call.denominator, layouts, requires_grad)
         reply = shard.merge_ranks(ranks, count_batch)
-        check_count(reply.batch.n, x)  # in every rank, because no other process hears of it
+        _check_count(reply.batch.n, x)  # in every rank, because no other process hears of it
     elif not exchanges:  # a checkpoint recomputes the call
         record = calls.recall(shard.measured(), x)  # type: ignore[union-attr]
         # Not before, because a checkpoint ends the recomputation when all is saved.
@@ -73,12 +77,12 @@ def synchronized_batch_norm(
         shard, reply = _exchanged(shard, group, layouts, count_batch)
         if not isinstance(shard, Joined):
             if shard.measured().n:
-                check_count(reply.batch.n, x)
+                _check_count(reply.batch.n, x)
             if calls is not None:
                 calls.records.append(shard.record(reply))
     y = shard.output(reply)
     # A subclass decides what its operations return, such as MONAI's MetaTensor with its metadata.
-    return y if type(x) is Tensor else y.view_as(x)  # type: ignore[no-any-return]
+    return y if type(original) is Tensor else y.view_as(original)  # type: ignore[no-any-return]
 
 
 def _exchanged(
@@ -117,3 +121,12 @@ def _merge(group: ReplicaGroup, count_batch: CountBatch, shards: Sequence[Any]) 
         if replies is not None:
             return replies  # type: ignore[no-any-return]
     return [Fused if Joined in ways and Formula not in ways else Formula] * len(shards)
+
+
+def _check_count(n: int | Tensor, x: Tensor) -> None:
+    """Raises ValueError if a batch has one value per channel, as far as the host knows."""
+    if isinstance(n, int) and n == 1:
+        raise ValueError(  # torch's own words, which programs may look for
+            f"Expected more than 1 value per channel when training, got input size {x.size()} and "
+            "1 value in all of its group; take a larger batch, or call the layer in eval()"
+        )

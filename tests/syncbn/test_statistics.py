@@ -25,6 +25,13 @@ def moments_of(x: Tensor) -> Moments:
     return Moments(len(x), mean, (x.double() - mean).square().sum(0) / max(1, len(x)))
 
 
+def merged(parts: list[Moments]) -> Moments:
+    n = sum(part.n for part in parts)
+    shares = torch.tensor([part.n / max(1, n) for part in parts], dtype=torch.float64)
+    means, variances = (torch.stack(column) for column in list(zip(*parts, strict=True))[1:])
+    return Moments(n, *merge(shares, means, variances))
+
+
 SIZES = [[3], [2, 0, 5], [0, 1, 1], [0, 4], [1, 2, 3, 4, 5]]
 
 
@@ -32,7 +39,7 @@ SIZES = [[3], [2, 0, 5], [0, 1, 1], [0, 4], [1, 2, 3, 4, 5]]
 @pytest.mark.parametrize("mean", [0.0, 1e6])
 def test_merging_the_moments_of_parts_gives_the_moments_of_the_whole(sizes, mean):
     x = torch.randn(sum(sizes), 4, dtype=torch.float64) * torch.tensor([1e-2, 1, 5, 0]) + mean
-    batch, whole = merge([moments_of(part) for part in x.split(sizes)]), moments_of(x)
+    batch, whole = merged([moments_of(part) for part in x.split(sizes)]), moments_of(x)
     assert batch.n == whole.n
     torch.testing.assert_close(batch.mean, whole.mean, rtol=1e-15, atol=1e-15)
     torch.testing.assert_close(batch.var, whole.var, rtol=1e-9, atol=1e-12)
@@ -43,7 +50,7 @@ def test_equal_means_stay_as_they_are(value):
     """Weighted by thirds, they would be off by a unit in the last place."""
     constant = torch.tensor([value]).double()
     parts = [Moments(n, constant, torch.zeros_like(constant)) for n in (0, 7, 11, 3)]
-    assert merge(parts)[1:] == (constant, torch.zeros_like(constant))
+    assert merged(parts)[1:] == (constant, torch.zeros_like(constant))
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -61,9 +68,9 @@ def test_known_moments_get_the_derivatives_of_the_merge(sizes):
     for known in {0, len(parts) - 1}:  # the number of parts that are constants
         leaves = [Moments(p.n, *(t.clone().requires_grad_() for t in p[1:])) for p in parts]
         own = leaves[known:]
-        merged = merge([*parts[:known], *own])
         torch.testing.assert_close(
-            derivatives(own, with_derivatives(merge(parts), own)), derivatives(own, merged)
+            derivatives(own, with_derivatives(merged(parts), own)),
+            derivatives(own, merged([*parts[:known], *own])),
         )
 
 

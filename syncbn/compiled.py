@@ -31,8 +31,8 @@ def compiled_batch_norm(
     x = call.x.to(accumulation_dtype(call.x.dtype))
     batch = moments_of_sums(Collective.apply(added, added, _sums(x)))  # type: ignore[no-untyped-call]
     count_batch().update(batch)
-    y = affine(x, batch.mean, *affine_map(call, batch), in_kernel=False)
-    return y.to(call.x.dtype)
+    scale, shift = affine_map(call, batch)
+    return affine(x, batch.mean, scale, shift, in_kernel=False).to(call.x.dtype)
 
 
 def _sums(x: Tensor) -> Tensor:

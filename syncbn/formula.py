@@ -21,7 +21,7 @@ its replica, where hooks on saved tensors (such as activation checkpoints) see t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from replication._torch import is_batched
-from replication.devices import to_device
 from replication.groups.replicas import hidden_from_hooks
 from syncbn.channels import (
     accumulation_dtype,
@@ -45,7 +44,7 @@ from syncbn.channels import (
 from syncbn.kernels import is_large, moments
 from syncbn.processes import Ranks
 from syncbn.recomputation import Record
-from syncbn.statistics import Call, CountBatch, Moments, all_match, merge, with_derivatives
+from syncbn.statistics import Call, CountBatch, Moments, all_match, merge
 
 
 class Reply(NamedTuple):
@@ -69,8 +68,8 @@ class Formula:
             is_far = x.is_cpu and is_large(mean, call.denominator.of(var).rsqrt())
         #: Whether a kernel normalizes x. Its second derivative divides by the number of values.
         self.in_kernel = not is_far and x.numel() > 0
-        #: Its moments. `connect` gives them their derivatives.
-        self.own = Moments(values_per_channel(x), mean, var)
+        #: Its moments, to which `connect` gives derivatives.
+        self.moments = self.own = Moments(values_per_channel(x), mean, var)
 
     def measured(self) -> Moments:
         return self.own
@@ -80,7 +79,7 @@ class Formula:
         n, mean, var = self.own
         if torch.is_grad_enabled() and self.x.requires_grad:
             args = self.x, mean, var, self.in_kernel
-            self.own = Moments(n, *_Measured.apply(*args))  # type: ignore[no-untyped-call]
+            self.moments = Moments(n, *_Measured.apply(*args))  # type: ignore[no-untyped-call]
 
     @staticmethod
     def merge(shards: Sequence[Formula], count_batch: CountBatch) -> list[Reply]:
@@ -88,8 +87,8 @@ class Formula:
         home, n = shards[0].own.mean.device, sum(counts)
         shares = tuple([own / max(n, 1) for own in counts])
         means, variances = (
-            torch.stack([moments.to(home) for moments in column])
-            for column in zip(*[shard.own[1:] for shard in shards], strict=True)
+            torch.stack([vector.to(home) for vector in column])
+            for column in zip(*[shard.moments[1:] for shard in shards], strict=True)
         )
         batch = Moments(n, *merge(constant_tensor(shares, home, torch.float64), means, variances))
         if batch.n != 1:  # else the call raises, and does not count
@@ -101,12 +100,12 @@ class Formula:
 
     def merge_ranks(self, ranks: Ranks, count_batch: CountBatch) -> Reply:
         self.connect()
-        n, counts, *rows = ranks.gathered(*self.own.detach())
+        n, counts, *rows = ranks.gathered(*self.own)
         total = counts.sum()
         batch = Moments(n if isinstance(n, int) else total, *merge(counts / total, *rows))
         if not isinstance(n, int) or n != 1:  # else the call raises, and does not count
             count_batch().update(batch)
-        return self.reply(with_derivatives(batch, [self.own], ranks.with_summed_gradient))
+        return self.reply(with_derivatives(batch, [self.moments], ranks.with_summed_gradient))
 
     def reply(self, batch: Moments) -> Reply:
         return Reply(batch, *affine_map(self.call, batch))
@@ -117,16 +116,34 @@ class Formula:
         return affine(self.x, mean, scale, shift, self.in_kernel).to(self.call.x.dtype)
 
     def record(self, reply: Reply) -> Record:
-        own, batch = self.own.detach(), reply.batch
-        return Record(own, batch.detach(), self.records_graph, batch.mean.requires_grad)
+        batch = reply.batch
+        return Record(self.own, batch.detach(), self.records_graph, batch.mean.requires_grad)
 
     def recomputed(self, record: Record) -> Reply:
         with hidden_from_hooks():
-            batch = with_derivatives(record.batch, [self.own])
+            batch = with_derivatives(record.batch, [self.moments])
             if record.requires_grad and not batch.mean.requires_grad:
                 # Perhaps only the inputs of other replicas did.
                 batch.mean.requires_grad_(), batch.var.requires_grad_()
             return self.reply(batch)
+
+
+def with_derivatives(
+    batch: Moments, own: Sequence[Moments], of_ranks: Callable[[Tensor], Tensor] | None = None
+) -> Moments:
+    """Gives the moments of a batch derivatives by the moments of some of its parts."""
+    # The rest of the batch is constant, or on other ranks: see `Ranks.with_summed_gradient`. So
+    # the parts enter as sums, about a constant, which are independent of each other. Their values
+    # are in `batch` already: only zeros are added to it.
+    sums = torch.zeros_like(batch.mean)
+    for n, mean, var in own:
+        apart = mean.to(sums.device) - batch.mean
+        sums = sums + n * torch.stack((apart, var.to(sums.device) + apart.square()))
+    zeros = (sums - sums.detach()) / (batch.n + (batch.n == 0))
+    if of_ranks is not None and zeros.requires_grad:
+        zeros = of_ranks(zeros)
+    drift, squares = zeros.unbind()
+    return Moments(batch.n, batch.mean + drift, batch.var + squares - drift.square())
 
 
 def affine_map(call: Call, batch: Moments) -> tuple[Tensor, Tensor]:
@@ -144,7 +161,7 @@ def affine(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, in_kernel: boo
     shift = shift - (mean - rounded) * scale
     if not in_kernel:
         return (x - per_channel(rounded, x)) * per_channel(scale, x) + per_channel(shift, x)
-    weight, bias, center = (to_device(v.to(x.dtype), x.device) for v in (scale, shift, rounded))
+    weight, bias, center = (v.to(x.dtype).to(x.device) for v in (scale, shift, rounded))
     one = torch.ones_like(center)
     y = torch.native_batch_norm(x, weight, bias, center, one, False, 0.0, 0.0)[0]
     if 1 in x.shape and y.requires_grad:

@@ -29,10 +29,10 @@ from syncbn.channels import (
     in_format_of,
     memory_format,
 )
-from syncbn.formula import Formula
+from syncbn.formula import Formula, with_derivatives
 from syncbn.kernels import ON_CPU, Kernels
 from syncbn.processes import Ranks
-from syncbn.statistics import Call, Denominator, KernelMoments, with_derivatives
+from syncbn.statistics import Call, Denominator, KernelMoments
 
 #: Stands for a weight of 0 where a gradient is divided by it.
 _LEAST_WEIGHT = 1e-30
@@ -232,7 +232,7 @@ def _gradients_by_formula(
         shards = [Formula(Call(view, weight, bias, denominator)) for view in views]
         for shard in shards:
             shard.connect()
-        batch = with_derivatives(moments, [s.own for s in shards], of_ranks)
+        batch = with_derivatives(moments, [s.moments for s in shards], of_ranks)
         reply = shards[0].reply(batch)
         ys = [shard.output(reply) for shard in shards]
     inputs = [t for t, need in zip((tensors[0], bias, *views), needs, strict=True) if need]

@@ -74,24 +74,6 @@ def merge(share: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tens
     return mean, share @ torch.addcmul(variances, apart, apart)
 
 
-def with_derivatives(
-    batch: Moments, own: Sequence[Moments], of_ranks: Callable[[Tensor], Tensor] | None = None
-) -> Moments:
-    """Gives the moments of a batch derivatives by the moments of some of its parts."""
-    # The rest of the batch is constant, or on other ranks: see `Ranks.with_summed_gradient`. So
-    # the parts enter as sums, about a constant, which are independent of each other. Their values
-    # are in `batch` already: only zeros are added to it.
-    sums = torch.zeros_like(batch.mean)
-    for n, mean, var in own:
-        apart = mean.to(sums.device) - batch.mean
-        sums = sums + n * torch.stack((apart, var.to(sums.device) + apart.square()))
-    zeros = (sums - sums.detach()) / (batch.n + (batch.n == 0))
-    if of_ranks is not None and zeros.requires_grad:
-        zeros = of_ranks(zeros)
-    drift, squares = zeros.unbind()
-    return Moments(batch.n, batch.mean + drift, batch.var + squares - drift.square())
-
-
 class RunningStatistics(NamedTuple):
     """The buffers of a layer that a batch updates. They may be None."""
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from syncbn.formula import with_derivatives
 from syncbn.statistics import (
     Call,
     Denominator,
@@ -15,7 +16,6 @@ from syncbn.statistics import (
     RunningStatistics,
     all_match,
     merge,
-    with_derivatives,
 )
 
 

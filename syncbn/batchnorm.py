@@ -9,13 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from replication._torch import HOOKS, dispatch_modes, is_dtensor, uncompiled, unseen_by_checkpoints
-from replication.errors import is_int, path_or_root
+from replication._torch import (
+    HOOKS,
+    dispatch_modes,
+    has_other_derivatives,
+    is_dtensor,
+    uncompiled,
+    unseen_by_checkpoints,
+)
+from replication.errors import is_int, lost_derivatives, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.registry import has_other_processes, name_in_graph
 from replication.groups.replicas import CallbackContext
 from replication.sync.current import current_replica
-from syncbn.channels import in_float64
+from syncbn.channels import HALF, in_float64
 from syncbn.compiled import compiled_batch_norm, sum_in_graph
 from syncbn.recomputation import RecordedCalls
 from syncbn.statistics import Call, Denominator, RunningStatistics
@@ -34,8 +41,7 @@ __all__ = [
 #: The buffers with which CSAIL's layers correct the bias of their running statistics.
 CORRECTION = frozenset(("_tmp_running_mean", "_tmp_running_var", "_running_iter"))
 
-_HALF = (torch.float16, torch.bfloat16)
-_DTYPES = (*_HALF, torch.float32, torch.float64)
+_DTYPES = (*HALF, torch.float32, torch.float64)
 _USUAL = (Tensor, nn.Parameter, type(None))
 _SAMPLES = torch.zeros(2, 1, device="cpu")
 
@@ -183,7 +189,10 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             return current.rendezvous.commit(partial(_BatchNorm.forward, self, input))
         counts = self._has_original_buffers and not group.recomputes
         count_batch = self._count_batch if counts else RunningStatistics
-        args = self._checked_call(input), group, self._recorded_calls, count_batch
+        call = self._checked_call(input)
+        if has_other_derivatives(call[:3]):
+            raise lost_derivatives(self._named())
+        args = call, group, self._recorded_calls, count_batch
         if not dispatch_modes():
             return synchronized_batch_norm(*args)
         with unseen_by_checkpoints():
@@ -226,7 +235,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
                     f"{key} should contain {features} elements not {tensor.numel()}"
                 )
             if tensor.device != input.device or (
-                tensor.dtype != dtype and (dtype not in _HALF or tensor.dtype != torch.float32)
+                tensor.dtype != dtype and (dtype not in HALF or tensor.dtype != torch.float32)
             ):
                 raise RuntimeError(
                     f"{self._named()} expected an input in {tensor.dtype} on {tensor.device}, as "

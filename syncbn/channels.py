@@ -9,6 +9,8 @@ from torch import Tensor
 
 from replication.devices import current_stream
 
+HALF = (torch.float16, torch.bfloat16)
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which values of ``dtype`` are summed."""

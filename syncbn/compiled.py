@@ -20,7 +20,8 @@ from torch import Tensor
 
 from replication.groups.processes import Collective
 from syncbn.channels import accumulation_dtype, in_float64, values_per_channel
-from syncbn.formula import affine, affine_map, moments_in_operations
+from syncbn.formula import affine, affine_map
+from syncbn.moments import moments_in_operations
 from syncbn.statistics import Call, CountBatch, Moments
 
 

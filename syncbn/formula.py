@@ -37,11 +37,10 @@ from syncbn.channels import (
     in_float64,
     memory_format,
     per_channel,
-    reduced_dims,
     values_per_channel,
     with_usual_strides,
 )
-from syncbn.kernels import is_large, moments
+from syncbn.moments import is_large, moments
 from syncbn.processes import Ranks
 from syncbn.recomputation import Record
 from syncbn.statistics import Call, CountBatch, Moments, all_match, merge
@@ -60,12 +59,12 @@ class Formula:
 
     def __init__(self, call: Call) -> None:
         self.call, self.records_graph = call, torch.is_grad_enabled()
-        #: Rounded to half precision at the end only.
-        self.x = x = call.x.to(accumulation_dtype(call.x.dtype))
+        x = call.x.to(accumulation_dtype(call.x.dtype))
         with torch.no_grad():
-            mean, var = moments(x) if x.is_cpu else moments_in_operations(x)
-            var.clamp_(min=0)
+            mean, var = moments(x)
             is_far = x.is_cpu and is_large(mean, call.denominator.of(var).rsqrt())
+        #: Rounded to half precision at the end only.
+        self.x = x
         #: Whether a kernel normalizes x. Its second derivative divides by the number of values.
         self.in_kernel = not is_far and x.numel() > 0
         #: Its moments, to which `connect` gives derivatives.
@@ -197,15 +196,3 @@ class _Measured(Function):
         n = max(1, values_per_channel(x))
         dmean, dvar = (torch.zeros_like(mean) if grad is None else grad / n for grad in grads)
         return affine(x, mean, 2 * dvar, dmean, ctx.in_kernel), None, None, None
-
-
-def moments_in_operations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes mean and biased variance of each channel in float64, 0 without values."""
-    # The mean, then the mean of squares: the compiler makes a slow loop of a variance on the CPU.
-    dims, n = reduced_dims(x), max(1, values_per_channel(x))
-    head = x.sum(dims) / n
-    centered = x - per_channel(head.detach(), x)
-    # The centered values still contain the rounding error of the mean. It has no derivative.
-    rest = in_float64(centered.detach().sum(dims) / n)
-    squares = in_float64(centered.square().sum(dims) / n)
-    return in_float64(head) + rest, squares - rest.square()

@@ -30,8 +30,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from replication._torch import has_other_derivatives
-from replication.errors import lost_derivatives
 from replication.groups.base import Group, Layouts
 from replication.groups.processes import ProcessGroup
 from replication.groups.replicas import ReplicaGroup
@@ -48,8 +46,6 @@ def synchronized_batch_norm(
     call: Call, group: Group, calls: RecordedCalls | None, count_batch: CountBatch
 ) -> Tensor:
     """Normalizes a shard with the moments of the whole batch."""
-    if has_other_derivatives(call[:3]):
-        raise lost_derivatives("a synchronized layer")
     original = call.x
     x = original if type(original) is Tensor else original.as_subclass(Tensor)
     if 1 in x.shape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,3 +33,7 @@ def with_odd_strides(x: Tensor, layout: str, generator: random.Random) -> Tensor
     steps = zip(x.shape, x.stride(), strict=True)
     strides = [generator.choice((0, 1, 17, 170)) if n == 1 else step for n, step in steps]
     return x.as_strided(x.shape, strides)
+
+
+def batch_of(shape: tuple[int, ...], mean: float = 0.0, **options: Any) -> Tensor:
+    return (torch.randn(shape) * 2 + mean).to(**options)

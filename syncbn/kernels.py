@@ -150,8 +150,8 @@ def batch_norm_backward_elemt(
     dtype = accumulation_dtype(input.dtype)
     scale = invstd if weight is None else invstd * weight
     n = -count.sum().item()
-    # In this order, no product of the large and the tiny leaves the range of float32.
-    slope, shift = sum_dy_xmu / n * invstd * (scale * invstd), sum_dy / n * scale
+    # In this order, so that a channel without deviation does not leave the range of float32.
+    slope, shift = sum_dy_xmu / n * invstd * invstd * scale, sum_dy / n * scale
     # Half precision is rounded once, at the end.
     dx = _affine(input.to(dtype), mean, slope, shift)
     return dx.addcmul_(grad_out.to(dtype), per_channel(scale, dx)).to(input.dtype)

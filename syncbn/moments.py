@@ -53,6 +53,7 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.numel() <= _FEW_VALUES and x.dtype != torch.float64:
         return torch.batch_norm_update_stats(x.double(), None, None, 0.0)
     mean, var = _moments(x)
+    # Not by `is_large`, for which a channel of zeros is.
     if bool((mean.square() > _LARGE_MEAN**2 * var).any()):
         center = _center(x, mean)
         mean, var = _moments(x - per_channel(center, x))

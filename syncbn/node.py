@@ -226,7 +226,8 @@ def _gradients_by_formula(
         if ctx.ranks is not None:
             weight = torch.ones_like(bias) if weight is None else weight
             # Not 0: the sums would be lost that the other ranks need.
-            weight = weight + _LEAST_WEIGHT * (weight.detach().abs() < _LEAST_WEIGHT)
+            is_tiny = weight.detach().abs() < _LEAST_WEIGHT
+            weight = torch.where(is_tiny, weight + _LEAST_WEIGHT, weight)
             of_ranks = partial(_summed_over, ctx.ranks, moments.var + ctx.batches[0].eps, weight)
         denominator = Denominator(ctx.batches[0].eps)
         shards = [Formula(Call(view, weight, bias, denominator)) for view in views]

@@ -37,7 +37,7 @@ class Ranks:
     ) -> None:
         self._group, (eps, clamps) = group, denominator
         # What ranks exchange depends on eps, and on its mode.
-        self._name = f"batch_norm(eps={eps}{', clamp' if clamps else ''})"
+        self._name = f"batch_norm(eps={float(eps)}{', clamp' if clamps else ''})"
         self._exchange = partial(group.exchange, layouts=layouts, requires_grad=requires_grad)
 
     def gathered(self, n: Any, mean: Tensor, spread: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:

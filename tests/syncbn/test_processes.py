@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from replication import ReplicaAware
+from replication import ProcessGroup, ReplicaAware
 from replication.groups import processes as process_group
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from syncbn.processes import Ranks
@@ -361,6 +361,27 @@ def test_eps_that_differs_and_batched_gradients_are_refused():
         assert "batch_norm(eps=1.0) of" in differs
         assert "batch_norm(eps=1e-05, clamp) of" in mode
         assert batched.startswith("collectives between processes take no batched gradients")
+
+
+def under_other_defaults(rank: int) -> list[list[Tensor]]:
+    """Second derivatives at a weight of 0, and a gathered vector, without and with defaults."""
+    found = []
+    for dtype, device in ((torch.float32, "cpu"), (torch.float16, "meta")):
+        layer = layer_like(eps=1 if rank else 1.0).float()
+        x, dy = (shards_of(2, seed)[rank].float() for seed in (0, 1))
+        direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(rank))
+        nn.init.zeros_(layer.weight)
+        torch.set_default_dtype(dtype)
+        with torch.device(device):
+            results = step(layer, x, dy, direction)
+            found.append([*results, *ProcessGroup().all_gather(x)])
+    return found
+
+
+def test_the_default_dtype_and_device_do_not_matter():
+    for expected, other in run_ranks(2, under_other_defaults):
+        torch.testing.assert_close(other, expected, rtol=0, atol=0)
+        assert all(tensor.isfinite().all() for tensor in expected)
 
 
 def of_an_empty_channel(rank: int) -> bool:

@@ -187,13 +187,17 @@ def test_a_variance_beyond_half_precision_is_averaged_before_it_is_rounded(momen
     torch.testing.assert_close(layer.running_var, plain.running_var, rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("deviation", [1e-15, 1e12, 1e15, 1e17])
-def test_gradients_at_extreme_deviations(deviation):
+@pytest.mark.parametrize(
+    ("deviation", "eps"), [(0, 1e-38), *[(d, 1e-30) for d in (1e-15, 1e12, 1e15, 1e17)]]
+)
+def test_gradients_at_extreme_deviations(deviation, eps):
     shards = [torch.randn(2, 2, 3, w) * deviation for w in (4, 5)]
     dys = [torch.randn_like(shard) for shard in shards]
-    layer = SynchronizedBatchNorm2d(2, eps=1e-30)
+    layer = SynchronizedBatchNorm2d(2, eps=eps)
+    exact = nn.BatchNorm1d(2, eps=eps, dtype=torch.float64)
+    for each in (layer, exact):
+        nn.init.constant_(each.weight, 10)
     torch.autograd.backward(two_shards(layer, *shards), dys)
-    exact = nn.BatchNorm1d(2, eps=1e-30, dtype=torch.float64)
     x = torch.cat([s.detach().flatten(2) for s in shards], 2).double().requires_grad_()
     exact(x).backward(torch.cat([dy.flatten(2) for dy in dys], 2).double())
     got = torch.cat([shard.grad.flatten(2) for shard in shards], 2)

@@ -125,7 +125,6 @@ def timeout_of(process_group: Any) -> timedelta | None:
 
 
 def is_compiled_wrapper(module: object) -> bool:
-    """Whether ``module`` is a wrapper made by ``torch.compile(module)``."""
     # By name, because importing the class takes longer than importing torch.
     kind = type(module)
     return f"{kind.__module__}.{kind.__name__}" == "torch._dynamo.eval_frame.OptimizedModule"
@@ -139,7 +138,6 @@ def compiled_module(module: Any) -> nn.Module:
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether a tensor is a `torch.distributed.tensor.DTensor`."""
     # By its name, because importing it takes a second.
     kind = type(tensor)
     return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
@@ -193,7 +191,6 @@ def is_profiling() -> bool:
 
 
 def named_range(name: str) -> AbstractContextManager[object]:
-    """Names a range in the profile of this thread, if there is one."""
     return profiler.record_function(name) if is_profiling() else nullcontext()
 
 
@@ -205,16 +202,12 @@ def has_kernels(kind: str, *operators: str) -> bool:
     return all(has_kernel(f"aten::{name}", key) for name in operators)
 
 
-#: Returns the number of dispatch modes that are active in this thread.
+#: Return the number of modes that are active in this thread.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 #: Returns the innermost hooks on saved tensors of this thread. Unknown to older releases of torch.
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-
-
-#: Returns the number of function modes that are active in this thread.
-function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 def has_modes() -> bool:
@@ -223,7 +216,6 @@ def has_modes() -> bool:
 
 
 def settings_of_thread() -> tuple[object, ...]:
-    """The modes, hooks on saved tensors and settings of this thread."""
     torch.autocast_increment_nesting()  # torch tells the depth only when it changes
     return (
         torch.autocast_decrement_nesting(),

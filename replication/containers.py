@@ -116,7 +116,6 @@ def open_builtin(old: Any) -> Opened | None:
 
 
 def _open_registered(old: Any) -> Opened:
-    """Opens a container that is registered with torch's pytree."""
     node = pytree_nodes[type(old)]
     values, context = node.flatten_fn(old)
     values = list(values)

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from replication.callbacks import CALLBACK, runs_callbacks
 from replication.containers import open_builtin
-from replication.diagnosis.table import Table
+from replication.diagnosis.table import table
 from replication.errors import check_module, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.tree import leaves_of
@@ -244,11 +244,11 @@ class Summary:
             for (layer, kind), count in sorted(by_sample.items())
         ]
         counts = Counter(layer.kind.name for layer in self.layers)
-        total = (
+        return (
+            f"{table(('path', 'layer', 'status', 'note'), rows)}\n"
             f"{counts['synchronized']} synchronized, {counts['plain']} not converted, "
             f"{counts['left alone']} left alone."
         )
-        return str(Table(("path", "layer", "status", "note"), rows, after=[total]))
 
 
 def summary(module: nn.Module) -> Summary:

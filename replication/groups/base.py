@@ -207,7 +207,6 @@ class Group(ABC):
         raise error(f"{text}; {remedy}" if remedy else text)
 
     def _check_and_run(self, name: str, tensors: Sequence[Any], **option: Any) -> Tensors:
-        """Checks the arguments of the collective ``name``, and runs it."""
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 got, remedy = describe_argument(tensor), "torch.tensor makes one of a number"
@@ -237,14 +236,12 @@ class Group(ABC):
 
 
 def describe_argument(value: Any) -> str:
-    """Returns the shape of a tensor or the type of another argument, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return type(value).__name__
 
 
 def name_of(name: str, option: dict[str, Any]) -> str:
-    """Returns the name of a collective with its argument ``op`` or ``src``, for a `Call`."""
     arguments = ", ".join(f"{key}={value!r}" for key, value in option.items())
     return f"{name}({arguments})" if option else name
 

@@ -11,7 +11,6 @@ Only where the digests of the ranks differ do they exchange the texts of their c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from ctypes import string_at
 from functools import lru_cache
 from hashlib import sha256
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from replication._torch import all_gather_single, device_of_group, is_profiling, named_range
+from replication._torch import all_gather_single, device_of_group, named_range
 from replication.errors import ReplicationError, add_note
 from replication.groups.base import Call, check_same_call
 from replication.groups.registry import state_of
@@ -56,15 +55,13 @@ class RankCall:
         with state.lock:
             state.calls[kind] += 1
             self._number = state.calls[kind]
-        self._range: AbstractContextManager[object] | None = None
 
     def __str__(self) -> str:
         return f"`{self.name}`, call {self._number}: {self.call}"
 
     def __enter__(self) -> RankCall:
-        if is_profiling():
-            self._range = named_range(f"exchange {self.name}, rank {self.process_group.rank()}")
-            self._range.__enter__()
+        self._range = named_range(f"exchange {self.name}, rank {self.process_group.rank()}")
+        self._range.__enter__()
         if ranks_debug():
             try:
                 self.compare()
@@ -74,8 +71,7 @@ class RankCall:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if self._range is not None:
-            self._range.__exit__(kind, error, traceback)
+        self._range.__exit__(kind, error, traceback)
         # If another rank raises or dies, this one gets an error of the backend, or runs into the
         # timeout of the group.
         if isinstance(error, Exception) and not isinstance(error, ReplicationError):
@@ -125,7 +121,6 @@ def ranks_debug() -> bool:
 
 
 def debugging_advice() -> str:
-    """Returns what to set, unless it is set."""
     advice = " Set TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls"
     return "" if ranks_debug() else advice
 
@@ -143,7 +138,6 @@ def gathered(tensor: Tensor, process_group: Any) -> Tensor:
 
 
 def to_tensor(data: bytes, process_group: Any) -> Tensor:
-    """Returns a vector of bytes on a device whose tensors the group takes."""
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return tensor.to(device_of_group(process_group))
 
@@ -155,6 +149,5 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 
 def _printable(encoded: bytes) -> str:
-    """Returns the text of a call, given any bytes."""
     text = encoded.rstrip(b"\0").decode(errors="replace")
     return "".join(c if c.isprintable() else "\ufffd" for c in text)

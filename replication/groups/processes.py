@@ -36,8 +36,7 @@ __all__ = ["ProcessGroup"]
 
 T = TypeVar("T")
 
-#: Up to this many ranks and bytes per rank, gloo gathers faster than it reduces (see
-#: `ProcessGroup.prefers_gather`).
+#: Up to this many ranks and bytes per rank, `ProcessGroup.prefers_gather`.
 _FEW_RANKS, _FEW_BYTES = 8, 64 * 1024
 
 

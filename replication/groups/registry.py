@@ -29,7 +29,6 @@ _states: WeakKeyDictionary[Any, ProcessGroupState] = WeakKeyDictionary()
 
 
 def state_of(process_group: Any) -> ProcessGroupState:
-    """Returns the state of a process group, which lives as long as the group."""
     state = _states.get(process_group)
     return _states.setdefault(process_group, ProcessGroupState()) if state is None else state
 

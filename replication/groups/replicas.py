@@ -142,7 +142,6 @@ class Communicator:
         return self.rendezvous
 
     def part(self, start: int, stop: int) -> Communicator:
-        """Returns the communicator of the members from ``start`` to ``stop - 1``."""
         if (start, stop) not in self._parts:
             part = Communicator(self.rendezvous, self.layer, self.replicas[start:stop])
             self._parts.setdefault((start, stop), part)  # another thread may have been faster

@@ -159,7 +159,6 @@ def _take_workers(devices: Sequence[torch.device]) -> tuple[list[Worker], int]:
 
 
 def _call(state: ThreadState, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Calls a replica in its thread."""
     device, size = state.devices[index], len(state.devices)
     args = args if isinstance(args, (list, tuple)) else (args,)
     try:

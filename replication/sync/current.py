@@ -10,8 +10,6 @@ from replication.sync.rendezvous import Rendezvous
 
 
 class CurrentReplica(NamedTuple):
-    """The replica whose forward or callback a thread runs."""
-
     rendezvous: Rendezvous
     replica: int
     #: The backward that the thread was in when the forward or the callback began (see
@@ -38,7 +36,6 @@ this_thread = _Local()
 
 
 def current_replica() -> CurrentReplica | None:
-    """The innermost forward or callback that this thread runs, if any."""
     return this_thread.current
 
 

@@ -34,8 +34,7 @@ class Round:
         self.waits: dict[int, Wait] = {}
 
 
-# `path` names the calls in messages. The last replica to arrive merges, unless there is a
-# `master`.
+# `path` names the calls in messages. A `master` merges, if there is one.
 class Exchange:
     """The sequence of calls that some replicas of one forward make together."""
 

@@ -108,7 +108,6 @@ class ForwardScope:
             self._rendezvous.leave(self._replica)
 
     def _add_note(self, error: BaseException) -> None:
-        """Adds a note with the replica, the device and the submodule that an error came from."""
         note, replica = origin(self._replica, self._rendezvous.size), self._call.owner()
         with suppress(Exception):  # raised by a method of the replica; it must not hide the error
             device = self._device or device_of(replica)
@@ -159,7 +158,6 @@ def tracked_calls(replicas: Sequence[Any]) -> list[TrackedCall]:
 
 
 def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
-    """The rendezvous of the forward that these replicas belong to."""
     calls = tracked_calls(replicas)
     return calls[0].rendezvous if calls else None
 

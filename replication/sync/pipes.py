@@ -117,7 +117,6 @@ class Channel(Exchange):
         return SlavePipe(identifier, partial(self.send, rendezvous, replica))
 
     def send(self, rendezvous: Rendezvous, replica: int, message: tuple[Hashable, Any]) -> Any:
-        """The reply to a slave."""
         current = current_replica()
         if current is not None and current.rendezvous is not rendezvous:
             raise ReplicationError(
@@ -157,7 +156,6 @@ def _refuse(message: tuple[Hashable, Any]) -> None:
 
 
 def replies_to(callback: MasterCallback, path: str, messages: list[tuple[Any, Any]]) -> list[Any]:
-    """The callback's reply to each message."""
     answer = callback(messages)
     pairs = list(answer) if isinstance(answer, Iterable) else []
     expected = [identifier for identifier, _ in messages]

@@ -50,8 +50,7 @@ T = TypeVar("T")
 #: The seconds after which a wait fails if it is unknown whether its value will arrive.
 STALL_TIMEOUT = 20.0
 
-#: Seconds between checks whether a forward has failed or is closed, which an interrupt may have
-#: kept from ending a wait.
+#: Seconds between checks for what an interrupt may have kept from ending a wait.
 _POLL = 1.0
 
 
@@ -114,8 +113,6 @@ class Wait:
 
 
 class Failure(NamedTuple):
-    """A replica and the error that it raised."""
-
     replica: int
     error: BaseException
 
@@ -181,7 +178,6 @@ class Rendezvous:
             self._fail_hopeless_waits()
 
     def has_left(self, replica: int) -> bool:
-        """Whether a replica has finished its forward."""
         with self.lock:
             progress = self._progress[replica]
             return progress.runs > 0 and not progress.depth

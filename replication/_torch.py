@@ -89,7 +89,6 @@ _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool
 
 
 def is_exporting() -> bool:
-    """Whether the operations of this thread are exported, or traced by `torch.jit.trace`."""
     return _is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
@@ -178,7 +177,6 @@ def count_nodes_up_to(number: int) -> None:
 
 
 def set_grad_modes(stack: ExitStack, *, grad: bool, inference: bool) -> None:
-    """Sets grad mode and inference mode until ``stack`` is closed, where they differ."""
     if torch.is_inference_mode_enabled() != inference:  # first, because it sets the grad mode
         stack.enter_context(torch.inference_mode(inference))
     if torch.is_grad_enabled() != grad:

@@ -131,7 +131,6 @@ def with_callbacks(replicate: MethodT) -> MethodT:
 
 
 def runs_callbacks(kind: type[nn.DataParallel[Any]]) -> bool:
-    """Whether a class runs the replication callbacks, by itself or because of a patch."""
     return "runs_callbacks" in vars(kind.replicate)
 
 

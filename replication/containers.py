@@ -127,10 +127,7 @@ def _open_registered(old: Any) -> Opened:
             return [MappingKey(key) for key in old]
         return _field_keys(type(old), len(values))
 
-    def rebuild(values: list[Any]) -> Any:
-        return node.unflatten_fn(values, context)
-
-    return Opened((type(old), context), values, keys, rebuild)
+    return Opened((type(old), context), values, keys, lambda new: node.unflatten_fn(new, context))
 
 
 def _open_fields(old: Any) -> Opened | None:

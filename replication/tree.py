@@ -123,7 +123,6 @@ def replace_leaves(
     opened: Callable[[Any], Opened | None] = open_any,
     made: dict[int, tuple[Any, Any]] | None = None,
 ) -> Any:
-    """Returns the tree with ``function(leaf)`` in place of each leaf."""
     # A container stays the same object if its items do. An object that several containers hold is
     # replaced by one new object in all of them: `made` has the old and the new one, by the id of
     # the old one, which is kept so that its id stays unique.

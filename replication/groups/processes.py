@@ -164,7 +164,8 @@ class ProcessGroup(Group):
         """
         # Not torch.distributed.all_gather_object, which needs NumPy.
         data = to_tensor(pickle.dumps(obj), self.process_group)
-        parts = self._all_gather(self._call("all_gather_object"), data)
+        with self._call("all_gather_object") as call:
+            parts = self._all_gather(call, data)
         return tuple(pickle.loads(to_bytes(part)) for part in parts)
 
     def exchange(
@@ -212,10 +213,11 @@ class ProcessGroup(Group):
         """Runs the method of the name: `_all_reduce`, for example."""
         requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         layouts = layouts_of(tensors, any_length=name == "all_gather")
-        call = self._call(name_of(name, option), layouts, requires_grad)
-        if name == "all_gather":  # it compares lengths in its call
-            return self._all_gather(call, *tensors)
-        with call:
+        call, device = self._call(name_of(name, option), layouts, requires_grad), tensors[0].device
+        with ExitStack() as stack:
+            # With NCCL the headers of compared calls travel through the current device.
+            use_device(stack, device, current_stream(device))
+            stack.enter_context(call)
             return getattr(self, f"_{name}")(call, *tensors, **option)  # type: ignore[no-any-return]
 
     def _all_reduce(self, call: RankCall, tensor: Tensor, op: ReduceOp) -> Tensors:
@@ -227,20 +229,15 @@ class ProcessGroup(Group):
         return (reduce_tensors(self._stack(call, tensor).unbind(), op),)
 
     def _all_gather(self, call: RankCall, tensor: Tensor) -> Tensors:
-        length = len(tensor) if tensor.dim() else 0
-        # With NCCL the headers travel through the current device.
-        with ExitStack() as stack:
-            use_device(stack, tensor.device, current_stream(tensor.device))
-            lengths = stack.enter_context(call).compare(length)
-            shapes = [(n, *tensor.shape[1:]) if tensor.dim() else () for n in lengths]
-            sizes = [prod(shape) for shape in shapes]
-            values = tensor.reshape(-1)
-            if len(values) < max(sizes):  # backends need the same shape on all ranks
-                # Not `torch.cat`, which ignores an empty vector, in backward as well.
-                values = pad(values, [0, max(sizes) - len(values)])
-            stacked = self._stack(call, values)
-            rows = zip(stacked, sizes, shapes, strict=True)
-            return tuple(row[:size].view(shape).clone() for row, size, shape in rows)
+        lengths = call.compare(len(tensor) if tensor.dim() else 0)
+        shapes = [(n, *tensor.shape[1:]) if tensor.dim() else () for n in lengths]
+        sizes = [prod(shape) for shape in shapes]
+        values = tensor.reshape(-1)
+        if len(values) < max(sizes):  # backends need the same shape on all ranks
+            # Not `torch.cat`, which ignores an empty vector, in backward as well.
+            values = pad(values, [0, max(sizes) - len(values)])
+        rows = zip(self._stack(call, values), sizes, shapes, strict=True)
+        return tuple(row[:size].view(shape).clone() for row, size, shape in rows)
 
     def _reduce_scatter(self, call: RankCall, *tensors: Tensor, op: ReduceOp) -> Tensors:
         mine = tensors[self.rank]

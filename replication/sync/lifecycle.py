@@ -165,8 +165,6 @@ def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
 # Interrupts may follow each other at once, and each may keep an `__exit__` from its work. Of some
 # around each other each begins anew. A loop would not do: where it goes back, interrupts get out.
 class ClosedByErrors:
-    """Closes a forward if an exception leaves a ``with`` block."""
-
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
 

@@ -93,8 +93,6 @@ MasterCallback = Callable[[list[tuple[Any, Any]]], Iterable[tuple[Any, Any]]]
 
 
 class Channel(Exchange):
-    """The exchange between one master and its slaves."""
-
     def __init__(self, path: str) -> None:
         super().__init__(path, [_MASTER], master=_MASTER)
         self.identifiers: set[Hashable] = {_MASTER}

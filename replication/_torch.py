@@ -123,15 +123,11 @@ def timeout_of(process_group: Any) -> timedelta | None:
     return None
 
 
-def is_compiled_wrapper(module: object) -> bool:
-    # By name, because importing the class takes longer than importing torch.
-    kind = type(module)
-    return f"{kind.__module__}.{kind.__name__}" == "torch._dynamo.eval_frame.OptimizedModule"
-
-
 def compiled_module(module: Any) -> nn.Module:
     """The module that ``torch.compile(module)`` wrapped, or else ``module`` itself."""
-    while is_compiled_wrapper(module):
+    # By name, because importing the class takes longer than importing torch.
+    wrapper = "torch._dynamo.eval_frame", "OptimizedModule"
+    while (type(module).__module__, type(module).__name__) == wrapper:
         module = module._orig_mod
     return module  # type: ignore[no-any-return]
 

@@ -204,8 +204,6 @@ def _out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class LayerSummary(NamedTuple):
-    """A row of a `Summary`."""
-
     path: str
     layer: str
     kind: Kind

@@ -26,8 +26,6 @@ Parts = dict[int, Tensor]
 
 
 class Recording:
-    """One forward and one backward of a copy of the model, on one device or on replicas."""
-
     @torch.inference_mode(False)  # computes gradients, whatever the mode of the caller
     def __init__(
         self,

@@ -18,8 +18,6 @@ _ROWS = 20
 
 
 class Waits(NamedTuple):
-    """How long the copies of one layer waited for each other, by replica."""
-
     path: str
     #: Of the replica that called the layer most often.
     calls: int

@@ -27,7 +27,6 @@ from replication.groups.registry import state_of
 #: The number of bytes of a text that ranks exchange, cut or filled up.
 _TEXT_BYTES = 480
 
-#: A note on errors of a backend.
 _REMEDY = (
     "if no other rank failed first (see their logs), some rank did not reach this call: is one in "
     "eval(), compiled where others are not, out of data (see replication.JoinableStep), without a "

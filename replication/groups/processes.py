@@ -322,8 +322,6 @@ class ProcessGroup(Group):
         way_back = partial(self._send_values, received, sent)
         return self._differentiable(call, exchange, way_back, tensor)
 
-    # -- parts ---------------------------------------------------------------------------------
-
     @uncompiled
     def _part(self, size: int) -> Group:
         if size == 1:  # without a collective: perhaps only some ranks run this layer

@@ -15,8 +15,6 @@ from replication.warning import warn
 
 
 class ProcessGroupState:
-    """The number of calls made with a process group, and the groups split from it."""
-
     def __init__(self) -> None:
         self.lock = threading.RLock()
         #: The number of calls, by the name of the layer and whether a backward makes them.

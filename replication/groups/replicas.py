@@ -248,8 +248,7 @@ class ReplicaGroup(Group):
             ReplicationError: As `Group`. Also if no other member could answer the call.
         """
         communicator, rendezvous = self._communicator, self._checked_rendezvous(name)
-        # Autograd orders nodes by how many nodes each thread has made before. All members count up
-        # to the same number after a merge, so that the order does not depend on who merged.
+        # All count up to one number, so that the order of nodes does not depend on who merged.
         nodes = nodes_made() if requires_grad else 0
         call, infers = (name, layouts), torch.is_inference_mode_enabled()
         request: Request = (call, message, merge, requires_grad, infers, nodes)

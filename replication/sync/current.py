@@ -12,8 +12,7 @@ from replication.sync.rendezvous import Rendezvous
 class CurrentReplica(NamedTuple):
     rendezvous: Rendezvous
     replica: int
-    #: The backward that the thread was in when the forward or the callback began (see
-    #: `replication._torch.current_backward`).
+    #: The `current_backward` of the thread when the forward or the callback began.
     backward: int
     #: The path of the module whose callback runs. It is empty in a forward.
     path: str = ""

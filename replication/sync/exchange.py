@@ -25,8 +25,6 @@ Merge = Callable[[list[Any]], Iterable[Any]]
 
 
 class Round:
-    """The messages and the replies of one call, by replica."""
-
     def __init__(self, replicas: Iterable[int]) -> None:
         self.messages: dict[int, Any] = {}
         self.missing = set(replicas)

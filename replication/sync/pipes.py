@@ -199,7 +199,6 @@ class SyncMaster:
 
     def __init__(self, master_callback: MasterCallback) -> None:
         self._master_callback = master_callback
-        # Connects the slaves that were registered outside any forward.
         self._outside_forward = Rendezvous(None)
         # Whether the latest slave was registered in a forward.
         self._serves_forward = False

@@ -47,10 +47,8 @@ from replication.sync.writes import Writes
 
 T = TypeVar("T")
 
-#: The seconds after which a wait fails if it is unknown whether its value will arrive.
+#: The seconds of a wait in the cases that stay unknown, and between two looks of a waiting thread.
 STALL_TIMEOUT = 20.0
-
-#: Seconds between checks for what an interrupt may have kept from ending a wait.
 _POLL = 1.0
 
 

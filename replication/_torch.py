@@ -124,7 +124,6 @@ def timeout_of(process_group: Any) -> timedelta | None:
 
 
 def compiled_module(module: Any) -> nn.Module:
-    """The module that ``torch.compile(module)`` wrapped, or else ``module`` itself."""
     # By name, because importing the class takes longer than importing torch.
     wrapper = "torch._dynamo.eval_frame", "OptimizedModule"
     while (type(module).__module__, type(module).__name__) == wrapper:

@@ -167,7 +167,6 @@ def connect_copies(
 
 
 def _callbacks_of(copy: nn.Module) -> list[tuple[str, Callable[..., object]]]:
-    """Returns the callbacks of one copy, in order, each with its name for messages."""
     method = getattr(copy, CALLBACK, None)
     callbacks = [] if method is None else [(CALLBACK, method)]
     # At once, because another thread may register one: an `OrderedDict` would notice.

@@ -162,7 +162,6 @@ def open_any(value: Any) -> Opened | None:
 
 
 def _field_keys(kind: type, count: int) -> list[Any]:
-    """Returns a key for each of ``count`` values: the name of its field, or else its index."""
     # Namedtuples, dataclasses and tuples that are made in C have fields.
     names = getattr(kind, "_fields", None) or getattr(kind, "__match_args__", ())
     if isinstance(names, (tuple, list)) and len(names) == count:

@@ -78,7 +78,6 @@ def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
 
 
 def default_devices() -> list[torch.device]:
-    """Returns all accelerators of this machine."""
     kind = accelerator()
     return [] if kind is None else [torch.device(kind, i) for i in range(device_count(kind))]
 

@@ -37,12 +37,8 @@ _REMEDY = (
 class RankCall:
     """A call that this rank makes in a process group, counted when it is constructed.
 
-    Errors in its ``with`` block name it.
-
-    Args:
-        process_group: The group of `torch.distributed`.
-        name: The name of the layer.
-        call: What must match on all ranks, besides the name and how many calls came before.
+    Errors in its ``with`` block name it. The ``call`` must match on all ranks, and so must the
+    ``name`` of the layer and the number of calls before.
     """
 
     def __init__(self, process_group: Any, name: str, call: Call) -> None:

@@ -133,7 +133,6 @@ class Communicator:
         return ReplicaGroup(rank, size, self)
 
     def live_rendezvous(self) -> Rendezvous:
-        """Returns the rendezvous of the forward. Raises ReplicationError if there is none."""
         if self.rendezvous is None:
             raise ReplicationError(
                 f"`{self.layer}`: the context or group is a copy, or was made by hand, and "

@@ -236,8 +236,6 @@ def _attributes_to_replace(state: dict[str, Any]) -> dict[str, Any]:
 def replaced_attributes(
     attributes: dict[str, Any], copied: Copied, device: torch.device
 ) -> dict[str, Any]:
-    """Returns the plain attributes of a module that are other objects in its replica."""
-
     def replaced(leaf: Any) -> Any:
         if isinstance(leaf, nn.Module):
             return copied.get(id(compiled_module(leaf)), leaf)

@@ -223,7 +223,6 @@ def add_others(error: BaseException, failures: Sequence[Failure], size: int | No
 
 
 def _described(failure: Failure, size: int | None) -> str:
-    """The module of a failure, if a note names it, and the error."""
     note = origin_note(failure.error, failure.replica, size) or ""
     module = note.partition(", module ")[2]
     return f"{f' in module {module}' if module else ''}: {describe_error(failure.error)}"

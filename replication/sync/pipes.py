@@ -237,7 +237,6 @@ class SyncMaster:
         self._outside_forward = Rendezvous(None)
 
     def _channel(self) -> tuple[Rendezvous, Channel]:
-        """The rendezvous of the current slaves, and the channel to them."""
         current = current_replica()
         rendezvous = self._outside_forward if current is None else current.rendezvous
         path = (current and current.path) or "SyncMaster"

@@ -90,7 +90,6 @@ def failing_path(error: BaseException, root: nn.Module) -> str | None:
 
 
 def paths_of(root: nn.Module) -> dict[int, str]:
-    """The path of each submodule, by the `id` of the submodule."""
     return {id(module): path for path, module in layers_of(root)}
 
 

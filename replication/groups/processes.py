@@ -25,8 +25,8 @@ from replication.groups.base import (
     ReduceOp,
     SoloGroup,
     Tensors,
+    call_of,
     layouts_of,
-    name_of,
     reduce_tensors,
 )
 from replication.groups.comparison import RankCall, gathered, to_bytes, to_tensor
@@ -125,8 +125,8 @@ class ProcessGroup(Group):
     def where(self) -> str:
         return f"`{self._name}`, rank {self.rank}"
 
-    def _call(self, name: str, layouts: Layouts = (), requires_grad: Any = None) -> RankCall:
-        return RankCall(self.process_group, self._name, Call(name, layouts, requires_grad))
+    def _counted(self, call: Call) -> RankCall:
+        return RankCall(self.process_group, self._name, call)
 
     def _differentiable(
         self,
@@ -143,7 +143,7 @@ class ProcessGroup(Group):
         name = f"{call.call.name.partition('(')[0].removesuffix('_backward')}_backward"
 
         def backward(grad: Tensor) -> Tensor:
-            with self._call(name, layouts_of([grad], any_length=True)) as call:
+            with self._counted(Call(name, layouts_of([grad], any_length=True))) as call:
                 return derivative(call, grad)
 
         return Collective.apply(collective, backward, tensor)  # type: ignore[no-any-return, no-untyped-call]
@@ -152,7 +152,7 @@ class ProcessGroup(Group):
 
     @uncompiled
     def barrier(self) -> None:
-        with self._call("barrier") as call:
+        with self._counted(Call("barrier")) as call:
             distributed.barrier(call.process_group)
 
     @uncompiled
@@ -164,7 +164,7 @@ class ProcessGroup(Group):
         """
         # Not torch.distributed.all_gather_object, which needs NumPy.
         data = to_tensor(pickle.dumps(obj), self.process_group)
-        with self._call("all_gather_object") as call:
+        with self._counted(Call("all_gather_object")) as call:
             parts = self._all_gather(call, data)
         return tuple(pickle.loads(to_bytes(part)) for part in parts)
 
@@ -187,7 +187,7 @@ class ProcessGroup(Group):
             layouts: Dtypes and shapes that must match on all ranks.
             requires_grad: Whether autograd records the call.
         """
-        with self._call(name, layouts, requires_grad) as call:
+        with self._counted(Call(name, layouts, requires_grad)) as call:
             if stack:
                 return self._rows(call, *vectors)
             for vector in vectors:
@@ -212,13 +212,13 @@ class ProcessGroup(Group):
     def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
         """Runs the method of the name: `_all_reduce`, for example."""
         requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        layouts = layouts_of(tensors, any_length=name == "all_gather")
-        call, device = self._call(name_of(name, option), layouts, requires_grad), tensors[0].device
+        call = call_of(name, tensors, option)._replace(requires_grad=requires_grad)
+        device = tensors[0].device
         with ExitStack() as stack:
             # With NCCL the headers of compared calls travel through the current device.
             use_device(stack, device, current_stream(device))
-            stack.enter_context(call)
-            return getattr(self, f"_{name}")(call, *tensors, **option)  # type: ignore[no-any-return]
+            counted = stack.enter_context(self._counted(call))
+            return getattr(self, f"_{name}")(counted, *tensors, **option)  # type: ignore[no-any-return]
 
     def _all_reduce(self, call: RankCall, tensor: Tensor, op: ReduceOp) -> Tensors:
         if op == "mean" and tensor.dtype is torch.float16:  # a sum may overflow

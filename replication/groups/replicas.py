@@ -31,9 +31,8 @@ from replication.groups.base import (
     ReduceOp,
     SoloGroup,
     Tensors,
+    call_of,
     check_same_call,
-    layouts_of,
-    name_of,
     reduce_tensors,
 )
 from replication.steps.broadcast import broadcast
@@ -285,11 +284,12 @@ class ReplicaGroup(Group):
         merge, grad_enabled = _MERGES[name], torch.is_grad_enabled()
         if not grad_enabled:  # the results are constants
             tensors = tuple(tensor.detach() for tensor in tensors)
+        call = call_of(name, tensors, option)
         results: Tensors = self.exchange(
-            name_of(name, option),
+            call.name,
             tensors,
             lambda messages: merge([tuple(map(recordable, m)) for m in messages], **option),
-            layouts=layouts_of(tensors, any_length=name == "all_gather"),
+            layouts=call.layouts,
             requires_grad=any(tensor.requires_grad for tensor in tensors),
         )
         return results if grad_enabled else tuple(result.detach() for result in results)

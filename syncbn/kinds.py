@@ -33,7 +33,6 @@ __all__ = ["Summary", "summary"]
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
-#: The layers for 1, 2 and 3 dimensions.
 LAYERS = (SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d)
 
 #: The counterparts of torch's classes, and of timm's once a network uses it.

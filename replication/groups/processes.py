@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from math import prod
 from typing import Any, TypeVar
@@ -125,8 +125,8 @@ class ProcessGroup(Group):
     def where(self) -> str:
         return f"`{self._name}`, rank {self.rank}"
 
-    def _counted(self, call: Call) -> RankCall:
-        return RankCall(self.process_group, self._name, call)
+    def _running(self, call: Call) -> AbstractContextManager[RankCall]:
+        return RankCall(self.process_group, self._name, call).running()
 
     def _differentiable(
         self,
@@ -143,7 +143,7 @@ class ProcessGroup(Group):
         name = f"{call.call.name.partition('(')[0].removesuffix('_backward')}_backward"
 
         def backward(grad: Tensor) -> Tensor:
-            with self._counted(Call(name, layouts_of([grad], any_length=True))) as call:
+            with self._running(Call(name, layouts_of([grad], any_length=True))) as call:
                 return derivative(call, grad)
 
         return Collective.apply(collective, backward, tensor)  # type: ignore[no-any-return, no-untyped-call]
@@ -152,7 +152,7 @@ class ProcessGroup(Group):
 
     @uncompiled
     def barrier(self) -> None:
-        with self._counted(Call("barrier")) as call:
+        with self._running(Call("barrier")) as call:
             distributed.barrier(call.process_group)
 
     @uncompiled
@@ -164,7 +164,7 @@ class ProcessGroup(Group):
         """
         # Not torch.distributed.all_gather_object, which needs NumPy.
         data = to_tensor(pickle.dumps(obj), self.process_group)
-        with self._counted(Call("all_gather_object")) as call:
+        with self._running(Call("all_gather_object")) as call:
             parts = self._all_gather(call, data)
         return tuple(pickle.loads(to_bytes(part)) for part in parts)
 
@@ -187,7 +187,7 @@ class ProcessGroup(Group):
             layouts: Dtypes and shapes that must match on all ranks.
             requires_grad: Whether autograd records the call.
         """
-        with self._counted(Call(name, layouts, requires_grad)) as call:
+        with self._running(Call(name, layouts, requires_grad)) as call:
             if stack:
                 return self._rows(call, *vectors)
             for vector in vectors:
@@ -217,8 +217,8 @@ class ProcessGroup(Group):
         with ExitStack() as stack:
             # With NCCL the headers of compared calls travel through the current device.
             use_device(stack, device, current_stream(device))
-            counted = stack.enter_context(self._counted(call))
-            return getattr(self, f"_{name}")(counted, *tensors, **option)  # type: ignore[no-any-return]
+            running = stack.enter_context(self._running(call))
+            return getattr(self, f"_{name}")(running, *tensors, **option)  # type: ignore[no-any-return]
 
     def _all_reduce(self, call: RankCall, tensor: Tensor, op: ReduceOp) -> Tensors:
         if op == "mean" and tensor.dtype is torch.float16:  # a sum may overflow

@@ -47,7 +47,7 @@ from replication.sync.writes import Writes
 
 T = TypeVar("T")
 
-#: The seconds of a wait in the cases that stay unknown, and between two looks of a waiting thread.
+#: Seconds of a wait in a case that stays unknown, and between two looks of a waiting thread.
 STALL_TIMEOUT = 20.0
 _POLL = 1.0
 

@@ -89,7 +89,6 @@ _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool
 
 
 def is_exporting() -> bool:
-    """Whether the operations of this thread are exported, or traced by `torch.jit.trace`."""
     return _is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
@@ -124,22 +123,15 @@ def timeout_of(process_group: Any) -> timedelta | None:
     return None
 
 
-def is_compiled_wrapper(module: object) -> bool:
-    """Whether ``module`` is a wrapper made by ``torch.compile(module)``."""
-    # By name, because importing the class takes longer than importing torch.
-    kind = type(module)
-    return f"{kind.__module__}.{kind.__name__}" == "torch._dynamo.eval_frame.OptimizedModule"
-
-
 def compiled_module(module: Any) -> nn.Module:
-    """The module that ``torch.compile(module)`` wrapped, or else ``module`` itself."""
-    while is_compiled_wrapper(module):
+    # By name, because importing the class takes longer than importing torch.
+    wrapper = "torch._dynamo.eval_frame", "OptimizedModule"
+    while (type(module).__module__, type(module).__name__) == wrapper:
         module = module._orig_mod
     return module  # type: ignore[no-any-return]
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether a tensor is a `torch.distributed.tensor.DTensor`."""
     # By its name, because importing it takes a second.
     kind = type(tensor)
     return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
@@ -180,7 +172,6 @@ def count_nodes_up_to(number: int) -> None:
 
 
 def set_grad_modes(stack: ExitStack, *, grad: bool, inference: bool) -> None:
-    """Sets grad mode and inference mode until ``stack`` is closed, where they differ."""
     if torch.is_inference_mode_enabled() != inference:  # first, because it sets the grad mode
         stack.enter_context(torch.inference_mode(inference))
     if torch.is_grad_enabled() != grad:
@@ -193,7 +184,6 @@ def is_profiling() -> bool:
 
 
 def named_range(name: str) -> AbstractContextManager[object]:
-    """Names a range in the profile of this thread, if there is one."""
     return profiler.record_function(name) if is_profiling() else nullcontext()
 
 
@@ -205,16 +195,12 @@ def has_kernels(kind: str, *operators: str) -> bool:
     return all(has_kernel(f"aten::{name}", key) for name in operators)
 
 
-#: Returns the number of dispatch modes that are active in this thread.
+#: Return the number of modes that are active in this thread.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 #: Returns the innermost hooks on saved tensors of this thread. Unknown to older releases of torch.
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-
-
-#: Returns the number of function modes that are active in this thread.
-function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 def has_modes() -> bool:
@@ -223,7 +209,6 @@ def has_modes() -> bool:
 
 
 def settings_of_thread() -> tuple[object, ...]:
-    """The modes, hooks on saved tensors and settings of this thread."""
     torch.autocast_increment_nesting()  # torch tells the depth only when it changes
     return (
         torch.autocast_decrement_nesting(),

@@ -131,7 +131,6 @@ def with_callbacks(replicate: MethodT) -> MethodT:
 
 
 def runs_callbacks(kind: type[nn.DataParallel[Any]]) -> bool:
-    """Whether a class runs the replication callbacks, by itself or because of a patch."""
     return "runs_callbacks" in vars(kind.replicate)
 
 
@@ -168,7 +167,6 @@ def connect_copies(
 
 
 def _callbacks_of(copy: nn.Module) -> list[tuple[str, Callable[..., object]]]:
-    """Returns the callbacks of one copy, in order, each with its name for messages."""
     method = getattr(copy, CALLBACK, None)
     callbacks = [] if method is None else [(CALLBACK, method)]
     # At once, because another thread may register one: an `OrderedDict` would notice.

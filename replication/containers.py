@@ -116,7 +116,6 @@ def open_builtin(old: Any) -> Opened | None:
 
 
 def _open_registered(old: Any) -> Opened:
-    """Opens a container that is registered with torch's pytree."""
     node = pytree_nodes[type(old)]
     values, context = node.flatten_fn(old)
     values = list(values)
@@ -128,10 +127,7 @@ def _open_registered(old: Any) -> Opened:
             return [MappingKey(key) for key in old]
         return _field_keys(type(old), len(values))
 
-    def rebuild(values: list[Any]) -> Any:
-        return node.unflatten_fn(values, context)
-
-    return Opened((type(old), context), values, keys, rebuild)
+    return Opened((type(old), context), values, keys, lambda new: node.unflatten_fn(new, context))
 
 
 def _open_fields(old: Any) -> Opened | None:
@@ -166,7 +162,6 @@ def open_any(value: Any) -> Opened | None:
 
 
 def _field_keys(kind: type, count: int) -> list[Any]:
-    """Returns a key for each of ``count`` values: the name of its field, or else its index."""
     # Namedtuples, dataclasses and tuples that are made in C have fields.
     names = getattr(kind, "_fields", None) or getattr(kind, "__match_args__", ())
     if isinstance(names, (tuple, list)) and len(names) == count:

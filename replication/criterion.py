@@ -93,7 +93,7 @@ class _Share(nn.Module):
         if self.reduction is not None:
             # A sum of float16 may overflow.
             total = share.sum(dtype=torch.promote_types(share.dtype, torch.float32))
-            return total, None if self.reduction == "sum" else self._weight(share, args, kwargs)
+            return total, None if self.reduction == "sum" else self._divisor(share, args, kwargs)
         match share:
             case tuple((Tensor(ndim=0), None | Tensor(ndim=0))):
                 return share
@@ -103,8 +103,7 @@ class _Share(nn.Module):
             f"the losses, and the weight of the samples or None (got {' and '.join(got)})"
         )
 
-    def _weight(self, losses: Tensor, args: Any, kwargs: Any) -> Tensor:
-        """Returns the divisor of torch's mean."""
+    def _divisor(self, losses: Tensor, args: Any, kwargs: Any) -> Tensor:
         is_of_classes = isinstance(self.criterion, _OF_CLASSES)
         target = (kwargs["target"] if "target" in kwargs else args[1]) if is_of_classes else None
         if target is None or target.is_floating_point():  # probabilities of classes

@@ -139,7 +139,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
         return self._on_replicas(inputs, kwargs)
 
     def _alone(self, inputs: Any, kwargs: Any) -> Any:
-        """Calls the module itself on one device, where there is nothing to join."""
         with named_range(_RANGE):
             inputs, kwargs_tup = self._split_arguments(inputs, kwargs)
             output = self.module(*inputs[0], **kwargs_tup[0])
@@ -151,14 +150,13 @@ class DataParallel(nn.DataParallel[ModuleT]):
     @uncompiled  # the compiler cannot follow threads
     def _on_replicas(self, inputs: Any, kwargs: Any) -> Any:
         with named_range(_RANGE):
-            module = self.module
             # 1. Split the arguments between the replicas that have data.
             inputs, kwargs_tup = self._split_arguments(inputs, kwargs)
             count = len(inputs)
             if count > 1:
                 _warn_of_plain_batch_norm(self)
             # 2. Make the replicas, and connect the copies of each layer.
-            replicas = self.replicate(module, self.device_ids[:count])
+            replicas = self.replicate(self.module, self.device_ids[:count])
             # 3. Run each replica in its thread. The steps have torch's signatures, so the time
             # limit travels in the rendezvous, which the replicas lead to.
             if self.timeout is not None and (rendezvous := rendezvous_of(replicas)) is not None:
@@ -272,7 +270,6 @@ _PLAIN, _SyncBatchNorm = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}, nn.Sy
 
 
 def _warn_of_plain_batch_norm(model: DataParallel[Any]) -> None:
-    """Warns once for each ``model`` if its module trains plain batch norm."""
     paths = [
         with_class(path, layer)
         for path, layer in layers_of(model.module)
@@ -322,5 +319,5 @@ def _warn_of_no_replicas(why: str, count: int | str) -> None:
 
 
 def _torch_spelling(device: torch.device) -> Any:
-    """Returns a device as torch's class stores it: an accelerator by its index."""
+    """A device as torch's class stores it: an accelerator by its index."""
     return device.index if device in default_devices() else device

@@ -72,14 +72,12 @@ def parse_device(device: DeviceLike) -> torch.device:
 
 
 def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
-    """Parses a list of devices, which may contain a device several times."""
     if isinstance(devices, (str, int, torch.device)):
         raise TypeError(f"expected a list of devices (got {devices!r})")
-    return [device if device == _CPU else parse_device(device) for device in devices]
+    return list(map(parse_device, devices))
 
 
 def default_devices() -> list[torch.device]:
-    """Returns all accelerators of this machine."""
     kind = accelerator()
     return [] if kind is None else [torch.device(kind, i) for i in range(device_count(kind))]
 

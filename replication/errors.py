@@ -35,7 +35,6 @@ def describe_error(error: BaseException) -> str:
 
 
 def lost_derivatives(where: str) -> NotImplementedError:
-    """The error where a transform of `torch.func` or a forward-mode derivative is active."""
     return NotImplementedError(
         f"{where}: torch.func transforms and forward-mode derivatives do not reach other copies, "
         "so they would be lost; compute them on one device"
@@ -49,7 +48,6 @@ def listed(numbers: Iterable[int], kind: str = "replica") -> str:
 
 
 def first_of(names: Sequence[str]) -> str:
-    """Returns the first names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
 
 
@@ -95,7 +93,6 @@ def origin_note(error: BaseException, index: int, size: int | None) -> str | Non
 
 
 def origin(index: int, size: int | None) -> str:
-    """Returns the beginning of a note on where an error came from."""
     return f"in replica {index} of {size}"
 
 
@@ -117,7 +114,6 @@ def check_list(name: str, items: object) -> None:
 
 
 def check_module(value: object) -> None:
-    """Raises TypeError unless ``value`` is a `torch.nn.Module`."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"expected a torch.nn.Module (got {type(value).__name__})")
 

@@ -33,7 +33,6 @@ def layers_of(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def check_initialized(path: str, layer: nn.Module) -> None:
-    """Raises RuntimeError if a layer is lazy and has not been called."""
     if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
         raise RuntimeError(
             f"{with_class(path, layer)} has uninitialized parameters; initialize them first: run "

@@ -59,7 +59,6 @@ Row = tuple[Path, tuple[Any, ...]]
 
 def flatten(tree: Any) -> tuple[list[Leaf], Rebuild]:
     """Returns the leaves of an argument or an output, and the containers around them."""
-    # A container without tensors is a leaf, unless it is standard or a namedtuple.
     rows, rebuild = flatten_together([tree])
     return [Leaf(path, values[0]) for path, values in rows], rebuild
 
@@ -104,7 +103,6 @@ def _flatten_into(
 
 
 def _outline(tree: Any, container: Opened | None) -> str:
-    """Returns the type of a tree, and the names or the number of its items."""
     keys = container.keys() if container else []
     names = ", ".join(name_of(key) for key in keys if not isinstance(key, SequenceKey))
     items = f" with {names}" if names else f" of length {len(keys)}" if container else ""
@@ -125,7 +123,6 @@ def replace_leaves(
     opened: Callable[[Any], Opened | None] = open_any,
     made: dict[int, tuple[Any, Any]] | None = None,
 ) -> Any:
-    """Returns the tree with ``function(leaf)`` in place of each leaf."""
     # A container stays the same object if its items do. An object that several containers hold is
     # replaced by one new object in all of them: `made` has the old and the new one, by the id of
     # the old one, which is kept so that its id stays unique.

@@ -70,7 +70,6 @@ _has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:
-    """Returns the innermost frame of user code, from ``frame`` outwards."""
     while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in _SKIPPED:
         frame = frame.f_back
     return frame

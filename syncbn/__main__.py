@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from replication.devices import default_devices
-from replication.diagnosis.table import Table
+from replication.diagnosis.table import table
 from replication.diagnosis.verification import verify
 from replication.groups.layer import ReplicaAware
 from replication.version import __version__
@@ -56,7 +56,6 @@ def make_layers() -> nn.Sequential:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Checks this machine, and returns the exit status."""
     accelerators = default_devices()
     devices = [f"CPU ({torch.get_num_threads()} threads)", *map(described, accelerators)]
     environment = (
@@ -89,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     above = "" if passed else " Add the comparisons above."
     print(f"\nTo report the result, paste the lines below into an issue.{above}\n")
     print(f"```\npython -m syncbn --replicas {replicas}\n{environment}\n")
-    print(Table(("result", "checked", "largest error"), results))
+    print(table(("result", "checked", "largest error"), results))
     if passed:
         print("PASS: replicas run, communicate, and compute what one device computes")
     else:
@@ -116,7 +115,6 @@ def compared(
 
 
 def described(device: torch.device) -> str:
-    """Returns an accelerator's index and, if torch knows it, its name."""
     try:
         name = torch.get_device_module(device).get_device_name(device)
     except Exception:  # of a backend without the function, or without such a device

@@ -13,7 +13,6 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which values of ``dtype`` are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -47,7 +46,6 @@ def values_per_channel(x: Tensor) -> int:
 
 
 def reduced_dims(x: Tensor) -> list[int]:
-    """Returns all dimensions except the channel dimension."""
     return [0, *range(2, x.dim())]
 
 
@@ -87,7 +85,6 @@ _constants: dict[Any, Tensor] = {}
 def constant_tensor(
     numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Returns a cached tensor of numbers."""
     # An accelerator fills it in order of its current stream: a copy from the host would block
     # the host, and is impossible while a CUDA graph is captured.
     key = numbers, device, dtype, current_stream(device)

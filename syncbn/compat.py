@@ -135,8 +135,6 @@ _packages: dict[str, dict[str, Any]] = {}
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds and loads the stand-ins."""
-
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         package, _, name = fullname.rpartition(".")
         if fullname in _packages:

@@ -43,7 +43,6 @@ class Joined:
 
     @staticmethod
     def merge(shards: Sequence[Joined], count_batch: CountBatch) -> Sequence[Tensor] | None:
-        """Returns the outputs, and updates the running statistics. None if shards don't match."""
         calls = [shard.call for shard in shards]
         xs: list[Tensor] = list(map(itemgetter(0), calls))
         if not all_match(calls) or len({(x.shape[1:], memory_format(x)) for x in xs}) > 1:

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from replication.callbacks import CALLBACK, runs_callbacks
 from replication.containers import open_builtin
-from replication.diagnosis.table import Table
+from replication.diagnosis.table import table
 from replication.errors import check_module, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.tree import leaves_of
@@ -33,7 +33,6 @@ __all__ = ["Summary", "summary"]
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
-#: The layers for 1, 2 and 3 dimensions.
 LAYERS = (SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d)
 
 #: The counterparts of torch's classes, and of timm's once a network uses it.
@@ -204,8 +203,6 @@ def _out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class LayerSummary(NamedTuple):
-    """A row of a `Summary`."""
-
     path: str
     layer: str
     kind: Kind
@@ -244,11 +241,11 @@ class Summary:
             for (layer, kind), count in sorted(by_sample.items())
         ]
         counts = Counter(layer.kind.name for layer in self.layers)
-        total = (
+        return (
+            f"{table(('path', 'layer', 'status', 'note'), rows)}\n"
             f"{counts['synchronized']} synchronized, {counts['plain']} not converted, "
             f"{counts['left alone']} left alone."
         )
-        return str(Table(("path", "layer", "status", "note"), rows, after=[total]))
 
 
 def summary(module: nn.Module) -> Summary:

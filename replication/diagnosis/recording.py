@@ -26,8 +26,6 @@ Parts = dict[int, Tensor]
 
 
 class Recording:
-    """One forward and one backward of a copy of the model, on one device or on replicas."""
-
     @torch.inference_mode(False)  # computes gradients, whatever the mode of the caller
     def __init__(
         self,
@@ -122,14 +120,12 @@ def _arguments(
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Casts real and complex numbers, but not integers."""
     if not has_fractions(tensor):
         return tensor
     return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)
 
 
 def has_fractions(tensor: Tensor) -> bool:
-    """Whether a tensor has real or complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

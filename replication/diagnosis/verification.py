@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from replication._torch import compiled_module
 from replication.devices import DeviceLike, parse_devices
 from replication.diagnosis.recording import OF_LAYERS, Parts, Recording, has_fractions
-from replication.diagnosis.table import Table
+from replication.diagnosis.table import table
 from replication.errors import ReplicationError, check_module, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.registry import has_other_processes
@@ -76,11 +76,13 @@ class Verification:
         ]
         first = self.first_difference
         verdict = "equal" if first is None else f"the first difference is {first}"
-        after = [f"{self.replicas} replicas: {verdict} (tolerance {self.tolerance:.0e})"]
+        lines = [
+            table(("compared", "number", "largest relative error"), rows, numbers_from=1),
+            f"{self.replicas} replicas: {verdict} (tolerance {self.tolerance:.0e})",
+        ]
         if self.is_random:
-            after.append("Two runs on one device differ as well: the model draws random numbers.")
-        titles = "compared", "number", "largest relative error"
-        return str(Table(titles, rows, after=after, numbers_from=1))
+            lines.append("Two runs on one device differ as well: the model draws random numbers.")
+        return "\n".join(lines)
 
 
 def _largest(differences: list[Difference]) -> float:

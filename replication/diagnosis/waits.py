@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from replication.diagnosis.table import Table
+from replication.diagnosis.table import table
 from replication.sync.observation import open_reports
 
 __all__ = ["WaitReport", "wait_report"]
@@ -18,8 +18,6 @@ _ROWS = 20
 
 
 class Waits(NamedTuple):
-    """How long the copies of one layer waited for each other, by replica."""
-
     path: str
     #: Of the replica that called the layer most often.
     calls: int
@@ -100,8 +98,8 @@ class WaitReport:
         verdict = f"Replica {straggler} waits least: it is the one that the others wait for."
         if straggler is None:
             verdict = "No replica stands out as the one that the others wait for."
-        after = f"Replicas wait longest in `{layers[0].path}`. {verdict}"
-        return str(Table(titles, rows, [head], [after], numbers_from=1))
+        last = f"Replicas wait longest in `{layers[0].path}`. {verdict}"
+        return "\n".join((head, table(titles, rows, numbers_from=1), last))
 
 
 def _added(name: str, layers: Sequence[Waits]) -> Waits:

@@ -45,7 +45,7 @@ Layouts = tuple[tuple[torch.dtype, tuple[int | str, ...]], ...]
 class Call(NamedTuple):
     """The parts of a collective call that must match on every member."""
 
-    #: The collective, with its ``op`` or ``src``: ``"all_reduce(op='sum')"`` (see `name_of`).
+    #: The collective, with its ``op`` or ``src``: ``"all_reduce(op='sum')"``.
     name: str
     layouts: Layouts = ()
     #: Whether autograd records the call. None where it may differ.
@@ -207,7 +207,6 @@ class Group(ABC):
         raise error(f"{text}; {remedy}" if remedy else text)
 
     def _check_and_run(self, name: str, tensors: Sequence[Any], **option: Any) -> Tensors:
-        """Checks the arguments of the collective ``name``, and runs it."""
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 got, remedy = describe_argument(tensor), "torch.tensor makes one of a number"
@@ -237,20 +236,20 @@ class Group(ABC):
 
 
 def describe_argument(value: Any) -> str:
-    """Returns the shape of a tensor or the type of another argument, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return type(value).__name__
 
 
-def name_of(name: str, option: dict[str, Any]) -> str:
-    """Returns the name of a collective with its argument ``op`` or ``src``, for a `Call`."""
+def call_of(name: str, tensors: Tensors, option: dict[str, Any]) -> Call:
+    """Names a collective with its argument ``op`` or ``src``, and the layouts of its tensors."""
     arguments = ", ".join(f"{key}={value!r}" for key, value in option.items())
-    return f"{name}({arguments})" if option else name
+    layouts = layouts_of(tensors, any_length=name == "all_gather")
+    return Call(f"{name}({arguments})" if option else name, layouts)
 
 
-def layouts_of(tensors: Sequence[Tensor], any_length: bool = False) -> Layouts:
-    """Returns dtypes and shapes for a `Call`. With ``any_length``, first dimensions may differ."""
+def layouts_of(tensors: Sequence[Tensor], any_length: bool) -> Layouts:
+    """Dtypes and shapes for a `Call`. With ``any_length``, first dimensions may differ."""
     if any_length:
         return tuple((t.dtype, ("*", *t.shape[1:]) if t.dim() else ()) for t in tensors)
     return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)

@@ -10,8 +10,8 @@ Only where the digests of the ranks differ do they exchange the texts of their c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import string_at
 from functools import lru_cache
 from hashlib import sha256
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from replication._torch import all_gather_single, device_of_group, is_profiling, named_range
+from replication._torch import all_gather_single, device_of_group, named_range
 from replication.errors import ReplicationError, add_note
 from replication.groups.base import Call, check_same_call
 from replication.groups.registry import state_of
@@ -28,7 +28,6 @@ from replication.groups.registry import state_of
 #: The number of bytes of a text that ranks exchange, cut or filled up.
 _TEXT_BYTES = 480
 
-#: A note on errors of a backend.
 _REMEDY = (
     "if no other rank failed first (see their logs), some rank did not reach this call: is one in "
     "eval(), compiled where others are not, out of data (see replication.JoinableStep), without a "
@@ -39,12 +38,8 @@ _REMEDY = (
 class RankCall:
     """A call that this rank makes in a process group, counted when it is constructed.
 
-    Errors in its ``with`` block name it.
-
-    Args:
-        process_group: The group of `torch.distributed`.
-        name: The name of the layer.
-        call: What must match on all ranks, besides the name and how many calls came before.
+    The ``call`` must match on all ranks, and so must the ``name`` of the layer and the number of
+    calls before.
     """
 
     def __init__(self, process_group: Any, name: str, call: Call) -> None:
@@ -56,32 +51,27 @@ class RankCall:
         with state.lock:
             state.calls[kind] += 1
             self._number = state.calls[kind]
-        self._range: AbstractContextManager[object] | None = None
 
     def __str__(self) -> str:
         return f"`{self.name}`, call {self._number}: {self.call}"
 
-    def __enter__(self) -> RankCall:
-        if is_profiling():
-            self._range = named_range(f"exchange {self.name}, rank {self.process_group.rank()}")
-            self._range.__enter__()
-        if ranks_debug():
+    @contextmanager
+    def running(self) -> Iterator[RankCall]:
+        """Names the call in profiles, and in errors of the ``with`` block."""
+        group = self.process_group
+        with named_range(f"exchange {self.name}, rank {group.rank()}"):
             try:
-                self.compare()
-            except Exception as error:
-                self.__exit__(type(error), error, error.__traceback__)
+                if ranks_debug():
+                    self.compare()
+                yield self
+            except ReplicationError:
                 raise
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if self._range is not None:
-            self._range.__exit__(kind, error, traceback)
-        # If another rank raises or dies, this one gets an error of the backend, or runs into the
-        # timeout of the group.
-        if isinstance(error, Exception) and not isinstance(error, ReplicationError):
-            group = self.process_group
-            add_note(error, f"in {self}, rank {group.rank()} of {group.size()}")
-            add_note(error, _REMEDY + debugging_advice())
+            except Exception as error:
+                # If another rank raises or dies, this one gets an error of the backend, or runs
+                # into the timeout of the group.
+                add_note(error, f"in {self}, rank {group.rank()} of {group.size()}")
+                add_note(error, _REMEDY + debugging_advice())
+                raise
 
     @property
     def digest(self) -> list[int]:
@@ -125,7 +115,6 @@ def ranks_debug() -> bool:
 
 
 def debugging_advice() -> str:
-    """Returns what to set, unless it is set."""
     advice = " Set TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls"
     return "" if ranks_debug() else advice
 
@@ -143,7 +132,6 @@ def gathered(tensor: Tensor, process_group: Any) -> Tensor:
 
 
 def to_tensor(data: bytes, process_group: Any) -> Tensor:
-    """Returns a vector of bytes on a device whose tensors the group takes."""
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return tensor.to(device_of_group(process_group))
 
@@ -155,6 +143,5 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 
 def _printable(encoded: bytes) -> str:
-    """Returns the text of a call, given any bytes."""
     text = encoded.rstrip(b"\0").decode(errors="replace")
     return "".join(c if c.isprintable() else "\ufffd" for c in text)

@@ -163,7 +163,6 @@ class ReplicaAware(_Base):
         self._process_group = None if group is None else ProcessGroupHandle(group)
 
     def _is_in_replica(self) -> bool:
-        """Whether this layer is a replica's, or is called by a replica."""
         return getattr(self, IS_REPLICA, False) or current_replica() is not None
 
     def _warn_if_isolated(self) -> bool:

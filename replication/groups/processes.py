@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from math import prod
 from typing import Any, TypeVar
@@ -25,8 +25,8 @@ from replication.groups.base import (
     ReduceOp,
     SoloGroup,
     Tensors,
+    call_of,
     layouts_of,
-    name_of,
     reduce_tensors,
 )
 from replication.groups.comparison import RankCall, gathered, to_bytes, to_tensor
@@ -36,8 +36,7 @@ __all__ = ["ProcessGroup"]
 
 T = TypeVar("T")
 
-#: Up to this many ranks and bytes per rank, gloo gathers faster than it reduces (see
-#: `ProcessGroup.prefers_gather`).
+#: Up to this many ranks and bytes per rank, `ProcessGroup.prefers_gather`.
 _FEW_RANKS, _FEW_BYTES = 8, 64 * 1024
 
 
@@ -126,8 +125,8 @@ class ProcessGroup(Group):
     def where(self) -> str:
         return f"`{self._name}`, rank {self.rank}"
 
-    def _call(self, name: str, layouts: Layouts = (), requires_grad: Any = None) -> RankCall:
-        return RankCall(self.process_group, self._name, Call(name, layouts, requires_grad))
+    def _running(self, call: Call) -> AbstractContextManager[RankCall]:
+        return RankCall(self.process_group, self._name, call).running()
 
     def _differentiable(
         self,
@@ -144,7 +143,7 @@ class ProcessGroup(Group):
         name = f"{call.call.name.partition('(')[0].removesuffix('_backward')}_backward"
 
         def backward(grad: Tensor) -> Tensor:
-            with self._call(name, layouts_of([grad], any_length=True)) as call:
+            with self._running(Call(name, layouts_of([grad], any_length=True))) as call:
                 return derivative(call, grad)
 
         return Collective.apply(collective, backward, tensor)  # type: ignore[no-any-return, no-untyped-call]
@@ -153,7 +152,7 @@ class ProcessGroup(Group):
 
     @uncompiled
     def barrier(self) -> None:
-        with self._call("barrier") as call:
+        with self._running(Call("barrier")) as call:
             distributed.barrier(call.process_group)
 
     @uncompiled
@@ -165,7 +164,8 @@ class ProcessGroup(Group):
         """
         # Not torch.distributed.all_gather_object, which needs NumPy.
         data = to_tensor(pickle.dumps(obj), self.process_group)
-        parts = self._all_gather(self._call("all_gather_object"), data)
+        with self._running(Call("all_gather_object")) as call:
+            parts = self._all_gather(call, data)
         return tuple(pickle.loads(to_bytes(part)) for part in parts)
 
     def exchange(
@@ -187,7 +187,7 @@ class ProcessGroup(Group):
             layouts: Dtypes and shapes that must match on all ranks.
             requires_grad: Whether autograd records the call.
         """
-        with self._call(name, layouts, requires_grad) as call:
+        with self._running(Call(name, layouts, requires_grad)) as call:
             if stack:
                 return self._rows(call, *vectors)
             for vector in vectors:
@@ -212,12 +212,13 @@ class ProcessGroup(Group):
     def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
         """Runs the method of the name: `_all_reduce`, for example."""
         requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        layouts = layouts_of(tensors, any_length=name == "all_gather")
-        call = self._call(name_of(name, option), layouts, requires_grad)
-        if name == "all_gather":  # it compares lengths in its call
-            return self._all_gather(call, *tensors)
-        with call:
-            return getattr(self, f"_{name}")(call, *tensors, **option)  # type: ignore[no-any-return]
+        call = call_of(name, tensors, option)._replace(requires_grad=requires_grad)
+        device = tensors[0].device
+        with ExitStack() as stack:
+            # With NCCL the headers of compared calls travel through the current device.
+            use_device(stack, device, current_stream(device))
+            running = stack.enter_context(self._running(call))
+            return getattr(self, f"_{name}")(running, *tensors, **option)  # type: ignore[no-any-return]
 
     def _all_reduce(self, call: RankCall, tensor: Tensor, op: ReduceOp) -> Tensors:
         if op == "mean" and tensor.dtype is torch.float16:  # a sum may overflow
@@ -228,20 +229,15 @@ class ProcessGroup(Group):
         return (reduce_tensors(self._stack(call, tensor).unbind(), op),)
 
     def _all_gather(self, call: RankCall, tensor: Tensor) -> Tensors:
-        length = len(tensor) if tensor.dim() else 0
-        # With NCCL the headers travel through the current device.
-        with ExitStack() as stack:
-            use_device(stack, tensor.device, current_stream(tensor.device))
-            lengths = stack.enter_context(call).compare(length)
-            shapes = [(n, *tensor.shape[1:]) if tensor.dim() else () for n in lengths]
-            sizes = [prod(shape) for shape in shapes]
-            values = tensor.reshape(-1)
-            if len(values) < max(sizes):  # backends need the same shape on all ranks
-                # Not `torch.cat`, which ignores an empty vector, in backward as well.
-                values = pad(values, [0, max(sizes) - len(values)])
-            stacked = self._stack(call, values)
-            rows = zip(stacked, sizes, shapes, strict=True)
-            return tuple(row[:size].view(shape).clone() for row, size, shape in rows)
+        lengths = call.compare(len(tensor) if tensor.dim() else 0)
+        shapes = [(n, *tensor.shape[1:]) if tensor.dim() else () for n in lengths]
+        sizes = [prod(shape) for shape in shapes]
+        values = tensor.reshape(-1)
+        if len(values) < max(sizes):  # backends need the same shape on all ranks
+            # Not `torch.cat`, which ignores an empty vector, in backward as well.
+            values = pad(values, [0, max(sizes) - len(values)])
+        rows = zip(self._stack(call, values), sizes, shapes, strict=True)
+        return tuple(row[:size].view(shape).clone() for row, size, shape in rows)
 
     def _reduce_scatter(self, call: RankCall, *tensors: Tensor, op: ReduceOp) -> Tensors:
         mine = tensors[self.rank]
@@ -325,8 +321,6 @@ class ProcessGroup(Group):
 
         way_back = partial(self._send_values, received, sent)
         return self._differentiable(call, exchange, way_back, tensor)
-
-    # -- parts ---------------------------------------------------------------------------------
 
     @uncompiled
     def _part(self, size: int) -> Group:

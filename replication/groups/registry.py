@@ -15,8 +15,6 @@ from replication.warning import warn
 
 
 class ProcessGroupState:
-    """The number of calls made with a process group, and the groups split from it."""
-
     def __init__(self) -> None:
         self.lock = threading.RLock()
         #: The number of calls, by the name of the layer and whether a backward makes them.
@@ -29,7 +27,6 @@ _states: WeakKeyDictionary[Any, ProcessGroupState] = WeakKeyDictionary()
 
 
 def state_of(process_group: Any) -> ProcessGroupState:
-    """Returns the state of a process group, which lives as long as the group."""
     state = _states.get(process_group)
     return _states.setdefault(process_group, ProcessGroupState()) if state is None else state
 

@@ -31,9 +31,8 @@ from replication.groups.base import (
     ReduceOp,
     SoloGroup,
     Tensors,
+    call_of,
     check_same_call,
-    layouts_of,
-    name_of,
     reduce_tensors,
 )
 from replication.steps.broadcast import broadcast
@@ -133,7 +132,6 @@ class Communicator:
         return ReplicaGroup(rank, size, self)
 
     def live_rendezvous(self) -> Rendezvous:
-        """Returns the rendezvous of the forward. Raises ReplicationError if there is none."""
         if self.rendezvous is None:
             raise ReplicationError(
                 f"`{self.layer}`: the context or group is a copy, or was made by hand, and "
@@ -142,7 +140,6 @@ class Communicator:
         return self.rendezvous
 
     def part(self, start: int, stop: int) -> Communicator:
-        """Returns the communicator of the members from ``start`` to ``stop - 1``."""
         if (start, stop) not in self._parts:
             part = Communicator(self.rendezvous, self.layer, self.replicas[start:stop])
             self._parts.setdefault((start, stop), part)  # another thread may have been faster
@@ -249,8 +246,7 @@ class ReplicaGroup(Group):
             ReplicationError: As `Group`. Also if no other member could answer the call.
         """
         communicator, rendezvous = self._communicator, self._checked_rendezvous(name)
-        # Autograd orders nodes by how many nodes each thread has made before. All members count up
-        # to the same number after a merge, so that the order does not depend on who merged.
+        # All count up to one number, so that the order of nodes does not depend on who merged.
         nodes = nodes_made() if requires_grad else 0
         call, infers = (name, layouts), torch.is_inference_mode_enabled()
         request: Request = (call, message, merge, requires_grad, infers, nodes)
@@ -288,11 +284,12 @@ class ReplicaGroup(Group):
         merge, grad_enabled = _MERGES[name], torch.is_grad_enabled()
         if not grad_enabled:  # the results are constants
             tensors = tuple(tensor.detach() for tensor in tensors)
+        call = call_of(name, tensors, option)
         results: Tensors = self.exchange(
-            name_of(name, option),
+            call.name,
             tensors,
             lambda messages: merge([tuple(map(recordable, m)) for m in messages], **option),
-            layouts=layouts_of(tensors, any_length=name == "all_gather"),
+            layouts=call.layouts,
             requires_grad=any(tensor.requires_grad for tensor in tensors),
         )
         return results if grad_enabled else tuple(result.detach() for result in results)

@@ -145,10 +145,9 @@ def _is_wide(layer: nn.Module) -> bool:
 
 def _take_workers(devices: Sequence[torch.device]) -> tuple[list[Worker], int]:
     """A worker for each replica, and the number of nodes from which all threads count."""
-    # Autograd orders the nodes of a graph by numbers that each thread counts for itself. All begin
-    # a forward with the same number, and the caller goes on with the largest, so that sums have
-    # the same order in each step. A new thread counts from 0: 0.1 s for a million nodes. Without
-    # grad, what replicas make belongs to each alone.
+    # All begin a forward with the same number, and the caller goes on with the largest, so that
+    # sums have the same order in each step (see `nodes_made`). A new thread counts from 0: 0.1 s
+    # for a million nodes. Without grad, what replicas make belongs to each alone.
     grad, of_caller = torch.is_grad_enabled(), nodes_made()
     most = of_caller + _NEAR if grad else math.inf
     begins = state_of_new_threads()
@@ -159,7 +158,6 @@ def _take_workers(devices: Sequence[torch.device]) -> tuple[list[Worker], int]:
 
 
 def _call(state: ThreadState, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Calls a replica in its thread."""
     device, size = state.devices[index], len(state.devices)
     args = args if isinstance(args, (list, tuple)) else (args,)
     try:

@@ -18,7 +18,6 @@ from replication._torch import (
     MAKE_SHELL,
     compiled_module,
     has_other_derivatives,
-    is_compiled_wrapper,
     shell_state,
 )
 from replication.containers import PLAIN, open_builtin
@@ -153,12 +152,12 @@ def _layers_to_copy(root: nn.Module) -> tuple[list[tuple[str, nn.Module]], dict[
     layers = layers_of(root)
     wrappers: dict[int, int] = {}
     for _, module in layers:
-        if _WRAPPED in module._modules and is_compiled_wrapper(module):
+        if _WRAPPED in module._modules and (inner := compiled_module(module)) is not module:
             if any(vars(module).get(name) for name in HOOKS):
                 raise TypeError(
                     "a compiled module must not have its own hooks; register them on the module"
                 )
-            wrappers[id(module)] = id(compiled_module(module))
+            wrappers[id(module)] = id(inner)
     if wrappers:
         layers = [
             (".".join(name for name in path.split(".") if name != _WRAPPED), module)
@@ -237,8 +236,6 @@ def _attributes_to_replace(state: dict[str, Any]) -> dict[str, Any]:
 def replaced_attributes(
     attributes: dict[str, Any], copied: Copied, device: torch.device
 ) -> dict[str, Any]:
-    """Returns the plain attributes of a module that are other objects in its replica."""
-
     def replaced(leaf: Any) -> Any:
         if isinstance(leaf, nn.Module):
             return copied.get(id(compiled_module(leaf)), leaf)

@@ -30,13 +30,10 @@ from replication.steps.thread_state import state_of_this_thread
 
 
 class Outcome(NamedTuple):
-    """What a job has returned or raised."""
-
     value: Any = None
     error: BaseException | None = None
 
     def unwrap(self) -> Any:
-        """The value. Raises the error, if there is one."""
         error = self.error
         if error is None:
             return self.value

@@ -10,12 +10,9 @@ from replication.sync.rendezvous import Rendezvous
 
 
 class CurrentReplica(NamedTuple):
-    """The replica whose forward or callback a thread runs."""
-
     rendezvous: Rendezvous
     replica: int
-    #: The backward that the thread was in when the forward or the callback began (see
-    #: `replication._torch.current_backward`).
+    #: The `current_backward` of the thread when the forward or the callback began.
     backward: int
     #: The path of the module whose callback runs. It is empty in a forward.
     path: str = ""
@@ -38,7 +35,6 @@ this_thread = _Local()
 
 
 def current_replica() -> CurrentReplica | None:
-    """The innermost forward or callback that this thread runs, if any."""
     return this_thread.current
 
 

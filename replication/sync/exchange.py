@@ -25,8 +25,6 @@ Merge = Callable[[list[Any]], Iterable[Any]]
 
 
 class Round:
-    """The messages and the replies of one call, by replica."""
-
     def __init__(self, replicas: Iterable[int]) -> None:
         self.messages: dict[int, Any] = {}
         self.missing = set(replicas)
@@ -34,8 +32,7 @@ class Round:
         self.waits: dict[int, Wait] = {}
 
 
-# `path` names the calls in messages. The last replica to arrive merges, unless there is a
-# `master`.
+# `path` names the calls in messages. A `master` merges, if there is one.
 class Exchange:
     """The sequence of calls that some replicas of one forward make together."""
 

@@ -108,7 +108,6 @@ class ForwardScope:
             self._rendezvous.leave(self._replica)
 
     def _add_note(self, error: BaseException) -> None:
-        """Adds a note with the replica, the device and the submodule that an error came from."""
         note, replica = origin(self._replica, self._rendezvous.size), self._call.owner()
         with suppress(Exception):  # raised by a method of the replica; it must not hide the error
             device = self._device or device_of(replica)
@@ -159,7 +158,6 @@ def tracked_calls(replicas: Sequence[Any]) -> list[TrackedCall]:
 
 
 def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
-    """The rendezvous of the forward that these replicas belong to."""
     calls = tracked_calls(replicas)
     return calls[0].rendezvous if calls else None
 
@@ -167,8 +165,6 @@ def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
 # Interrupts may follow each other at once, and each may keep an `__exit__` from its work. Of some
 # around each other each begins anew. A loop would not do: where it goes back, interrupts get out.
 class ClosedByErrors:
-    """Closes a forward if an exception leaves a ``with`` block."""
-
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
 
@@ -227,7 +223,6 @@ def add_others(error: BaseException, failures: Sequence[Failure], size: int | No
 
 
 def _described(failure: Failure, size: int | None) -> str:
-    """The module of a failure, if a note names it, and the error."""
     note = origin_note(failure.error, failure.replica, size) or ""
     module = note.partition(", module ")[2]
     return f"{f' in module {module}' if module else ''}: {describe_error(failure.error)}"

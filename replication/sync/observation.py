@@ -29,8 +29,7 @@ def observer(size: int) -> Observe | None:
         report.add_forward(size)
 
     def observe(what: str, replica: int, path: str) -> AbstractContextManager[object]:
-        # Not a `contextlib.contextmanager`, which sets attributes of an error that passes through.
-        # Not every error class allows that.
+        # Not a `contextlib.contextmanager`, for the reason that `ForwardScope` gives.
         stack = ExitStack()
         if profiles:
             stack.enter_context(record_function(f"{what} {path}, replica {replica}"))

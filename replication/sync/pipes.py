@@ -93,8 +93,6 @@ MasterCallback = Callable[[list[tuple[Any, Any]]], Iterable[tuple[Any, Any]]]
 
 
 class Channel(Exchange):
-    """The exchange between one master and its slaves."""
-
     def __init__(self, path: str) -> None:
         super().__init__(path, [_MASTER], master=_MASTER)
         self.identifiers: set[Hashable] = {_MASTER}
@@ -117,7 +115,6 @@ class Channel(Exchange):
         return SlavePipe(identifier, partial(self.send, rendezvous, replica))
 
     def send(self, rendezvous: Rendezvous, replica: int, message: tuple[Hashable, Any]) -> Any:
-        """The reply to a slave."""
         current = current_replica()
         if current is not None and current.rendezvous is not rendezvous:
             raise ReplicationError(
@@ -157,7 +154,6 @@ def _refuse(message: tuple[Hashable, Any]) -> None:
 
 
 def replies_to(callback: MasterCallback, path: str, messages: list[tuple[Any, Any]]) -> list[Any]:
-    """The callback's reply to each message."""
     answer = callback(messages)
     pairs = list(answer) if isinstance(answer, Iterable) else []
     expected = [identifier for identifier, _ in messages]
@@ -203,7 +199,6 @@ class SyncMaster:
 
     def __init__(self, master_callback: MasterCallback) -> None:
         self._master_callback = master_callback
-        # Connects the slaves that were registered outside any forward.
         self._outside_forward = Rendezvous(None)
         # Whether the latest slave was registered in a forward.
         self._serves_forward = False
@@ -242,7 +237,6 @@ class SyncMaster:
         self._outside_forward = Rendezvous(None)
 
     def _channel(self) -> tuple[Rendezvous, Channel]:
-        """The rendezvous of the current slaves, and the channel to them."""
         current = current_replica()
         rendezvous = self._outside_forward if current is None else current.rendezvous
         path = (current and current.path) or "SyncMaster"

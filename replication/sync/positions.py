@@ -40,7 +40,6 @@ class Progress:
 
 
 def site(path: str, call: int) -> str:
-    """The text for an exchange and the number of a call."""
     return f"`{path}`, call {call}"
 
 
@@ -91,12 +90,10 @@ def failing_path(error: BaseException, root: nn.Module) -> str | None:
 
 
 def paths_of(root: nn.Module) -> dict[int, str]:
-    """The path of each submodule, by the `id` of the submodule."""
     return {id(module): path for path, module in layers_of(root)}
 
 
 def path_of_call(frame: FrameType, paths: dict[int, str]) -> str | None:
-    """The path of the submodule that a frame calls, if it calls one."""
     # Only torch's own frames: the locals of a frame that holds the error would make a cycle.
     if frame.f_code.co_name != CALL_IMPL:
         return None

@@ -47,11 +47,8 @@ from replication.sync.writes import Writes
 
 T = TypeVar("T")
 
-#: The seconds after which a wait fails if it is unknown whether its value will arrive.
+#: Seconds of a wait in a case that stays unknown, and between two looks of a waiting thread.
 STALL_TIMEOUT = 20.0
-
-#: Seconds between checks whether a forward has failed or is closed, which an interrupt may have
-#: kept from ending a wait.
 _POLL = 1.0
 
 
@@ -114,8 +111,6 @@ class Wait:
 
 
 class Failure(NamedTuple):
-    """A replica and the error that it raised."""
-
     replica: int
     error: BaseException
 
@@ -181,7 +176,6 @@ class Rendezvous:
             self._fail_hopeless_waits()
 
     def has_left(self, replica: int) -> bool:
-        """Whether a replica has finished its forward."""
         with self.lock:
             progress = self._progress[replica]
             return progress.runs > 0 and not progress.depth

@@ -27,8 +27,6 @@ _CLOSED = object()
 
 
 class Writes:
-    """The writes under way in one forward, until it is closed."""
-
     def __init__(self) -> None:
         #: An object for each write under way, and `_CLOSED`.
         self._entries: set[object] = set()
@@ -39,7 +37,6 @@ class Writes:
         return _CLOSED in self._entries
 
     def commit(self, write: Callable[[], T]) -> T:
-        """Returns ``write()``, or raises if the forward is closed."""
         key = object()
         try:
             self._entries.add(key)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from replication.diagnosis.table import Table
+from replication.diagnosis.table import table
 
 
 def test_text_is_aligned_and_numbers_are_aligned_to_the_right():
-    table = Table(["layer", "n"], [["`a`", "10"], ["`long.er`", "9"]], ["head"], ["end"], 1)
-    expected = ["head", "layer       n", "`a`        10", "`long.er`   9", "end"]
-    assert str(table).splitlines() == expected
+    text = table(["layer", "n"], [["`a`", "10"], ["`long.er`", "9"]], numbers_from=1)
+    assert text.splitlines() == ["layer       n", "`a`        10", "`long.er`   9"]

@@ -89,7 +89,6 @@ class Fused:
 
     @staticmethod
     def merge(shards: Sequence[Fused], count_batch: CountBatch) -> list[Reply] | None:
-        """Returns the replies, and updates the running statistics. None if shards don't match."""
         calls, first = [shard.call for shard in shards], shards[0]
         if not all_match(calls) or len({(s.kernels, s.records_graph) for s in shards}) > 1:
             return None

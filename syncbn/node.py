@@ -90,8 +90,6 @@ class Hold(Function):
 
 
 class Normalize(Function):
-    """The joint node."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 ReduceOp = Literal["sum", "mean", "max", "min", "product"]
 
-#: Whether an op is defined for a dtype.
+#: Whether an op is defined for a dtype. Each returns a single tensor as it is (see `SoloGroup`).
 _OPS: dict[str, Callable[[torch.dtype], bool]] = {
     "sum": lambda dtype: dtype is not torch.bool,
     "mean": lambda dtype: dtype.is_floating_point or dtype.is_complex,

@@ -36,7 +36,7 @@ from syncbn import (
     summary,
     verify,
 )
-from tests.layers import Centering, CustomDataParallel
+from tests.layers import Centering, CustomDataParallel, Fused, SyncFused, ours, patched
 from tests.older_toolkit.batchnorm import (
     Base,
     BatchNorm1dOlder,
@@ -59,13 +59,6 @@ class Block(nn.Module):
 
     def forward(self, x):
         return self.bn(self.conv(x))
-
-
-class Fused(nn.BatchNorm2d):
-    """A batch norm that does something more, as other libraries have."""
-
-    def forward(self, x):
-        return super().forward(x).relu()
 
 
 def layers(module):
@@ -109,10 +102,6 @@ def test_everything_about_a_layer_is_kept():
     assert revert_model(net) is net
     assert {type(m) for m in layers(net)} == {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
     assert {name: dict(vars(m)) for name, m in net.named_modules()} == before
-
-
-class SyncFused(Fused, SynchronizedBatchNorm2d):
-    pass
 
 
 class Activated(nn.BatchNorm2d):
@@ -441,13 +430,6 @@ def test_a_layer_in_two_plain_containers_is_named_once():
     assert summary(net).paths("left alone") == ["hidden"] * 2
 
 
-def test_layer_that_is_registered_as_well_is_not_warned_of(recwarn):
-    block = Block()
-    block.rest.listed = {"bn": [block.bn]}
-    convert_model(block)
-    assert not recwarn.list
-
-
 @pytest.mark.parametrize("kind", [nn.DataParallel, CustomDataParallel, DataParallel])
 def test_a_round_trip_leaves_nothing_on_a_wrapper_or_its_layers(kind):
     wrapper = kind(nn.BatchNorm1d(3), *([2] if kind is CustomDataParallel else []))
@@ -672,16 +654,11 @@ class OlderWrapper(CustomDataParallel):
         return connected_by_older_toolkit(super().replicate(module, device_ids))
 
 
-def patched_by_us(net):
-    model = CustomDataParallel(net, 2)
-    patch_replication_callback(model)
-    return model
-
-
-@pytest.mark.parametrize("wrap", [patched_by_us, lambda net: DataParallel(net, ["cpu"] * 2)])
+@pytest.mark.parametrize("wrap", [ours, patched(CustomDataParallel)], ids=["ours", "patched"])
 def test_a_patch_of_an_older_toolkit_beside_ours(wrap):
     plain = nn.BatchNorm1d(3).double()
-    synchronized, piped = (wrap(net) for net in (convert_model(copy.deepcopy(plain)), Centering()))
+    nets = convert_model(copy.deepcopy(plain)), Centering()
+    synchronized, piped = (wrap(net, 2) for net in nets)
     for model in (synchronized, piped):
         replicate = model.replicate
         model.replicate = lambda *args, of=replicate: connected_by_older_toolkit(of(*args))

@@ -77,12 +77,6 @@ def test_overridden_callback_that_calls_super_works():
     assert DataParallel(Numbered(), ["cpu"] * 2)(torch.ones(2, 1)).tolist() == [[2], [3]]
 
 
-def test_data_parallel_inside_a_replica_has_separate_groups():
-    inner = DataParallel(Total(), ["cpu"] * 2)
-    outer = DataParallel(nn.Sequential(Total(), inner), ["cpu"] * 2)
-    assert outer(torch.ones(8, 1)).tolist() == [[32]] * 8  # the sum of 8, then of 4 times 8
-
-
 def test_it_must_be_in_front():
     with pytest.raises(TypeError, match=r"in front: class Behind\(ReplicaAware, Linear\)"):
 

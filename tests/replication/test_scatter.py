@@ -130,13 +130,6 @@ def test_without_devices_arguments_stay_where_they_are():
     assert named["y"][0] is x
 
 
-def test_cpu_keywords_name_no_positional_arguments():
-    x = torch.zeros(2)
-    inputs, kwargs = scatter_kwargs((x,), {"0": x}, ["meta"] * 2, cpu_keywords=["0"])
-    assert [args[0].device.type for args in inputs] == ["meta"] * 2
-    assert [named["0"].device.type for named in kwargs] == ["cpu"] * 2
-
-
 def test_each_replica_has_its_own_keyword_arguments():
     _, kwargs = scatter_kwargs((torch.zeros(2),), {"flag": True}, ["cpu"] * 2)
     kwargs[0]["flag"] = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import warnings
 
@@ -14,7 +13,6 @@ from replication import DataParallel, UnsynchronizedWarning, data_parallel
 from replication.devices import accelerator
 from replication.warning import WarnOnce
 from syncbn import convert_model, patch_sync_batchnorm, verify
-from tests.layers import pickled
 
 CPUS = ["cpu"] * 2
 #: `replication.data_parallel` itself is the function.
@@ -80,15 +78,6 @@ def test_first_forward_that_trains_is_the_one_that_warns():
     model = DataParallel(network(), CPUS).eval()
     assert warnings_of(model, X) == []
     assert len(warnings_of(model.train(), X)) == 1
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_copy_of_a_model_warns_again(copied):
-    model = DataParallel(network(), CPUS)
-    before = dict(vars(model))
-    assert len(warnings_of(model, X)) == 1
-    assert vars(model) == before
-    assert len(warnings_of(copied(model), X)) == 1
 
 
 class Cyclic(nn.Module):

@@ -17,7 +17,6 @@ from syncbn import (
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
     convert_model,
-    set_sbn_eps_mode,
 )
 from tests import oracle
 from tests.devices import several
@@ -329,12 +328,6 @@ def test_bad_group_size_is_refused(size, error, text):
         SynchronizedBatchNorm1d(3, group_size=size)
     with pytest.raises(error, match=text):
         convert_model(nn.BatchNorm1d(3), group_size=size)
-
-
-@pytest.mark.parametrize("mode", ["minus", None, 1])
-def test_an_unknown_eps_mode_is_refused(mode):
-    with pytest.raises(ValueError, match="'plus' or 'clamp'"):
-        set_sbn_eps_mode(mode)
 
 
 class Counting(nn.Module):

@@ -43,11 +43,7 @@ DIFFERENT = [{"a": X, "b": torch.ones(2, 3)}, {"a": X, "b": torch.ones(2, 4)}]
         (lambda: parallel_apply([nn.ReLU()], {"x": X}), TypeError, "must be a list"),
         (lambda: parallel_apply([nn.ReLU()], [(X,)], {"x": X}), TypeError, "must be a list"),
         # torch splits it; here each row would become an argument, whole, for every replica.
-        (
-            lambda: scatter_kwargs(X, None, CPUS),
-            TypeError,
-            r"inputs must be a tuple .*\(got Tensor",
-        ),
+        (lambda: scatter_kwargs(X, None, CPUS), TypeError, r"must be a tuple .*\(got Tensor"),
         (lambda: DataParallel(nn.ReLU(), CPUS, dim="0"), TypeError, "dim"),
         (lambda: DataParallel(nn.ReLU(), CPUS, dim=True), TypeError, "dim"),
         (lambda: DataParallel(nn.ReLU(), CPUS, dim=None), TypeError, "dim"),

@@ -30,9 +30,6 @@ no_accelerator = pytest.mark.skipif(
 )
 
 
-# -- the same numbers --------------------------------------------------------------------------
-
-
 def test_module_without_arguments_runs_once():
     class Asked(Numbered):
         def forward(self) -> str:
@@ -183,7 +180,7 @@ def test_function_takes_output_device_and_dimension(dim):
     assert torch.equal(output, x.relu())
 
 
-# -- batches of any size, any order of wrapping ------------------------------------------------
+# -- any order of set-up, any arguments --------------------------------------------------------
 
 
 STEPS = ("convert", "wrap", "to", "patch")
@@ -212,9 +209,6 @@ def test_every_order_of_setup_trains_like_one_device_or_names_the_missing_step(w
         patch_replication_callback(model)
     x, dy = batch(7)
     torch.testing.assert_close(step(model, net, x, dy), step(twin, twin, x, dy))
-
-
-# -- arguments and outputs of any nesting ------------------------------------------------------
 
 
 LEAVES = st.sampled_from(["tensor", 1, 2.5, "text", None, True])

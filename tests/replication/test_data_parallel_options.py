@@ -365,7 +365,7 @@ def test_cpu_keywords_keep_their_gradients():
     assert torch.equal(boxes.grad, weights)
 
 
-# -- the functional form -----------------------------------------------------------------------
+# -- options together --------------------------------------------------------------------------
 
 
 def test_the_functional_form_has_the_same_policies():
@@ -376,9 +376,6 @@ def test_the_functional_form_has_the_same_policies():
     assert torch.equal(data_parallel(Echo(), (kept,), ["cpu"] * 2, inputs_are_scattered=True), x)
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         data_parallel(Echo(), x, ["cpu"] * 2, scattered=True)
-
-
-# -- properties --------------------------------------------------------------------------------
 
 
 @given(samples=st.integers(1, 9), first=st.integers(1, 5), second=st.integers(5, 6))

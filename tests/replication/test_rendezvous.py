@@ -335,19 +335,7 @@ TestStory = Story.TestCase
 TestStory.settings = examples(2, stateful_step_count=30)
 
 
-# -- a replica fails ---------------------------------------------------------------------------
-
-
-def test_error_of_a_waiting_replica_says_who_failed_and_where_it_waited():
-    rendezvous = entered(3)
-    wait = begin_wait(rendezvous, 1, 0, path="net.bn", call=4)
-    rendezvous.fail(2, ValueError("bad"))
-    with pytest.raises(
-        ReplicaFailed,
-        match=r"^replica 2 of 3 failed with ValueError: bad\. "
-        r"Replica 1 was at `net\.bn`, call 4\.$",
-    ):
-        wait.block()
+# -- how waits fail ----------------------------------------------------------------------------
 
 
 def test_failure_whose_text_takes_long_is_the_first_all_the_same():
@@ -367,9 +355,6 @@ def test_failure_whose_text_takes_long_is_the_first_all_the_same():
     rendezvous, first = entered(2), Slow()
     values(together(lambda: rendezvous.fail(1, first), fail_second))
     assert rendezvous.take_failures()[0].error is first
-
-
-# -- a wait that can no longer be met ----------------------------------------------------------
 
 
 def test_message_says_where_every_replica_is():
@@ -397,9 +382,6 @@ method, or through a part of the replica)
   replica 5: does not run"""
     assert [diverged(wait) for wait in waits] == [expected] * 2
     assert diverged(begin_wait(rendezvous, 3, 0)) == expected
-
-
-# -- pipes used by hand ------------------------------------------------------------------------
 
 
 def test_without_a_size_only_a_failure_ends_waits():

@@ -599,6 +599,16 @@ def test_a_closure_that_refers_to_the_original_is_warned_of():
         DataParallel(net, ["cpu"] * 4)(BATCH)
 
 
+class OwnDerivative(nn.Sequential):
+    def forward(self, x):
+        return torch.func.grad(lambda x: super(OwnDerivative, self).forward(x).sum())(x)
+
+
+def test_torch_func_inside_a_replica_is_refused_by_a_synchronized_layer():
+    with pytest.raises(RuntimeError, match=r"do not reach other"):
+        DataParallel(OwnDerivative(norm()), ["cpu"] * 2)(BATCH)
+
+
 def test_making_replicas_does_not_look_for_garbage():
     net = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1), nn.ReLU()) for _ in range(100)))
     seen: list[str] = []

@@ -48,6 +48,17 @@ knows_hooks = pytest.mark.skipif(
 )
 
 
+class Fused(nn.BatchNorm2d):
+    """A batch norm that does something more, as other libraries have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class SyncFused(Fused, SynchronizedBatchNorm2d):
+    pass
+
+
 class Recomputed(nn.Module):
     """Calls a network in an activation checkpoint, which computes it again in backward."""
 
@@ -122,6 +133,17 @@ def no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+@contextmanager
+def profiled(profiler: Callable[..., None]) -> Iterator[None]:
+    """Calls a function at each call of a function in the block, in this thread."""
+    before = sys.getprofile()
+    sys.setprofile(profiler)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 def freed(*references: Callable[[], Any]) -> bool:

@@ -13,15 +13,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from replication import DataParallel, Scattered, replicate, scatter
+from replication import DataParallel, Scattered, replicate
 from syncbn import SynchronizedBatchNorm2d, channels, convert_model, fused
-from syncbn.fused import Fused
 from syncbn.kernels import Kernels, kernels_for
-from syncbn.statistics import Call, Denominator
 from tests import accelerator
 from tests.collective_cases import CASES, derivatives, in_replicas, leaves
 from tests.devices import ACCELERATORS, HOME, LISTS, has_simulated
-from tests.layouts import channels_of
 from tests.pairwise import pairwise
 from tests.sharded import eps_mode, randomized
 
@@ -48,19 +45,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     """Takes the fused kernels from accelerators for the way of the formula."""
     if request.param == "formula":
         monkeypatch.setattr(fused, "kernels_for", lambda kind: None)
-
-
-@pytest.mark.parametrize("shape", [(6, 3), (6, 3, 4, 5)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_kernel_moments_are_those_of_float64(shape, dtype, channels_last):
-    x = torch.randn(shape).to(HOME, dtype)
-    if channels_last and x.dim() == 4:
-        x = x.contiguous(memory_format=torch.channels_last)
-    own = Fused(Call(x, None, None, Denominator(1e-5))).measured().exact()
-    values = channels_of(x)
-    exact = (values.size(1), values.mean(1), values.var(1, correction=0))
-    torch.testing.assert_close(tuple(own), exact, rtol=1e-4, atol=1e-4)
 
 
 @pairwise(
@@ -249,18 +233,6 @@ def test_collectives_and_their_derivatives_equal_the_oracle(name, devices):
     expected = case.oracle(inputs)
     torch.testing.assert_close(home, expected)
     torch.testing.assert_close(derivatives(home, inputs), derivatives(expected, inputs))
-
-
-@on_simulated
-def test_scatter_copies_each_part_once():
-    """The part that stays is a clone; the part that leaves has none in between."""
-    batch = torch.randn(6, 3, device=HOME)
-    with accelerator.counting() as counted:
-        parts = scatter(batch, ACCELERATORS)
-    there = ACCELERATORS[1]
-    assert counted == {f"launch {HOME}->{HOME}": 1, f"copy {HOME}->{there}": 1}
-    parts[0].zero_()
-    assert batch.count_nonzero() == batch.numel()
 
 
 @on_simulated

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from replication import DataParallel
 from syncbn import convert_model
-from tests.layers import knows_hooks, no_garbage_collection
+from tests.layers import knows_hooks, no_garbage_collection, profiled
 
 
 class Counted(nn.Module):
@@ -29,12 +28,8 @@ class Counted(nn.Module):
             if event == "call":
                 self.calls.append(frame.f_code.co_name)
 
-        sys.setprofile(count)
-        try:
-            y: Tensor = self.net(x)
-        finally:
-            sys.setprofile(None)
-        return y
+        with profiled(count):
+            return self.net(x)
 
 
 def calls_of_a_layer(convert: Callable[[nn.Module], nn.Module]) -> float:

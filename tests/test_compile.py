@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from replication import DataParallel, register_replication_callback, replicate
+from replication import DataParallel, register_replication_callback
 from syncbn import convert_model, verify
 from tests.ranks import needs_gloo, run_ranks
 
@@ -135,19 +135,6 @@ class Compiled(nn.Module):
 def test_a_compiled_function_is_called_by_several_replicas(backend):
     net = convert_model(network())
     assert_is_that_of_one_device(stepped(DataParallel(Compiled(net, backend), ["cpu"] * 3), net))
-
-
-def test_a_wrapper_is_left_whole_and_its_replicas_are_of_what_it_wraps():
-    net = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
-    net.append(torch.compile(net[0], backend="eager"))  # tied
-    net.others = [net[2], torch.compile(net[0], backend="eager")]
-    names = list(net.state_dict())
-    for replica in replicate(net, ["cpu"] * 2):
-        assert type(replica[2]) is nn.Linear
-        assert replica[2] is replica[0] is replica.others[0] is replica.others[1]
-        assert replica[0] is not net[0]
-    assert list(net.state_dict()) == names
-    assert "_orig_mod" in dict(net[2].named_children())
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -31,7 +31,6 @@ from tests.layers import (
     outcome_of,
 )
 from tests.pairwise import pairwise
-from tests.sharded import run_sharded
 
 pytestmark = pytest.mark.accelerator
 
@@ -39,7 +38,6 @@ pytestmark = pytest.mark.accelerator
 AT_ONCE = 5.0
 
 RUNNERS = [ours, as_torch_does]
-replicas = pytest.mark.parametrize("replica", range(N))
 
 
 class TwoLayers(Numbered):
@@ -252,22 +250,6 @@ def test_messages_of_a_replica_without_grad_are_constants(wrap, replica, what):
     expected = stepping.step(by_hand, twin, x, dy)
     actual = stepping.step(wrap(net), net, x, dy)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
-
-
-@replicas
-def test_a_replica_in_inference_mode_sends_constants(replica):
-    class Infers(Numbered):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = SynchronizedBatchNorm1d(3, dtype=torch.float64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.inference_mode(self.copy_id == replica):
-                return self.bn(x)
-
-    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
-    y = torch.cat(run_sharded(Infers(), x.chunk(N)))
-    torch.testing.assert_close(y, nn.functional.batch_norm(x, None, None, training=True))
 
 
 # -- any program -------------------------------------------------------------------------------

@@ -276,5 +276,6 @@ def test_replicas_that_have_failed_say_so_when_they_are_used_again():
         parallel_apply(replicas, inputs)
     for replica in replicas:
         replica[0].active = False
-    with pytest.raises(ReplicaFailed, match=r"failed with KeyError.* was at `1`, call \d"):
+    text = r"^replica 1 of 2 failed with KeyError\. Replica . was at `1`, call \d\.$"
+    with pytest.raises(ReplicaFailed, match=text):
         parallel_apply(replicas, inputs)

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import replication.sync.rendezvous
 from replication import (
@@ -39,11 +38,12 @@ from syncbn import SynchronizedBatchNorm1d, convert_model, verify
 from tests.layers import (
     DEADLINE,
     AsTorchDoes,
-    ByPlainThreads,
     Centering,
     FailsAt,
     Numbered,
-    Repeat,
+    Recomputed,
+    customized,
+    ours,
     outcome_of,
 )
 from tests.pairwise import pairwise
@@ -101,25 +101,13 @@ def network() -> nn.Module:
 
 
 @reads("""
-    ReplicasDiverged: the replicas have diverged. Every replica must make the same calls in the
-    same order: look for branches that depend on data, and for layers in eval() in one replica
-    only.
-      replica 0: waits at `1.layer`, call 1
-      replica 1: has ended
-""")
-def test_a_replica_skips_a_layer():
-    """vacancy#44, pt#44957"""
-    net = nn.Sequential(nn.Linear(3, 3), Repeat(SynchronizedBatchNorm1d(3), (1, 0)))
-    DataParallel(net, CPUS)(X)
-
-
-@reads("""
     ReplicasDiverged: replica 1 did not begin within 0.01 s. Replicas that communicate must run at
     the same time, each in a thread of its own.
       replica 0: waits at `1.0`, call 1
       replica 1: has not begun
 """)
 def test_replicas_are_called_one_after_the_other():
+    """Guarantee 3: if a replica never starts, the wait ends after 20 seconds."""
     replicas = replicate(network(), CPUS)
     execute_replication_callbacks(replicas)
     with pytest.MonkeyPatch.context() as patch:
@@ -207,7 +195,7 @@ def test_there_is_a_single_value_in_all():
 
 
 @reads("""
-    ReplicationError: `0.block.1`, replica 0 is called in backward with 4 values per channel,
+    ReplicationError: `0.net.1`, replica 0 is called in backward with 4 values per channel,
     which matches no call of its forward with a graph; use checkpoint(..., use_reentrant=False),
     make the same calls in both, keep dropout out of it if replicas share a device, and change no
     parameters between them
@@ -215,15 +203,9 @@ def test_there_is_a_single_value_in_all():
 def test_a_layer_is_in_a_reentrant_checkpoint():
     """inplace_abn#48, pt#43946"""
 
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.Sequential(nn.Linear(3, 3), SynchronizedBatchNorm1d(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.block, x, use_reentrant=True)
-
-    y = DataParallel(nn.Sequential(Checkpointed()), CPUS)(X.clone().requires_grad_())
+    net = nn.Sequential(nn.Linear(3, 3), SynchronizedBatchNorm1d(3))
+    model = DataParallel(nn.Sequential(Recomputed(net, use_reentrant=True)), CPUS)
+    y = model(X.clone().requires_grad_())
     of_replica_0 = y[:4]
     of_replica_0.backward(torch.randn(4, 3))
 
@@ -321,22 +303,15 @@ if hasattr(builtins, "ExceptionGroup"):  # from Python 3.11 on
     ODD["is a group"] = partial(builtins.ExceptionGroup, "several", [odd(__str__=exits)()])
 
 
-class Connected(DataParallel):
-    """Runs the replicas in plain threads, which raise what a replica raises."""
-
-    parallel_apply = ByPlainThreads.parallel_apply
-    call = ByPlainThreads.call
-
-
-@pairwise(what=ODD, is_reported=[False, True], kind=[DataParallel, Connected])
-def test_an_odd_error_arrives_as_it_was_raised_and_wakes_the_others(what, is_reported, kind):
+@pairwise(what=ODD, is_reported=[False, True], wrap=[ours, customized])
+def test_an_odd_error_arrives_as_it_was_raised_and_wakes_the_others(what, is_reported, wrap):
     raised = ODD[what]()
     net = nn.Sequential(FailsAt(1, lambda: raised), Centering())
     with wait_report(quiet=True) if is_reported else nullcontext():
-        error = outcome_of(lambda: kind(net, CPUS)(X)).error
+        error = outcome_of(lambda: wrap(net, 2)(X)).error
     assert error is raised
     net[0].active = False
-    torch.testing.assert_close(kind(net, CPUS)(X), X - X.mean(0))
+    torch.testing.assert_close(wrap(net, 2)(X), X - X.mean(0))
 
 
 @pytest.mark.parametrize("what", ODD)
@@ -363,8 +338,8 @@ class Raises(Numbered):
 
 
 def test_replicas_with_the_same_failure_are_listed_in_order():
-    error, ours = KeyError("first"), ReplicationError("because of it")
-    failures = [(2, ValueError("v")), (1, error), (3, ours), (0, ValueError("v"))]
+    error, follow_up = KeyError("first"), ReplicationError("because of it")
+    failures = [(2, ValueError("v")), (1, error), (3, follow_up), (0, ValueError("v"))]
     add_others(error, [Failure(*failure) for failure in failures], 4)
     assert error.__notes__ == ["replicas 0, 2 also failed: ValueError: v"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -43,14 +44,16 @@ DIFFERENT = [{"a": X, "b": torch.ones(2, 3)}, {"a": X, "b": torch.ones(2, 4)}]
         (lambda: parallel_apply([nn.ReLU()], {"x": X}), TypeError, "must be a list"),
         (lambda: parallel_apply([nn.ReLU()], [(X,)], {"x": X}), TypeError, "must be a list"),
         # torch splits it; here each row would become an argument, whole, for every replica.
-        (
-            lambda: scatter_kwargs(X, None, CPUS),
-            TypeError,
-            r"inputs must be a tuple .*\(got Tensor",
-        ),
+        (lambda: scatter_kwargs(X, None, CPUS), TypeError, r"must be a tuple .*\(got Tensor"),
         (lambda: DataParallel(nn.ReLU(), CPUS, dim="0"), TypeError, "dim"),
         (lambda: DataParallel(nn.ReLU(), CPUS, dim=True), TypeError, "dim"),
         (lambda: DataParallel(nn.ReLU(), CPUS, dim=None), TypeError, "dim"),
+        (lambda: DataParallel(lambda x: x, CPUS), TypeError, r"nn\.Module \(got function\)"),
+        (lambda: DataParallel(nn.ReLU(), CPUS, "cuda:99"), ValueError, "has no device 'cuda:99'"),
+        (lambda: DataParallel(nn.ReLU(), CPUS, timeout=0), ValueError, "timeout must be"),
+        (lambda: DataParallel(nn.ReLU(), CPUS, timeout=-1.0), ValueError, "timeout must be"),
+        (lambda: DataParallel(nn.ReLU(), CPUS, timeout=math.nan), ValueError, "timeout must be"),
+        (lambda: DataParallel(nn.ReLU(), CPUS, timeout="5"), TypeError, "timeout must be"),
         (lambda: gather([X, X], "cpu", dim=2), ValueError, "dimension 2"),
         (
             lambda: gather(DIFFERENT, "cpu"),

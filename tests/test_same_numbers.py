@@ -17,7 +17,6 @@ from replication import DataParallel
 from syncbn import convert_model
 from tests import stepping
 from tests.devices import several
-from tests.pairwise import pairwise
 from tests.properties import examples
 from tests.stepping import network, step, wraps
 
@@ -99,19 +98,15 @@ def assert_trains_alike(net: nn.Module, model: nn.Module, sizes: list[int]) -> N
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
 
 
-@pairwise(network=[Classifier, Volumes], replicas=[1, 2, 3, 5, 8], sizes=[[8, 8, 8], [9, 3, 8, 2]])
+@examples(0.24)
+@given(
+    network=st.sampled_from([Classifier, Volumes]),
+    replicas=st.integers(1, 8),
+    sizes=st.lists(st.integers(2, 17), min_size=1, max_size=4),
+)
 def test_training_on_replicas_equals_training_on_one_device(network, replicas, sizes):
-    """Guarantee 1: whole networks, for any number of replicas."""
+    """Guarantee 1: whole networks, for any number of replicas and batches of any size."""
     net = network().double()
-    model = DataParallel(convert_model(copy.deepcopy(net)), several(replicas))
-    assert_trains_alike(net, model, sizes)
-
-
-@examples(0.12)
-@given(replicas=st.integers(1, 8), sizes=st.lists(st.integers(2, 17), min_size=1, max_size=3))
-def test_training_with_any_batch_sizes_equals_training_on_one_device(replicas, sizes):
-    """Guarantee 1: batches of any size."""
-    net = Classifier().double()
     model = DataParallel(convert_model(copy.deepcopy(net)), several(replicas))
     assert_trains_alike(net, model, sizes)
 
@@ -129,9 +124,6 @@ def test_networks_that_share_a_layer_give_the_numbers_of_one_device():
     torch.testing.assert_close(models[1](models[0](x)), second(first(x)))
     for one, other in zip(synchronized.buffers(), pair.buffers(), strict=True):
         torch.testing.assert_close(one, other)
-
-
-# -- batches of any size -----------------------------------------------------------------------
 
 
 @wraps

@@ -11,21 +11,10 @@ from torch import Tensor, fx, nn
 
 from replication import DataParallel
 from syncbn import SynchronizedBatchNorm2d, convert_model, summary
-from tests.layers import pickled
+from tests.layers import Fused, SyncFused, pickled
 from tests.sharded import randomized
 
 X = torch.randn(7, 3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-class Activated(nn.BatchNorm2d):
-    """A layer that does more than its base, after what the base does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x).relu()
-
-
-class SyncActivated(Activated, SynchronizedBatchNorm2d):
-    pass
 
 
 class Scaled(SynchronizedBatchNorm2d):
@@ -38,7 +27,7 @@ class Scaled(SynchronizedBatchNorm2d):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norms = nn.Conv2d(3, 3, 1), nn.Sequential(nn.BatchNorm2d(3), Activated(3))
+        self.conv, self.norms = nn.Conv2d(3, 3, 1), nn.Sequential(nn.BatchNorm2d(3), Fused(3))
 
     def forward(self, x):  # torch.fx pickles no annotation that is a string
         return self.norms(self.conv(x)).mean((2, 3))
@@ -47,7 +36,7 @@ class Net(nn.Module):
 def networks() -> tuple[nn.Module, nn.Module]:
     """A plain network and its converted copy."""
     plain = randomized(Net().double())
-    return plain, convert_model(copy.deepcopy(plain), classes={Activated: SyncActivated})
+    return plain, convert_model(copy.deepcopy(plain), classes={Fused: SyncFused})
 
 
 def assert_trains_alike(traced: nn.Module, plain: nn.Module) -> None:

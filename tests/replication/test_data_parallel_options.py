@@ -343,9 +343,9 @@ def test_cpu_keywords_stay_on_a_single_device_as_well():
 def test_cpu_keywords_are_split_but_not_moved():
     x, boxes = torch.zeros(4, 2), torch.zeros(4, 4)
     inputs, kwargs = scatter_kwargs(
-        (x,), {"boxes": boxes, "moved": x}, ["meta"] * 2, cpu_keywords=["boxes"]
+        (x,), {"boxes": boxes, "moved": x}, ["meta"] * 2, cpu_keywords=["boxes", "0"]
     )
-    assert [args[0].device.type for args in inputs] == ["meta"] * 2
+    assert [args[0].device.type for args in inputs] == ["meta"] * 2  # "0" is no keyword here
     assert [kw["moved"].device.type for kw in kwargs] == ["meta"] * 2
     assert [kw["boxes"].device.type for kw in kwargs] == ["cpu"] * 2
     assert [len(kw["boxes"]) for kw in kwargs] == [2, 2]
@@ -365,7 +365,7 @@ def test_cpu_keywords_keep_their_gradients():
     assert torch.equal(boxes.grad, weights)
 
 
-# -- the functional form -----------------------------------------------------------------------
+# -- options together --------------------------------------------------------------------------
 
 
 def test_the_functional_form_has_the_same_policies():
@@ -376,9 +376,6 @@ def test_the_functional_form_has_the_same_policies():
     assert torch.equal(data_parallel(Echo(), (kept,), ["cpu"] * 2, inputs_are_scattered=True), x)
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         data_parallel(Echo(), x, ["cpu"] * 2, scattered=True)
-
-
-# -- properties --------------------------------------------------------------------------------
 
 
 @given(samples=st.integers(1, 9), first=st.integers(1, 5), second=st.integers(5, 6))

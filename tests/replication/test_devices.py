@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from replication import (
-    CallbackContext,
-    DataParallel,
-    execute_replication_callbacks,
     gather,
     parallel_apply,
     replicate,
@@ -32,35 +28,6 @@ from tests.junk import X
 from tests.processes import run_program
 
 # -- replicas on their devices -----------------------------------------------------------------
-
-
-class Holds(nn.Module):
-    """Holds parameters and buffers in every kind of container; its callback looks at them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.listed = nn.ParameterList([torch.ones(2), torch.zeros(3)])
-        self.nested = nn.ModuleList([nn.ParameterDict({"a": torch.ones(2)}), nn.ParameterDict()])
-        self.register_buffer("buffer", torch.ones(2))
-        self.in_callback: Any = None
-
-    def devices(self) -> set[torch.device]:
-        tensors = [self.weight, *self.listed, *self.nested[0].values(), self.buffer]
-        return {tensor.device for tensor in tensors}
-
-    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
-        self.in_callback = (ctx.devices[copy_id], self.devices())
-
-
-def test_callbacks_and_forwards_find_all_tensors_on_the_replicas_device():
-    """pytorch#36035, #40457, #38493."""
-    replicas = replicate(Holds(), ["cpu", "meta"])
-    execute_replication_callbacks(replicas)
-    for replica, name in zip(replicas, ("cpu", "meta"), strict=True):
-        device = torch.device(name)
-        assert replica.in_callback == (device, {device})
-        assert replica.devices() == {device}
 
 
 def test_torch_that_names_no_accelerator_keeps_a_list_of_types(monkeypatch):
@@ -133,9 +100,3 @@ def test_device_of_a_module_comes_from_its_first_tensor(module, device):
 def test_each_step_refuses_a_device_that_is_not_there(call):
     with pytest.raises(ValueError, match="this machine has no device 'cuda:0'"):
         call()
-
-
-@pytest.mark.parametrize("name", ["gpu", "gpu0", "cpu:", ""])
-def test_a_device_that_torch_does_not_know_is_refused(name):
-    with pytest.raises(ValueError, match=r"is not a device of torch; use .cpu. for the CPU"):
-        DataParallel(nn.Linear(3, 2), [name])

@@ -113,22 +113,21 @@ def test_a_step_begins_when_the_others_know_of_it(monkeypatch):
     assert JoinableStep(lambda: handle.wait.call_count, ())() == 1
 
 
+OTHERS = distributed.GroupMember.NON_GROUP_MEMBER
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "error", "message"),
     [
-        ((None, ()), "step must be a function"),
-        ((print, torch.empty(0, 3)), "step must be a function, and empty a tuple"),
-        ((print, (), 3), "process_group must be a"),
+        ((None, ()), TypeError, "step must be a function"),
+        ((print, torch.empty(0, 3)), TypeError, "step must be a function, and empty a tuple"),
+        ((print, (), 3), TypeError, "process_group must be a"),
+        ((print, (), OTHERS), ValueError, "`JoinableStep`: process_group must contain"),
     ],
 )
-def test_bad_arguments_are_refused_at_once(arguments, message):
-    with pytest.raises(TypeError, match=message):
+def test_bad_arguments_are_refused_at_once(arguments, error, message):
+    with pytest.raises(error, match=message):
         JoinableStep(*arguments)
-
-
-def test_a_group_without_this_process_is_refused_at_once():
-    with pytest.raises(ValueError, match="`JoinableStep`: process_group must contain"):
-        JoinableStep(print, (), distributed.GroupMember.NON_GROUP_MEMBER)
 
 
 def test_join_says_what_is_missing_without_processes():

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import replication.sync.rendezvous
 from replication import (
@@ -26,9 +25,7 @@ from replication import (
     parallel_apply,
     replicate,
 )
-from replication.sync.current import current_replica
 from replication.sync.lifecycle import (
-    ForwardScope,
     first_failure_wins,
     rendezvous_of,
     tracked_calls,
@@ -47,6 +44,7 @@ from tests.layers import (
     FailsAt,
     LayerError,
     Numbered,
+    Recomputed,
     Repeat,
     SwallowingErrors,
     as_torch_does,
@@ -113,19 +111,11 @@ def test_errors_of_the_package_name_the_replicas_themselves():
 
 @pytest.mark.parametrize("wrap", [ours, patched(ByPlainThreads)])
 def test_hook_of_the_root_that_fails_is_seen(wrap):
-    class Root(Numbered):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = Centering()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x)
-
-    def fail_in_copy_1(module: Root, args: Any) -> None:
+    def fail_in_copy_1(module: Repeat, args: Any) -> None:
         if module.copy_id == 1:
             raise LayerError
 
-    root = Root()
+    root = Repeat(Centering(), (1, 1, 1))
     root.register_forward_pre_hook(fail_in_copy_1)
     with pytest.raises(LayerError):
         wrap(root, 3)(torch.randn(6, 2))
@@ -196,11 +186,6 @@ def test_forward_after_swallowed_errors_is_clean():
 # -- replicas that do not run at the same time -------------------------------------------------
 
 
-def test_replicas_that_do_not_communicate_may_be_called_in_sequence():
-    for replica in watched(nn.ReLU()):
-        assert replica(-torch.ones(1)).item() == 0
-
-
 def test_one_replica_may_run_in_the_calling_thread():
     class FirstAtHome(CustomDataParallel):
         def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
@@ -213,16 +198,8 @@ def test_one_replica_may_run_in_the_calling_thread():
 
 
 def test_layer_that_is_recomputed_after_the_forward_says_so():
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Sequential(Centering(), nn.Tanh())
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.layer, x, use_reentrant=False)
-
     x = torch.randn(4, 2, requires_grad=True)
-    y = ours(Checkpointed(), 2)(x)
+    y = ours(Recomputed(nn.Sequential(Centering(), nn.Tanh())), 2)(x)
     with pytest.raises(ReplicationError, match=r"\(in a recomputation"):
         y.backward(torch.randn_like(y))
 
@@ -324,13 +301,6 @@ def test_copy_of_a_replica_belongs_to_no_forward(copied):
     assert vars(twin).keys() - vars(net).keys() == {"_is_replica", "_former_parameters"}
 
 
-def test_forward_that_the_user_has_set_on_the_object_is_called():
-    module = nn.Identity()
-    module.forward = lambda x: x + 1
-    for replica in watched(module):
-        assert replica(torch.zeros(1)).item() == 1
-
-
 def test_replicas_that_are_watched_again_belong_to_the_newest_forward():
     replicas = watched(Centering())
     first = rendezvous_of(replicas)
@@ -356,11 +326,6 @@ def test_replica_may_call_itself_and_catch_the_error():
 
     x = torch.randn(4, 2)
     torch.testing.assert_close(ours(Recursive(), 2)(x), x - x.mean(0))
-
-
-def test_replicas_of_plain_modules_have_no_rendezvous():
-    assert rendezvous_of([nn.ReLU(), None]) is None
-    assert rendezvous_of([nn.ReLU(), *watched(nn.ReLU(), 1)]) is not None
 
 
 def test_a_replica_that_is_replicated_again_is_tracked_in_its_own_forward_only():
@@ -407,52 +372,6 @@ def test_interrupts_do_not_keep_a_failed_forward_from_being_closed(monkeypatch):
         first_failure_wins(fail, replicas)
     with pytest.raises(ReplicationError, match="the caller has ended"):
         rendezvous.commit(lambda: None)
-
-
-def test_a_forward_knows_whether_it_is_inside_a_backward():
-    def ask(gradient: Tensor) -> None:
-        seen.append(rendezvous_of(watched(Signed())).in_backward)
-
-    seen: list[bool] = []
-    x = torch.ones(1, requires_grad=True)
-    x.register_hook(ask)
-    x.sum().backward()
-    ask(x)
-    assert seen == [True, False]
-
-
-def test_the_current_replica_ends_with_its_forward_or_an_interrupt():
-    def interrupted(replicas: Any) -> None:
-        ForwardScope(tracked_calls(replicas)[0]).__enter__()
-        raise KeyboardInterrupt
-
-    replicas = watched(Signed())
-    with ForwardScope(tracked_calls(replicas)[0]):
-        assert current_replica().replica == 0
-    assert current_replica() is None
-    with pytest.raises(KeyboardInterrupt):
-        first_failure_wins(interrupted, replicas)
-    assert current_replica() is None
-
-
-def test_errors_that_are_swallowed_are_forgotten():
-    replicas = watched(Signed())
-    rendezvous = rendezvous_of(replicas)
-    assert first_failure_wins(lambda replicas: rendezvous.fail(0, KeyError()), replicas) is None
-    assert rendezvous.take_failures() == []
-
-
-def test_a_forward_inside_a_replica_writes_in_that_of_the_replica():
-    class Replicates(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            outer = current_replica().rendezvous
-            seen.append(rendezvous_of(watched(nn.ReLU())).outer is outer)
-            return x
-
-    seen: list[bool] = []
-    watched(Replicates(), 1)[0](torch.ones(1))
-    assert seen == [True]
-    assert rendezvous_of(watched(nn.ReLU())).outer is None
 
 
 @pytest.mark.skipif(not HAS_GIL, reason="the frames of other threads are not read")

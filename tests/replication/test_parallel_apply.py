@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import os
 import re
 import signal
 import sys
@@ -321,41 +320,25 @@ def test_replica_that_cannot_be_called_wakes_the_others(replica):
 
 # -- processes ---------------------------------------------------------------------------------
 
-
-@pytest.mark.slow
-def test_interpreter_exits_while_replicas_are_busy():
-    done = run_program("exits_with_a_busy_replica")
-    assert (done.stdout, done.stderr, done.returncode) == ("interrupted\n", "", 0)
+of_unix = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs Unix")
 
 
 @pytest.mark.slow
-def test_interpreter_exits_while_a_daemon_thread_makes_forwards():
-    """Torch would abort in the middle of an operation, as it does without replicas."""
-    for _ in range(5):
-        done = run_program("exits_beside_a_daemon_thread")
-        assert (done.stdout, done.stderr, done.returncode) == ("end\n", "", 0)
-
-
-@pytest.mark.slow
-def test_interpreter_waits_a_little_for_abandoned_replicas():
-    """Torch aborts if the interpreter ends while one of them computes."""
-    done = run_program("exits_right_before_a_replica_ends")
-    assert (done.stdout, done.returncode) == ("abandoned\nended\n", 0), done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signal")
-def test_signal_handlers_and_finalizers_may_run_the_model_that_they_interrupt():
-    done = run_program("interrupted_by_itself")
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_fork_beside_a_forward_works():
-    """Whatever the other thread is at: a forward shares no lock with another."""
-    done = run_program("forks_beside_a_forward")
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        # A forward shares no lock with another, so foreign code may interrupt it anywhere.
+        pytest.param("interrupted_by_itself", "done\n", marks=of_unix),
+        pytest.param("forks_beside_a_forward", "done\n", marks=of_unix),
+        # Torch aborts if the interpreter ends in the middle of an operation.
+        pytest.param("exits_with_a_busy_replica", "interrupted\n", marks=of_unix),
+        ("exits_right_before_a_replica_ends", "abandoned\nended\n"),
+        *[("exits_beside_a_daemon_thread", "end\n")] * 5,
+    ],
+)
+def test_programs_run_to_their_end(name, printed):
+    done = run_program(name)
+    assert (done.stdout, done.stderr, done.returncode) == (printed, "", 0)
 
 
 def test_an_interrupt_that_keeps_a_thread_from_beginning_keeps_nothing_alive(monkeypatch):

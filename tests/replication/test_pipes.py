@@ -67,43 +67,24 @@ def exchange(master: SyncMaster, message: Any, *slaves: tuple[Any, Any]) -> list
 # -- messages and replies ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("identifiers", "messages"), [((1, 2), ["b", "c"]), ((("left", 7), None), [None, ()])], ids=str
-)
-def test_messages_reach_the_callback_with_the_masters_first(identifiers, messages):
-    master = SyncMaster(echo)
-    slaves = list(zip(map(master.register_slave, identifiers), messages, strict=True))
-    expected = [(0, "a"), *zip(identifiers, messages, strict=True)]
-    assert exchange(master, "a", *slaves) == [expected] * 3
-
-
 @pytest.mark.parametrize("seed", range(5))
-def test_messages_are_in_the_order_of_registration_for_any_arrival(seed):
+def test_messages_are_the_masters_and_then_in_the_order_of_registration(seed):
     master = SyncMaster(echo)
-    identifiers = list(range(1, 7))
-    calls = [partial(master.register_slave(i).run_slave, str(i)) for i in identifiers]
+    identifiers = [1, "two", None, ("four", 5), 6]
+    calls = [partial(master.register_slave(i).run_slave, i) for i in identifiers]
     # Threads begin, and on most days arrive, in this order.
     random.Random(seed).shuffle(calls)
     threads = [threading.Thread(target=call) for call in calls]
     arrived: list[Any] = []
-    threads.append(threading.Thread(target=lambda: arrived.extend(master.run_master("0"))))
+    threads.append(threading.Thread(target=lambda: arrived.extend(master.run_master(0))))
     join_all(threads)
-    assert arrived == [(i, str(i)) for i in [0, *identifiers]]
+    assert arrived == [(i, i) for i in [0, *identifiers]]
 
 
 def test_replies_go_back_by_identifier_in_any_order():
     master = SyncMaster(lambda messages: reversed(square(messages)))
     pipes = [master.register_slave(i) for i in (1, 2, 3)]
     assert exchange(master, 2, *zip(pipes, (3, 4, 5), strict=True)) == [4, 9, 16, 25]
-
-
-def test_slaves_may_call_any_number_of_times():
-    master = SyncMaster(square)
-    pipes = [master.register_slave(i) for i in (1, 2)]
-    numbers = range(50)
-    runs = [master.run_master, *(pipe.run_slave for pipe in pipes)]
-    replies = values(together(*(lambda run=run: [run(n) for n in numbers] for run in runs)))
-    assert replies == [[n**2 for n in numbers]] * 3
 
 
 def started(call: Any, into: list[Any]) -> threading.Thread:
@@ -229,6 +210,21 @@ def test_copy_0_cannot_register_a_slave_of_the_same_master():
         DataParallel(Registers(), ["cpu"] * 2)(torch.zeros(2))
 
 
+def test_a_replica_cannot_have_two_slaves_of_one_master():
+    class Greedy(nn.Module):
+        def __data_parallel_replicate__(self, ctx, copy_id):
+            if copy_id == 0:
+                ctx.master = SyncMaster(lambda messages: messages)
+            else:
+                ctx.master.register_slave(copy_id)
+                ctx.master.register_slave(copy_id + 10)
+
+    with pytest.raises(
+        ReplicationError, match=r"neither the master nor another slave \(got 11 in replica 1"
+    ):
+        execute_replication_callbacks([Greedy(), Greedy()])
+
+
 def test_a_callback_that_failed_by_hand_keeps_nothing():
     def fails(messages: Any) -> Any:
         raise ValueError("no reply")
@@ -299,11 +295,6 @@ def test_identifier_must_be_free(identifier):
         master.register_slave(identifier)
 
 
-def test_identifier_that_cannot_be_hashed_is_refused():
-    with pytest.raises(TypeError, match="unhashable type: 'list'"):
-        SyncMaster(echo).register_slave([1])
-
-
 def test_master_whose_forward_has_ended_says_so():
     layer = Centering()
     DataParallel(layer, ["cpu"] * 2)(torch.zeros(2, 1))
@@ -336,12 +327,6 @@ def test_error_names_the_number_of_the_call():
 
 
 # -- one instance, many sets of slaves ---------------------------------------------------------
-
-
-def test_registration_after_a_run_starts_a_new_set_of_slaves():
-    master = SyncMaster(echo)
-    exchange(master, "a", *((master.register_slave(i), "b") for i in (1, 2, 3)))
-    assert exchange(master, "c", (master.register_slave(1), "d")) == [[(0, "c"), (1, "d")]] * 2
 
 
 def test_reset_drops_slaves_of_a_program_that_was_interrupted_before_run_master():
@@ -456,16 +441,6 @@ def test_copy_of_a_master_has_its_callback_and_no_slaves(copied):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
-def test_copy_of_a_layer_that_has_run_runs(copied):
-    model = DataParallel(Centering(), ["cpu"] * 3)
-    x = torch.randn(6, 2)
-    model(x)
-    twin = copied(model)
-    assert twin.module._sync_master is not model.module._sync_master
-    torch.testing.assert_close(twin(x), x - x.mean(0))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
 def test_a_replica_with_a_pipe_can_be_copied(copied):
     replicas = replicate(Centering(), ["cpu"] * 2)
     execute_replication_callbacks(replicas)
@@ -475,13 +450,6 @@ def test_a_replica_with_a_pipe_can_be_copied(copied):
 
 
 # -- FutureResult ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("result", ["anything", None, ()])
-def test_future_hands_over_its_result(result):
-    future = FutureResult()
-    future.put(result)
-    assert future.get() is result
 
 
 def test_future_refuses_a_second_result_before_the_first_is_fetched():
@@ -590,21 +558,3 @@ def test_get_that_was_interrupted_leaves_the_result_for_the_next():
     assert str(outcomes[0].error).startswith("interrupted")
     future.put("kept")
     assert future.get() == "kept"
-
-
-# -- misuse ------------------------------------------------------------------------------------
-
-
-def test_a_replica_cannot_have_two_slaves_of_one_master():
-    class Greedy(nn.Module):
-        def __data_parallel_replicate__(self, ctx, copy_id):
-            if copy_id == 0:
-                ctx.master = SyncMaster(lambda messages: messages)
-            else:
-                ctx.master.register_slave(copy_id)
-                ctx.master.register_slave(copy_id + 10)
-
-    with pytest.raises(
-        ReplicationError, match=r"neither the master nor another slave \(got 11 in replica 1"
-    ):
-        execute_replication_callbacks([Greedy(), Greedy()])

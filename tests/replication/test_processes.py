@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from replication import (
     DataParallel,
@@ -524,17 +523,6 @@ def part_of_a_group_is_not_used_by_three_ranks_after_either_is_destroyed(
     assert gathered == ((2,) if rank == 2 else (0, 1))
 
 
-def groups_of_a_device_mesh(rank: int, _: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("rows", "columns"))
-    rows, columns = (Aware(), Aware())
-    rows.process_group, columns.process_group = (mesh.get_group(i) for i in range(2))
-    assert [layer(torch.ones(1)).item() for layer in (rows, columns)] == [2, 1]
-    distributed.barrier()
-    distributed.destroy_process_group()
-    with pytest.raises(ReplicationError, match="`Aware`: the process group has been destroyed"):
-        rows(torch.ones(1))
-
-
 def graph_does_not_keep_the_process_group(rank: int, _: str) -> None:
     """Whose threads would run on while Python shuts down, which then aborts at times."""
     layer, x = SynchronizedBatchNorm1d(2), torch.randn(4, 2, requires_grad=True)
@@ -568,7 +556,6 @@ def layer_outlives_the_processes_it_was_used_with(rank: int, store: str) -> None
         (2, backward_after_destroy_is_an_error_while_the_group_is_referenced),
         (2, destroyed_process_group_is_named_with_its_layer),
         (3, part_of_a_group_is_not_used_by_three_ranks_after_either_is_destroyed),
-        (2, groups_of_a_device_mesh),
         (2, graph_does_not_keep_the_process_group),
         (2, layer_outlives_the_processes_it_was_used_with),
     ],

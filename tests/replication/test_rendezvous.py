@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-import weakref
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -16,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replication import ReplicaFailed, ReplicasDiverged, ReplicasTimedOut, ReplicationError
 from replication.sync import rendezvous as module
 from replication.sync import writes
-from replication.sync.current import CurrentReplica, current_replica, is_recomputation, this_thread
+from replication.sync.current import CurrentReplica
 from replication.sync.rendezvous import Failure, Rendezvous, Wait
-from tests.layers import DEADLINE, no_garbage_collection, outcome_of, soon, together, values
+from tests.layers import DEADLINE, outcome_of, soon, together, values
 from tests.properties import examples
 
 
@@ -336,19 +335,7 @@ TestStory = Story.TestCase
 TestStory.settings = examples(2, stateful_step_count=30)
 
 
-# -- a replica fails ---------------------------------------------------------------------------
-
-
-def test_error_of_a_waiting_replica_says_who_failed_and_where_it_waited():
-    rendezvous = entered(3)
-    wait = begin_wait(rendezvous, 1, 0, path="net.bn", call=4)
-    rendezvous.fail(2, ValueError("bad"))
-    with pytest.raises(
-        ReplicaFailed,
-        match=r"^replica 2 of 3 failed with ValueError: bad\. "
-        r"Replica 1 was at `net\.bn`, call 4\.$",
-    ):
-        wait.block()
+# -- how waits fail ----------------------------------------------------------------------------
 
 
 def test_failure_whose_text_takes_long_is_the_first_all_the_same():
@@ -368,9 +355,6 @@ def test_failure_whose_text_takes_long_is_the_first_all_the_same():
     rendezvous, first = entered(2), Slow()
     values(together(lambda: rendezvous.fail(1, first), fail_second))
     assert rendezvous.take_failures()[0].error is first
-
-
-# -- a wait that can no longer be met ----------------------------------------------------------
 
 
 def test_message_says_where_every_replica_is():
@@ -398,9 +382,6 @@ method, or through a part of the replica)
   replica 5: does not run"""
     assert [diverged(wait) for wait in waits] == [expected] * 2
     assert diverged(begin_wait(rendezvous, 3, 0)) == expected
-
-
-# -- pipes used by hand ------------------------------------------------------------------------
 
 
 def test_without_a_size_only_a_failure_ends_waits():
@@ -492,20 +473,6 @@ def test_a_polled_wait_ends_when_the_close_of_its_forward_was_interrupted(monkey
             rendezvous.close("it is over.")
     (outcome,) = together(wait.block)
     assert str(outcome.error) == "it is over. Replica 0 was at `layer`, call 1."
-
-
-def test_failures_that_are_taken_are_forgotten():
-    class Failure(Exception):
-        pass
-
-    rendezvous = entered(2)
-    failure = Failure()
-    gone = weakref.ref(failure)
-    rendezvous.fail(0, failure)
-    rendezvous.take_failures()
-    with no_garbage_collection():
-        del failure
-        assert gone() is None
 
 
 # -- writing -----------------------------------------------------------------------------------
@@ -602,19 +569,6 @@ def test_a_write_does_not_wait_for_another():
 # -- replicas that do not begin ----------------------------------------------------------------
 
 
-def test_wait_gives_up_on_replicas_that_do_not_begin(monkeypatch):
-    """Guarantee 3: if a replica never starts, the wait ends after 20 seconds."""
-    monkeypatch.setattr(module, "STALL_TIMEOUT", 0.01)
-    rendezvous = Rendezvous(3)
-    rendezvous.enter(0)
-    with pytest.raises(
-        ReplicasDiverged,
-        match=r"^replicas 1, 2 did not begin within 0\.01 s\. .* must run at the same time, .*"
-        r"\n  replica 0: waits at `layer`, call 1\n",
-    ):
-        begin_wait(rendezvous, 0, 1, 2).block()
-
-
 def test_wait_ends_at_the_deadline():
     rendezvous = entered(2)
     wait = begin_wait(rendezvous, 0, 1)
@@ -661,13 +615,3 @@ def test_a_replica_is_one_of_several_with_others_or_inside_one_of_them():
     assert CurrentReplica(outer, 0, -1).is_one_of_several
     inner.outer = outer
     assert CurrentReplica(inner, 0, -1).is_one_of_several
-
-
-def test_a_forward_in_a_backward_is_a_recomputation(monkeypatch):
-    assert not is_recomputation()
-    current = CurrentReplica(Rendezvous(1), 0, -1)
-    monkeypatch.setattr(this_thread, "current", current)
-    assert current_replica() is current
-    assert not is_recomputation()
-    current.rendezvous.in_backward = True
-    assert is_recomputation()

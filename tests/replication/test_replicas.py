@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -361,26 +361,6 @@ def test_parts_do_not_wait_for_each_other():
 # -- calls that do not match -------------------------------------------------------------------
 
 
-class Calling(Member):
-    """A layer that calls this function with its group."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(self.group, x)
-
-
-def failure(member: Any, arguments: list[Any]) -> BaseException:
-    """What the caller gets to see if the layer `0.1` of each replica calls this."""
-    net = nn.Sequential(nn.Sequential(nn.Identity(), Calling(member)))
-    model = DataParallel(net, several(len(arguments)), inputs_are_scattered=True)
-    outcome = outcome_of(lambda: model(arguments))
-    assert outcome.error is not None
-    return outcome.error
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_replica_gets_an_error_that_names_the_calls_and_the_part(size):
     errors = []
@@ -392,14 +372,14 @@ def test_every_replica_gets_an_error_that_names_the_calls_and_the_part(size):
             errors.append(outcome.error)
             raise outcome.error
 
-    failure(member, [torch.zeros(2)] * (3 if size == 3 else 4))
+    outcome_of(lambda: in_replicas(member, [(torch.zeros(2),)] * (3 if size == 3 else 4)))
     assert sorted(type(error).__name__ for error in errors) == [
         *["ReplicaFailed"] * (size - 1),
         "ReplicasDiverged",
     ]
     names = {
-        2: "`0.1, replicas 2-3`, call 1.*replica 2: .*'max'.*replica 3: .*'sum'",
-        3: "`0.1`, call 1.*replica 0.*op='max'.*replicas 1, 2.*op='sum'",
+        2: r"`\(root\), replicas 2-3`, call 1.*replica 2: .*'max'.*replica 3: .*'sum'",
+        3: r"`\(root\)`, call 1.*replica 0.*op='max'.*replicas 1, 2.*op='sum'",
     }
     for error in errors:
         assert re.search(names[size], str(error))
@@ -409,10 +389,11 @@ def test_whole_and_part_are_told_apart():
     def member(group: Group, x: Tensor) -> Any:
         return (group.split(2) if group.rank == 2 else group).all_reduce(x)
 
-    error = failure(member, [torch.zeros(2)] * 4)
+    error = outcome_of(lambda: in_replicas(member, [(torch.zeros(2),)] * 4)).error
     assert str(error).endswith(
-        "replica 1: waits at `0.1`, call 1\n  replica 2: waits at `0.1, replicas 2-3`, call 1\n"
-        "  replica 3: waits at `0.1`, call 1"
+        "replica 1: waits at `(root)`, call 1\n"
+        "  replica 2: waits at `(root), replicas 2-3`, call 1\n"
+        "  replica 3: waits at `(root)`, call 1"
     )
 
 

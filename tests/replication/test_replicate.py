@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import itertools
-import sys
 import threading
 import types
 from contextlib import suppress
@@ -19,12 +18,20 @@ from torch.autograd import forward_ad
 from replication import (
     DataParallel,
     execute_replication_callbacks,
-    patch_replication_callback,
     replicate,
 )
 from replication._torch import HOOKS
 from syncbn import SynchronizedBatchNorm2d
-from tests.layers import DEADLINE, WRAPS, AsTorchDoes, Numbered, no_garbage_collection
+from tests.layers import (
+    DEADLINE,
+    WRAPS,
+    AsTorchDoes,
+    Numbered,
+    no_garbage_collection,
+    ours,
+    patched,
+    profiled,
+)
 from tests.sharded import BATCH, norm, whole_batch
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -55,20 +62,6 @@ def test_replicas_are_of_the_modules_class_and_leave_it_alone():
 
 
 # -- parameters --------------------------------------------------------------------------------
-
-
-def net_of_all_sorts() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Sequential(nn.Linear(4, 2, bias=False)))
-
-
-def test_gradients_of_all_replicas_are_summed_into_the_original():
-    net = net_of_all_sorts()
-    x, dy = torch.randn(3, 5, 3), torch.randn(3, 5, 2)
-    expected = torch.autograd.grad(net(x.flatten(0, 1)), list(net.parameters()), dy.flatten(0, 1))
-    outputs = [replica(part) for replica, part in zip(replicate(net, ["cpu"] * 3), x, strict=True)]
-    torch.autograd.backward(outputs, list(dy))
-    for parameter, grad in zip(net.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, grad)
 
 
 class Weight(nn.Module):
@@ -141,21 +134,6 @@ def test_change_of_a_parameter_between_forward_and_backward_is_noticed():
         net.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-def test_replicas_can_be_differentiated_twice():
-    module = nn.Linear(2, 1).double()
-    x = torch.randn(3, 2, dtype=torch.double)
-
-    def penalty(net: nn.Module) -> Tensor:
-        x_ = x.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(net(x_).tanh().sum(), x_, create_graph=True)
-        return grad.square().sum()
-
-    expected = torch.autograd.grad(2 * penalty(module), module.weight)
-    replicas = replicate(module, ["cpu"] * 2)
-    actual = torch.autograd.grad(sum(map(penalty, replicas)), module.weight)
-    torch.testing.assert_close(actual, expected)
 
 
 class Weighted(nn.Module):
@@ -233,10 +211,11 @@ def test_what_is_none_stays_none():
     ],
 )
 def test_containers_of_parameters_are_replicated(net, names):
-    replicas = replicate(net, ["cpu"] * 2)
-    for replica in replicas:
+    *replicas, elsewhere = replicate(net, ["cpu", "cpu", "meta"])
+    for replica in (*replicas, elsewhere):
         assert [tuple(replica[name].shape) for name in names] == [(2,), (3,)]
         assert len(replica) == 2
+    assert {elsewhere[name].device for name in names} == {META}
     sum(replica[names[0]].sum() * i for i, replica in enumerate(replicas, 1)).backward()
     assert net[names[0]].grad.tolist() == [3, 3]
 
@@ -371,17 +350,7 @@ class SharesHooks(AsTorchDoes):
         return replicas
 
 
-def ours(net):
-    return DataParallel(net, ["cpu"] * 3)
-
-
-def patched(net):
-    model = SharesHooks(net, 3)
-    patch_replication_callback(model)
-    return model
-
-
-@pytest.mark.parametrize("wrap", [ours, patched])
+@pytest.mark.parametrize("wrap", [ours, patched(SharesHooks)], ids=["ours", "patched"])
 def test_hooks_registered_in_forward_are_seen_by_their_own_replica_only(wrap):
     net = Hooking()
     for _ in range(2):
@@ -561,13 +530,9 @@ def calls_to_replicate(net: nn.Module) -> int:
     model = DataParallel(net, ["cpu"] * 2)
     model.replicate(net, model.device_ids)
     events = []
-    before = sys.getprofile()
-    with no_garbage_collection():  # whose finalizers would be counted
-        sys.setprofile(lambda frame, event, arg: events.append(event))
-        try:
-            model.replicate(net, model.device_ids)
-        finally:
-            sys.setprofile(before)
+    # Without finalizers, which would be counted.
+    with no_garbage_collection(), profiled(lambda frame, event, arg: events.append(event)):
+        model.replicate(net, model.device_ids)
     return events.count("call")
 
 

@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from torch.utils import _pytree
 from replication import DataParallel, Scattered, gather, replicate, scatter, scatter_kwargs
 from replication.containers import open_builtin
 from replication.tree import flatten, leaves_of, replace_leaves
-from tests.layers import freed, no_garbage_collection
+from tests.layers import freed, no_garbage_collection, profiled
 
 CPUS = ["cpu", "cpu"]
 X = torch.arange(6.0).view(3, 2)
@@ -596,16 +595,6 @@ def test_every_leaf_is_found_where_addresses_are_used_again():
 def test_replaced_objects_are_told_apart_where_addresses_are_used_again():
     found = replace_leaves(lambda leaf: leaf.value, [Fresh(n) for n in range(50)])
     assert found == [(n, [n], (n,), {"x": [n]}, Item(n)) for n in range(50)]
-
-
-@contextmanager
-def profiled(profiler: Callable[..., None]) -> Iterator[None]:
-    before = sys.getprofile()
-    sys.setprofile(profiler)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
 
 
 def meddling(tree: Any) -> Callable[..., None]:

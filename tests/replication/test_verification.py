@@ -495,7 +495,7 @@ def test_gradients_that_differ_in_each_run_are_not_random_numbers():
     assert not found.is_random
 
 
-# -- attributes that replicas share ------------------------------------------------------------
+# -- limits of replicas that it finds ----------------------------------------------------------
 
 
 class Heads(nn.Module):
@@ -513,9 +513,6 @@ class Heads(nn.Module):
 def test_a_forward_that_writes_into_a_plain_list_differs():
     found = verify(nn.Sequential(Heads()), torch.randn(6, 3), CPUS)
     assert found.first_difference.where == "output of `0` (Heads)"
-
-
-# -- lists with one item per sample ------------------------------------------------------------
 
 
 class Weighted(nn.Module):

@@ -59,6 +59,7 @@ def test_a_report_names_the_straggler_and_the_layer_that_is_waited_in(straggler,
     assert head.startswith("2 forwards; milliseconds per forward")
     assert " ".join(titles.split()) == "layer calls replica 0 replica 1 replica 2 together"
     assert [row.split()[0] for row in rows[:3]] == ["`0.0`", "`1`", "all"]
+    assert {len(row) for row in rows[:3]} == {len(titles)}  # numbers are aligned to the right
     figures = [float(figure) for figure in rows[0].split()[2:]]
     assert figures[3] == pytest.approx(sum(figures[:3]), abs=2e-3)
     assert figures[3] == pytest.approx(1e3 * sum(first.seconds.values()) / 2, abs=2e-3)

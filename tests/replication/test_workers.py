@@ -262,15 +262,6 @@ def kinds(by: str) -> Any:
     )
 
 
-def in_new_thread(call: Callable[[], Any]) -> Any:
-    """The value of a call in a thread of this one, which does not outlive it."""
-    values: list[Any] = []
-    thread = threading.Thread(target=lambda: values.append(call()), daemon=True)
-    thread.start()
-    assert ends(thread)
-    return values[0]
-
-
 @kinds("replica")
 def test_what_a_replica_leaves_in_its_thread_does_not_reach_the_next_forward(kind):
     expected = seen(kind.read)
@@ -293,7 +284,7 @@ def test_what_the_caller_sets_before_or_after_the_first_forward_reaches_the_repl
         if when == "after":
             seen(kind.read)
         kind.change()
-        expected = kind.read() if kind.is_callers else in_new_thread(kind.read)
+        expected = kind.read() if kind.is_callers else together(kind.read)[0].value
         assert seen(kind.read) == [expected] * 2
 
     before = seen(kind.read) if when == "before" else None

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from replication import DataParallel, execute_replication_callbacks, parallel_apply, replicate
 from syncbn import (
@@ -17,10 +18,10 @@ from syncbn import (
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
     convert_model,
-    set_sbn_eps_mode,
 )
 from tests import oracle
 from tests.devices import several
+from tests.layers import LAYERS
 from tests.pairwise import pairwise
 from tests.properties import examples
 from tests.sharded import assert_reads_no_value, randomized, run_sharded
@@ -58,12 +59,6 @@ def plain_with(layer: type[nn.Module], **options) -> nn.Module:
     return module
 
 
-def assert_same_buffers(a: nn.Module, b: nn.Module, **tolerance) -> None:
-    assert [name for name, _ in a.named_buffers()] == [name for name, _ in b.named_buffers()]
-    for (name, one), (_, other) in zip(a.named_buffers(), b.named_buffers(), strict=True):
-        torch.testing.assert_close(one, other, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
-
-
 # -- alone -------------------------------------------------------------------------------------
 
 
@@ -93,7 +88,7 @@ def test_unreplicated_layer_equals_torchs_layer_bit_for_bit(pair, options, repli
         assert torch.equal(a.grad, b.grad)
         for p, q in zip(reference.parameters(), layer.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad)
-        assert_same_buffers(reference, layer, rtol=0, atol=0)
+        assert_close(dict(layer.named_buffers()), dict(reference.named_buffers()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("plain", "synchronized", "shape"), PAIRS)
@@ -127,13 +122,12 @@ def test_it_is_an_instance_of_torchs_class_and_prints_like_it(plain, synchronize
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_replicas_compute_what_one_device_computes(shapes, dtype):
     """Guarantee 1: uneven and empty shards, different H x W, one value per replica."""
-    layers = {2: SynchronizedBatchNorm1d, 3: SynchronizedBatchNorm1d}
-    layers |= {4: SynchronizedBatchNorm2d, 5: SynchronizedBatchNorm3d}
-    layer = randomized(layers[len(shapes[0])](3, dtype=dtype))
+    _, synchronized = LAYERS[max(1, len(shapes[0]) - 2)]
+    layer = randomized(synchronized(3, dtype=dtype))
     shards = [torch.randn(s, dtype=dtype) * 2 + 5 for s in shapes]
     upstream = [torch.randn_like(shard) for shard in shards]
     expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias)
-    assert_close = partial(torch.testing.assert_close, check_dtype=False)
+    close = partial(assert_close, check_dtype=False)
     for shard in shards:
         shard.requires_grad_()
     outputs = run_sharded(layer, shards)
@@ -141,12 +135,12 @@ def test_replicas_compute_what_one_device_computes(shapes, dtype):
     for output, y, shard, dx in zip(
         outputs, expected.outputs, shards, expected.input_grads, strict=True
     ):
-        assert_close(output, y)
-        assert_close(shard.grad, dx)
-    assert_close(layer.weight.grad, expected.weight_grad)
-    assert_close(layer.bias.grad, expected.bias_grad)
-    assert_close(layer.running_mean, expected.running_mean)
-    assert_close(layer.running_var, expected.running_var)
+        close(output, y)
+        close(shard.grad, dx)
+    close(layer.weight.grad, expected.weight_grad)
+    close(layer.bias.grad, expected.bias_grad)
+    close(layer.running_mean, expected.running_mean)
+    close(layer.running_var, expected.running_var)
     assert layer.num_batches_tracked == 1
 
 
@@ -164,15 +158,9 @@ def test_any_split_of_any_batch_gives_the_numbers_of_torchs_layer(
     sizes, extent, channels, momentum, affine, dtype, channels_last
 ):
     """Guarantee 1: any split of any batch."""
-    plain = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-    reference = randomized(
-        plain[len(extent)](channels, momentum=momentum, affine=affine, dtype=dtype)
-    )
-    layer = {
-        nn.BatchNorm1d: SynchronizedBatchNorm1d,
-        nn.BatchNorm2d: SynchronizedBatchNorm2d,
-        nn.BatchNorm3d: SynchronizedBatchNorm3d,
-    }[type(reference)](channels, momentum=momentum, affine=affine, dtype=dtype)
+    plain, synchronized = LAYERS[max(1, len(extent))]
+    options = {"momentum": momentum, "affine": affine, "dtype": dtype}
+    reference, layer = randomized(plain(channels, **options)), synchronized(channels, **options)
     layer.load_state_dict(reference.state_dict())
     for _ in range(2):
         whole = torch.randn(sum(sizes), channels, *extent, dtype=dtype)
@@ -190,7 +178,7 @@ def test_any_split_of_any_batch_gives_the_numbers_of_torchs_layer(
         scale = whole.grad.abs().max().clamp(min=1)
         grads = torch.cat([s.grad for s in shards])
         torch.testing.assert_close(grads / scale, whole.grad / scale, **tolerance)
-        assert_same_buffers(reference, layer, **tolerance)
+        assert_close(dict(layer.named_buffers()), dict(reference.named_buffers()), **tolerance)
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
@@ -273,7 +261,7 @@ def test_all_shards_empty_is_torchs_empty_batch():
     assert [tuple(y.shape) for y in outputs] == [(0, 3)] * 3
     assert [tuple(s.grad.shape) for s in shards] == [(0, 3)] * 3
     assert torch.equal(layer.weight.grad, torch.zeros(3))
-    assert_same_buffers(reference, layer, rtol=0, atol=0)
+    assert_close(dict(layer.named_buffers()), dict(reference.named_buffers()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mean", [0, 20])
@@ -329,12 +317,6 @@ def test_bad_group_size_is_refused(size, error, text):
         SynchronizedBatchNorm1d(3, group_size=size)
     with pytest.raises(error, match=text):
         convert_model(nn.BatchNorm1d(3), group_size=size)
-
-
-@pytest.mark.parametrize("mode", ["minus", None, 1])
-def test_an_unknown_eps_mode_is_refused(mode):
-    with pytest.raises(ValueError, match="'plus' or 'clamp'"):
-        set_sbn_eps_mode(mode)
 
 
 class Counting(nn.Module):

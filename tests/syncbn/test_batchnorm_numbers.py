@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from replication import DataParallel
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
-from tests import oracle
+from tests import layouts, oracle
 from tests.devices import several
 from tests.layers import LAYERS, WRAPS, outcome_of
 from tests.pairwise import pairwise
@@ -108,14 +108,10 @@ def test_buffers_keep_their_identity_and_have_the_numbers_of_one_device(wrap, mo
 # -- layouts -----------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "channels last": lambda x: x.contiguous(
-        memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-    ),
-    "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
-    "expanded": lambda x: x[:, :, :1].expand_as(x),
-    "sliced": lambda x: torch.cat((x, x), -1)[..., ::2],
-    "expanded over samples": lambda x: x[:1].expand_as(x),
+    **layouts.LAYOUTS,
+    "channels_last": layouts.channels_last,
+    "rows and columns exchanged": lambda x: x.mT.contiguous().mT,
+    "expanded over rows": lambda x: x[:, :, :1].expand_as(x),
 }
 
 

@@ -6,7 +6,6 @@ import copy
 import importlib
 import pickle
 import re
-import subprocess
 import sys
 import textwrap
 import warnings
@@ -19,6 +18,7 @@ import replication
 import syncbn
 from syncbn import compat as stand_in
 from syncbn import patch_sync_batchnorm
+from tests.processes import run_python
 
 LAYERS = ["SynchronizedBatchNorm1d", "SynchronizedBatchNorm2d", "SynchronizedBatchNorm3d"]
 FUNCTIONS = ["set_sbn_eps_mode", "patch_sync_batchnorm", "convert_model"]
@@ -129,16 +129,7 @@ def test_program_for_the_older_toolkit_runs_unchanged(tmp_path):
             """
         )
     )
-    path = [str(tmp_path), *filter(None, sys.path)]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-W", "ignore::UserWarning", "train.py"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": ":".join(path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_python("-W", "error", "-W", "ignore::UserWarning", "train.py", cwd=tmp_path)
     assert done.stdout == "done syncbn.batchnorm\n", done.stderr
 
 

@@ -455,22 +455,6 @@ def test_replicas_in_different_eps_modes_each_get_the_gradient_of_theirs(
 
 @not_joined_only
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("weight", [0.0, 1e-30])
-def test_a_weight_may_be_tiny_where_the_variance_is_clamped(weight):
-    layer = SynchronizedBatchNorm1d(2)
-    nn.init.constant_(layer.weight, weight)
-    shards = [torch.randn(n, 2).requires_grad_() for n in (4, 3)]
-    upstream = [torch.randn_like(shard) for shard in shards]
-    with eps_mode("clamp"):
-        grads = torch.autograd.grad(run_sharded(layer, shards), shards, upstream)
-    expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias, clamps=True)
-    torch.testing.assert_close(
-        torch.cat(grads).double(), torch.cat(expected.input_grads), rtol=1e-4, atol=weight * 1e-4
-    )
-
-
-@not_joined_only
-@pytest.mark.usefixtures("way")
 def test_the_variance_of_the_batch_is_clamped_and_not_that_of_a_shard():
     """In the first channel only the batch's is above eps, in the second only one shard's."""
     layer = randomized(SynchronizedBatchNorm1d(2, eps=0.25, dtype=torch.float64))
@@ -530,21 +514,6 @@ def test_second_derivatives_of_half_precision_are_rounded_once(dtype):
     )
 
 
-@not_joined_only
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("weight", [0.0, 1.0])
-def test_an_infinite_gradient_of_another_replica_is_seen(weight):
-    """Where weights are frozen and not known to be copies, as on several devices."""
-    weights = torch.tensor([[1.0, 1.0], [weight, 1.0]])
-    shards = [torch.randn(3, 2).requires_grad_() for _ in range(2)]
-    upstream = [torch.randn(3, 2) for _ in range(2)]
-    upstream[0][1, 0] = torch.inf
-    grads = torch.autograd.grad(run_sharded(OwnWeights(weights), shards), shards, upstream)
-    for grad in grads:
-        assert not grad[:, 0].isfinite().any()
-        assert grad[:, 1].isfinite().all()
-
-
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_gradients_of_half_precision_are_rounded_once(dtype, create_graph):
@@ -581,21 +550,6 @@ def test_many_rows_with_a_gradient_along_the_output_are_as_exact_as_in_torchs_la
             (dx,) = torch.autograd.grad(layer(leaf), leaf, along)
             found.append((dx.double() - exact).abs().max().item())
     assert max(errors[ours]) <= 2 * max(errors[plain]) + torch.finfo(torch.float32).eps
-
-
-@not_joined_only
-def test_weights_of_one_storage_with_other_strides_are_no_copies():
-    storage = torch.randn(6, dtype=torch.float64)
-    weights = torch.stack((storage[:3], storage[::2]))
-    net = OwnWeights(weights)
-    net.weights = (storage[:3], storage[::2])
-    shards = [torch.randn(4, 3, dtype=torch.float64).requires_grad_() for _ in range(2)]
-    upstream = [torch.randn_like(shard) for shard in shards]
-    own = OwnWeights(weights.clone())
-    torch.testing.assert_close(
-        torch.autograd.grad(run_sharded(net, shards), shards, upstream),
-        torch.autograd.grad(run_sharded(own, shards), shards, upstream),
-    )
 
 
 @not_joined_only

@@ -260,7 +260,7 @@ def test_a_model_may_be_patched_by_several_threads():
 def test_threads_that_ask_for_the_stack_size_of_new_threads_keep_it():
     size = threading.stack_size(16 << 20)
     try:
-        found = at_once(*[lambda: [state_of_new_threads()[0] for _ in range(2000)]] * THREADS)
+        found = at_once(*[lambda: [state_of_new_threads()[0] for _ in range(50_000)]] * THREADS)
         assert {each for sizes in found for each in sizes} == {16 << 20}
     finally:
         assert threading.stack_size(size) == 16 << 20

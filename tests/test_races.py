@@ -32,6 +32,7 @@ from replication import (
 )
 from replication._torch import current_backward
 from replication.groups import processes
+from replication.steps.thread_state import state_of_new_threads
 from replication.sync.current import CurrentReplica, this_thread
 from replication.sync.observation import observer
 from replication.sync.rendezvous import Rendezvous
@@ -254,3 +255,12 @@ def test_a_model_may_be_patched_by_several_threads():
         at_once(*(handle.remove for handle in handles))
         assert type(model) is CustomDataParallel
         assert vars(model) == before
+
+
+def test_threads_that_ask_for_the_stack_size_of_new_threads_keep_it():
+    size = threading.stack_size(16 << 20)
+    try:
+        found = at_once(*[lambda: [state_of_new_threads()[0] for _ in range(50_000)]] * THREADS)
+        assert {each for sizes in found for each in sizes} == {16 << 20}
+    finally:
+        assert threading.stack_size(size) == 16 << 20

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import filterfalse
+from ctypes import PYFUNCTYPE, c_size_t, pythonapi
 from threading import Thread
 
 import torch
@@ -32,6 +32,10 @@ _mask: Callable[[int, Sequence[int]], object] = getattr(
 )
 _BLOCK: int = getattr(signal, "SIG_BLOCK", 0)
 
+#: Returns the stack size of new threads. Not `threading.stack_size`, which sets the default when
+#: it is asked: of threads that ask at once and set it again, one may set what another has left.
+_stack_size: Callable[[], int] = PYFUNCTYPE(c_size_t)(("PyThread_get_stacksize", pythonapi))
+
 
 def state_of_this_thread() -> tuple[object, ...]:
     """What a replica may leave in its thread, except for what `ThreadState` sets."""
@@ -40,11 +44,8 @@ def state_of_this_thread() -> tuple[object, ...]:
 
 def state_of_new_threads() -> tuple[object, ...]:
     """What the threads begin with that this thread makes, except for what `ThreadState` sets."""
-    # `stack_size()` returns the size, and sets the default. The line runs in C, so no interrupt
-    # comes before the predicate has set the size again.
-    size = next(filterfalse(threading.stack_size, iter(threading.stack_size, None)))
     hooks = threading.getprofile(), threading.gettrace()
-    return size, hooks, _affinity(0), _mask(_BLOCK, ())
+    return _stack_size(), hooks, _affinity(0), _mask(_BLOCK, ())
 
 
 def _flushes_denormals() -> bool:

@@ -15,6 +15,7 @@ import atexit
 import contextvars
 import os
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable
@@ -61,6 +62,11 @@ Done = SimpleQueue[Report]
 
 #: Seconds without a job after which a thread ends, unless it is the last that has had one.
 _PATIENCE = 60.0
+
+#: Seconds after which a thread that waits for a job runs for a moment. In builds that can do
+#: without the GIL, an object that its thread has made and another one drops is freed when its
+#: thread runs. So an idle thread would keep outputs and errors of its last forward.
+_POLL = 1.0 if sysconfig.get_config_var("Py_GIL_DISABLED") else _PATIENCE
 
 #: The index of a replica and its device.
 Key = tuple[int, torch.device]
@@ -154,11 +160,12 @@ def _work(jobs: SimpleQueue[Worker | None], key: Key) -> None:
 
 def _next_worker(jobs: SimpleQueue[Worker | None], key: Key) -> Worker | None:
     """Waits for a job. Returns the handle of this thread, or None if it must end."""
+    end = time.monotonic() + _PATIENCE
     while True:
         try:
-            return jobs.get(timeout=_PATIENCE)
+            return jobs.get(timeout=min(_POLL, _PATIENCE))
         except Empty:
-            if _retires(jobs, key):
+            if time.monotonic() >= end and _retires(jobs, key):
                 return None
 
 

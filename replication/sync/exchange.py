@@ -80,6 +80,8 @@ class Exchange:
                             rendezvous.end_waits([current.waits[self.master]])
                     wait = rendezvous.begin_wait(replica, missing, self.path, call)
                     current.waits[replica] = wait
+                    if current.replies:  # the master was faster, and has not seen the wait
+                        rendezvous.end_waits([wait])
             try:
                 if wait is not None:
                     with observe("wait", replica, self.path) if observe else _UNOBSERVED:
@@ -102,4 +104,4 @@ class Exchange:
         # Not in a variable: graphs in the messages may hold the replicas.
         replies = list(merge(list(map(current.messages.pop, replicas))))
         current.replies = dict(zip(replicas, replies, strict=True))
-        rendezvous.end_waits(current.waits.values())
+        rendezvous.end_waits(list(current.waits.values()))  # the last slave may yet add its own

@@ -25,6 +25,7 @@ from replication import (
     execute_replication_callbacks,
     replicate,
 )
+from replication.sync.exchange import Exchange
 from replication.sync.rendezvous import Abort, Rendezvous, Wait
 from tests.deadlines import ends
 from tests.layers import (
@@ -166,6 +167,29 @@ def test_a_master_that_is_interrupted_with_all_messages_leaves_no_slave_waiting(
     for thread in (started(lambda: pipe.run_slave("s"), outcomes), first):
         assert ends(thread)
     assert {type(outcome.error) for outcome in outcomes} == {KeyboardInterrupt, ReplicaFailed}
+
+
+def test_a_master_may_reply_before_the_wait_of_its_last_slave_begins(monkeypatch):
+    """The message of that slave wakes it, and it needs no lock to reply."""
+    master, outcomes, replied = SyncMaster(echo), [], threading.Event()
+    pipe, waits = master.register_slave(1), master._outside_forward._waits
+    reply, begin_wait = Exchange._reply, Rendezvous.begin_wait
+
+    def reply_at_once(*arguments: Any) -> None:
+        reply(*arguments)
+        replied.set()
+
+    def begin_late(rendezvous: Rendezvous, replica: int, *arguments: Any) -> Wait:
+        assert replica == 0 or replied.wait(DEADLINE)
+        return begin_wait(rendezvous, replica, *arguments)
+
+    monkeypatch.setattr(Exchange, "_reply", reply_at_once)
+    monkeypatch.setattr(Rendezvous, "begin_wait", begin_late)
+    first = started(lambda: master.run_master("m"), outcomes)
+    assert soon(lambda: bool(waits))
+    for thread in (started(lambda: pipe.run_slave("s"), outcomes), first):
+        assert ends(thread)
+    assert values(outcomes) == [[(0, "m"), (1, "s")]] * 2
 
 
 def test_a_pipe_does_not_keep_the_reply():

@@ -25,7 +25,7 @@ from replication.sync.current import current_replica
 from syncbn.channels import HALF, in_float64
 from syncbn.compiled import compiled_batch_norm, sum_in_graph
 from syncbn.recomputation import RecordedCalls
-from syncbn.statistics import Call, Denominator, RunningStatistics
+from syncbn.statistics import Denominator, LayerCall, RunningStatistics
 from syncbn.ways import synchronized_batch_norm
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -42,8 +42,8 @@ __all__ = [
 CORRECTION = frozenset(("_tmp_running_mean", "_tmp_running_var", "_running_iter"))
 
 _DTYPES = (*HALF, torch.float32, torch.float64)
-_USUAL = (Tensor, nn.Parameter, type(None))
-_SAMPLES = torch.zeros(2, 1, device="cpu")
+_LOCAL = (Tensor, nn.Parameter, type(None))
+_TWO_SAMPLES = torch.zeros(2, 1, device="cpu")
 
 _eps_mode = "plus"
 
@@ -171,8 +171,8 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             if not has_other_processes(self.process_group):
                 return _BatchNorm.forward(self, input)
             name, tag = name_in_graph(self.process_group), self.running_mean
-            is_usual = self.group_size is None and self.track_running_stats
-            if is_usual and name is not None and tag is not None:
+            fits_graph = self.group_size is None and self.track_running_stats
+            if fits_graph and name is not None and tag is not None:
                 added = partial(sum_in_graph, name, tag[:1])
                 return compiled_batch_norm(self._checked_call(input), added, self._count_batch)
         return self._trained_out_of_graph(input)
@@ -187,8 +187,8 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
                 return _BatchNorm.forward(self, input)
             # Copy 0 has the buffers of the original module.
             return current.rendezvous.commit(partial(_BatchNorm.forward, self, input))
-        counts = self._has_original_buffers and not group.recomputes
-        count_batch = self._count_batch if counts else RunningStatistics
+        is_counted = self._has_original_buffers and not group.recomputes
+        count_batch = self._count_batch if is_counted else RunningStatistics  # without buffers
         call = self._checked_call(input)
         if has_other_derivatives(call[:3]):
             raise lost_derivatives(self._named())
@@ -201,14 +201,14 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     # The whole, because `torch.compile` would compile `self.group` anew for each layer.
     _trained_out_of_graph = uncompiled(_trained)
 
-    def _checked_call(self, input: Tensor) -> Call:
+    def _checked_call(self, input: Tensor) -> LayerCall:
         """Returns the arguments of a call. Raises on those that torch's kernels would refuse."""
         # Before another replica waits for this one.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         weight, bias = self.weight, self.bias  # once: a parametrization recomputes them each time
         features, dtype = self.num_features, input.dtype
-        is_usual = type(input) in _USUAL and type(weight) in _USUAL
-        if not is_usual and (is_dtensor(input) or is_dtensor(weight)):
+        are_local = type(input) in _LOCAL and type(weight) in _LOCAL
+        if not are_local and (is_dtensor(input) or is_dtensor(weight)):
             raise TypeError(
                 f"{self._named()} takes local tensors (got a DTensor); pass x.to_local(), and "
                 "for a batch sharded over one dimension of a mesh, process_group=mesh['dp']"
@@ -224,7 +224,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         momentum: Any = 0.0 if self.momentum is None else self.momentum
         if type(momentum) is not float or self.eps <= 0:
             # torch checks both, and raises its own errors.
-            nn.functional.batch_norm(_SAMPLES, None, None, None, None, True, momentum, self.eps)
+            nn.functional.batch_norm(_TWO_SAMPLES, None, None, None, None, True, momentum, self.eps)
         mean, var = self._buffers.get("running_mean"), self._buffers.get("running_var")
         tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
         for key, tensor in tensors.items():
@@ -241,7 +241,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
                     f"{self._named()} expected an input in {tensor.dtype} on {tensor.device}, as "
                     f"its {key} (got {dtype} on {input.device}); convert one by .to()"
                 )
-        return Call(input, weight, bias, Denominator(self.eps, _eps_mode == "clamp"))
+        return LayerCall(input, weight, bias, Denominator(self.eps, _eps_mode == "clamp"))
 
     def _count_batch(self) -> RunningStatistics:
         """Counts a batch, and returns the buffers to update with its moments."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from replication.devices import current_stream
+from replication.devices import current_stream, to_device
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -77,6 +78,12 @@ def with_usual_strides(x: Tensor) -> Tensor:
 
 def in_format_of(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=memory_format(like))
+
+
+def copied(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+    """Returns copies of tensors for each of some devices, the same for equal devices."""
+    made = {device: [to_device(t, device) for t in tensors] for device in dict.fromkeys(devices)}
+    return [made[device] for device in devices]
 
 
 _constants: dict[Any, Tensor] = {}

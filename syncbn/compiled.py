@@ -22,18 +22,18 @@ from replication.groups.processes import Collective
 from syncbn.channels import accumulation_dtype, in_float64, values_per_channel
 from syncbn.formula import affine, affine_map
 from syncbn.moments import moments_in_operations
-from syncbn.statistics import Call, CountBatch, Moments
+from syncbn.statistics import CountBatch, LayerCall, Moments
 
 
 def compiled_batch_norm(
-    call: Call, added: Callable[[Tensor], Tensor], count_batch: CountBatch
+    call: LayerCall, added: Callable[[Tensor], Tensor], count_batch: CountBatch
 ) -> Tensor:
     """Normalizes a shard with the moments of the batch. ``added`` sums over the ranks."""
     x = call.x.to(accumulation_dtype(call.x.dtype))
     batch = moments_of_sums(Collective.apply(added, added, _sums(x)))  # type: ignore[no-untyped-call]
     count_batch().update(batch)
     scale, shift = affine_map(call, batch)
-    return affine(x, batch.mean, scale, shift, in_kernel=False).to(call.x.dtype)
+    return affine(x, batch.mean, scale, shift, one_pass=False).to(call.x.dtype)
 
 
 def _sums(x: Tensor) -> Tensor:

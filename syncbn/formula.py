@@ -40,10 +40,10 @@ from syncbn.channels import (
     values_per_channel,
     with_usual_strides,
 )
-from syncbn.moments import is_large, moments
+from syncbn.moments import loses_digits, moments
 from syncbn.processes import Ranks
 from syncbn.recomputation import Record
-from syncbn.statistics import Call, CountBatch, Moments, all_match, merge
+from syncbn.statistics import CountBatch, LayerCall, Moments, all_match, is_single, merge
 
 
 class Reply(NamedTuple):
@@ -57,16 +57,16 @@ class Reply(NamedTuple):
 class Formula:
     """A shard, ready to be normalized: in the accumulation dtype, with its moments."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: LayerCall) -> None:
         self.call, self.records_graph = call, torch.is_grad_enabled()
         x = call.x.to(accumulation_dtype(call.x.dtype))
         with torch.no_grad():
             mean, var = moments(x)
-            is_far = x.is_cpu and is_large(mean, call.denominator.of(var).rsqrt())
+            is_far = x.is_cpu and loses_digits(mean, call.denominator.of(var).rsqrt())
         #: Rounded to half precision at the end only.
         self.x = x
-        #: Whether a kernel normalizes x. Its second derivative divides by the number of values.
-        self.in_kernel = not is_far and x.numel() > 0
+        #: Whether one pass normalizes x. Its second derivative divides by the number of values.
+        self.one_pass = not is_far and x.numel() > 0
         #: Its moments, to which `connect` gives derivatives.
         self.moments = self.own = Moments(values_per_channel(x), mean, var)
 
@@ -77,7 +77,7 @@ class Formula:
         """Connects the moments with x, which is saved for that."""
         n, mean, var = self.own
         if torch.is_grad_enabled() and self.x.requires_grad:
-            args = self.x, mean, var, self.in_kernel
+            args = self.x, mean, var, self.one_pass
             self.moments = Moments(n, *_Measured.apply(*args))  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -90,7 +90,7 @@ class Formula:
             for column in zip(*[shard.moments[1:] for shard in shards], strict=True)
         )
         batch = Moments(n, *merge(constant_tensor(shares, home, torch.float64), means, variances))
-        if batch.n != 1:  # else the call raises, and does not count
+        if not is_single(n):
             count_batch().update(batch)
         # The gradients of copies of one parameter are added before they are rounded.
         if all_match([shard.call for shard in shards]):
@@ -102,7 +102,7 @@ class Formula:
         n, counts, *rows = ranks.gathered(*self.own)
         total = counts.sum()
         batch = Moments(n if isinstance(n, int) else total, *merge(counts / total, *rows))
-        if not isinstance(n, int) or n != 1:  # else the call raises, and does not count
+        if not is_single(batch.n):
             count_batch().update(batch)
         return self.reply(with_derivatives(batch, [self.moments], ranks.with_summed_gradient))
 
@@ -112,7 +112,7 @@ class Formula:
     def output(self, reply: Reply) -> Tensor:
         vectors = reply.batch.mean, reply.scale, reply.shift
         mean, scale, shift = (vector.to(self.own.mean.device) for vector in vectors)
-        return affine(self.x, mean, scale, shift, self.in_kernel).to(self.call.x.dtype)
+        return affine(self.x, mean, scale, shift, self.one_pass).to(self.call.x.dtype)
 
     def record(self, reply: Reply) -> Record:
         batch = reply.batch
@@ -131,9 +131,9 @@ def with_derivatives(
     batch: Moments, own: Sequence[Moments], of_ranks: Callable[[Tensor], Tensor] | None = None
 ) -> Moments:
     """Gives the moments of a batch derivatives by the moments of some of its parts."""
-    # The rest of the batch is constant, or on other ranks: see `Ranks.with_summed_gradient`. So
-    # the parts enter as sums, about a constant, which are independent of each other. Their values
-    # are in `batch` already: only zeros are added to it.
+    # The rest of the batch is constant, or on other ranks: see `Ranks.with_summed_gradient`. Sums
+    # about the mean of the batch, a constant here, make the derivatives of the parts independent
+    # of each other. Only zeros, which carry these derivatives, are added to `batch`.
     sums = torch.zeros_like(batch.mean)
     for n, mean, var in own:
         apart = mean.to(sums.device) - batch.mean
@@ -145,7 +145,7 @@ def with_derivatives(
     return Moments(batch.n, batch.mean + drift, batch.var + squares - drift.square())
 
 
-def affine_map(call: Call, batch: Moments) -> tuple[Tensor, Tensor]:
+def affine_map(call: LayerCall, batch: Moments) -> tuple[Tensor, Tensor]:
     """Returns the scale of each channel and the output at its mean, ``(C,)`` in float64."""
     _, weight, bias, denominator = call
     scale = denominator.of(batch.var).rsqrt()
@@ -154,11 +154,11 @@ def affine_map(call: Call, batch: Moments) -> tuple[Tensor, Tensor]:
     return scale, torch.zeros_like(scale) if bias is None else in_float64(bias).to(scale.device)
 
 
-def affine(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, in_kernel: bool) -> Tensor:
+def affine(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, one_pass: bool) -> Tensor:
     """Computes ``(x - mean) * scale + shift`` for each channel, given vectors in float64."""
     rounded = mean.detach().to(x.dtype)
     shift = shift - (mean - rounded) * scale
-    if not in_kernel:
+    if not one_pass:
         return (x - per_channel(rounded, x)) * per_channel(scale, x) + per_channel(shift, x)
     weight, bias, center = (v.to(x.dtype).to(x.device) for v in (scale, shift, rounded))
     one = torch.ones_like(center)
@@ -180,10 +180,10 @@ class _Measured(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mean: Tensor, var: Tensor, in_kernel: bool
+        ctx: Any, x: Tensor, mean: Tensor, var: Tensor, one_pass: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.in_kernel = in_kernel
+        ctx.one_pass = one_pass
         mean = mean.view_as(mean)  # as an output, it is saved with its derivative
         ctx.save_for_backward(x, mean)
         return mean, var
@@ -195,4 +195,4 @@ class _Measured(Function):
             return None, None, None, None  # called by the engine without any gradient
         n = max(1, values_per_channel(x))
         dmean, dvar = (torch.zeros_like(mean) if grad is None else grad / n for grad in grads)
-        return affine(x, mean, 2 * dvar, dmean, ctx.in_kernel), None, None, None
+        return affine(x, mean, 2 * dvar, dmean, ctx.one_pass), None, None, None

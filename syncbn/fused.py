@@ -23,13 +23,21 @@ from replication.groups.replicas import hidden_from_hooks
 from syncbn.channels import (
     accumulation_dtype,
     constant_tensor,
+    copied,
     values_per_channel,
 )
 from syncbn.kernels import ON_CPU, TINY, Kernels, kernels_for
-from syncbn.node import Hold, copied, normalized
+from syncbn.node import Hold, normalized
 from syncbn.processes import Ranks
 from syncbn.recomputation import Record
-from syncbn.statistics import Call, CountBatch, KernelMoments, RunningStatistics, all_match
+from syncbn.statistics import (
+    CountBatch,
+    KernelMoments,
+    LayerCall,
+    RunningStatistics,
+    all_match,
+    is_single,
+)
 
 
 class Reply(NamedTuple):
@@ -46,7 +54,7 @@ class Fused:
 
     kernels: Kernels
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: LayerCall) -> None:
         self.call, self.records_graph = call, torch.is_grad_enabled()
         x, weight, bias, _ = call
         dtype = accumulation_dtype(x.dtype)
@@ -60,7 +68,7 @@ class Fused:
             self.measured()
 
     @staticmethod
-    def takes(call: Call) -> bool:
+    def takes(call: LayerCall) -> bool:
         return kernels_for(call.x.device.type) is not None and not call.denominator.clamps
 
     @property
@@ -118,25 +126,25 @@ class Fused:
         inverses: Tensor,
         count_batch: CountBatch,
     ) -> KernelMoments:
-        """Merges n moments, ``(n, C)`` each, and updates the running statistics."""
+        """Merges the moments of k shards, ``(k, C)`` each, and updates the running statistics."""
         own = self.measured()
-        is_counted = not isinstance(n, int) or n != 1  # else the call raises
-        running = count_batch() if is_counted else RunningStatistics()
-        # The kernel needs 2 values, and numbers like its own. A count that the host does not know
-        # is above 1 if its shard's is.
-        is_usual = (n if isinstance(n, int) else own.n) > 1
+        running = RunningStatistics() if is_single(n) else count_batch()
+        # The kernel updates buffers if n is above 1, and torch's only buffers of its own dtype, by
+        # a momentum that is a number. An n that the host does not know is above 1 if that of the
+        # shard is.
+        kernel_updates = (n if isinstance(n, int) else own.n) > 1
         if self.is_host:
             running = running._replace(momentum=float(running.momentum))
         else:
-            is_usual &= not isinstance(running.momentum, Tensor)
-            is_usual &= {b.dtype for b in running[:2] if b is not None} <= {means.dtype}
-        updated = running if is_usual else RunningStatistics()
+            kernel_updates &= not isinstance(running.momentum, Tensor)
+            kernel_updates &= {b.dtype for b in running[:2] if b is not None} <= {means.dtype}
+        updated = running if kernel_updates else RunningStatistics()
         # The first argument gives the dtype only.
         like = self.x if self.is_host else means
         args: Any = like, means, inverses, *updated, own.eps, counts
         mean, inverse = self.kernels.gather_stats(*args)
         batch = KernelMoments(n, mean, inverse, own.eps)
-        if not is_usual:
+        if not kernel_updates:
             running.update(batch.exact())
         return batch
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from replication._torch import sees_saved_tensors
 from syncbn.channels import memory_format
-from syncbn.statistics import Call, CountBatch, all_match
+from syncbn.statistics import CountBatch, LayerCall, all_match
 
 #: The largest shard, in values. The copies cost more above it; `benchmarks.layer` shows where.
 LARGEST = 2**18
@@ -26,11 +26,11 @@ LARGEST = 2**18
 class Joined:
     """A shard that may be joined with others. It sends nothing but the arguments of its call."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: LayerCall) -> None:
         self.call = call
 
     @staticmethod
-    def takes(call: Call) -> bool:
+    def takes(call: LayerCall) -> bool:
         x = call.x
         return (
             x.is_cpu

@@ -13,10 +13,10 @@ the same names and arguments, each composed of a few operations that torch has t
 =====================================  =========================================================
 
 The output and the gradient of a shard are affine maps of each channel of x. So is batch norm in
-evaluation mode, which takes one pass on the CPU. It computes x * scale + (shift - mean * scale),
-which loses digits where a mean is large against the deviation. Such means stay in float64, so that
-their merge loses nothing, and the kernels that get one center x first. Otherwise vectors of length
-C are in the accumulation dtype.
+evaluation mode (`native_batch_norm` with given moments), in one pass. On the CPU it computes
+x * scale + (shift - mean * scale), which loses digits where a mean is large against the deviation.
+Such means stay in float64, so that their merge loses nothing, and the kernels that get one center
+x first. Otherwise vectors of length C are in the accumulation dtype.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from replication._torch import has_kernels
 from syncbn.channels import HALF, accumulation_dtype, in_format_of, per_channel
-from syncbn.moments import is_large, moments
+from syncbn.moments import loses_digits, moments
 
 #: Stands for the count of a shard without values, because the kernels divide by counts.
 TINY = {torch.float32: 1e-30, torch.float64: 1e-300}
@@ -62,9 +62,9 @@ def batch_norm_gather_stats_with_counts(
     eps: float,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Merges means and inverse deviations of n shards, ``(n, C)``, and updates the buffers.
+    """Merges means and inverse deviations of k shards, ``(k, C)``, and updates the buffers.
 
-    ``counts``, ``(n,)``, are positive (see `TINY`). Only the dtype of ``input`` matters.
+    ``counts``, ``(k,)``, are positive (see `TINY`). Only the dtype of ``input`` matters.
     """
     # Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     # Variances", 1979.
@@ -72,6 +72,7 @@ def batch_norm_gather_stats_with_counts(
     share = counts / n
     if input.dtype == torch.float64:
         # From one of the means on, so that equal means give the same again, to the last digit.
+        # Other dtypes have fewer digits than the means.
         start = mean[0].nan_to_num(0.0, 0.0, 0.0)
         merged = torch.addmv(start, (mean - start).T, share)
     else:
@@ -79,7 +80,7 @@ def batch_norm_gather_stats_with_counts(
     apart = mean - merged
     denominator = torch.mv(invstd.pow(-2).addcmul_(apart, apart).T, share)
     result = merged, denominator.rsqrt()
-    if not is_large(*result):
+    if not loses_digits(*result):
         dtype = accumulation_dtype(input.dtype)
         result = merged.to(dtype), result[1].to(dtype)
     # Hidden from autograd, as torch's kernels do it: the graph of a forward on one device may have
@@ -126,14 +127,14 @@ def batch_norm_backward_reduce(
     if input.dtype in HALF:  # with other strides torch would round each product
         input = in_format_of(input, input)
     args: Any = grad_out, input, one, center, one, None, None, False, 0.0, mask
-    _, along, plain = torch.ops.aten.native_batch_norm_backward(*args)
+    _, sum_dy_xmu, sum_dy = torch.ops.aten.native_batch_norm_backward(*args)
     if mean.dtype == torch.float64:
-        along = along - (mean - center) * plain
+        sum_dy_xmu = sum_dy_xmu - (mean - center) * sum_dy
     dweight = dbias = None
     if weight is not None:
-        dweight = (along * invstd).to(weight.dtype) if weight_g else None
-        dbias = plain.to(weight.dtype) if bias_g else None
-    return plain, along, dweight, dbias
+        dweight = (sum_dy_xmu * invstd).to(weight.dtype) if weight_g else None
+        dbias = sum_dy.to(weight.dtype) if bias_g else None
+    return sum_dy, sum_dy_xmu, dweight, dbias
 
 
 def batch_norm_backward_elemt(

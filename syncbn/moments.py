@@ -26,7 +26,7 @@ from syncbn.channels import (
     values_per_channel,
 )
 
-#: The largest mean, in standard deviations, at which evaluation mode loses at most three bits.
+#: The largest mean, in standard deviations, at which evaluation mode loses up to three bits.
 _LARGE_MEAN = 8
 
 #: The least rounding error of a mean that is allowed for, in units of the last place.
@@ -53,7 +53,7 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.numel() <= _FEW_VALUES and x.dtype != torch.float64:
         return torch.batch_norm_update_stats(x.double(), None, None, 0.0)
     mean, var = _moments(x)
-    # Not by `is_large`, for which a channel of zeros is.
+    # Not by `loses_digits`, for which a channel of zeros is.
     if bool((mean.square() > _LARGE_MEAN**2 * var).any()):
         center = _center(x, mean)
         mean, var = _moments(x - per_channel(center, x))
@@ -116,8 +116,8 @@ def moments_in_operations(x: Tensor) -> tuple[Tensor, Tensor]:
     return in_float64(head) + rest, squares - rest.square()
 
 
-def is_large(mean: Tensor, invstd: Tensor) -> bool:
-    """Whether evaluation mode would lose digits, because a mean is large against the deviation."""
+def loses_digits(mean: Tensor, invstd: Tensor) -> bool:
+    """Whether batch norm in evaluation mode loses digits, because a mean is large."""
     # Also true for NaN, which must not hide another channel.
     is_small = not mean.numel() or vector_norm(mean * invstd, math.inf).item() <= _LARGE_MEAN
     return not is_small

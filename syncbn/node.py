@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from replication._torch import is_batched
-from replication.devices import current_streams, record_stream, to_device, use_streams
+from replication.devices import current_streams, record_stream, use_streams
 from syncbn.channels import (
     accumulation_dtype,
     constant_tensor,
+    copied,
     in_float64,
     in_format_of,
     memory_format,
@@ -32,7 +33,7 @@ from syncbn.channels import (
 from syncbn.formula import Formula, with_derivatives
 from syncbn.kernels import ON_CPU, Kernels
 from syncbn.processes import Ranks
-from syncbn.statistics import Call, Denominator, KernelMoments
+from syncbn.statistics import Denominator, KernelMoments, LayerCall
 
 #: Stands for a weight of 0 where a gradient is divided by it.
 _LEAST_WEIGHT = 1e-30
@@ -110,10 +111,10 @@ class Normalize(Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        n, saved = len(dys), ctx.saved_tensors
+        k, saved = len(dys), ctx.saved_tensors
         used = [dy for dy in dys if dy is not None]
         if not used and ctx.ranks is None:  # the other ranks would wait for the sums of this one
-            return (None,) * (5 + n)  # called by the engine without any gradient
+            return (None,) * (5 + k)  # called by the engine without any gradient
         xs = [
             x if holder is None else holder.saved_tensors[0]
             for x, holder in zip(saved, ctx.holders, strict=False)
@@ -128,7 +129,7 @@ class Normalize(Function):
         with use_streams(ctx.streams):
             pairs = zip(dys, xs, strict=True)
             all_dys = [torch.zeros_like(x) if dy is None else dy for dy, x in pairs]
-            return None, None, None, *compute(ctx, all_dys, xs, saved[n:])
+            return None, None, None, *compute(ctx, all_dys, xs, saved[k:])
 
 
 # Without the calls in Python that `Function.apply` makes. Not for a `torch.func` transform.
@@ -166,14 +167,15 @@ def _gradients_of_rank(
     (x,), (dy,), (batch,), (weight,) = xs, dys, ctx.batches, weights
     dy = in_format_of(dy, x)
     # The kernel also computes the gradients of the parameters, if there is a weight.
-    plain, along, dweight, dbias = _reduced(ctx.kernels, dy, x, batch, weight)
+    sum_dy, sum_dy_xmu, dweight, dbias = _reduced(ctx.kernels, dy, x, batch, weight)
     dx = None
     if ctx.needs_input_grad[-1]:
-        dx = _gradient(ctx.kernels, dy, x, batch, weight, ctx.ranks.averaged(plain, along), 1)
+        sums = ctx.ranks.averaged(sum_dy, sum_dy_xmu)
+        dx = _gradient(ctx.kernels, dy, x, batch, weight, sums, 1)
     if not ctx.needs_input_grad[4]:
         dbias = None  # there is no bias
     elif dbias is None:
-        dbias = plain  # there is no weight
+        dbias = sum_dy  # there is no weight
     return [dweight, dbias, dx]
 
 
@@ -200,9 +202,9 @@ def _gradient(
     """Returns the gradient of a shard, given the two sums of all, ``(2, C)``."""
     if not x.numel():
         return torch.empty_like(x)
-    plain, along = sums.unbind()
     count = constant_tensor((n,), x.device, torch.int32)
-    return kernels.backward_elemt(dy, x, batch.mean, batch.inverse, weight, plain, along, count)  # type: ignore[no-any-return]
+    args = dy, x, batch.mean, batch.inverse, weight, *sums.unbind(), count
+    return kernels.backward_elemt(*args)  # type: ignore[no-any-return]
 
 
 def _gradients_by_formula(
@@ -228,7 +230,7 @@ def _gradients_by_formula(
             weight = torch.where(is_tiny, weight + _LEAST_WEIGHT, weight)
             of_ranks = partial(_summed_over, ctx.ranks, moments.var + ctx.batches[0].eps, weight)
         denominator = Denominator(ctx.batches[0].eps)
-        shards = [Formula(Call(view, weight, bias, denominator)) for view in views]
+        shards = [Formula(LayerCall(view, weight, bias, denominator)) for view in views]
         for shard in shards:
             shard.connect()
         batch = with_derivatives(moments, [s.moments for s in shards], of_ranks)
@@ -246,9 +248,3 @@ def _summed_over(ranks: Ranks, denominator: Tensor, weight: Tensor, tensor: Tens
     # sums of `_gradients`, so that the others need not build a graph of their backward.
     scale = -in_float64(weight.detach()) * denominator.rsqrt()
     return ranks.with_summed_gradient(tensor, torch.stack((scale, scale / denominator / 2)))
-
-
-def copied(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    """Returns copies of tensors for each of some devices, the same for equal devices."""
-    made = {device: [to_device(t, device) for t in tensors] for device in dict.fromkeys(devices)}
-    return [made[device] for device in devices]

@@ -26,6 +26,7 @@ class Ranks:
     """The other processes, in one call. ``requires_grad`` tells whether it has a backward."""
 
     #: The number of values per channel of this rank, ``(1,)``, in the dtype that ranks exchange.
+    #: `gathered` sets it.
     _count: Tensor
 
     def __init__(
@@ -43,7 +44,8 @@ class Ranks:
     def gathered(self, n: Any, mean: Tensor, spread: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
         """Returns n of the whole batch, and of all ranks: counts, ``(size,)``, means and spreads.
 
-        A count of 0 is tiny (see `TINY`). Where reading counts would block the host, they are n.
+        A count of 0 is tiny (see `TINY`). Where reading counts would block the host, n is the
+        counts, not their sum. Spreads are variances or inverse deviations.
         """
         self._count = constant_tensor((n or TINY[mean.dtype],), mean.device, mean.dtype)
         rows = self._exchange(self._name, (self._count, mean, spread), stack=True)
@@ -63,13 +65,13 @@ class Ranks:
                 )
         return round(sum(counts))
 
-    def averaged(self, plain: Tensor, along: Tensor) -> Tensor:
+    def averaged(self, sum_dy: Tensor, sum_dy_xmu: Tensor) -> Tensor:
         """Adds two vectors of all ranks, ``(2, C)``, and divides them by n of the whole batch."""
-        total = self._summed(plain, along)
-        return (total[1:] / total[:1]).to(plain.dtype).view(2, plain.numel())
+        total = self._summed(sum_dy, sum_dy_xmu)
+        return (total[1:] / total[:1]).to(sum_dy.dtype).view(2, sum_dy.numel())
 
-    def _summed(self, plain: Tensor, along: Tensor) -> Tensor:
-        vectors = self._count, plain, along
+    def _summed(self, sum_dy: Tensor, sum_dy_xmu: Tensor) -> Tensor:
+        vectors = self._count, sum_dy, sum_dy_xmu
         return self._exchange("batch_norm_backward", vectors, stack=False)
 
     def with_summed_gradient(self, tensor: Tensor, factors: Tensor | float = 1.0) -> Tensor:

@@ -21,7 +21,7 @@ class Denominator(NamedTuple):
         return var.clamp(min=self.eps) if self.clamps else var + self.eps
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """The arguments of one call of a layer, in one replica or process."""
 
     #: The shard, ``(N, C, ...)``, perhaps empty.
@@ -40,7 +40,7 @@ class Moments(NamedTuple):
     var: Tensor
 
     def exact(self) -> Moments:
-        """Returns the same, as `KernelMoments.exact` does."""
+        """Returns itself: see `KernelMoments.exact`."""
         return self
 
     def detach(self) -> Moments:
@@ -65,7 +65,7 @@ class KernelMoments(NamedTuple):
 
 
 def merge(share: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Merges n moments, ``(n, C)`` each, given the fraction of all values that each has."""
+    """Merges the moments of k shards, ``(k, C)`` each, given the share of the values of each."""
     # Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     # Variances", 1979. From one of the means on, so that equal means give the same again.
     start = means[0].detach().nan_to_num(0.0, 0.0, 0.0)
@@ -105,7 +105,15 @@ class RunningStatistics(NamedTuple):
 CountBatch = Callable[[], RunningStatistics]
 
 
-def all_match(calls: Sequence[Call]) -> bool:
+def is_single(n: int | Tensor) -> bool:
+    """Whether a batch has one value per channel, as far as the host knows.
+
+    Then the call raises, and does not count.
+    """
+    return isinstance(n, int) and n == 1
+
+
+def all_match(calls: Sequence[LayerCall]) -> bool:
     """Whether all replicas have copies of the same parameters, one eps, and one eps mode."""
     _, weight, bias, denominator = calls[0]
     for _, w, b, own in calls[1:]:

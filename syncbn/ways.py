@@ -12,7 +12,7 @@ objects are the shards:
 
     way.takes(call)                  whether a shard could go this way; `Formula` takes any
     shard = way(call)                in the thread of its replica or process
-    shard.connect()                  saves the shard for backward, unless it is joined
+    shard.connect()                  saves the shard of a replica for backward; not if it is joined
     way.merge(shards, count_batch)   the replies to all replicas, or None if the shards differ
     shard.merge_ranks(ranks, ...)    the reply to a process
     shard.recomputed(record)         the reply to a call that a checkpoint recomputes
@@ -39,11 +39,11 @@ from syncbn.fused import Fused
 from syncbn.joined import Joined
 from syncbn.processes import Ranks
 from syncbn.recomputation import RecordedCalls
-from syncbn.statistics import Call, CountBatch, Moments
+from syncbn.statistics import CountBatch, LayerCall, Moments, is_single
 
 
 def synchronized_batch_norm(
-    call: Call, group: Group, calls: RecordedCalls | None, count_batch: CountBatch
+    call: LayerCall, group: Group, calls: RecordedCalls | None, count_batch: CountBatch
 ) -> Tensor:
     """Normalizes a shard with the moments of the whole batch."""
     original = call.x
@@ -95,14 +95,14 @@ def _exchanged(
         layouts=layouts,
         requires_grad=torch.is_grad_enabled(),  # tensors of other replicas may
     )
-    is_new, reply = True, type(shard)
-    while isinstance(reply, type):  # the way that all shards go now
-        if type(shard) is not reply:
-            is_new, shard = True, reply(shard.call)
-        # Once, because a checkpoint counts what is saved.
-        if is_new and reply is not Joined:
+    if not isinstance(shard, Joined):
+        shard.connect()
+    reply = exchange(shard)
+    while isinstance(reply, type):  # the way that all shards go instead
+        if type(shard) is not reply:  # once per shard: a checkpoint counts what is saved
+            shard = reply(shard.call)
             shard.connect()
-        is_new, reply = False, exchange(shard)
+        reply = exchange(shard)
     return shard, reply
 
 
@@ -121,7 +121,7 @@ def _merge(group: ReplicaGroup, count_batch: CountBatch, shards: Sequence[Any]) 
 
 def _check_count(n: int | Tensor, x: Tensor) -> None:
     """Raises ValueError if a batch has one value per channel, as far as the host knows."""
-    if isinstance(n, int) and n == 1:
+    if is_single(n):
         raise ValueError(  # torch's own words, which programs may look for
             f"Expected more than 1 value per channel when training, got input size {x.size()} and "
             "1 value in all of its group; take a larger batch, or call the layer in eval()"

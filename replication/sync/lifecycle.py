@@ -73,7 +73,7 @@ class TrackedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = this_thread.current
-        if current == (self.rendezvous, self.replica, current_backward(), ""):
+        if current == CurrentReplica(self.rendezvous, self.replica, current_backward()):
             return self.original(*args, **kwargs)  # reported already
         try:
             with ForwardScope(self):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from syncbn.formula import Formula
-from syncbn.statistics import Call, Denominator, RunningStatistics
+from syncbn.statistics import Denominator, LayerCall, RunningStatistics
 from tests.layouts import LAYOUTS, channels_last, with_odd_strides
 from tests.pairwise import pairwise
 
@@ -20,7 +20,7 @@ def normalized(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """The output of a batch of one shard."""
-    shard = Formula(Call(x, weight, bias, Denominator(eps)))
+    shard = Formula(LayerCall(x, weight, bias, Denominator(eps)))
     shard.connect()
     (reply,) = Formula.merge([shard], RunningStatistics)
     return shard.output(reply)

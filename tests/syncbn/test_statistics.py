@@ -10,8 +10,8 @@ from torch import Tensor
 
 from syncbn.formula import with_derivatives
 from syncbn.statistics import (
-    Call,
     Denominator,
+    LayerCall,
     Moments,
     RunningStatistics,
     all_match,
@@ -136,13 +136,15 @@ META, OTHER = torch.randn(6, requires_grad=True).to("meta"), torch.randn(6, devi
 def test_parameters_match_if_they_are_copies(one, other, match, first):
     x, denominator = torch.randn(2, 6), Denominator(1e-5)
     pairs = [(p, None) if first else (None, p) for p in (one, one, other)]
-    assert all_match([Call(x, *pair, denominator) for pair in pairs]) is match
+    assert all_match([LayerCall(x, *pair, denominator) for pair in pairs]) is match
 
 
 def test_copies_of_one_broadcast_match():
     one, other = Broadcast.apply(LEAF)
     assert one.device != other.device
-    assert all_match([Call(torch.randn(2, 6), w, None, Denominator(1e-5)) for w in (one, other)])
+    assert all_match(
+        [LayerCall(torch.randn(2, 6), w, None, Denominator(1e-5)) for w in (one, other)]
+    )
 
 
 class Broadcast(torch.autograd.Function):
@@ -155,6 +157,6 @@ class Broadcast(torch.autograd.Function):
 
 @pytest.mark.parametrize("other", [Denominator(0.5), Denominator(1e-5, clamps=True)], ids=repr)
 def test_calls_with_other_denominators_do_not_match(other):
-    calls = [Call(torch.randn(2, 6), None, None, Denominator(1e-5))] * 2
+    calls = [LayerCall(torch.randn(2, 6), None, None, Denominator(1e-5))] * 2
     assert all_match(calls)
-    assert not all_match([*calls, Call(torch.randn(2, 6), None, None, other)])
+    assert not all_match([*calls, LayerCall(torch.randn(2, 6), None, None, other)])

@@ -43,7 +43,7 @@ CORRECTION = frozenset(("_tmp_running_mean", "_tmp_running_var", "_running_iter"
 
 _DTYPES = (*HALF, torch.float32, torch.float64)
 _LOCAL = (Tensor, nn.Parameter, type(None))
-_TWO_SAMPLES = torch.zeros(2, 1, device="cpu")
+_BATCH = torch.zeros(2, 1, device="cpu")
 
 _eps_mode = "plus"
 
@@ -224,7 +224,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         momentum: Any = 0.0 if self.momentum is None else self.momentum
         if type(momentum) is not float or self.eps <= 0:
             # torch checks both, and raises its own errors.
-            nn.functional.batch_norm(_TWO_SAMPLES, None, None, None, None, True, momentum, self.eps)
+            nn.functional.batch_norm(_BATCH, None, None, None, None, True, momentum, self.eps)
         mean, var = self._buffers.get("running_mean"), self._buffers.get("running_var")
         tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
         for key, tensor in tensors.items():

@@ -214,7 +214,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
                 "for a batch sharded over one dimension of a mesh, process_group=mesh['dp']"
             )
         if input.size(1) != features:
-            parallel = "; give a ColwiseParallel layer before it output_layouts=Replicate()"
+            parallel = "; after a ColwiseParallel layer, give that output_layouts=Replicate()"
             raise ValueError(
                 f"{self._named()} expected {features} channels in dimension 1 (got size "
                 f"{input.size()}){parallel if has_other_processes() else ''}"

@@ -120,8 +120,8 @@ def failed(call: str, when: str = AT_ONCE, advice: str = ADVICE) -> str:
     """An error of the backend, with notes."""
     return (
         rf"RuntimeError: {when}.*\nin {re.escape(call)} that requires gradients, rank \d of \d\n"
-        r"if no other rank failed first \(see their logs\), some rank did not reach this call: is "
-        rf"one in eval\(\), .*, without a backward, or in another layer\?{advice}"
+        r"if no other rank failed first \(see their logs\), some rank did not make this call: is "
+        rf"one in eval\(\), .*, with another shape or dtype, or in another layer\?{advice}"
     )
 
 

@@ -29,9 +29,9 @@ from replication.groups.registry import state_of
 _TEXT_BYTES = 480
 
 _REMEDY = (
-    "if no other rank failed first (see their logs), some rank did not reach this call: is one in "
+    "if no other rank failed first (see their logs), some rank did not make this call: is one in "
     "eval(), compiled where others are not, out of data (see replication.JoinableStep), without a "
-    "backward, or in another layer?"
+    "backward, with another shape or dtype, or in another layer?"
 )
 
 

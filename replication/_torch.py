@@ -89,6 +89,7 @@ _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool
 
 
 def is_exporting() -> bool:
+    """Whether the operations of this thread are exported, or traced by `torch.jit.trace`."""
     return _is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
@@ -124,6 +125,7 @@ def timeout_of(process_group: Any) -> timedelta | None:
 
 
 def compiled_module(module: Any) -> nn.Module:
+    """The module that ``torch.compile(module)`` wrapped, or else ``module`` itself."""
     # By name, because importing the class takes longer than importing torch.
     wrapper = "torch._dynamo.eval_frame", "OptimizedModule"
     while (type(module).__module__, type(module).__name__) == wrapper:

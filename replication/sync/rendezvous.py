@@ -79,6 +79,7 @@ class Wait:
         self.replica, self.missing = replica, missing
         self.path, self.call = path, call
         self.abort: Abort | None = None
+        self.is_over = False
         self.thread = threading.get_ident()
         #: Released when the wait ends. A bare lock is the cheapest thing to block on.
         self.gate = threading.Lock()
@@ -105,6 +106,7 @@ class Wait:
         except BaseException:  # KeyboardInterrupt, where a replica runs in the main thread
             rendezvous.end_waits([self])
             raise
+        self.is_over = True  # before the look: see `_abort_waits`
         abort, self.abort = self.abort, None
         if abort is not None:
             raise abort.error(self.replica, site(self.path, self.call))
@@ -270,6 +272,8 @@ class Rendezvous:
         self.abort = abort = self.abort or Abort(kind, reason, cause)
         for wait in self._waits[:]:
             wait.abort = abort
+            if wait.is_over:  # its thread may not see that, and an error would close a cycle
+                wait.abort = None
             self.end_waits([wait])
         return abort
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -17,7 +18,15 @@ from replication.sync import rendezvous as module
 from replication.sync import writes
 from replication.sync.current import CurrentReplica
 from replication.sync.rendezvous import Failure, Rendezvous, Wait
-from tests.layers import DEADLINE, outcome_of, soon, together, values
+from tests.layers import (
+    DEADLINE,
+    LayerError,
+    no_garbage_collection,
+    outcome_of,
+    soon,
+    together,
+    values,
+)
 from tests.properties import examples
 
 
@@ -355,6 +364,22 @@ def test_failure_whose_text_takes_long_is_the_first_all_the_same():
     rendezvous, first = entered(2), Slow()
     values(together(lambda: rendezvous.fail(1, first), fail_second))
     assert rendezvous.take_failures()[0].error is first
+
+
+def test_a_wait_that_ends_while_another_thread_fails_it_keeps_no_error():
+    rendezvous, error = entered(2), LayerError()
+    gone, wait = weakref.ref(error), begin_wait(rendezvous, 0, 1)
+    rendezvous.fail(1, error)
+    assert isinstance(outcome_of(wait.block).error, ReplicaFailed)
+    rendezvous._waits.append(wait)  # as in the list that the other thread has copied before
+    rendezvous.fail(1, error)
+    rendezvous.take_failures()
+    with no_garbage_collection():
+        del error
+        assert gone() is None
+
+
+# -- a wait that can no longer be met ----------------------------------------------------------
 
 
 def test_message_says_where_every_replica_is():

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from replication import DataParallel
+from replication import DataParallel, register_replication_callback
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, joined
 from tests.layers import knows_hooks
 from tests.layouts import LAYOUTS
@@ -67,28 +67,16 @@ def test_outputs_have_the_layouts_that_plain_batch_norm_gives_them(layouts, size
         assert joins == [2]
 
 
-class Sets(nn.Module):
-    """Sets an attribute of its layer in the second replica."""
-
-    def __init__(self, **attributes: Any) -> None:
-        super().__init__()
-        self.layer = SynchronizedBatchNorm1d(3)
-        self.attributes = attributes
-
-    def __data_parallel_replicate__(self, ctx: object, copy_id: int) -> None:
-        if copy_id == 1:
-            for name, value in self.attributes.items():
-                setattr(self.layer, name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
 @pytest.mark.parametrize("attributes", [{"eps": 0.5}, {"weight": torch.ones(3)}], ids=str)
 def test_one_replica_that_may_not_join_is_joined_with_none(attributes, joins):
-    shards = [torch.randn(4, 3) for _ in range(2)]
-    run_sharded(Sets(), shards)
-    run_sharded(Sets(**attributes), shards)
+    def change(layer: nn.Module, ctx: object, copy_id: int) -> None:
+        for name, value in attributes.items() if copy_id == 1 else ():
+            setattr(layer, name, value)
+
+    layer, shards = SynchronizedBatchNorm1d(3), [torch.randn(4, 3) for _ in range(2)]
+    run_sharded(layer, shards)
+    register_replication_callback(layer, change)
+    run_sharded(layer, shards)
     assert joins == [2]  # of the first
 
 

@@ -398,39 +398,6 @@ def test_a_batch_of_one_value_is_not_counted():
     assert layer.num_batches_tracked == 0
 
 
-class OwnWeights(nn.Module):
-    """Gives its layer, in each replica, a weight of its own."""
-
-    def __init__(self, weights: Tensor) -> None:
-        super().__init__()
-        self.layer = SynchronizedBatchNorm1d(weights.size(1), bias=False, dtype=weights.dtype)
-        self.weights = weights.unbind()
-
-    def __data_parallel_replicate__(self, ctx: object, copy_id: int) -> None:
-        self.layer.weight = self.weights[copy_id]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
-@not_joined_only
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_replica_may_have_a_weight_of_zero_where_another_has_not(dtype):
-    weights = torch.tensor([[0.0, -2.0, 0.5], [3.0, 0.0, 1e-3]], dtype=dtype)
-    shards = [torch.randn(n, 3, dtype=dtype).requires_grad_() for n in (4, 3)]
-    upstream = [torch.randn_like(shard) for shard in shards]
-    grads = torch.autograd.grad(run_sharded(OwnWeights(weights), shards), shards, upstream)
-
-    exact = [shard.detach().double().requires_grad_() for shard in shards]
-    whole = torch.cat(exact)
-    deviation = (whole.var(0, correction=0) + 1e-5).sqrt()
-    outputs = [(x - whole.mean(0)) / deviation * w for x, w in zip(exact, weights, strict=True)]
-    expected = torch.autograd.grad(outputs, exact, [dy.double() for dy in upstream])
-    for ours, wanted in zip(grads, expected, strict=True):
-        torch.testing.assert_close(ours, wanted.to(dtype))
-
-
 @not_joined_only
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("create_graph", [False, True])

@@ -62,11 +62,13 @@ class Formula:
         x = call.x.to(accumulation_dtype(call.x.dtype))
         with torch.no_grad():
             mean, var = moments(x)
-            is_far = x.is_cpu and loses_digits(mean, call.denominator.of(var).rsqrt())
+        #: What is subtracted from x, ``(C,)`` in float64.
+        self.center: Tensor | float = 0.0
+        if x.is_cpu and loses_digits(mean, call.denominator.of(var).rsqrt()):
+            center = mean.to(x.dtype).nan_to_num_(0.0, 0.0, 0.0)
+            x, self.center = x - per_channel(center, x), center.double()
         #: Rounded to half precision at the end only.
         self.x = x
-        #: Whether one pass normalizes x. Its second derivative divides by the number of values.
-        self.one_pass = not is_far and x.numel() > 0
         #: Its moments, to which `connect` gives derivatives.
         self.moments = self.own = Moments(values_per_channel(x), mean, var)
 
@@ -77,8 +79,9 @@ class Formula:
         """Connects the moments with x, which is saved for that."""
         n, mean, var = self.own
         if torch.is_grad_enabled() and self.x.requires_grad:
-            args = self.x, mean, var, self.one_pass
-            self.moments = Moments(n, *_Measured.apply(*args))  # type: ignore[no-untyped-call]
+            args = self.x, mean - self.center, var
+            mean, var = _Measured.apply(*args)  # type: ignore[no-untyped-call]
+            self.moments = Moments(n, mean + self.center, var)
 
     @staticmethod
     def merge(shards: Sequence[Formula], count_batch: CountBatch) -> list[Reply]:
@@ -112,7 +115,7 @@ class Formula:
     def output(self, reply: Reply) -> Tensor:
         vectors = reply.batch.mean, reply.scale, reply.shift
         mean, scale, shift = (vector.to(self.own.mean.device) for vector in vectors)
-        return affine(self.x, mean, scale, shift, self.one_pass).to(self.call.x.dtype)
+        return affine(self.x, mean - self.center, scale, shift).to(self.call.x.dtype)
 
     def record(self, reply: Reply) -> Record:
         batch = reply.batch
@@ -154,11 +157,13 @@ def affine_map(call: LayerCall, batch: Moments) -> tuple[Tensor, Tensor]:
     return scale, torch.zeros_like(scale) if bias is None else in_float64(bias).to(scale.device)
 
 
-def affine(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, one_pass: bool) -> Tensor:
+def affine(
+    x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, *, one_pass: bool = True
+) -> Tensor:
     """Computes ``(x - mean) * scale + shift`` for each channel, given vectors in float64."""
     rounded = mean.detach().to(x.dtype)
     shift = shift - (mean - rounded) * scale
-    if not one_pass:
+    if not one_pass or not x.numel():  # by which the second derivative of one pass divides
         return (x - per_channel(rounded, x)) * per_channel(scale, x) + per_channel(shift, x)
     weight, bias, center = (v.to(x.dtype).to(x.device) for v in (scale, shift, rounded))
     one = torch.ones_like(center)
@@ -179,20 +184,17 @@ class _Measured(Function):
     """Gives the moments of a shard, which are known already, their derivatives."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, mean: Tensor, var: Tensor, one_pass: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.one_pass = one_pass
         mean = mean.view_as(mean)  # as an output, it is saved with its derivative
         ctx.save_for_backward(x, mean)
         return mean, var
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
         x, mean = ctx.saved_tensors
         if all(grad is None for grad in grads):
-            return None, None, None, None  # called by the engine without any gradient
+            return None, None, None  # called by the engine without any gradient
         n = max(1, values_per_channel(x))
         dmean, dvar = (torch.zeros_like(mean) if grad is None else grad / n for grad in grads)
-        return affine(x, mean, 2 * dvar, dmean, ctx.one_pass), None, None, None
+        return affine(x, mean, 2 * dvar, dmean), None, None

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ from replication import (
 )
 from replication.devices import accelerator
 from replication.errors import describe_error
+from replication.groups.base import Call
+from replication.groups.comparison import RankCall
 from replication.sync.lifecycle import add_others
 from replication.sync.rendezvous import Failure
 from syncbn import SynchronizedBatchNorm1d, convert_model, verify
@@ -312,6 +315,15 @@ def test_an_odd_error_arrives_as_it_was_raised_and_wakes_the_others(what, is_rep
     assert error is raised
     net[0].active = False
     torch.testing.assert_close(wrap(net, 2)(X), X - X.mean(0))
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_an_odd_error_in_a_call_between_ranks_stays_what_it_is(what):
+    """Of a signal handler, for example."""
+    raised, group = ODD[what](), mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
+    with pytest.raises(BaseException) as caught, RankCall(group, "layer", Call("barrier")):
+        raise raised
+    assert caught.value is raised
 
 
 @pytest.mark.parametrize("what", ODD)

@@ -10,8 +10,7 @@ Only where the digests of the ranks differ do they exchange the texts of their c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from ctypes import string_at
 from functools import lru_cache
 from hashlib import sha256
@@ -55,23 +54,27 @@ class RankCall:
     def __str__(self) -> str:
         return f"`{self.name}`, call {self._number}: {self.call}"
 
-    @contextmanager
-    def running(self) -> Iterator[RankCall]:
+    # Not `contextlib.contextmanager`, for the reason that `ForwardScope` gives.
+    def __enter__(self) -> RankCall:
         """Names the call in profiles, and in errors of the ``with`` block."""
-        group = self.process_group
-        with named_range(f"exchange {self.name}, rank {group.rank()}"):
+        self._range = named_range(f"exchange {self.name}, rank {self.process_group.rank()}")
+        self._range.__enter__()
+        if ranks_debug():
             try:
-                if ranks_debug():
-                    self.compare()
-                yield self
-            except ReplicationError:
+                self.compare()
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
                 raise
-            except Exception as error:
-                # If another rank raises or dies, this one gets an error of the backend, or runs
-                # into the timeout of the group.
-                add_note(error, f"in {self}, rank {group.rank()} of {group.size()}")
-                add_note(error, _REMEDY + debugging_advice())
-                raise
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._range.__exit__(kind, error, traceback)
+        # If another rank raises or dies, this one gets an error of the backend, or runs into the
+        # timeout of the group.
+        if isinstance(error, Exception) and not isinstance(error, ReplicationError):
+            group = self.process_group
+            add_note(error, f"in {self}, rank {group.rank()} of {group.size()}")
+            add_note(error, _REMEDY + debugging_advice())
 
     @property
     def digest(self) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from math import prod
 from typing import Any, TypeVar
@@ -125,8 +125,8 @@ class ProcessGroup(Group):
     def where(self) -> str:
         return f"`{self._name}`, rank {self.rank}"
 
-    def _running(self, call: Call) -> AbstractContextManager[RankCall]:
-        return RankCall(self.process_group, self._name, call).running()
+    def _running(self, call: Call) -> RankCall:
+        return RankCall(self.process_group, self._name, call)
 
     def _differentiable(
         self,

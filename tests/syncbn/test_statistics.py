@@ -133,22 +133,6 @@ def test_parameters_match_if_they_are_copies(one, other, match, first):
     assert all_match([LayerCall(x, *pair, denominator) for pair in pairs]) is match
 
 
-def test_copies_of_one_broadcast_match():
-    one, other = Broadcast.apply(LEAF)
-    assert one.device != other.device
-    assert all_match(
-        [LayerCall(torch.randn(2, 6), w, None, Denominator(1e-5)) for w in (one, other)]
-    )
-
-
-class Broadcast(torch.autograd.Function):
-    """Makes copies on two devices by one node."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.clone(), torch.empty_like(x, device="meta")
-
-
 @pytest.mark.parametrize("other", [Denominator(0.5), Denominator(1e-5, clamps=True)], ids=repr)
 def test_calls_with_other_denominators_do_not_match(other):
     calls = [LayerCall(torch.randn(2, 6), None, None, Denominator(1e-5))] * 2

@@ -65,13 +65,12 @@ def memory_format(x: Tensor) -> torch.memory_format:
 
 
 def with_usual_strides(x: Tensor) -> Tensor:
-    """Returns ``x``, which may be a view, with the canonical strides of its memory format."""
+    """Returns a view of ``x`` with the canonical strides of its memory format, if it has one."""
     # The stride of a dimension of length 1 is arbitrary, but torch's batch norm may infer a
     # wrong memory format from it.
-    if not x.numel():
-        return x
     layout = memory_format(x)
-    x = x.contiguous(memory_format=layout)
+    if not x.numel() or not x.is_contiguous(memory_format=layout):
+        return x
     usual = torch.empty_like(x, device="meta", memory_format=layout).stride()
     return x if x.stride() == usual else x.as_strided(x.shape, usual)
 

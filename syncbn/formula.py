@@ -40,7 +40,7 @@ from syncbn.channels import (
     values_per_channel,
     with_usual_strides,
 )
-from syncbn.moments import loses_digits, moments
+from syncbn.moments import is_large, moments
 from syncbn.processes import Ranks
 from syncbn.recomputation import Record
 from syncbn.statistics import CountBatch, LayerCall, Moments, all_match, is_single, merge
@@ -64,7 +64,7 @@ class Formula:
             mean, var = moments(x)
         #: What is subtracted from x, ``(C,)`` in float64.
         self.center: Tensor | float = 0.0
-        if x.is_cpu and loses_digits(mean, call.denominator.of(var).rsqrt()):
+        if x.is_cpu and is_large(mean, var):
             center = mean.to(x.dtype).nan_to_num_(0.0, 0.0, 0.0)
             x, self.center = x - per_channel(center, x), center.double()
         #: Rounded to half precision at the end only.
@@ -160,7 +160,10 @@ def affine_map(call: LayerCall, batch: Moments) -> tuple[Tensor, Tensor]:
 def affine(
     x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, *, one_pass: bool = True
 ) -> Tensor:
-    """Computes ``(x - mean) * scale + shift`` for each channel, given vectors in float64."""
+    """Computes ``(x - mean) * scale + shift`` for each channel, given vectors in float64.
+
+    In one pass, no mean may be large on the CPU (see `syncbn.moments.is_large`).
+    """
     rounded = mean.detach().to(x.dtype)
     shift = shift - (mean - rounded) * scale
     if not one_pass or not x.numel():  # by which the second derivative of one pass divides

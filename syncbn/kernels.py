@@ -30,7 +30,7 @@ from torch import Tensor
 
 from replication._torch import has_kernels
 from syncbn.channels import HALF, accumulation_dtype, in_format_of, per_channel
-from syncbn.moments import loses_digits, moments
+from syncbn.moments import is_large, moments
 
 #: Stands for the count of a shard without values, because the kernels divide by counts.
 TINY = {torch.float32: 1e-30, torch.float64: 1e-300}
@@ -80,7 +80,7 @@ def batch_norm_gather_stats_with_counts(
     apart = mean - merged
     denominator = torch.mv(invstd.pow(-2).addcmul_(apart, apart).T, share)
     result = merged, denominator.rsqrt()
-    if not loses_digits(*result):
+    if not is_large(merged, denominator):
         dtype = accumulation_dtype(input.dtype)
         result = merged.to(dtype), result[1].to(dtype)
     # Hidden from autograd, as torch's kernels do it: the graph of a forward on one device may have

@@ -11,11 +11,8 @@ two passes of operations that autograd and the compiler know.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
 from syncbn.channels import (
     HALF,
@@ -53,8 +50,7 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.numel() <= _FEW_VALUES and x.dtype != torch.float64:
         return torch.batch_norm_update_stats(x.double(), None, None, 0.0)
     mean, var = _moments(x)
-    # Not by `loses_digits`, for which a channel of zeros is.
-    if bool((mean.square() > _LARGE_MEAN**2 * var).any()):
+    if is_large(mean, var):
         center = _center(x, mean)
         mean, var = _moments(x - per_channel(center, x))
         mean += center
@@ -116,8 +112,7 @@ def moments_in_operations(x: Tensor) -> tuple[Tensor, Tensor]:
     return in_float64(head) + rest, squares - rest.square()
 
 
-def loses_digits(mean: Tensor, invstd: Tensor) -> bool:
+def is_large(mean: Tensor, var: Tensor) -> bool:
     """Whether batch norm in evaluation mode loses digits, because a mean is large."""
-    # Also true for NaN, which must not hide another channel.
-    is_small = not mean.numel() or vector_norm(mean * invstd, math.inf).item() <= _LARGE_MEAN
-    return not is_small
+    # Neither NaN, which hides no other channel, nor a channel of zeros is large.
+    return bool((mean.square() > _LARGE_MEAN**2 * var).any())

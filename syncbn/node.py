@@ -225,7 +225,8 @@ def _gradients_by_formula(
         bias, of_ranks = torch.zeros_like(ctx.batches[0].mean).requires_grad_(), None
         if ctx.ranks is not None:
             weight = torch.ones_like(bias) if weight is None else weight
-            # Not 0: the sums would be lost that the other ranks need.
+            # Not 0: the sums would be lost that the other ranks need. Not by a product, which is 0
+            # under a default dtype of float16.
             is_tiny = weight.detach().abs() < _LEAST_WEIGHT
             weight = torch.where(is_tiny, weight + _LEAST_WEIGHT, weight)
             of_ranks = partial(_summed_over, ctx.ranks, moments.var + ctx.batches[0].eps, weight)

@@ -319,7 +319,6 @@ def test_an_odd_error_arrives_as_it_was_raised_and_wakes_the_others(what, is_rep
 
 @pytest.mark.parametrize("what", ODD)
 def test_an_odd_error_in_a_call_between_ranks_stays_what_it_is(what):
-    """Of a signal handler, for example."""
     raised, group = ODD[what](), mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
     with pytest.raises(BaseException) as caught, RankCall(group, "layer", Call("barrier")):
         raise raised

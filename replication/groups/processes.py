@@ -217,8 +217,9 @@ class ProcessGroup(Group):
         with ExitStack() as stack:
             # With NCCL the headers of compared calls travel through the current device.
             use_device(stack, device, current_stream(device))
-            running = stack.enter_context(self._running(call))
-            return getattr(self, f"_{name}")(running, *tensors, **option)  # type: ignore[no-any-return]
+            # Not in the stack, which sets attributes of an interrupt that comes while it ends.
+            with self._running(call) as running:
+                return getattr(self, f"_{name}")(running, *tensors, **option)  # type: ignore[no-any-return]
 
     def _all_reduce(self, call: RankCall, tensor: Tensor, op: ReduceOp) -> Tensors:
         if op == "mean" and tensor.dtype is torch.float16:  # a sum may overflow
@@ -302,7 +303,8 @@ class ProcessGroup(Group):
         length = header.numel()
         headers, rows = rows[:, :length], rows[:, length:]
         if first.dtype != torch.float64:
-            headers = headers.contiguous().view(torch.int64)
+            # A single row counts as contiguous, whatever its stride.
+            headers = headers.clone(memory_format=torch.contiguous_format).view(torch.int64)
         call.check(headers.tolist())
         return rows
 

@@ -34,6 +34,7 @@ _BLOCK: int = getattr(signal, "SIG_BLOCK", 0)
 
 #: Returns the stack size of new threads. Not `threading.stack_size`, which sets the default when
 #: it is asked: of threads that ask at once and set it again, one may set what another has left.
+#: `PYFUNCTYPE` keeps the GIL.
 _stack_size: Callable[[], int] = PYFUNCTYPE(c_size_t)(("PyThread_get_stacksize", pythonapi))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextvars
+import math
 import os
 import sys
 import sysconfig
@@ -66,7 +67,7 @@ _PATIENCE = 60.0
 #: Seconds after which a thread that waits for a job runs for a moment. In builds that can do
 #: without the GIL, an object that its thread has made and another one drops is freed when its
 #: thread runs. So an idle thread would keep outputs and errors of its last forward.
-_POLL = 1.0 if sysconfig.get_config_var("Py_GIL_DISABLED") else _PATIENCE
+_POLL = 1.0 if sysconfig.get_config_var("Py_GIL_DISABLED") else math.inf
 
 #: The index of a replica and its device.
 Key = tuple[int, torch.device]

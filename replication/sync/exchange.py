@@ -76,11 +76,15 @@ class Exchange:
                     missing = current.missing  # the same set: it shrinks as messages arrive
                     if not merges and self.master is not None:
                         missing = {self.master}
-                        if is_complete:  # the master waits for this message only
+                        # The master waits for this message only. Before the wait of this slave
+                        # begins, because then all would seem to be blocked.
+                        if is_complete:
                             rendezvous.end_waits([current.waits[self.master]])
                     wait = rendezvous.begin_wait(replica, missing, self.path, call)
                     current.waits[replica] = wait
-                    if current.replies:  # the master was faster, and has not seen the wait
+                    # The master may be faster. It sets the replies and then looks for waits, so
+                    # one of both sees the other.
+                    if current.replies:
                         rendezvous.end_waits([wait])
             try:
                 if wait is not None:

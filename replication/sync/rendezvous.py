@@ -87,9 +87,9 @@ class Wait:
 
     def block(self) -> None:
         """Blocks until the wait ends, and raises if it ends without a value."""
-        rendezvous, now = self.rendezvous, time.monotonic()
-        stalls = now + STALL_TIMEOUT
         try:
+            rendezvous, now = self.rendezvous, time.monotonic()
+            stalls = now + STALL_TIMEOUT
             while not self.gate.acquire(
                 timeout=max(0.0, min(_POLL, min(stalls, rendezvous.deadline) - now))
             ):
@@ -104,7 +104,7 @@ class Wait:
                     rendezvous.end_waits([self])
                     break
         except BaseException:  # KeyboardInterrupt, where a replica runs in the main thread
-            rendezvous.end_waits([self])
+            self.rendezvous.end_waits([self])
             raise
         self.is_over = True  # before the look: see `_abort_waits`
         abort, self.abort = self.abort, None

@@ -328,6 +328,8 @@ def groups_of_some_processes(rank: int) -> None:
     group = ProcessGroup(distributed.new_group([0, 1]))
     assert group.split(2) is group
     assert (group.rank, group.size, type(group.split(1))) == (rank, 2, SoloGroup)
+    alone = ProcessGroup([distributed.new_group([each]) for each in (0, 1)][rank])
+    assert alone.all_reduce(torch.ones(3)).tolist() == [1] * 3
 
 
 def copies_go_on_with_the_others(rank: int) -> None:

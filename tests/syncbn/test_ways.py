@@ -221,9 +221,8 @@ def test_a_second_backward_without_retain_graph_is_torchs_error():
 def test_no_more_is_saved_for_backward_than_the_input(replicas, mean, mode, requires_grad):
     layer = SynchronizedBatchNorm2d(4)
     layer.weight.requires_grad_(requires_grad)  # the bias always needs a gradient
-    shards = [
-        (torch.randn(8, 4, 16, 16) + mean).requires_grad_(requires_grad) for _ in range(replicas)
-    ]
+    x = torch.randn(replicas, 8, 4, 16, 16) + mean
+    shards = [shard.clone().requires_grad_(requires_grad) for shard in x]
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def test_a_slave_that_was_interrupted_after_its_message_was_collected_gets_no_ol
     waits = master._outside_forward._waits
     running = [started(partial(master.run_master, "m1"), answers)]
     first = started(partial(pipe.run_slave, "first"), [])
-    assert collected.wait(DEADLINE)
+    assert collected.wait(DEADLINE) and soon(lambda: [wait.replica for wait in waits] == [1])
     interrupt(waits[0])
     assert ends(first)
     running.append(started(partial(pipe.run_slave, "second"), late))

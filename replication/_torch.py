@@ -174,6 +174,7 @@ def count_nodes_up_to(number: int) -> None:
 
 
 def set_grad_modes(stack: ExitStack, *, grad: bool, inference: bool) -> None:
+    """Sets grad mode and inference mode until ``stack`` is closed, where they differ."""
     if torch.is_inference_mode_enabled() != inference:  # first, because it sets the grad mode
         stack.enter_context(torch.inference_mode(inference))
     if torch.is_grad_enabled() != grad:

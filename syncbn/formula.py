@@ -88,10 +88,8 @@ class Formula:
         counts: list[Any] = [shard.own.n for shard in shards]
         home, n = shards[0].own.mean.device, sum(counts)
         shares = tuple([own / max(n, 1) for own in counts])
-        means, variances = (
-            torch.stack([vector.to(home) for vector in column])
-            for column in zip(*[shard.moments[1:] for shard in shards], strict=True)
-        )
+        means = torch.stack([shard.moments.mean.to(home) for shard in shards])
+        variances = torch.stack([shard.moments.var.to(home) for shard in shards])
         batch = Moments(n, *merge(constant_tensor(shares, home, torch.float64), means, variances))
         if not is_single(n):
             count_batch().update(batch)

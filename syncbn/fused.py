@@ -13,7 +13,7 @@ after the exchange. A process has one shard.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,8 +60,9 @@ class Fused:
         dtype = accumulation_dtype(x.dtype)
         self.weight = weight if weight is None else weight.to(dtype)
         self.bias = bias if bias is None else bias.to(dtype)
-        #: The input of the node, and the node that saves it, if that is another one.
-        self.x, self.holder = x, cast(Any, None)
+        self.x = x
+        #: The node that saves x, if it is not the joint one.
+        self.holder: Any = None
         self.kernels = kernels_for(x.device.type)  # type: ignore[assignment]
         self._own: KernelMoments | None = None
         if self.is_host:
@@ -130,8 +131,8 @@ class Fused:
         own = self.measured()
         running = RunningStatistics() if is_single(n) else count_batch()
         # The kernel updates buffers if n is above 1, and torch's only buffers of its own dtype, by
-        # a momentum that is a number. An n that the host does not know is above 1 if that of the
-        # shard is.
+        # a momentum that is a number. An n that the host does not know is above 1 if the shard has
+        # several values.
         kernel_updates = (n if isinstance(n, int) else own.n) > 1
         if self.is_host:
             running = running._replace(momentum=float(running.momentum))

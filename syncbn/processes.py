@@ -36,7 +36,8 @@ class Ranks:
         layouts: Layouts,
         requires_grad: bool,
     ) -> None:
-        self._group, (eps, clamps) = group, denominator
+        self._group = group
+        eps, clamps = denominator
         # What ranks exchange depends on eps, and on its mode.
         self._name = f"batch_norm(eps={float(eps)}{', clamp' if clamps else ''})"
         self._exchange = partial(group.exchange, layouts=layouts, requires_grad=requires_grad)

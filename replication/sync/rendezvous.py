@@ -47,8 +47,11 @@ from replication.sync.writes import Writes
 
 T = TypeVar("T")
 
-#: Seconds of a wait in a case that stays unknown, and between two looks of a waiting thread.
+#: The seconds after which a wait fails if it is unknown whether its value will arrive.
 STALL_TIMEOUT = 20.0
+
+#: Seconds between checks whether a forward has failed or is closed, which an interrupt may have
+#: kept from ending a wait.
 _POLL = 1.0
 
 

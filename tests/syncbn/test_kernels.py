@@ -157,7 +157,7 @@ def two_shards(layer: nn.Module, *shards: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_default_dtype_and_device_do_not_matter(dtype, monkeypatch):
+def test_the_default_dtype_and_device_do_not_matter(dtype):
     shards = [torch.randn(2, 3, 4, w).to(dtype) for w in (4, 5)]
     big = torch.randn(40_000, 3).to(dtype)
     before = torch.get_default_dtype()

@@ -15,7 +15,7 @@ started = threading.Barrier(3)
 class Busy(nn.Module):
     def forward(self, x):
         started.wait(20)
-        for _ in range(30):
+        for _ in range(10):
             x = torch.tanh(x @ x)
         return x
 

@@ -13,8 +13,7 @@ from replication.data_parallel import (
     ReplicationCallbackDataParallel,
     data_parallel,
 )
-from replication.diagnosis.waits import WaitReport, wait_report
-from replication.errors import ReplicaFailed, ReplicasDiverged, ReplicasTimedOut, ReplicationError
+from replication.errors import ReplicaFailed, ReplicasDiverged, ReplicationError
 from replication.groups.base import Group, SoloGroup
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import ProcessGroup
@@ -42,7 +41,6 @@ __all__ = [
     "ReplicaFailed",
     "ReplicaGroup",
     "ReplicasDiverged",
-    "ReplicasTimedOut",
     "ReplicationCallbackDataParallel",
     "ReplicationError",
     "Scattered",
@@ -50,7 +48,6 @@ __all__ = [
     "SoloGroup",
     "SyncMaster",
     "UnsynchronizedWarning",
-    "WaitReport",
     "data_parallel",
     "exec_data_parallel_replication_callback",
     "execute_replication_callbacks",
@@ -61,5 +58,4 @@ __all__ = [
     "replicate",
     "scatter",
     "scatter_kwargs",
-    "wait_report",
 ]

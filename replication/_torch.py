@@ -181,13 +181,12 @@ def set_grad_modes(stack: ExitStack, *, grad: bool, inference: bool) -> None:
         stack.enter_context(torch.set_grad_enabled(grad))
 
 
-def is_profiling() -> bool:
-    """Whether `torch.profiler` is active. It usually records this thread only."""
-    return profiler._is_profiler_enabled
+_UNNAMED = nullcontext()
 
 
 def named_range(name: str) -> AbstractContextManager[object]:
-    return profiler.record_function(name) if is_profiling() else nullcontext()
+    """Names a ``with`` block in a profile. `torch.profiler` usually records this thread only."""
+    return profiler.record_function(name) if profiler._is_profiler_enabled else _UNNAMED
 
 
 @lru_cache
@@ -209,24 +208,6 @@ _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 def has_modes() -> bool:
     """Whether this thread has function or dispatch modes. A default device is a function mode."""
     return function_modes() > 0 or dispatch_modes() > 0
-
-
-def settings_of_thread() -> tuple[object, ...]:
-    torch.autocast_increment_nesting()  # torch tells the depth only when it changes
-    return (
-        torch.autocast_decrement_nesting(),
-        function_modes(),
-        dispatch_modes(),
-        in_functorch_transform(),
-        torch._C._dispatch_tls_local_include_set().raw_repr(),
-        torch._C._dispatch_tls_local_exclude_set().raw_repr(),
-        torch._C._is_fwd_grad_enabled(),
-        torch._C._is_multithreading_enabled(),
-        torch._C._is_torch_function_enabled(),
-        torch._C._is_view_replay_enabled(),
-        torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
-        _top_hooks and _top_hooks(True),
-    )
 
 
 def sees_saved_tensors() -> bool:

@@ -26,8 +26,7 @@ from replication.devices import DeviceLike, device_of, parse_devices
 from replication.errors import add_note, check_module, path_or_root
 from replication.groups.replicas import CallbackContext
 from replication.modules import Position, paired, with_class
-from replication.sync.current import CurrentReplica, this_thread
-from replication.sync.lifecycle import attach_rendezvous
+from replication.sync.lifecycle import CurrentReplica, attach_rendezvous, this_thread
 
 __all__ = [
     "exec_data_parallel_replication_callback",

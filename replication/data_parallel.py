@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +19,7 @@ from replication.steps.gather import gather, join_leaves
 from replication.steps.parallel_apply import run_replicas
 from replication.steps.replicate import make_replicas
 from replication.steps.scatter import scatter_kwargs
-from replication.sync.lifecycle import first_failure_wins, rendezvous_of
+from replication.sync.lifecycle import first_failure_wins
 from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
 
 __all__ = [
@@ -68,14 +67,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
             device indices, so with ``device_ids=[1, 0]`` labels must be reordered as well.
         cpu_keywords: Names of keyword arguments that are split but not moved. One that is not as
             long as the batch is split as evenly as possible.
-        timeout: The time limit for the replicas' forward in seconds, by default none. It covers
-            computation, waits for other replicas, and hangs. `ReplicasTimedOut` then says where
-            each replica is. If you override `parallel_apply`, only waits for others are limited.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: ``device_ids`` is empty, a device is missing, or ``timeout`` is not above 0. In
-            a call: arguments cannot be split, or outputs not joined (see `scatter`, `gather`).
+        ValueError: ``device_ids`` is empty, or a device is missing. In a call: arguments cannot be
+            split, or outputs not joined (see `scatter`, `gather`).
         RuntimeError: In a call: a parameter or buffer is not on ``device_ids[0]``, a lazy layer
             is not initialized, or torch transforms, exports or traces the call.
         BaseException: In a call: the first error of a replica (see `parallel_apply`).
@@ -88,7 +84,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
     except_keywords: Collection[str] = ()
     sort_and_gather = False
     cpu_keywords: Collection[str] = ()
-    timeout: float | None = None
 
     def __init__(
         self,
@@ -102,16 +97,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
         except_keywords: Collection[str] = (),
         sort_and_gather: bool = False,
         cpu_keywords: Collection[str] = (),
-        timeout: float | None = None,
     ) -> None:
         nn.Module.__init__(self)  # torch's constructor accepts accelerators only
         devices = _devices_to_use(module, device_ids)
         if not is_int(dim):
             raise TypeError(f"dim must be an int (got {dim!r})")
-        is_number = isinstance(timeout, Real)
-        if timeout is not None and not (is_number and timeout > 0):
-            error = ValueError if is_number else TypeError
-            raise error(f"timeout must be a number of seconds above 0, or None (got {timeout!r})")
         self.module = module
         self.dim = dim
         self.gather_to_one_device = gather_to_one_device
@@ -119,7 +109,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.except_keywords = checked_names("except_keywords", except_keywords)
         self.sort_and_gather = sort_and_gather
         self.cpu_keywords = checked_names("cpu_keywords", cpu_keywords)
-        self.timeout = timeout
         self.device_ids = [_torch_spelling(device) for device in devices]
         if not devices:
             return
@@ -157,10 +146,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 _warn_of_plain_batch_norm(self)
             # 2. Make the replicas, and connect the copies of each layer.
             replicas = self.replicate(self.module, self.device_ids[:count])
-            # 3. Run each replica in its thread. The steps have torch's signatures, so the time
-            # limit travels in the rendezvous, which the replicas lead to.
-            if self.timeout is not None and (rendezvous := rendezvous_of(replicas)) is not None:
-                rendezvous.limit_time(self.timeout)
+            # 3. Run each replica in its thread.
             outputs = first_failure_wins(self.parallel_apply, replicas, inputs, kwargs_tup)
             # 4. Join the outputs.
             return self.gather(outputs, self.output_device)

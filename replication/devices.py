@@ -152,6 +152,14 @@ def to_device(tensor: Any, device: torch.device) -> Any:
     return tensor.to(device, non_blocking=device.type not in ("cpu", "mps"))
 
 
+def current_device() -> torch.device:
+    """This thread's current device: an accelerator's, if there is one."""
+    kind = accelerator()
+    if kind is None:
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 def use_device(stack: ExitStack, device: torch.device, stream: Any) -> None:
     """Makes ``device`` and ``stream`` current, if they are not, until ``stack`` is closed."""
     if device.type not in _WITHOUT_MODULE:

@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 from torch import nn
 
-__all__ = ["ReplicaFailed", "ReplicasDiverged", "ReplicasTimedOut", "ReplicationError"]
+__all__ = ["ReplicaFailed", "ReplicasDiverged", "ReplicationError"]
 
 
 def path_or_root(path: str) -> str:
@@ -69,13 +69,6 @@ class ReplicasDiverged(ReplicationError):
     """
 
 
-class ReplicasTimedOut(ReplicationError):
-    """The replicas did not end within the ``timeout`` of the `DataParallel`.
-
-    Some of them may still run or hang. The caller does not wait for them.
-    """
-
-
 def add_note(error: BaseException, note: str) -> None:
     """As `BaseException.add_note` of Python 3.11, also for an error that is frozen."""
     notes = vars(error).setdefault("__notes__", [])
@@ -83,7 +76,7 @@ def add_note(error: BaseException, note: str) -> None:
         notes.append(note)
 
 
-def origin_note(error: BaseException, index: int, size: int | None) -> str | None:
+def origin_note(error: BaseException, index: int, size: int) -> str | None:
     """Returns the note that names this replica as the origin of an error, if there is one."""
     notes = vars(error).get("__notes__")
     for note in notes if isinstance(notes, list) else ():
@@ -92,7 +85,7 @@ def origin_note(error: BaseException, index: int, size: int | None) -> str | Non
     return None
 
 
-def origin(index: int, size: int | None) -> str:
+def origin(index: int, size: int) -> str:
     return f"in replica {index} of {size}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
 from types import FrameType
 from weakref import WeakKeyDictionary
 
@@ -43,12 +42,10 @@ def once_for(owner: object) -> WarnOnce:
     return _flags.get(owner) or _flags.setdefault(owner, WarnOnce())
 
 
-def warn(message: str, category: type[Warning] = UserWarning, caller: int | None = None) -> None:
-    """Warns at the innermost line outside of torch and this toolkit."""
-    # A replica's thread may have no such line: only torch's containers call the layers in it.
-    # Then the line comes from the thread `caller`.
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the innermost line outside of torch and this toolkit, if this thread has one."""
     here = sys._getframe(1)
-    frame = _user_frame(here) or _user_frame(frame_of_thread(caller or 0)) or here
+    frame = _user_frame(here) or here
     warnings.warn_explicit(
         message,
         category,
@@ -57,16 +54,6 @@ def warn(message: str, category: type[Warning] = UserWarning, caller: int | None
         frame.f_globals.get("__name__", "<unknown>"),
         frame.f_globals.setdefault("__warningregistry__", {}),
     )
-
-
-def frame_of_thread(thread: int) -> FrameType | None:
-    """Returns the innermost frame of a thread; None if it has none, or without the GIL."""
-    # Without the GIL the thread goes on while its frames are read, which may crash.
-    return sys._current_frames().get(thread) if _has_gil() else None
-
-
-#: Python 3.13 and later can run without the GIL.
-_has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:

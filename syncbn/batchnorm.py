@@ -21,7 +21,6 @@ from replication.errors import is_int, lost_derivatives, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.registry import has_other_processes, name_in_graph
 from replication.groups.replicas import CallbackContext
-from replication.sync.current import current_replica
 from syncbn.channels import HALF, in_float64
 from syncbn.compiled import compiled_batch_norm, sum_in_graph
 from syncbn.recomputation import RecordedCalls
@@ -182,11 +181,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         if group.size == 1:
             if self.process_group is not None:
                 self._checked_call(input)
-            current = current_replica()
-            if current is None:
-                return _BatchNorm.forward(self, input)
-            # Copy 0 has the buffers of the original module.
-            return current.rendezvous.commit(partial(_BatchNorm.forward, self, input))
+            return _BatchNorm.forward(self, input)
         is_counted = self._has_original_buffers and not group.recomputes
         count_batch = self._count_batch if is_counted else RunningStatistics  # without buffers
         call = self._checked_call(input)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import sys
 from abc import ABCMeta
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -93,43 +91,6 @@ def _with_defaults(layer: Any, defaults: Mapping[str, Any], package: str) -> Any
     return Derived
 
 
-def _read_defaults(package: str, places: Iterable[str], chosen: Iterable[str]) -> dict[str, Any]:
-    """Reads the constructor defaults in the source of a vendored copy, in folders or a file."""
-    # Warns of a default that is not a constant and of bias-corrected running statistics, unless
-    # the caller has chosen a value.
-    found: dict[str, ast.expr] = {}
-    defaults: dict[str, Any] = {}
-    problems: dict[str, str] = {}
-    corrects_bias = False
-    for file in (f for at in places for f in sorted(Path(at).glob("*.py")) or [Path(at)]):
-        with suppress(OSError, SyntaxError, ValueError):
-            source = file.read_bytes()
-            layers = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)]
-            for method in (m for n in layers if "SynchronizedBatchNorm" in n.name for m in n.body):
-                if isinstance(method, ast.FunctionDef) and method.name == "__init__":
-                    names = [argument.arg for argument in reversed(method.args.args)]
-                    found.update(zip(names, reversed(method.args.defaults), strict=False))
-                    corrects_bias = corrects_bias or b"_running_iter" in source
-    usual = {name: one.default for name, one in _SIGNATURE.parameters.items()}
-    for name in found.keys() & usual:
-        try:
-            defaults[name] = ast.literal_eval(found[name])
-        except ValueError:
-            problems[name] = f"its default, {ast.unparse(found[name])}, is not a constant"
-    if corrects_bias and "momentum" not in problems:
-        momentum = (usual | defaults)["momentum"]
-        problems["momentum"] = (
-            "the copy corrects the bias of its running statistics, which syncbn does not: with "
-            f"momentum={momentum} they stay near their initial values in the first steps"
-        )
-    for name in problems.keys() - chosen:
-        warn(
-            f"{package}: {problems[name]}; choose the {name} of the layers: "
-            f"stand_in_for({package!r}, {name}=...)"
-        )
-    return {name: value for name, value in defaults.items() if value != usual[name]}
-
-
 #: The replaced packages, with the constructor defaults chosen for their layers.
 _packages: dict[str, dict[str, Any]] = {}
 
@@ -141,9 +102,7 @@ class _Finder(MetaPathFinder, Loader):
             copy = PathFinder.find_spec(fullname, path)
             spec = ModuleSpec(fullname, self, is_package=True)
             if copy is not None:  # its other modules stay importable
-                # Of a copy in one file this is the file, in which the defaults are read.
-                places = copy.submodule_search_locations or [str(copy.origin)]
-                spec.submodule_search_locations = [*places]
+                spec.submodule_search_locations = [*(copy.submodule_search_locations or ())]
             return spec
         if package in _packages and name in _MODULES:
             return ModuleSpec(fullname, self)
@@ -158,8 +117,7 @@ class _Finder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         if name in _packages:
-            chosen = _packages[name]
-            defaults = {**_read_defaults(name, module.__path__, chosen), **chosen}
+            defaults = _packages[name]
             made = [_with_defaults(layer, defaults, name) for layer in LAYERS if defaults]
             names = {**_NAMES, **{layer.__name__: layer for layer in made}}
         else:  # the classes of the package, which may have defaults of their own
@@ -184,9 +142,9 @@ def stand_in_for(package: str = "sync_batchnorm", **defaults: Any) -> None:
     >>> SynchronizedBatchNorm2d is syncbn.SynchronizedBatchNorm2d
     True
 
-    The layers keep the constructor defaults of the copy, whose source is read but not run, unless
-    ``defaults`` overrides them. They divide by ``sqrt(var + eps)``, which is not the default of
-    the older toolkit (see `set_sbn_eps_mode`).
+    The layers have torch's constructor defaults, unless ``defaults`` overrides them: some copies
+    have ``momentum=0.001``. They divide by ``sqrt(var + eps)``, which is not the default of the
+    older toolkit (see `set_sbn_eps_mode`).
 
     Args:
         package: The full dotted name under which the copy is imported, such as

@@ -91,7 +91,7 @@ def _exchanged(
     exchange = partial(
         group.exchange,
         "batch_norm",
-        merge=partial(_merge, group, count_batch),
+        merge=partial(_merge, count_batch),
         layouts=layouts,
         requires_grad=torch.is_grad_enabled(),  # tensors of other replicas may
     )
@@ -106,14 +106,14 @@ def _exchanged(
     return shard, reply
 
 
-def _merge(group: ReplicaGroup, count_batch: CountBatch, shards: Sequence[Any]) -> Iterable[Any]:
+def _merge(count_batch: CountBatch, shards: Sequence[Any]) -> Iterable[Any]:
     """Returns the replies in replica order, or the way that all shards go instead."""
-    # `group` and `count_batch` belong to the first of these replicas. If it is replica 0, the
-    # buffers are the original module's.
+    # `count_batch` belongs to the first of these replicas. If it is replica 0, the buffers are the
+    # original module's.
     ways: set[Any] = set(map(type, shards))
     if len(ways) == 1:
         (way,) = ways
-        replies = group.commit(partial(way.merge, shards, count_batch))
+        replies = way.merge(shards, count_batch)
         if replies is not None:
             return replies  # type: ignore[no-any-return]
     return [Fused if Joined in ways and Formula not in ways else Formula] * len(shards)

@@ -19,7 +19,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from replication import DataParallel
-from replication.sync.current import current_replica
+from replication.sync.lifecycle import current_replica
 from syncbn import convert_model
 from tests import stepping
 from tests.deadlines import soon

@@ -55,4 +55,4 @@ def test_a_layer_makes_few_calls_beyond_those_of_batch_norm():
     """Together in a replica that merges and one that waits; which one merges is chance."""
     plain = calls_of_a_layer(lambda net: net)
     assert plain > 0
-    assert calls_of_a_layer(convert_model) - plain <= 55
+    assert calls_of_a_layer(convert_model) - plain <= 60

@@ -207,51 +207,6 @@ class Around(nn.Module):
         return x.sin() + 3 * x.cos() + self.replicated(x)
 
 
-class Outputs(nn.Module):
-    """Three outputs, which depend on each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        first, second, third = self.layers
-        x = first(x).tanh()
-        return x, second(x), third(x)
-
-
-class AddedOutputs(nn.Module):
-    """The caller adds the outputs of replicas."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.replicated = DataParallel(Outputs(), several(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        one, two, three = self.replicated(x)
-        return (one * 0.3).square() + two.sin() + three.exp()
-
-
-@pytest.mark.cpu("engine threads of several devices add gradients in order of arrival")
-@pytest.mark.parametrize("network", [Around, AddedOutputs])
-def test_graph_of_the_caller_is_bit_equal_for_all_earlier_work_of_its_thread(network, monkeypatch):
-    """Guarantee 4: also in the network around the replicas.
-
-    Whether its thread has made far more nodes than the threads of the replicas, or fewer, or none.
-    """
-    monkeypatch.setattr("replication.steps.parallel_apply._NEAR", 1000)
-    model, x = network(), torch.randn(12, 4)
-    expected = bits(model, x)
-    one = torch.ones((), requires_grad=True)
-    for _ in range(3):
-        for _ in range(2000):
-            _ = one * 1
-        assert_equal_bits(bits(model, x), expected)
-        DataParallel(Busy(), several(3))(one.expand(3), 1, 4000, fails=False)
-        assert_equal_bits(bits(model, x), expected)
-        assert_equal_bits(together(lambda: bits(model, x))[0].value, expected)
-
-
 @pytest.mark.cpu("engine threads of several devices add gradients in order of arrival")
 @pytest.mark.parametrize("network", [Branches, Scatter])
 @pytest.mark.parametrize("replicas", [2, 3, 5])

@@ -32,7 +32,6 @@ from tests.layers import (
     values,
 )
 from tests.pairwise import pairwise
-from tests.processes import run_program
 from tests.ranks import needs_gloo, run_ranks
 from tests.sharded import randomized
 from tests.stepping import assert_alike, inner
@@ -177,13 +176,6 @@ def test_a_model_is_an_argument_of_another_process():
     expected = trained_further(0, net)
     torch.testing.assert_close(there, expected)
     torch.testing.assert_close(trained_further(0, model), expected)
-
-
-def test_a_forward_while_the_interpreter_ends_is_an_error():
-    """In a finalizer that runs when all other threads have been stopped."""
-    # Torch does not like its tensors to be freed then, and may abort.
-    output = run_program("runs_in_a_finalizer").stdout
-    assert output.endswith("during interpreter shutdown (by a finalizer?)\n")
 
 
 # -- changed between forwards ------------------------------------------------------------------

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import copy
-import threading
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from replication import ReplicasTimedOut, parallel_apply
-from replication.sync.current import current_replica
+from replication.sync.lifecycle import current_replica
 from syncbn import DataParallel, SynchronizedBatchNorm1d, convert_model
-from tests.deadlines import soon
 from tests.layers import Recomputed
 
 CPUS = ["cpu"] * 2
@@ -57,22 +53,3 @@ def test_momentum_that_makes_up_for_a_second_update():
     assert twice.net.num_batches_tracked == 2
     torch.testing.assert_close(twice.net.running_mean, once.running_mean)
     torch.testing.assert_close(twice.net.running_var, once.running_var)
-
-
-def test_timeout_with_a_parallel_apply_that_calls_ours():
-    released = threading.Event()
-
-    class Own(DataParallel):
-        def parallel_apply(self, replicas, inputs, kwargs):
-            return parallel_apply(replicas, inputs, kwargs, self.device_ids)
-
-    class Hangs(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            assert soon(released.is_set)
-            return x
-
-    try:
-        with pytest.raises(ReplicasTimedOut):
-            Own(Hangs(), CPUS, timeout=0.2)(torch.ones(4, 1))
-    finally:
-        released.set()

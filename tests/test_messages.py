@@ -11,7 +11,6 @@ import re
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -25,18 +24,14 @@ import replication.sync.rendezvous
 from replication import (
     DataParallel,
     ReplicaAware,
-    ReplicationError,
     Scattered,
     execute_replication_callbacks,
     replicate,
-    wait_report,
 )
 from replication.devices import accelerator
 from replication.errors import describe_error
 from replication.groups.base import Call
 from replication.groups.comparison import RankCall
-from replication.sync.lifecycle import add_others
-from replication.sync.rendezvous import Failure
 from syncbn import SynchronizedBatchNorm1d, convert_model, verify
 from tests.layers import (
     DEADLINE,
@@ -85,14 +80,8 @@ def told_of(mistake: Callable[[], Any]) -> str:
     lines = [line for line in lines if "torch.cpu.amp.autocast" not in line]
     if error is not None:
         lines += [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
-    # If both of two replicas fail, either may be the first; here replica 0 is.
-    second = re.fullmatch(r"replica 0 also failed(.*?): (.*)", lines[-1]) if lines else None
-    if second is not None:
-        first, where, _ = lines
-        where = where.replace("in replica 1", "in replica 0")
-        is_same = second[2] == "the same error"
-        also = f"replica 1 also failed{second[1]}: {second[2] if is_same else first}"
-        lines = [first if is_same else second[2], where, also]
+    # If both of two replicas fail, either may be the first.
+    lines = [line.replace("in replica 1 of 2 on", "in replica 0 of 2 on") for line in lines]
     return "\n".join(lines)
 
 
@@ -167,7 +156,6 @@ def test_a_stock_data_parallel_is_wrapped_around_a_converted_network():
     ValueError: SynchronizedBatchNorm1d expected 3 channels in dimension 1 (got size
     torch.Size([4, 5]))
     in replica 0 of 2 on cpu, module `1`
-    replica 1 also failed: the same error
 """)
 def test_a_layer_has_the_wrong_number_of_channels():
     """vacancy#31"""
@@ -178,7 +166,6 @@ def test_a_layer_has_the_wrong_number_of_channels():
     RuntimeError: `1.0` (SynchronizedBatchNorm1d) expected an input in torch.float32 on cpu, as its
     weight (got torch.float64 on cpu); convert one by .to()
     in replica 0 of 2 on cpu, module `1.0`
-    replica 1 also failed: the same error
 """)
 def test_the_batch_is_of_another_dtype_than_the_layer():
     net = network()
@@ -306,12 +293,11 @@ if hasattr(builtins, "ExceptionGroup"):  # from Python 3.11 on
     ODD["is a group"] = partial(builtins.ExceptionGroup, "several", [odd(__str__=exits)()])
 
 
-@pairwise(what=ODD, is_reported=[False, True], wrap=[ours, customized])
-def test_an_odd_error_arrives_as_it_was_raised_and_wakes_the_others(what, is_reported, wrap):
+@pairwise(what=ODD, wrap=[ours, customized])
+def test_an_odd_error_arrives_as_it_was_raised_and_wakes_the_others(what, wrap):
     raised = ODD[what]()
     net = nn.Sequential(FailsAt(1, lambda: raised), Centering())
-    with wait_report(quiet=True) if is_reported else nullcontext():
-        error = outcome_of(lambda: wrap(net, 2)(X)).error
+    error = outcome_of(lambda: wrap(net, 2)(X)).error
     assert error is raised
     net[0].active = False
     torch.testing.assert_close(wrap(net, 2)(X), X - X.mean(0))
@@ -323,16 +309,6 @@ def test_an_odd_error_in_a_call_between_ranks_stays_what_it_is(what):
     with pytest.raises(BaseException) as caught, RankCall(group, "layer", Call("barrier")):
         raise raised
     assert caught.value is raised
-
-
-@pytest.mark.parametrize("what", ODD)
-def test_odd_errors_of_two_replicas_hide_neither(what):
-    raised = [ODD[what](), ValueError("plain")]
-    error = outcome_of(lambda: DataParallel(Raises(raised.__getitem__), CPUS)(X)).error
-    assert any(error is one for one in raised)
-    text = "\n".join(BaseException.__dict__["__dict__"].__get__(error).get("__notes__", []))
-    assert len(text) < 2_000
-    assert "also failed" in text
 
 
 class Raises(Numbered):
@@ -348,13 +324,6 @@ class Raises(Numbered):
         raise self.error_of(self.copy_id)
 
 
-def test_replicas_with_the_same_failure_are_listed_in_order():
-    error, follow_up = KeyError("first"), ReplicationError("because of it")
-    failures = [(2, ValueError("v")), (1, error), (3, follow_up), (0, ValueError("v"))]
-    add_others(error, [Failure(*failure) for failure in failures], 4)
-    assert error.__notes__ == ["replicas 0, 2 also failed: ValueError: v"]
-
-
 class FirstParameter(nn.Linear):
     """Fails in replicas, which have no parameters. The error has no text."""
 
@@ -368,23 +337,8 @@ class FirstParameter(nn.Linear):
 def test_notes_name_the_layer_of_an_error_without_a_text_and_do_not_repeat_it(net, path):
     error = outcome_of(lambda: DataParallel(net, ["cpu"] * 3)(torch.ones(6, 3))).error
     assert type(error) is StopIteration
-    where, also = error.__notes__
+    (where,) = error.__notes__
     assert re.fullmatch(rf"in replica \d of 3 on cpu, module `{re.escape(path)}`", where)
-    assert re.fullmatch(r"replicas \d, \d also failed: the same error", also)
-
-
-def test_notes_name_the_layer_in_which_another_replica_failed():
-    class OneEach(Raises):
-        def __init__(self) -> None:
-            super().__init__(lambda replica: KeyError())
-            self.a, self.b = (Raises(self.error_of) for _ in range(2))
-            self.a.both = self.b.both = self.both
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.a, self.b)[self.copy_id](x)
-
-    error = outcome_of(lambda: DataParallel(OneEach(), CPUS)(X)).error
-    assert sorted(re.findall("module `(.)`", "".join(error.__notes__))) == ["a", "b"]
 
 
 def test_long_texts_are_cut_in_messages_about_them():

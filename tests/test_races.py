@@ -10,7 +10,6 @@ import copy
 import sys
 import sysconfig
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -20,25 +19,15 @@ import torch
 from torch import nn
 
 from replication import (
-    FutureResult,
-    ReplicationError,
-    SyncMaster,
-    WaitReport,
     execute_replication_callbacks,
     patch_replication_callback,
     register_replication_callback,
     replicate,
-    wait_report,
 )
-from replication._torch import current_backward
 from replication.groups import processes
-from replication.steps.thread_state import state_of_new_threads
-from replication.sync.current import CurrentReplica, this_thread
-from replication.sync.observation import observer
-from replication.sync.rendezvous import Rendezvous
 from replication.warning import once_for
 from syncbn import convert_model
-from tests.layers import DEADLINE, Centering, CustomDataParallel, outcome_of, together, values
+from tests.layers import DEADLINE, Centering, CustomDataParallel, together, values
 from tests.processes import run_python
 from tests.stepping import batch, network, wraps
 
@@ -166,76 +155,7 @@ def test_process_group_has_one_state():
 # -- pipes -------------------------------------------------------------------------------------
 
 
-def echo(messages: Any) -> Any:
-    return messages
-
-
-def test_slaves_may_be_registered_by_several_threads():
-    for _ in range(50):
-        master = SyncMaster(echo)
-        pipes = at_once(*(partial(master.register_slave, i) for i in range(1, 5)))
-        assert master.nr_slaves == 4
-        assert sorted(pipe._send.args[1] for pipe in pipes) == [1, 2, 3, 4]
-
-
-def test_slaves_may_be_counted_while_others_are_registered():
-    """In a forward and outside, by turns."""
-    master, registered = SyncMaster(echo), range(1, 3000)
-
-    def register() -> None:
-        for identifier in registered:
-            this_thread.current = CurrentReplica(Rendezvous(2), 1, current_backward())
-            master.register_slave(identifier)
-            this_thread.current = None
-            master.register_slave(identifier)
-
-    counts = beside(register, *[lambda: master.nr_slaves] * 2)
-    assert set().union(*counts) <= {0, *registered}
-
-
-def test_each_result_reaches_one_of_two_racing_getters():
-    """One of them is refused now and then, and tries again. A None ends each."""
-    future, results = FutureResult(), range(100)
-
-    def insist(call: Any) -> Any:
-        while isinstance((outcome := outcome_of(call)).error, ReplicationError):
-            time.sleep(0)  # lets the other threads run
-        return outcome.value
-
-    def get_all() -> list[Any]:
-        return list(iter(partial(insist, future.get), None))
-
-    def put_all() -> list[Any]:
-        return [insist(partial(future.put, result)) for result in (*results, None, None)][:0]
-
-    first, second, _ = at_once(get_all, get_all, put_all)
-    assert sorted(first + second) == list(results)
-
-
 # -- the state of the process ------------------------------------------------------------------
-
-
-def test_every_report_counts_the_forwards_of_its_block():
-    def count() -> int:
-        with wait_report(quiet=True) as report:
-            observer(2)  # of a forward
-        return report.forwards
-
-    counts = at_once(*[repeated(2000, count)] * THREADS)
-    assert min(min(of_thread) for of_thread in counts) >= 1
-
-
-def test_report_may_be_read_while_larger_forwards_are_recorded():
-    report = WaitReport()
-
-    def record() -> None:
-        for size in range(1, 200):
-            report.add_forward(size)
-            report.add("layer", size - 1, 1.0)
-            time.sleep(0)  # lets the readers run
-
-    beside(record, *[partial(str, report)] * 2)
-    assert sum(sum(layer.seconds.values()) for layer in report.layers) == 199
 
 
 def test_flag_is_raised_once():
@@ -255,12 +175,3 @@ def test_a_model_may_be_patched_by_several_threads():
         at_once(*(handle.remove for handle in handles))
         assert type(model) is CustomDataParallel
         assert vars(model) == before
-
-
-def test_threads_that_ask_for_the_stack_size_of_new_threads_keep_it():
-    size = threading.stack_size(16 << 20)
-    try:
-        found = at_once(*[lambda: [state_of_new_threads()[0] for _ in range(50_000)]] * THREADS)
-        assert {each for sizes in found for each in sizes} == {16 << 20}
-    finally:
-        assert threading.stack_size(size) == 16 << 20

@@ -15,7 +15,6 @@ from replication import (
     gather,
     replicate,
     scatter,
-    wait_report,
 )
 from syncbn import SynchronizedBatchNorm2d, convert_model, set_sbn_eps_mode, summary, verify
 
@@ -24,10 +23,8 @@ def misuses(net: nn.Sequential, batch: Tensor, group: Group) -> None:
     DataParallel([net])  # type-var reportArgumentType
     DataParallel(net, device_ids=[0.5])  # list-item reportArgumentType
     DataParallel(net, device_ids=2)  # arg-type reportArgumentType
-    DataParallel(net, timeout="30")  # arg-type reportArgumentType
     DataParallel(net, gather=False)  # call-arg reportCallIssue
     DataParallel(net, [0], None, 0, True)  # call-arg reportCallIssue
-    DataParallel(net).timeout = "30"  # assignment reportAttributeAccessIssue
     linear: nn.Linear = DataParallel(net).module  # assignment reportAssignmentType
     DataParallelCriterion("mean")  # arg-type reportArgumentType
     data_parallel(batch, net)  # arg-type reportArgumentType
@@ -35,8 +32,6 @@ def misuses(net: nn.Sequential, batch: Tensor, group: Group) -> None:
     scatter(batch)  # call-arg reportCallIssue
     gather([batch], None)  # arg-type reportArgumentType
     replicate(net, "cpu", True, 2)  # call-arg reportCallIssue
-    with wait_report() as report:
-        print(report.stragler)  # attr-defined reportAttributeAccessIssue
 
     group.all_reduce(batch, op="average")  # arg-type reportArgumentType
     group.all_reduce(2.0)  # arg-type reportArgumentType

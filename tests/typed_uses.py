@@ -24,7 +24,6 @@ from replication import (
     ReplicaFailed,
     ReplicaGroup,
     ReplicasDiverged,
-    ReplicasTimedOut,
     ReplicationCallbackDataParallel,
     ReplicationError,
     Scattered,
@@ -32,7 +31,6 @@ from replication import (
     SoloGroup,
     SyncMaster,
     UnsynchronizedWarning,
-    WaitReport,
     data_parallel,
     exec_data_parallel_replication_callback,
     execute_replication_callbacks,
@@ -43,7 +41,6 @@ from replication import (
     replicate,
     scatter,
     scatter_kwargs,
-    wait_report,
 )
 from syncbn import (
     Difference,
@@ -116,13 +113,10 @@ def checks(net: nn.Module, batch: Tensor) -> None:
     result = verify(net, (batch, batch), ["cpu", 0, torch.device("cpu")], dtype=torch.float32)
     assert_type(result, Verification)
     assert_type(result.first_difference, Difference | None)
-    with wait_report(quiet=True) as report:
-        assert_type(report, WaitReport)
-    assert_type(report.straggler, int | None)
 
 
 def trains(net: nn.Sequential, batch: Tensor) -> None:
-    model = DataParallel(net, device_ids=["cpu"] * 4, output_device="cpu", timeout=30)
+    model = DataParallel(net, device_ids=["cpu"] * 4, output_device="cpu")
     assert_type(model, DataParallel[nn.Sequential])
     assert_type(model.module, nn.Sequential)
     assert_type(syncbn.DataParallel(net, [0, 1]), DataParallel[nn.Sequential])
@@ -131,7 +125,7 @@ def trains(net: nn.Sequential, batch: Tensor) -> None:
     patch_replication_callback(nn.DataParallel(net))
     loss: Tensor = DataParallelCriterion(nn.CrossEntropyLoss())(model(batch), batch)
     loss.backward()
-    output: Tensor = data_parallel(net, (batch,), ["cpu"] * 2, timeout=30.0)
+    output: Tensor = data_parallel(net, (batch,), ["cpu"] * 2)
     assert len(output) == len(batch)
     doubled = Scattered(2 * part for part in (batch, batch))
     model(doubled)
@@ -168,6 +162,6 @@ def names_groups(replicas: ReplicaGroup, processes: ProcessGroup) -> list[Group]
 
 
 def catches(error: ReplicationError) -> str:
-    kinds: tuple[type[ReplicationError], ...] = (ReplicasDiverged, ReplicasTimedOut, ReplicaFailed)
+    kinds: tuple[type[ReplicationError], ...] = (ReplicasDiverged, ReplicaFailed)
     assert issubclass(UnsynchronizedWarning, Warning) and isinstance(error, kinds)
     return replication.__version__ + syncbn.__version__

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from replication._torch import compiled_module
 from replication.data_parallel import DataParallel
 from replication.errors import add_note
-from replication.sync.current import current_replica, is_recomputation
+from replication.sync.lifecycle import current_replica, is_recomputation
 from replication.tree import flatten
 from replication.warning import once_for
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from replication._torch import has_other_derivatives, is_dtensor
 from replication.errors import ReplicasDiverged, is_int, listed, lost_derivatives
-from replication.sync.current import is_recomputation
+from replication.sync.lifecycle import is_recomputation
 
 __all__ = ["Group", "SoloGroup"]
 

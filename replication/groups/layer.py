@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,7 +12,7 @@ from replication.groups.base import Group, SoloGroup
 from replication.groups.processes import ProcessGroup
 from replication.groups.registry import ProcessGroupHandle, as_process_group, has_other_processes
 from replication.groups.replicas import CallbackContext
-from replication.sync.current import current_replica
+from replication.sync.lifecycle import current_replica
 from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class GroupOutside(SoloGroup):
 
     def _begin(self, name: str) -> None:
         current = current_replica()
-        if current is not None and (current.rendezvous.size or 0) > 1:
+        if current is not None and current.rendezvous.size > 1:
             raise ReplicationError(
                 f"{self._layer}: replica {current.replica} calls {name} of a group from outside "
                 "the forward, which does not connect replicas; read self.group in forward"
@@ -84,8 +83,6 @@ class ReplicaAware(_Base):
     _is_one_process = False
     #: The flag of the original, so that all replicas of all forwards warn once in total.
     _first_warning: WarnOnce | None = None
-    #: The thread that made the replica.
-    _caller: int | None = None
 
     def _replicate_for_data_parallel(self) -> Any:
         replica: Any = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
@@ -100,7 +97,6 @@ class ReplicaAware(_Base):
             # Here and not in `group`, because asking takes calls in Python.
             "_is_one_process": not has_other_processes(),
             "_first_warning": self._first_warning or once_for(self),
-            "_caller": threading.get_ident(),
         }
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
@@ -175,7 +171,7 @@ class ReplicaAware(_Base):
                 "torch.nn.DataParallel and call replication.patch_replication_callback(model); if "
                 "the layer overrides __data_parallel_replicate__, call super's there"
             )
-        elif current is None or (current.rendezvous.size or 0) < 2:
+        elif current is None or current.rendezvous.size < 2:
             return False
         elif current.path:  # a callback runs, or a signal handler that has interrupted it
             return True
@@ -188,5 +184,5 @@ class ReplicaAware(_Base):
         is_first = self._first_warning or once_for(self)
         if is_first():  # of the replicas, which come here at the same time
             path = f"`{self._layer_name}`: " if self._layer_name else ""
-            warn(f"{path}{self!r} {what}", UnsynchronizedWarning, self._caller)
+            warn(f"{path}{self!r} {what}", UnsynchronizedWarning)
         return True

@@ -36,10 +36,8 @@ from replication.groups.base import (
     reduce_tensors,
 )
 from replication.steps.broadcast import broadcast
-from replication.sync.current import this_thread
-from replication.sync.exchange import Exchange
-from replication.sync.positions import site
-from replication.sync.rendezvous import Rendezvous
+from replication.sync.lifecycle import this_thread
+from replication.sync.rendezvous import Exchange, Rendezvous, site
 
 __all__ = ["CallbackContext", "ReplicaGroup"]
 
@@ -216,10 +214,6 @@ class ReplicaGroup(Group):
             began_in = current.backward
         return current_backward() != began_in
 
-    def commit(self, write: Callable[[], T]) -> T:
-        """As `Rendezvous.commit`, for the original layer."""
-        return self._communicator.live_rendezvous().commit(write)
-
     def exchange(
         self,
         name: str,
@@ -259,7 +253,7 @@ class ReplicaGroup(Group):
         rendezvous = self._communicator.rendezvous or self._communicator.live_rendezvous()
         replica, current = self._replica, this_thread.current
         if current is None or current.rendezvous is not rendezvous:
-            if not rendezvous.has_left(replica):
+            if not rendezvous.has_ended(replica):
                 return rendezvous
             text = (
                 f"{name} of a group whose forward has ended; get the group afresh in each "

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from replication._torch import (
-    CALL_IMPL,
     COMPILED_CALL_IMPL,
     HOOKS,
     MAKE_SHELL,
@@ -25,7 +24,7 @@ from replication.devices import DeviceLike, parse_devices, to_device
 from replication.errors import check_module, lost_derivatives
 from replication.modules import Position, check_initialized, layers_of
 from replication.steps.broadcast import broadcast, copy_buffers
-from replication.sync.lifecycle import untrack
+from replication.sync.lifecycle import TrackedForward, untrack
 from replication.tree import leaves_of, replace_leaves
 
 __all__ = ["replicate"]
@@ -181,7 +180,8 @@ def _fill(
     children, buffers, parameters = module._modules, module._buffers, module._parameters
     replaced = _attributes_to_replace(original)
     sets_attributes = type(module).__setattr__ is not _SETATTR
-    is_tracked = CALL_IMPL in original  # a replica that is replicated again
+    # Of a replica that is replicated again.
+    is_tracked = isinstance(original.get("forward"), TrackedForward)
     is_compiled = original.get(COMPILED_CALL_IMPL) is not None
     for shell, copies, device in zip(shells, copied, devices, strict=True):
         if template is None:

@@ -5,30 +5,24 @@ in every new thread, and stay in memory when it ends (pytorch issues 103939 and 
 
 Idea: a thread belongs to the index of a replica and to a device, and serves the forwards of any
 model. While it waits for the next job it holds nothing of the last one. Two forwards at a time, or
-inside each other, use different threads, and so does a caller that has made far fewer nodes, or
-whose new threads would begin otherwise. Idle threads that no recent forward has used end.
+inside each other, use different threads. What a replica leaves in its thread stays there, unless
+`ThreadState` sets it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextvars
-import math
 import os
-import sys
-import sysconfig
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sized
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-
-from replication._torch import nodes_made
-from replication.steps.thread_state import state_of_this_thread
 
 
 class Outcome(NamedTuple):
@@ -57,17 +51,8 @@ def outcome_of(job: Callable[[], Any]) -> Outcome:
         return Outcome(error=error)
 
 
-#: A worker that has done its job, the outcome, and `Worker.nodes`.
-Report = tuple["Worker", Outcome, int]
-Done = SimpleQueue[Report]
-
-#: Seconds without a job after which a thread ends, unless it is the last that has had one.
-_PATIENCE = 60.0
-
-#: Seconds after which a thread that waits for a job runs for a moment. In builds that can do
-#: without the GIL, an object that its thread has made and another one drops is freed when its
-#: thread runs. So an idle thread would keep outputs and errors of its last forward.
-_POLL = 1.0 if sysconfig.get_config_var("Py_GIL_DISABLED") else math.inf
+#: What a thread runs, and what it calls with the outcome.
+Job = tuple["Worker", Callable[[], Any], Callable[[Outcome], object]]
 
 #: The index of a replica and its device.
 Key = tuple[int, torch.device]
@@ -80,124 +65,100 @@ _busy: set[Worker] = set()
 class Worker:
     """The handle of a thread: idle, or in use by one forward. Without a handle the thread ends."""
 
-    def __init__(self, key: Key, begins: object) -> None:
-        self.key = key
-        #: The caller's `state_of_new_threads` when the thread was made.
-        self.begins = begins
-        #: The number of autograd nodes that the thread had made when its last job ended.
-        self.nodes = 0
-        #: The job that the thread has not begun, and the queue for its report.
-        self.work: list[tuple[Callable[[], Any], Done]] = []
-        self._jobs: SimpleQueue[Worker | None] = SimpleQueue()
+    def __init__(self, key: Key) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self.thread = threading.Thread(
             target=_work, args=[self._jobs, key], name=f"idle replica-{key[0]}", daemon=True
         )
-        try:
-            self.thread.start()
-        except BaseException as error:
-            interrupt = error.__context__
-            if isinstance(interrupt, KeyboardInterrupt):  # `threading` may fail on its way out
-                try:
-                    raise interrupt from None
-                finally:
-                    del interrupt, self
-            raise
+        self.thread.start()
 
     def __del__(self) -> None:
         self._jobs.put(None)
 
     @classmethod
-    def take(cls, key: Key, most: float, begins: object) -> Worker:
-        """An idle worker like a new thread, with the most nodes up to a number, or a new one."""
-        idle = _idle.setdefault(key, [])
-        # Of several, the one that has served last, so that the others are found to be idle.
-        latest_first = idle[::-1]
-        latest_first.sort(key=lambda worker: worker.nodes, reverse=True)
-        for worker in latest_first:
-            if worker.nodes <= most and worker.begins == begins:
-                with suppress(ValueError):  # another forward has taken it
-                    idle.remove(worker)
-                    if worker.thread.is_alive():
-                        return worker
-        return cls(key, begins)
+    def take(cls, key: Key) -> Worker:
+        """An idle worker, or a new one."""
+        with suppress(IndexError):
+            return _idle.setdefault(key, []).pop()
+        return cls(key)
 
-    def start(self, job: Callable[[], Any], done: Done) -> None:
+    def start(self, job: Callable[[], Any], report: Callable[[Outcome], object]) -> None:
         """Lets the thread run a job, in a copy of the caller's context variables."""
-        self.work.append((partial(contextvars.copy_context().run, job), done))
-        try:
-            _busy.add(self)
-            self._jobs.put(self)
-        except BaseException:  # a Ctrl-C: without a job, the thread must end
-            _busy.discard(self)
-            raise
-
-    def successor(self) -> Worker | None:
-        """A new worker that runs the job, if the thread has ended before it has begun it."""
-        if not self.work:
-            return None
-        _busy.discard(self)
-        successor = Worker(self.key, self.begins)
-        successor.start(*self.work.pop())
-        return successor
+        _busy.add(self)
+        self._jobs.put((self, partial(contextvars.copy_context().run, job), report))
 
 
-def _work(jobs: SimpleQueue[Worker | None], key: Key) -> None:
-    begun, is_as_new = state_of_this_thread(), True
-    while is_as_new and (worker := _next_worker(jobs, key)) is not None:
-        job, done = worker.work.pop()
-        hooks = sys.gettrace(), sys.getprofile()  # debuggers change those of idle threads as well
+def _work(jobs: SimpleQueue[Job | None], key: Key) -> None:
+    while (given := jobs.get()) is not None:
+        worker, job, report = given
         worker.thread.name = f"replica-{key[0]}"
         outcome = outcome_of(job)
-        del job
+        del given, job
         worker.thread.name = f"idle replica-{key[0]}"
-        worker.nodes = nodes = nodes_made()
         _busy.discard(worker)
-        is_as_new = state_of_this_thread() == begun and (sys.gettrace(), sys.getprofile()) == hooks
-        if is_as_new:  # before the report, so that the caller's next forward finds it
-            _idle.setdefault(key, []).append(worker)
-        done.put((worker, outcome, nodes))
-        del worker, outcome, done, hooks
+        _idle.setdefault(key, []).append(worker)  # so that the caller's next forward finds it
+        report(outcome)
+        del worker, outcome, report
 
 
-def _next_worker(jobs: SimpleQueue[Worker | None], key: Key) -> Worker | None:
-    """Waits for a job. Returns the handle of this thread, or None if it must end."""
-    end = time.monotonic() + _PATIENCE
-    while True:
+# The threads write down what they have begun and ended, and the caller only reads it. An interrupt
+# of the caller therefore loses nothing, at most a ring of the bell, so it looks once a second.
+class _Nursery:
+    """The jobs of one call of `run_all`."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.ended: list[tuple[int, Outcome]] = []
+        self.is_cancelled = False
+        self._bell: SimpleQueue[None] = SimpleQueue()
+
+    def run(self, index: int, job: Callable[[], Any]) -> Any:
+        self.begun.append(index)
+        return None if self.is_cancelled else job()
+
+    def report(self, index: int, outcome: Outcome) -> None:
+        self.ended.append((index, outcome))
+        self._bell.put(None)
+
+    def wait_for(self, indices: Sized) -> None:
+        while len(self.ended) < len(indices):
+            with suppress(Empty):
+                self._bell.get(timeout=1.0)
+
+
+def run_all(jobs: Mapping[Key, Callable[[], Any]], interrupted: Callable[[], object]) -> list[Any]:
+    """Runs each job in its thread. When all have ended, returns their values in order.
+
+    Raises the first error, by time. If the caller is interrupted, it calls ``interrupted``, which
+    should end the jobs, and still awaits them. A second interrupt is raised at once.
+    """
+    nursery = _Nursery()
+    try:
         try:
-            return jobs.get(timeout=min(_POLL, _PATIENCE))
-        except Empty:
-            if time.monotonic() >= end and _retires(jobs, key):
-                return None
-
-
-def _retires(jobs: SimpleQueue[Worker | None], key: Key) -> bool:
-    """Takes a thread that has waited long out of the idle ones, unless it is the last."""
-    idle = _idle.get(key, [])
-    own = [worker for worker in idle[:-1] if worker._jobs is jobs]
-    with suppress(IndexError, ValueError):  # it is the last, or a forward has just taken it
-        idle.remove(own.pop())
-        return True
-    return False
-
-
-_ending = threading.Event()
-
-
-def stop_if_ending() -> None:
-    """Stops a daemon thread for good once the interpreter ends, which would stop it later on."""
-    if _ending.is_set() and threading.current_thread().daemon:
-        threading.Event().wait()
+            for index, (key, job) in enumerate(jobs.items()):
+                run, report = partial(nursery.run, index, job), partial(nursery.report, index)
+                Worker.take(key).start(run, report)
+            nursery.wait_for(jobs)
+        except BaseException:
+            nursery.is_cancelled = True  # those that have not begun do nothing
+            interrupted()
+            nursery.wait_for(nursery.begun)
+            raise
+        values: dict[int, Any] = {}
+        for index, outcome in nursery.ended:
+            values[index] = outcome.unwrap()
+        return [values[index] for index in range(len(jobs))]
+    finally:
+        nursery.ended.clear()  # this frame forgets errors (see `Outcome.unwrap`)
+        outcome = Outcome()
 
 
 @atexit.register
-def _await_last() -> None:
-    """Waits a little for forwards under way: torch aborts if Python ends while it computes."""
-    _ending.set()
+def _await_busy() -> None:
+    """Waits a little for replicas that run: torch aborts if Python ends while it computes."""
     end = time.monotonic() + 1.5
-    is_over = not _idle  # nothing has run
-    while not is_over and time.monotonic() < end:
-        time.sleep(0.01)  # at least once, for what callers do after their replicas
-        is_over = not any(worker.thread.is_alive() for worker in list(_busy))
+    while _busy and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

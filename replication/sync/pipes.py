@@ -5,41 +5,48 @@
                                     master_callback([(0, msg_0), (1, msg_1), ...])
     returns reply_i  ◀── reply ───  returns reply_0
 
-A call is an `Exchange` that the master merges. Its state lives in the `Rendezvous` of the forward,
-so one `SyncMaster` serves any number of forwards. For threads outside any forward, it has its own.
+A call is an `Exchange`: the last to arrive calls the master's callback. Its state lives in the
+`Rendezvous` of the forward, so one `SyncMaster` serves any number of forwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from replication._torch import set_grad_modes
+from replication.devices import current_device, current_stream, use_device
 from replication.errors import ReplicationError
-from replication.sync.current import current_replica
-from replication.sync.exchange import Exchange
-from replication.sync.rendezvous import Rendezvous, Wait
+from replication.sync.lifecycle import CurrentReplica, current_replica
+from replication.sync.rendezvous import Exchange, Rendezvous, Wait, site
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
 
 
 class FutureResult:
-    """A mailbox through which one thread passes values to another, one at a time.
+    """A mailbox through which one replica passes values to another, one at a time.
 
-    Any value passes, ``None`` included.
+    Any value passes, ``None`` included. It works in forwards and replication callbacks.
 
-    >>> from replication import FutureResult
-    >>> result = FutureResult()
-    >>> result.put("ready")  # in one thread
-    >>> result.get()  # in another
-    'ready'
+    >>> import torch
+    >>> from torch import nn
+    >>> from replication import DataParallel, FutureResult
+    >>> class Adds(nn.Module):
+    ...     def __data_parallel_replicate__(self, ctx, copy_id):
+    ...         ctx.result = FutureResult() if copy_id == 0 else ctx.result
+    ...         self.call = ctx.result.get if copy_id else lambda: ctx.result.put(1) or 0
+    ...     def forward(self, x):
+    ...         return x + self.call()
+    >>> DataParallel(Adds(), ["cpu"] * 2)(torch.zeros(2)).tolist()
+    [0.0, 1.0]
     """
 
     def __init__(self) -> None:
-        # Without a lock, which an interrupt could leave held: each change is a single call.
-        self._box: dict[str, list[Any]] = {}
-        self._waits: list[Wait] = []
+        self._box: list[Any] = []
 
     def __reduce__(self) -> tuple[type[FutureResult], tuple[()]]:
         return FutureResult, ()  # a copy has no getter and holds nothing
@@ -48,18 +55,17 @@ class FutureResult:
         """Puts ``result`` into the mailbox.
 
         Raises:
-            ReplicationError: The previous result has not been fetched.
+            ReplicationError: The previous result has not been fetched, or no replica calls.
         """
-        new = [result]
-        try:
-            if self._box.setdefault("result", new) is not new:
+        rendezvous = calling_replica("FutureResult.put").rendezvous
+        with rendezvous.lock:
+            if self._box:
                 raise ReplicationError(
                     "a FutureResult holds one result at a time (put was called before the "
                     "previous result was fetched); call get first"
                 )
-        finally:  # an interrupt must not leave a getter without the result
-            for wait in self._waits[:]:
-                wait.rendezvous.end_waits([wait])
+            self._box.append(result)
+            rendezvous.condition.notify_all()
 
     def get(self) -> Any:
         """Waits for a result, removes it from the mailbox and returns it.
@@ -67,23 +73,25 @@ class FutureResult:
         Raises:
             ReplicaFailed: Another replica raised.
             ReplicasDiverged: No replica can put a result any more.
+            ReplicationError: No replica calls.
         """
-        current = current_replica()
-        rendezvous = current.rendezvous if current else Rendezvous(None)
-        replica = current.replica if current else 0
-        while True:
-            # While this lock is held no replica can end, so a replica that puts counts as running.
-            with rendezvous.lock:
-                with suppress(KeyError):  # empty, or another getter was faster
-                    return self._box.pop("result")[0]
-                wait = rendezvous.begin_wait(replica, (), "FutureResult", 1)
-                self._waits.append(wait)
-                if self._box:  # `put` has not seen the wait
-                    rendezvous.end_waits([wait])
-            try:
-                wait.block()
-            finally:
-                self._waits.remove(wait)
+        current = calling_replica("FutureResult.get")
+        with current.rendezvous.lock:
+            current.rendezvous.wait(
+                Wait(current.replica, (), site("FutureResult", 1), lambda: self._box)
+            )
+            return self._box.pop()
+
+
+def calling_replica(name: str) -> CurrentReplica:
+    """The replica whose forward or callback this thread runs, or ReplicationError."""
+    current = current_replica()
+    if current is None:
+        raise ReplicationError(
+            f"{name} connects the replicas of one forward; call it in a replication callback, or "
+            "in a forward by the replica's own thread (not in a recomputation)"
+        )
+    return current
 
 
 #: The identifier of the master's own message, and the replica that the master is in.
@@ -92,18 +100,21 @@ _MASTER = 0
 MasterCallback = Callable[[list[tuple[Any, Any]]], Iterable[tuple[Any, Any]]]
 
 
+class Message(NamedTuple):
+    identifier: Hashable
+    message: Any
+    #: Of the master: makes the replies, as in the master's thread.
+    reply: Callable[[list[tuple[Any, Any]]], list[Any]] | None = None
+
+
 class Channel(Exchange):
     def __init__(self, path: str) -> None:
-        super().__init__(path, [_MASTER], master=_MASTER)
+        super().__init__(path, [_MASTER])
         self.identifiers: set[Hashable] = {_MASTER}
 
-    def register(
-        self, rendezvous: Rendezvous, identifier: Hashable, replica: int | None
-    ) -> SlavePipe:
-        """Adds a slave that is in a replica, or that gets a new number if it is in none."""
+    def register(self, rendezvous: Rendezvous, identifier: Hashable, replica: int) -> SlavePipe:
+        """Adds a slave that is in a replica."""
         with rendezvous.lock:
-            if replica is None:
-                replica = len(self.calls)
             if identifier in self.identifiers or replica in self.calls:
                 raise ReplicationError(
                     f"a slave's identifier must be new and not {_MASTER}, and its replica must "
@@ -114,15 +125,20 @@ class Channel(Exchange):
             self.add(replica)
         return SlavePipe(identifier, partial(self.send, rendezvous, replica))
 
-    def send(self, rendezvous: Rendezvous, replica: int, message: tuple[Hashable, Any]) -> Any:
-        current = current_replica()
-        if current is not None and current.rendezvous is not rendezvous:
+    def send(self, rendezvous: Rendezvous, replica: int, message: Message) -> Any:
+        if calling_replica("run_slave").rendezvous is not rendezvous:
             raise ReplicationError(
-                f"slave {message[0]!r} was not registered in this forward, so its master never "
-                "answers; if another toolkit's patch_replication_callback has called the "
+                f"slave {message.identifier!r} was not registered in this forward, so its master "
+                "never answers; if another toolkit's patch_replication_callback has called the "
                 "callbacks again, remove it"
             )
-        return self(rendezvous, replica, message, None)
+        return self(rendezvous, replica, message, self.merge)
+
+    def merge(self, messages: list[Message]) -> list[Any]:
+        reply = messages[0].reply  # the master is in replica 0
+        if reply is None:
+            raise ReplicationError(f"`{self.path}`: replica 0 is a slave, not the master")
+        return reply([message[:2] for message in messages])
 
 
 class SlavePipe:
@@ -141,15 +157,15 @@ class SlavePipe:
         Raises:
             ReplicaFailed: Another replica raised.
             ReplicasDiverged: The master can no longer reply.
-            ReplicationError: The slave was registered in another forward, or in none.
+            ReplicationError: The slave was registered in another forward, or no replica calls.
         """
-        return self._send((self.identifier, msg))
+        return self._send(Message(self.identifier, msg))
 
 
-def _refuse(message: tuple[Hashable, Any]) -> None:
+def _refuse(message: Message) -> None:
     raise ReplicationError(
-        f"the pipe of slave {message[0]!r} is a copy and belongs to no forward; register_slave "
-        "makes one for each forward"
+        f"the pipe of slave {message.identifier!r} is a copy and belongs to no forward; "
+        "register_slave makes one for each forward"
     )
 
 
@@ -168,6 +184,19 @@ def replies_to(callback: MasterCallback, path: str, messages: list[tuple[Any, An
     return [replies[identifier] for identifier in expected]
 
 
+def replies_as_master(
+    place: tuple[torch.device, Any],
+    modes: dict[str, bool],
+    reply: Callable[[list[tuple[Any, Any]]], list[Any]],
+    messages: list[tuple[Any, Any]],
+) -> list[Any]:
+    """Replies in the thread of any replica, on the device and in the modes of the master's."""
+    with ExitStack() as stack:
+        use_device(stack, *place)
+        set_grad_modes(stack, **modes)
+        return reply(messages)
+
+
 class SyncMaster:
     """The master of the copies of one layer: it replies to the messages of all of them.
 
@@ -181,72 +210,59 @@ class SyncMaster:
                 self.slave_pipe = ctx.sync_master.register_slave(copy_id)
 
     In their forwards copy 0 calls `run_master` and the others ``slave_pipe.run_slave``, equally
-    often. Outside a forward, pipes connect any threads, and only `reset` ends a wait in vain.
+    often.
 
-    >>> from replication import SyncMaster
-    >>> from concurrent.futures import ThreadPoolExecutor
-    >>> master = SyncMaster(lambda messages: [(i, f"{x}!") for i, x in messages])
-    >>> pipe = master.register_slave(1)
-    >>> with ThreadPoolExecutor() as pool:
-    ...     reply = pool.submit(pipe.run_slave, "slave")
-    ...     print(master.run_master("master"), reply.result())
-    master! slave!
+    >>> import torch
+    >>> from torch import nn
+    >>> from replication import DataParallel, SyncMaster
+    >>> class Greets(nn.Module):
+    ...     def __data_parallel_replicate__(self, ctx, copy_id):
+    ...         if copy_id == 0:
+    ...             ctx.master = SyncMaster(lambda messages: [(i, f"{x}!") for i, x in messages])
+    ...             self.run = ctx.master.run_master
+    ...         else:
+    ...             self.run = ctx.master.register_slave(copy_id).run_slave
+    ...     def forward(self, x):
+    ...         return self.run(f"copy of {len(x)}")
+    >>> DataParallel(Greets(), ["cpu"] * 2, gather_to_one_device=False)(torch.ones(3))
+    Scattered('copy of 2!', 'copy of 1!')
 
     Args:
-        master_callback: Called in the master's thread with ``[(0, master_msg), (identifier, msg),
-            ...]`` in the order of the replicas. Returns one ``(identifier, reply)`` for each.
+        master_callback: Called with ``[(0, master_msg), (identifier, msg), ...]`` in the order of
+            the replicas, on the master's device, in the thread of the last replica to arrive.
+            Returns one ``(identifier, reply)`` for each.
     """
 
     def __init__(self, master_callback: MasterCallback) -> None:
         self._master_callback = master_callback
-        self._outside_forward = Rendezvous(None)
-        # Whether the latest slave was registered in a forward.
-        self._serves_forward = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_outside_forward": None, "_serves_forward": False}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _outside_forward=Rendezvous(None))
+        # Whether it has ever had slaves, which a call outside their forward would leave out.
+        self._has_slaves = False
 
     def register_slave(self, identifier: Hashable) -> SlavePipe:
         """Adds a slave to the current forward.
-
-        Outside a forward, the first registration after a run starts a new set of slaves.
 
         Args:
             identifier: The name of the slave in the callback's messages, usually its ``copy_id``.
 
         Raises:
             TypeError: The identifier cannot be hashed.
-            ReplicationError: The identifier is taken, or the replica has a slave already.
+            ReplicationError: The identifier is taken, the replica has a slave already, or no
+                replica calls.
         """
-        current = current_replica()
-        self._serves_forward = current is not None
-        if current is None:
-            with self._outside_forward.lock:  # any thread may register
-                if any(self._channel()[1].calls.values()):
-                    self.reset()
-        rendezvous, channel = self._channel()
-        return channel.register(rendezvous, identifier, current.replica if current else None)
+        current = calling_replica("register_slave")
+        channel = self._channel(current)
+        self._has_slaves = True
+        return channel.register(current.rendezvous, identifier, current.replica)
 
-    def reset(self) -> None:
-        """Drops slaves that an interrupted program registered outside a forward."""
-        self._outside_forward.close("reset, or a new set of slaves, has dropped this slave.")
-        self._outside_forward.take_failures()
-        self._outside_forward = Rendezvous(None)
-
-    def _channel(self) -> tuple[Rendezvous, Channel]:
-        current = current_replica()
-        rendezvous = self._outside_forward if current is None else current.rendezvous
-        path = (current and current.path) or "SyncMaster"
-        known: Channel | None = rendezvous.channels.get(self)
-        return rendezvous, known or rendezvous.channels.setdefault(self, Channel(path))
+    def _channel(self, current: CurrentReplica) -> Channel:
+        channels = current.rendezvous.channels
+        known: Channel | None = channels.get(self)
+        return known or channels.setdefault(self, Channel(current.path or "SyncMaster"))
 
     @property
     def nr_slaves(self) -> int:
         """The number of slaves that are registered in the current forward."""
-        return len(self._channel()[1].calls) - 1
+        return len(self._channel(calling_replica("nr_slaves")).calls) - 1
 
     def run_master(self, master_msg: Any) -> Any:
         """Collects the messages of the slaves, calls the callback and returns the master's reply.
@@ -256,21 +272,17 @@ class SyncMaster:
         Raises:
             ReplicaFailed: Another replica raised.
             ReplicasDiverged: The message of a slave can no longer arrive.
-            ReplicationError: The callback did not reply to every message, or the slaves' forward
-                ended.
+            ReplicationError: The callback did not reply to every message, or no replica calls.
         """
-        if self._serves_forward and current_replica() is None:
-            raise ReplicationError(
-                "run_master must be called in the same forward as its slaves, by its replica's "
-                "own thread (in a recomputation?)"
-            )
-        rendezvous, channel = self._channel()
-        message = (_MASTER, master_msg)
-        merge = partial(replies_to, self._master_callback, channel.path)
-        if len(channel.calls) == 1:
-            return merge([message])[0]
-        try:
-            return channel(rendezvous, _MASTER, message, merge)
-        finally:
-            if rendezvous.size is None:  # no parallel_apply collects the failures
-                rendezvous.take_failures()
+        if current_replica() is None and not self._has_slaves:  # a layer that is the only copy
+            return replies_to(self._master_callback, "SyncMaster", [(_MASTER, master_msg)])[0]
+        current, device = calling_replica("run_master"), current_device()
+        channel = self._channel(current)
+        reply = partial(
+            replies_as_master,
+            (device, current_stream(device)),
+            {"grad": torch.is_grad_enabled(), "inference": torch.is_inference_mode_enabled()},
+            partial(replies_to, self._master_callback, channel.path),
+        )
+        message = Message(_MASTER, master_msg, reply)
+        return channel(current.rendezvous, _MASTER, message, channel.merge)

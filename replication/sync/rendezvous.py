@@ -1,4 +1,8 @@
-"""The rendezvous of one forward: which replicas run and wait for each other, and when waits fail.
+"""The rendezvous of one forward: replicas exchange messages, and no wait outlives its chances.
+
+    replica 0    message ──┐
+    replica 1    message ──┼──▶ the last to arrive merges them ──▶ one reply for each
+    replica 2    message ──┘
 
 Problem: a replica waits for a message that may never come, because the other replica has raised,
 has ended, or waits itself. A thread that waits for ever hangs the program.
@@ -6,53 +10,49 @@ has ended, or waits itself. A thread that waits for ever hangs the program.
 The obvious way is a time limit for each wait. But a replica may compute for any time before it
 sends, so every limit is too short for some forwards and too long for all errors.
 
-Idea: each replica reports the beginning and the end of its forward (`enter`, `leave`), and each
-wait says for whom it waits. Then it is known when a value can no longer arrive, and all waits fail
-at once, and no new wait begins in the same forward. A wait ends with its value, `ReplicaFailed` (a
-replica raised), `ReplicasDiverged` (no replica can send the value any more) or, if there is a
-deadline, `ReplicasTimedOut`. Nothing outlives the forward.
+Idea: the rendezvous knows which replicas are running, and for whom each wait waits. One rule,
+`Rendezvous.check`, then decides that a wait can no longer end. All waits of the forward fail at
+once, and no new one begins. A wait ends with its value, `ReplicaFailed` (a replica raised) or
+`ReplicasDiverged` (no replica can send the value any more).
 
 Two cases stay unknown. Then waits fail after `STALL_TIMEOUT`:
 
     * A replica has not begun. It may be about to run, or its turn may come after the waiting
       replica in the same thread.
-    * A replica's main thread runs while another of its threads waits. The main thread may be
-      computing, or waiting for the other thread.
-
-An interrupt at any place keeps no thread waiting: a thread that waits looks every second whether
-the forward has failed or is closed.
+    * A thread that a replica has started waits. The replica's own thread may be computing, or
+      waiting for that one.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from replication._torch import named_range
 from replication.errors import (
     ReplicaFailed,
     ReplicasDiverged,
-    ReplicasTimedOut,
     ReplicationError,
     describe_error,
     listed,
 )
-from replication.sync.observation import Observe
-from replication.sync.positions import Progress, positions, site
-from replication.sync.writes import Writes
-
-T = TypeVar("T")
 
 #: The seconds after which a wait fails if it is unknown whether its value will arrive.
 STALL_TIMEOUT = 20.0
 
-#: Seconds between checks whether a forward has failed or is closed, which an interrupt may have
-#: kept from ending a wait.
-_POLL = 1.0
+#: What a replica does, in the words of messages.
+NEW, RUNS, ENDED, ABSENT = "has not begun", "runs", "has ended", "does not run"
+
+#: Returns one reply for each message, in order. Messages are in the order of the replicas.
+Merge = Callable[[list[Any]], Iterable[Any]]
+
+
+def site(path: str, call: int) -> str:
+    return f"`{path}`, call {call}"
 
 
 class Abort(NamedTuple):
@@ -60,254 +60,230 @@ class Abort(NamedTuple):
 
     kind: type[ReplicationError]
     reason: str
-    cause: BaseException | None = None
+    cause: BaseException | None
 
-    def error(self, replica: int | None = None, place: str = "") -> ReplicationError:
-        """Makes the error of a replica that is at a call, or of the caller of the forward."""
+    def error(self, replica: int, place: str) -> ReplicationError:
+        """Makes the error of a replica that is at a call."""
         # A new error each: the traceback of a shared one would grow with each replica.
-        names_all = self.kind in (ReplicasDiverged, ReplicasTimedOut)  # see `_positions`
-        where = "" if replica is None or names_all else f" Replica {replica} was at {place}."
+        names_all = self.kind is ReplicasDiverged  # see `Rendezvous._positions`
+        where = "" if names_all else f" Replica {replica} was at {place}."
         error = self.kind(self.reason + where)
         error.__cause__ = self.cause
         return error
 
 
+# `missing` is the set of replicas that it waits for, which shrinks as messages arrive, or () if
+# any replica may end the wait.
 class Wait:
-    """The wait of one replica, begun under the rendezvous' lock, blocking outside it."""
+    """The wait of a replica, until ``is_over()``."""
 
     def __init__(
-        self, rendezvous: Rendezvous, replica: int, missing: Collection[int], path: str, call: int
+        self, replica: int, missing: Collection[int], place: str, is_over: Callable[[], object]
     ) -> None:
-        self.rendezvous = rendezvous
-        self.replica, self.missing = replica, missing
-        self.path, self.call = path, call
-        self.abort: Abort | None = None
-        self.is_over = False
+        self.replica, self.missing, self.place, self.is_over = replica, missing, place, is_over
         self.thread = threading.get_ident()
-        #: Released when the wait ends. A bare lock is the cheapest thing to block on.
-        self.gate = threading.Lock()
-        self.gate.acquire()
-
-    def block(self) -> None:
-        """Blocks until the wait ends, and raises if it ends without a value."""
-        try:
-            rendezvous, now = self.rendezvous, time.monotonic()
-            stalls = now + STALL_TIMEOUT
-            while not self.gate.acquire(
-                timeout=max(0.0, min(_POLL, min(stalls, rendezvous.deadline) - now))
-            ):
-                now = time.monotonic()
-                if rendezvous.abort is None and now >= rendezvous.deadline:
-                    rendezvous.time_out()
-                elif rendezvous.abort is None and now >= stalls:
-                    rendezvous.fail_if_stalled(self)
-                    stalls = now + STALL_TIMEOUT
-                if rendezvous.abort is not None:
-                    self.abort = rendezvous.abort
-                    rendezvous.end_waits([self])
-                    break
-        except BaseException:  # KeyboardInterrupt, where a replica runs in the main thread
-            self.rendezvous.end_waits([self])
-            raise
-        self.is_over = True  # before the look: see `_abort_waits`
-        abort, self.abort = self.abort, None
-        if abort is not None:
-            raise abort.error(self.replica, site(self.path, self.call))
 
 
-class Failure(NamedTuple):
-    replica: int
-    error: BaseException
-
-
-# `size` is None outside a forward, where participants do not report their beginning and end.
-# Waits then end only with a value or when a participant fails.
 class Rendezvous:
     """The replicas of one forward and their waits for each other."""
 
-    def __init__(self, size: int | None) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
-        #: For messages, the beginnings of waits, and the beginnings and ends of replicas. Code
-        #: under it makes objects, so a finalizer may run there, for as long as it likes, and so
-        #: may a signal handler. Re-entrant, as these may train a model in the same thread. No
-        #: failure, timeout, end of a wait or write needs it, so that each of them gets through.
+        #: Guards all of this and the rounds of exchanges.
         self.lock = threading.RLock()
-        #: The `time.monotonic` by which the forward must have ended.
-        self.deadline = math.inf
-        self._timeout = math.inf
+        #: Notified when a wait may be over. It has methods in Python, so `lock` is locked.
+        self.condition = threading.Condition(self.lock)
+        self.waits: list[Wait] = []
+        self.aborted: Abort | None = None
         #: Whether all of this forward is inside a backward, which runs in the caller's thread.
         self.in_backward = False
-        #: Returns the module and the line where a replica is, given the thread that runs it.
-        self.locate: Callable[[int, int], str] = lambda replica, thread: ""
-        #: Records exchanges and waits. None unless waits are reported or profiled.
-        self.observe: Observe | None = None
         #: The channel of each `SyncMaster` in this forward.
         self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         #: The rendezvous of the outer forward, if this forward runs inside one of its replicas.
         self.outer: Rendezvous | None = None
-        self._progress = [Progress() for _ in range(size or 0)]
-        # Whether any replica has ended a run, or is absent.
-        self._some_are_over = False
-        self._waits: list[Wait] = []
-        self._failures: list[Failure] = []
-        self.abort: Abort | None = None
-        self._writes = Writes()
+        self._states = [NEW] * size
+        self._threads = [0] * size
+        self._failure: BaseException | None = None
 
     # -- the life of a replica -----------------------------------------------------------------
 
-    def enter(self, replica: int) -> bool:
-        """Reports that a forward begins. Returns whether it is the replica's outermost call."""
-        with self.lock:
-            progress = self._progress[replica]
-            progress.depth += 1
-            if progress.depth == 1:
-                progress.runs += 1
-                progress.thread, progress.is_absent = threading.get_ident(), False
-            return progress.depth == 1
-
     def expect_only(self, replicas: Collection[int]) -> None:
-        """Reports that only these replicas are about to run."""
+        """Reports that these replicas are about to run, and no others."""
         with self.lock:
-            for replica, progress in enumerate(self._progress):
-                progress.is_absent = replica not in replicas
-                self._some_are_over |= progress.is_absent
-            self._fail_hopeless_waits()
+            self._states = [NEW if r in replicas else ABSENT for r in range(self.size)]
 
-    def leave(self, replica: int) -> None:
+    def begin(self, replica: int) -> bool:
+        """Reports that a forward begins. Returns False if the replica runs already."""
+        with self.lock:
+            if self._states[replica] == RUNS:
+                return False
+            self._states[replica], self._threads[replica] = RUNS, threading.get_ident()
+            return True
+
+    def end(self, replica: int) -> None:
         """Reports that a forward ends, by returning or by raising (see `fail`)."""
         with self.lock:
-            self._progress[replica].depth -= 1
-            self._some_are_over = True
-            self._fail_hopeless_waits()
+            self._states[replica] = ENDED
+            self.check()
 
-    def has_left(self, replica: int) -> bool:
-        with self.lock:
-            progress = self._progress[replica]
-            return progress.runs > 0 and not progress.depth
+    def has_ended(self, replica: int) -> bool:
+        return self._states[replica] == ENDED
 
     def fail(self, replica: int, error: BaseException) -> None:
-        """Reports that a replica failed. All waits fail, and name a failure."""
-        is_known = any(error is failure.error for failure in self._failures)
-        if not is_known and not isinstance(error, ReplicaFailed):
-            self._failures.append(Failure(replica, error))
-        if self._writes.are_closed:
-            self.take_failures()  # the caller has taken the others, and knows of no more
-            return
-        # The error's own code makes its text.
-        of = f" of {self.size}" if self.size else ""
-        reason = f"replica {replica}{of} failed with {describe_error(error)}."
-        self._abort_waits(ReplicaFailed, reason, error)
+        """Reports that a replica has raised."""
+        with self.lock:
+            if self._failure is None and not isinstance(error, ReplicaFailed):
+                self._failure = error
+        # The error's own code makes its text, so the lock is not held.
+        reason = f"replica {replica} of {self.size} failed with {describe_error(error)}."
+        self.abort(reason, error, kind=ReplicaFailed)
 
-    def close(self, reason: str) -> None:
-        """Forbids all waits and writes from now on, and waits for writes under way."""
-        self._abort_waits(ReplicationError, reason)
-        self._writes.close()
-
-    def commit(self, write: Callable[[], T]) -> T:
-        """Returns ``write()``, which changes the original module; raises in a closed forward."""
-        # The caller of an outer forward may have closed that one only.
-        outer = self.outer
-        return self._writes.commit(write if outer is None else partial(outer.commit, write))
-
-    def take_failures(self) -> list[Failure]:
-        """Drops the failures, because their frames refer to the replicas, and returns them."""
-        failures, self._failures = self._failures, []
-        if self.abort is not None:
-            self.abort = self.abort._replace(cause=None)
-        return failures
+    def take_failure(self) -> BaseException | None:
+        """Drops the first failure, because its frames refer to the replicas, and returns it."""
+        with self.lock:
+            failure, self._failure = self._failure, None
+            if self.aborted is not None:
+                self.aborted = self.aborted._replace(cause=None)
+            return failure
 
     # -- waiting -------------------------------------------------------------------------------
 
-    def begin_wait(self, replica: int, missing: Collection[int], path: str, call: int) -> Wait:
-        """Begins a wait of ``replica`` for all in ``missing``, or for any if it is empty."""
-        # The lock is held. The caller releases it and then calls `Wait.block`.
-        wait = Wait(self, replica, missing, path, call)
-        self._waits.append(wait)
-        if self.abort is not None:  # after the append: see `_abort_waits`
-            self._abort_waits(*self.abort)
-        if self._some_are_over or len(self._waits) >= len(self._progress):  # else a replica runs
-            self._fail_hopeless_waits()
-        return wait
+    def abort(
+        self,
+        reason: str,
+        cause: BaseException | None = None,
+        *,
+        kind: type[ReplicationError] = ReplicationError,
+    ) -> None:
+        """Fails all waits, now and later, for the reason of the first call."""
+        with self.lock:
+            self.aborted = self.aborted or Abort(kind, reason, cause)
+            self.condition.notify_all()
 
-    def end_waits(self, waits: Iterable[Wait]) -> None:
-        """Ends waits that have a value, or are aborted or interrupted."""
-        for wait in waits:
-            try:
-                # In this order: a wait that an interrupt leaves in the list is ended again.
-                if wait.gate.locked():
-                    wait.gate.release()
-                self._waits.remove(wait)
-            except (RuntimeError, ValueError):  # another thread has been faster
-                pass
+    def wait(self, wait: Wait) -> None:
+        """Blocks until the wait is over, or raises. The lock is held before and after."""
+        self.waits.append(wait)
+        late = time.monotonic() + STALL_TIMEOUT
+        try:
+            while not wait.is_over():
+                self.check(is_late=time.monotonic() >= late)
+                if self.aborted is not None:
+                    raise self.aborted.error(wait.replica, wait.place)
+                # An interrupt may lose a notification, so it looks once a second.
+                self.condition.wait(min(1.0, STALL_TIMEOUT))
+        finally:
+            self.waits.remove(wait)
 
-    def _fail_hopeless_waits(self, *, have_stalled: bool = False) -> None:
-        """Fails all waits if one of them can no longer end."""
-        # The lock is held, and a wait has begun or stalled, or a replica has ended.
-        waits, progress_of = self._waits[:], self._progress  # the caller may end waits meanwhile
-        if not waits or self.size is None or self.abort is not None:
+    def check(self, *, is_late: bool = False) -> None:
+        """Aborts the forward if one of its waits can no longer end."""
+        # The lock is held, and a wait has begun or gone on, or a replica has ended.
+        waits = [wait for wait in self.waits if not wait.is_over()]
+        some_are_over = ENDED in self._states or ABSENT in self._states
+        if not (some_are_over or is_late) and len(waits) < self.size:
+            return  # nearly always: a replica runs
+        is_merging = any(wait.missing == set() for wait in waits)  # all messages are there
+        if not waits or is_merging or self.aborted is not None:
             return
-        runs = {wait.replica: progress_of[wait.replica].runs for wait in waits}
-        cannot_end = any(
-            progress_of[r].is_over(runs[wait.replica]) for wait in waits for r in wait.missing
-        )
-        # A replica is blocked if its main thread waits. If only another thread of it does, its
-        # main thread may be computing.
-        threads = {wait.thread for wait in waits}
-        blocked = {r for r in runs if have_stalled or progress_of[r].thread in threads}
-        can_progress = any(
-            replica not in blocked and not progress.is_over(max(runs.values()))
-            for replica, progress in enumerate(progress_of)
-        )
-        if cannot_end or not can_progress:
-            self._abort_waits(
-                ReplicasDiverged,
+        missing = {replica for wait in waits for replica in wait.missing}
+        over = {r for r, state in enumerate(self._states) if state in (ENDED, ABSENT)}
+        # The own thread of a replica may be computing while another of its threads waits.
+        waiting = {w.replica for w in waits if is_late or w.thread == self._threads[w.replica]}
+        new = sorted(r for r in missing if self._states[r] == NEW)
+        if missing & over or len(waiting | over) == self.size:
+            reason = (
                 "the replicas have diverged. Every replica must make the same calls in the same "
                 "order: look for branches that depend on data, and for layers in eval() in one "
-                f"replica only.{self._positions()}",
+                "replica only."
             )
+        elif is_late and new:
+            reason = (
+                f"{listed(new)} did not begin within {STALL_TIMEOUT:g} s. Replicas that "
+                "communicate must run at the same time, each in a thread of its own."
+            )
+        else:
+            return
+        self.abort(reason + self._positions(waits), kind=ReplicasDiverged)
 
-    def _abort_waits(
-        self, kind: type[ReplicationError], reason: str, cause: BaseException | None = None
-    ) -> Abort:
-        """Fails all waits, for the reason of the first call."""
-        # A wait appends itself and then looks for the reason. This sets the reason and then copies
-        # the list of waits, so one of them sees the other, without a lock.
-        self.abort = abort = self.abort or Abort(kind, reason, cause)
-        for wait in self._waits[:]:
-            wait.abort = abort
-            if wait.is_over:  # its thread may not see that, and an error would close a cycle
-                wait.abort = None
-            self.end_waits([wait])
-        return abort
-
-    def fail_if_stalled(self, wait: Wait) -> None:
-        """Fails all waits when a doubtful wait has taken `STALL_TIMEOUT`."""
-        with self.lock:
-            if self.size is None or wait not in self._waits:
-                return
-            self._fail_hopeless_waits(have_stalled=True)
-            late = [r for r in sorted(wait.missing) if not self._progress[r].depth]
-            if late:
-                self._abort_waits(
-                    ReplicasDiverged,
-                    f"{listed(late)} did not begin within {STALL_TIMEOUT:g} s. Replicas that "
-                    "communicate must run at the same time, each in a thread of its own."
-                    f"{self._positions()}",
+    def _positions(self, waits: list[Wait]) -> str:
+        """A line for each replica."""
+        texts = self._states[:]
+        for wait in waits:
+            texts[wait.replica] = f"waits at {wait.place}"
+            if self._states[wait.replica] != RUNS:
+                texts[wait.replica] += (
+                    ", outside the forward (in a recomputation, by another method, or through a "
+                    "part of the replica)"
                 )
+        return "".join(f"\n  replica {r}: {text}" for r, text in enumerate(texts))
 
-    def limit_time(self, seconds: float) -> None:
-        self._timeout, self.deadline = seconds, time.monotonic() + seconds
 
-    def time_out(self) -> ReplicationError:
-        """Fails all waits of a forward that has not ended by its deadline. Returns the error."""
-        # This runs code of the replicas' modules.
-        locations = [self.locate(r, progress.thread) for r, progress in enumerate(self._progress)]
-        return self._abort_waits(
-            ReplicasTimedOut,
-            f"the replicas must end within {self._timeout:g} s, the timeout, which has passed:"
-            f"{self._positions(locations)}",
-        ).error()
+class Round:
+    """The state of one call of an exchange. Only the participants refer to it."""
 
-    def _positions(self, locations: Sequence[str] = ()) -> str:
-        waits = [(wait.replica, site(wait.path, wait.call)) for wait in self._waits[:]]
-        return positions(self._progress, waits, locations)
+    def __init__(self, replicas: Iterable[int]) -> None:
+        self.messages: dict[int, Any] = {}
+        self.missing = set(replicas)
+        self.replies: dict[int, Any] = {}
+
+
+# `path` names the calls in messages.
+class Exchange:
+    """The sequence of calls that some replicas of one forward make together."""
+
+    def __init__(self, path: str, replicas: Iterable[int]) -> None:
+        self.path = path
+        self.calls = dict.fromkeys(replicas, 0)
+        self._round = Round(self.calls)
+
+    def add(self, replica: int) -> None:
+        """Lets a replica take part from the current call on. The lock is held."""
+        self.calls[replica] = 0
+        self._round.missing.add(replica)
+
+    # The rendezvous is not kept, as it may refer to the exchange.
+    def __call__(self, rendezvous: Rendezvous, replica: int, message: Any, merge: Merge) -> Any:
+        """Sends a message, and returns the reply once the messages of all are merged."""
+        with named_range(f"exchange {self.path}, replica {replica}"):
+            with rendezvous.lock:
+                current = self._round
+                if replica in current.messages:
+                    raise ReplicationError(
+                        f"`{self.path}`: replica {replica} calls it in several threads at a time"
+                    )
+                self.calls[replica] += 1
+                place = site(self.path, self.calls[replica])
+                if rendezvous.aborted is not None:
+                    raise rendezvous.aborted.error(replica, place)
+                current.messages[replica] = message
+                current.missing.remove(replica)
+                if current.missing:
+                    self._await_reply(rendezvous, replica, current, place)
+                    return current.replies.pop(replica)
+                self._round = Round(self.calls)
+            try:
+                return self._merge(rendezvous, replica, current, merge)
+            except BaseException as error:
+                rendezvous.fail(replica, error)  # the others wait for replies
+                raise
+
+    def _await_reply(
+        self, rendezvous: Rendezvous, replica: int, current: Round, place: str
+    ) -> None:
+        is_over = partial(current.replies.__contains__, replica)
+        wait = Wait(replica, current.missing, place, is_over)
+        try:
+            with named_range(f"wait {self.path}, replica {replica}"):
+                rendezvous.wait(wait)
+        except BaseException:  # the message is taken back, as it may refer to the exchange
+            if current.messages.pop(replica, None) is not None:
+                current.missing.add(replica)
+            raise
+
+    def _merge(self, rendezvous: Rendezvous, replica: int, current: Round, merge: Merge) -> Any:
+        replicas = sorted(current.messages)
+        # Not in a variable: graphs in the messages may hold the replicas.
+        replies = merge(list(map(current.messages.pop, replicas)))
+        with rendezvous.lock:
+            current.replies.update(zip(replicas, replies, strict=True))
+            rendezvous.condition.notify_all()
+            return current.replies.pop(replica)

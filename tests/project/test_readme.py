@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import replication
 import syncbn
-from replication.steps.parallel_apply import SHUTDOWN_GRACE
-from replication.sync import rendezvous, writes
+from replication.sync import rendezvous
 from tests.processes import run_python
 from tests.ranks import needs_gloo, run_ranks
 
@@ -235,7 +234,7 @@ PUBLIC = {
 
 
 #: What public functions return, and `ReplicaAware.group`. The example is theirs.
-RESULTS = {"Difference", "SlavePipe", "Summary", "Verification", "WaitReport"}
+RESULTS = {"Difference", "SlavePipe", "Summary", "Verification"}
 RESULTS |= {"Group", "ReplicaGroup"}
 
 
@@ -280,8 +279,6 @@ def test_the_messages_that_the_reference_quotes_are_in_the_code():
 def test_the_seconds_that_the_reference_promises_are_those_of_the_code():
     page = " ".join((ROOT / "docs" / "reference.md").read_text("utf-8").split())
     assert f"the wait ends after {rendezvous.STALL_TIMEOUT:g} seconds" in page
-    assert f"The other replicas get {SHUTDOWN_GRACE:g} seconds to end" in page
-    assert "the caller waits up to a second longer" in page and writes.LONGEST_WRITE == 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -130,9 +130,10 @@ def test_warning_of_a_layer_points_at_the_line_that_calls_it(torchs_own):
     with pytest.warns(UnsynchronizedWarning) as caught:
         line = inspect.currentframe().f_lineno + 1
         model(torch.ones(6, 1))
+    assert len(caught) == 1
     if not torchs_own:
         line = Calls.forward.__code__.co_firstlineno + 1
-    assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]
+        assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])

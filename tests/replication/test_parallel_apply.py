@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import re
 import signal
 import sys
 import threading
@@ -21,12 +20,9 @@ from torch import Tensor, nn
 from replication import DataParallel, execute_replication_callbacks, parallel_apply, replicate
 from tests.layers import (
     DEADLINE,
-    HAS_GIL,
     Centering,
-    Numbered,
     freed,
     no_garbage_collection,
-    soon,
     together,
 )
 from tests.processes import run_program
@@ -91,16 +87,6 @@ def test_replicas_run_at_the_same_time():
 
 
 # -- threads -----------------------------------------------------------------------------------
-
-
-def test_thread_that_ends_without_a_result_is_an_error(monkeypatch):
-    """Something may end it from outside, or it cannot even report."""
-    monkeypatch.setattr(threads, "_POLL", 0.01)
-    monkeypatch.setattr(workers, "_idle", {})
-    monkeypatch.setattr(workers, "_work", lambda jobs, key: jobs.get().work.clear())
-    (outcome,) = together(lambda: apply(lambda: None, lambda: None))
-    assert isinstance(outcome.error, RuntimeError)
-    assert str(outcome.error) == "the thread of replicas 0, 1 ended without a result"
 
 
 def test_single_replica_runs_in_the_calling_thread():
@@ -206,85 +192,6 @@ def test_error_is_raised_after_all_replicas_have_ended():
     assert ended == [True]
 
 
-class HangsInForeignCode(Numbered):
-    """Waits, in all replicas but ``failing``, for something that no replica sends."""
-
-    def __init__(self, failing: int) -> None:
-        super().__init__()
-        self.failing = failing
-        self.released, self.hangs, self.ended = (threading.Event() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.copy_id == self.failing:
-            assert self.hangs.wait(DEADLINE)
-            raise WorkerError("first")
-        self.hangs.set()
-        self.released.wait(2 * DEADLINE)
-        self.ended.set()
-        return x
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_replica_that_hangs_in_foreign_code_does_not_hold_back_the_error(failing, monkeypatch):
-    """Guarantee 5: the other replicas get a few seconds to end."""
-    monkeypatch.setattr(threads, "SHUTDOWN_GRACE", 0.05)
-    hangs = HangsInForeignCode(failing)
-    model = DataParallel(nn.Sequential(nn.Linear(2, 2), hangs), ["cpu"] * 2)
-    try:
-        (outcome,) = together(lambda: model(torch.randn(4, 2)))
-        assert not hangs.ended.is_set()
-    finally:
-        hangs.released.set()
-    assert isinstance(outcome.error, WorkerError)
-    own, left = outcome.error.__notes__
-    assert own == f"in replica {failing} of 2 on cpu, module `1`"
-    at = r" in `1`, at .*threading\.py:\d+" if HAS_GIL else ""
-    assert re.fullmatch(rf"left running 0\.05 s later: replica {1 - failing}{at}", left)
-    assert hangs.ended.wait(DEADLINE)
-
-
-@pytest.fixture
-def ends_of_waits(monkeypatch) -> list[float]:
-    """The times by which the caller's waits for the replicas have to end."""
-    ends: list[float] = []
-    wait = threads._next
-
-    def recorded(done: Any, running: Any, end: float) -> Any:
-        ends.append(end)
-        return wait(done, running, end)
-
-    monkeypatch.setattr(threads, "_next", recorded)
-    return ends
-
-
-def test_later_failures_do_not_prolong_the_grace_period(ends_of_waits):
-    def fail_after_the_first() -> None:
-        assert soon(lambda: len(ends_of_waits) == 2)
-        raise WorkerError("second")
-
-    def end_last() -> None:
-        assert soon(lambda: len(ends_of_waits) == 3)
-
-    with pytest.raises(WorkerError):
-        apply(fail, fail_after_the_first, end_last)
-    before, after_the_first, after_the_second = ends_of_waits
-    assert before > after_the_first == after_the_second
-
-
-def test_grace_period_ends_with_the_timeout(ends_of_waits):
-    class Fails(Numbered):
-        def forward(self, x: Tensor) -> Tensor:
-            if self.copy_id == 1:
-                raise WorkerError
-            assert soon(lambda: len(ends_of_waits) == 2)
-            return x
-
-    timeout = threads.SHUTDOWN_GRACE / 2  # long enough for the failure to be the first
-    with pytest.raises(WorkerError):
-        DataParallel(Fails(), ["cpu"] * 2, timeout=timeout)(torch.ones(2, 1))
-    assert len(set(ends_of_waits)) == 1
-
-
 def test_frames_in_the_traceback_of_an_error_have_ended():
     """Others, such as pytest, read them while the thread runs."""
     with pytest.raises(WorkerError) as caught:
@@ -332,34 +239,11 @@ of_unix = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs Uni
         pytest.param("forks_beside_a_forward", "done\n", marks=of_unix),
         # Torch aborts if the interpreter ends in the middle of an operation.
         pytest.param("exits_with_a_busy_replica", "interrupted\n", marks=of_unix),
-        ("exits_right_before_a_replica_ends", "abandoned\nended\n"),
-        *[("exits_beside_a_daemon_thread", "end\n")] * 5,
     ],
 )
 def test_programs_run_to_their_end(name, printed):
     done = run_program(name)
     assert (done.stdout, done.stderr, done.returncode) == (printed, "", 0)
-
-
-def test_an_interrupt_that_keeps_a_thread_from_beginning_keeps_nothing_alive(monkeypatch):
-    """Python leaves such a thread in its list of threads for good."""
-    name = "_start_new_thread" if sys.version_info < (3, 13) else "_start_joinable_thread"
-    start = getattr(threading, name)
-
-    def interrupted(*args: Any, **kwargs: Any) -> None:
-        monkeypatch.setattr(threading, name, start)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(workers, "_idle", {})
-    net, x = nn.Linear(2, 2), torch.ones(4, 2, requires_grad=True)
-    kept = [weakref.ref(net), weakref.ref(x)]
-    monkeypatch.setattr(threading, name, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        DataParallel(net, ["cpu"] * 2)(x)
-    del net, x
-    assert freed(*kept)
-    for thread in [t for t in threading._limbo if t.name == "replica-0"]:  # for later tests
-        del threading._limbo[thread]
 
 
 # -- threads of replicas -----------------------------------------------------------------------
@@ -406,38 +290,6 @@ def test_replicas_share_the_threads_that_the_caller_has_now():
                     pool.submit(model, torch.zeros(2)).result(timeout=DEADLINE).tolist()
                     == [share] * 2
                 )
-    finally:
-        torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize(
-    ("layer", "shares"),
-    [
-        (nn.Conv2d(256, 512, 1), [1, 2, 2, 3]),
-        (nn.Conv2d(256, 511, 1), [1, 1, 1, 3]),
-        (nn.Conv2d(512, 512, 1, groups=4), [1, 1, 1, 3]),
-        (nn.Conv2d(128, 128, 3), [1, 1, 1, 3]),
-    ],
-    ids=str,
-)
-def test_replicas_with_wide_convolutions_keep_two_threads(layer, shares):
-    """Torch computes these without oneDNN in a single thread."""
-    model = DataParallel(Threads(layer), ["cpu"] * 2)
-    try:
-        for count, share in zip((1, 2, 3, 6), shares, strict=True):
-            torch.set_num_threads(count)
-            assert model(torch.zeros(2)).tolist() == [share] * 2
-            assert torch.get_num_threads() == count
-    finally:
-        torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize("modules", [["a", "b"], {"": None, "0": None}], ids=str)
-def test_what_is_no_module_is_refused_with_several_threads_as_well(modules):
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(TypeError, match="object is not callable"):
-            parallel_apply(modules, [(), ()], None, ["cpu"] * 2)
     finally:
         torch.set_num_threads(1)
 

@@ -209,13 +209,6 @@ def shipped(tmp_path, monkeypatch):
     sys.modules.pop("shipped", None)
 
 
-CORRECTED = """
-    class _SynchronizedBatchNorm(_BatchNorm):
-        def __init__(self, num_features, eps=1e-5, momentum=0.001, affine=True):
-            self.register_buffer("_running_iter", torch.ones(1))
-"""
-
-
 class Sub:
     """Made a subclass of a layer class in the tests, and then importable from here."""
 
@@ -275,65 +268,6 @@ def test_momentum_survives_what_happens_to_a_layer(shipped):
     x = torch.randn(6, 3, 2, 2)
     replication.DataParallel(layer, ["cpu"] * 2)(x)
     torch.testing.assert_close(layer.running_mean, 0.001 * x.mean((0, 2, 3)))
-
-
-@pytest.mark.parametrize("file", ["batchnorm.py", "__init__.py", "bn.py"])
-def test_defaults_of_the_copy_are_kept(shipped, file):
-    shipped(
-        """
-        class _SynchronizedBatchNorm(_BatchNorm):
-            def __init__(self, num_features, eps=1e-3, momentum=-3e-4, affine=True, fused=F):
-                pass
-
-        class Other(_BatchNorm):
-            def __init__(self, num_features, eps=1e-1):
-                pass
-        """,
-        file,
-    )
-    layer = imported("shipped.sync").SynchronizedBatchNorm3d(3)
-    assert (layer.momentum, layer.eps, layer.affine) == (-3e-4, 1e-3, True)
-
-
-def test_copy_that_is_a_single_file_is_read(shipped, tmp_path):
-    (tmp_path / "sync_bn.py").write_text(textwrap.dedent(CORRECTED), encoding="utf-8")
-    with pytest.warns(UserWarning, match="corrects the bias"):
-        assert imported("sync_bn").SynchronizedBatchNorm1d(3).momentum == 0.001
-    forget("sync_bn")
-
-
-def test_copy_with_the_usual_defaults_gets_the_very_classes(shipped):
-    shipped(CORRECTED.replace("momentum=0.001", "momentum=0.1").replace("_running_iter", ""))
-    toolkit = imported("shipped.sync")
-    assert toolkit.SynchronizedBatchNorm2d is syncbn.SynchronizedBatchNorm2d
-
-
-def test_copy_that_corrects_bias_warns_at_the_import_unless_a_momentum_is_chosen(shipped):
-    shipped(CORRECTED)
-    with pytest.warns(UserWarning, match=r"momentum=0\.001.*'shipped\.sync', momentum=") as caught:
-        toolkit = imported("shipped.sync", eps=1e-4)
-    assert [warning.filename for warning in caught] == [__file__]
-    layer = toolkit.SynchronizedBatchNorm2d(3)
-    assert (layer.momentum, layer.eps) == (0.001, 1e-4)
-    importlib.import_module("shipped.sync.batchnorm")  # without another warning
-    forget("shipped.sync")
-    chosen = imported("shipped.sync", momentum=0.02).SynchronizedBatchNorm2d(3)
-    assert chosen.momentum == 0.02
-
-
-def test_default_that_cannot_be_read_is_warned_of(shipped):
-    shipped(CORRECTED.replace("0.001", "cfg.MOMENTUM").replace("_running_iter", ""))
-    with pytest.warns(UserWarning, match=r"default, cfg\.MOMENTUM, is not a constant.*momentum="):
-        toolkit = imported("shipped.sync")
-    assert toolkit.SynchronizedBatchNorm2d(3).momentum == 0.1
-
-
-@pytest.mark.parametrize("source", [b"class (", b"\xff\xfe", b"\0"])
-def test_source_that_cannot_be_parsed_is_passed_over(shipped, tmp_path, source):
-    (tmp_path / "shipped" / "sync" / "aaa.py").write_bytes(source)
-    shipped(CORRECTED.replace("_running_iter", ""))
-    toolkit = imported("shipped.sync")
-    assert toolkit.SynchronizedBatchNorm2d(3).momentum == 0.001
 
 
 def test_bad_defaults_are_refused_before_anything_changes():

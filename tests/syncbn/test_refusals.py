@@ -181,7 +181,6 @@ def test_a_momentum_that_is_no_number_is_refused_by_every_replica(momentum):
     assert isinstance(outcome_of(lambda: nn.BatchNorm1d(3, momentum=momentum)(X)).error, TypeError)
     error = outcome_of(lambda: run_sharded(layer, X.split([3, 3]))).error
     assert isinstance(error, TypeError)
-    assert any("also failed: the same error" in note for note in error.__notes__)
 
 
 def test_a_shard_on_another_device_is_refused_by_its_replica():

@@ -26,7 +26,6 @@ from benchmarks import fused
 from benchmarks.measuring import line
 from replication import execute_replication_callbacks, parallel_apply, replicate
 from syncbn import SynchronizedBatchNorm2d, convert_model
-from syncbn import fused as of_syncbn
 from syncbn.kernels import Kernels
 
 #: Of processes or replicas.
@@ -148,7 +147,7 @@ def ours(replicas: int) -> tuple[Counts, Counts]:
     model = Recorded(convert_model(nn.BatchNorm2d(SHAPE[1])))
     shards = [torch.randn(SHAPE, device=device, requires_grad=True) for device in devices]
     upstream = [torch.randn_like(shard) for shard in shards]
-    with patch.object(of_syncbn, "kernels_for", lambda kind: OF_TORCH):
+    with patch("syncbn.ways.kernels_for", lambda kind: OF_TORCH):
         for _ in range(2):  # the first call fills caches
             forward, backward = model.operations, list[Operation]()
             forward.clear()
@@ -197,7 +196,7 @@ def ours_in_processes(size: int) -> Counts:
     """Counts the operations of our layer in one process, for which meta is an accelerator."""
     layer = SynchronizedBatchNorm2d(SHAPE[1], device="meta")
     x = torch.randn(SHAPE, device="meta", requires_grad=True)
-    kernels = patch.object(of_syncbn, "kernels_for", lambda kind: OF_TORCH)
+    kernels = patch("syncbn.ways.kernels_for", lambda kind: OF_TORCH)
     with processes(size), kernels:
         return recorded(lambda: layer(x), [x, *layer.parameters()], "meta")
 

@@ -107,11 +107,42 @@ def is_usable(process_group: Any) -> bool:
     return process_group in distributed.distributed_c10d._world.pg_map
 
 
+# By methods of the group, which all releases of torch have, without the checks of arguments in
+# Python that the functions of `torch.distributed` make before they call them.
 def all_gather_single(rows: Tensor, tensor: Tensor, process_group: Any) -> None:
-    """Gathers tensors of all ranks into one. Older releases of torch have another name for it."""
-    name = "all_gather_single"
-    name = name if hasattr(distributed, name) else "all_gather_into_tensor"
-    getattr(distributed, name)(rows, tensor, process_group)
+    """Gathers tensors of all ranks into one vector."""
+    options = _options("AllgatherOptions")
+    _wait(process_group._allgather_base(_real(rows), _real(tensor), options))
+
+
+def all_gather_rows(rows: Tensor, tensor: Tensor, process_group: Any) -> None:
+    """Gathers tensors of all ranks into the rows of one. For the CPU."""
+    # Older releases of gloo have no `_allgather_base`.
+    options = _options("AllgatherOptions")
+    _wait(process_group.allgather([[*_real(rows).unbind()]], [_real(tensor)], options))
+
+
+def all_reduce_in_place(tensor: Tensor, process_group: Any) -> None:
+    """Adds tensors of all ranks."""
+    _wait(process_group.allreduce([_real(tensor)], _options("AllreduceOptions")))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+@lru_cache
+def _options(kind: str) -> Any:
+    """The options of a collective that runs on the current stream, where torch has this option."""
+    options = getattr(distributed.distributed_c10d, kind)()
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
 
 
 def timeout_of(process_group: Any) -> timedelta | None:
@@ -181,12 +212,17 @@ def set_grad_modes(stack: ExitStack, *, grad: bool, inference: bool) -> None:
         stack.enter_context(torch.set_grad_enabled(grad))
 
 
+def is_profiling() -> bool:
+    """Whether `torch.profiler` is active. It usually records this thread only."""
+    return profiler._is_profiler_enabled
+
+
 _UNNAMED = nullcontext()
 
 
 def named_range(name: str) -> AbstractContextManager[object]:
-    """Names a ``with`` block in a profile. `torch.profiler` usually records this thread only."""
-    return profiler.record_function(name) if profiler._is_profiler_enabled else _UNNAMED
+    """Names a ``with`` block in a profile."""
+    return profiler.record_function(name) if is_profiling() else _UNNAMED
 
 
 @lru_cache

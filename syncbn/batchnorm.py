@@ -21,10 +21,11 @@ from replication.errors import is_int, lost_derivatives, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.registry import has_other_processes, name_in_graph
 from replication.groups.replicas import CallbackContext
-from syncbn.channels import HALF, in_float64
-from syncbn.compiled import compiled_batch_norm, sum_in_graph
+from syncbn.channels import HALF, in_dtype, in_float64
+from syncbn.compiled import add_in_graph
 from syncbn.recomputation import RecordedCalls
 from syncbn.statistics import Denominator, LayerCall, RunningStatistics
+from syncbn.textbook import batch_norm
 from syncbn.ways import synchronized_batch_norm
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -154,12 +155,30 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     def _evaluated(self, input: Tensor) -> Tensor:
         is_shared = self._recorded_calls is not None and self._has_original_buffers
         if not (is_shared and torch.is_grad_enabled()):
-            return _BatchNorm.forward(self, input)
+            return self._alone(input)
         # Save copies of the buffers for backward: a training forward may update them before.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         mean, var = (b if b is None else b.clone() for b in (self.running_mean, self.running_var))
-        return nn.functional.batch_norm(
-            input, mean, var, self.weight, self.bias, training=mean is None, eps=self.eps
+        args = *self._parameters_like(mean), mean is None, 0.0, self.eps
+        return nn.functional.batch_norm(input, mean, var, *args)
+
+    def _alone(self, input: Tensor) -> Tensor:
+        """Normalizes as torch's layer, also in half precision with buffers of float32."""
+        mean, var = self._buffers.get("running_mean"), self._buffers.get("running_var")
+        if input.dtype not in HALF or mean is None:
+            return _BatchNorm.forward(self, input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        momentum = float(self._count_batch().momentum) if self.training else 0.0
+        args = *self._parameters_like(mean), self.training, momentum, self.eps
+        return nn.functional.batch_norm(input, mean, var, *args)
+
+    def _parameters_like(self, buffer: Tensor | None) -> list[Any]:
+        """Returns weight and bias in the dtype of a buffer, if there is one."""
+        pair = [self.weight, self.bias]
+        return (
+            pair
+            if buffer is None
+            else [p if p is None else in_dtype(p, buffer.dtype) for p in pair]
         )
 
     def _trained_in_graph(self, input: Tensor) -> Tensor:
@@ -168,12 +187,14 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             # `_BatchNorm.forward`, not `super()`: a class that is also derived from a library's
             # batch norm must get the normalization alone, on one device as well.
             if not has_other_processes(self.process_group):
-                return _BatchNorm.forward(self, input)
+                return self._alone(input)
             name, tag = name_in_graph(self.process_group), self.running_mean
             fits_graph = self.group_size is None and self.track_running_stats
             if fits_graph and name is not None and tag is not None:
-                added = partial(sum_in_graph, name, tag[:1])
-                return compiled_batch_norm(self._checked_call(input), added, self._count_batch)
+                call, add = self._checked_call(input), partial(add_in_graph, name, tag[:1])
+                y, moments = batch_norm(*call, add)
+                self._count_batch().update(moments)
+                return y
         return self._trained_out_of_graph(input)
 
     def _trained(self, input: Tensor) -> Tensor:
@@ -181,7 +202,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         if group.size == 1:
             if self.process_group is not None:
                 self._checked_call(input)
-            return _BatchNorm.forward(self, input)
+            return self._alone(input)
         is_counted = self._has_original_buffers and not group.recomputes
         count_batch = self._count_batch if is_counted else RunningStatistics  # without buffers
         call = self._checked_call(input)

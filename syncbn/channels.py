@@ -42,6 +42,11 @@ def in_float64(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float64)
 
 
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As ``tensor.to(dtype)``, which takes a while even where it changes nothing."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def values_per_channel(x: Tensor) -> int:
     return x.numel() // x.size(1) if x.size(1) else 0
 
@@ -52,7 +57,9 @@ def reduced_dims(x: Tensor) -> list[int]:
 
 def per_channel(vector: Tensor, like: Tensor) -> Tensor:
     """Shapes a vector of length C to broadcast against ``like``, in its accumulation dtype."""
-    vector = vector.to(accumulation_dtype(like.dtype)).to(like.device)
+    vector = in_dtype(vector, accumulation_dtype(like.dtype))
+    if vector.device != like.device:
+        vector = vector.to(like.device)
     return vector.view(1, -1, *[1] * (like.dim() - 2))
 
 

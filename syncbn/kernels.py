@@ -17,11 +17,14 @@ evaluation mode (`native_batch_norm` with given moments), in one pass. On the CP
 x * scale + (shift - mean * scale), which loses digits where a mean is large against the deviation.
 Such means stay in float64, so that their merge loses nothing, and the kernels that get one center
 x first. Otherwise vectors of length C are in the accumulation dtype.
+
+The methods of `Kernels` call them with what they take: kernels of accelerators refuse an empty
+shard, and some buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -29,8 +32,18 @@ import torch
 from torch import Tensor
 
 from replication._torch import has_kernels
-from syncbn.channels import HALF, accumulation_dtype, in_format_of, per_channel
+from syncbn.channels import (
+    HALF,
+    accumulation_dtype,
+    constant_tensor,
+    in_dtype,
+    in_format_of,
+    memory_format,
+    per_channel,
+    values_per_channel,
+)
 from syncbn.moments import is_large, moments
+from syncbn.statistics import CountBatch, KernelMoments, RunningStatistics
 
 #: Stands for the count of a shard without values, because the kernels divide by counts.
 TINY = {torch.float32: 1e-30, torch.float64: 1e-300}
@@ -44,6 +57,95 @@ class Kernels(NamedTuple):
     elemt: Callable[..., Any]
     backward_reduce: Callable[..., Any]
     backward_elemt: Callable[..., Any]
+
+    @property
+    def are_on_host(self) -> bool:
+        """Whether they compute in the thread that calls them."""
+        return self is ON_CPU
+
+    def measured(self, x: Tensor, eps: float) -> KernelMoments:
+        """Returns the moments of a shard."""
+        n = values_per_channel(x)
+        if n or self.are_on_host:
+            mean, inverse = self.stats(x, eps)
+        else:
+            mean = x.new_zeros(x.size(1), dtype=accumulation_dtype(x.dtype))
+            inverse = torch.full_like(mean, eps**-0.5)
+        return KernelMoments(n, mean, inverse, eps)
+
+    def merged(
+        self,
+        x: Tensor,
+        own: KernelMoments,
+        n: int | Tensor,
+        counts: Tensor,
+        means: Tensor,
+        inverses: Tensor,
+        count_batch: CountBatch,
+    ) -> KernelMoments:
+        """Merges the moments of k shards, ``(k, C)`` each, and updates the running statistics.
+
+        One of the shards is x, with its ``own`` moments. The batch has n values per channel.
+        """
+        running = count_batch()
+        running_mean, running_var, momentum = running
+        # The kernel updates buffers if n is above 1, and torch's only buffers of its own dtype, by
+        # a momentum that is a number. An n that the host does not know is above 1 if the shard has
+        # several values. Of its first argument only the dtype matters.
+        updates = (n if isinstance(n, int) else own.n) > 1
+        if self is ON_CPU:
+            like, momentum = x, float(momentum)
+        else:
+            like, dtype = means, means.dtype
+            is_number = not isinstance(momentum, Tensor)
+            updates &= is_number and _is_of(running_mean, dtype) and _is_of(running_var, dtype)
+        if not updates:
+            running_mean, running_var, momentum = RunningStatistics()
+        args: Any = like, means, inverses, running_mean, running_var, momentum, own.eps, counts
+        mean, inverse = self.gather_stats(*args)
+        batch = KernelMoments(n, mean, inverse, own.eps)
+        if not updates:
+            running.update(batch.exact())
+        return batch
+
+    def normalized(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, batch: KernelMoments
+    ) -> Tensor:
+        """Returns the output of a shard."""
+        if not x.numel():
+            return torch.empty_like(x, memory_format=memory_format(x))
+        return self.elemt(x, weight, bias, *batch[1:])  # type: ignore[no-any-return]
+
+    def reduced(
+        self, dy: Tensor, x: Tensor, batch: KernelMoments, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Returns the two sums of a shard, and the gradients of weight, if any, and bias."""
+        if not x.numel():
+            zeros = batch.mean.new_zeros(x.size(1), dtype=accumulation_dtype(x.dtype))
+            return zeros, zeros, weight if weight is None else zeros, zeros
+        args = dy, x, batch.mean, batch.inverse, weight, True, True, True
+        sum_dy, sum_dy_xmu, dweight, dbias = self.backward_reduce(*args)
+        # Only beside a weight does the kernel compute the gradient of a bias.
+        return sum_dy, sum_dy_xmu, dweight, sum_dy if dbias is None else dbias
+
+    def gradient(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        batch: KernelMoments,
+        weight: Tensor | None,
+        sums: Sequence[Tensor],
+    ) -> Tensor:
+        """Returns the gradient of a shard, given the two sums of all."""
+        if not x.numel():
+            return torch.empty_like(x)
+        n, (sum_dy, sum_dy_xmu) = batch.n, sums
+        if isinstance(n, int):
+            if n >= 2**31:  # the kernel divides by an int32
+                sum_dy, sum_dy_xmu, n = sum_dy / n, sum_dy_xmu / n, 1
+            n = constant_tensor((n,), x.device, torch.int32)
+        args = dy, x, batch.mean, batch.inverse, weight, sum_dy, sum_dy_xmu, n
+        return self.backward_elemt(*args)  # type: ignore[no-any-return]
 
 
 def batch_norm_stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -68,7 +170,7 @@ def batch_norm_gather_stats_with_counts(
     """
     # Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     # Variances", 1979.
-    n = counts.sum().item()
+    n = sum(counts.tolist())
     share = counts / n
     if input.dtype == torch.float64:
         # From one of the means on, so that equal means give the same again, to the last digit.
@@ -76,13 +178,13 @@ def batch_norm_gather_stats_with_counts(
         start = mean[0].nan_to_num(0.0, 0.0, 0.0)
         merged = torch.addmv(start, (mean - start).T, share)
     else:
-        merged = torch.mv(mean.T, share)
+        merged = share @ mean
     apart = mean - merged
-    denominator = torch.mv(invstd.pow(-2).addcmul_(apart, apart).T, share)
-    result = merged, denominator.rsqrt()
+    denominator = share @ invstd.pow(-2).addcmul_(apart, apart)
+    inverse = denominator.rsqrt()
     if not is_large(merged, denominator):
         dtype = accumulation_dtype(input.dtype)
-        result = merged.to(dtype), result[1].to(dtype)
+        merged, inverse = in_dtype(merged, dtype), in_dtype(inverse, dtype)
     # Hidden from autograd, as torch's kernels do it: the graph of a forward on one device may have
     # saved a buffer without needing its value.
     if running_mean is not None:
@@ -90,7 +192,7 @@ def batch_norm_gather_stats_with_counts(
     if running_var is not None:
         unbiased = denominator.sub_(eps).clamp_(min=0).mul_(n / (n - 1))
         _average(running_var.data, unbiased, momentum)
-    return result
+    return merged, inverse
 
 
 def batch_norm_elemt(
@@ -122,7 +224,7 @@ def batch_norm_backward_reduce(
 
     Then come the gradients of weight and bias, None unless they are wanted and there is a weight.
     """
-    center = mean.to(accumulation_dtype(input.dtype))
+    center = in_dtype(mean, accumulation_dtype(input.dtype))
     one, mask = torch.ones_like(center), [False, True, True]
     if input.dtype in HALF:  # with other strides torch would round each product
         input = in_format_of(input, input)
@@ -132,8 +234,8 @@ def batch_norm_backward_reduce(
         sum_dy_xmu = sum_dy_xmu - (mean - center) * sum_dy
     dweight = dbias = None
     if weight is not None:
-        dweight = (sum_dy_xmu * invstd).to(weight.dtype) if weight_g else None
-        dbias = sum_dy.to(weight.dtype) if bias_g else None
+        dweight = in_dtype(sum_dy_xmu * invstd, weight.dtype) if weight_g else None
+        dbias = in_dtype(sum_dy, weight.dtype) if bias_g else None
     return sum_dy, sum_dy_xmu, dweight, dbias
 
 
@@ -150,12 +252,13 @@ def batch_norm_backward_elemt(
     """Computes the gradient of a shard, given the sums and the counts of all shards."""
     dtype = accumulation_dtype(input.dtype)
     scale = invstd if weight is None else invstd * weight
-    n = -count.sum().item()
+    n = -(count.item() if count.numel() == 1 else count.sum().item())
     # In this order, so that a channel without deviation does not leave the range of float32.
     slope, shift = sum_dy_xmu / n * invstd * invstd * scale, sum_dy / n * scale
     # Half precision is rounded once, at the end.
-    dx = _affine(input.to(dtype), mean, slope, shift)
-    return dx.addcmul_(grad_out.to(dtype), per_channel(scale, dx)).to(input.dtype)
+    dx = _affine(in_dtype(input, dtype), mean, slope, shift)
+    dx.addcmul_(in_dtype(grad_out, dtype), per_channel(scale, dx))
+    return in_dtype(dx, input.dtype)
 
 
 ON_CPU = Kernels(
@@ -176,18 +279,22 @@ def kernels_for(kind: str) -> Kernels | None:
     return Kernels(*[getattr(torch, n) for n in names]) if has_kernels(kind, *names) else None
 
 
+def _is_of(buffer: Tensor | None, dtype: torch.dtype) -> bool:
+    return buffer is None or buffer.dtype == dtype
+
+
 def _affine(
     x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
     """Computes ``(x - mean) * scale + shift`` for each channel, in the dtype of x."""
     dtype = accumulation_dtype(x.dtype)
-    center, scale = mean.to(dtype), scale.to(dtype)
-    shift = None if shift is None else shift.to(dtype)
+    center, scale = in_dtype(mean, dtype), in_dtype(scale, dtype)
+    shift = None if shift is None else in_dtype(shift, dtype)
     if mean.dtype == torch.float64:  # it may be large
         drift = (center - mean) * scale
         shift = drift if shift is None else shift + drift
         y = (x - per_channel(center, x)).mul_(per_channel(scale, x)).add_(per_channel(shift, x))
-        return y.to(x.dtype) if out is None else out.copy_(y)
+        return in_dtype(y, x.dtype) if out is None else out.copy_(y)
     args: Any = x, scale, shift, center, torch.ones_like(center), False, 0.0, 0.0
     if out is None:
         return torch.native_batch_norm(*args)[0]
@@ -199,4 +306,4 @@ def _average(running: Tensor, new: Tensor, momentum: float) -> None:
     if running.dtype in HALF:  # in which a new value may be infinite
         running.copy_(running.to(new.dtype).lerp_(new, momentum))
     else:
-        running.lerp_(new.to(running.dtype), momentum)
+        running.lerp_(in_dtype(new, running.dtype), momentum)

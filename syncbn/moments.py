@@ -5,8 +5,7 @@ the deviation, neither moment then has the digits that the merge of shards needs
 adds values one by one, which is slow.
 
 Idea: few values are measured in float64, and long rows by vectorized operations. If a mean is
-large, a shard is measured again about its rounded means. Other devices, and compiled calls, take
-two passes of operations that autograd and the compiler know.
+large, a shard is measured again about its rounded means.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from torch import Tensor
 from syncbn.channels import (
     HALF,
     accumulation_dtype,
-    in_float64,
     per_channel,
-    reduced_dims,
     values_per_channel,
 )
 
@@ -42,9 +39,6 @@ _CHUNK = 2**18
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Computes mean and biased variance of each channel, ``(C,)`` in float64, 0 without values."""
-    if not x.is_cpu:
-        mean, var = moments_in_operations(x)
-        return mean, var.clamp_(min=0)
     if not x.numel():
         return x.new_zeros(2, x.size(1), dtype=torch.float64).unbind()  # type: ignore[return-value]
     if x.numel() <= _FEW_VALUES and x.dtype != torch.float64:
@@ -100,19 +94,7 @@ def _center(x: Tensor, mean: Tensor) -> Tensor:
     return center.nan_to_num_(0.0, 0.0, 0.0)  # infinite values stay as they are
 
 
-def moments_in_operations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes mean and biased variance of each channel in float64, 0 without values."""
-    # The mean, then the mean of squares: the compiler makes a slow loop of a variance on the CPU.
-    dims, n = reduced_dims(x), max(1, values_per_channel(x))
-    head = x.sum(dims) / n
-    centered = x - per_channel(head.detach(), x)
-    # The centered values still contain the rounding error of the mean. It has no derivative.
-    rest = in_float64(centered.detach().sum(dims) / n)
-    squares = in_float64(centered.square().sum(dims) / n)
-    return in_float64(head) + rest, squares - rest.square()
-
-
 def is_large(mean: Tensor, var: Tensor) -> bool:
     """Whether batch norm in evaluation mode loses digits, because a mean is large."""
     # Neither NaN, which hides no other channel, nor a channel of zeros is large.
-    return bool((mean.square() > _LARGE_MEAN**2 * var).any())
+    return bool((torch.addcmul(var, mean, mean, value=-(_LARGE_MEAN**-2)) < 0).any())

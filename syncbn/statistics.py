@@ -1,8 +1,8 @@
-"""The statistics of a batch: moments, their merge, the denominator, and the running statistics."""
+"""The statistics of a batch: moments, the denominator, and the running statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,10 +39,6 @@ class Moments(NamedTuple):
     mean: Tensor
     var: Tensor
 
-    def exact(self) -> Moments:
-        """Returns itself: see `KernelMoments.exact`."""
-        return self
-
     def detach(self) -> Moments:
         return Moments(self.n, self.mean.detach(), self.var.detach())
 
@@ -50,7 +46,8 @@ class Moments(NamedTuple):
 class KernelMoments(NamedTuple):
     """Moments as the kernels have them, ``(C,)`` in the dtype that they return."""
 
-    #: The number of values per channel, or the counts of all ranks where reading them would block.
+    #: The number of values per channel, or the counts of all ranks, in int32, where reading them
+    #: would block the host.
     n: Any
     mean: Tensor
     #: ``1 / sqrt(var + eps)``
@@ -62,16 +59,6 @@ class KernelMoments(NamedTuple):
         n = self.n if isinstance(self.n, int) else self.n.sum()
         var = in_float64(self.inverse).square().reciprocal().sub_(self.eps).clamp_(min=0)
         return Moments(n, in_float64(self.mean), var)
-
-
-def merge(share: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Merges the moments of k shards, ``(k, C)`` each, given the share of the values of each."""
-    # Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-    # Variances", 1979. From one of the means on, so that equal means give the same again.
-    start = means[0].detach().nan_to_num(0.0, 0.0, 0.0)
-    mean = start + share @ (means - start)
-    apart = means - mean
-    return mean, share @ torch.addcmul(variances, apart, apart)
 
 
 class RunningStatistics(NamedTuple):
@@ -113,20 +100,10 @@ def is_single(n: int | Tensor) -> bool:
     return isinstance(n, int) and n == 1
 
 
-def all_match(calls: Sequence[LayerCall]) -> bool:
-    """Whether all replicas have copies of the same parameters, one eps, and one eps mode."""
-    _, weight, bias, denominator = calls[0]
-    for _, w, b, own in calls[1:]:
-        if own != denominator or not (_are_copies(weight, w) and _are_copies(bias, b)):
-            return False
-    return True
-
-
-def _are_copies(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is other:
-        return True
-    if one is None or other is None or one.requires_grad != other.requires_grad:
-        return False
-    if one.device == other.device:
-        return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
-    return one.grad_fn is not None and one.grad_fn is other.grad_fn  # made by one broadcast
+def check_count(n: int | Tensor, x: Tensor) -> None:
+    """Raises ValueError for a shard of a batch that `is_single`."""
+    if is_single(n):
+        raise ValueError(  # torch's own words, which programs may look for
+            f"Expected more than 1 value per channel when training, got input size {x.size()} and "
+            "1 value in all of its group; take a larger batch, or call the layer in eval()"
+        )

@@ -1,45 +1,34 @@
-"""One call of a synchronized layer: chooses the way in which its shards are computed.
+"""One call of a synchronized layer.
 
-=========  ====================================================  ================================
-`Fused`    five kernels, and one autograd node for all shards    the usual way
-`Joined`   torch's own layer, called once for all shards         small shards of CPU replicas
-`Formula`  operations that autograd knows                        everything else, and derivatives
-=========  ====================================================  ================================
+It takes one of three roads:
 
-A replica knows which way its shard could go, and sends what that way needs. The last to arrive
-decides for all, perhaps that they exchange once more, for another way. Each way is a class, whose
-objects are the shards:
+==================  ==============================================================================
+`syncbn.textbook`   plain operations: clamp mode, and devices without the five kernels
+`syncbn.ranks`      five kernels, for one of several processes
+`syncbn.fused`      the same for replicas: one autograd node, and one exchange, for all shards
+==================  ==============================================================================
 
-    way.takes(call)                  whether a shard could go this way; `Formula` takes any
-    shard = way(call)                in the thread of its replica or process
-    shard.connect()                  saves the shard of a replica for backward; not if it is joined
-    way.merge(shards, count_batch)   the replies to all replicas, or None if the shards differ
-    shard.merge_ranks(ranks, ...)    the reply to a process
-    shard.recomputed(record)         the reply to a call that a checkpoint recomputes
-    shard.output(reply)              the output, in the same thread
-    shard.measured()                 the moments of the shard, unless it is joined
-    shard.record(reply)              what a recomputation needs, unless it is joined
+Each copy chooses by what all must have in common. Where they differ, the names of their calls do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import Any, cast
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from replication.groups.base import Group, Layouts
-from replication.groups.processes import ProcessGroup
+from replication.groups.base import Group
 from replication.groups.replicas import ReplicaGroup
 from syncbn.channels import with_usual_strides
-from syncbn.formula import Formula
 from syncbn.fused import Fused
-from syncbn.joined import Joined
-from syncbn.processes import Ranks
+from syncbn.kernels import ON_CPU, Kernels, kernels_for
+from syncbn.ranks import normalized_in_rank
 from syncbn.recomputation import RecordedCalls
-from syncbn.statistics import CountBatch, LayerCall, Moments, is_single
+from syncbn.statistics import CountBatch, LayerCall, check_count
+from syncbn.textbook import exact_batch_norm
 
 
 def synchronized_batch_norm(
@@ -52,77 +41,64 @@ def synchronized_batch_norm(
         x = with_usual_strides(x)
     if x is not original:
         call = call._replace(x=x)
-    layouts = ((x.dtype, (x.size(1),)),)  # must match on every copy
-    exchanges = isinstance(group, ReplicaGroup) and not group.in_later_backward
-    joins = exchanges and Joined.takes(call)
-    shard: Any = (Joined if joins else Fused if Fused.takes(call) else Formula)(call)
-    if not isinstance(group, ReplicaGroup):
-        requires_grad = torch.is_grad_enabled() and x.requires_grad
-        ranks = Ranks(cast(ProcessGroup, group), call.denominator, layouts, requires_grad)
-        reply = shard.merge_ranks(ranks, count_batch)
-        _check_count(reply.batch.n, x)  # in every rank, because no other process hears of it
-    elif not exchanges:  # a checkpoint recomputes the call
+    kernels: Any = None if call.denominator.clamps else kernels_for(x.device.type)
+    if kernels is None:
+        y = _normalized_by_textbook(call, group, count_batch)
+    elif type(group) is ReplicaGroup:  # `isinstance` of an abstract class takes calls in Python
+        y = _normalized_in_replica(call, group, kernels, calls, count_batch)
+    else:
+        y = normalized_in_rank(call, group, kernels, count_batch)  # type: ignore[arg-type]
+    # A subclass decides what its operations return, such as MONAI's MetaTensor with its metadata.
+    return y if type(original) is Tensor else y.view_as(original)
+
+
+def _normalized_by_textbook(call: LayerCall, group: Group, count_batch: CountBatch) -> Tensor:
+    y, moments = exact_batch_norm(*call, group.all_reduce)
+    n: Any = moments.n
+    check_count(int(n) if n.is_cpu else n, call.x)
+    count_batch().update(moments)
+    return y
+
+
+def _normalized_in_replica(
+    call: LayerCall,
+    group: ReplicaGroup,
+    kernels: Kernels,
+    calls: RecordedCalls | None,
+    count_batch: CountBatch,
+) -> Tensor:
+    x, recomputes = call.x, group.in_later_backward
+    shard = Fused(call, kernels, recomputes)
+    if recomputes:
         record = calls.recall(shard.measured(), x)  # type: ignore[union-attr]
         # Not before, because a checkpoint ends the recomputation when all is saved.
         shard.connect()
-        if isinstance(shard, Fused) and isinstance(record.batch, Moments):
-            shard = Formula(call)  # the way that all shards went after a first exchange
-            shard.connect()
-        reply = shard.recomputed(record)
-    else:
-        shard, reply = _exchanged(shard, group, layouts, count_batch)
-        if not isinstance(shard, Joined):
-            if shard.measured().n:
-                _check_count(reply.batch.n, x)
-            if calls is not None:
-                calls.records.append(shard.record(reply))
-    y = shard.output(reply)
-    # A subclass decides what its operations return, such as MONAI's MetaTensor with its metadata.
-    return y if type(original) is Tensor else y.view_as(original)  # type: ignore[no-any-return]
-
-
-def _exchanged(
-    shard: Any, group: ReplicaGroup, layouts: Layouts, count_batch: CountBatch
-) -> tuple[Any, Any]:
-    """Exchanges a shard with the other replicas, perhaps again for another way.
-
-    Returns the shard of the way that all went at last, and the reply.
-    """
-    exchange = partial(
-        group.exchange,
-        "batch_norm",
-        merge=partial(_merge, count_batch),
-        layouts=layouts,
+        return shard.output(shard.recomputed(record))
+    if not shard.joins:
+        shard.connect()
+    reply = group.exchange(
+        _name(call.denominator.eps, kernels is ON_CPU),
+        shard,
+        # `group` and `count_batch` are those of the first of these replicas. If it is replica 0,
+        # the buffers are the original module's.
+        partial(_merge_shards, count_batch),
+        layouts=((x.dtype, (x.size(1),)),),  # must match in every replica
         requires_grad=torch.is_grad_enabled(),  # tensors of other replicas may
     )
-    if not isinstance(shard, Joined):
-        shard.connect()
-    reply = exchange(shard)
-    while isinstance(reply, type):  # the way that all shards go instead
-        if type(shard) is not reply:  # once per shard: a checkpoint counts what is saved
-            shard = reply(shard.call)
-            shard.connect()
-        reply = exchange(shard)
-    return shard, reply
+    if isinstance(reply, Tensor):
+        return reply
+    if shard.measured().n:
+        check_count(reply.batch.n, x)
+    if calls is not None:
+        calls.records.append(shard.record(reply))
+    return shard.output(reply)
 
 
-def _merge(count_batch: CountBatch, shards: Sequence[Any]) -> Iterable[Any]:
-    """Returns the replies in replica order, or the way that all shards go instead."""
-    # `count_batch` belongs to the first of these replicas. If it is replica 0, the buffers are the
-    # original module's.
-    ways: set[Any] = set(map(type, shards))
-    if len(ways) == 1:
-        (way,) = ways
-        replies = way.merge(shards, count_batch)
-        if replies is not None:
-            return replies  # type: ignore[no-any-return]
-    return [Fused if Joined in ways and Formula not in ways else Formula] * len(shards)
+def _merge_shards(count_batch: CountBatch, shards: Sequence[Fused]) -> Sequence[Any]:
+    return Fused.merge(shards, count_batch)
 
 
-def _check_count(n: int | Tensor, x: Tensor) -> None:
-    """Raises ValueError if a batch has one value per channel, as far as the host knows."""
-    if is_single(n):
-        raise ValueError(  # torch's own words, which programs may look for
-            f"Expected more than 1 value per channel when training, got input size {x.size()} and "
-            "1 value in all of its group; take a larger batch, or call the layer in eval()"
-        )
+@lru_cache(maxsize=1024)
+def _name(eps: float, is_on_cpu: bool) -> str:
+    """The name of a call, which must match in every replica."""
+    return f"batch_norm(eps={eps}{', on the CPU' if is_on_cpu else ''})"

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from benchmarks import fused as stand_ins
-from syncbn import fused, joined
+from syncbn import joined
 from tests import (
     accelerator,
     properties,  # noqa: F401  # loads the profile of Hypothesis
@@ -174,7 +174,7 @@ def not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the CPU go a way that other devices go."""
     found = stand_ins.AS_ON_ACCELERATORS if request.param == "fused" else None
-    monkeypatch.setattr(fused, "kernels_for", lambda kind: found)
+    monkeypatch.setattr("syncbn.ways.kernels_for", lambda kind: found)
 
 
 @pytest.fixture(params=["joined", "not joined"])

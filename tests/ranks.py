@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, distributed
 from torch.torch_version import TorchVersion
 
+from replication.groups import comparison, processes
 from tests.deadlines import DEADLINE, ends
 
 needs_gloo = pytest.mark.skipif(
@@ -163,7 +164,13 @@ def recorded_collectives() -> Iterator[list[tuple[str, int]]]:
         return call
 
     wrapped = {name: recorded(name, getattr(distributed, name)) for name in _SENT}
-    with mock.patch.multiple(distributed, **wrapped):
+    in_place = recorded("all_reduce", processes.all_reduce_in_place)
+    of_rows = recorded("all_gather", comparison.all_gather_rows)
+    with (
+        mock.patch.multiple(distributed, **wrapped),
+        mock.patch.object(processes, "all_reduce_in_place", in_place),
+        mock.patch.object(comparison, "all_gather_rows", of_rows),
+    ):
         yield calls
 
 

@@ -19,7 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from replication._torch import all_gather_single, device_of_group, named_range
+from replication._torch import (
+    all_gather_rows,
+    all_gather_single,
+    device_of_group,
+    is_profiling,
+    named_range,
+)
 from replication.errors import ReplicationError, add_note
 from replication.groups.base import Call, check_same_call
 from replication.groups.registry import state_of
@@ -41,15 +47,16 @@ class RankCall:
     calls before.
     """
 
+    #: In profiles.
+    _range: Any = None
+
     def __init__(self, process_group: Any, name: str, call: Call) -> None:
         self.process_group, self.name, self.call = process_group, name, call
         #: Whether the ranks have compared this call.
         self.is_compared = False
-        state = state_of(process_group)
-        kind = name, call.name.endswith("_backward")
-        with state.lock:
-            state.calls[kind] += 1
-            self._number = state.calls[kind]
+        calls, kind = state_of(process_group).calls, (name, call.name.endswith("_backward"))
+        # Without a lock: calls of one layer in several threads at once would match in no order.
+        self._number = calls[kind] = calls.get(kind, 0) + 1
 
     def __str__(self) -> str:
         return f"`{self.name}`, call {self._number}: {self.call}"
@@ -57,8 +64,9 @@ class RankCall:
     # Not `contextlib.contextmanager`, for the reason that `ForwardScope` gives.
     def __enter__(self) -> RankCall:
         """Names the call in profiles, and in errors of the ``with`` block."""
-        self._range = named_range(f"exchange {self.name}, rank {self.process_group.rank()}")
-        self._range.__enter__()
+        if is_profiling():
+            self._range = named_range(f"exchange {self.name}, rank {self.process_group.rank()}")
+            self._range.__enter__()
         if ranks_debug():
             try:
                 self.compare()
@@ -68,7 +76,8 @@ class RankCall:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self._range.__exit__(kind, error, traceback)
+        if self._range is not None:
+            self._range.__exit__(kind, error, traceback)
         # If another rank raises or dies, this one gets an error of the backend, or runs into the
         # timeout of the group.
         if isinstance(error, Exception) and not isinstance(error, ReplicationError):
@@ -94,7 +103,8 @@ class RankCall:
     def check(self, digests: Sequence[Sequence[float]]) -> None:
         """Raises `ReplicasDiverged`, on every rank, if any two digests differ."""
         self.is_compared = True
-        if all(digest[:2] == digests[0][:2] for digest in digests):
+        first = digests[0][:2]
+        if all(digest[:2] == first for digest in digests):
             return
         # Not pickled, because unpickling could run any code.
         data = str(self).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
@@ -113,8 +123,8 @@ def _digest(name: str, call: Call) -> int:
 
 def ranks_debug() -> bool:
     """Whether ranks compare all calls, by ``TORCH_DISTRIBUTED_DEBUG``."""
-    # Not `is`, because every call returns a new object.
-    return bool(distributed.get_debug_level() != distributed.DebugLevel.OFF)  # type: ignore[attr-defined]
+    # By its value, because every call returns a new object, which takes long to compare.
+    return distributed.get_debug_level().value > 0  # type: ignore[attr-defined, no-any-return]
 
 
 def debugging_advice() -> str:
@@ -124,13 +134,14 @@ def debugging_advice() -> str:
 
 def gathered(tensor: Tensor, process_group: Any) -> Tensor:
     """Stacks contiguous tensors of all ranks, of one shape."""
-    rows = tensor.new_empty(process_group.size(), *tensor.shape)
-    if not rows.numel():
-        pass  # there is nothing to send
-    elif tensor.is_cpu:  # for which older releases of gloo lack the other function
-        distributed.all_gather([*rows.unbind()], tensor, process_group)
-    else:  # a list would be copied row by row
+    size = process_group.size()
+    if not tensor.is_cpu and tensor.numel():  # a list would be copied row by row
+        rows = tensor.new_empty(size * tensor.numel())
         all_gather_single(rows, tensor, process_group)
+        return rows.view(size, *tensor.shape)
+    rows = tensor.new_empty(size, *tensor.shape)
+    if rows.numel():
+        all_gather_rows(rows, tensor, process_group)
     return rows
 
 

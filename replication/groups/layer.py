@@ -9,7 +9,7 @@ from torch import nn
 from replication._torch import IS_REPLICA
 from replication.errors import ReplicationError
 from replication.groups.base import Group, SoloGroup
-from replication.groups.processes import ProcessGroup
+from replication.groups.processes import process_group_of
 from replication.groups.registry import ProcessGroupHandle, as_process_group, has_other_processes
 from replication.groups.replicas import CallbackContext
 from replication.sync.lifecycle import current_replica
@@ -130,14 +130,16 @@ class ReplicaAware(_Base):
             and "group" not in self._modules
         ):
             return group  # the usual case, which each forward of a layer takes
-        if group is None and self._warn_if_isolated():
+        current = current_replica()
+        may_be_isolated = group is None and (current is not None or IS_REPLICA in vars(self))
+        if may_be_isolated and self._warn_if_isolated():
             return SoloGroup()
         if "group" in self._modules:
             raise TypeError("`group` must be the group of the copies; rename the submodule")
         name = self._layer_name or type(self).__name__
-        if has_other_processes(self.process_group):
-            processes = ProcessGroup(self.process_group, name)
-            current = current_replica()
+        process_group = self.process_group
+        if has_other_processes(process_group):
+            processes = process_group_of(process_group, name)
             if (group is not None and group.size > 1) or (current and current.is_one_of_several):
                 raise ReplicationError(
                     f"`{name}`: several replicas in each of several processes are not connected; "
@@ -159,12 +161,12 @@ class ReplicaAware(_Base):
         self._process_group = None if group is None else ProcessGroupHandle(group)
 
     def _is_in_replica(self) -> bool:
-        return getattr(self, IS_REPLICA, False) or current_replica() is not None
+        return IS_REPLICA in vars(self) or current_replica() is not None
 
     def _warn_if_isolated(self) -> bool:
         """Whether a replica calls this layer without its copies. Warns if it is in a forward."""
         current = current_replica()
-        if getattr(self, IS_REPLICA, False):
+        if IS_REPLICA in vars(self):  # `getattr` would search, and then make an error
             what = (
                 "is in a replica that is not connected to the others, so its group is this "
                 "replica alone; use replication.DataParallel, or derive the wrapper's class from "

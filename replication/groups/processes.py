@@ -15,13 +15,18 @@ from torch import Tensor, distributed
 from torch.autograd import Function
 from torch.nn.functional import pad
 
-from replication._torch import is_batched, is_usable, timeout_of, uncompiled
+from replication._torch import (
+    all_reduce_in_place,
+    is_batched,
+    is_usable,
+    timeout_of,
+    uncompiled,
+)
 from replication.devices import current_stream, use_device
 from replication.errors import ReplicationError
 from replication.groups.base import (
     Call,
     Group,
-    Layouts,
     ReduceOp,
     SoloGroup,
     Tensors,
@@ -168,33 +173,23 @@ class ProcessGroup(Group):
             parts = self._all_gather(call, data)
         return tuple(pickle.loads(to_bytes(part)) for part in parts)
 
-    def exchange(
-        self,
-        name: str,
-        vectors: Sequence[Tensor],
-        *,
-        stack: bool,
-        layouts: Layouts,
-        requires_grad: bool,
-    ) -> Tensor:
-        """Joins vectors, and gathers or sums them, for layers with autograd nodes of their own.
+    def gather_vectors(self, call: Call, *vectors: Tensor) -> Sequence[Tensor]:
+        """Stacks each of some vectors of all ranks, ``(size, length)``, without a derivative.
 
-        Args:
-            name: The name of the call in messages. It ends in ``_backward`` in a backward.
-            vectors: Of the same lengths and dtypes on all ranks.
-            stack: Whether to return the vectors of all ranks, ``(size, length)``, without a
-                derivative, and not their sum.
-            layouts: Dtypes and shapes that must match on all ranks.
-            requires_grad: Whether autograd records the call.
+        It is for layers with autograd nodes of their own. The vectors travel as one.
         """
-        with self._running(Call(name, layouts, requires_grad)) as call:
-            if stack:
-                return self._rows(call, *vectors)
-            for vector in vectors:
-                _refuse_batched(vector)
-            if self.prefers_gather(*vectors) and not torch.is_grad_enabled():
-                return reduce_tensors(self._rows(call, *vectors).unbind(), "sum")
-            return self._sum(call, torch.cat([*vectors]), in_place=True)
+        with self._running(call) as running:
+            return self._gathered(running, *vectors)
+
+    def sum_vector(self, call: Call, vector: Tensor) -> Tensor:
+        """Adds a vector of all ranks, in place if it needs no derivative."""
+        with self._running(call) as running:
+            if vector.requires_grad or is_batched(vector):
+                return self._sum(running, vector)
+            if self.prefers_gather(vector):
+                return self._gathered(running, vector)[0].sum(0)
+            all_reduce_in_place(vector, running.process_group)
+            return vector
 
     def prefers_gather(self, *tensors: Tensor) -> bool:
         """Whether it is faster to sum by gathering all tensors and adding them on each rank."""
@@ -262,15 +257,14 @@ class ProcessGroup(Group):
 
         return (self._differentiable(call, from_source, to_source, tensor),)
 
-    def _sum(self, call: RankCall, tensor: Tensor, in_place: bool = False) -> Tensor:
+    def _sum(self, call: RankCall, tensor: Tensor) -> Tensor:
         """Returns the sum over the ranks, whose derivative is the sum of the gradients."""
 
         def sum_of_ranks(tensor: Tensor) -> Tensor:
             if self.prefers_gather(tensor):
                 return reduce_tensors(self._stacked(call, tensor).unbind(), "sum")
-            is_ours = in_place and not tensor.requires_grad  # else autograd may need the values
-            total = tensor if is_ours else tensor.clone(memory_format=torch.contiguous_format)
-            distributed.all_reduce(total, group=call.process_group)
+            total = tensor.clone(memory_format=torch.contiguous_format)
+            all_reduce_in_place(total, call.process_group)
             return total
 
         return self._differentiable(call, sum_of_ranks, self._sum, tensor)
@@ -286,27 +280,32 @@ class ProcessGroup(Group):
     def _stacked(self, call: RankCall, tensor: Tensor) -> Tensor:
         """Stacks the tensors of all ranks, without a derivative."""
         values = tensor.resolve_conj().resolve_neg().reshape(-1)
-        rows = self._rows(call, values.view(torch.uint8) if values.dtype is torch.bool else values)
+        values = values.view(torch.uint8) if values.dtype is torch.bool else values
+        (rows,) = self._gathered(call, values)
         return rows.view(tensor.dtype).view(self.size, *tensor.shape)
 
-    def _rows(self, call: RankCall, *vectors: Tensor) -> Tensor:
-        """Joins vectors, and stacks the result of all ranks. Compares the call on the CPU."""
-        first = vectors[0]
-        if call.is_compared or not first.is_cpu:  # elsewhere the host would wait for the header
-            vector = torch.cat(vectors) if len(vectors) > 1 else first.contiguous()
-            return gathered(vector, call.process_group)
-        if first.dtype == torch.float64:  # it can hold the numbers themselves
-            header = torch.tensor(call.digest, dtype=torch.float64, device="cpu")
-        else:
-            header = torch.tensor(call.digest, device="cpu").view(first.dtype)
-        rows = gathered(torch.cat((header, *vectors)), call.process_group)
-        length = header.numel()
-        headers, rows = rows[:, :length], rows[:, length:]
+    def _gathered(self, call: RankCall, *vectors: Tensor) -> Sequence[Tensor]:
+        """Stacks each of some vectors of all ranks, which travel as one. Compares the call.
+
+        Not if they are on accelerators, where the host would wait for the digests.
+        """
+        first, sizes = vectors[0], [vector.numel() for vector in vectors]
+        has_digest = first.is_cpu and not call.is_compared
+        if has_digest:
+            digest = torch.tensor(call.digest, dtype=torch.float64, device="cpu")
+            if first.dtype != torch.float64:  # which can hold the numbers themselves
+                digest = digest.long().view(first.dtype)
+            vectors, sizes = (digest, *vectors), [digest.numel(), *sizes]
+        vector = torch.cat(vectors) if len(vectors) > 1 else first.contiguous()
+        parts = gathered(vector, call.process_group).split_with_sizes(sizes, 1)
+        if not has_digest:
+            return parts
+        digests = parts[0]
         if first.dtype != torch.float64:
             # A single row counts as contiguous, whatever its stride.
-            headers = headers.clone(memory_format=torch.contiguous_format).view(torch.int64)
-        call.check(headers.tolist())
-        return rows
+            digests = digests.clone(memory_format=torch.contiguous_format).view(torch.int64)
+        call.check(digests.tolist())
+        return parts[1:]
 
     def _send_values(
         self, sent: list[int], received: list[int], call: RankCall, tensor: Tensor
@@ -353,6 +352,16 @@ class ProcessGroup(Group):
 
     def _global_rank(self, rank: int) -> int:
         return distributed.get_global_rank(self.process_group, rank)
+
+
+def process_group_of(process_group: Any, name: str) -> ProcessGroup:
+    """The `ProcessGroup` of a layer, which is made at its first call."""
+    used = distributed.group.WORLD if process_group is None else process_group
+    groups = state_of(used).groups if is_usable(used) else {}
+    group = groups.get(name)
+    if group is None:
+        group = groups[name] = ProcessGroup(process_group, name)
+    return group
 
 
 def _refuse_batched(tensor: Tensor) -> None:

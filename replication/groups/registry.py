@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,9 +17,11 @@ class ProcessGroupState:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         #: The number of calls, by the name of the layer and whether a backward makes them.
-        self.calls: Counter[tuple[str, bool]] = Counter()
+        self.calls: dict[tuple[str, bool], int] = {}
         #: The groups made of this one, by the size of the parts.
         self.parts: dict[int, Any] = {}
+        #: Each `ProcessGroup` of a layer, by its name.
+        self.groups: dict[str, Any] = {}
 
 
 _states: WeakKeyDictionary[Any, ProcessGroupState] = WeakKeyDictionary()

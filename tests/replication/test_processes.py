@@ -26,6 +26,7 @@ from replication import (
     SoloGroup,
 )
 from replication._torch import timeout_of
+from replication.groups import comparison
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.collective_cases import CASES, EACH, OPS, derivatives, leaves, upstream
 from tests.layers import outcome_of
@@ -299,17 +300,17 @@ FORGERIES = [
 
 
 def forged_texts_are_printable_and_never_unpickled(rank: int) -> None:
-    group, all_gather = ProcessGroup(name="head"), distributed.all_gather
+    group, all_gather = ProcessGroup(name="head"), comparison.all_gather_rows
     for text in FORGERIES:
 
-        def forged(rows: list[Tensor], sent: Tensor, group: Any, text: bytes = text) -> None:
+        def forged(rows: Tensor, sent: Tensor, group: Any, text: bytes = text) -> None:
             if rank == 1:
                 is_text = sent.dtype == torch.uint8
                 sent = torch.tensor(list(text), dtype=torch.uint8) if is_text else sent + 1
             all_gather(rows, sent, group)
 
         with (
-            mock.patch.object(distributed, "all_gather", forged),
+            mock.patch.object(comparison, "all_gather_rows", forged),
             mock.patch("pickle.loads", side_effect=AssertionError("unpickled")),
             pytest.raises(ReplicasDiverged, match="rank 1: ") as found,
         ):

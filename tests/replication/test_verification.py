@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import syncbn.__main__
-import syncbn.formula
 import syncbn.joined
 from replication import DataParallel, Scattered, SoloGroup
 from syncbn import SynchronizedBatchNorm2d, convert_model, verify
@@ -366,7 +365,7 @@ def refuse(*args: object) -> None:
         (check, "SynchronizedBatchNorm2d", nn.BatchNorm2d, "output of `0`"),
         (check, "SynchronizedBatchNorm2d", NotANumber, "outputs 1 inf"),
         pytest.param(
-            *(syncbn.joined.Joined, "merge", refuse, "RuntimeError: no such kernel"),
+            *(syncbn.fused, "joined", refuse, "RuntimeError: no such kernel"),
             marks=knows_hooks,
         ),
         (syncbn.fused.Fused, "merge", refuse, "RuntimeError: no such kernel"),

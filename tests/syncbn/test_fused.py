@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks import fused as stand_ins
 from replication import DataParallel
-from syncbn import SynchronizedBatchNorm2d, formula, fused
+from syncbn import SynchronizedBatchNorm2d
+from syncbn import ways as roads
 from syncbn.fused import Fused
 from syncbn.kernels import ON_CPU
 from syncbn.node import _gradients
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("not_joined", "on_accelerator")
 
 @pytest.fixture
 def on_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "kernels_for", lambda kind: stand_ins.AS_ON_ACCELERATORS)
+    monkeypatch.setattr("syncbn.ways.kernels_for", lambda kind: stand_ins.AS_ON_ACCELERATORS)
 
 
 @pytest.fixture
@@ -34,17 +33,17 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the outputs that each way has given."""
     counts: Counter[str] = Counter()
 
-    def counted(way: Any) -> Any:
-        output = way.output
+    def counted(owner: Any, name: str, way: str) -> None:
+        output = getattr(owner, name)
 
-        def call(shard: Any, reply: Any) -> Tensor:
-            counts[way.__name__] += 1
-            return output(shard, reply)
+        def call(*args: Any) -> Tensor:
+            counts[way] += 1
+            return output(*args)
 
-        return call
+        monkeypatch.setattr(owner, name, call)
 
-    for way in (Fused, formula.Formula):
-        monkeypatch.setattr(way, "output", counted(way))
+    counted(Fused, "output", "Fused")
+    counted(roads, "_normalized_by_textbook", "textbook")
     return counts
 
 
@@ -71,7 +70,7 @@ def test_a_count_beyond_int32_does_not_wrap(total):
     class Context:
         """Of a batch in which the sums of this shard are as large as those of a billion values."""
 
-        kernels, ranks, needs_input_grad = ON_CPU, None, [False] * 3 + [True] * 3
+        kernels, needs_input_grad = ON_CPU, [False] * 2 + [True] * 3
         batches = (KernelMoments(total, torch.zeros(3), torch.ones(3), 1e-5),)
 
     dweight, dbias, dx = _gradients(Context(), [dy], [x], [torch.ones(3)])
@@ -117,73 +116,6 @@ def test_empty_shards_go_the_same_way(sizes, ways):
     assert ways == {"Fused": len(sizes)}
 
 
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_replicas_on_devices_without_the_kernels_lead_all_to_the_formula(
-    create_graph, ways, monkeypatch
-):
-    """As where one is on the CPU."""
-    monkeypatch.setattr(
-        fused,
-        "kernels_for",
-        lambda kind: (
-            None
-            if threading.current_thread().name == "replica-1"
-            else stand_ins.AS_ON_ACCELERATORS
-        ),
-    )
-    layer, plain = SynchronizedBatchNorm2d(3), torch.nn.BatchNorm2d(3)
-    x, dy = torch.randn(2, 5, 3, 2, 2)
-    grads = []
-    for module in (plain, DataParallel(layer, ["cpu"] * 2)):
-        leaf = x.clone().requires_grad_()
-        inputs = [leaf, *module.parameters()]
-        grads.append(torch.autograd.grad(module(leaf), inputs, dy, create_graph=create_graph))
-    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(layer.state_dict(), plain.state_dict())
-    assert ways == {"Formula": 2}
-
-
-class OwnEps(nn.Module):
-    """Gives replica 1 another eps, inside a checkpoint if asked to."""
-
-    def __init__(self, recomputes: bool) -> None:
-        super().__init__()
-        self.norm, self.recomputes = SynchronizedBatchNorm2d(3), recomputes
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.norm.group.rank:
-            self.norm.eps = 0.5
-        if not self.recomputes:
-            return self.norm(x).tanh()
-        return checkpoint(lambda x: self.norm(x).tanh(), x, use_reentrant=False)
-
-
-def test_a_recomputation_goes_the_way_that_the_replicas_went_at_last(ways):
-    """Each replica begins with the kernels, and learns that another one differs."""
-    x, dy, found = torch.randn(4, 3, 2, 2), torch.randn(4, 3, 2, 2), []
-    for recomputes in (False, True):
-        leaves = [part.clone().requires_grad_() for part in x.split(2)]
-        net = OwnEps(recomputes)
-        torch.autograd.backward(run_sharded(net, leaves), list(dy.split(2)))
-        found.append([leaf.grad for leaf in (*leaves, *net.parameters())])
-    torch.testing.assert_close(*found)
-    assert ways == {"Formula": 2 + 4}
-
-
-def test_a_checkpoint_whose_shard_took_the_formula_at_once_recomputes_it(ways, monkeypatch):
-    """Another replica began with the kernels, so that all exchange twice."""
-    monkeypatch.setattr(Fused, "takes", staticmethod(lambda call: len(call.x) != 3))
-    x, dy, found = torch.randn(5, 3, 2, 2), torch.randn(5, 3, 2, 2), []
-    for recomputes in (False, True):
-        leaves = [part.clone().requires_grad_() for part in x.split([3, 2])]
-        net = SynchronizedBatchNorm2d(3)
-        outputs = run_sharded(Recomputed(net) if recomputes else net, leaves)
-        torch.autograd.backward(outputs, list(dy.split([3, 2])))
-        found.append([leaf.grad for leaf in (*leaves, *net.parameters())])
-    torch.testing.assert_close(*found)
-    assert ways == {"Formula": 2 + 4}
-
-
 @pytest.mark.parametrize("used", [1, 2])
 def test_a_checkpoint_of_images_has_derivatives_of_any_order(used, ways):
     """Also where a loss does not use the outputs of all replicas."""
@@ -199,7 +131,7 @@ def test_a_checkpoint_of_images_has_derivatives_of_any_order(used, ways):
     assert ways["Fused"]
 
 
-def test_a_clamped_variance_leads_to_the_formula(ways):
+def test_a_clamped_variance_leads_to_the_textbook(ways):
     with eps_mode("clamp"):
         run_sharded(SynchronizedBatchNorm2d(3), [torch.randn(2, 3, 4, 5) for _ in range(2)])
-    assert ways == {"Formula": 2}
+    assert ways == {"textbook": 2}

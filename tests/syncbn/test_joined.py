@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from replication import DataParallel, register_replication_callback
-from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, joined
+from replication import DataParallel
+from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, fused, joined
 from tests.layers import knows_hooks
 from tests.layouts import LAYOUTS
 from tests.sharded import randomized, run_sharded
@@ -22,15 +22,15 @@ pytestmark = knows_hooks
 def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of shards of each call that is joined."""
     found: list[int] = []
-    merge = joined.Joined.merge
+    join = fused.joined
 
     def counted(shards: Any, count_batch: Any) -> Any:
-        outputs = merge(shards, count_batch)
+        outputs = join(shards, count_batch)
         if outputs is not None:
             found.append(len(shards))
         return outputs
 
-    monkeypatch.setattr(joined.Joined, "merge", counted)
+    monkeypatch.setattr(fused, "joined", counted)
     return found
 
 
@@ -65,19 +65,6 @@ def test_outputs_have_the_layouts_that_plain_batch_norm_gives_them(layouts, size
     assert [y.stride() for y in outputs] == [nn.BatchNorm2d(4)(x).stride() for x in shards]
     if layouts in (("contiguous",) * 2, ("channels_last",) * 2):
         assert joins == [2]
-
-
-@pytest.mark.parametrize("attributes", [{"eps": 0.5}, {"weight": torch.ones(3)}], ids=str)
-def test_one_replica_that_may_not_join_is_joined_with_none(attributes, joins):
-    def change(layer: nn.Module, ctx: object, copy_id: int) -> None:
-        if copy_id == 1:
-            vars(layer).update(attributes)
-
-    layer, shards = SynchronizedBatchNorm1d(3), [torch.randn(4, 3) for _ in range(2)]
-    run_sharded(layer, shards)
-    register_replication_callback(layer, change)
-    run_sharded(layer, shards)
-    assert joins == [2]  # of the first
 
 
 def test_single_values_are_joined_and_empty_shards_are_not(joins):

@@ -18,15 +18,17 @@ from replication._torch import (
     unseen_by_checkpoints,
 )
 from replication.errors import is_int, lost_derivatives, path_or_root
+from replication.groups.base import Group
 from replication.groups.layer import ReplicaAware
 from replication.groups.registry import has_other_processes, name_in_graph
-from replication.groups.replicas import CallbackContext
-from syncbn.channels import HALF, in_dtype, in_float64
+from replication.groups.replicas import CallbackContext, ReplicaGroup
+from syncbn.channels import HALF, in_dtype, in_float64, with_usual_strides
 from syncbn.compiled import add_in_graph
-from syncbn.recomputation import RecordedCalls
-from syncbn.statistics import Denominator, LayerCall, RunningStatistics
-from syncbn.textbook import batch_norm
-from syncbn.ways import synchronized_batch_norm
+from syncbn.kernels import kernels_for
+from syncbn.ranks import normalized_in_rank
+from syncbn.replicas import Recorded, normalized_in_replica
+from syncbn.statistics import CountBatch, Denominator, LayerCall, RunningStatistics, check_count
+from syncbn.textbook import batch_norm, exact_batch_norm
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -89,7 +91,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     #: Whether the buffers belong to the original module. On replicas, only copy 0 shares them.
     _has_original_buffers = True
     #: Set on a replica.
-    _recorded_calls: RecordedCalls | None = None
+    _recorded: Recorded | None = None
 
     def __init__(
         self,
@@ -122,9 +124,9 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         super().__data_parallel_replicate__(ctx, copy_id)
         if isinstance(ctx, CallbackContext):  # not of another toolkit
             where = f"`{path_or_root(ctx.path)}`, replica {copy_id}"
-            # `self._recorded_calls = ...` would be slow on a module.
+            # `self._recorded = ...` would be slow on a module.
             vars(self)["_has_original_buffers"] = copy_id == 0
-            vars(self)["_recorded_calls"] = RecordedCalls(where)
+            vars(self)["_recorded"] = Recorded(where)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name in CORRECTION:  # redundant with the running statistics
@@ -153,7 +155,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     _normalize = forward
 
     def _evaluated(self, input: Tensor) -> Tensor:
-        is_shared = self._recorded_calls is not None and self._has_original_buffers
+        is_shared = self._recorded is not None and self._has_original_buffers
         if not (is_shared and torch.is_grad_enabled()):
             return self._alone(input)
         # Save copies of the buffers for backward: a training forward may update them before.
@@ -208,11 +210,11 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         call = self._checked_call(input)
         if has_other_derivatives(call[:3]):
             raise lost_derivatives(self._named())
-        args = call, group, self._recorded_calls, count_batch
+        args = call, group, self._recorded, count_batch
         if not dispatch_modes():
-            return synchronized_batch_norm(*args)
+            return _synchronized(*args)
         with unseen_by_checkpoints():
-            return synchronized_batch_norm(*args)
+            return _synchronized(*args)
 
     # The whole, because `torch.compile` would compile `self.group` anew for each layer.
     _trained_out_of_graph = uncompiled(_trained)
@@ -280,6 +282,30 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         # Nothing else reads the name: `torch.compile` would compile each layer anew.
         kind = type(self).__name__
         return kind if self._layer_name is None else f"`{self._layer_name}` ({kind})"
+
+
+def _synchronized(
+    call: LayerCall, group: Group, recorded: Recorded | None, count_batch: CountBatch
+) -> Tensor:
+    """Normalizes a shard with the moments of the whole batch, by the textbook or a fast road."""
+    original = call.x
+    x = original if type(original) is Tensor else original.as_subclass(Tensor)
+    if 1 in x.shape:
+        x = with_usual_strides(x)
+    if x is not original:
+        call = call._replace(x=x)
+    kernels: Any = None if call.denominator.clamps else kernels_for(x.device.type)
+    if kernels is None:
+        y, moments = exact_batch_norm(*call, group.all_reduce)
+        n: Any = moments.n
+        check_count(int(n) if n.is_cpu else n, x)
+        count_batch().update(moments)
+    elif isinstance(group, ReplicaGroup):
+        y = normalized_in_replica(call, group, kernels, recorded, count_batch)  # type: ignore[arg-type]
+    else:
+        y = normalized_in_rank(call, group, kernels, count_batch)  # type: ignore[arg-type]
+    # A subclass decides what its operations return, such as MONAI's MetaTensor with its metadata.
+    return y if type(original) is Tensor else y.view_as(original)
 
 
 class SynchronizedBatchNormNd(SynchronizedBatchNorm):

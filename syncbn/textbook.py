@@ -117,7 +117,7 @@ def gradients(
     The shards are all that this thread has, and ``add`` sums over those of other processes. The
     mean of the batch is known.
     """
-    home, denominator = batch.mean.device, Denominator(batch.eps)
+    denominator = Denominator(batch.eps)
     with torch.enable_grad():
         # Views, because several replicas may have the same tensor.
         views: list[Any] = [t if t is None else t.view_as(t) for t in (weight, *xs)]
@@ -127,8 +127,10 @@ def gradients(
             x.requires_grad_(need or x.requires_grad)
         bias = torch.zeros_like(batch.mean).requires_grad_()  # its value does not matter
         aparts = [x - per_channel(batch.mean, x) for x in xs]
-        sums = reduce(torch.add, [sums_of(apart).to(home) for apart in aparts])
-        moments = moments_of(add(sums))
+        # On the device of the first sum: the CPU, where devices have no float64.
+        sums = [sums_of(apart) for apart in aparts]
+        total = reduce(torch.add, [each.to(sums[0].device) for each in sums])
+        moments = moments_of(add(total))
         ys = [normalized(apart, weight, bias, denominator, moments) for apart in aparts]
         dys = [dy.to(y.dtype) for dy, y in zip(dys, ys, strict=True)]
     inputs = [t for t, need in zip((weight, bias, *xs), needs, strict=True) if need]

@@ -61,7 +61,7 @@ def normalized_in_replica(
             _ = shard.moments  # computed here, while other replicas compute theirs
     x, weight, bias, (eps, _) = call
     batch, y = group.exchange(
-        _name(eps, weight is not None, bias is not None, x.device.type),
+        _name(eps, weight is not None, bias is not None, kernels.are_on_host),
         shard,
         # The function of the first replica is called. If that is replica 0, the buffers are the
         # original module's.
@@ -76,9 +76,10 @@ def normalized_in_replica(
 
 
 @lru_cache(maxsize=1024)
-def _name(eps: float, has_weight: bool, has_bias: bool, kind: str) -> str:
+def _name(eps: float, has_weight: bool, has_bias: bool, is_on_cpu: bool) -> str:
     """What must match in every replica, beside dtype and channels."""
-    return f"batch_norm(eps={eps}, weight={has_weight}, bias={has_bias}, device={kind!r})"
+    where = "on the CPU" if is_on_cpu else "on an accelerator"
+    return f"batch_norm(eps={eps}, weight={has_weight}, bias={has_bias}, {where})"
 
 
 class Shard:

@@ -382,7 +382,7 @@ def test_autocast_and_default_device_reach_every_replica():
 @pytest.mark.parametrize("devices", [LISTS["with the CPU"], LISTS["CPU first"]], ids=str)
 def test_replicas_on_accelerators_and_on_the_cpu_are_not_normalized_together(devices):
     model = DataParallel(SynchronizedBatchNorm2d(3).to(devices[0]), devices)
-    with pytest.raises(ReplicasDiverged, match=r"replicas? \d.*device='cpu'\) of float32 \[3\]"):
+    with pytest.raises(ReplicasDiverged, match=r"replicas? \d.*on the CPU\) of float32 \[3\]"):
         model(torch.randn(6, 3, 2, 2, device=devices[0]))
 
 

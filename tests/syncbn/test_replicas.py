@@ -146,7 +146,7 @@ class Odd(nn.Module):
     ],
 )
 def test_replicas_with_another_eps_or_without_parameters_are_named(options, call):
-    text = rf"replicas 0, 2: .*; replica 1: batch_norm\({call}, device='cpu'\) of float32 \[3\]"
+    text = rf"replicas 0, 2: .*; replica 1: batch_norm\({call}, on the CPU\) of float32 \[3\]"
     with pytest.raises(ReplicasDiverged, match=text):
         run_sharded(Odd(**options), [torch.randn(2, 3) for _ in range(3)])
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property, lru_cache, partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,7 @@ class Shard:
 
     #: The node that saves x, if it is not the joint one.
     holder: Any = None
+    _moments: KernelMoments | None = None
 
     def __init__(self, call: LayerCall, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -105,10 +106,14 @@ class Shard:
             and not sees_saved_tensors()  # an activation checkpoint needs the shard itself
         )
 
-    @cached_property
+    @property
     def moments(self) -> KernelMoments:
-        """The moments of this shard."""
-        return self.kernels.measured(self.x.detach(), self.eps)
+        """The moments of this shard, which the first use computes."""
+        # Before Python 3.12 `functools.cached_property` has one lock for all instances, and the
+        # replicas would compute one after the other.
+        if self._moments is None:
+            self._moments = self.kernels.measured(self.x.detach(), self.eps)
+        return self._moments
 
     def save_for_backward(self) -> None:
         """Saves x in this thread, if the thread has hooks on saved tensors."""

@@ -21,7 +21,7 @@ from syncbn.kernels import ON_CPU, Kernels
 from syncbn.replicas import LARGEST_JOINED, _gradients
 from syncbn.statistics import KernelMoments
 from tests import oracle
-from tests.deadlines import soon
+from tests.deadlines import DEADLINE, soon
 from tests.layers import KNOWS_HOOKS, Recomputed, freed, knows_hooks, no_garbage_collection
 from tests.layouts import LAYOUTS
 from tests.pairwise import pairwise
@@ -100,16 +100,17 @@ def test_a_step_has_the_numbers_of_torchs_layer(
 
 
 @pytest.mark.parametrize("road", ROADS[1:])
-def test_on_the_cpu_each_replica_computes_its_own_shard_and_elsewhere_one_launches_all(
-    road, monkeypatch
-):
+def test_on_the_cpu_all_replicas_compute_at_once_and_elsewhere_one_launches_all(road, monkeypatch):
     take(road, monkeypatch)
     found = ON_CPU if road == "on the CPU" else stand_ins.AS_ON_ACCELERATORS
     threads: dict[str, list[str]] = {"stats": [], "elemt": []}
+    together = threading.Barrier(3 if road == "on the CPU" else 1, timeout=DEADLINE)
 
     def noting(name: str, kernel: Any) -> Any:
         def call(*args: Any, **out: Any) -> Any:
-            threads.get(name, []).append(threading.current_thread().name)
+            if name in threads:
+                threads[name].append(threading.current_thread().name)
+                together.wait()
             return kernel(*args, **out)
 
         return call

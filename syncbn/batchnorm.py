@@ -20,8 +20,9 @@ from replication._torch import (
 from replication.errors import is_int, lost_derivatives, path_or_root
 from replication.groups.base import Group
 from replication.groups.layer import ReplicaAware
+from replication.groups.processes import ProcessGroup
 from replication.groups.registry import has_other_processes, name_in_graph
-from replication.groups.replicas import CallbackContext, ReplicaGroup
+from replication.groups.replicas import CallbackContext
 from syncbn.channels import HALF, in_dtype, in_float64, with_usual_strides
 from syncbn.compiled import add_in_graph
 from syncbn.kernels import kernels_for
@@ -91,7 +92,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     #: Whether the buffers belong to the original module. On replicas, only copy 0 shares them.
     _has_original_buffers = True
     #: Set on a replica.
-    _recorded: Recorded | None = None
+    _recorded_calls: Recorded | None = None
 
     def __init__(
         self,
@@ -124,9 +125,9 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         super().__data_parallel_replicate__(ctx, copy_id)
         if isinstance(ctx, CallbackContext):  # not of another toolkit
             where = f"`{path_or_root(ctx.path)}`, replica {copy_id}"
-            # `self._recorded = ...` would be slow on a module.
+            # `self._recorded_calls = ...` would be slow on a module.
             vars(self)["_has_original_buffers"] = copy_id == 0
-            vars(self)["_recorded"] = Recorded(where)
+            vars(self)["_recorded_calls"] = Recorded(where)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name in CORRECTION:  # redundant with the running statistics
@@ -155,7 +156,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     _normalize = forward
 
     def _evaluated(self, input: Tensor) -> Tensor:
-        is_shared = self._recorded is not None and self._has_original_buffers
+        is_shared = self._recorded_calls is not None and self._has_original_buffers
         if not (is_shared and torch.is_grad_enabled()):
             return self._alone(input)
         # Save copies of the buffers for backward: a training forward may update them before.
@@ -210,7 +211,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         call = self._checked_call(input)
         if has_other_derivatives(call[:3]):
             raise lost_derivatives(self._named())
-        args = call, group, self._recorded, count_batch
+        args = call, group, self._recorded_calls, count_batch
         if not dispatch_modes():
             return _synchronized(*args)
         with unseen_by_checkpoints():
@@ -285,7 +286,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
 
 
 def _synchronized(
-    call: LayerCall, group: Group, recorded: Recorded | None, count_batch: CountBatch
+    call: LayerCall, group: Group, calls: Recorded | None, count_batch: CountBatch
 ) -> Tensor:
     """Normalizes a shard with the moments of the whole batch, by the textbook or a fast road."""
     original = call.x
@@ -300,10 +301,10 @@ def _synchronized(
         n: Any = moments.n
         check_count(int(n) if n.is_cpu else n, x)
         count_batch().update(moments)
-    elif isinstance(group, ReplicaGroup):
-        y = normalized_in_replica(call, group, kernels, recorded, count_batch)  # type: ignore[arg-type]
+    elif type(group) is ProcessGroup:  # `isinstance` of an abstract class takes calls in Python
+        y = normalized_in_rank(call, group, kernels, count_batch)
     else:
-        y = normalized_in_rank(call, group, kernels, count_batch)  # type: ignore[arg-type]
+        y = normalized_in_replica(call, group, kernels, calls, count_batch)  # type: ignore[arg-type]
     # A subclass decides what its operations return, such as MONAI's MetaTensor with its metadata.
     return y if type(original) is Tensor else y.view_as(original)
 

@@ -176,8 +176,9 @@ def test_groups_of_replicas_recompute_by_themselves():
     torch.testing.assert_close(step(DataParallel(twin, several(3)), twin), expected)
 
 
-def test_one_replica_recomputes_while_the_others_do_not():
-    """Neither do those whose outputs are unused, nor those without a checkpoint."""
+@pytest.mark.parametrize("second", [False, True])
+def test_one_replica_recomputes_while_the_others_do_not(second):
+    """Also those do not whose outputs are unused, and those without a checkpoint."""
     shards = torch.randn(3, 4, 3, dtype=torch.float64)
     dy = torch.randn(4, 4, dtype=torch.float64)
     net = convert_model(randomized(Net()).double())
@@ -185,8 +186,11 @@ def test_one_replica_recomputes_while_the_others_do_not():
     for where in ("nowhere", "around_the_replica"):
         net.where = where
         leaves = [shard.clone().requires_grad_() for shard in shards]
-        outputs = run_sharded(net, leaves)
-        grads.append(torch.autograd.grad(outputs[1], [*leaves, *net.parameters()], dy))
+        inputs, y = [*leaves, *net.parameters()], run_sharded(net, leaves)[1]
+        found = torch.autograd.grad(y, inputs, dy, create_graph=second)
+        if second:
+            found = torch.autograd.grad(found[1].square().sum(), inputs[:3])
+        grads.append(found)
     torch.testing.assert_close(*grads)
 
 

@@ -221,11 +221,21 @@ def leaves(samples: int, channels: int = 2, extent: int = 2) -> tuple[Tensor, ..
 
 @both_ways
 @pytest.mark.filterwarnings("ignore:Backwards compatibility:UserWarning")
-@pytest.mark.parametrize("sizes", [[5], [2, 3], [1, 1], [3, 1, 2], [2, 0, 3]], ids=str)
-def test_first_and_second_derivatives(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "mode", "options"),
+    [
+        *(([*sizes], "plus", {}) for sizes in ((5,), (2, 3), (1, 1), (3, 1, 2), (2, 0, 3))),
+        pytest.param([2, 3], "plus", {"affine": False}, marks=pytest.mark.slow),
+        pytest.param([2, 3], "clamp", {}, marks=pytest.mark.slow),
+        pytest.param([2, 3], "clamp", {"eps": 10.0}, marks=pytest.mark.slow),
+    ],
+)
+def test_first_and_second_derivatives(sizes, mode, options):
     """Guarantee 1: all gradients, and second derivatives."""
-    assert gradcheck(as_function(sizes), leaves(sum(sizes)))
-    assert gradgradcheck(as_function(sizes), leaves(sum(sizes)))
+    inputs = leaves(sum(sizes))[: 1 if "affine" in options else 3]
+    with eps_mode(mode):
+        assert gradcheck(as_function(sizes, **options), inputs)
+        assert gradgradcheck(as_function(sizes, **options), inputs)
 
 
 @pytest.mark.cpu("compares with finite differences, in many forwards")
@@ -242,43 +252,46 @@ def test_third_derivatives():
     assert gradcheck(second, leaves(5), rtol=1e-4)
 
 
-@both_ways
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Backwards compatibility:UserWarning")
-@pytest.mark.parametrize(
-    ("mode", "options"),
-    [("plus", {"affine": False}), ("clamp", {}), ("clamp", {"eps": 10.0})],
-    ids=["without parameters", "free", "clamped"],
-)
-def test_derivatives_of_other_layers(mode, options):
-    inputs = leaves(5)[: 1 if "affine" in options else 3]
-    with eps_mode(mode):
-        assert gradcheck(as_function([2, 3], **options), inputs)
-        assert gradgradcheck(as_function([2, 3], **options), inputs)
+def on_one_device(norm: Any, shards: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of shards ``(N, C)``, in plain operations."""
+    var, mean = torch.var_mean(torch.cat([*shards]), 0, correction=0)
+    scale = norm.weight / (var + norm.eps).sqrt()
+    return [(x - mean) * scale + norm.bias for x in shards]
 
 
 @both_ways
-@pytest.mark.parametrize("used", [[0], [1], [2], [0, 2]], ids=str)
-@pytest.mark.parametrize(
-    "frozen", ["", "x", "x of 0", "weight", "bias", "weight bias", "x weight"]
+@pairwise(
+    frozen=["", "x", "0", "1", "weight", "bias", "weight bias", "x weight"],
+    used=[[0], [1], [2], [0, 2]],
+    second=[False, True],
+    dtype=[torch.float32, torch.float64],
 )
-def test_frozen_tensors_get_no_gradient_and_the_others_theirs(frozen, used):
-    """Where only some outputs enter the loss, perhaps only the empty one."""
-    layer = randomized(SynchronizedBatchNorm1d(3, dtype=torch.float64))
-    shards = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (2, 4, 0)]
-    tensors = {"x": shards, "weight": [layer.weight], "bias": [layer.bias], "of": [], "0": []}
-    for name in frozen.split():
-        for tensor in tensors[name][: 1 if "of" in frozen else None]:
-            tensor.requires_grad_(False)
-    upstream = [torch.randn_like(s) * (i in used) for i, s in enumerate(shards)]
-    outputs = run_sharded(layer, shards)
-    torch.autograd.backward([outputs[i] for i in used], [upstream[i] for i in used])
-    expected = oracle.batch_norm(shards, upstream, layer.weight, layer.bias)
-    grads = [*expected.input_grads, expected.weight_grad, expected.bias_grad]
-    for tensor, grad in zip([*shards, layer.weight, layer.bias], grads, strict=True):
-        assert (tensor.grad is not None) == tensor.requires_grad
-        if tensor.requires_grad:
-            torch.testing.assert_close(tensor.grad, grad)
+def test_gradients_where_some_tensors_are_frozen_and_some_outputs_are_unused(
+    frozen, used, second, dtype
+):
+    """Perhaps only the output of an empty shard is used."""
+    layer = randomized(SynchronizedBatchNorm1d(3, dtype=dtype))
+    shards = [torch.randn(n, 3, dtype=dtype) for n in (2, 4, 0)]
+    names = {"x": shards, "weight": [layer.weight], "bias": [layer.bias]}
+    names |= {"0": shards[:1], "1": shards[1:2]}
+    for tensor in (*shards, layer.weight, layer.bias):
+        tensor.requires_grad_()
+    for tensor in itertools.chain(*map(names.__getitem__, frozen.split())):
+        tensor.requires_grad_(False)
+    inputs = [t for t in (*shards, layer.weight, layer.bias) if t.requires_grad]
+    upstream = [torch.randn_like(shards[i]) for i in used]
+    options = {"allow_unused": True, "materialize_grads": True}
+    found = []
+    for ys in (run_sharded(layer, shards), on_one_device(layer, shards)):
+        dys = [dy.clone().requires_grad_() for dy in upstream]
+        outputs = [ys[i] for i in used]
+        grads = torch.autograd.grad(outputs, inputs, dys, create_graph=second, **options)
+        if second:
+            total = sum((grad.sin() ** 2).sum() for grad in grads)
+            grads = torch.autograd.grad(total, [*inputs, *dys], **options)
+        found.append(grads)
+    rounding = 1e-3 if dtype == torch.float32 else 1e-10
+    torch.testing.assert_close(*found, rtol=rounding, atol=rounding)
 
 
 @both_ways
@@ -294,49 +307,14 @@ def test_a_replica_without_a_graph_leaves_the_others_theirs(dtype, create_graph)
             with torch.set_grad_enabled(self.layer.group.rank > 0):
                 return self.layer(x * 1).clone()
 
-    net = WithoutGraphIn0()
+    net, dy = WithoutGraphIn0(), torch.randn(3, 3, dtype=dtype)
     shards = [torch.randn(n, 3, dtype=dtype, requires_grad=True) for n in (4, 3)]
-    upstream = [torch.zeros_like(shards[0]), torch.randn_like(shards[1])]
-    none, *grads = torch.autograd.grad(
-        run_sharded(net, shards)[1],
-        [*shards, net.layer.weight],
-        upstream[1],
-        create_graph=create_graph,
-        allow_unused=True,
-    )
-    expected = oracle.batch_norm(shards, upstream, net.layer.weight, net.layer.bias)
-    exact = [expected.input_grads[1], expected.weight_grad]
-    rounding = 8 * torch.finfo(dtype).eps
-    torch.testing.assert_close(
-        [grad.double() for grad in grads], exact, rtol=rounding, atol=rounding
-    )
+    inputs, options = [*shards, net.layer.weight], {"create_graph": create_graph}
+    y = run_sharded(net, shards)[1]
+    none, *grads = torch.autograd.grad(y, inputs, dy, allow_unused=True, **options)
     assert none is None
-
-
-@both_ways
-@pytest.mark.parametrize("frozen", [None, 0, 1])
-def test_second_derivatives_of_small_shards_in_float32(frozen):
-    layer = randomized(SynchronizedBatchNorm1d(3))
-    plain = nn.BatchNorm1d(3)
-    plain.load_state_dict(layer.state_dict())
-    plain.double()
-    sizes = [2, 4]
-    shards = [torch.randn(n, 3).requires_grad_(i != frozen) for i, n in enumerate(sizes)]
-    upstream, direction = torch.randn(2, 6, 3)
-
-    def second(layer: nn.Module, shards: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
-        x = [shard for shard in shards if shard.requires_grad]
-        dy = upstream.to(x[0]).split(sizes)
-        first = torch.autograd.grad(outputs, x, dy, create_graph=True)
-        along = [direction[: len(grad)].to(grad) for grad in first]
-        return list(torch.autograd.grad(first, [*x, layer.weight], along))
-
-    exact = [shard.detach().double().requires_grad_(shard.requires_grad) for shard in shards]
-    expected = second(plain, exact, list(plain(torch.cat(exact)).split(sizes)))
-    for ours, theirs in zip(
-        second(layer, shards, run_sharded(layer, shards)), expected, strict=True
-    ):
-        torch.testing.assert_close(ours, theirs.float(), rtol=1e-3, atol=1e-4)
+    expected = torch.autograd.grad(on_one_device(net.layer, shards)[1], inputs[1:], dy)
+    torch.testing.assert_close(grads, [*expected], rtol=1e-5, atol=1e-5)
 
 
 @both_ways
@@ -388,13 +366,6 @@ class Around(nn.Module):
                 return self.norm(x)
         return self.norm(x).mul_(2) if self.case == "output in place" else self.norm(x)
 
-    def expected(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs, computed as on one device."""
-        var, mean = torch.var_mean(torch.cat([*shards]), 0, correction=0)
-        scale = self.norm.weight / (var + self.norm.eps).sqrt()
-        ys = [(x - mean) * scale + self.norm.bias for x in shards]
-        return [y * 2 for y in ys] if self.case == "output in place" else ys
-
 
 @both_ways
 @pairwise(
@@ -408,9 +379,9 @@ def test_gradients_whatever_a_network_does_around_the_layer(case, create_graph, 
     shards = [torch.randn(n, 3, dtype=dtype, requires_grad=True) for n in (4, 3, 5)]
     upstream = [torch.randn_like(shards[i]) for i in used]
     inputs = [*shards, net.norm.weight, net.norm.bias]
-    outputs, expected = (
-        [ys[i] for i in used] for ys in (run_sharded(net, shards), net.expected(shards))
-    )
+    factor = 2 if case == "output in place" else 1
+    ys, plain = run_sharded(net, shards), on_one_device(net.norm, shards)
+    outputs, expected = [ys[i] for i in used], [plain[i] * factor for i in used]
     grads = torch.autograd.grad(outputs, inputs, upstream, create_graph=create_graph)
     exact = torch.autograd.grad(expected, inputs, upstream)
     torch.testing.assert_close([*outputs, *grads], [*expected, *exact], rtol=1e-5, atol=1e-5)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from replication._torch import SequenceKey
-from replication.containers import BASES, PLAIN, Opened, Scattered, open_any
+from replication.containers import BASES, SCALARS, Opened, Scattered, open_any
 
 
 class Path(tuple[Any, ...]):
@@ -47,7 +47,7 @@ def leaves_of(tree: Any, opened: Callable[[Any], Opened | None] = open_any) -> I
             yield value
         elif id(value) not in seen:
             seen[id(value)] = value  # kept, so that no other object gets its identity
-            pending += [item for item in container.values if type(item) not in PLAIN]
+            pending += [item for item in container.values if type(item) not in SCALARS]
 
 
 #: Makes the same containers around other leaves, as new objects.
@@ -126,7 +126,7 @@ def replace_leaves(
     # A container stays the same object if its items do. An object that several containers hold is
     # replaced by one new object in all of them: `made` has the old and the new one, by the id of
     # the old one, which is kept so that its id stays unique.
-    if type(tree) in PLAIN:
+    if type(tree) in SCALARS:
         return tree
     made = {} if made is None else made
     if id(tree) not in made:

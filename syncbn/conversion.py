@@ -20,7 +20,7 @@ from replication.warning import UnsynchronizedWarning, warn
 from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
 from syncbn.kinds import (
     PIPES,
-    PLAIN,
+    PLAIN_CLASS_OF,
     SYNCHRONIZED,
     Summary,
     counterpart_of,
@@ -32,7 +32,7 @@ __all__ = ["convert_model", "revert_model"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-#: The attribute with the class that `revert_model` gives back, where `PLAIN` does not tell it.
+#: The attribute with the class that `revert_model` gives back, if `PLAIN_CLASS_OF` lacks it.
 _FORMER = "_class_before_convert_model"
 
 
@@ -164,7 +164,7 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
             buffers = layer._buffers
             vars(layer)["_buffers"] = {k: b for k, b in buffers.items() if k not in CORRECTION}
             return any(buffers.get(name) is not None for name in CORRECTION)
-        if PLAIN.get(new) is not old:
+        if PLAIN_CLASS_OF.get(new) is not old:
             vars(layer).setdefault(_FORMER, old)
         if process_group is not None:
             layer.process_group = process_group
@@ -233,7 +233,7 @@ def revert_model(module: ModuleT) -> ModuleT:
 
 
 def _revert(layer: Any) -> None:
-    former = vars(layer).pop(_FORMER, None) or PLAIN.get(type(layer))
+    former = vars(layer).pop(_FORMER, None) or PLAIN_CLASS_OF.get(type(layer))
     if former is not None:
         process_group = None
         if isinstance(layer, ReplicaAware):

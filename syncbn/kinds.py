@@ -42,8 +42,8 @@ SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm3d: SynchronizedBatchNorm3d,
     nn.SyncBatchNorm: SynchronizedBatchNormNd,
 }
-PLAIN = {synchronized: plain for plain, synchronized in SYNCHRONIZED.items()}
-_NAMES = {plain.__name__ for plain in PLAIN.values()}
+PLAIN_CLASS_OF = {synchronized: plain for plain, synchronized in SYNCHRONIZED.items()}
+_NAMES = {plain.__name__ for plain in PLAIN_CLASS_OF.values()}
 
 #: Known by name, because this package does not import timm. timm makes the second of the first.
 _TIMM = "timm.layers.norm_act"

@@ -284,7 +284,6 @@ def pair_with_note(x: Tensor) -> NamedPair:
 BUILTIN: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "list": (lambda x: [x], lambda v: v[0]),
     "tuple": (lambda x: (1, x), lambda v: v[1]),
-    "deque": (lambda x: deque([x], maxlen=3), lambda v: v[0]),
     "Counter": (lambda x: Counter({"x": x}), lambda v: v["x"]),
     "OrderedDict": (lambda x: OrderedDict(x=x), lambda v: v["x"]),
     "defaultdict": (lambda x: defaultdict(int, x=x), lambda v: v["x"]),
@@ -307,6 +306,7 @@ BUILTIN: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
 
 SPLIT = {
     **BUILTIN,
+    "deque": (lambda x: deque([x], maxlen=3), lambda v: v[0]),
     "registered": (lambda x: Plain(1, x), lambda v: v.parts[1]),
     "registered around registered": (lambda x: Plain(Plain(x)), lambda v: v.parts[0].parts[0]),
     "registered dict with a part beside its items": (beside, lambda v: v.part),
@@ -548,9 +548,10 @@ def test_what_several_attributes_hold_is_one_in_the_replica(held):
     assert replica.one is not held and replica.apart is not replica.one
 
 
-def test_dataclasses_in_attributes_are_shared():
-    record = dataclasses.make_dataclass("R", ["x"])(X)
-    assert on_meta(value=record).value is record
+@pytest.mark.parametrize("make", [dataclasses.make_dataclass("R", ["x"]), lambda x: deque([x])])
+def test_other_containers_in_attributes_are_shared(make):
+    value = make(X)
+    assert on_meta(value=value).value is value
 
 
 # -- walks over objects that change or vanish --------------------------------------------------
@@ -620,7 +621,7 @@ def meddling(tree: Any) -> Callable[..., None]:
     ],
     ids=["flatten", "leaves_of", "replace_leaves"],
 )
-@pytest.mark.parametrize("kind", [dict, Registry, defaultdict, OrderedDict, list, deque])
+@pytest.mark.parametrize("kind", [dict, Registry, defaultdict, OrderedDict, list])
 def test_container_that_changes_while_it_is_opened_is_walked_as_it_was(kind, walk):
     items = [torch.tensor(n) for n in range(4)]
     tree = kind.__new__(kind)

@@ -19,6 +19,7 @@ from replication.patch import check_methods, patch_replication_callback
 from replication.warning import UnsynchronizedWarning, warn
 from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
 from syncbn.kinds import (
+    DERIVED,
     PIPES,
     PLAIN_CLASS_OF,
     SYNCHRONIZED,
@@ -181,23 +182,22 @@ def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:
     left_alone = defaultdict(list)  # by class and reason
     for path, layer, kind in result.layers:
         if kind.name == "left alone":
-            left_alone[f"({layer}, {kind.note})"].append(f"`{path_or_root(path)}`")
+            left_alone[layer, kind.note].append(path)
     if left_alone:
-        text = ", ".join(f"{first_of(paths)} {why}" for why, paths in left_alone.items())
-        if "a derived class" in text:
-            text += (
-                "; class SyncX(X, syncbn.SynchronizedBatchNorm2d): pass defines SyncX, if the "
-                "forward of X calls super().forward"
-            )
-        warn(
-            "convert_model converts registered layers of the classes torch.nn.BatchNorm1d, 2d and "
-            f"3d only; these layers stay unsynchronized: {text}",
-            UnsynchronizedWarning,
-        )
+        lines = ["these layers stay unsynchronized:"]
+        for (layer, note), paths in left_alone.items():
+            named = first_of([f"`{path_or_root(path)}`" for path in paths])
+            lines.append(f"  {named} ({layer}, {note})")
+            if note.startswith(DERIVED):
+                lines.append(
+                    f"    with class Sync{layer}({layer}, syncbn.SynchronizedBatchNorm2d): pass "
+                    f"(or 1d, 3d), if the forward of {layer} calls super().forward"
+                )
+        warn("\n".join(lines), UnsynchronizedWarning)
     elif not any(isinstance(m, ReplicaAware) or _FORMER in vars(m) for m in module.modules()):
         warn(
             f"convert_model found no batch norm in {type(module).__name__}; convert the model "
-            "after its layers were made (summary(model) lists the layers that normalize)",
+            "after its layers were made",
             UnsynchronizedWarning,
         )
 
@@ -228,7 +228,10 @@ def revert_model(module: ModuleT) -> ModuleT:
         if isinstance(layer, SynchronizedBatchNorm)
     ]
     if left_alone:
-        warn(f"these layers of other classes stay synchronized: {first_of(left_alone)}")
+        warn(
+            "revert_model could not revert these layers, which are still synchronized: "
+            f"{first_of(left_alone)}"
+        )
     return module
 
 

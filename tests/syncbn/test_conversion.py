@@ -248,7 +248,7 @@ def test_layers_derived_from_torchs_for_processes_follow_the_advice_and_come_bac
     net.load_state_dict(state)
     with pytest.warns(UnsynchronizedWarning) as caught:
         convert_model(net)
-    advice = "classes={Processing: ...} with a class derived from SynchronizedBatchNormNd"
+    advice = "classes={Processing: ...} with a class derived from SynchronizedBatchNorm2d (or 1d"
     assert advice in str(caught[0].message)
 
     class SyncProcessing(SynchronizedBatchNormNd):
@@ -270,7 +270,7 @@ def test_a_warning_about_many_layers_names_the_first_of_each_class():
     text = str(caught[0].message)
     assert "`0`, `2`, `4` and 47 more (Fused, a derived class: pass" in text
     assert "`1`, `3`, `5` and 47 more (LazyBatchNorm2d, lazy: call" in text
-    assert len(text) < 500
+    assert text.count("\n") == 3 and len(text) < 500
 
 
 def test_the_warning_shows_the_argument_to_pass():
@@ -280,9 +280,9 @@ def test_the_warning_shows_the_argument_to_pass():
     assert [warning.filename for warning in caught] == [__file__]
     text = str(caught[0].message)
     (argument,) = re.findall(r"classes=.*?}", text)
-    (definition,) = re.findall(r"class SyncX.*: pass", text)
+    (definition,) = re.findall(r"class SyncFused.*: pass", text)
     names = {**globals(), "syncbn": syncbn, "net": net}
-    exec(re.sub(r"\bX\b", "Fused", definition.replace("SyncX", "SyncFused")), names)
+    exec(definition, names)
     eval(f"convert_model(net, {argument})", names)  # without a warning
     assert type(net[0]) is names["SyncFused"] is not SyncFused
     x = torch.randn(6, 3, 2, 2)
@@ -355,14 +355,14 @@ def test_class_derived_from_timms_is_left_alone(timm_layer):
     derived = type("Derived", (type(timm_layer),), {})(3)
     with pytest.warns(UnsynchronizedWarning, match=r"\(Derived, .* classes=\{Derived: "):
         convert_model(derived)
-    with pytest.warns(UserWarning, match="stay synchronized"):
+    with pytest.warns(UserWarning, match="still synchronized"):
         revert_model(type("More", (type(convert_model(timm_layer)),), {})(3))
 
 
 def test_what_stays_synchronized_is_named():
     net = nn.Sequential(nn.BatchNorm1d(3), convert_model(nn.BatchNorm1d(3)))
     nn.utils.parametrizations.spectral_norm(net[1])
-    with pytest.warns(UserWarning, match=r"stay synchronized: `1` \(Parametrized") as caught:
+    with pytest.warns(UserWarning, match=r"still synchronized: `1` \(Parametrized") as caught:
         revert_model(net)
     assert [warning.filename for warning in caught] == [__file__]
 
@@ -588,7 +588,7 @@ def test_layer_of_an_older_toolkit_that_does_more_is_left_alone_by_name(layer):
     with pytest.warns(UnsynchronizedWarning) as caught:
         convert_model(nn.Sequential(layer))
     (text,) = [str(warning.message) for warning in caught]
-    reason = "derived from a layer of an older toolkit: pass classes="
+    reason = "its base has another synchronization: pass classes="
     assert f"`0` ({kind.__name__}, {reason}{{{kind.__name__}: ...}}" in text
     assert type(layer) is kind and vars(layer) == state
     assert summary(layer).paths("left alone") == [""]
@@ -691,14 +691,8 @@ class Unrelated(nn.Module):
         return steps.gather(self, outputs, self.output_device)
 
 
-def test_wrapper_that_is_not_derived_from_torchs_is_named_with_the_way_out():
-    model = Unrelated(nn.Sequential(nn.BatchNorm1d(3)), 2).double()
-    advice = "derive it from torch.nn.DataParallel, or use replication.DataParallel"
-    with pytest.warns(UnsynchronizedWarning) as caught:
-        convert_model(model)
-    (text,) = [str(warning.message) for warning in caught]
-    assert f"`(root)` (Unrelated, its copies are not connected: {advice})" in text
-    assert summary(model).paths("left alone") == [""]
+def test_wrapper_that_is_not_derived_from_torchs_is_warned_of_with_the_way_out():
+    model = Unrelated(convert_model(nn.Sequential(nn.BatchNorm1d(3))), 2).double()
     x = torch.randn(6, 3, dtype=torch.float64)
     with pytest.warns(UnsynchronizedWarning, match="derive the wrapper's class from torch"):
         model(x)
@@ -706,4 +700,3 @@ def test_wrapper_that_is_not_derived_from_torchs_is_named_with_the_way_out():
         connected = convert_model(wrap(copy.deepcopy(model.module), 2))
         plain = revert_model(copy.deepcopy(model.module))
         torch.testing.assert_close(connected(x), plain(x))
-        assert summary(connected).paths("left alone") == []

@@ -96,7 +96,7 @@ def open_builtin(old: Any) -> Opened | None:
         return _field_keys(kind, len(values))
 
     def rebuild(values: list[Any]) -> Any:
-        if hasattr(kind, "n_sequence_fields"):  # made in C, as torch.return_types.max is
+        if hasattr(kind, "n_sequence_fields"):  # made in C, such as torch.return_types.max
             return kind(values)
         new = tuple.__new__(kind, values) if base is tuple else base.__new__(kind)
         if base is list:

@@ -70,12 +70,12 @@ def flatten_together(outputs: Sequence[Any]) -> tuple[list[Row], Rebuild]:
     return rows, lambda leaves: made_of(iter(leaves))
 
 
-# Not a function inside of `flatten_together`: one that refers to itself makes a cycle, which keeps
-# the leaves (and their graphs) until the next garbage collection.
+# At the top of the module, because a function inside of `flatten_together` that refers to itself
+# would make a cycle, which keeps the leaves (and their graphs) until the next garbage collection.
 def _flatten_into(
     rows: list[Row], path: Path, trees: tuple[Any, ...]
 ) -> Callable[[Iterator[Any]], Any]:
-    """Adds the leaves to the rows. Returns what makes the tree anew of the next leaves."""
+    """Adds the leaves to the rows. Returns what rebuilds the tree around the next leaves."""
     opened = [open_any(tree) for tree in trees]
     if not any(c is not None and _is_split(t) for c, t in zip(opened, trees, strict=True)):
         rows.append((path, trees))
@@ -92,7 +92,7 @@ def _flatten_into(
         raise ValueError(
             "the outputs of the replicas must have the same structure (replica 0: "
             f"{first_outline}, replica {index}: {outline}{f' at `{path}`' if path else ''}); to "
-            "keep one list per sample, wrap it in a class of your own"
+            "keep one list per sample, wrap it in your own class"
         )
     rebuild = first.rebuild
     children = [

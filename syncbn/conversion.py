@@ -48,11 +48,12 @@ def convert_model(
     """Converts every `torch.nn.BatchNorm1d/2d/3d` in ``module`` to a synchronized layer, in place.
 
     Each layer remains the same object and only changes its class: parameters, buffers, hooks,
-    flags, names and existing references to them all stay valid. Converting twice changes nothing,
-    and neither does a call that is refused. Also converted are:
+    flags, names and existing references to them all stay valid. Converting twice is
+    harmless. If the call raises, the model is unchanged. Also converted are:
 
     - `torch.nn.SyncBatchNorm`, which keeps its process group.
-    - Layers of older toolkits (such as a vendored ``sync_batchnorm``), which lose their pipes.
+    - Layers of older toolkits (such as a vendored ``sync_batchnorm``), whose pipes
+      are removed.
     - ``BatchNormAct2d`` and ``SyncBatchNormAct`` of timm, with their dropout and activation.
     - Layers of the classes in ``classes``.
     - A `torch.nn.DataParallel`, which becomes a `replication.DataParallel`. An object of a derived
@@ -67,8 +68,8 @@ def convert_model(
     >>> type(net[1]).__name__
     'SynchronizedBatchNorm2d'
 
-    A batch norm of your own becomes synchronized with a second base class, if its forward calls
-    ``super().forward``. Otherwise write the forward anew in the synchronized class:
+    Your own batch norm becomes synchronized with a second base class, if its forward calls
+    ``super().forward``. Otherwise also write a forward in the synchronized class:
 
     >>> class Activated(nn.BatchNorm2d):
     ...     def forward(self, x):
@@ -83,7 +84,7 @@ def convert_model(
         module: A layer, a network, or a DataParallel around one.
         group_size: If given, set on every synchronized layer, converted now or before (see
             `SynchronizedBatchNorm1d`).
-        process_group: As ``group_size``.
+        process_group: If given, set on every synchronized layer, like ``group_size``.
         report: Whether to print the `syncbn.summary` of the result, instead of warning about
             layers that stay unsynchronized.
         classes: The synchronized class for each further class. Layers of exactly this class get
@@ -95,8 +96,8 @@ def convert_model(
         ``module``.
 
     Raises:
-        TypeError: An argument has another type, or a DataParallel in ``module`` has a method
-            ``replicate`` or ``parallel_apply`` of its own (see `patch_replication_callback`).
+        TypeError: An argument has another type, or a DataParallel in ``module`` has its own
+            method ``replicate`` or ``parallel_apply`` (see `patch_replication_callback`).
         ValueError: ``group_size`` is less than 1.
     """
     check_module(module)
@@ -107,7 +108,7 @@ def convert_model(
         raise TypeError(
             "classes must be a dict of {class: synchronized class}, such as {Mine: SyncMine} with "
             "class SyncMine(Mine, SynchronizedBatchNorm2d): pass, in this order, if the forward "
-            f"of Mine calls super().forward, or with a forward of its own (got {classes!r})"
+            f"of Mine calls super().forward, or with its own forward (got {classes!r})"
         )
     layers: list[tuple[str, Any]] = list(module.named_modules())
     for _, layer in layers:
@@ -126,7 +127,7 @@ def convert_model(
                 layer.process_group = process_group
     if corrected:
         warn(
-            "syncbn does not correct the bias of running statistics, as these layers of an older "
+            "syncbn does not correct the bias of running statistics, but these layers of an older "
             f"toolkit did; for short runs, set layer.momentum = 0.1: {first_of(corrected)}"
         )
     result = summary(module)

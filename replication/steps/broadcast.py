@@ -17,7 +17,7 @@ Copies = list[list[Tensor]]
 
 
 def are_distinct_cuda(devices: Sequence[torch.device]) -> bool:
-    """Whether all devices are CUDA devices and differ, as torch's coalesced copies require."""
+    """Whether all devices are CUDA devices and differ, which torch's coalesced copies require."""
     return all(d.type == "cuda" for d in devices) and len(set(devices)) == len(devices)
 
 

@@ -26,10 +26,8 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
     have the same length along ``dim``, except for 0-dim tensors, which go to every replica that
     has data, just like other objects. Containers keep their types and are new objects.
 
-    Entry i of a `Scattered` goes to device i. Tensors beside it are split to match: the size of
-    part i is the length of entry i, if that is a tensor or has tensors under keys or in fields.
-    Tensors in lists and tuples do not count, because a list may hold one tensor for each sample.
-    If several `Scattered` have such sizes, the first decides.
+    Entry i of a `Scattered` goes to device i. The first `Scattered` of tensors decides how the
+    tensors beside it are split: the size of part i is the length of entry i.
 
     >>> import torch
     >>> from replication import scatter
@@ -219,19 +217,10 @@ def _length(leaf: Leaf, dim: int) -> int:
 
 
 def _lengths(entries: Scattered, dim: int) -> tuple[int, ...]:
-    """Returns the length of each entry, or () if an entry has no length, or several."""
-    found: list[int] = []
-    for entry in entries:
-        tensors = [
-            leaf.value
-            for leaf in flatten(entry)[0]
-            if _is_batch(leaf) and not any(isinstance(key, SequenceKey) for key in leaf.path)
-        ]
-        lengths = {t.size(dim) if -t.dim() <= dim < t.dim() else -1 for t in tensors}
-        if len(lengths) != 1 or -1 in lengths:
-            return ()
-        found += lengths
-    return tuple(found)
+    """Returns the length of each entry, or () if some entry is no tensor with this dimension."""
+    if all(isinstance(entry, Tensor) and -entry.dim() <= dim < entry.dim() for entry in entries):
+        return tuple(entry.size(dim) for entry in entries)
+    return ()
 
 
 def moved(tree: Any, device: torch.device | None) -> Any:

@@ -211,7 +211,7 @@ class Processing(nn.SyncBatchNorm):
 def test_a_forward_that_does_not_lead_to_the_synchronized_one_is_refused(old):
     new = type("New", (old, SynchronizedBatchNormNd), {})
     layer = old(3)
-    with pytest.raises(TypeError, match=r"calls super.*, or with a forward of its own"):
+    with pytest.raises(TypeError, match=r"calls super.*, or with its own forward"):
         convert_model(layer, classes={old: new})
     assert type(layer) is old
     with pytest.warns(UnsynchronizedWarning, match=r"New, its forward does not lead to the sync"):

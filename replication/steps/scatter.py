@@ -147,7 +147,7 @@ def split_leaves(
 
 def _plan(leaves: list[Leaf], devices: int, dim: int) -> tuple[int, Sizes | None]:
     """Returns the number of replicas with data, and the sizes of the parts of their tensors."""
-    # There are no sizes if all tensors go whole to a single replica, or if there are none.
+    # There are no sizes if there are no tensors, or if they go whole to a single replica.
     if scattered := [leaf for leaf in leaves if isinstance(leaf.value, Scattered)]:
         counts = [len(leaf.value) for leaf in scattered]
         if len(set(counts)) > 1 or not 1 <= counts[0] <= devices:
@@ -176,16 +176,17 @@ def _split(leaf: Leaf, sizes: Sizes | None, dim: int, devices: Devices) -> list[
         return [moved(leaf.value, device) for device in devices]
     if sizes is None:
         views = [leaf.value]
-    elif sum(sizes.parts) == (length := _length(leaf, dim)) and sizes.parts:
-        views = leaf.value.split(sizes.parts, dim)
     else:
-        have = f"has length {sum(sizes.parts)}" if sizes.parts else "does not tell its lengths"
-        raise ValueError(
-            f"{_title(leaf)} has length {length} in dimension {dim}, but the batch "
-            f"({sizes.title}) {have}, so it can't be split the same way; if every replica needs "
-            "all of it, register it as a buffer of the model; to choose the parts yourself, pass "
-            "Scattered([...])"
-        )
+        length = _length(leaf, dim)
+        if not sizes.parts or sum(sizes.parts) != length:
+            have = f"has length {sum(sizes.parts)}" if sizes.parts else "does not tell its lengths"
+            raise ValueError(
+                f"{_title(leaf)} has length {length} in dimension {dim}, but the batch "
+                f"({sizes.title}) {have}, so it can't be split the same way; if every replica "
+                "needs all of it, register it as a buffer of the model; to choose the parts "
+                "yourself, pass Scattered([...])"
+            )
+        views = leaf.value.split(sizes.parts, dim)
     # A part that stays is copied as well: an in-place change by one replica must change neither
     # the other parts nor the caller's tensor. A part that leaves is copied once: through a clone
     # it would come from pageable memory, even if the batch is in pinned memory.

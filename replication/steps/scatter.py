@@ -184,7 +184,7 @@ def _split(leaf: Leaf, sizes: Sizes | None, dim: int, devices: Devices) -> list[
                 f"{_title(leaf)} has length {length} in dimension {dim}, but the batch "
                 f"({sizes.title}) {have}, so it can't be split the same way; if every replica "
                 "needs all of it, register it as a buffer of the model; to choose the parts "
-                "yourself, pass Scattered([...])"
+                "yourself, pass both as Scattered([...])"
             )
         views = leaf.value.split(sizes.parts, dim)
     # A part that stays is copied as well: an in-place change by one replica must change neither

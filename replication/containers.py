@@ -1,13 +1,13 @@
-"""Containers that arguments, outputs and attributes may have: opened, and made anew.
+"""Containers that arguments, outputs and attributes may have: opened, and rebuilt.
 
 Arguments and outputs may hold all containers that torch's pytree knows, dataclasses, `UserDict`
-and `UserList`. Attributes of modules are searched in containers of the standard library only.
+and `UserList`. Attributes of modules are searched in lists, tuples and dicts only.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, UserDict, UserList, defaultdict, deque
+from collections import OrderedDict, UserDict, UserList, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,9 +45,9 @@ class Scattered(tuple[Any, ...]):
         return f"Scattered{super().__repr__()}"
 
 
-BASES = (list, tuple, OrderedDict, defaultdict, dict, deque)
+BASES = (list, tuple, OrderedDict, defaultdict, dict)
 #: Types whose objects hold nothing. Most items and attributes are of these.
-PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
+SCALARS = frozenset((int, float, complex, bool, str, bytes, type(None)))
 #: Types that are never opened, even if a derived class is a dataclass. `object.__new__` cannot
 #: make errors, strings and numbers.
 _CLOSED = (Tensor, nn.Module, BaseException, str, bytes, int, float, complex)
@@ -73,7 +73,7 @@ class Opened(NamedTuple):
 
 
 def open_builtin(old: Any) -> Opened | None:
-    """Opens a list, tuple, dict or deque, or returns None; no method of a derived class runs."""
+    """Opens a list, tuple or dict, or returns None; no method of a derived class runs."""
     kind: Any = type(old)
     if not issubclass(kind, BASES) or issubclass(kind, (PackedSequence, Scattered)):
         return None
@@ -96,13 +96,11 @@ def open_builtin(old: Any) -> Opened | None:
         return _field_keys(kind, len(values))
 
     def rebuild(values: list[Any]) -> Any:
-        if hasattr(kind, "n_sequence_fields"):  # made in C, as torch.return_types.max is
+        if hasattr(kind, "n_sequence_fields"):  # made in C, such as torch.return_types.max
             return kind(values)
         new = tuple.__new__(kind, values) if base is tuple else base.__new__(kind)
         if base is list:
             list.extend(new, values)
-        elif base is deque:
-            deque.__init__(new, values, old.maxlen)
         elif is_dict:
             if base is defaultdict:
                 defaultdict.__init__(new, old.default_factory)

@@ -60,13 +60,12 @@ class DataParallel(nn.DataParallel[ModuleT]):
             of the output becomes a `Scattered`, also on a single device. ``None`` stays ``None``.
         inputs_are_scattered: If True, each argument is a list, tuple or `Scattered` with one entry
             per replica, of any type and length. Tensors in it move to the replica's device.
-        except_keywords: Names of outputs that stay `Scattered` while all others are gathered: a
-            key of a mapping or a field at any depth, or a dotted path from the output's root. A
-            name that the output does not have raises a warning.
+        except_keywords: Names of outputs that stay `Scattered` while all others are gathered: keys
+            of mappings or fields, at any depth, with all that is under them. A name that the
+            output does not have raises a warning.
         sort_and_gather: If True, all outputs, including `Scattered` ones, are in the order of the
             device indices, so with ``device_ids=[1, 0]`` labels must be reordered as well.
-        cpu_keywords: Names of keyword arguments that are split but not moved. One that is not as
-            long as the batch is split as evenly as possible.
+        cpu_keywords: Names of keyword arguments that are split like the batch but not moved.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -177,8 +176,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Makes the replicas and runs their callbacks."""
         devices = parse_devices(device_ids)
-        replicas, positions = make_replicas(module, devices, not torch.is_grad_enabled())
-        connect_copies(paired(replicas) if positions is None else positions, devices)
+        replicas = make_replicas(module, devices, not torch.is_grad_enabled())
+        connect_copies(paired(replicas), devices)
         return replicas
 
     def parallel_apply(self, replicas: Sequence[ModuleT], inputs: Any, kwargs: Any) -> list[Any]:

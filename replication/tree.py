@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from replication._torch import SequenceKey
-from replication.containers import BASES, PLAIN, Opened, Scattered, open_any
+from replication.containers import BASES, SCALARS, Opened, Scattered, open_any
 
 
 class Path(tuple[Any, ...]):
@@ -47,7 +47,7 @@ def leaves_of(tree: Any, opened: Callable[[Any], Opened | None] = open_any) -> I
             yield value
         elif id(value) not in seen:
             seen[id(value)] = value  # kept, so that no other object gets its identity
-            pending += [item for item in container.values if type(item) not in PLAIN]
+            pending += [item for item in container.values if type(item) not in SCALARS]
 
 
 #: Makes the same containers around other leaves, as new objects.
@@ -70,12 +70,12 @@ def flatten_together(outputs: Sequence[Any]) -> tuple[list[Row], Rebuild]:
     return rows, lambda leaves: made_of(iter(leaves))
 
 
-# Not a function inside of `flatten_together`: one that refers to itself makes a cycle, which keeps
-# the leaves (and their graphs) until the next garbage collection.
+# At the top of the module, because a function inside of `flatten_together` that refers to itself
+# would make a cycle, which keeps the leaves (and their graphs) until the next garbage collection.
 def _flatten_into(
     rows: list[Row], path: Path, trees: tuple[Any, ...]
 ) -> Callable[[Iterator[Any]], Any]:
-    """Adds the leaves to the rows. Returns what makes the tree anew of the next leaves."""
+    """Adds the leaves to the rows. Returns what rebuilds the tree around the next leaves."""
     opened = [open_any(tree) for tree in trees]
     if not any(c is not None and _is_split(t) for c, t in zip(opened, trees, strict=True)):
         rows.append((path, trees))
@@ -92,7 +92,7 @@ def _flatten_into(
         raise ValueError(
             "the outputs of the replicas must have the same structure (replica 0: "
             f"{first_outline}, replica {index}: {outline}{f' at `{path}`' if path else ''}); to "
-            "keep one list per sample, wrap it in a class of your own"
+            "keep one list per sample, wrap it in your own class"
         )
     rebuild = first.rebuild
     children = [
@@ -126,7 +126,7 @@ def replace_leaves(
     # A container stays the same object if its items do. An object that several containers hold is
     # replaced by one new object in all of them: `made` has the old and the new one, by the id of
     # the old one, which is kept so that its id stays unique.
-    if type(tree) in PLAIN:
+    if type(tree) in SCALARS:
         return tree
     made = {} if made is None else made
     if id(tree) not in made:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from types import FrameType
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 __all__ = ["UnsynchronizedWarning"]
 
@@ -34,12 +34,15 @@ class WarnOnce:
         return self._answers.pop("first", False)
 
 
-_flags: WeakKeyDictionary[object, WarnOnce] = WeakKeyDictionary()
+#: By the id of the owner, because a dictionary has no hash.
+_flags: dict[int, WarnOnce] = {}
 
 
 def once_for(owner: object) -> WarnOnce:
     """Returns the flag of an object. It is not an attribute, so it is not copied or pickled."""
-    return _flags.get(owner) or _flags.setdefault(owner, WarnOnce())
+    if id(owner) not in _flags:
+        finalize(owner, _flags.pop, id(owner), None)
+    return _flags.setdefault(id(owner), WarnOnce())
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -19,8 +19,9 @@ from replication.patch import check_methods, patch_replication_callback
 from replication.warning import UnsynchronizedWarning, warn
 from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
 from syncbn.kinds import (
+    DERIVED,
     PIPES,
-    PLAIN,
+    PLAIN_CLASS_OF,
     SYNCHRONIZED,
     Summary,
     counterpart_of,
@@ -32,7 +33,7 @@ __all__ = ["convert_model", "revert_model"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-#: The attribute with the class that `revert_model` gives back, where `PLAIN` does not tell it.
+#: The attribute with the class that `revert_model` gives back, if `PLAIN_CLASS_OF` lacks it.
 _FORMER = "_class_before_convert_model"
 
 
@@ -47,11 +48,12 @@ def convert_model(
     """Converts every `torch.nn.BatchNorm1d/2d/3d` in ``module`` to a synchronized layer, in place.
 
     Each layer remains the same object and only changes its class: parameters, buffers, hooks,
-    flags, names and existing references to them all stay valid. Converting twice changes nothing,
-    and neither does a call that is refused. Also converted are:
+    flags, names and existing references to them all stay valid. Converting twice is
+    harmless. If the call raises, the model is unchanged. Also converted are:
 
     - `torch.nn.SyncBatchNorm`, which keeps its process group.
-    - Layers of older toolkits (such as a vendored ``sync_batchnorm``), which lose their pipes.
+    - Layers of older toolkits (such as a vendored ``sync_batchnorm``), whose pipes
+      are removed.
     - ``BatchNormAct2d`` and ``SyncBatchNormAct`` of timm, with their dropout and activation.
     - Layers of the classes in ``classes``.
     - A `torch.nn.DataParallel`, which becomes a `replication.DataParallel`. An object of a derived
@@ -66,8 +68,8 @@ def convert_model(
     >>> type(net[1]).__name__
     'SynchronizedBatchNorm2d'
 
-    A batch norm of your own becomes synchronized with a second base class, if its forward calls
-    ``super().forward``. Otherwise write the forward anew in the synchronized class:
+    Your own batch norm becomes synchronized with a second base class, if its forward calls
+    ``super().forward``. Otherwise also write a forward in the synchronized class:
 
     >>> class Activated(nn.BatchNorm2d):
     ...     def forward(self, x):
@@ -82,7 +84,7 @@ def convert_model(
         module: A layer, a network, or a DataParallel around one.
         group_size: If given, set on every synchronized layer, converted now or before (see
             `SynchronizedBatchNorm1d`).
-        process_group: As ``group_size``.
+        process_group: If given, set on every synchronized layer, like ``group_size``.
         report: Whether to print the `syncbn.summary` of the result, instead of warning about
             layers that stay unsynchronized.
         classes: The synchronized class for each further class. Layers of exactly this class get
@@ -94,8 +96,8 @@ def convert_model(
         ``module``.
 
     Raises:
-        TypeError: An argument has another type, or a DataParallel in ``module`` has a method
-            ``replicate`` or ``parallel_apply`` of its own (see `patch_replication_callback`).
+        TypeError: An argument has another type, or a DataParallel in ``module`` has its own
+            method ``replicate`` or ``parallel_apply`` (see `patch_replication_callback`).
         ValueError: ``group_size`` is less than 1.
     """
     check_module(module)
@@ -106,7 +108,7 @@ def convert_model(
         raise TypeError(
             "classes must be a dict of {class: synchronized class}, such as {Mine: SyncMine} with "
             "class SyncMine(Mine, SynchronizedBatchNorm2d): pass, in this order, if the forward "
-            f"of Mine calls super().forward, or with a forward of its own (got {classes!r})"
+            f"of Mine calls super().forward, or with its own forward (got {classes!r})"
         )
     layers: list[tuple[str, Any]] = list(module.named_modules())
     for _, layer in layers:
@@ -125,7 +127,7 @@ def convert_model(
                 layer.process_group = process_group
     if corrected:
         warn(
-            "syncbn does not correct the bias of running statistics, as these layers of an older "
+            "syncbn does not correct the bias of running statistics, but these layers of an older "
             f"toolkit did; for short runs, set layer.momentum = 0.1: {first_of(corrected)}"
         )
     result = summary(module)
@@ -164,7 +166,7 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
             buffers = layer._buffers
             vars(layer)["_buffers"] = {k: b for k, b in buffers.items() if k not in CORRECTION}
             return any(buffers.get(name) is not None for name in CORRECTION)
-        if PLAIN.get(new) is not old:
+        if PLAIN_CLASS_OF.get(new) is not old:
             vars(layer).setdefault(_FORMER, old)
         if process_group is not None:
             layer.process_group = process_group
@@ -181,23 +183,22 @@ def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:
     left_alone = defaultdict(list)  # by class and reason
     for path, layer, kind in result.layers:
         if kind.name == "left alone":
-            left_alone[f"({layer}, {kind.note})"].append(f"`{path_or_root(path)}`")
+            left_alone[layer, kind.note].append(path)
     if left_alone:
-        text = ", ".join(f"{first_of(paths)} {why}" for why, paths in left_alone.items())
-        if "a derived class" in text:
-            text += (
-                "; class SyncX(X, syncbn.SynchronizedBatchNorm2d): pass defines SyncX, if the "
-                "forward of X calls super().forward"
-            )
-        warn(
-            "convert_model converts registered layers of the classes torch.nn.BatchNorm1d, 2d and "
-            f"3d only; these layers stay unsynchronized: {text}",
-            UnsynchronizedWarning,
-        )
+        lines = ["these layers stay unsynchronized:"]
+        for (layer, note), paths in left_alone.items():
+            named = first_of([f"`{path_or_root(path)}`" for path in paths])
+            lines.append(f"  {named} ({layer}, {note})")
+            if note.startswith(DERIVED):
+                lines.append(
+                    f"    with class Sync{layer}({layer}, syncbn.SynchronizedBatchNorm2d): pass "
+                    f"(or 1d, 3d), if the forward of {layer} calls super().forward"
+                )
+        warn("\n".join(lines), UnsynchronizedWarning)
     elif not any(isinstance(m, ReplicaAware) or _FORMER in vars(m) for m in module.modules()):
         warn(
             f"convert_model found no batch norm in {type(module).__name__}; convert the model "
-            "after its layers were made (summary(model) lists the layers that normalize)",
+            "after its layers were made",
             UnsynchronizedWarning,
         )
 
@@ -228,12 +229,15 @@ def revert_model(module: ModuleT) -> ModuleT:
         if isinstance(layer, SynchronizedBatchNorm)
     ]
     if left_alone:
-        warn(f"these layers of other classes stay synchronized: {first_of(left_alone)}")
+        warn(
+            "revert_model could not revert these layers, which are still synchronized: "
+            f"{first_of(left_alone)}"
+        )
     return module
 
 
 def _revert(layer: Any) -> None:
-    former = vars(layer).pop(_FORMER, None) or PLAIN.get(type(layer))
+    former = vars(layer).pop(_FORMER, None) or PLAIN_CLASS_OF.get(type(layer))
     if former is not None:
         process_group = None
         if isinstance(layer, ReplicaAware):

@@ -31,8 +31,6 @@ from syncbn.batchnorm import (
 
 __all__ = ["Summary", "summary"]
 
-_BatchNorm = nn.modules.batchnorm._BatchNorm
-
 LAYERS = (SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d)
 
 #: The counterparts of torch's classes, and of timm's once a network uses it.
@@ -42,12 +40,18 @@ SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm3d: SynchronizedBatchNorm3d,
     nn.SyncBatchNorm: SynchronizedBatchNormNd,
 }
-PLAIN = {synchronized: plain for plain, synchronized in SYNCHRONIZED.items()}
-_NAMES = {plain.__name__ for plain in PLAIN.values()}
+PLAIN_CLASS_OF = {synchronized: plain for plain, synchronized in SYNCHRONIZED.items()}
+_PLAIN_NAMES = {plain.__name__ for plain in PLAIN_CLASS_OF.values()}
+_BatchNorm = nn.modules.batchnorm._BatchNorm
 
 #: Known by name, because this package does not import timm. timm makes the second of the first.
 _TIMM = "timm.layers.norm_act"
 _OF_TIMM = "BatchNormAct2d", "SyncBatchNormAct"
+
+#: The attributes that identify a layer of an older toolkit, and that a synchronized one lacks.
+PIPES = {"_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe"}
+#: The parameters and buffers of their own classes.
+_STATE = {"weight", "bias", *CORRECTION, "running_mean", "running_var", "num_batches_tracked"}
 
 
 class _Activated(SynchronizedBatchNorm2d):
@@ -55,19 +59,6 @@ class _Activated(SynchronizedBatchNorm2d):
 
     def forward(self: Any, input: Tensor) -> Any:
         return self.act(self.drop(super().forward(input)))
-
-
-def counterpart_of(layer: nn.Module) -> type[nn.Module] | None:
-    """The class to which `convert_model` converts a layer by itself, or None."""
-    kind = type(layer)
-    if kind.__module__ == _TIMM and kind.__qualname__ in _OF_TIMM:
-        return _counterpart_of_timm()
-    if kind not in SYNCHRONIZED and has_pipes(layer) and _is_of_toolkit(layer):
-        # The "1d", "2d" or "3d" in the names of its classes.
-        names = " ".join(base.__name__ for base in kind.__mro__)
-        found = re.search("[123](?=d)", names, re.IGNORECASE)
-        return LAYERS[int(found[0]) - 1] if found else SynchronizedBatchNormNd
-    return SYNCHRONIZED.get(kind)
 
 
 def _counterpart_of_timm() -> type[nn.Module]:
@@ -86,13 +77,20 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-#: The attributes that identify a layer of an older toolkit, and that a synchronized one lacks.
-PIPES = {"_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe"}
-#: The parameters and buffers of their own classes.
-_STATE = {"weight", "bias", *CORRECTION, "running_mean", "running_var", "num_batches_tracked"}
+def counterpart_of(layer: nn.Module) -> type[nn.Module] | None:
+    """The class to which `convert_model` converts a layer by itself, or None."""
+    kind = type(layer)
+    if kind.__module__ == _TIMM and kind.__qualname__ in _OF_TIMM:
+        return _counterpart_of_timm()
+    if kind not in SYNCHRONIZED and _has_pipes(layer) and _is_of_toolkit(layer):
+        # The "1d", "2d" or "3d" in the names of its classes.
+        names = " ".join(base.__name__ for base in kind.__mro__)
+        found = re.search("[123](?=d)", names, re.IGNORECASE)
+        return LAYERS[int(found[0]) - 1] if found else SynchronizedBatchNormNd
+    return SYNCHRONIZED.get(kind)
 
 
-def has_pipes(layer: nn.Module) -> bool:
+def _has_pipes(layer: nn.Module) -> bool:
     """Whether a layer is of an older toolkit, or derived from one of its layers."""
     is_batch_norm = isinstance(layer, _BatchNorm) and hasattr(type(layer), CALLBACK)
     return is_batch_norm and vars(layer).keys() >= PIPES
@@ -106,10 +104,25 @@ def _is_of_toolkit(layer: nn.Module) -> bool:
     return len(modules) == 1 and state <= _STATE and "forward" not in vars(layer)
 
 
-KindName = Literal["synchronized", "plain", "left alone", "by sample", "wrapper"]
+def reaches_synchronized_forward(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a class is a synchronized one, or may call one by super."""
+    # A class such as ``Sync(Mine, SynchronizedBatchNorm2d)`` whose ``Mine.forward`` never calls
+    # super would be silently unsynchronized: it counts as a synchronized layer, but `forward` of
+    # its second base never runs. Asked here, once, by the names in the code. A layer that asked at
+    # the end of each call would slow down every network, and tell only after the first batch.
+    for base in kind.__mro__:
+        if "forward" in vars(base):
+            if issubclass(base, ReplicaAware):
+                return True
+            code = getattr(unwrap(vars(base)["forward"]), "__code__", None)
+            if code is not None and "super" not in code.co_names:
+                return False
+    return False
 
-_InstanceNorm = nn.modules.instancenorm._InstanceNorm
-_BY_SAMPLE = (_InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
+
+# -- what each layer is to synchronization -----------------------------------------------------
+
+KindName = Literal["synchronized", "plain", "left alone", "wrapper"]
 
 
 class Kind(NamedTuple):
@@ -120,18 +133,23 @@ class Kind(NamedTuple):
     note: str = ""
 
 
-def reaches_synchronized_forward(kind: type[nn.Module]) -> bool:
-    """Whether the forward of a class is a synchronized one, or may call one by super."""
-    # By the names in its code. A layer that asked at the end of each call whether it synchronized
-    # would slow down every network, and tell only after the first batch.
-    for base in kind.__mro__:
-        if "forward" in vars(base):
-            if issubclass(base, ReplicaAware):
-                return True
-            code = getattr(unwrap(vars(base)["forward"]), "__code__", None)
-            if code is not None and "super" not in code.co_names:
-                return False
-    return False
+def _kind_of(module: nn.Module) -> Kind | None:
+    """The kind of a layer, or None if there is nothing to synchronize."""
+    if isinstance(module, SynchronizedBatchNorm):
+        return _kind_of_synchronized(module)
+    if counterpart_of(module) is not None:
+        return Kind("plain", "convert_model synchronizes it")
+    if isinstance(module, _BatchNorm):
+        return Kind("left alone", _why_left_alone(module))
+    if isinstance(module, torch.jit.ScriptModule) and module.original_name in _PLAIN_NAMES:
+        return Kind("left alone", f"a script of {module.original_name}: convert before torch.jit")
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+        return Kind("left alone", "by sample, but its running statistics are the first replica's")
+    if isinstance(module, nn.DataParallel):
+        if not runs_callbacks(type(module)):
+            return Kind("wrapper", "does not connect copies: convert_model(model) makes it do so")
+        return Kind("wrapper", "connects the copies of its layers")
+    return None
 
 
 def _kind_of_synchronized(layer: SynchronizedBatchNorm) -> Kind:
@@ -145,49 +163,21 @@ def _kind_of_synchronized(layer: SynchronizedBatchNorm) -> Kind:
     return Kind("synchronized", "; ".join(note for note, applies in notes.items() if applies))
 
 
-def _kind_of_derived(layer: nn.Module) -> Kind:
-    """The kind of a batch norm whose class has no counterpart."""
+#: The beginning of the note on a class that can get a synchronized second base class.
+DERIVED = "a derived class:"
+
+
+def _why_left_alone(layer: nn.Module) -> str:
+    """Why a batch norm whose class has no counterpart is left alone, and what to do."""
     name = type(layer).__name__
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
-        return Kind("left alone", "lazy: call the network once before you convert it")
-    is_older = has_pipes(layer)
-    if is_older or isinstance(layer, nn.SyncBatchNorm):
-        base = "a layer of an older toolkit" if is_older else "nn.SyncBatchNorm"
-        note = f"derived from {base}: pass classes={{{name}: ...}} with a class derived from"
-        return Kind("left alone", f"{note} SynchronizedBatchNorm{'2d' if is_older else 'Nd'}")
+        return "lazy: call the network once before you convert it"
+    if _has_pipes(layer) or isinstance(layer, nn.SyncBatchNorm):
+        new = f"classes={{{name}: ...}} with a class derived from SynchronizedBatchNorm2d"
+        return f"its base has another synchronization: pass {new} (or 1d, 3d, Nd)"
     if is_parametrized(layer):
-        return Kind("left alone", "parametrized: convert before torch.nn.utils.parametrize")
-    return Kind("left alone", f"a derived class: pass classes={{{name}: Sync{name}}}")
-
-
-def kind_of(module: nn.Module) -> Kind | None:
-    """The kind of a layer, or None if it neither normalizes nor runs replicas."""
-    if isinstance(module, SynchronizedBatchNorm):
-        return _kind_of_synchronized(module)
-    if counterpart_of(module) is not None:
-        toolkit = "of an older toolkit; " if has_pipes(module) else ""
-        return Kind("plain", f"{toolkit}convert_model synchronizes it")
-    if isinstance(module, _BatchNorm):
-        return _kind_of_derived(module)
-    if isinstance(module, torch.jit.ScriptModule) and module.original_name in _NAMES:
-        return Kind("left alone", f"a script of {module.original_name}: convert before torch.jit")
-    if isinstance(module, _InstanceNorm) and module.track_running_stats:
-        return Kind("left alone", "by sample, but its running statistics are the first replica's")
-    if isinstance(module, _BY_SAMPLE):
-        return Kind("by sample", "nothing to synchronize: works per sample")
-    if isinstance(module, nn.DataParallel):
-        if not runs_callbacks(type(module)):
-            return Kind("wrapper", "does not connect copies: convert_model(model) makes it do so")
-        if not module.device_ids:
-            note = "makes no copies without an accelerator: DataParallel(net, ['cpu'] * n) does"
-            return Kind("wrapper", note)
-        return Kind("wrapper", "connects the copies of its layers")
-    # A class of its own, as CenterNet has. DistributedDataParallel has one device at most.
-    devices = vars(module).get("device_ids")
-    if isinstance(devices, (list, tuple)) and len(devices) > 1 and "module" in module._modules:
-        note = "its copies are not connected: derive it from torch.nn.DataParallel, or use"
-        return Kind("left alone", f"{note} replication.DataParallel")
-    return None
+        return "parametrized: convert before torch.nn.utils.parametrize"
+    return f"{DERIVED} pass classes={{{name}: Sync{name}}}"
 
 
 def _out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -204,6 +194,7 @@ def _out_of_sight(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 class LayerSummary(NamedTuple):
     path: str
+    #: The name of its class.
     layer: str
     kind: Kind
 
@@ -213,10 +204,10 @@ class Summary:
     """The result of `summary`. It prints as a table.
 
     Attributes:
-        layers: All layers that normalize or run replicas, in the order of ``named_modules()``.
-            Each has a ``path``, ``layer`` (the name of its class), and ``kind``, whose ``name`` is
-            ``"synchronized"``, ``"plain"`` (not converted), ``"left alone"``, ``"by sample"``
-            (nothing to synchronize), or ``"wrapper"``, and whose ``note`` gives the reason.
+        layers: All layers that could or do synchronize, and all that run replicas, in the order of
+            ``named_modules()``. Each has a ``path``, ``layer`` (the name of its class), and
+            ``kind``, whose ``name`` is ``"synchronized"``, ``"plain"`` (not converted), ``"left
+            alone"`` or ``"wrapper"``, and whose ``note`` gives the reason.
     """
 
     layers: tuple[LayerSummary, ...]
@@ -230,16 +221,7 @@ class Summary:
     def __repr__(self) -> str:
         if not self.layers:
             return "No layer normalizes over the batch."
-        rows = [
-            (f"`{path_or_root(path)}`", layer, *kind)
-            for path, layer, kind in self.layers
-            if kind.name != "by sample"
-        ]
-        by_sample = Counter(row[1:] for row in self.layers if row.kind.name == "by sample")
-        rows += [
-            (f"({count} layer{'s' * (count > 1)})", layer, *kind)
-            for (layer, kind), count in sorted(by_sample.items())
-        ]
+        rows = [(f"`{path_or_root(path)}`", layer, *kind) for path, layer, kind in self.layers]
         counts = Counter(layer.kind.name for layer in self.layers)
         return (
             f"{table(('path', 'layer', 'status', 'note'), rows)}\n"
@@ -249,25 +231,25 @@ class Summary:
 
 
 def summary(module: nn.Module) -> Summary:
-    """Lists the layers of a network that normalize, and shows which of them are synchronized.
+    """Lists the batch norm of a network, and shows which layers of it are synchronized.
 
-    Layers in plain lists, tuples and dicts are listed under the path of the attribute: neither
-    `convert_model` nor replication finds them.
+    Layers in plain lists, tuples and dicts are listed under the path of the attribute, because
+    neither `convert_model` nor replication finds them. Layers that normalize each sample alone,
+    such as `torch.nn.GroupNorm`, need no synchronization and are not listed.
 
     >>> from torch import nn
     >>> from syncbn import convert_model, summary
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8))
     >>> print(summary(convert_model(net)))
-    path       layer                    status        note
-    `1`        SynchronizedBatchNorm2d  synchronized
-    (1 layer)  GroupNorm                by sample     nothing to synchronize: works per sample
+    path  layer                    status        note
+    `1`   SynchronizedBatchNorm2d  synchronized
     1 synchronized, 0 not converted, 0 left alone.
 
     Args:
         module: A layer or a network, converted or not, wrapped or not.
     """
     check_module(module)
-    kinds = [(path, part, kind_of(part)) for path, part in module.named_modules()]
+    kinds = [(path, part, _kind_of(part)) for path, part in module.named_modules()]
     hidden = Kind("left alone", "in a plain list or dict: use nn.ModuleList or nn.ModuleDict")
     kinds += [(path, layer, hidden) for path, layer in _out_of_sight(module)]
     rows = [LayerSummary(path, type(part).__name__, kind) for path, part, kind in kinds if kind]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from replication import DataParallel, ReplicasDiverged, Scattered, replicate
+from replication import DataParallel, ReplicasDiverged, Scattered
 from syncbn import SynchronizedBatchNorm2d, channels, convert_model
 from syncbn.kernels import Kernels, kernels_for
 from tests import accelerator
@@ -233,44 +233,6 @@ def test_collectives_and_their_derivatives_equal_the_oracle(name, devices):
     expected = case.oracle(inputs)
     torch.testing.assert_close(home, expected)
     torch.testing.assert_close(derivatives(home, inputs), derivatives(expected, inputs))
-
-
-@on_simulated
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("devices", [LISTS["ascending"], LISTS["each twice"]], ids=str)
-def test_small_gradients_are_added_together_with_the_same_bits(devices, layout):
-    convs = [nn.Conv2d(2, 3, 2) for _ in range(20)]
-    net = nn.ModuleList([*convs, nn.Linear(2**10, 2**9)])  # the last weight is a large one
-    net = net.to(HOME, memory_format=layout)
-    replicas = replicate(net, devices)
-    losses = []
-    for rank, replica in enumerate(replicas):
-        x = torch.randn(3, 2, 4, 4).to(devices[rank], memory_format=layout)
-        used = [conv(x) for index, conv in enumerate(replica[:20]) if index or rank]
-        wide = replica[20](torch.randn(1, 2**10, device=devices[rank]))
-        losses.append(sum(y.square().sum() for y in (*used, wide)))
-    leaves = [*net.parameters()]
-
-    def gradients(create_graph: bool) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(
-            losses,
-            leaves,
-            [torch.ones_like(loss) for loss in losses],
-            retain_graph=True,
-            create_graph=create_graph,
-        )
-
-    with accelerator.counting() as counted:
-        together = gradients(create_graph=False)
-    one_by_one = gradients(create_graph=True)
-    for one, other in zip(together, one_by_one, strict=True):
-        assert torch.equal(one, other) and one.stride() == other.stride()
-    # Two of the first layer and the large weight one by one, and all others together.
-    others = sum(device != HOME for device in devices)
-    assert sum(n for name, n in counted.items() if name.startswith("copy")) == 4 * others
-    together[0].zero_()
-    assert together[1].count_nonzero()
-    assert together[1]._version == 0
 
 
 # -- devices by any name -----------------------------------------------------------------------

@@ -53,7 +53,7 @@ DIFFERENT = [{"a": X, "b": torch.ones(2, 3)}, {"a": X, "b": torch.ones(2, 4)}]
         (
             lambda: gather(DIFFERENT, "cpu"),
             ValueError,
-            r"`b`, .*dimension 0 .*\(2, 3\), \(2, 4\)\)",
+            r"`b` .*dimension 0 .*\(2, 3\) and \(2, 4\)\)",
         ),
     ],
 )

@@ -102,19 +102,6 @@ def test_frozen_parts_stay_and_train_again_after_unfreezing(freeze, n, wrap):
     assert_trains_alike(use, wrap, n)
 
 
-class WithoutGraph(nn.Module):
-    """Trains its head alone, on a body that is run without a graph and learns statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.norm, self.head = network(), nn.BatchNorm1d(2), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            features = self.body(x)
-        return self.head(self.norm(features))
-
-
 # -- averages of weights -----------------------------------------------------------------------
 
 AVERAGES: dict[str, Callable[[nn.Module], AveragedModel]] = {
@@ -182,12 +169,6 @@ def test_update_bn_estimates_the_statistics_over_all_batches(arrange, momentum, 
 # -- functional calls --------------------------------------------------------------------------
 
 
-def test_torch_refuses_a_functional_call_of_a_data_parallel():
-    """Therefore the reference says to call a module around it, as the tests below do."""
-    with pytest.raises(RuntimeError, match=r"can't be used with nn\.DataParallel module"):
-        functional_call(ours(network()), {}, (batch(4)[0],))
-
-
 @setups
 @pytest.mark.parametrize("which", ["parameters", "buffers too"])
 def test_a_functional_call_uses_what_it_is_given(which, n, wrap):
@@ -234,9 +215,8 @@ class Modulated(nn.Module):
 
 
 @setups
-@pytest.mark.parametrize("make", [lambda: WithoutGraph().double(), Modulated])
-def test_a_network_that_runs_its_parts_in_a_way_of_its_own(make, n, wrap):
-    assert_trains_alike(train_and_evaluate, wrap, n, make)
+def test_a_network_that_calls_its_parts_with_other_weights(n, wrap):
+    assert_trains_alike(train_and_evaluate, wrap, n, Modulated)
 
 
 # -- parametrizations --------------------------------------------------------------------------

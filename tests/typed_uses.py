@@ -92,7 +92,7 @@ def converts(net: nn.Sequential) -> None:
     classes = {nn.BatchNorm2d: SynchronizedBatchNorm2d}
     assert_type(convert_model(net, classes=classes), nn.Sequential)
     assert_type(revert_model(net), nn.Sequential)
-    stand_in_for("sync_batchnorm", momentum=0.001)
+    stand_in_for("sync_batchnorm")
     set_sbn_eps_mode("clamp")
     with patch_sync_batchnorm():
         pass

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from replication._torch import IS_REPLICA
+from replication._torch import IS_REPLICA, SHARED_BY_REPLICAS
 from replication.errors import ReplicationError
 from replication.groups.base import Group, SoloGroup
 from replication.groups.processes import process_group_of
 from replication.groups.registry import ProcessGroupHandle, as_process_group, has_other_processes
 from replication.groups.replicas import CallbackContext
 from replication.sync.lifecycle import current_replica
-from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
+from replication.warning import UnsynchronizedWarning, once_for, warn
 
 if TYPE_CHECKING:
     _Base = nn.Module
@@ -79,34 +79,24 @@ class ReplicaAware(_Base):
             )
 
     _replica_group: Group | None = None
-    #: Whether there were no other processes when the replica was made.
+    #: The ``_parameters`` of the copy that was given ``_replica_group``. A replica of that copy
+    #: (in a DataParallel inside another) inherits both, but has another ``_parameters``.
+    _connected: object = None
+    #: Whether there were no other processes when the copy was connected.
     _is_one_process = False
-    #: The flag of the original, so that all replicas of all forwards warn once in total.
-    _first_warning: WarnOnce | None = None
-
-    def _replicate_for_data_parallel(self) -> Any:
-        replica: Any = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        replica.__dict__.update(self._shell_attributes())
-        return replica
-
-    def _shell_attributes(self) -> dict[str, Any]:
-        """Called by `replication._torch.shell_state` as well (see `SHELL_ATTRIBUTES`)."""
-        return {
-            # A replica of a replica (a DataParallel inside another) has copies of its own.
-            "_replica_group": None,
-            # Here and not in `group`, because asking takes calls in Python.
-            "_is_one_process": not has_other_processes(),
-            "_first_warning": self._first_warning or once_for(self),
-        }
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Connects this copy with the others. Overrides must call it."""
         # The context of another toolkit has no group. If its DataParallel is patched, this method
         # is called again with a context of ours.
         if isinstance(ctx, CallbackContext):
-            # Not `ctx.group`, which a copy may have overwritten. Not `self._replica_group = ...`,
-            # which is slow on a module.
-            vars(self)["_replica_group"] = CallbackContext.group(ctx, copy_id)
+            # By the class, because a copy may have overwritten `ctx.group`, and by the dictionary,
+            # because setting an attribute is slow on a module.
+            state = vars(self)
+            state["_replica_group"] = CallbackContext.group(ctx, copy_id)
+            state["_connected"] = self._parameters
+            # Here instead of in `group`, because asking takes calls in Python.
+            state["_is_one_process"] = not has_other_processes()
 
     @property
     def group(self) -> Group:
@@ -120,7 +110,7 @@ class ReplicaAware(_Base):
             ValueError: This process is not in ``process_group``, or ``group_size`` is less than 1.
             TypeError: ``group_size`` is not an int, or a submodule is named ``group``.
         """
-        group = self._replica_group
+        group = self._replica_group if self._connected is self._parameters else None
         if (
             group is not None
             and group.size > 1
@@ -183,8 +173,8 @@ class ReplicaAware(_Base):
                 "alone; the model reaches the original layer, through a list where an "
                 "nn.ModuleList should be, or a function made before replication that refers to it"
             )
-        is_first = self._first_warning or once_for(self)
-        if is_first():  # of the replicas, which come here at the same time
+        # One flag for the original and all its replicas, which come here at the same time.
+        if once_for(vars(self)[SHARED_BY_REPLICAS])():
             path = f"`{self._layer_name}`: " if self._layer_name else ""
             warn(f"{path}{self!r} {what}", UnsynchronizedWarning)
         return True

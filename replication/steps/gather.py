@@ -68,7 +68,7 @@ def join_leaves(
         _warn_of_unknown(except_keywords, [path for path, _ in rows])
     joined: list[Any] = []
     for path, entries in rows:
-        stays = not gather_to_one_device or any(_is_under(path, name) for name in except_keywords)
+        stays = not gather_to_one_device or any(name in except_keywords for name in _names(path))
         if all(entry is None for entry in entries):
             joined.append(None)
         else:
@@ -85,21 +85,21 @@ def _joined(device: torch.device, dim: int, path: Path, entries: tuple[Any, ...]
     try:
         return torch.cat(tensors, dim)
     except (RuntimeError, IndexError) as error:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise ValueError(
-            f"the outputs of the replicas{f', `{path}`,' if path else ''} cannot be joined "
-            f"along dimension {dim} (got shapes {shapes}); except_keywords keeps them apart"
+            f"can't concatenate the replicas' outputs{f' `{path}`' if path else ''} along "
+            f"dimension {dim} (got shapes {shapes}); to get one entry per replica instead, pass "
+            "their name to DataParallel in except_keywords, or gather_to_one_device=False"
         ) from error
 
 
-def _is_under(path: Path, name: str) -> bool:
-    """Returns whether ``name`` is a key or field on the path, or a dotted prefix of the path."""
-    names = [name_of(key) for key in path if not isinstance(key, SequenceKey)]
-    return name in names or f"{path}.".startswith(f"{name}.")
+def _names(path: Path) -> list[str]:
+    """Returns the keys and fields on a path. Positions in lists have no name."""
+    return [name_of(key) for key in path if not isinstance(key, SequenceKey)]
 
 
 def _warn_of_unknown(names: Collection[str], paths: list[Path]) -> None:
-    unknown = [repr(name) for name in names if not any(_is_under(path, name) for path in paths)]
+    unknown = [repr(name) for name in names if not any(name in _names(path) for path in paths)]
     if unknown:
         known = ", ".join(f"`{path}`" for path in paths if path) or "none"
         warn(f"except_keywords names {', '.join(unknown)}, which the output lacks; it has {known}")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -14,17 +13,16 @@ from torch.nn.utils.rnn import PackedSequence
 from replication._torch import (
     COMPILED_CALL_IMPL,
     HOOKS,
-    MAKE_SHELL,
     compiled_module,
     has_other_derivatives,
-    shell_state,
+    make_shell,
 )
-from replication.containers import PLAIN, open_builtin
+from replication.containers import SCALARS, open_builtin
 from replication.devices import DeviceLike, parse_devices, to_device
 from replication.errors import check_module, lost_derivatives
-from replication.modules import Position, check_initialized, layers_of
+from replication.modules import check_initialized, layers_of, with_class
 from replication.steps.broadcast import broadcast, copy_buffers
-from replication.sync.lifecycle import TrackedForward, untrack
+from replication.sync.lifecycle import untrack
 from replication.tree import leaves_of, replace_leaves
 
 __all__ = ["replicate"]
@@ -32,15 +30,13 @@ __all__ = ["replicate"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 #: A replica's parameters, buffers and submodules, by the id of the original. None maps to None.
-Copied = dict[int, Any]
+CopyById = dict[int, Any]
 
 #: Attributes that every module has. None of them holds a tensor of the user's.
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 #: The dictionaries of a module that each replica copies. torch's replicas share the hooks: a hook
 #: that one replica registers in its forward would run in all others.
-_DICTIONARIES = ("_parameters", "_buffers", "_modules", *HOOKS)
-#: How attributes are set, unless a class overrides it, as RNNs do.
-_SETATTR: Any = nn.Module.__setattr__
+_DICTIONARIES = ("_buffers", "_modules", *HOOKS)
 #: The name that a wrapper of `torch.compile` gives its module.
 _WRAPPED = "_orig_mod"
 #: Leaves of plain attributes that may be another object in a replica.
@@ -52,18 +48,20 @@ def replicate(
 ) -> list[ModuleT]:
     """Makes one replica of ``network`` for each device.
 
-    As in `torch.nn.parallel.replicate`, a replica's parameters are plain tensors, which are
+    Just as in `torch.nn.parallel.replicate`, a replica's parameters are plain tensors, which are
     attributes under the original names (``parameters()`` of a replica is empty). Gradients flow
     through them to the parameters of ``network``, and are summed there in replica order.
 
-    On the device of the original, replicas share the storage of its parameters. Copy 0 also shares
-    the buffers, so its in-place updates persist. The other copies have their own buffers.
+    On the device of the original, replicas share the storage of its parameters (and of buffers
+    that require a gradient, which are treated like parameters). Copy 0 also shares the other
+    buffers, so its in-place updates persist. The other copies have their own buffers.
 
     Tensors in plain attributes move to the replica's device. References to the module's own
-    parameters, buffers, submodules and bound methods become references to the replica's. Both also
-    apply inside a list, tuple, dict or deque. Everything else is shared, including closures that
-    refer to the original. Hooks of the original run in all replicas. Hooks that a replica
-    registers stay in that replica. Compiled modules run uncompiled in replicas.
+    parameters, buffers, submodules and bound methods become references to the replica's. Both
+    apply to attributes and to what is inside a list, tuple or dict. Everything else is shared, for
+    example a deque, a dataclass, or a closure that refers to the original. Hooks of the original
+    run in all replicas. Hooks that a replica registers stay in that replica. Compiled modules run
+    uncompiled in replicas.
 
     >>> from torch import nn
     >>> from replication import replicate
@@ -82,150 +80,106 @@ def replicate(
         NotImplementedError: A transform of `torch.func` or a forward-mode derivative is active.
     """
     check_module(network)
-    replicas, _ = make_replicas(network, parse_devices(devices), detach)
+    return make_replicas(network, parse_devices(devices), detach)
+
+
+def make_replicas(module: ModuleT, devices: Sequence[torch.device], detach: bool) -> list[ModuleT]:
+    """Does what `replicate` does, for devices that are checked already."""
+    modules, wrappers = _modules_to_copy(module)
+    tensors = {
+        id(tensor): tensor
+        for layer in modules
+        for tensor in (*layer._parameters.values(), *layer._buffers.values())
+        if tensor is not None
+    }
+    if has_other_derivatives(tensors.values()):
+        raise lost_derivatives("replicate")
+    if not devices:
+        return []
+    buffers = {
+        id(buffer): buffer
+        for layer in modules
+        for buffer in layer._buffers.values()
+        if buffer is not None and not buffer.requires_grad
+    }
+    shared = [tensor for key, tensor in tensors.items() if key not in buffers]
+    keys = [*map(id, shared), *buffers, *map(id, modules), id(None)]
+    attributes = list(map(_attributes_to_replace, modules))
+    replicas: list[Any] = []
+    for device, shared_copies, buffer_copies in zip(
+        devices,
+        broadcast(shared, devices, detach),
+        copy_buffers(list(buffers.values()), devices),
+        strict=True,
+    ):
+        shells = list(map(make_shell, modules))
+        copies = dict(zip(keys, (*shared_copies, *buffer_copies, *shells, None), strict=True))
+        copies.update({wrapper: copies[inner] for wrapper, inner in wrappers.items()})
+        for shell, original, replaced in zip(shells, modules, attributes, strict=True):
+            _fill(shell, original, copies)
+            if replaced:
+                vars(shell).update(_replaced(replaced, copies, device))
+        replicas.append(shells[0])
     return replicas
 
 
-def make_replicas(
-    module: ModuleT, devices: Sequence[torch.device], detach: bool
-) -> tuple[list[ModuleT], list[Position] | None]:
-    """Does what `replicate` does, for devices that are checked already."""
-    # Also returns each submodule with its copies, as `paired` would find them. None if a class
-    # takes part in making its copies, because they may then differ.
-    collects_garbage = gc.isenabled()
-    try:
-        # Each module of each replica takes a dozen containers. None is garbage, but they would
-        # make Python look for garbage many times in a forward, now and then among all objects.
-        gc.disable()
-        return _make_replicas(module, devices, detach)
-    finally:
-        if collects_garbage:
-            gc.enable()
-
-
-def _make_replicas(
-    module: ModuleT, devices: Sequence[torch.device], detach: bool
-) -> tuple[list[ModuleT], list[Position] | None]:
-    layers, wrappers = _layers_to_copy(module)
-    paths, modules = zip(*layers, strict=True)
-    templates = [shell_state(module) for module in modules]
-    for (path, original), template in zip(layers, templates, strict=True):
-        if template is None:
-            check_initialized(path, original)
-            if isinstance(original, torch.jit.ScriptModule):
-                raise TypeError("a ScriptModule cannot be replicated; wrap what it was made of")
-    if not devices:
-        return [], None
-    parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
-    buffers = {id(b): b for m in modules for b in m._buffers.values() if b is not None}
-    if has_other_derivatives((*parameters.values(), *buffers.values())):
-        raise lost_derivatives("replicate")
-    keys = [*parameters, *buffers, *map(id, modules), id(None)]
-    replicas: list[list[Any]] = []
-    copied: list[Copied] = []
-    for parameters_of_copy, buffers_of_copy in zip(
-        broadcast(list(parameters.values()), devices, detach),
-        copy_buffers(list(buffers.values()), devices, detach),
-        strict=True,
-    ):
-        shells = [
-            getattr(module, MAKE_SHELL)() if template is None else object.__new__(type(module))
-            for module, template in zip(modules, templates, strict=True)
-        ]
-        replicas.append(shells)
-        made = *parameters_of_copy, *buffers_of_copy, *shells, None
-        copies = dict(zip(keys, made, strict=True))
-        copies.update({wrapper: copies[inner] for wrapper, inner in wrappers.items()})
-        copied.append(copies)
-    positions = list(zip(paths, zip(*replicas, strict=True), strict=True))
-    for original, template, (_, of_original) in zip(modules, templates, positions, strict=True):
-        _fill(original, template, of_original, copied, devices)
-    usual = [type(module).__setattr__ is _SETATTR for module in modules]
-    is_known = None not in templates and all(usual)
-    return [shells[0] for shells in replicas], positions if is_known else None
-
-
-def _layers_to_copy(root: nn.Module) -> tuple[list[tuple[str, nn.Module]], dict[int, int]]:
-    """Returns the paths and modules to copy, and the ids of wrappers and of their modules."""
+def _modules_to_copy(root: nn.Module) -> tuple[list[nn.Module], dict[int, int]]:
+    """Returns the modules to copy, and the ids of wrappers and of the modules in them."""
     # A wrapper of `torch.compile` is not copied: a replica has its copy of the module instead.
-    layers = layers_of(root)
+    modules: list[nn.Module] = []
     wrappers: dict[int, int] = {}
-    for _, module in layers:
+    for path, module in layers_of(root):
+        check_initialized(path, module)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                "DataParallel can't replicate a torch.jit.ScriptModule "
+                f"(got {with_class(path, module)}); pass the original nn.Module instead"
+            )
         if _WRAPPED in module._modules and (inner := compiled_module(module)) is not module:
             if any(vars(module).get(name) for name in HOOKS):
                 raise TypeError(
-                    "a compiled module must not have its own hooks; register them on the module"
+                    "hooks on the result of torch.compile would be lost in replicas "
+                    f"(got {with_class(path, module)}); register them before compiling"
                 )
             wrappers[id(module)] = id(inner)
-    if wrappers:
-        layers = [
-            (".".join(name for name in path.split(".") if name != _WRAPPED), module)
-            for path, module in layers
-            if id(module) not in wrappers
-        ]
-    return layers, wrappers
-
-
-def _fill(
-    module: nn.Module,
-    template: dict[str, Any] | None,
-    shells: Sequence[nn.Module],
-    copied: Sequence[Copied],
-    devices: Sequence[torch.device],
-) -> None:
-    """Gives the shells of a module their children, parameters and buffers, and their own hooks."""
-    # `template` holds the attributes of all shells; None if the class has made the shells.
-    # A copy, because another thread may run the module, which may set attributes.
-    original = module.__dict__.copy()
-    children, buffers, parameters = module._modules, module._buffers, module._parameters
-    replaced = _attributes_to_replace(original)
-    sets_attributes = type(module).__setattr__ is not _SETATTR
-    # Of a replica that is replicated again.
-    is_tracked = isinstance(original.get("forward"), TrackedForward)
-    is_compiled = original.get(COMPILED_CALL_IMPL) is not None
-    for shell, copies, device in zip(shells, copied, devices, strict=True):
-        if template is None:
-            state = shell.__dict__
         else:
-            state = template.copy()
-            # A class's own `__setattr__` would look for parameters.
-            object.__setattr__(shell, "__dict__", state)
-        if shell is not module:  # some classes return the module itself as its shell
-            for name in _DICTIONARIES:
-                state[name] = state[name].copy()
-        for name, child in children.items():
-            state["_modules"][name] = copies[id(child)]
-        for name, buffer in buffers.items():
-            state["_buffers"][name] = copies[id(buffer)]
-        # torch exposes the copies of the parameters here as well.
-        state["_former_parameters"] = attributes = {}
-        for name, parameter in parameters.items():
-            if parameter is None:
-                state["_parameters"][name] = None
-            else:
-                attributes[name] = copies[id(parameter)]
-        if replaced:
-            attributes = attributes | replaced_attributes(replaced, copies, device)
-        if sets_attributes:
-            for name, value in attributes.items():
-                setattr(shell, name, value)
+            modules.append(module)
+    return modules, wrappers
+
+
+def _fill(shell: nn.Module, original: nn.Module, copies: CopyById) -> None:
+    """Gives a shell its own children, parameters, buffers and hooks."""
+    # By its dictionary, in half the time of `setattr`: `nn.Module.__setattr__` would look for
+    # parameters and submodules each time.
+    state = vars(shell)
+    for name in _DICTIONARIES:
+        state[name] = state[name].copy()
+    # torch exposes the copies of the parameters here as well.
+    state["_former_parameters"] = former = {}
+    for name, child in original._modules.items():
+        state["_modules"][name] = copies[id(child)]
+    for name, buffer in original._buffers.items():
+        state["_buffers"][name] = copies[id(buffer)]
+    for name, parameter in original._parameters.items():
+        if parameter is None:
+            state["_parameters"][name] = None
         else:
-            state.update(attributes)
-        if is_tracked:
-            untrack(shell)
-        if is_compiled:  # the compiled call would run the original
-            state[COMPILED_CALL_IMPL] = None
+            state[name] = former[name] = copies[id(parameter)]
+    state.pop(COMPILED_CALL_IMPL, None)  # the compiled call would run the original
+    if "forward" in state:  # of a replica that is replicated again
+        untrack(shell)
 
 
-def _attributes_to_replace(state: dict[str, Any]) -> dict[str, Any]:
+def _attributes_to_replace(module: nn.Module) -> dict[str, Any]:
     """Returns the plain attributes of a module that may be other objects in a replica."""
     found = {}
-    for name, value in state.items():
+    # A copy, because another thread may run the module, which may set attributes.
+    for name, value in vars(module).copy().items():
         kind = type(value)
         if (
             name in _MODULE_ATTRIBUTES
-            or kind in PLAIN
-            or (kind in (tuple, list) and PLAIN.issuperset(map(type, value)))
+            or kind in SCALARS
+            or (kind in (tuple, list) and SCALARS.issuperset(map(type, value)))
         ):
             continue  # nearly all
         if any(isinstance(leaf, _REPLACED) for leaf in leaves_of(value, open_builtin)):
@@ -233,17 +187,18 @@ def _attributes_to_replace(state: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def replaced_attributes(
-    attributes: dict[str, Any], copied: Copied, device: torch.device
+def _replaced(
+    attributes: Mapping[str, Any], copies: CopyById, device: torch.device
 ) -> dict[str, Any]:
+    """Returns the attributes that are other objects in the replica with these copies."""
+
     def replaced(leaf: Any) -> Any:
         if isinstance(leaf, nn.Module):
-            return copied.get(id(compiled_module(leaf)), leaf)
+            return copies.get(id(compiled_module(leaf)), leaf)
         if isinstance(leaf, (Tensor, PackedSequence)):
-            known = copied.get(id(leaf))
-            return to_device(leaf, device) if known is None else known
-        if isinstance(leaf, MethodType) and id(leaf.__self__) in copied:
-            return MethodType(leaf.__func__, copied[id(leaf.__self__)])
+            return copies[id(leaf)] if id(leaf) in copies else to_device(leaf, device)
+        if isinstance(leaf, MethodType) and id(leaf.__self__) in copies:
+            return MethodType(leaf.__func__, copies[id(leaf.__self__)])
         return leaf
 
     new = replace_leaves(replaced, attributes, open_builtin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +21,13 @@ __all__ = ["scatter", "scatter_kwargs"]
 def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> list[Any]:
     """Splits the tensors in ``inputs`` along ``dim``, one part per replica.
 
-    The sizes of the parts are as in `torch.chunk`: 9 samples on 4 devices give parts of 3, 3 and
-    3, so that three replicas run. An empty batch goes to one replica. Containers keep their types
-    and are new objects. 0-dim tensors and other objects go to every replica that has data. Beside
-    a batch of another length, a tensor as long as ``target_gpus`` has one entry per replica.
+    The parts have the sizes that `torch.chunk` gives: 9 samples on 4 devices are split into parts
+    of 3, 3 and 3, so that three replicas run. An empty batch goes to one replica. All tensors must
+    have the same length along ``dim``, except for 0-dim tensors, which go to every replica that
+    has data, just like other objects. Containers keep their types and are new objects.
 
-    Entry i of a `Scattered` goes to device i. Tensors beside it are split to match: the size of
-    part i is the length of entry i, if that is a tensor or has tensors under keys or in fields.
-    Tensors in lists and tuples do not count, because a list may hold one tensor for each sample.
+    Entry i of a `Scattered` goes to device i. The first `Scattered` of tensors decides how the
+    tensors beside it are split: the size of part i is the length of entry i.
 
     >>> import torch
     >>> from replication import scatter
@@ -44,7 +43,7 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
         One item for each replica that has data, at most ``len(target_gpus)``.
 
     Raises:
-        ValueError: Tensors differ in length or fit no `Scattered` beside them.
+        ValueError: Tensors differ in length, or do not fit the `Scattered` beside them.
     """
     leaves, rebuild = flatten(inputs)
     parts = split_leaves(leaves, parse_devices(target_gpus), dim)
@@ -60,7 +59,7 @@ def scatter_kwargs(
     inputs_are_scattered: bool = False,
     cpu_keywords: Collection[str] = (),
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-    """Splits positional and keyword arguments as `scatter` does, into equally many parts.
+    """Splits positional and keyword arguments like `scatter`, into equally many parts.
 
     If ``target_gpus`` is None, there is one part, which is not moved. `DataParallel` explains the
     options.
@@ -74,7 +73,8 @@ def scatter_kwargs(
         Positional and keyword arguments, one item per replica with data, but at least one.
 
     Raises:
-        ValueError: As `scatter`, or an argument does not have one entry per replica.
+        ValueError: Arguments can't be split (see `scatter`), or an argument that should be
+            scattered does not have one entry per replica.
         TypeError: An argument that should be scattered is not a list, tuple or `Scattered`.
     """
     if not isinstance(inputs, (tuple, list)):
@@ -117,80 +117,79 @@ def _as_scattered(name: str, argument: Any, count: int) -> Scattered:
 #: One device per part. None leaves a part where it is.
 Devices = Sequence[torch.device | None]
 
-#: The sizes of the parts of a tensor, and the leaf that has them.
-Splits = dict[tuple[int, ...], str]
+
+class Sizes(NamedTuple):
+    """How a batch is split."""
+
+    #: The length of each part; none if the `Scattered` that decides does not tell them.
+    parts: tuple[int, ...]
+    #: The argument that decides.
+    title: str
 
 
 def split_leaves(
     leaves: list[Leaf], devices: Devices, dim: int, staying: Collection[int] = ()
 ) -> list[list[Any]]:
-    """Returns, for each replica that has data, its part of each leaf, on its device."""
-    # `staying` has the indices of leaves that are split but not moved.
+    """Returns, for each replica that has data, its part of each leaf, on its device.
+
+    The leaves whose indices are in ``staying`` are split but not moved.
+    """
     if not devices:
         raise ValueError("expected at least one device (got none)")
-    # Leaves that stay may have another length than the batch.
-    moving = [leaf for i, leaf in enumerate(leaves) if i not in staying]
-    count, splits = plan_sizes(leaves, moving, len(devices), dim)
+    count, sizes = _plan(leaves, len(devices), dim)
     nowhere, used = [None] * count, devices[:count]
     columns = [
-        split_leaf(leaf, splits, dim, nowhere if i in staying else used, len(devices))
+        _split(leaf, sizes, dim, nowhere if i in staying else used)
         for i, leaf in enumerate(leaves)
     ]
     return [[column[replica] for column in columns] for replica in range(count)]
 
 
-def plan_sizes(
-    leaves: list[Leaf], moving: list[Leaf], devices: int, dim: int
-) -> tuple[int, Splits]:
+def _plan(leaves: list[Leaf], devices: int, dim: int) -> tuple[int, Sizes | None]:
     """Returns the number of replicas with data, and the sizes of the parts of their tensors."""
-    # Several if `Scattered` arguments differ, none if nothing tells or tensors go whole.
+    # There are no sizes if there are no tensors, or if they go whole to a single replica.
     if scattered := [leaf for leaf in leaves if isinstance(leaf.value, Scattered)]:
         counts = [len(leaf.value) for leaf in scattered]
         if len(set(counts)) > 1 or not 1 <= counts[0] <= devices:
             got = " and ".join(f"{len(leaf.value)} in {_title(leaf)}" for leaf in scattered)
             raise ValueError(
                 f"every Scattered must have one entry per replica, 1 to {devices} (got {got}); "
-                "are the device_ids those of the model?"
+                "make sure that it came from a DataParallel with the same device_ids"
             )
-        splits: Splits = {}
-        for leaf in scattered:
-            if sizes := _sizes_of(leaf.value, dim):
-                splits.setdefault(sizes, _title(leaf))
-        return counts[0], splits if counts[0] > 1 else {}
-    batches = list(filter(_is_batch, moving)) or list(filter(_is_batch, leaves))
-    if not batches or devices == 1:
-        return devices, {}
-    # A tensor of this length may have an entry per replica, and the batch another length.
-    batch = next((leaf for leaf in batches if _length(leaf, dim) != devices), batches[0])
+        if counts[0] == 1:
+            return 1, None
+        known = [Sizes(_lengths(leaf.value, dim), _title(leaf)) for leaf in scattered]
+        return counts[0], next((sizes for sizes in known if sizes.parts), known[0])
+    batch = next(filter(_is_batch, leaves), None)
+    if batch is None or devices == 1:
+        return devices, None
     length = _length(batch, dim)
-    part = max(1, -(-length // devices))  # as in `torch.chunk`
-    sizes = tuple([min(part, length - start) for start in range(0, length, part)]) or (0,)
-    return len(sizes), {sizes: _title(batch)}
+    part = max(1, -(-length // devices))  # just as in `torch.chunk`
+    parts = tuple([min(part, length - start) for start in range(0, length, part)]) or (0,)
+    return len(parts), Sizes(parts, _title(batch))
 
 
-def split_leaf(leaf: Leaf, splits: Splits, dim: int, devices: Devices, replicas: int) -> list[Any]:
+def _split(leaf: Leaf, sizes: Sizes | None, dim: int, devices: Devices) -> list[Any]:
     if isinstance(leaf.value, Scattered):
         return list(map(moved, leaf.value, devices))
     if not _is_batch(leaf):
         return [moved(leaf.value, device) for device in devices]
-    length, count = _length(leaf, dim), len(devices)
-    fitting = [sizes for sizes in splits if sum(sizes) == length]
-    if len(fitting) == 1:
-        views = leaf.value.split(fitting[0], dim)
-    elif (count == 1 and not splits) or (not fitting and devices[0] is None):
-        views = leaf.value.tensor_split(count, dim)  # whole, or a leaf that stays
-    elif splits and not fitting and length == replicas:
-        views = leaf.value.split(1, dim)[:count]  # torch also drops entries of absent replicas
+    if sizes is None:
+        views = [leaf.value]
     else:
-        known = " and ".join(f"{list(sizes)} of {title}" for sizes, title in splits.items())
-        raise ValueError(
-            f"{_title(leaf)} cannot be split like the tensors beside it (got length {length}, "
-            f"and sizes {known or 'of no tensor'}, in dimension {dim}); pass Scattered(parts), or "
-            "keep what is not split in a buffer"
-        )
+        length = _length(leaf, dim)
+        if not sizes.parts or sum(sizes.parts) != length:
+            have = f"has length {sum(sizes.parts)}" if sizes.parts else "does not tell its lengths"
+            raise ValueError(
+                f"{_title(leaf)} has length {length} in dimension {dim}, but the batch "
+                f"({sizes.title}) {have}, so it can't be split the same way; if every replica "
+                "needs all of it, register it as a buffer of the model; to choose the parts "
+                "yourself, pass both as Scattered([...])"
+            )
+        views = leaf.value.split(sizes.parts, dim)
     # A part that stays is copied as well: an in-place change by one replica must change neither
     # the other parts nor the caller's tensor. A part that leaves is copied once: through a clone
-    # it would come from pageable memory, also if the batch is in pinned memory.
+    # it would come from pageable memory, even if the batch is in pinned memory.
     parts = list(map(moved, views, devices))
     return [p.clone() if p is view else p for p, view in zip(parts, views, strict=True)]
 
@@ -200,8 +199,8 @@ def _title(leaf: Leaf) -> str:
         return "the input"
     name = str(leaf.path)
     if isinstance(leaf.path[0], SequenceKey):
-        first, dot, rest = name.partition(".")
-        name = f"args[{first}]{dot}{rest}"
+        index, dot, inside = name.partition(".")
+        name = f"args[{index}]{dot}{inside}"
     return f"`{name}`"
 
 
@@ -218,20 +217,11 @@ def _length(leaf: Leaf, dim: int) -> int:
     return tensor.size(dim)
 
 
-def _sizes_of(entries: Scattered, dim: int) -> tuple[int, ...]:
-    """Returns the length of each entry, or () if an entry has no length, or several."""
-    sizes: list[int] = []
-    for entry in entries:
-        tensors = [
-            leaf.value
-            for leaf in flatten(entry)[0]
-            if _is_batch(leaf) and not any(isinstance(key, SequenceKey) for key in leaf.path)
-        ]
-        lengths = {t.size(dim) if -t.dim() <= dim < t.dim() else -1 for t in tensors}
-        if len(lengths) != 1 or -1 in lengths:
-            return ()
-        sizes += lengths
-    return tuple(sizes)
+def _lengths(entries: Scattered, dim: int) -> tuple[int, ...]:
+    """Returns the length of each entry, or () if some entry is no tensor with this dimension."""
+    if all(isinstance(entry, Tensor) and -entry.dim() <= dim < entry.dim() for entry in entries):
+        return tuple(entry.size(dim) for entry in entries)
+    return ()
 
 
 def moved(tree: Any, device: torch.device | None) -> Any:

@@ -14,9 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from replication import ReplicaAware
 from replication import _torch as torch_internals
-from syncbn import SynchronizedBatchNorm1d
 
 #: Of the packages that are tested, wherever they are installed.
 ROOT = Path(torch_internals.__file__).resolve().parent.parent
@@ -184,27 +182,24 @@ def test_package_is_marked_as_typed(package):
 # -- what of torch's own is relied on ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [nn.BatchNorm1d, SynchronizedBatchNorm1d])
-def test_shells_are_those_that_torch_makes(kind):
-    module = kind(3)
+def test_shells_are_those_that_torch_makes():
+    module = nn.BatchNorm1d(3)
     module.extra = [torch.ones(2)]
-    own = torch_internals.shell_state(module)
-    theirs = vars(getattr(module, torch_internals.MAKE_SHELL)())
-    assert list(own) == list(theirs)
+    own = vars(torch_internals.make_shell(module))
+    theirs = vars(module._replicate_for_data_parallel())
+    assert own.keys() == theirs.keys()
     for name, value in theirs.items():
         assert type(own[name]) is type(value)
         assert own[name] is value or (own[name] == value and isinstance(value, (dict, int)))
 
 
-def test_class_that_makes_its_shells_in_its_own_way_is_asked_for_each():
-    class Own(ReplicaAware, nn.Identity):
+def test_a_class_or_an_object_that_makes_its_shells_in_its_own_way_is_asked():
+    class Own(nn.Identity):
         def _replicate_for_data_parallel(self):
-            return super()._replicate_for_data_parallel()
+            return self.made
 
-    class Aware(ReplicaAware, nn.LSTM):
-        pass
-
-    patched = nn.ReLU()
-    patched._replicate_for_data_parallel = lambda: nn.ReLU()
-    for module in (Own(), Aware(2, 2), nn.LSTM(2, 2), patched):
-        assert torch_internals.shell_state(module) is None
+    made = nn.Identity()
+    own, patched = Own(), nn.ReLU()
+    vars(own)["made"] = made
+    patched._replicate_for_data_parallel = lambda: made
+    assert torch_internals.make_shell(own) is torch_internals.make_shell(patched) is made

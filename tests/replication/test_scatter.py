@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from replication import Scattered, gather, scatter, scatter_kwargs
@@ -22,19 +23,19 @@ X = torch.zeros(4, 2)
         (lambda: scatter(X, CPUS, -3), r"must have a dimension -3 .*\(got shape \(4, 2\)\)"),
         (
             lambda: scatter((X, X[:3]), CPUS),
-            r"`args\[1\]` cannot be split .*got length 3, and sizes \[2, 2\] of `args\[0\]`",
+            r"`args\[1\]` has length 3 in dimension 0, but the batch \(`args\[0\]`\) has length 4",
         ),
-        (lambda: scatter((X[:1], X[:3]), CPUS), r"length 3, and sizes \[1\] of `args\[0\]`"),
+        (lambda: scatter((X[:1], X[:3]), CPUS), r"length 3 .*`args\[0\]`\) has length 1, so"),
         # Of names alone the sizes are unknown, so the two rows could both be of one replica.
         (
             lambda: scatter((Scattered([["a", "b"], []]), X[:2]), CPUS),
-            r"cannot be split like .* sizes of no tensor",
+            r"length 2 in dimension 0, but the batch \(`args\[0\]`\) does not tell its lengths",
         ),
         (lambda: scatter(X, []), r"at least one device \(got none\)"),
         (lambda: gather([], "cpu"), "at least one replica"),
         (
             lambda: gather([{"x": X.sum()}, {"x": X}], "cpu"),
-            r"`x`, cannot be joined .*shapes \(\), \(4, 2\)\)",
+            r"outputs `x` along dimension 0 \(got shapes \(\) and \(4, 2\)\); .*except_keywords",
         ),
     ],
 )
@@ -62,35 +63,6 @@ def test_parts_are_copies_however_many_there_are(length):
     for part in scatter(x, ["cpu"] * 4):
         part.add_(1)
     assert not x.any()
-
-
-@pytest.mark.parametrize(("samples", "sizes"), [(1, [1]), (5, [2, 2, 1]), (9, [3, 3, 3])])
-@pytest.mark.parametrize("is_first", [False, True])
-def test_tensor_as_long_as_the_devices_has_an_entry_per_replica(samples, sizes, is_first):
-    """As torch splits it, and drops the entries of replicas without data."""
-    batch, entries = torch.zeros(samples, 2), torch.arange(4)[:, None]
-    parts = scatter((entries, batch) if is_first else (batch, entries), ["cpu"] * 4)
-    pairs = [part if is_first else part[::-1] for part in parts]
-    assert [(entry.tolist(), len(shard)) for entry, shard in pairs] == [
-        ([[i]], size) for i, size in enumerate(sizes)
-    ]
-
-
-def test_entries_per_replica_may_be_expanded_and_are_copies():
-    count = torch.tensor(7.0)
-    parts = scatter({"x": torch.zeros(5), "count": count.unsqueeze(0).expand(3, -1)}, ["cpu"] * 3)
-    for part in parts:
-        part["count"].add_(1)
-    assert [part["count"].tolist() for part in parts] == [[[8.0]]] * 3
-    assert count == 7
-
-
-def test_entries_per_replica_beside_scattered_ones():
-    batch = Scattered([torch.zeros(1), torch.zeros(4)])
-    assert scatter((batch, torch.arange(2)), ["cpu"] * 2) == [
-        (batch[0], torch.tensor([0])),
-        (batch[1], torch.tensor([1])),
-    ]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -144,27 +116,27 @@ def test_each_replica_has_its_own_keyword_arguments():
 # -- gather ------------------------------------------------------------------------------------
 
 
+def test_a_name_is_a_whole_key_at_any_depth():
+    output = {"score": torch.zeros(1), "scores": {"a": torch.zeros(1)}}
+    for name, kept in ("scor", [False] * 2), ("score", [True, False]), ("scores", [False, True]):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            joined = gather([output] * 2, "cpu", except_keywords=[name])
+        entries = joined["score"], joined["scores"]["a"]
+        assert [isinstance(entry, Scattered) for entry in entries] == kept
+        assert [str(w.message).partition(",")[0] for w in caught] == (
+            [] if any(kept) else ["except_keywords names 'scor'"]
+        )
+    with pytest.warns(UserWarning, match="names 'x', which the output lacks; it has none"):
+        gather([torch.zeros(1)] * 2, "cpu", except_keywords=["x"])
+
+
 def test_scalars_become_a_vector():
     assert gather([torch.tensor(1.0), torch.tensor(2.0)], "cpu").tolist() == [1, 2]
 
 
 def test_minus_one_means_the_cpu_as_in_torch():
     assert gather([torch.zeros(1)], -1).device.type == "cpu"
-
-
-def test_the_beginning_of_a_key_is_not_its_name():
-    output = {"score": torch.zeros(1), "scores": {"a": torch.zeros(1)}}
-    with pytest.warns(UserWarning, match="names 'scor', which"):
-        joined = gather([output] * 2, "cpu", except_keywords=["scor"])
-    assert isinstance(joined["score"], Tensor)
-    joined = gather([output] * 2, "cpu", except_keywords=["score"])
-    assert isinstance(joined["score"], Scattered)
-    assert isinstance(joined["scores"]["a"], Tensor)
-
-
-def test_an_output_without_keys_is_said_to_have_none():
-    with pytest.warns(UserWarning, match="names 'x', which the output lacks; it has none"):
-        gather([torch.zeros(1)] * 2, "cpu", except_keywords=["x"])
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -20,7 +20,6 @@ from replication import (
     ReplicationError,
     UnsynchronizedWarning,
     patch_replication_callback,
-    replicate,
 )
 from replication.callbacks import runs_callbacks
 from replication.groups.registry import ProcessGroupHandle
@@ -122,39 +121,24 @@ class SyncActivated(Activated, SynchronizedBatchNorm2d):
 
 def test_layers_of_a_users_class_are_converted_by_a_second_base_class_and_back():
     net = nn.Sequential(nn.Conv2d(3, 3, 1), Activated(3), Fused(3), nn.BatchNorm2d(3)).double()
-    net[1].weight.requires_grad_(False)
     net[2].eval()
-    net[1].marked = "by the user"
-    calls = []
-    net[1].register_forward_hook(lambda *_: calls.append(1))
     plain = copy.deepcopy(net)
-    calls.clear()
     before = [dict(vars(module)) for module in net]
-    parts = list(net.modules())
-    tensors = {name: id(t) for name, t in net.state_dict(keep_vars=True).items()}
-
     for _ in range(2):  # the second time changes nothing
         assert convert_model(net, classes={Activated: SyncActivated, Fused: SyncFused}) is net
-    assert [type(layer) for layer in net][1:] == [
+    assert [type(layer) for layer in net[1:]] == [
         SyncActivated,
         SyncFused,
         SynchronizedBatchNorm2d,
     ]
     assert summary(net).paths("synchronized") == ["1", "2", "3"]
-    assert list(net.modules()) == parts
-    assert {name: id(t) for name, t in net.state_dict(keep_vars=True).items()} == tensors
     x = torch.randn(7, 3, 4, 4, dtype=torch.float64)
-    model = DataParallel(net, ["cpu"] * 3)
-    torch.testing.assert_close(model(x), plain(x))
+    torch.testing.assert_close(DataParallel(net, ["cpu"] * 3)(x), plain(x))
     torch.testing.assert_close(net.state_dict(), plain.state_dict())
-    assert len(calls) == 4
 
-    copies = [net, pickle.loads(pickle.dumps(copy.deepcopy(net[2:])))]
-    for converted in copies:
-        revert_model(converted)
-    assert [type(layer) for layer in copies[1]] == [Fused, nn.BatchNorm2d]
-    assert [dict(vars(module)) for module in net] == before
-    assert list(net.modules()) == parts
+    pickled = pickle.loads(pickle.dumps(copy.deepcopy(net[2:])))
+    assert [type(layer) for layer in revert_model(pickled)] == [Fused, nn.BatchNorm2d]
+    assert [dict(vars(module)) for module in revert_model(net)] == before
 
 
 class SyncAgain(SyncFused):
@@ -227,7 +211,7 @@ class Processing(nn.SyncBatchNorm):
 def test_a_forward_that_does_not_lead_to_the_synchronized_one_is_refused(old):
     new = type("New", (old, SynchronizedBatchNormNd), {})
     layer = old(3)
-    with pytest.raises(TypeError, match=r"calls super.*, or with a forward of its own"):
+    with pytest.raises(TypeError, match=r"calls super.*, or with its own forward"):
         convert_model(layer, classes={old: new})
     assert type(layer) is old
     with pytest.warns(UnsynchronizedWarning, match=r"New, its forward does not lead to the sync"):
@@ -248,7 +232,7 @@ def test_layers_derived_from_torchs_for_processes_follow_the_advice_and_come_bac
     net.load_state_dict(state)
     with pytest.warns(UnsynchronizedWarning) as caught:
         convert_model(net)
-    advice = "classes={Processing: ...} with a class derived from SynchronizedBatchNormNd"
+    advice = "classes={Processing: ...} with a class derived from SynchronizedBatchNorm2d (or 1d"
     assert advice in str(caught[0].message)
 
     class SyncProcessing(SynchronizedBatchNormNd):
@@ -270,7 +254,7 @@ def test_a_warning_about_many_layers_names_the_first_of_each_class():
     text = str(caught[0].message)
     assert "`0`, `2`, `4` and 47 more (Fused, a derived class: pass" in text
     assert "`1`, `3`, `5` and 47 more (LazyBatchNorm2d, lazy: call" in text
-    assert len(text) < 500
+    assert text.count("\n") == 3 and len(text) < 500
 
 
 def test_the_warning_shows_the_argument_to_pass():
@@ -280,9 +264,9 @@ def test_the_warning_shows_the_argument_to_pass():
     assert [warning.filename for warning in caught] == [__file__]
     text = str(caught[0].message)
     (argument,) = re.findall(r"classes=.*?}", text)
-    (definition,) = re.findall(r"class SyncX.*: pass", text)
+    (definition,) = re.findall(r"class SyncFused.*: pass", text)
     names = {**globals(), "syncbn": syncbn, "net": net}
-    exec(re.sub(r"\bX\b", "Fused", definition.replace("SyncX", "SyncFused")), names)
+    exec(definition, names)
     eval(f"convert_model(net, {argument})", names)  # without a warning
     assert type(net[0]) is names["SyncFused"] is not SyncFused
     x = torch.randn(6, 3, 2, 2)
@@ -355,14 +339,14 @@ def test_class_derived_from_timms_is_left_alone(timm_layer):
     derived = type("Derived", (type(timm_layer),), {})(3)
     with pytest.warns(UnsynchronizedWarning, match=r"\(Derived, .* classes=\{Derived: "):
         convert_model(derived)
-    with pytest.warns(UserWarning, match="stay synchronized"):
+    with pytest.warns(UserWarning, match="still synchronized"):
         revert_model(type("More", (type(convert_model(timm_layer)),), {})(3))
 
 
 def test_what_stays_synchronized_is_named():
     net = nn.Sequential(nn.BatchNorm1d(3), convert_model(nn.BatchNorm1d(3)))
     nn.utils.parametrizations.spectral_norm(net[1])
-    with pytest.warns(UserWarning, match=r"stay synchronized: `1` \(Parametrized") as caught:
+    with pytest.warns(UserWarning, match=r"still synchronized: `1` \(Parametrized") as caught:
         revert_model(net)
     assert [warning.filename for warning in caught] == [__file__]
 
@@ -588,7 +572,7 @@ def test_layer_of_an_older_toolkit_that_does_more_is_left_alone_by_name(layer):
     with pytest.warns(UnsynchronizedWarning) as caught:
         convert_model(nn.Sequential(layer))
     (text,) = [str(warning.message) for warning in caught]
-    reason = "derived from a layer of an older toolkit: pass classes="
+    reason = "its base has another synchronization: pass classes="
     assert f"`0` ({kind.__name__}, {reason}{{{kind.__name__}: ...}}" in text
     assert type(layer) is kind and vars(layer) == state
     assert summary(layer).paths("left alone") == [""]
@@ -675,35 +659,3 @@ def test_wrapper_of_an_older_toolkit_around_converted_layers():
         OlderWrapper(convert_model(copy.deepcopy(net)), 2)(x)
     model = convert_model(OlderWrapper(net, 2))
     torch.testing.assert_close(model(x), twin(x))
-
-
-class Unrelated(nn.Module):
-    """A wrapper that is not derived from torch's, as CenterNet has one."""
-
-    def __init__(self, module, n):
-        super().__init__()
-        self.module, self.device_ids, self.dim, self.output_device = module, ["cpu"] * n, 0, "cpu"
-
-    def forward(self, *inputs):
-        steps = CustomDataParallel
-        args, kwargs = steps.scatter(self, inputs, {}, self.device_ids)
-        outputs = steps.parallel_apply(self, replicate(self.module, self.device_ids), args, kwargs)
-        return steps.gather(self, outputs, self.output_device)
-
-
-def test_wrapper_that_is_not_derived_from_torchs_is_named_with_the_way_out():
-    model = Unrelated(nn.Sequential(nn.BatchNorm1d(3)), 2).double()
-    advice = "derive it from torch.nn.DataParallel, or use replication.DataParallel"
-    with pytest.warns(UnsynchronizedWarning) as caught:
-        convert_model(model)
-    (text,) = [str(warning.message) for warning in caught]
-    assert f"`(root)` (Unrelated, its copies are not connected: {advice})" in text
-    assert summary(model).paths("left alone") == [""]
-    x = torch.randn(6, 3, dtype=torch.float64)
-    with pytest.warns(UnsynchronizedWarning, match="derive the wrapper's class from torch"):
-        model(x)
-    for wrap in CustomDataParallel, lambda net, n: DataParallel(net, ["cpu"] * n):
-        connected = convert_model(wrap(copy.deepcopy(model.module), 2))
-        plain = revert_model(copy.deepcopy(model.module))
-        torch.testing.assert_close(connected(x), plain(x))
-        assert summary(connected).paths("left alone") == []

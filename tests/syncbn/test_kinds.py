@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from replication import DataParallel, patch_replication_callback
-from replication.devices import accelerator
 from replication.groups.registry import ProcessGroupHandle
 from syncbn import SynchronizedBatchNorm1d, convert_model, summary
 from tests.layers import CustomDataParallel, Fused
@@ -29,7 +28,6 @@ def network() -> nn.Module:
         nn.BatchNorm2d(8),
         Fused(8),
         nn.LazyBatchNorm2d(),
-        nn.GroupNorm(2, 8),
         nn.Sequential(nn.GroupNorm(2, 8), nn.InstanceNorm2d(8)),
         nn.SyncBatchNorm(8),
         nn.BatchNorm3d(8).eval(),
@@ -47,13 +45,10 @@ def test_every_layer_that_normalizes_is_listed_with_its_kind():
         "1": "plain",
         "2": "left alone",
         "3": "left alone",
-        "4": "by sample",
-        "5.0": "by sample",
-        "5.1": "by sample",
+        "5": "plain",
         "6": "plain",
-        "7": "plain",
-        "8": "synchronized",
-        "9": "left alone",
+        "7": "synchronized",
+        "8": "left alone",
     }
     net = network()
     assert kinds(net) == expected
@@ -61,7 +56,7 @@ def test_every_layer_that_normalizes_is_listed_with_its_kind():
         convert_model(net)
     assert kinds(net) == {k: v.replace("plain", "synchronized") for k, v in expected.items()}
     named = [path for path in expected if f"`{path}` (" in str(caught[0].message)]
-    assert named == ["2", "3", "9"]  # what is left alone
+    assert named == ["2", "3", "8"]  # what is left alone
 
 
 def test_a_report_is_printed_instead_of_a_warning_and_reads_as_a_table(capsys):
@@ -77,10 +72,7 @@ def test_a_report_is_printed_instead_of_a_warning_and_reads_as_a_table(capsys):
     assert rows["`(root)`"] == "DataParallel wrapper connects the copies of its layers"
     assert rows["`module.2`"].startswith("Fused left alone a derived class: pass")
     assert rows["`module.3`"].startswith("LazyBatchNorm2d left alone lazy")
-    assert "in eval()" in rows["`module.7`"]
-    note = "by sample nothing to synchronize: works per sample"
-    assert rows["(1"] == f"layer) InstanceNorm2d {note}"
-    assert rows["(2"] == f"layers) GroupNorm {note}"
+    assert "in eval()" in rows["`module.6`"]
     assert lines[-1].startswith("4 synchronized, 0 not converted, 3 left alone")
 
 
@@ -136,15 +128,6 @@ def test_notes(layer, kind, note):
     (found,) = summary(layer).layers
     assert found.kind.name == kind and found.kind.note.startswith(note)
     assert summary(layer).paths(kind) == [""]
-
-
-@pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")
-@pytest.mark.parametrize(
-    "wrap", [DataParallel, lambda net: patched(nn.DataParallel(net))], ids=["ours", "patched"]
-)
-def test_a_wrapper_that_calls_its_module_directly_says_so(wrap):
-    (wrapper,) = summary(wrap(nn.Linear(2, 2))).layers
-    assert wrapper.kind.note.startswith("makes no copies without an accelerator")
 
 
 def test_what_is_not_listed():

@@ -222,7 +222,7 @@ _UNNAMED = nullcontext()
 
 def named_range(name: str) -> AbstractContextManager[object]:
     """Names a ``with`` block in a profile."""
-    return profiler.record_function(name) if is_profiling() else _UNNAMED
+    return profiler.record_function(name) if profiler._is_profiler_enabled else _UNNAMED
 
 
 @lru_cache

@@ -94,7 +94,7 @@ def network() -> nn.Module:
 
 @reads("""
     ReplicasDiverged: replica 1 did not begin within 0.01 s. Replicas that communicate must run at
-    the same time, each in a thread of its own.
+    the same time, each in its own thread.
       replica 0: waits at `1.0`, call 1
       replica 1: has not begun
 """)
@@ -104,6 +104,7 @@ def test_replicas_are_called_one_after_the_other():
     execute_replication_callbacks(replicas)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replication.sync.rendezvous, "STALL_TIMEOUT", 0.01)
+        patch.setattr(replication.sync.rendezvous, "LOOK_AGAIN", 0.01)
         for replica, shard in zip(replicas, X.chunk(2), strict=True):
             replica(shard)
 

@@ -149,7 +149,7 @@ class Communicator:
         # on it: it may run without grad, in inference mode, or with saved-tensor hooks.
         calls, messages, merges, requires_grad, inferring, nodes = zip(*requests, strict=True)
         if calls.count(calls[0]) < len(calls):
-            where = site(self.path, self.exchange.calls[self.replicas[0]])
+            where = site((self.path, self.exchange.calls[self.replicas[0]]))
             described = [(call, str(Call(*call))) for call in calls]
             check_same_call(described, where, self.replicas, "replica")
         most, grad, inference = max(nodes), any(requires_grad), all(inferring)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import signal
-import sys
 import threading
 import traceback
 import weakref
@@ -27,9 +26,6 @@ from tests.layers import (
 )
 from tests.processes import run_program
 from tests.sharded import BATCH, norm, whole_batch
-
-threads: Any = sys.modules["replication.steps.parallel_apply"]  # the package names the function so
-workers: Any = sys.modules["replication.steps.workers"]
 
 
 class Call(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 from replication import ReplicasDiverged
 from replication.sync import rendezvous as module
 from replication.sync.lifecycle import CurrentReplica
-from replication.sync.rendezvous import Rendezvous, Wait, site
+from replication.sync.rendezvous import Place, Rendezvous, Wait
 from tests.layers import DEADLINE, Outcome, outcome_of, soon, together, values
 
 
@@ -17,10 +17,10 @@ class Waiting:
     """A wait of a replica in a thread of its own, which may be the replica's."""
 
     def __init__(
-        self, rendezvous: Rendezvous, replica: int, *missing: int, place: str = site("layer", 1)
+        self, rendezvous: Rendezvous, replica: int, *missing: int, place: Place = ("layer", 1)
     ) -> None:
         self.rendezvous, self.is_over, self.outcome = rendezvous, False, Outcome()
-        self.wait = Wait(replica, missing, place, lambda: self.is_over)
+        self.wait = Wait(replica, place, missing, lambda: self.is_over)
         self.thread = threading.Thread(target=self._block)
         begin = len(rendezvous.waits)
         self.thread.start()
@@ -41,6 +41,11 @@ class Waiting:
         self.thread.join(DEADLINE)
         assert not self.thread.is_alive()
         return self.outcome.error
+
+
+def stall_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STALL_TIMEOUT", 0.05)
+    monkeypatch.setattr(module, "LOOK_AGAIN", 0.01)
 
 
 def begun(size: int) -> Rendezvous:
@@ -84,7 +89,7 @@ def test_message_says_where_every_replica_is():
     rendezvous.expect_only(range(5))
     for replica in (0, 2, 3):
         rendezvous.begin(replica)
-    waits = [Waiting(rendezvous, 0, 2, place=site("layer3.bn2", 2)), Waiting(rendezvous, 1, 2)]
+    waits = [Waiting(rendezvous, 0, 2, place=("layer3.bn2", 2)), Waiting(rendezvous, 1, 2)]
     rendezvous.end(2)
     expected = """the replicas have diverged. Every replica must make the same calls in the same \
 order: look for branches that depend on data, and for layers in eval() in one replica only.
@@ -129,10 +134,9 @@ def test_a_wait_that_is_over_is_none_although_its_thread_sleeps():
 def test_nobody_is_given_up_while_a_thread_merges():
     """Perhaps another thread of a replica that waits elsewhere."""
     rendezvous = begun(2)
-    merged = Waiting(rendezvous, 0)
-    merged.wait.missing = set()
-    waits = [merged, Waiting(rendezvous, 1, 0)]
+    waits = [Waiting(rendezvous, 0), Waiting(rendezvous, 1, 0)]
     with rendezvous.lock:
+        rendezvous.merging = 1
         rendezvous._threads = [wait.wait.thread for wait in waits]
         rendezvous.check()
     assert rendezvous.aborted is None
@@ -145,7 +149,7 @@ def test_nobody_is_given_up_while_a_thread_merges():
 
 
 def test_a_replica_that_does_not_begin_is_given_up(monkeypatch):
-    monkeypatch.setattr(module, "STALL_TIMEOUT", 0.05)
+    stall_soon(monkeypatch)
     rendezvous = Rendezvous(3)
     rendezvous.begin(0)
     rendezvous.begin(1)
@@ -156,13 +160,13 @@ def test_other_threads_of_replicas_that_all_wait_are_given_up_later(monkeypatch)
     rendezvous = begun(2)
     waits = [Waiting(rendezvous, 0, 1), Waiting(rendezvous, 1, 0)]
     assert rendezvous.aborted is None  # this thread is the replicas' own, and may yet send
-    monkeypatch.setattr(module, "STALL_TIMEOUT", 0.05)
-    waits.append(Waiting(rendezvous, 0, 1, place=site("other", 1)))
+    stall_soon(monkeypatch)
+    waits.append(Waiting(rendezvous, 0, 1, place=("other", 1)))
     assert all(type(wait.error) is ReplicasDiverged for wait in waits)
 
 
 def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):
-    monkeypatch.setattr(module, "STALL_TIMEOUT", 0.01)
+    stall_soon(monkeypatch)
     late, check = threading.Event(), Rendezvous.check
 
     def check_and_tell(self: Rendezvous, *, is_late: bool = False) -> None:

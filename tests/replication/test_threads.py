@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,12 +12,10 @@ import torch
 from torch import nn
 
 from replication import patch_replication_callback
-from replication.steps import workers
+from replication.steps import threads
 from tests.deadlines import DEADLINE, soon
 from tests.layers import CustomDataParallel, freed, knows_hooks, together, values
 from tests.replication.test_parallel_apply import Call, Token, apply, seen, variable
-
-threads: Any = sys.modules["replication.steps.parallel_apply"]  # the package names the function so
 
 
 def test_each_replica_has_a_named_daemon_thread_that_lives_on():
@@ -50,7 +47,7 @@ def test_two_forwards_at_once_and_inside_each_other_use_different_threads():
 
 def test_a_thread_whose_handle_is_lost_ends():
     """As by a Ctrl-C between taking it and giving it a job."""
-    thread = workers.Worker((7, torch.device("cpu"))).thread
+    thread = threads.Worker((7, torch.device("cpu"))).thread
     assert soon(lambda: not thread.is_alive())
 
 
@@ -135,7 +132,7 @@ def test_what_the_caller_sets_before_or_after_the_first_forward_reaches_the_repl
     kind, when, monkeypatch
 ):
     """As in new threads: what these do not take over from the caller is as it was."""
-    monkeypatch.setattr(workers, "_idle", {})
+    monkeypatch.setattr(threads, "_idle", {})
 
     def call() -> None:
         if when == "after":
@@ -145,7 +142,7 @@ def test_what_the_caller_sets_before_or_after_the_first_forward_reaches_the_repl
         assert seen(kind.read) == [expected] * 2
 
     before = seen(kind.read) if when == "before" else None
-    monkeypatch.setattr(workers, "_idle", {})
+    monkeypatch.setattr(threads, "_idle", {})
     try:
         values(together(call))  # in a thread of its own, which ends with its state
     finally:

@@ -139,10 +139,10 @@ def test_what_is_reduced_depends_on_the_share():
 
 @reads("""
     UnsynchronizedWarning: `1.0`: SynchronizedBatchNorm1d(3, eps=1e-05, momentum=0.1, affine=True,
-    bias=True, track_running_stats=True) is in a replica that is not connected to the
-    others, so its group is this replica alone; use replication.DataParallel, or derive the
-    wrapper's class from torch.nn.DataParallel and call
-    replication.patch_replication_callback(model); if the layer overrides
+    bias=True, track_running_stats=True) is not synchronized, because its replica is not
+    connected to the others. Use replication.DataParallel, or derive the wrapper's class from
+    torch.nn.DataParallel and call replication.patch_replication_callback(model). If the layer
+    overrides
     __data_parallel_replicate__, call super's there
 """)
 def test_a_stock_data_parallel_is_wrapped_around_a_converted_network():

@@ -132,8 +132,9 @@ class Communicator:
     def live_rendezvous(self) -> Rendezvous:
         if self.rendezvous is None:
             raise ReplicationError(
-                f"`{self.layer}`: the context or group is a copy, or was made by hand, and "
-                "belongs to no forward; execute_replication_callbacks makes contexts that do"
+                f"`{self.layer}`: a CallbackContext and its groups belong to one forward (got one "
+                "that was copied or created by hand); use the ctx that is passed to the callback, "
+                "or let execute_replication_callbacks make it"
             )
         return self.rendezvous
 
@@ -256,9 +257,9 @@ class ReplicaGroup(Group):
             if not rendezvous.has_ended(replica):
                 return rendezvous
             text = (
-                f"{name} of a group whose forward has ended; get the group afresh in each "
-                "forward, call no collectives in hooks or custom backwards, and leave the layer "
-                "out of activation checkpoints"
+                f"{name} of a group whose forward has ended; read self.group in each forward, "
+                "call no collectives in hooks or custom backwards, and leave the layer out of "
+                "activation checkpoints"
             )
         elif current.path:  # a callback runs
             text = (

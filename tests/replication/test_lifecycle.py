@@ -27,6 +27,7 @@ from replication.sync.lifecycle import (
     tracked_forwards,
 )
 from syncbn import SynchronizedBatchNorm1d
+from tests.deadlines import Deadline
 from tests.layers import (
     DEADLINE,
     AsTorchDoes,
@@ -39,6 +40,7 @@ from tests.layers import (
     Numbered,
     Recomputed,
     Repeat,
+    Stock,
     SwallowingErrors,
     as_torch_does,
     copied_each_way,
@@ -102,15 +104,18 @@ def test_errors_of_the_package_name_the_replicas_themselves():
     assert type(error) is ReplicationError and not hasattr(error, "__notes__")
 
 
-def test_hook_of_the_root_that_fails_is_seen():
+@pytest.mark.parametrize("wrap", [ours, patched(Stock)], ids=["ours", "torch's own, patched"])
+def test_hook_of_the_root_that_fails_is_seen(wrap):
     def fail_in_copy_1(module: Repeat, args: Any) -> None:
         if module.copy_id == 1:
             raise LayerError
 
     root = Repeat(Centering(), (1, 1, 1))
     root.register_forward_pre_hook(fail_in_copy_1)
+    at_once = Deadline(5.0)
     with pytest.raises(LayerError):
-        ours(root, 3)(torch.randn(6, 2))
+        wrap(root, 3)(torch.randn(6, 2))
+    assert not at_once.has_passed()
 
 
 @runners

@@ -230,8 +230,6 @@ of_unix = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs Uni
 @pytest.mark.parametrize(
     ("name", "printed"),
     [
-        # A forward shares no lock with another, so foreign code may interrupt it anywhere.
-        pytest.param("interrupted_by_itself", "done\n", marks=of_unix),
         pytest.param("forks_beside_a_forward", "done\n", marks=of_unix),
         # Torch aborts if the interpreter ends in the middle of an operation.
         pytest.param("exits_with_a_busy_replica", "interrupted\n", marks=of_unix),

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
 
 from replication import patch_replication_callback
 from replication.steps import threads
 from tests.deadlines import DEADLINE, soon
-from tests.layers import CustomDataParallel, freed, knows_hooks, together, values
+from tests.layers import Stock, freed, knows_hooks, together, values
 from tests.replication.test_parallel_apply import Call, Token, apply, seen, variable
 
 
@@ -163,12 +162,6 @@ def test_an_idle_thread_keeps_no_value_of_a_context_variable_alive():
 
 
 def test_a_stock_data_parallel_uses_them_if_it_has_the_callback():
-    class Stock(nn.DataParallel):
-        """torch's own but for the steps that refuse the CPU."""
-
-        __init__, replicate = CustomDataParallel.__init__, CustomDataParallel.replicate
-        scatter, gather = CustomDataParallel.scatter, CustomDataParallel.gather
-
     class Own(Stock):
         def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
             return [replica(*args) for replica, args in zip(replicas, inputs, strict=True)]

@@ -199,7 +199,8 @@ def is_batched(tensor: Tensor) -> bool:
 
 def count_nodes_up_to(number: int) -> None:
     """Makes autograd nodes until this thread has made ``number``."""
-    # Not by operations, which cost tens of times as much and let another thread take the GIL.
+    # A node without an operation: operations cost tens of times as much, and let another thread
+    # take the GIL.
     for _ in range(number - nodes_made()):
         torch._C._functions.UndefinedGrad()
 

@@ -22,7 +22,7 @@ from replication._torch import current_backward
 from replication.devices import DeviceLike, device_of, parse_devices
 from replication.errors import add_note, path_or_root
 from replication.groups.replicas import CallbackContext
-from replication.modules import Position, paired, with_class
+from replication.modules import Copies, paired, with_class
 from replication.sync.lifecycle import CurrentReplica, attach_rendezvous, this_thread
 
 __all__ = [
@@ -82,19 +82,19 @@ def runs_callbacks(kind: type[nn.DataParallel[Any]]) -> bool:
 
 
 def connect_copies(
-    positions: Sequence[Position], devices: Sequence[torch.device | None] | None
+    layers: Sequence[Copies], devices: Sequence[torch.device | None] | None
 ) -> None:
     """Gives the copies their rendezvous, and runs the callbacks of each layer's copies."""
-    roots = positions[0][1]
+    roots = layers[0][1]
     size = len(roots)
     # On a module, `getattr` would be slow: nn.Module raises an error for each missing attribute.
-    kinds = {kind for kind in {type(c[0]) for _, c in positions} if hasattr(kind, CALLBACK)}
+    kinds = {kind for kind in {type(c[0]) for _, c in layers} if hasattr(kind, CALLBACK)}
     devices = tuple(map(device_of, roots) if devices is None else devices)
     rendezvous = attach_rendezvous(roots)
     contexts: dict[str, CallbackContext] = {}
     backward, current = current_backward(), this_thread.current
     try:
-        for copy_id, (path, copies) in product(range(size), positions):
+        for copy_id, (path, copies) in product(range(size), layers):
             copy = copies[copy_id]
             if type(copy) not in kinds and CALLBACK not in copy.__dict__:
                 continue  # nearly all

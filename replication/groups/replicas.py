@@ -308,7 +308,7 @@ def recordable(tensor: Tensor) -> Tensor:
     return tensor.clone()
 
 
-def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensors]:
+def copy_to_each(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensors]:
     """Copies tensors to each device. Gradients are summed in the order of the devices."""
     return [
         tuple(
@@ -326,14 +326,14 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[T
 
 
 def _all_reduce(members: list[Tensors], op: ReduceOp) -> list[Tensors]:
-    home = members[0][0].device
-    total = reduce_tensors([to_device(tensor, home) for (tensor,) in members], op)
-    return copies([total], [tensor.device for (tensor,) in members])
+    first_device = members[0][0].device
+    total = reduce_tensors([to_device(tensor, first_device) for (tensor,) in members], op)
+    return copy_to_each([total], [tensor.device for (tensor,) in members])
 
 
 def _all_gather(members: list[Tensors]) -> list[Tensors]:
     tensors = [tensor for (tensor,) in members]
-    return copies(tensors, [tensor.device for tensor in tensors])
+    return copy_to_each(tensors, [tensor.device for tensor in tensors])
 
 
 def _reduce_scatter(members: list[Tensors], op: ReduceOp) -> Iterable[Tensors]:
@@ -342,7 +342,7 @@ def _reduce_scatter(members: list[Tensors], op: ReduceOp) -> Iterable[Tensors]:
 
 
 def _broadcast(members: list[Tensors], src: int) -> list[Tensors]:
-    return copies(members[src], [tensor.device for (tensor,) in members])
+    return copy_to_each(members[src], [tensor.device for (tensor,) in members])
 
 
 _MERGES: dict[str, Callable[..., Iterable[Tensors]]] = {

@@ -31,10 +31,7 @@ import torch
 
 from replication._torch import has_modes, set_grad_modes
 from replication.devices import accelerator, current_stream, use_device
-
-#: Seconds after which the caller looks for itself, because an interrupt can lose the ring that
-#: should wake it.
-LOOK_AGAIN = 1.0
+from replication.sync.rendezvous import LOOK_AGAIN
 
 #: Seconds that the end of the interpreter waits for replicas that a second Ctrl-C has left.
 _LAST_SECONDS = 1.5
@@ -156,6 +153,7 @@ class _Nursery:
         self._bell.put(None)
 
     def wait_for(self, indices: Sized) -> None:
+        """Waits until as many jobs have ended. An interrupt may lose a ring of the bell."""
         while len(self.ended) < len(indices):
             with suppress(Empty):
                 self._bell.get(timeout=LOOK_AGAIN)

@@ -78,9 +78,9 @@ def _reduce_untracked(owner: Callable[[], Any], protocol: Any) -> Any:
     return kind.__reduce_ex__(twin, protocol)
 
 
-# An attribute and not a hook: ``replica.forward(...)`` runs no hooks, and replicas that torch
-# made share theirs. It refers to the replica weakly, so that no cycle keeps its parameters
-# alive. Copies of the replica do not get it, because it would run the replica itself.
+# An attribute of the replica. A hook would miss ``replica.forward(...)``, which runs no hooks. It
+# refers to the replica weakly, so that no cycle keeps the parameters alive. Copies of the replica
+# do not get it, because it would run the replica itself.
 class TrackedForward:
     """Overrides ``forward`` of a replica, to report when it begins, ends and fails."""
 

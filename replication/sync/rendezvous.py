@@ -77,6 +77,9 @@ class State(Enum):
     ABSENT = "does not run"
 
 
+_GONE = (State.ENDED, State.ABSENT)
+
+
 class Wait:
     """The wait of a replica in this thread. It is open until ``is_over()``.
 
@@ -207,19 +210,19 @@ class Rendezvous:
     def check(self, *, is_late: bool = False) -> None:
         """Aborts the forward if one of its waits can't succeed.
 
-        Called, with the lock held, when a wait begins or goes on and when a replica ends. So each
-        state is checked by the last thread that brings it about.
+        Called, with the lock held, when a wait begins or is woken and when a replica ends. A merge
+        that ends wakes the waits. So each state is checked by the thread that brings it about.
         """
         states = self._states
-        over = State.ENDED in states or State.ABSENT in states
-        if not (over or is_late) and len(self.waits) < self.size:
-            return  # nearly always: a replica runs, and none is gone
+        some_are_gone = State.ENDED in states or State.ABSENT in states
+        if not (some_are_gone or is_late) and len(self.waits) < self.size:
+            return  # nearly always: a replica computes
         open_waits = [wait for wait in self.waits if not wait.is_over()]
         # A merge in progress ends some waits. It may run in a thread that a waiting replica has
         # started, so even if every replica waits, nothing is certain until it is over.
         if not open_waits or self.merging:
             return
-        gone = {r for r in range(self.size) if states[r] in (State.ENDED, State.ABSENT)}
+        gone = {r for r in range(self.size) if states[r] in _GONE}
         # If another thread of a replica waits, for example one of two parallel branches, the
         # replica's own thread may be computing, and send what others wait for.
         waiting = {w.replica for w in open_waits if w.thread == self._threads[w.replica]}
@@ -234,10 +237,9 @@ class Rendezvous:
         """Says why a wait can't succeed, with a line for each replica."""
         states = self._states
         new = [replica for replica in sorted(missing) if states[replica] is State.NEW]
-        over = {replica for replica in missing if states[replica] in (State.ENDED, State.ABSENT)}
-        text = _DIVERGED
-        if new and not over:
-            text = (
+        reason = _DIVERGED
+        if new and not any(states[replica] in _GONE for replica in missing):
+            reason = (
                 f"{listed(new)} did not begin within {STALL_TIMEOUT:g} s. Replicas that "
                 "communicate must run at the same time, each in its own thread."
             )
@@ -249,7 +251,8 @@ class Rendezvous:
                     ", outside the forward (in a recomputation, by another method, or through a "
                     "part of the replica)"
                 )
-        return text + "".join(f"\n  replica {r}: {text}" for r, text in enumerate(positions))
+        lines = [f"\n  replica {replica}: {text}" for replica, text in enumerate(positions)]
+        return reason + "".join(lines)
 
 
 class Round:

@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -137,26 +137,29 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 class _Nursery:
     """The jobs of one call of `run_all`, some of which have begun or ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.begun: list[int] = []
         self.ended: list[tuple[int, Outcome]] = []
         self.is_cancelled = False
         self._bell: SimpleQueue[None] = SimpleQueue()
 
     def run(self, index: int, job: Callable[[], Any]) -> Any:
-        # In this order, so that the caller, who cancels and then reads, misses no job.
+        # In this order: the caller cancels first and then reads, so it misses no job that runs.
         self.begun.append(index)
         return None if self.is_cancelled else job()
 
     def report(self, index: int, outcome: Outcome) -> None:
         self.ended.append((index, outcome))
-        self._bell.put(None)
+        # Otherwise the caller, who takes the GIL to look, would slow the others down.
+        if self.is_cancelled or len(self.ended) == self.size:
+            self._bell.put(None)
 
-    def wait_for(self, indices: Sized) -> None:
-        """Waits until as many jobs have ended. An interrupt may lose a ring of the bell."""
-        while len(self.ended) < len(indices):
+    def wait(self) -> None:
+        """Waits until all jobs have ended, or all that had begun when they were cancelled."""
+        while len(self.ended) < (len(self.begun) if self.is_cancelled else self.size):
             with suppress(Empty):
-                self._bell.get(timeout=LOOK_AGAIN)
+                self._bell.get(timeout=LOOK_AGAIN)  # an interrupt may lose the ring
 
 
 def run_all(jobs: Mapping[Key, Callable[[], Any]], abort: Callable[[], object]) -> list[Any]:
@@ -165,17 +168,17 @@ def run_all(jobs: Mapping[Key, Callable[[], Any]], abort: Callable[[], object]) 
     Raises the first error, by time. If the caller is interrupted, it calls ``abort``, which should
     end the jobs, awaits them and raises the interrupt. A second interrupt is raised at once.
     """
-    nursery = _Nursery()
+    nursery = _Nursery(len(jobs))
     try:
         try:
             for index, (key, job) in enumerate(jobs.items()):
                 run, report = partial(nursery.run, index, job), partial(nursery.report, index)
                 Worker.take(key).start(run, report)
-            nursery.wait_for(jobs)
+            nursery.wait()
         except BaseException:
-            nursery.is_cancelled = True  # those that have not begun do nothing
+            nursery.is_cancelled = True  # jobs that have not begun do nothing
             abort()
-            nursery.wait_for(nursery.begun)
+            nursery.wait()
             raise
         values: dict[int, Any] = {}
         for index, outcome in nursery.ended:
@@ -207,7 +210,6 @@ class CallerState:
     """What the caller of a forward has when it is made, for the threads of its replicas."""
 
     def __init__(self, devices: Sequence[torch.device], torch_threads: int) -> None:
-        self.devices = devices
         #: The number of intra-op threads of a replica and of the caller.
         self.torch_threads, self.callers_torch_threads = torch_threads, torch.get_num_threads()
         self.flushes = _flushes_denormals()

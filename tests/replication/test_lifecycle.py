@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,7 +28,7 @@ from replication.sync.lifecycle import (
     tracked_forwards,
 )
 from syncbn import SynchronizedBatchNorm1d
-from tests.deadlines import Deadline
+from tests.deadlines import Deadline, ends, soon
 from tests.layers import (
     DEADLINE,
     AsTorchDoes,
@@ -132,6 +133,27 @@ def test_omitted_replica_does_not_block_the_others():
     replicas = watched(Centering(), 3)
     with pytest.raises(ReplicasDiverged, match="replica 2: does not run"):
         parallel_apply(replicas[:2], [torch.ones(1, 1)] * 2)
+
+
+def test_an_error_of_the_runner_itself_wakes_the_replicas_and_is_raised():
+    """Guarantee 5: what the replicas raise follows from it."""
+    threads, outcomes = [], []
+
+    class Fails(CustomDataParallel):
+        def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+            def run() -> None:
+                outcomes.append(outcome_of(partial(replicas[0], *inputs[0])))
+
+            threads.append(threading.Thread(target=run))
+            threads[0].start()
+            assert soon(lambda: rendezvous_of(replicas).waits)
+            raise LayerError
+
+    with pytest.raises(LayerError):
+        patched(Fails)(Centering(), 2)(torch.randn(4, 2))
+    assert ends(threads[0])
+    text = "the caller has ended the forward. Replica 0 was at `(root)`, call 1"
+    assert (type(outcomes[0].error), str(outcomes[0].error)) == (ReplicaFailed, text + ".")
 
 
 # -- a caller that swallows errors -------------------------------------------------------------

@@ -143,6 +143,15 @@ def test_a_wait_that_is_over_is_none_although_its_thread_sleeps():
     assert wait.error is None
 
 
+def test_a_wait_ends_even_if_its_notification_is_lost(monkeypatch):
+    """As by a Ctrl-C between the lines of `threading.Condition.notify_all`."""
+    monkeypatch.setattr(module, "LOOK_AGAIN", 0.01)
+    rendezvous, exchange = begun(2), Exchange("layer", [0, 1])
+    rendezvous.wake = lambda: None
+    calls = [lambda i=i: exchange(rendezvous, i, i, lambda sent: [sum(sent)] * 2) for i in (0, 1)]
+    assert values(together(*calls)) == [1, 1]
+
+
 def test_nobody_is_given_up_while_a_thread_merges():
     """Perhaps another thread of a replica that waits elsewhere."""
     rendezvous = begun(2)

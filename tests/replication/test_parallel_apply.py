@@ -286,10 +286,3 @@ def test_replicas_share_the_threads_that_the_caller_has_now():
                 )
     finally:
         torch.set_num_threads(1)
-
-
-@pytest.mark.slow
-def test_an_interrupted_forward_lets_the_interpreter_end():
-    """A thread in the middle of an operation of torch made it abort."""
-    done = run_program("interrupts_a_forward")
-    assert done.returncode == 3, done.stderr

@@ -1,11 +1,12 @@
-"""The threads of replicas live on, hold nothing between two forwards, and are like new ones."""
+"""The threads of replicas: reused, holding nothing in between, with the state of their caller."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from replication import patch_replication_callback
 from replication.steps import threads
 from tests.deadlines import DEADLINE, soon
-from tests.layers import Stock, freed, knows_hooks, together, values
+from tests.layers import Stock, freed, together
 from tests.replication.test_parallel_apply import Call, Token, apply, seen, variable
 
 
@@ -50,104 +51,54 @@ def test_a_thread_whose_handle_is_lost_ends():
     assert soon(lambda: not thread.is_alive())
 
 
-#: Keeps what a thread has entered until the test ends: modes end with their objects.
-entered: list[Any] = []
+# -- what replicas take over from their caller -------------------------------------------------
 
 
-def push(mode: Any) -> None:
-    entered.append(mode)
-    mode.__enter__()
+@contextmanager
+def flushed_denormals() -> Iterator[None]:
+    torch.set_flush_denormal(True)
+    yield
+    torch.set_flush_denormal(False)
 
 
-class Kind(NamedTuple):
-    """A kind of state: how code changes it, and how a thread reads it."""
-
-    change: Callable[[], Any]
-    read: Callable[[], Any]
-    #: Whether replicas have the state of their caller, and not of a new thread.
-    is_callers: bool = False
-    undo: Callable[[], Any] = lambda: None
-    #: Whose changes are tested.
-    by: str = "caller, replica"
+@contextmanager
+def changed_variable() -> Iterator[None]:
+    reset = variable.set("changed")
+    yield
+    variable.reset(reset)
 
 
-KINDS = {
-    "grad mode": Kind(lambda: torch.set_grad_enabled(False), torch.is_grad_enabled, True),
-    "inference mode": Kind(
-        lambda: push(torch.inference_mode()), torch.is_inference_mode_enabled, True
+def autocast_state() -> tuple[Any, ...]:
+    is_enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return is_enabled, dtype, torch.is_autocast_cache_enabled()
+
+
+#: How a caller changes its state, and how a thread reads it.
+STATES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "grad mode": (torch.no_grad, torch.is_grad_enabled),
+    "autocast": (
+        lambda: torch.autocast("cpu", torch.float16, cache_enabled=False), autocast_state
     ),
-    "autocast": Kind(
-        lambda: push(torch.autocast("cpu", torch.float16, cache_enabled=False)),
-        lambda: (
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
-            torch.is_autocast_cache_enabled(),
-        ),
-        True,
-    ),
-    "default device": Kind(
-        lambda: torch.set_default_device("meta"), lambda: torch.empty(0).device, True
-    ),
-    "number of threads": Kind(
-        lambda: torch.set_num_threads(5),
-        torch.get_num_threads,
-        undo=lambda: torch.set_num_threads(1),
-        by="replica",  # of the caller's threads each gets a share
-    ),
-    "denormals": Kind(
-        lambda: torch.set_flush_denormal(True),
-        lambda: torch.tensor(1e-36).mul(1e-3).mul(1e4),
-        True,
-    ),
-    "context variable": Kind(lambda: variable.set("changed"), variable.get, True),
-}
+    "default device": (lambda: torch.device("meta"), lambda: torch.empty(0).device),
+    "denormals": (flushed_denormals, lambda: torch.tensor(1e-36).mul(1e-3).mul(1e4)),
+    "context variable": (changed_variable, variable.get),
+}  # fmt: skip
 
 
-def kinds(by: str) -> Any:
-    """Parametrizes a test by the kinds of state that a caller or a replica changes."""
-    return pytest.mark.parametrize(
-        "kind",
-        [
-            pytest.param(kind, id=name, marks=[knows_hooks] if name == "hooks" else [])
-            for name, kind in KINDS.items()
-            if by in kind.by
-        ],
-    )
+@pytest.mark.parametrize("name", STATES)
+def test_replicas_have_the_state_that_their_caller_has_at_the_time(name):
+    change, read = STATES[name]
+    before = read()
+    assert seen(read) == [before] * 2
+    with change():
+        assert read() != before
+        assert seen(read) == [read()] * 2
+    assert seen(read) == [before] * 2
 
 
-@kinds("replica")
-def test_what_a_replica_leaves_in_its_thread_does_not_reach_the_next_forward(kind):
-    expected = seen(kind.read)
-    try:
-        apply(kind.change, lambda: None)
-        assert seen(kind.read) == expected
-    finally:
-        kind.undo()
-
-
-@kinds("caller")
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_what_the_caller_sets_before_or_after_the_first_forward_reaches_the_replicas(
-    kind, when, monkeypatch
-):
-    """As in new threads: what these do not take over from the caller is as it was."""
-    monkeypatch.setattr(threads, "_idle", {})
-
-    def call() -> None:
-        if when == "after":
-            seen(kind.read)
-        kind.change()
-        expected = kind.read() if kind.is_callers else together(kind.read)[0].value
-        assert seen(kind.read) == [expected] * 2
-
-    before = seen(kind.read) if when == "before" else None
-    monkeypatch.setattr(threads, "_idle", {})
-    try:
-        values(together(call))  # in a thread of its own, which ends with its state
-    finally:
-        kind.undo()
-        entered.clear()
-    assert before in (None, seen(kind.read))
+def test_a_mode_that_a_replica_leaves_in_its_thread_does_not_reach_the_next_forward():
+    apply(*[lambda: torch.set_grad_enabled(False)] * 2)
+    assert seen(torch.is_grad_enabled) == [True] * 2
 
 
 def test_an_idle_thread_keeps_no_value_of_a_context_variable_alive():

@@ -128,7 +128,7 @@ class Rendezvous:
         self.wake = self.condition.notify_all
         #: The waits that have begun and whose threads have not gone on.
         self.waits: list[Wait] = []
-        #: The number of merges in progress.
+        #: The number of merges in progress. One that fails stays counted, but aborts the forward.
         self.merging = 0
         self.aborted: Abort | None = None
         #: Whether this whole forward is inside a backward, which runs in the caller's thread.
@@ -203,7 +203,7 @@ class Rendezvous:
                 self.check(is_late=time.monotonic() >= late)
                 if self.aborted is not None:
                     raise self.aborted.error(wait.replica, wait.place)
-                self.condition.wait(min(LOOK_AGAIN, STALL_TIMEOUT))
+                self.condition.wait(LOOK_AGAIN)
         finally:
             self.waits.remove(wait)
 

@@ -15,21 +15,13 @@ def path_or_root(path: str) -> str:
     return path or "(root)"
 
 
-#: The maximal number of characters that a message quotes of an error.
-_LONGEST = 1_000
-
-
 def describe_error(error: BaseException) -> str:
-    """Returns ``ValueError: its text``, shortened, or only the type if the text raises."""
+    """Returns ``ValueError: its text``, or only the type if making the text raises."""
     name = type(error).__name__
     try:
         text = str(error)
-        if len(text) > _LONGEST:
-            text = text[:_LONGEST] + "..."
         return f"{name}: {text}" if text else name
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # of the error's own method; it must not hide the error
+    except Exception:  # of the error's own method; it must not hide the error
         return name
 
 

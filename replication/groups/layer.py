@@ -130,8 +130,7 @@ class ReplicaAware(_Base):
                 raise ReplicationError(
                     f"`{name}` must run either in several replicas or in several processes (got "
                     "both); use one process per device, or, to synchronize only within this "
-                    "process, pass a process_group that contains just this rank (see "
-                    "docs/processes.md, 'Replicas in several processes')"
+                    "process, pass a process_group that contains just this rank"
                 )
             group = processes
         elif group is None or group.size == 1:

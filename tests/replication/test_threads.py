@@ -18,7 +18,7 @@ from tests.layers import Stock, freed, together
 from tests.replication.test_parallel_apply import Call, Token, apply, seen, variable
 
 
-def test_each_replica_has_a_named_daemon_thread_that_lives_on():
+def test_each_replica_has_a_named_daemon_thread_that_is_reused():
     """Guarantee 7: threads named `idle replica-...` wait for later forwards."""
 
     def thread_and_name() -> tuple[threading.Thread, str]:
@@ -46,7 +46,7 @@ def test_two_forwards_at_once_and_inside_each_other_use_different_threads():
 
 
 def test_a_thread_whose_handle_is_lost_ends():
-    """As by a Ctrl-C between taking it and giving it a job."""
+    """A Ctrl-C can come between taking it and giving it a job."""
     thread = threads.Worker((7, torch.device("cpu"))).thread
     assert soon(lambda: not thread.is_alive())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import threading
 import types
 from typing import Any
 
@@ -20,9 +21,11 @@ from replication import (
 from replication._torch import HOOKS
 from syncbn import SynchronizedBatchNorm2d
 from tests.layers import (
+    DEADLINE,
     WRAPS,
     Numbered,
     no_garbage_collection,
+    ours,
     profiled,
 )
 from tests.sharded import BATCH, norm, whole_batch
@@ -310,6 +313,38 @@ def test_gradients_that_are_sparse_in_some_replicas_are_summed():
     torch.testing.assert_close(net.weight.grad, expected)
 
 
+class Hooking(nn.Module):
+    """Registers hooks in its forward, and takes one away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+        self.before = nn.Identity()
+        self.before.register_forward_hook(lambda module, args, y: y + 100)
+        self.barrier = threading.Barrier(3)
+
+    def forward(self, x):
+        hooks = [self.inner.register_forward_hook(lambda module, args, y: y + x, always_call=True)]
+        hooks.append(self.inner.register_forward_pre_hook(lambda module, args: (args[0] + 1,)))
+        self.barrier.wait(DEADLINE)
+        first = self.inner(x)
+        self.barrier.wait(DEADLINE)
+        if x < 2:
+            hooks[0].remove()
+        return torch.stack((first, self.inner(x), self.before(x)))
+
+
+def test_hooks_registered_in_forward_are_seen_by_their_own_replica_only():
+    net = Hooking()
+    for _ in range(2):
+        x = torch.tensor([[1.0], [2.0], [3.0]])
+        first, second, before = ours(net)(x).view(3, 3).unbind(1)
+        assert first.tolist() == [3, 5, 7]
+        assert second.tolist() == [2, 5, 7]
+        assert before.tolist() == [101, 102, 103]
+    assert not any(vars(net.inner)[name] for name in HOOKS)
+
+
 DICTIONARIES = ["_parameters", "_buffers", "_modules", *HOOKS]
 
 
@@ -536,7 +571,7 @@ def test_a_closure_that_refers_to_the_original_is_warned_of():
     net = nn.Sequential(norm())
     plain = net[0].forward
     net[0].forward = lambda x: plain(x)
-    with pytest.warns(UserWarning, match="is called by a replica but is not part of it"):
+    with pytest.warns(UserWarning, match="the replica uses the original layer"):
         DataParallel(net, ["cpu"] * 4)(BATCH)
 
 

@@ -147,7 +147,7 @@ def ours(replicas: int) -> tuple[Counts, Counts]:
     model = Recorded(convert_model(nn.BatchNorm2d(SHAPE[1])))
     shards = [torch.randn(SHAPE, device=device, requires_grad=True) for device in devices]
     upstream = [torch.randn_like(shard) for shard in shards]
-    with patch("syncbn.ways.kernels_for", lambda kind: OF_TORCH):
+    with patch("syncbn.batchnorm.kernels_for", lambda kind: OF_TORCH):
         for _ in range(2):  # the first call fills caches
             forward, backward = model.operations, list[Operation]()
             forward.clear()
@@ -196,7 +196,7 @@ def ours_in_processes(size: int) -> Counts:
     """Counts the operations of our layer in one process, for which meta is an accelerator."""
     layer = SynchronizedBatchNorm2d(SHAPE[1], device="meta")
     x = torch.randn(SHAPE, device="meta", requires_grad=True)
-    kernels = patch("syncbn.ways.kernels_for", lambda kind: OF_TORCH)
+    kernels = patch("syncbn.batchnorm.kernels_for", lambda kind: OF_TORCH)
     with processes(size), kernels:
         return recorded(lambda: layer(x), [x, *layer.parameters()], "meta")
 

@@ -109,17 +109,17 @@ def is_usable(process_group: Any) -> bool:
 
 # By methods of the group, which all releases of torch have, without the checks of arguments in
 # Python that the functions of `torch.distributed` make before they call them.
-def all_gather_single(rows: Tensor, tensor: Tensor, process_group: Any) -> None:
-    """Gathers tensors of all ranks into one vector."""
-    options = _options("AllgatherOptions")
-    _wait(process_group._allgather_base(_real(rows), _real(tensor), options))
-
-
-def all_gather_rows(rows: Tensor, tensor: Tensor, process_group: Any) -> None:
-    """Gathers tensors of all ranks into the rows of one. For the CPU."""
-    # Older releases of gloo have no `_allgather_base`.
-    options = _options("AllgatherOptions")
-    _wait(process_group.allgather([[*_real(rows).unbind()]], [_real(tensor)], options))
+def gathered(tensor: Tensor, process_group: Any) -> Tensor:
+    """Stacks contiguous tensors of all ranks, of one shape, to ``(size, ...)``."""
+    rows = tensor.new_empty(process_group.size(), *tensor.shape)
+    if rows.numel():
+        options = _options("AllgatherOptions")
+        if tensor.is_cpu:  # older releases of gloo have no `_allgather_base`
+            lists = [[*_real(rows).unbind()]], [_real(tensor)]
+            _wait(process_group.allgather(*lists, options))
+        else:  # a list of rows would be copied row by row
+            _wait(process_group._allgather_base(_real(rows), _real(tensor), options))
+    return rows
 
 
 def all_reduce_in_place(tensor: Tensor, process_group: Any) -> None:

@@ -18,15 +18,18 @@ from replication._torch import (
     unseen_by_checkpoints,
 )
 from replication.errors import is_int, lost_derivatives, path_or_root
+from replication.groups.base import Group
 from replication.groups.layer import ReplicaAware
+from replication.groups.processes import ProcessGroup
 from replication.groups.registry import has_other_processes, name_in_graph
 from replication.groups.replicas import CallbackContext
-from syncbn.channels import HALF, in_dtype, in_float64
-from syncbn.compiled import add_in_graph
+from syncbn.channels import HALF, in_dtype, in_float64, with_usual_strides
+from syncbn.kernels import kernels_for
+from syncbn.ranks import normalized_in_rank
 from syncbn.recomputation import RecordedCalls
-from syncbn.statistics import Denominator, LayerCall, RunningStatistics
-from syncbn.textbook import batch_norm
-from syncbn.ways import synchronized_batch_norm
+from syncbn.statistics import CountBatch, Denominator, LayerCall, RunningStatistics, check_count
+from syncbn.textbook import add_in_graph, batch_norm, exact_batch_norm
+from syncbn.ways import normalized_in_replica
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -153,33 +156,26 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     _normalize = forward
 
     def _evaluated(self, input: Tensor) -> Tensor:
+        # A training forward may update the original's buffers before the backward of this call.
         is_shared = self._recorded_calls is not None and self._has_original_buffers
-        if not (is_shared and torch.is_grad_enabled()):
-            return self._alone(input)
-        # Save copies of the buffers for backward: a training forward may update them before.
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        mean, var = (b if b is None else b.clone() for b in (self.running_mean, self.running_var))
-        args = *self._parameters_like(mean), mean is None, 0.0, self.eps
-        return nn.functional.batch_norm(input, mean, var, *args)
+        return self._alone(input, copies_buffers=is_shared and torch.is_grad_enabled())
 
-    def _alone(self, input: Tensor) -> Tensor:
-        """Normalizes as torch's layer, also in half precision with buffers of float32."""
+    def _alone(self, input: Tensor, copies_buffers: bool = False) -> Tensor:
+        """Normalizes as torch's layer does, and half precision with buffers of float32 as well."""
         mean, var = self._buffers.get("running_mean"), self._buffers.get("running_var")
-        if input.dtype not in HALF or mean is None:
+        is_half = input.dtype in HALF
+        if mean is None or var is None or not (copies_buffers or is_half):
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        weight, bias = self.weight, self.bias
+        if is_half:  # parameters in half precision beside such buffers, as of FSDP2
+            weight = weight if weight is None else in_dtype(weight, mean.dtype)
+            bias = bias if bias is None else in_dtype(bias, mean.dtype)
+        if copies_buffers:
+            mean, var = mean.clone(), var.clone()
         momentum = float(self._count_batch().momentum) if self.training else 0.0
-        args = *self._parameters_like(mean), self.training, momentum, self.eps
+        args = weight, bias, self.training, momentum, self.eps
         return nn.functional.batch_norm(input, mean, var, *args)
-
-    def _parameters_like(self, buffer: Tensor | None) -> list[Any]:
-        """Returns weight and bias in the dtype of a buffer, if there is one."""
-        pair = [self.weight, self.bias]
-        return (
-            pair
-            if buffer is None
-            else [p if p is None else in_dtype(p, buffer.dtype) for p in pair]
-        )
 
     def _trained_in_graph(self, input: Tensor) -> Tensor:
         """Trains as `torch.compile` can see it, or breaks its graph."""
@@ -203,16 +199,15 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             if self.process_group is not None:
                 self._checked_call(input)
             return self._alone(input)
+        call = self._checked_call(input)
+        if has_other_derivatives((input, call.weight, call.bias)):
+            raise lost_derivatives(self._named())
         is_counted = self._has_original_buffers and not group.recomputes
         count_batch = self._count_batch if is_counted else RunningStatistics  # without buffers
-        call = self._checked_call(input)
-        if has_other_derivatives(call[:3]):
-            raise lost_derivatives(self._named())
-        args = call, group, self._recorded_calls, count_batch
         if not dispatch_modes():
-            return synchronized_batch_norm(*args)
+            return _synchronized(call, group, self._recorded_calls, count_batch)
         with unseen_by_checkpoints():
-            return synchronized_batch_norm(*args)
+            return _synchronized(call, group, self._recorded_calls, count_batch)
 
     # The whole, because `torch.compile` would compile `self.group` anew for each layer.
     _trained_out_of_graph = uncompiled(_trained)
@@ -221,10 +216,37 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         """Returns the arguments of a call. Raises on those that torch's kernels would refuse."""
         # Before another replica waits for this one.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        weight, bias = self.weight, self.bias  # once: a parametrization recomputes them each time
+        # Looked up once, because a parametrization computes a parameter at each access, and without
+        # `nn.Module.__getattr__`, which is slow.
+        parameters, buffers = self._parameters, self._buffers
+        weight = parameters["weight"] if "weight" in parameters else self.weight
+        bias = parameters["bias"] if "bias" in parameters else self.bias
+        features, momentum = self.num_features, self.momentum
+        mean, var = buffers.get("running_mean"), buffers.get("running_var")
+        dtype, device = input.dtype, input.device
+        kinds = (dtype, torch.float32) if dtype in HALF else (dtype,)
+        fits = (
+            type(input) in _LOCAL
+            and type(weight) in _LOCAL
+            and dtype in _DTYPES
+            and input.size(1) == features
+            and (momentum is None or type(momentum) is float)
+            and self.eps > 0
+        )
+        for tensor in (weight, bias, mean, var):
+            if tensor is not None and (
+                tensor.numel() != features or tensor.device != device or tensor.dtype not in kinds
+            ):
+                fits = False
+        if not fits:
+            tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
+            self._refuse_unless_usable(input, tensors)
+        return LayerCall(input, weight, bias, Denominator(self.eps, _eps_mode == "clamp"))
+
+    def _refuse_unless_usable(self, input: Tensor, tensors: dict[str, Tensor | None]) -> None:
+        """Raises if the arguments of a call, which are not the usual ones, cannot be used."""
         features, dtype = self.num_features, input.dtype
-        are_local = type(input) in _LOCAL and type(weight) in _LOCAL
-        if not are_local and (is_dtensor(input) or is_dtensor(weight)):
+        if is_dtensor(input) or is_dtensor(tensors["weight"]):
             raise TypeError(
                 f"{self._named()} takes local tensors (got a DTensor); pass x.to_local(), and "
                 "for a batch sharded over one dimension of a mesh, process_group=mesh['dp']"
@@ -237,12 +259,9 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             )
         if dtype not in _DTYPES:
             raise NotImplementedError(f"{self._named()} is not implemented for inputs of {dtype}")
+        # torch checks both, and raises its own errors.
         momentum: Any = 0.0 if self.momentum is None else self.momentum
-        if type(momentum) is not float or self.eps <= 0:
-            # torch checks both, and raises its own errors.
-            nn.functional.batch_norm(_BATCH, None, None, None, None, True, momentum, self.eps)
-        mean, var = self._buffers.get("running_mean"), self._buffers.get("running_var")
-        tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
+        nn.functional.batch_norm(_BATCH, None, None, None, None, True, momentum, self.eps)
         for key, tensor in tensors.items():
             if tensor is None:
                 continue
@@ -257,7 +276,6 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
                     f"{self._named()} expected an input in {tensor.dtype} on {tensor.device}, as "
                     f"its {key} (got {dtype} on {input.device}); convert one by .to()"
                 )
-        return LayerCall(input, weight, bias, Denominator(self.eps, _eps_mode == "clamp"))
 
     def _count_batch(self) -> RunningStatistics:
         """Counts a batch, and returns the buffers to update with its moments."""
@@ -280,6 +298,30 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         # Nothing else reads the name: `torch.compile` would compile each layer anew.
         kind = type(self).__name__
         return kind if self._layer_name is None else f"`{self._layer_name}` ({kind})"
+
+
+def _synchronized(
+    call: LayerCall, group: Group, calls: RecordedCalls | None, count_batch: CountBatch
+) -> Tensor:
+    """Normalizes a shard with the moments of the whole batch, by the textbook or a fast road."""
+    original = call.x
+    x = original if type(original) is Tensor else original.as_subclass(Tensor)
+    if 1 in x.shape:
+        x = with_usual_strides(x)
+    if x is not original:
+        call = call._replace(x=x)
+    kernels: Any = None if call.denominator.clamps else kernels_for(x.device.type)
+    if kernels is None:
+        y, moments = exact_batch_norm(*call, group.all_reduce)
+        n: Any = moments.n
+        check_count(int(n) if n.is_cpu else n, x)
+        count_batch().update(moments)
+    elif type(group) is ProcessGroup:  # `isinstance` of an abstract class takes calls in Python
+        y = normalized_in_rank(call, group, kernels, count_batch)
+    else:
+        y = normalized_in_replica(call, group, kernels, calls, count_batch)  # type: ignore[arg-type]
+    # A subclass decides what its operations return, such as MONAI's MetaTensor with its metadata.
+    return y if type(original) is Tensor else y.view_as(original)
 
 
 class SynchronizedBatchNormNd(SynchronizedBatchNorm):

@@ -96,11 +96,16 @@ class Kernels(NamedTuple):
         if self is ON_CPU:
             like, momentum = x, float(momentum)
         else:
-            like, dtype = means, means.dtype
-            is_number = not isinstance(momentum, Tensor)
-            updates &= is_number and _is_of(running_mean, dtype) and _is_of(running_var, dtype)
+            like = means
+            updates = (
+                updates
+                and type(momentum) is float
+                and (running_mean is None or running_mean.dtype == means.dtype)
+                and (running_var is None or running_var.dtype == means.dtype)
+            )
         if not updates:
-            running_mean, running_var, momentum = RunningStatistics()
+            running_mean = running_var = None
+            momentum = 0.0
         args: Any = like, means, inverses, running_mean, running_var, momentum, own.eps, counts
         mean, inverse = self.gather_stats(*args)
         batch = KernelMoments(n, mean, inverse, own.eps)
@@ -179,18 +184,17 @@ def batch_norm_gather_stats_with_counts(
         merged = torch.addmv(start, (mean - start).T, share)
     else:
         merged = share @ mean
-    apart = mean - merged
-    denominator = share @ invstd.pow(-2).addcmul_(apart, apart)
+    deviation = mean - merged
+    denominator = share @ invstd.pow(-2).addcmul_(deviation, deviation)
     inverse = denominator.rsqrt()
-    if not is_large(merged, denominator):
-        dtype = accumulation_dtype(input.dtype)
-        merged, inverse = in_dtype(merged, dtype), in_dtype(inverse, dtype)
+    if input.dtype != torch.float64 and not is_large(merged, denominator):
+        merged, inverse = merged.float(), inverse.float()
     # Hidden from autograd, as torch's kernels do it: the graph of a forward on one device may have
     # saved a buffer without needing its value.
     if running_mean is not None:
         _average(running_mean.data, merged, momentum)
     if running_var is not None:
-        unbiased = denominator.sub_(eps).clamp_(min=0).mul_(n / (n - 1))
+        unbiased = denominator.sub_(eps).relu_().mul_(n / (n - 1))
         _average(running_var.data, unbiased, momentum)
     return merged, inverse
 
@@ -277,10 +281,6 @@ def kernels_for(kind: str) -> Kernels | None:
         return ON_CPU
     names = [kernel.__name__ for kernel in ON_CPU]
     return Kernels(*[getattr(torch, n) for n in names]) if has_kernels(kind, *names) else None
-
-
-def _is_of(buffer: Tensor | None, dtype: torch.dtype) -> bool:
-    return buffer is None or buffer.dtype == dtype
 
 
 def _affine(

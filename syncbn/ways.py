@@ -20,47 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replication.groups.base import Group
 from replication.groups.replicas import ReplicaGroup
-from syncbn.channels import with_usual_strides
 from syncbn.fused import Fused
-from syncbn.kernels import ON_CPU, Kernels, kernels_for
-from syncbn.ranks import normalized_in_rank
+from syncbn.kernels import ON_CPU, Kernels
 from syncbn.recomputation import RecordedCalls
 from syncbn.statistics import CountBatch, LayerCall, check_count
-from syncbn.textbook import exact_batch_norm
 
 
-def synchronized_batch_norm(
-    call: LayerCall, group: Group, calls: RecordedCalls | None, count_batch: CountBatch
-) -> Tensor:
-    """Normalizes a shard with the moments of the whole batch."""
-    original = call.x
-    x = original if type(original) is Tensor else original.as_subclass(Tensor)
-    if 1 in x.shape:
-        x = with_usual_strides(x)
-    if x is not original:
-        call = call._replace(x=x)
-    kernels: Any = None if call.denominator.clamps else kernels_for(x.device.type)
-    if kernels is None:
-        y = _normalized_by_textbook(call, group, count_batch)
-    elif type(group) is ReplicaGroup:  # `isinstance` of an abstract class takes calls in Python
-        y = _normalized_in_replica(call, group, kernels, calls, count_batch)
-    else:
-        y = normalized_in_rank(call, group, kernels, count_batch)  # type: ignore[arg-type]
-    # A subclass decides what its operations return, such as MONAI's MetaTensor with its metadata.
-    return y if type(original) is Tensor else y.view_as(original)
-
-
-def _normalized_by_textbook(call: LayerCall, group: Group, count_batch: CountBatch) -> Tensor:
-    y, moments = exact_batch_norm(*call, group.all_reduce)
-    n: Any = moments.n
-    check_count(int(n) if n.is_cpu else n, call.x)
-    count_batch().update(moments)
-    return y
-
-
-def _normalized_in_replica(
+def normalized_in_replica(
     call: LayerCall,
     group: ReplicaGroup,
     kernels: Kernels,

@@ -174,7 +174,7 @@ def not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the CPU go a way that other devices go."""
     found = stand_ins.AS_ON_ACCELERATORS if request.param == "fused" else None
-    monkeypatch.setattr("syncbn.ways.kernels_for", lambda kind: found)
+    monkeypatch.setattr("syncbn.batchnorm.kernels_for", lambda kind: found)
 
 
 @pytest.fixture(params=["joined", "not joined"])

@@ -44,7 +44,7 @@ def default_device() -> None:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes the fused kernels from accelerators for the way of the formula."""
     if request.param == "formula":
-        monkeypatch.setattr("syncbn.ways.kernels_for", lambda kind: None)
+        monkeypatch.setattr("syncbn.batchnorm.kernels_for", lambda kind: None)
 
 
 @pairwise(
@@ -146,7 +146,7 @@ def test_the_large_tensors_go_through_the_fused_kernels(monkeypatch):
 
     kernels = kernels_for(HOME.partition(":")[0])
     noted = Kernels(*map(noting, Kernels._fields, kernels))
-    monkeypatch.setattr("syncbn.ways.kernels_for", lambda kind: noted)
+    monkeypatch.setattr("syncbn.batchnorm.kernels_for", lambda kind: noted)
     model = DataParallel(SynchronizedBatchNorm2d(3).to(HOME), [HOME] * 2)
     y = model(torch.randn(4, 3, 5, 5, device=HOME, requires_grad=True))
     y.backward(torch.randn_like(y))

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("not_joined", "on_accelerator")
 
 @pytest.fixture
 def on_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncbn.ways.kernels_for", lambda kind: stand_ins.AS_ON_ACCELERATORS)
+    monkeypatch.setattr("syncbn.batchnorm.kernels_for", lambda kind: stand_ins.AS_ON_ACCELERATORS)
 
 
 @pytest.fixture

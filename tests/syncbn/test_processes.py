@@ -17,10 +17,10 @@ from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import fused
 from replication import ProcessGroup
-from replication.groups import processes as process_group
-from syncbn import SynchronizedBatchNorm1d, convert_model
-from syncbn.ranks import Ranks
+from syncbn import SynchronizedBatchNorm1d, batchnorm, convert_model
+from syncbn.kernels import Kernels, kernels_for
 from tests import oracle
 from tests.layers import Recomputed, outcome_of
 from tests.ranks import needs_gloo, recorded_collectives, run_ranks
@@ -33,22 +33,16 @@ except ImportError:  # torch 2.4
 
 pytestmark = needs_gloo
 
-#: How the sums of backward are added: few ranks gather them, many reduce them. Or few, with counts
-#: that the host does not know, as on GPUs.
-WAYS = ["gather", "reduce", "unseen"]
+#: What computes: the kernels of the CPU, or what stands for those of accelerators, where the host
+#: does not know the counts of other ranks.
+WAYS = ["cpu", "accelerator"]
+
+OF_ACCELERATORS = Kernels(*fused.KERNELS.values())
 
 
 def go(way: str) -> None:
-    process_group._FEW_RANKS = 0 if way == "reduce" else 8
-    Ranks.gathered = with_unseen_counts if way == "unseen" else GATHERED
-
-
-GATHERED = Ranks.gathered
-
-
-def with_unseen_counts(ranks: Ranks, *own: Any) -> Any:
-    _, counts, *rows = GATHERED(ranks, *own)
-    return counts, counts, *rows
+    of_accelerators = way == "accelerator"
+    batchnorm.kernels_for = (lambda kind: OF_ACCELERATORS) if of_accelerators else kernels_for
 
 
 #: Samples of each rank, by the number of ranks.
@@ -132,19 +126,6 @@ def without_data(rank: int, size: int) -> tuple[Tensor, Tensor, int]:
     return y.detach(), running, layer.num_batches_tracked.item()
 
 
-def impossible_counts(rank: int, size: int) -> list[str]:
-    """The errors where rank 1 announces impossible counts."""
-    errors = []
-    for count in (float("nan"), -50, 2.5, float("inf"), 2**62):
-
-        def announces(ranks: Ranks, n: int, *own: Tensor, count: Any = count) -> Any:
-            return GATHERED(ranks, count if rank == 1 else n, *own)
-
-        with mock.patch.object(Ranks, "gathered", announces):
-            errors.append(str(outcome_of(lambda: layer_like()(torch.ones(3, 2))).error))
-    return errors
-
-
 def one_value_in_all(rank: int, size: int) -> tuple[str, Tensor, int]:
     layer = layer_like()
     error = outcome_of(lambda: layer(torch.ones(int(rank == 0), 2))).error
@@ -205,7 +186,6 @@ def found_by_ranks(*calls: Callable[[int, int], Any], ways: list[str] = WAYS) ->
 in_training = found_by_ranks(at_momenta)
 with_derivatives = found_by_ranks(unlike)
 with_few_values = found_by_ranks(without_data, one_value_each, one_value_in_all)
-with_impossible_counts = found_by_ranks(impossible_counts, ways=["gather"])
 far_from_zero = found_by_ranks(constant_and_large, tiny_variance)
 
 
@@ -283,18 +263,9 @@ def test_one_value_per_rank_is_enough(with_few_values, size, way):
     torch.testing.assert_close(y, plain(x).detach())
 
 
-def test_impossible_counts_are_refused_on_every_rank(with_impossible_counts):
-    for rank, found in enumerate(with_impossible_counts):
-        errors = found["gather", "impossible_counts"]
-        for error, count in zip(errors, ("nan", "-50", "2.5", "inf", "4.6116860"), strict=True):
-            where = f"`SynchronizedBatchNorm1d`, rank {rank}: rank 1 announces {count}"
-            assert error.startswith(where)
-
-
-@pytest.mark.parametrize("way", ["gather", "reduce"])
-def test_one_value_in_all_is_torchs_error_in_every_rank(with_few_values, way):
+def test_one_value_in_all_is_torchs_error_in_every_rank(with_few_values):
     for results in with_few_values:
-        error, _, batches = results[way, "one_value_in_all"]
+        error, _, batches = results["cpu", "one_value_in_all"]
         assert batches == 0
         assert error.startswith(
             "Expected more than 1 value per channel when training, got input size"
@@ -303,7 +274,7 @@ def test_one_value_in_all_is_torchs_error_in_every_rank(with_few_values, way):
 
 def test_one_value_in_all_that_the_host_does_not_know_does_no_harm(with_few_values):
     for results in with_few_values:
-        error, running, _ = results["unseen", "one_value_in_all"]
+        error, running, _ = results["accelerator", "one_value_in_all"]
         assert error == "None"
         assert running.isfinite().all()
 
@@ -343,24 +314,15 @@ def test_layers_without_weight_or_bias_have_gradients():
         torch.testing.assert_close(joined, expected)
 
 
-def refused(rank: int) -> list[str]:
-    """What ranks are told that differ in eps, in its mode, and that batch gradients."""
-    x, errors = torch.randn(3, 4, requires_grad=True), []
-    for eps, mode in ((1.0 if rank else 1e-5, "plus"), (1e-5, "clamp" if rank else "plus")):
-        with eps_mode(mode):
-            layer = SynchronizedBatchNorm1d(4, eps=eps)
-            errors.append(str(outcome_of(lambda layer=layer: layer(x)).error))
-    y = SynchronizedBatchNorm1d(4)(x)
-    grad = partial(torch.autograd.grad, y, x, torch.randn(2, 3, 4), is_grads_batched=True)
-    return [*errors, str(outcome_of(grad).error)]
+def with_another_eps(rank: int) -> str:
+    layer = SynchronizedBatchNorm1d(4, eps=1.0 if rank else 1e-5)
+    return str(outcome_of(lambda: layer(torch.randn(3, 4))).error)
 
 
-def test_eps_that_differs_and_batched_gradients_are_refused():
-    for differs, mode, batched in run_ranks(2, refused):
-        assert "batch_norm(eps=1e-05) of" in differs
-        assert "batch_norm(eps=1.0) of" in differs
-        assert "all_reduce(op='sum') of" in mode
-        assert batched.startswith("collectives between processes take no batched gradients")
+def test_eps_that_differs_is_named():
+    for error in run_ranks(2, with_another_eps):
+        assert "batch_norm(eps=1e-05) of" in error
+        assert "batch_norm(eps=1.0) of" in error
 
 
 def under_other_defaults(rank: int) -> list[list[Tensor]]:
@@ -422,12 +384,12 @@ def step(layer: nn.Module, x: Tensor, dy: Tensor, direction: Tensor | None) -> l
 
 def at_means(rank: int) -> dict[Any, list[Tensor]]:
     found = {}
-    for way, mean, second in itertools.product(WAYS, MEANS, [False, True]):
-        go(way)
+    go("cpu")
+    for mean, second in itertools.product(MEANS, [False, True]):
         layer = layer_like(features=16)
         part = slice(0, 7) if rank == 0 else slice(7, 12)
         x, dy, direction = (t[part] for t in whole_batch(mean))
-        found[way, mean, second] = step(layer, x, dy, direction if second else None)
+        found[mean, second] = step(layer, x, dy, direction if second else None)
     return found
 
 
@@ -436,10 +398,9 @@ def at_large_means() -> list[dict[Any, list[Tensor]]]:
     return run_ranks(2, at_means)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
-def test_large_means_are_as_accurate_as_in_torchs_layer(at_large_means, way, mean, second):
+def test_large_means_are_as_accurate_as_in_torchs_layer(at_large_means, mean, second):
     """Guarantee 1: at large means, twice the error of `nn.BatchNorm1d` at most, plus one ulp."""
     x, dy, direction = whole_batch(mean)
     plain = nn.BatchNorm1d(16)
@@ -447,7 +408,7 @@ def test_large_means_are_as_accurate_as_in_torchs_layer(at_large_means, way, mea
     exact = copy.deepcopy(plain).double()
     theirs = step(plain, x, dy, direction if second else None)
     true = step(exact, x, dy.double(), direction.double() if second else None)
-    first, other = (results[way, mean, second] for results in at_large_means)
+    first, other = (results[mean, second] for results in at_large_means)
     joined = [torch.cat([a, b]) for a, b in zip(first[:2], other[:2], strict=True)]
     ours = [*joined, *(a + b for a, b in zip(first[2:-2], other[2:-2], strict=True)), *first[-2:]]
     for index, (got, them, want) in enumerate(zip(ours, theirs, true, strict=True)):
@@ -475,11 +436,11 @@ def traffic(rank: int, channels: int) -> list[Any]:
 
 @pytest.mark.parametrize("channels", [3, 300])
 def test_one_collective_forward_and_one_backward_of_a_few_values_per_channel(channels):
-    """Two values per channel and a count, and 16 bytes in what is compared."""
-    length = 8 * (2 * channels + 1)
-    for by_gather, by_sum, _ in run_ranks(2, traffic, channels):
-        assert by_gather == ([("all_gather", 16 + length)],) * 2
-        assert by_sum == ([("all_gather", 16 + length)], [("all_reduce", length)])
+    """Forward, beside two values per channel, a count, and on the CPU the number of the call."""
+    for on_cpu, on_accelerator in run_ranks(2, traffic, channels):
+        backward = [("all_reduce", 4 * 2 * channels)]
+        assert on_cpu == ([("all_gather", 8 * (2 * channels + 2))], backward)
+        assert on_accelerator == ([("all_gather", 4 * (2 * channels + 1))], backward)
 
 
 class TwoAlike(ProcessGroup):

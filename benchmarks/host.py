@@ -42,7 +42,7 @@ ABOUT = (
 )
 
 ABOUT_RANK = (
-    f"The same stack without `DataParallel` on one simulated accelerator, in a process whose group "
+    "The same stack without `DataParallel` on one simulated accelerator, in a process whose group "
     "pretends to have two ranks and exchanges nothing."
 )
 
@@ -107,7 +107,9 @@ def tables(seconds: float, *choice: Iterable[int]) -> list[Table]:
     of_a_rank = rows_of_a_rank(seconds)
     return [
         Table("Accelerators: the host's time", ABOUT, rows(seconds, *choice)),
-        Table("Accelerators: the host's time of a rank", ABOUT_RANK, of_a_rank, counted="processes"),
+        Table(
+            "Accelerators: the host's time of a rank", ABOUT_RANK, of_a_rank, counted="processes"
+        ),
     ]
 
 

@@ -114,7 +114,11 @@ def pretending(kind: str) -> Iterator[None]:
         f"cpu:fake,{kind}:fake", store=FakeStore(), rank=0, world_size=2
     )
     # `nn.SyncBatchNorm` gathers into one row, which real backends take and this one does not.
-    name = "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
+    name = (
+        "all_gather_single"
+        if hasattr(distributed, "all_gather_single")
+        else "all_gather_into_tensor"
+    )
     gather = getattr(distributed, name)
 
     def into_one_row(row: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -163,7 +167,9 @@ def measure(
     title, build, shape = NETWORKS[name]
     x = torch.randn(shape).to(device)
     ways = {}
-    for way, make in (COMPILED if compiles else WAYS if device == "cpu" else ON_ACCELERATORS).items():
+    for way, make in (
+        COMPILED if compiles else WAYS if device == "cpu" else ON_ACCELERATORS
+    ).items():
         net = make(build()).to(device)
         model = DistributedDataParallel(net) if size > 1 else net
         ways[way] = partial(together, training(model, x))

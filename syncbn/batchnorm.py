@@ -167,7 +167,8 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         if mean is None or var is None or not (copies_buffers or is_half):
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        weight, bias = self.weight, self.bias
+        weight: Tensor | None = self.weight
+        bias: Tensor | None = self.bias
         if is_half:  # parameters in half precision beside such buffers, as of FSDP2
             weight = weight if weight is None else in_dtype(weight, mean.dtype)
             bias = bias if bias is None else in_dtype(bias, mean.dtype)
@@ -216,11 +217,12 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         """Returns the arguments of a call. Raises on those that torch's kernels would refuse."""
         # Before another replica waits for this one.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        # Looked up once, because a parametrization computes a parameter at each access, and without
-        # `nn.Module.__getattr__`, which is slow.
+        # Looked up once, because a parametrization computes a parameter at each access.
         parameters, buffers = self._parameters, self._buffers
-        weight = parameters["weight"] if "weight" in parameters else self.weight
-        bias = parameters["bias"] if "bias" in parameters else self.bias
+        if "weight" in parameters and "bias" in parameters:
+            weight, bias = parameters["weight"], parameters["bias"]
+        else:  # what takes longer
+            weight, bias = self.weight, self.bias
         features, momentum = self.num_features, self.momentum
         mean, var = buffers.get("running_mean"), buffers.get("running_var")
         dtype, device = input.dtype, input.device

@@ -43,7 +43,7 @@ from syncbn.channels import (
     values_per_channel,
 )
 from syncbn.moments import is_large, moments
-from syncbn.statistics import CountBatch, KernelMoments, RunningStatistics
+from syncbn.statistics import CountBatch, KernelMoments
 
 #: Stands for the count of a shard without values, because the kernels divide by counts.
 TINY = {torch.float32: 1e-30, torch.float64: 1e-300}

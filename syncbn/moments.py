@@ -96,5 +96,8 @@ def _center(x: Tensor, mean: Tensor) -> Tensor:
 
 def is_large(mean: Tensor, var: Tensor) -> bool:
     """Whether batch norm in evaluation mode loses digits, because a mean is large."""
-    # Neither NaN, which hides no other channel, nor a channel of zeros is large.
-    return bool((torch.addcmul(var, mean, mean, value=-(_LARGE_MEAN**-2)) < 0).any())
+    # A channel of zeros has no large mean. One of NaN may have: it must not hide other channels.
+    if not mean.numel():
+        return False
+    least = torch.addcmul(var, mean, mean, value=-(_LARGE_MEAN**-2)).min().item()
+    return not least >= 0

@@ -35,6 +35,7 @@ def normalized_in_rank(
     call: LayerCall, group: ProcessGroup, kernels: Kernels, count_batch: CountBatch
 ) -> Tensor:
     """Normalizes the shard of this rank with the moments of the whole batch."""
+    group.refuse_exports()
     x, weight, bias, (eps, _) = call
     if x.dtype in HALF:
         weight = weight if weight is None else weight.float()
@@ -61,45 +62,45 @@ class Normalize(Function):
     ) -> Tensor:
         own, channels = kernels.measured(x, eps), x.size(1)
         n, mean, inverse, _ = own
-        count = n or TINY[mean.dtype]
+        head: tuple[float, ...] = (n or TINY[mean.dtype],)
         with Collective(group, signatures[0]) as call:
             if kernels.are_on_host:
-                # With a number by which the ranks compare their calls.
-                head = torch.tensor([call.number, count], dtype=mean.dtype, device=mean.device)
-                rows = gathered(torch.cat((head, mean, inverse)), call.process_group)
-                numbers, counts_read = zip(*rows[:, :2].tolist(), strict=True)
+                head = call.number, *head
+            vectors = constant_tensor(head, mean.device, mean.dtype), mean, inverse
+            rows = gathered(torch.cat(vectors), call.process_group)
+            if kernels.are_on_host:
+                numbers, counts_read = zip(*rows.narrow(1, 0, 2).tolist(), strict=True)
                 call.check(numbers)
-                rows, n = rows[:, 1:], round(sum(counts_read))
-            else:
-                head = constant_tensor((count,), mean.device, mean.dtype)
-                rows = gathered(torch.cat((head, mean, inverse)), call.process_group)
-        counts = rows.select(1, 0)
-        means, inverses = rows.narrow(1, 1, channels), rows.narrow(1, 1 + channels, channels)
-        if not kernels.are_on_host:  # reading the counts would block the host
-            n = counts.int()
+        counts, first = rows.select(1, len(head) - 1), len(head)
+        means, inverses = (
+            rows.narrow(1, first, channels),
+            rows.narrow(1, first + channels, channels),
+        )
+        # On accelerators, reading the counts would block the host.
+        n = round(sum(counts_read)) if kernels.are_on_host else counts.int()
         check_count(n, x)  # on every rank
         batch = kernels.merged(x, own, n, counts, means, inverses, count_batch)
-        ctx.group, ctx.signature, ctx.kernels, ctx.batch = group, signatures[1], kernels, batch
+        ctx.call = group, signatures[1], kernels, batch
         ctx.save_for_backward(x, weight)
         return kernels.normalized(x, weight, bias, batch)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # Without a gradient dy is zeros, because the other ranks wait for the sums of this one.
-        (x, weight), kernels, batch = ctx.saved_tensors, ctx.kernels, ctx.batch
-        needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
-        if torch.is_grad_enabled():
-            needs, add = [needs_dweight, needs_dbias, needs_dx], partial(ctx.group.sum, ctx.signature)
+        (x, weight), (group, signature, kernels, batch) = ctx.saved_tensors, ctx.call
+        needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # the gradients need derivatives
+            needs, add = [needs_dweight, needs_dbias, needs_dx], partial(group.sum, signature)
             dweight, dbias, dx = gradients(needs, batch, [dy], [x], weight, add)
             return dx, dweight, dbias, None, None, None, None, None
-        dy = in_format_of(dy, x)
+        dy, dx = in_format_of(dy, x), None
         sum_dy, sum_dy_xmu, dweight, dbias = kernels.reduced(dy, x, batch, weight)
-        dx = None
         if needs_dx:
             # In one dtype on all ranks: a shard without values has sums of fewer digits.
             sums = in_dtype(torch.cat((sum_dy, sum_dy_xmu)), batch.mean.dtype)
-            sums = ctx.group.add(ctx.signature, sums)
-            dx = kernels.gradient(dy, x, batch, weight, sums.chunk(2))
+            channels = x.size(1)
+            totals = group.add(signature, sums).split_with_sizes((channels, channels))
+            dx = kernels.gradient(dy, x, batch, weight, totals)
         return dx, dweight, dbias if needs_dbias else None, None, None, None, None, None
 
 

@@ -1,15 +1,15 @@
 """The textbook: the whole layer, in plain operations that autograd and the compiler know.
 
-Start to read here. Each copy of a layer has a shard of the batch, ``(N, C, ...)``, and ``add`` is a
-function that sums a vector over all copies. Then for each channel
+Start to read here. Each copy of a layer has a shard of the batch, ``(N, C, ...)``, and ``add`` is
+a function that sums a vector over all copies. Then for each channel
 
     n, total, squares = add([n_own, sum(x), sum(x^2)])          one exchange of 1 + 2 C numbers
     mean, var = total / n, squares / n - mean^2
     y = (x - mean) * weight / sqrt(var + eps) + bias
 
-is batch normalization of the whole batch (Ioffe & Szegedy, "Batch Normalization: Accelerating Deep
-Network Training by Reducing Internal Covariate Shift", 2015). As ``add`` has a derivative, which is
-the sum of the gradients over all copies, autograd finds the gradients, and theirs.
+is batch normalization of the whole batch (Ioffe & Szegedy, "Batch Normalization: Accelerating
+Deep Network Training by Reducing Internal Covariate Shift", 2015). As ``add`` has a derivative,
+which is the sum of the gradients over all copies, autograd finds the gradients, and theirs.
 
 This is what the project promises, so it runs wherever speed is not the point:
 
@@ -17,22 +17,22 @@ This is what the project promises, so it runs wherever speed is not the point:
 - for gradients that need derivatives, in the backward of the two fast roads (see `gradients`),
 - in clamp mode, and on devices without the kernels that the fast roads need.
 
-Digits. Sums of squares lose digits if the mean is large against the deviation. Two steps keep them:
+Digits. A sum of squares loses digits if the mean is large against the deviation:
 
-1. A copy measures its shard about a constant, its own mean. So its own sums are exact up to
-   rounding in the dtype of x, and what is sent is in float64. As parts of different means merge
-   (Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-   Variances", 1979), squares / n - mean^2 still loses log10(mean^2 / var) of 16 digits: at a mean of
-   1e4 deviations 8 are left, as many as an input in float32 has. That is `batch_norm`, with one sum.
-2. The output does not change if all copies subtract one constant from x. If that constant is the
-   mean of the batch, nothing is lost at any mean. But the mean is known only after a first sum. That
-   is `exact_batch_norm`, with two sums.
+1. Each copy measures its shard about a constant, its own mean, so its sums are exact up to rounding
+   in the dtype of x. What is sent is in float64. There the parts are merged by their sums of x^2
+   and not by their deviations (Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm
+   for Computing Sample Variances", 1979), because those would need a second exchange. This loses
+   log10(mean^2 / var) of 16 digits: at a mean of 1e4 deviations 8 are left, as many as an input in
+   float32 has. That is `batch_norm`, with one sum. Compiled calls use it.
+2. The output does not change if all copies subtract one constant from x. If it is the mean of the
+   batch, nothing is lost, however large the mean. But the mean is only known after a first sum.
+   That is `exact_batch_norm`, with two sums. Uncompiled calls use it.
 
-Compiled calls take one sum, because each exchange costs more than a small layer. Backward needs one
-sum as well, because the mean is known from forward.
+A backward needs one sum to be exact, because the mean is known from forward.
 
-Empty shards. Nothing here chooses its operations by the size of a shard. So the graphs of all copies
-have the same nodes, and a backward reaches every sum in which other copies take part.
+Empty shards. Nothing here chooses its operations by the size of a shard. So the graphs of all
+copies have the same nodes, and a backward reaches every sum in which other copies take part.
 """
 
 from __future__ import annotations

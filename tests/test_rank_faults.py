@@ -121,7 +121,7 @@ def failed(call: str, when: str = AT_ONCE, advice: str = ADVICE) -> str:
     return (
         rf"RuntimeError: {when}.*\nin {re.escape(call)} that requires gradients, rank \d of \d\n"
         r"First check the other ranks' logs for an earlier error\. .* find_unused_parameters=True "
-        rf"and .* \(then pass process_group=torch.distributed.new_group\(\) to the layers\)\.{advice}"
+        rf"and .* \(then pass process_group=torch.distributed.new_group\(\) to .*\)\.{advice}"
     )
 
 

@@ -11,13 +11,13 @@ exchange the texts of their calls.
 Derivatives are collectives as well. Three collectives have derivatives, on which all others are
 built, and these are again sums of such collectives:
 
-==============  =======================================  ==========================================
-collective      what a rank gets                         derivative
-==============  =======================================  ==========================================
-`_sum`          the sum over all ranks                   `_sum`
-`_stack`        the tensors of all ranks                 `_exchange`, whose parts are added
-`_exchange`     the parts that all ranks send to it      `_exchange` of the parts, back to the ranks
-==============  =======================================  ==========================================
+===========  ====================================  ========================================
+collective   what a rank gets                      derivative
+===========  ====================================  ========================================
+`_sum`       the sum over all ranks                `_sum`
+`_stack`     the tensors of all ranks              `_exchange`, whose parts are then added
+`_exchange`  the parts that all ranks send to it   `_exchange`, which sends the parts back
+===========  ====================================  ========================================
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from replication._torch import (
     all_reduce_in_place,
     device_of_group,
     gathered,
+    is_exporting,
     is_profiling,
     is_usable,
     named_range,
@@ -59,7 +60,7 @@ from replication.groups.base import (
     layouts_of,
     reduce_tensors,
 )
-from replication.groups.registry import own_process_group, part_of, state_of
+from replication.groups.registry import own_process_group, part_of, state_of, world
 
 __all__ = ["ProcessGroup"]
 
@@ -78,7 +79,8 @@ class Collective:
     """A call that this rank makes, counted when it is constructed.
 
     The ``signature`` must match on all ranks, and so must the name of the group, which is that of
-    its layer, and the number of calls before in the process group.
+    its layer. How many calls came before is only told in messages: a backend connects the first
+    call of one rank with the first of the others, the second with the second, and so on.
     """
 
     #: In profiles.
@@ -86,9 +88,8 @@ class Collective:
 
     def __init__(self, group: ProcessGroup, signature: Call) -> None:
         self.process_group, self.name, self.signature = group.process_group, group.name, signature
-        self._state = state = group.state
         # Without a lock: calls in several threads at once would match in no order.
-        self.count = state.calls = state.calls + 1
+        self.count = group.state.calls = group.state.calls + 1
 
     def __str__(self) -> str:
         return f"`{self.name}`, call {self.count}: {self.signature}"
@@ -96,7 +97,7 @@ class Collective:
     @property
     def number(self) -> int:
         """A number that is equal on all ranks if their calls match. float64 can hold it."""
-        return (_digest(self.name, self.signature) + self.count) % 2**53
+        return _digest(self.name, self.signature)
 
     # Not `contextlib.contextmanager`, for the reason that `ForwardScope` gives.
     def __enter__(self) -> Collective:
@@ -132,14 +133,12 @@ class Collective:
         self.check(numbers)
         return lengths
 
-    def check(self, numbers: list[Any]) -> None:
+    def check(self, numbers: Sequence[float]) -> None:
         """Raises `ReplicasDiverged`, on every rank, if any two numbers of ranks differ."""
         if numbers.count(numbers[0]) == len(numbers):
             return
         text = str(self).encode()
-        counts, lengths = self._gather_integers(self.count, len(text))
-        # The next calls match if only these did not.
-        self._state.calls = max(counts)
+        (lengths,) = self._gather_integers(len(text))
         # Not pickled, because unpickling could run any code.
         texts = [part.decode(errors="replace") for part in self.gather_bytes(text, lengths)]
         calls = list(zip(numbers, texts, strict=True))
@@ -155,7 +154,7 @@ class Collective:
 
     def _gather_integers(self, *own: int) -> list[list[int]]:
         vector = torch.tensor(own, device="cpu").to(device_of_group(self.process_group))
-        return gathered(vector, self.process_group).t().tolist()  # type: ignore[no-any-return]
+        return gathered(vector, self.process_group).t().tolist()
 
 
 @lru_cache(maxsize=1024)
@@ -248,6 +247,14 @@ class ProcessGroup(Group):
 
     # -- for layers with autograd nodes of their own -------------------------------------------
 
+    def refuse_exports(self) -> None:
+        """Raises RuntimeError in an export or trace, which would hold what other ranks sent."""
+        if is_exporting():
+            raise RuntimeError(
+                f"`{self.name}`: calls between processes cannot be exported or traced; export the "
+                "network in eval()"
+            )
+
     def add(self, signature: Call, vector: Tensor) -> Tensor:
         """Adds a vector of all ranks in place, without a derivative."""
         with Collective(self, signature) as call:
@@ -282,6 +289,7 @@ class ProcessGroup(Group):
     @uncompiled
     def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
         """Runs the method of the name: `_all_reduce`, for example."""
+        self.refuse_exports()
         requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         call = call_of(name, tensors, option)._replace(requires_grad=requires_grad)
         device = tensors[0].device
@@ -412,11 +420,17 @@ class ProcessGroup(Group):
         return distributed.get_global_rank(self.process_group, rank)
 
 
-def process_group_of(process_group: Any, name: str) -> ProcessGroup:
-    """The `ProcessGroup` of a layer, which is made at its first call."""
-    used = distributed.group.WORLD if process_group is None else process_group
-    groups = state_of(used).groups if is_usable(used) else {}
-    group = groups.get(name)
-    if group is None:
-        group = groups[name] = ProcessGroup(process_group, name)
-    return group
+def process_group_of(process_group: Any, name: str) -> ProcessGroup | None:
+    """Returns the `ProcessGroup` of a layer, or None if no other process is in it.
+
+    It is made at the first call of the layer.
+    """
+    used = world() if process_group is None else process_group
+    if used is None:
+        return None
+    if is_usable(used):
+        group: ProcessGroup | None = state_of(used).groups.get(name)
+        if group is None:
+            group = state_of(used).groups[name] = ProcessGroup(used, name)
+        return group if group.size > 1 else None
+    return ProcessGroup(used, name)  # raises

@@ -54,14 +54,22 @@ def part_of(process_group: Any, size: int) -> Any:
         return state.parts[size]
 
 
+_IS_AVAILABLE = distributed.is_available()
+
+
+def world() -> Any:
+    """The group of all processes, or None."""
+    # `torch.compile` looks at this object again, and not at `is_initialized`.
+    return distributed.group.WORLD if _IS_AVAILABLE else None
+
+
 def has_other_processes(process_group: Any = None) -> bool:
     """Whether a group, by default all processes, is more than this process."""
     # Also true if this process is not a member or the group is destroyed: using it raises.
     if process_group is not None:
         return not is_usable(process_group) or distributed.get_world_size(process_group) > 1
-    # `torch.compile` looks at this object again, and not at `is_initialized`.
-    world = distributed.group.WORLD if distributed.is_available() else None
-    return world is not None and world.size() > 1
+    everyone = world()
+    return everyone is not None and everyone.size() > 1
 
 
 def name_in_graph(process_group: Any) -> str | None:
@@ -103,7 +111,7 @@ def own_process_group(value: Any, name: str) -> Any:
     """
     process_group = as_process_group(value)
     if process_group is None:
-        process_group = distributed.group.WORLD if distributed.is_available() else None
+        process_group = world()
         if process_group is None:
             raise RuntimeError(
                 "torch.distributed is not initialized; call init_process_group, or use a SoloGroup"

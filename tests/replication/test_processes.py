@@ -250,7 +250,10 @@ def all_calls_are_compared(rank: int) -> None:
 
 @debugging()
 def backwards_are_compared_and_named_after_their_calls(rank: int) -> None:
-    group, x = ProcessGroup(distributed.new_group([0, 1]), "spine"), torch.ones(2, requires_grad=True)
+    group, x = (
+        ProcessGroup(distributed.new_group([0, 1]), "spine"),
+        torch.ones(2, requires_grad=True),
+    )
     calls = {
         "all_reduce_backward of float32 [*]": group.all_reduce(x),
         "all_reduce_backward of float32 [*, 2]": group.all_reduce(x, "max"),

@@ -7,9 +7,7 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,10 +22,10 @@ from syncbn.kernels import Kernels, kernels_for
 from tests import oracle
 from tests.layers import Recomputed, outcome_of
 from tests.ranks import needs_gloo, recorded_collectives, run_ranks
-from tests.sharded import assert_reads_no_value, eps_mode, randomized
+from tests.sharded import assert_reads_no_value, randomized
 
 try:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 except ImportError:  # torch 2.4
     fully_shard = None
 
@@ -346,16 +344,96 @@ def test_the_default_dtype_and_device_do_not_matter():
         assert all(tensor.isfinite().all() for tensor in expected)
 
 
-def of_an_empty_channel(rank: int) -> bool:
-    """Whether the gradient of a shard has a graph. `+` gives an empty shard odd strides."""
-    x = torch.randn(0 if rank else 4, 1, requires_grad=True)
-    y = SynchronizedBatchNorm1d(1)(x + 1)
-    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    return dx.requires_grad
+#: What is trained, by the name of a layer's input or parameter.
+SUBSETS = [
+    subset
+    for size in (1, 2, 3)
+    for subset in itertools.combinations(("x", "weight", "bias"), size)
+]
 
 
-def test_an_empty_shard_of_one_channel_takes_part_in_second_derivatives():
-    assert run_ranks(2, of_an_empty_channel) == [True, True]
+def penalized(x: Tensor, layer: nn.Module, trained: Sequence[str]) -> list[Tensor]:
+    """The gradients of a penalty on the gradients of what is trained."""
+    leaves = {"x": x, "weight": layer.weight, "bias": layer.bias}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name in trained)
+    inputs = [leaves[name] for name in trained]
+    y = layer(x)
+    grads = torch.autograd.grad(y.pow(3).sum(), inputs, create_graph=True)
+    (y.sum() + sum(grad.square().sum() for grad in grads)).backward()
+    return [leaf.grad for leaf in inputs]
+
+
+def penalties_with_an_empty_rank(rank: int) -> list[list[Tensor]]:
+    shards = shards_of(3)[1 : rank + 2]  # none on rank 0
+    return [
+        penalized(shards[rank].clone(), layer_like(dtype=torch.float64), trained)
+        for trained in SUBSETS
+    ]
+
+
+def test_an_empty_shard_takes_part_in_derivatives_of_each_subset_of_gradients():
+    """The other rank would wait for the sums that the empty one does not reach."""
+    ranks = run_ranks(2, penalties_with_an_empty_rank)
+    for trained, *found in zip(SUBSETS, *ranks, strict=True):
+        plain = nn.BatchNorm1d(2, dtype=torch.float64)
+        plain.load_state_dict(layer_like(dtype=torch.float64).state_dict())
+        expected = penalized(shards_of(3)[2].clone(), plain, trained)
+        for name, empty, full, want in zip(trained, *found, expected, strict=True):
+            got = full if name == "x" else empty + full
+            torch.testing.assert_close(got, want, msg=f"{name} of {trained}")
+
+
+class WithAdapter(nn.Module):
+    """An adapter, declared last, which only some ranks run."""
+
+    def __init__(self, runs: bool) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(2, 400), nn.BatchNorm1d(400)
+        self.last, self.adapter = nn.Linear(400, 3), nn.Linear(3, 3)
+        self.runs = runs
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(self.norm(self.first(x)))
+        return self.adapter(y) if self.runs else y
+
+
+def with_an_adapter_on_some_ranks(rank: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = convert_model(WithAdapter(rank == 1), process_group=distributed.new_group())
+    model = DistributedDataParallel(net.double(), find_unused_parameters=True, bucket_cap_mb=0.001)
+    for shard in shards_of(2)[rank].unbind(2):
+        model(shard).square().sum().backward()
+    return [parameter.grad for parameter in net.parameters()]
+
+
+def test_layers_with_a_separate_group_train_beside_unused_parameters():
+    """In one group DDP's buckets and the layers' sums would come in another order on each rank."""
+    torch.manual_seed(0)
+    net = WithAdapter(True).double()
+    for shards in zip(*[shard.unbind(2) for shard in shards_of(2)], strict=True):
+        y = net.last(net.norm(net.first(torch.cat(shards))))
+        few = len(shards[0])
+        loss = y[:few].square().sum() + net.adapter(y[few:]).square().sum()
+        (loss / 2).backward()  # DDP takes the mean over the ranks
+    for found in run_ranks(2, with_an_adapter_on_some_ranks):
+        torch.testing.assert_close(found, [p.grad for p in net.parameters()])
+
+
+def traced_and_exported(rank: int) -> list[str]:
+    warnings.simplefilter("ignore")  # torch announces that tracing is deprecated
+    net, x = convert_model(nn.Sequential(nn.BatchNorm1d(2))), torch.randn(3, 2)
+    errors = [outcome_of(lambda: torch.jit.trace(net, x)).error]
+    if hasattr(torch.export, "export"):
+        errors.append(outcome_of(lambda: torch.export.export(net, (x,), strict=False)).error)
+    net(x)  # which the other rank answers
+    return list(map(str, errors))
+
+
+def test_traces_and_exports_of_training_are_refused_before_the_call():
+    for errors in run_ranks(2, traced_and_exported):
+        for error in errors:
+            assert "`0`: calls between processes cannot be exported or traced" in error
 
 
 # -- large means -------------------------------------------------------------------------------
@@ -604,3 +682,47 @@ def test_training_under_fsdp2_equals_training_in_one_process():
             torch.testing.assert_close(full, expected)
             torch.testing.assert_close(again, expected)
             network().load_state_dict(full)
+
+
+def in_half_precision(rank: int, group_size: int | None) -> list[Tensor]:
+    """Output, gradients, buffers and output of evaluation, with weights that FSDP2 casts."""
+    warnings.simplefilter("ignore")  # of FSDP itself
+    layer = layer_like(group_size=group_size)
+    net = fully_shard(
+        nn.Sequential(layer), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    )
+    x = shards_of(2)[rank].float().requires_grad_()
+    y = net(x)
+    y.backward(shards_of(2, seed=1)[rank].to(y.dtype))
+    grads = [layer.weight.grad.full_tensor(), layer.bias.grad.full_tensor()]
+    buffers = layer.running_mean.clone(), layer.running_var.clone()
+    return [y.detach(), x.grad, *grads, *buffers, net.eval()(x).detach()]
+
+
+@pytest.mark.skipif(fully_shard is None, reason="this torch has no FSDP2 under its public name")
+@pytest.mark.parametrize("group_size", [None, 1], ids=["together", "alone"])
+def test_parameters_in_half_precision_beside_buffers_of_float32(group_size):
+    """torch's own layers refuse them."""
+    ranks = run_ranks(2, in_half_precision, group_size)
+    shards, upstream = ([t.bfloat16().double() for t in shards_of(2, seed)] for seed in (0, 1))
+    parts = [[0, 1]] if group_size is None else [[0], [1]]
+    totals = [torch.zeros(2).double(), torch.zeros(2).double()]
+    for part in parts:
+        plain = nn.BatchNorm1d(2)
+        plain.load_state_dict(layer_like().bfloat16().state_dict())
+        plain.double()
+        x = torch.cat([shards[rank] for rank in part]).requires_grad_()
+        y = plain(x)
+        y.backward(torch.cat([upstream[rank] for rank in part]))
+        expected = [y.detach(), x.grad, plain.running_mean, plain.running_var, plain.eval()(x)]
+        found = [ranks[rank] for rank in part]
+        joined = [torch.cat([rank[i] for rank in found]) for i in (0, 1, -1)]
+        got = [joined[0], joined[1], *found[0][-3:-1], joined[2]]
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=2e-2, atol=2e-2)
+        for total, parameter in zip(totals, plain.parameters(), strict=True):
+            total += parameter.grad / 2  # FSDP2 takes the mean over the ranks
+    for rank in ranks:
+        assert rank[0].dtype == rank[-1].dtype == torch.bfloat16
+        for one, other in zip(rank[2:4], totals, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=2e-2, atol=2e-2)

@@ -27,7 +27,7 @@ from benchmarks.measuring import (
     show,
 )
 from replication import DataParallel, Scattered
-from syncbn import convert_model, joined
+from syncbn import convert_model, replicas
 
 ABOUT = (
     "One layer, forward and backward, in the replicas of `replication.DataParallel`, without "
@@ -73,7 +73,7 @@ def title(shape: tuple[int, ...], layout: torch.memory_format) -> str:
 
 def limited(limit: int, run: Callable[[], Figures]) -> Figures:
     """Runs with this size of the largest shard that is joined."""
-    joined.LARGEST = limit
+    replicas.LARGEST_JOINED = limit
     return run()
 
 
@@ -100,15 +100,15 @@ def measured(
 
 
 def measure(rank: int, seconds: float) -> list[Row]:
-    layers = {way: (way, joined.LARGEST) for way in WAYS}
+    layers = {way: (way, replicas.LARGEST_JOINED) for way in WAYS}
     return [
         measured(title(shape, layout), shape, layout, layers, seconds) for shape, layout in INPUTS
     ]
 
 
 ABOUT_SIZES = (
-    "The same, with all shards joined (`syncbn/joined.py`) and by the kernels "
-    f"(`syncbn/fused.py`). Shards of up to {joined.LARGEST:,} values are joined by default."
+    "The same, with all shards joined and by the kernels (see `syncbn/replicas.py`). "
+    f"Shards of up to {replicas.LARGEST_JOINED:,} values are joined by default."
 )
 
 #: Per replica, from 2**12 values to 2**20.

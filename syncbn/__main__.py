@@ -48,7 +48,7 @@ class Centered(ReplicaAware, nn.Module):
 
 
 def make_layers() -> nn.Sequential:
-    # `syncbn.joined` computes the first on the CPU. Some of the weights are negative.
+    # On the CPU, shards of the first are joined. Some of the weights are negative.
     layers = SynchronizedBatchNorm2d(16), Checkpointed(16, momentum=None)
     for layer in layers:
         nn.init.normal_(layer.weight, mean=0.5)

@@ -26,10 +26,9 @@ from replication.groups.replicas import CallbackContext
 from syncbn.channels import HALF, in_dtype, in_float64, with_usual_strides
 from syncbn.kernels import kernels_for
 from syncbn.ranks import normalized_in_rank
-from syncbn.recomputation import RecordedCalls
+from syncbn.replicas import Recorded, normalized_in_replica
 from syncbn.statistics import CountBatch, Denominator, LayerCall, RunningStatistics, check_count
 from syncbn.textbook import add_in_graph, batch_norm, exact_batch_norm
-from syncbn.ways import normalized_in_replica
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -92,7 +91,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     #: Whether the buffers belong to the original module. On replicas, only copy 0 shares them.
     _has_original_buffers = True
     #: Set on a replica.
-    _recorded_calls: RecordedCalls | None = None
+    _recorded_calls: Recorded | None = None
 
     def __init__(
         self,
@@ -127,7 +126,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             where = f"`{path_or_root(ctx.path)}`, replica {copy_id}"
             # `self._recorded_calls = ...` would be slow on a module.
             vars(self)["_has_original_buffers"] = copy_id == 0
-            vars(self)["_recorded_calls"] = RecordedCalls(where)
+            vars(self)["_recorded_calls"] = Recorded(where)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name in CORRECTION:  # redundant with the running statistics
@@ -303,7 +302,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
 
 
 def _synchronized(
-    call: LayerCall, group: Group, calls: RecordedCalls | None, count_batch: CountBatch
+    call: LayerCall, group: Group, calls: Recorded | None, count_batch: CountBatch
 ) -> Tensor:
     """Normalizes a shard with the moments of the whole batch, by the textbook or a fast road."""
     original = call.x

@@ -45,9 +45,6 @@ from syncbn.channels import (
 from syncbn.moments import is_large, moments
 from syncbn.statistics import CountBatch, KernelMoments
 
-#: Stands for the count of a shard without values, because the kernels divide by counts.
-TINY = {torch.float32: 1e-30, torch.float64: 1e-300}
-
 
 class Kernels(NamedTuple):
     """The five kernels of a type of device."""
@@ -171,7 +168,7 @@ def batch_norm_gather_stats_with_counts(
 ) -> tuple[Tensor, Tensor]:
     """Merges means and inverse deviations of k shards, ``(k, C)``, and updates the buffers.
 
-    ``counts``, ``(k,)``, are positive (see `TINY`). Only the dtype of ``input`` matters.
+    ``counts``, ``(k,)``, are positive. Only the dtype of ``input`` matters.
     """
     # Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     # Variances", 1979.

@@ -26,7 +26,7 @@ from replication._torch import gathered
 from replication.groups.base import Call
 from replication.groups.processes import Collective, ProcessGroup
 from syncbn.channels import HALF, constant_tensor, in_dtype, in_format_of
-from syncbn.kernels import TINY, Kernels
+from syncbn.kernels import Kernels
 from syncbn.statistics import CountBatch, LayerCall, check_count
 from syncbn.textbook import gradients
 
@@ -62,7 +62,8 @@ class Normalize(Function):
     ) -> Tensor:
         own, channels = kernels.measured(x, eps), x.size(1)
         n, mean, inverse, _ = own
-        head: tuple[float, ...] = (n or TINY[mean.dtype],)
+        # The kernels divide by counts, so that of an empty shard is as small as it can be.
+        head: tuple[float, ...] = (n or torch.finfo(mean.dtype).tiny,)
         with Collective(group, signatures[0]) as call:
             if kernels.are_on_host:
                 head = call.number, *head

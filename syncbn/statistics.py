@@ -92,17 +92,9 @@ class RunningStatistics(NamedTuple):
 CountBatch = Callable[[], RunningStatistics]
 
 
-def is_single(n: int | Tensor) -> bool:
-    """Whether a batch has one value per channel, as far as the host knows.
-
-    Then the call raises, and does not count.
-    """
-    return isinstance(n, int) and n == 1
-
-
 def check_count(n: int | Tensor, x: Tensor) -> None:
-    """Raises ValueError for a shard of a batch that `is_single`."""
-    if is_single(n):
+    """Raises ValueError if a batch has one value per channel, as far as the host knows."""
+    if isinstance(n, int) and n == 1:
         raise ValueError(  # torch's own words, which programs may look for
             f"Expected more than 1 value per channel when training, got input size {x.size()} and "
             "1 value in all of its group; take a larger batch, or call the layer in eval()"

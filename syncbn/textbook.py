@@ -19,8 +19,8 @@ This is what the project promises, so it runs wherever speed is not the point:
 
 Digits. A sum of squares loses digits if the mean is large against the deviation:
 
-1. Each copy measures its shard about a constant, its own mean, so its sums are exact up to rounding
-   in the dtype of x. What is sent is in float64. There the parts are merged by their sums of x^2
+1. Each copy measures its shard about a constant, its own mean, so its sums are exact up to
+   rounding in the dtype of x. What is sent is in float64. There the parts are merged by their sums of x^2
    and not by their deviations (Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm
    for Computing Sample Variances", 1979), because those would need a second exchange. This loses
    log10(mean^2 / var) of 16 digits: at a mean of 1e4 deviations 8 are left, as many as an input in
@@ -144,7 +144,7 @@ def gradients(
         weight: ``(C,)``, or None.
         add: Sums over the shards of other processes.
     """
-    home, denominator = batch.mean.device, Denominator(batch.eps)
+    denominator = Denominator(batch.eps)
     with torch.enable_grad():
         # Views, because several replicas may have the same tensor.
         views: list[Any] = [t if t is None else t.view_as(t) for t in (weight, *xs)]
@@ -154,8 +154,10 @@ def gradients(
             x.requires_grad_(need or x.requires_grad)
         bias = torch.zeros_like(batch.mean).requires_grad_()  # its value does not matter
         deviations = [x - per_channel(batch.mean, x) for x in xs]
-        sums = reduce(torch.add, [sums_of(deviation).to(home) for deviation in deviations])
-        moments = moments_of(add(sums))
+        # On the device of the first sum: the CPU, where devices have no float64.
+        sums = [sums_of(deviation) for deviation in deviations]
+        total = reduce(torch.add, [each.to(sums[0].device) for each in sums])
+        moments = moments_of(add(total))
         ys = [normalized(each, weight, bias, denominator, moments) for each in deviations]
         dys = [dy.to(y.dtype) for dy, y in zip(dys, ys, strict=True)]
     inputs = [t for t, need in zip((weight, bias, *xs), needs, strict=True) if need]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from benchmarks import fused as stand_ins
-from syncbn import joined
+from syncbn import replicas
 from tests import (
     accelerator,
     properties,  # noqa: F401  # loads the profile of Hypothesis
@@ -167,13 +167,13 @@ def no_thread_left() -> Iterator[None]:
 @pytest.fixture
 def not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computes small shards on the CPU as large ones, and as on accelerators."""
-    monkeypatch.setattr(joined, "LARGEST", -1)
+    monkeypatch.setattr(replicas, "LARGEST_JOINED", -1)
 
 
-@pytest.fixture(params=["formula", "fused"])
+@pytest.fixture(params=["textbook", "kernels"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the CPU go a way that other devices go."""
-    found = stand_ins.AS_ON_ACCELERATORS if request.param == "fused" else None
+    """Lets the CPU compute as devices without kernels do, or as accelerators do."""
+    found = stand_ins.AS_ON_ACCELERATORS if request.param == "kernels" else None
     monkeypatch.setattr("syncbn.batchnorm.kernels_for", lambda kind: found)
 
 

@@ -41,9 +41,10 @@ LAYERS = {
     3: (nn.BatchNorm3d, SynchronizedBatchNorm3d),
 }
 
-#: For tests of the ways that are taken where a replica knows that it has no hooks.
+#: Whether a replica knows that its thread has no hooks on saved tensors.
+KNOWS_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 knows_hooks = pytest.mark.skipif(
-    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
+    not KNOWS_HOOKS,
     reason="torch 2.4 does not say whether a thread has hooks on saved tensors",
 )
 

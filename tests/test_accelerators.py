@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from replication import DataParallel, Scattered, replicate
+from replication import DataParallel, ReplicasDiverged, Scattered, replicate
 from syncbn import SynchronizedBatchNorm2d, channels, convert_model
 from syncbn.kernels import Kernels, kernels_for
 from tests import accelerator
@@ -28,10 +28,10 @@ pytestmark = [
 ]
 
 every_list = pytest.mark.parametrize("devices", LISTS.values(), ids=LISTS)
-every_list_of_accelerators = pytest.mark.parametrize(
-    "devices", [d for d in LISTS.values() if "cpu" not in d], ids=str
-)
-every_way = pytest.mark.parametrize("way", ["fused", "formula"], indirect=True)
+#: Layers refuse to mix accelerators with the CPU.
+OF_ACCELERATORS = [devices for devices in LISTS.values() if "cpu" not in devices]
+every_list_of_accelerators = pytest.mark.parametrize("devices", OF_ACCELERATORS, ids=str)
+every_way = pytest.mark.parametrize("way", ["kernels", "textbook"], indirect=True)
 on_simulated = pytest.mark.skipif(not has_simulated(), reason="needs the simulated accelerator")
 
 
@@ -42,13 +42,13 @@ def default_device() -> None:
 
 @pytest.fixture
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes the fused kernels from accelerators for the way of the formula."""
-    if request.param == "formula":
+    """Takes the kernels from accelerators for the textbook."""
+    if request.param == "textbook":
         monkeypatch.setattr("syncbn.batchnorm.kernels_for", lambda kind: None)
 
 
 @pairwise(
-    devices=LISTS.values(),
+    devices=OF_ACCELERATORS,
     dtype=[torch.float32, torch.float16, torch.bfloat16],
     last=[False, True],
     mean=[0, 1e2],
@@ -134,7 +134,7 @@ def test_constants_are_filled_in_order_of_each_stream():
     assert accelerator.findings() == []
 
 
-def test_the_large_tensors_go_through_the_fused_kernels(monkeypatch):
+def test_the_large_tensors_go_through_the_kernels(monkeypatch):
     calls: list[str] = []
 
     def noting(name: str, kernel: Any) -> Any:
@@ -168,7 +168,7 @@ def streams_of_the_callers(devices: Iterable[str]) -> Iterator[None]:
 @on_simulated
 @every_way
 @pairwise(
-    devices=LISTS.values(),
+    devices=OF_ACCELERATORS,
     create_graph=[False, True],
     layers=["conv", "bn", "conv bn conv", "clamp"],
 )
@@ -210,7 +210,7 @@ def test_collectives_in_streams_of_the_callers_are_in_order(name):
     assert accelerator.findings() == []
 
 
-@every_list
+@every_list_of_accelerators
 def test_second_derivatives(devices):
     layer = randomized(SynchronizedBatchNorm2d(2).double()).to(devices[0])
     model = DataParallel(layer, devices)
@@ -325,7 +325,7 @@ def test_the_output_may_be_elsewhere(devices):
 
 
 @every_way
-@every_list
+@every_list_of_accelerators
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_steps_of_an_optimizer_equal_one_device_on_the_cpu(devices, dims, way):
     """Uneven shards, and fewer samples than replicas."""
@@ -379,10 +379,17 @@ def test_autocast_and_default_device_reach_every_replica():
     assert model(torch.randn(8, 3, device=HOME)).dtype == torch.float32
 
 
+@pytest.mark.parametrize("devices", [LISTS["with the CPU"], LISTS["CPU first"]], ids=str)
+def test_replicas_on_accelerators_and_on_the_cpu_are_not_normalized_together(devices):
+    model = DataParallel(SynchronizedBatchNorm2d(3).to(devices[0]), devices)
+    with pytest.raises(ReplicasDiverged, match=r"replicas? \d.*on the CPU\) of float32 \[3\]"):
+        model(torch.randn(6, 3, 2, 2, device=devices[0]))
+
+
 @on_simulated
 @every_way
 @pytest.mark.parametrize("momentum", [0.1, None], ids=str)
-@pytest.mark.parametrize("devices", [LISTS["ascending"], LISTS["with the CPU"]], ids=str)
+@pytest.mark.parametrize("devices", [LISTS["ascending"], LISTS["each twice"]], ids=str)
 def test_devices_without_float64_train_like_torchs_layer(devices, momentum, way):
     """The statistics of the batch are merged on the CPU."""
     plain = randomized(nn.BatchNorm2d(3, momentum=momentum)).to(HOME)

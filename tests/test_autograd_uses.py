@@ -286,16 +286,6 @@ def test_functional_derivatives(function):
 # -- in training loops -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["x", "0.weight", "1.weight", "3.weight"])
-def test_many_upstream_gradients_at_once(name):
-    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
-        many = torch.stack([dy, dy.cos(), dy.sin()])
-        leaf = leaf_of(model, x, name)
-        return list(torch.autograd.grad(model(x), leaf, many, is_grads_batched=True))
-
-    assert_alike(use)
-
-
 @pytest.mark.parametrize("trains", [False, True])
 def test_training_forward_may_come_between_an_evaluation_and_its_backward(trains):
     """On one device `nn.BatchNorm` returns a gradient of the training's statistics."""

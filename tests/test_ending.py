@@ -22,7 +22,7 @@ from replication import (
 )
 from replication.sync.lifecycle import current_replica
 from replication.sync.rendezvous import Rendezvous, Wait
-from syncbn import SynchronizedBatchNorm1d, convert_model, fused, patch_sync_batchnorm
+from syncbn import SynchronizedBatchNorm1d, convert_model, patch_sync_batchnorm, replicas
 from tests.layers import (
     AsTorchDoes,
     CustomDataParallel,
@@ -123,8 +123,8 @@ def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(
         assert not is_late
         check(self)
 
-    merge, check = fused.joined, Rendezvous.check
-    monkeypatch.setattr(fused, "joined", slow_replies)
+    merge, check = replicas.joined, Rendezvous.check
+    monkeypatch.setattr(replicas, "joined", slow_replies)
     monkeypatch.setattr(Rendezvous, "check", checked)
     net = convert_model(network())
     model = ours(net)

@@ -185,10 +185,11 @@ def test_there_is_a_single_value_in_all():
 
 
 @reads("""
-    ReplicationError: `0.net.1`, replica 0 is called in backward with 4 values per channel,
-    which matches no call of its forward with a graph; use checkpoint(..., use_reentrant=False),
-    make the same calls in both, keep dropout out of it if replicas share a device, and change no
-    parameters between them
+    ReplicationError: `0.net.1`, replica 0: an activation checkpoint recomputed this layer with an
+    input that differs from the one in forward (4 values per channel). Check that: (1)
+    checkpoint() has use_reentrant=False; (2) the checkpointed code does the same thing both
+    times; (3) it contains no dropout if replicas share a device; (4) parameters did not change
+    since the forward.
 """)
 def test_a_layer_is_in_a_reentrant_checkpoint():
     """inplace_abn#48, pt#43946"""

@@ -18,7 +18,7 @@ from benchmarks import __main__ as suite
 from benchmarks import host, layer, overhead, processes, step, yardsticks
 from benchmarks.measuring import Row, Table
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
-from syncbn import joined
+from syncbn import replicas
 from tests import accelerator
 from tests.processes import run_python
 from tests.ranks import needs_gloo
@@ -89,7 +89,7 @@ def tables_of_small_inputs(monkeypatch):
         )
     monkeypatch.setattr(layer, "INPUTS", [((2, 3, 4, 4), layer.CHANNELS_LAST)])
     monkeypatch.setattr(layer, "SIZES", [(2, 3, 4, 4)])
-    monkeypatch.setattr(joined, "LARGEST", joined.LARGEST)  # restores it
+    monkeypatch.setattr(replicas, "LARGEST_JOINED", replicas.LARGEST_JOINED)  # restores it
     monkeypatch.setattr(overhead, "resnet", SMALL["resnet"][0])
     monkeypatch.setattr(overhead, "SHAPE", (2, 64, 8, 8))
     # Without what is compiled, which takes a minute, and without other processes.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import syncbn.__main__
-import syncbn.joined
+import syncbn.replicas
 from replication import DataParallel, Scattered, SoloGroup
 from syncbn import SynchronizedBatchNorm2d, convert_model, verify
 from tests.layers import Centering, Numbered, knows_hooks, outcome_of
@@ -365,10 +365,10 @@ def refuse(*args: object) -> None:
         (check, "SynchronizedBatchNorm2d", nn.BatchNorm2d, "output of `0`"),
         (check, "SynchronizedBatchNorm2d", NotANumber, "outputs 1 inf"),
         pytest.param(
-            *(syncbn.fused, "joined", refuse, "RuntimeError: no such kernel"),
+            *(syncbn.replicas, "joined", refuse, "RuntimeError: no such kernel"),
             marks=knows_hooks,
         ),
-        (syncbn.fused.Fused, "merge", refuse, "RuntimeError: no such kernel"),
+        (syncbn.replicas, "merge_moments", refuse, "RuntimeError: no such kernel"),
         (check.Centered, "group", SoloGroup(), "output of `2`"),
     ],
     ids=["plain layers", "nan", "joined", "fused", "no group"],

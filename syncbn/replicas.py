@@ -1,0 +1,367 @@
+"""A call of a layer in the replicas of one forward, from top to bottom.
+
+    x_0, x_1, ..    ──▶ moments of each shard  ──▶ moments of the batch ──▶ y_0, y_1, ..
+    dy_0, dy_1, ..  ──▶ two sums of each shard ──▶ sums of the batch    ──▶ dx_0, dx_1, ..
+
+Replicas run in threads. Each sends its shard and waits; the last to arrive merges the moments and
+connects all shards by one autograd node. Therefore no thread waits in backward, where a queue or a
+barrier would deadlock, because the engine may run all nodes of a device on one thread.
+
+On accelerators the last to arrive also launches the kernels for all shards (see `syncbn.kernels`):
+a launch costs the host more than a small layer takes to compute, and threads that compete for the
+GIL launch more slowly. On the CPU each replica computes its own shard, before and after the
+exchange. Small shards take a shorter road there (see `joined`).
+
+An activation checkpoint calls the layer again in backward, where no other replica would answer. So
+each replica keeps the moments of its calls (see `Recorded`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache, partial, reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from replication._torch import sees_saved_tensors
+from replication.devices import current_streams, record_stream, use_streams
+from replication.errors import ReplicationError
+from replication.groups.replicas import ReplicaGroup, hidden_from_hooks
+from syncbn.channels import HALF, constant_tensor, copied, in_format_of, memory_format
+from syncbn.kernels import Kernels
+from syncbn.statistics import CountBatch, KernelMoments, LayerCall, Moments, check_count
+from syncbn.textbook import gradients
+
+#: The largest shard, in values, that is joined with others. Above it, copying costs more than the
+#: calls of the kernels; `benchmarks.layer` shows where.
+LARGEST_JOINED = 2**18
+
+#: The largest difference between moments, in standard deviations, that is taken for rounding.
+ROUNDING = 1e-3
+
+
+def normalized_in_replica(
+    call: LayerCall,
+    group: ReplicaGroup,
+    kernels: Kernels,
+    recorded: Recorded,
+    count_batch: CountBatch,
+) -> Tensor:
+    """Normalizes the shard of this replica with the moments of the whole batch."""
+    shard = Shard(call, kernels)
+    if group.in_later_backward:
+        return recomputed(shard, recorded)
+    if not shard.may_be_joined:
+        shard.save_for_backward()
+        if kernels.are_on_host:
+            _ = shard.moments  # computed here, while other replicas compute theirs
+    x, weight, bias, (eps, _) = call
+    batch, y = group.exchange(
+        _name(eps, weight is not None, bias is not None, kernels.are_on_host),
+        shard,
+        # The function of the first replica is called. If that is replica 0, the buffers are the
+        # original module's.
+        partial(replies, count_batch),
+        layouts=((x.dtype, (x.size(1),)),),
+        requires_grad=torch.is_grad_enabled(),  # tensors of other replicas may require gradients
+    )
+    if batch is None:
+        return y
+    recorded.records.append(Record(shard.moments, batch, shard.records_graph, y.requires_grad))
+    return shard.output(batch, y)
+
+
+@lru_cache(maxsize=1024)
+def _name(eps: float, has_weight: bool, has_bias: bool, is_on_cpu: bool) -> str:
+    """What must match in every replica, beside dtype and channels."""
+    where = "on the CPU" if is_on_cpu else "on an accelerator"
+    return f"batch_norm(eps={eps}, weight={has_weight}, bias={has_bias}, {where})"
+
+
+class Shard:
+    """What a replica sends."""
+
+    #: The node that saves x, if it is not the joint one.
+    holder: Any = None
+    _moments: KernelMoments | None = None
+
+    def __init__(self, call: LayerCall, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self.x, self.weight, self.bias, (self.eps, _) = call
+        if self.x.dtype in HALF:  # the kernels take parameters in float32
+            self.weight = self.weight if self.weight is None else self.weight.float()
+            self.bias = self.bias if self.bias is None else self.bias.float()
+        self.records_graph = torch.is_grad_enabled()
+        if not self.records_graph:  # but other replicas may
+            self.x = self.x.detach()
+        self.may_be_joined = (
+            kernels.are_on_host
+            and 0 < self.x.numel() <= LARGEST_JOINED
+            and self.x.dtype not in HALF
+            and self.records_graph
+            and not sees_saved_tensors()  # an activation checkpoint needs the shard itself
+        )
+
+    @property
+    def moments(self) -> KernelMoments:
+        """The moments of this shard, which the first use computes."""
+        # Before Python 3.12 `functools.cached_property` has one lock for all instances, and the
+        # replicas would compute one after the other.
+        if self._moments is None:
+            self._moments = self.kernels.measured(self.x.detach(), self.eps)
+        return self._moments
+
+    def save_for_backward(self) -> None:
+        """Saves x in this thread, if the thread has hooks on saved tensors."""
+        if self.records_graph and sees_saved_tensors():
+            self.x = Save.apply(self.x, self.weight, self.bias)  # type: ignore[no-untyped-call]
+            self.holder = self.x.grad_fn
+
+    def output(self, batch: KernelMoments, y: Tensor) -> Tensor:
+        """Returns y, after computing it on the CPU."""
+        if self.kernels.are_on_host and self.x.numel():
+            with torch.no_grad():
+                self.kernels.elemt(self.x, self.weight, self.bias, *batch[1:], out=y.detach())
+        return y if self.records_graph else y.detach()
+
+
+def replies(
+    count_batch: CountBatch, shards: Sequence[Shard]
+) -> Sequence[tuple[KernelMoments | None, Tensor]]:
+    """Returns the moments of the batch and the output for each replica.
+
+    Runs in the thread of the last replica to arrive. Joined shards have no moments.
+    """
+    if all(shard.may_be_joined for shard in shards):
+        ys = joined(shards, count_batch)
+        if ys is not None:
+            return [(None, y) for y in ys]
+    batches = merge_moments(shards, count_batch)
+    return list(zip(batches, connected(shards, batches), strict=True))
+
+
+def joined(shards: Sequence[Shard], count_batch: CountBatch) -> Sequence[Tensor] | None:
+    """Returns the outputs of all shards by torch's own layer, or None if shapes don't fit.
+
+    The obvious synchronized layer, ``batch_norm(cat(shards))`` split again. For small shards on
+    the CPU, where calling operations takes longer than computing them.
+    """
+    xs = [shard.x for shard in shards]
+    if len({(x.shape[1:], memory_format(x)) for x in xs}) > 1:
+        return None
+    weight, bias, eps = shards[0].weight, shards[0].bias, shards[0].eps
+    if weight is not None:
+        weight = weight.contiguous()  # torch's backward of (N, C) takes that for granted
+    mean, var, momentum = count_batch()
+    # Called without the Python of `functional.batch_norm`. The last argument is for CUDA only.
+    args = weight, bias, mean, var, True, float(momentum), eps, False
+    y = torch.batch_norm(torch.cat(xs), *args)
+    # The results of `split` are views, which cannot be changed in place.
+    return torch.unsafe_split_with_sizes(y, [x.size(0) for x in xs])
+
+
+def merge_moments(shards: Sequence[Shard], count_batch: CountBatch) -> list[KernelMoments]:
+    """Returns the moments of the batch for each replica, and updates the running statistics."""
+    # Empty shards are left out, because the kernels of accelerators divide by counts.
+    filled = [shard for shard in shards if shard.moments.n] or shards[:1]
+    first, own = filled[0], [shard.moments for shard in filled]
+    n = sum([moments.n for moments in own])
+    check_count(n, first.x)
+    first_device, dtype = shards[0].x.device, own[0].mean.dtype
+    counts = constant_tensor(tuple([max(1, m.n) for m in own]), first_device, dtype)
+    means = torch.stack([moments.mean.to(first_device) for moments in own])
+    inverses = torch.stack([moments.inverse.to(first_device) for moments in own])
+    batch = first.kernels.merged(first.x, own[0], n, counts, means, inverses, count_batch)
+    on_each = copied(batch[1:3], [shard.x.device for shard in shards])
+    return [batch._replace(mean=mean, inverse=inverse) for mean, inverse in on_each]
+
+
+def connected(shards: Sequence[Shard], batches: Sequence[KernelMoments]) -> tuple[Tensor, ...]:
+    """Returns the outputs of some shards, on the CPU still without values."""
+    # Replicas have copies of the same parameters, so the first may get the sum of the gradients.
+    args = shards, batches, shards[0].weight, shards[0].bias, *[shard.x for shard in shards]
+    return _connect(*args)  # type: ignore[no-any-return]
+
+
+class Normalize(Function):
+    """The joint node: x_0, x_1, .., weight, bias ──▶ y_0, y_1, ..
+
+    The engine calls its backward once. It saves x and vectors of length C, and changes nothing
+    that it keeps, so several backwards of one graph may run at the same time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shards: Sequence[Shard],
+        batches: Sequence[KernelMoments],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        *xs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.kernels, ctx.batches = shards[0].kernels, batches
+        ctx.holders = [shard.holder for shard in shards]
+        ctx.streams = current_streams([x.device for x in xs])
+        saved = [x if h is None else None for x, h in zip(xs, ctx.holders, strict=True)]
+        ctx.save_for_backward(*saved, weight, *[shard.weight for shard in shards[1:]])
+        if ctx.kernels.are_on_host:  # each replica computes its own
+            return tuple([torch.empty_like(x, memory_format=memory_format(x)) for x in xs])
+        pairs = zip(shards, batches, strict=True)
+        return tuple([s.kernels.normalized(s.x, s.weight, s.bias, batch) for s, batch in pairs])
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        k, saved = len(dys), ctx.saved_tensors
+        used = [dy for dy in dys if dy is not None]
+        if not used:  # the engine cannot know that no gradient comes
+            return (None,) * (4 + k)
+        xs = [
+            x if holder is None else holder.saved_tensors[0]
+            for x, holder in zip(saved, ctx.holders, strict=False)
+        ]
+        for dy in used:
+            if dy.device in ctx.streams:
+                record_stream(dy, ctx.streams[dy.device])  # it may come from another stream
+        with use_streams(ctx.streams):
+            pairs = zip(dys, xs, strict=True)
+            all_dys = [torch.zeros_like(x) if dy is None else dy for dy, x in pairs]
+            if torch.is_grad_enabled():  # the gradients need derivatives
+                needs = ctx.needs_input_grad[2:]
+                grads = gradients(needs, ctx.batches[0], all_dys, xs, saved[k])
+            else:
+                grads = _gradients(ctx, all_dys, xs, saved[k:])
+        return None, None, *grads
+
+
+# Without the calls in Python that `Function.apply` makes for the transforms of `torch.func`, which
+# layers refuse.
+_connect: Any = super(Function, Normalize).apply
+
+
+def _gradients(
+    ctx: Any, dys: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Returns the gradients of weight, bias and all x, where they are needed."""
+    needs_dweight, needs_dbias, *needs = ctx.needs_input_grad[2:]
+    kernels, batches = ctx.kernels, ctx.batches
+    inverse = batches[0].inverse
+    dys = [in_format_of(dy, x) for dy, x in zip(dys, xs, strict=True)]
+    sums = [
+        torch.stack(kernels.reduced(dy, x, batch, None)[:2]).to(inverse.device)
+        for dy, x, batch in zip(dys, xs, batches, strict=True)
+    ]
+    # In the order of the replicas. Two kernels for any number, where that is less.
+    total = torch.stack(sums).sum(0) if len(sums) > 3 else reduce(torch.add, sums)
+    dbias, dweight = total[0], total[1] * inverse if needs_dweight else None
+    totals = copied([total], [x.device for x in xs])
+    dxs = [
+        kernels.gradient(dy, x, batch, weight, total_here.unbind()) if need else None
+        for need, dy, x, batch, weight, (total_here,) in zip(
+            needs, dys, xs, batches, weights, totals, strict=True
+        )
+    ]
+    return [dweight, dbias if needs_dbias else None, *dxs]
+
+
+class Save(Function):
+    """Saves the input of a replica in its own thread, for the joint node.
+
+    Hooks on saved tensors belong to a thread, and an activation checkpoint must see what its
+    replica saves.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        # Because of the parameters the result requires gradients when the output does.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor | None) -> tuple[Tensor | None, None, None]:
+        return dx, None, None
+
+
+# -- activation checkpoints --------------------------------------------------------------------
+
+
+class Record(NamedTuple):
+    """A call of one copy of a layer: without its input, as a checkpoint may keep it."""
+
+    #: The moments of the shard and of the batch.
+    own: KernelMoments
+    batch: KernelMoments
+    #: Whether the replica recorded a graph.
+    records_graph: bool
+    #: Whether the output required gradients.
+    requires_grad: bool
+
+
+class Recorded:
+    """The calls of one copy of a layer in one forward, from which checkpoints recompute it.
+
+    A recomputation runs in backward, in any order and thread, often for one replica only. All that
+    it needs from other replicas are the moments of the batch, vectors of length C. Errors name the
+    copy by ``where``.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        #: The calls that were not joined.
+        self.records: list[Record] = []
+
+    def recall(self, own: KernelMoments, x: Tensor) -> Record:
+        """Returns the record of the call that is recomputed, or raises ReplicationError."""
+        # torch does not say which call that is. It is the one whose moments are nearest. They need
+        # not be equal: some devices are not deterministic, and half precision rounds coarsely.
+        # A call that made no graph, as in a checkpoint with use_reentrant=True, gives none later.
+        makes_graph = torch.is_grad_enabled()
+        records = [r for r in self.records if r.own.n == own.n and r.records_graph >= makes_graph]
+        if records and (not own.n or (len(records) == 1 and not x.is_cpu)):
+            return records[0]  # a comparison would be empty, or make the host wait for a GPU
+        found = [_distance(r.own.exact(), own.exact()) for r in records]
+        distances: list[float] = torch.stack(found).tolist() if found else []
+        least = min(distances, default=math.inf)
+        if not records or least > (math.inf if x.dtype in HALF else ROUNDING):
+            raise ReplicationError(
+                f"{self._where}: an activation checkpoint recomputed this layer with an input "
+                f"that differs from the one in forward ({own.n} values per channel). Check that: "
+                "(1) checkpoint() has use_reentrant=False; (2) the checkpointed code does the "
+                "same thing both times; (3) it contains no dropout if replicas share a device; "
+                "(4) parameters did not change since the forward."
+            )
+        record, *others = [r for r, d in zip(records, distances, strict=True) if d == least]
+        if any(_distance(record.batch.exact(), other.batch.exact()) > 1e-6 for other in others):
+            raise ReplicationError(
+                f"{self._where}: this layer was called {1 + len(others)} times in forward with "
+                "the same input on this replica but different inputs on others, so a checkpoint "
+                "can't tell which call it is recomputing. Use a separate layer for each call, or "
+                "move this layer out of the checkpoint."
+            )
+        return record
+
+
+def _distance(one: Moments, other: Moments) -> Tensor:
+    """Returns the largest difference between two means or variances, in standard deviations."""
+    deviation = one.var.sqrt() + torch.finfo(torch.float32).eps * one.mean.abs()
+    scale = torch.stack((deviation, deviation.square()))
+    first, second = (torch.stack((moments.mean, moments.var)) for moments in (one, other))
+    equal = (first == second) | (first.isnan() & second.isnan())
+    return torch.where(equal, 0.0, (first - second).abs() / scale).nan_to_num(nan=math.inf).amax()
+
+
+def recomputed(shard: Shard, recorded: Recorded) -> Tensor:
+    """Normalizes a shard once more, with the moments of the batch that its call had in forward."""
+    record = recorded.recall(shard.moments, shard.x)
+    # Saved after the comparison, because a checkpoint ends the recomputation when all is saved.
+    shard.save_for_backward()
+    if record.requires_grad and not shard.x.requires_grad:
+        shard.x = shard.x.detach().requires_grad_()  # perhaps only other replicas' inputs did
+    with hidden_from_hooks():
+        (y,) = connected([shard], [record.batch])
+    return shard.output(record.batch, y)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replication.devices import current_stream, to_device
+from replication.devices import current_stream, is_capturing, to_device
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -112,8 +112,7 @@ def constant_tensor(
             for one, number in zip(tensor, numbers, strict=True):
                 if number != numbers[0]:  # most shards have equal sizes
                     one.fill_(number)
-        # Neither a fake tensor nor one that only the replay of a graph fills.
-        is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if type(tensor) is Tensor and not is_captured and len(_constants) < 1000:
+        # A fake tensor has no values, and one that is captured has them after the replay only.
+        if type(tensor) is Tensor and not is_capturing(device) and len(_constants) < 1000:
             _constants[key] = tensor
     return tensor

@@ -20,11 +20,11 @@ This is what the project promises, so it runs wherever speed is not the point:
 Digits. A sum of squares loses digits if the mean is large against the deviation:
 
 1. Each copy measures its shard about a constant, its own mean, so its sums are exact up to
-   rounding in the dtype of x. What is sent is in float64. There the parts are merged by their sums of x^2
-   and not by their deviations (Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm
-   for Computing Sample Variances", 1979), because those would need a second exchange. This loses
-   log10(mean^2 / var) of 16 digits: at a mean of 1e4 deviations 8 are left, as many as an input in
-   float32 has. That is `batch_norm`, with one sum. Compiled calls use it.
+   rounding in the dtype of x. What is sent is in float64. There the parts are merged by their sums
+   of x^2 and not by their deviations (Chan, Golub & LeVeque, "Updating Formulae and a Pairwise
+   Algorithm for Computing Sample Variances", 1979), because that would need a second exchange. So
+   log10(mean^2 / var) of 16 digits are lost: at a mean of 1e4 deviations 8 are left, as many as an
+   input in float32 has. That is `batch_norm`, with one sum. Compiled calls use it.
 2. The output does not change if all copies subtract one constant from x. If it is the mean of the
    batch, nothing is lost, however large the mean. But the mean is only known after a first sum.
    That is `exact_batch_norm`, with two sums. Uncompiled calls use it.
@@ -44,7 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replication.groups.processes import WithDerivative
+from replication.groups.base import WithDerivative
 from syncbn.channels import (
     accumulation_dtype,
     in_float64,

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from replication._torch import has_other_derivatives, is_dtensor
 from replication.errors import ReplicasDiverged, is_int, listed, lost_derivatives
@@ -268,6 +269,19 @@ def reduce_tensors(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
         return reduce(torch.add, [tensor / count for tensor in tensors])
     total = reduce(torch.mul if op == "product" else torch.add, tensors)
     return total / count if op == "mean" else total
+
+
+class WithDerivative(Function):
+    """Runs a collective in an autograd graph. ``derivative`` consists of such collectives."""
+
+    @staticmethod
+    def forward(ctx: Any, collective: Any, derivative: Any, tensor: Tensor) -> Tensor:
+        ctx.derivative = derivative
+        return collective(tensor)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, ctx.derivative(grad)
 
 
 class SoloGroup(Group):

@@ -34,7 +34,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, distributed
-from torch.autograd import Function
 from torch.nn.functional import pad
 
 from replication._torch import (
@@ -55,6 +54,7 @@ from replication.groups.base import (
     ReduceOp,
     SoloGroup,
     Tensors,
+    WithDerivative,
     call_of,
     check_same_call,
     layouts_of,
@@ -166,19 +166,6 @@ def compares_all_calls() -> bool:
     """Whether ranks compare each call before they make it, by ``TORCH_DISTRIBUTED_DEBUG``."""
     # By its value, because every call returns a new object, which takes long to compare.
     return distributed.get_debug_level().value > 0  # type: ignore[attr-defined, no-any-return]
-
-
-class WithDerivative(Function):
-    """Runs a collective in an autograd graph. ``derivative`` consists of such collectives."""
-
-    @staticmethod
-    def forward(ctx: Any, collective: Any, derivative: Any, tensor: Tensor) -> Tensor:
-        ctx.derivative = derivative
-        return collective(tensor)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, ctx.derivative(grad)
 
 
 class ProcessGroup(Group):
@@ -407,14 +394,16 @@ class ProcessGroup(Group):
 
     @uncompiled
     def _part(self, size: int) -> Group:
-        start = self.rank - self.rank % size
-        last = min(start + size, self.size) - 1
         if size == 1:  # without a collective: perhaps only some ranks run this layer
             return SoloGroup()
-        process_group = part_of(self.process_group, size)
-        if start == last:
-            return SoloGroup()
-        return ProcessGroup(process_group, f"{self.name}, ranks {start}-{last}")
+        process_group, start = part_of(self.process_group, size), self.rank - self.rank % size
+        last = start + process_group.size() - 1
+        is_alone = start == last
+        return (
+            SoloGroup()
+            if is_alone
+            else ProcessGroup(process_group, f"{self.name}, ranks {start}-{last}")
+        )
 
     def _global_rank(self, rank: int) -> int:
         return distributed.get_global_rank(self.process_group, rank)

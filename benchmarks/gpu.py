@@ -63,8 +63,8 @@ def launches(make: Callable[[nn.Module], nn.Module]) -> float:
 
 ABOUT_LAUNCHES_OF_A_RANK = (
     "Kernels, and copies between the host and the GPU, of one layer in forward and backward, in a "
-    "process whose group pretends to have two ranks. What it pretends to exchange is copied, which "
-    "counts as well. The unit is plain BatchNorm."
+    "process whose group pretends to have two ranks. What it pretends to exchange is copied, so "
+    "these copies count as well. The unit is plain BatchNorm."
 )
 
 
@@ -76,7 +76,11 @@ def launches_of_a_rank(rank: int) -> Row:
         for name, convert in processes.ON_ACCELERATORS.items():
             layer = convert(nn.Sequential(nn.BatchNorm2d(64))).to(DEVICE)
             inputs = [x.requires_grad_(), *layer.parameters()]
-            figures[name] = (kernels_of(lambda: torch.autograd.grad(layer(x), inputs, upstream)),)
+
+            def run(layer: nn.Module = layer, inputs: list[torch.Tensor] = inputs) -> None:
+                torch.autograd.grad(layer(x), inputs, upstream)
+
+            figures[name] = (kernels_of(run),)
     return Row("8 x 64 x 56 x 56", 1, torch.get_num_threads(), figures)
 
 

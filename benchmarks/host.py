@@ -42,8 +42,8 @@ ABOUT = (
 )
 
 ABOUT_RANK = (
-    f"A stack of {LAYERS} BatchNorms on one accelerator, in a process whose group pretends to have "
-    "two ranks and exchanges nothing. The unit is the CPU time of all threads with plain "
+    f"A stack of {LAYERS} BatchNorms on one accelerator, in a process whose group pretends to "
+    "have two ranks and exchanges nothing. The unit is the CPU time of all threads with plain "
     "BatchNorm. Cells are a step without the optimizer, and in brackets forward and backward."
 )
 

@@ -27,7 +27,7 @@ from syncbn.channels import HALF, in_dtype, in_float64, with_usual_strides
 from syncbn.kernels import kernels_for
 from syncbn.ranks import normalized_in_rank
 from syncbn.replicas import Recorded, normalized_in_replica
-from syncbn.statistics import CountBatch, Denominator, LayerCall, RunningStatistics, check_count
+from syncbn.statistics import Arguments, CountBatch, Denominator, RunningStatistics, check_count
 from syncbn.textbook import add_in_graph, batch_norm, exact_batch_norm
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -187,7 +187,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             name, tag = name_in_graph(self.process_group), self.running_mean
             fits_graph = self.group_size is None and self.track_running_stats
             if fits_graph and name is not None and tag is not None:
-                call, add = self._checked_call(input), partial(add_in_graph, name, tag[:1])
+                call, add = self._checked_arguments(input), partial(add_in_graph, name, tag[:1])
                 y, moments = batch_norm(*call, add)
                 self._count_batch().update(moments)
                 return y
@@ -197,9 +197,9 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         group = self.group
         if group.size == 1:
             if self.process_group is not None:
-                self._checked_call(input)
+                self._checked_arguments(input)
             return self._alone(input)
-        call = self._checked_call(input)
+        call = self._checked_arguments(input)
         if has_other_derivatives((input, call.weight, call.bias)):
             raise lost_derivatives(self._named())
         is_counted = self._has_original_buffers and not group.recomputes
@@ -212,7 +212,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     # The whole, because `torch.compile` would compile `self.group` anew for each layer.
     _trained_out_of_graph = uncompiled(_trained)
 
-    def _checked_call(self, input: Tensor) -> LayerCall:
+    def _checked_arguments(self, input: Tensor) -> Arguments:
         """Returns the arguments of a call. Raises on those that torch's kernels would refuse."""
         # Before another replica waits for this one.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
@@ -242,7 +242,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         if not fits:
             tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
             self._refuse_unless_usable(input, tensors)
-        return LayerCall(input, weight, bias, Denominator(self.eps, _eps_mode == "clamp"))
+        return Arguments(input, weight, bias, Denominator(self.eps, _eps_mode == "clamp"))
 
     def _refuse_unless_usable(self, input: Tensor, tensors: dict[str, Tensor | None]) -> None:
         """Raises if the arguments of a call, which are not the usual ones, cannot be used."""
@@ -302,7 +302,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
 
 
 def _synchronized(
-    call: LayerCall, group: Group, calls: Recorded | None, count_batch: CountBatch
+    call: Arguments, group: Group, calls: Recorded | None, count_batch: CountBatch
 ) -> Tensor:
     """Normalizes a shard with the moments of the whole batch, by the textbook or a fast road."""
     original = call.x

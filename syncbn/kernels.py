@@ -60,7 +60,7 @@ class Kernels(NamedTuple):
         """Whether they compute in the thread that calls them."""
         return self is ON_CPU
 
-    def measured(self, x: Tensor, eps: float) -> KernelMoments:
+    def measure(self, x: Tensor, eps: float) -> KernelMoments:
         """Returns the moments of a shard."""
         n = values_per_channel(x)
         if n or self.are_on_host:
@@ -70,7 +70,7 @@ class Kernels(NamedTuple):
             inverse = torch.full_like(mean, eps**-0.5)
         return KernelMoments(n, mean, inverse, eps)
 
-    def merged(
+    def merge_moments(
         self,
         x: Tensor,
         own: KernelMoments,
@@ -107,10 +107,10 @@ class Kernels(NamedTuple):
         mean, inverse = self.gather_stats(*args)
         batch = KernelMoments(n, mean, inverse, own.eps)
         if not updates:
-            running.update(batch.exact())
+            running.update(batch.mean_and_variance())
         return batch
 
-    def normalized(
+    def normalize(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, batch: KernelMoments
     ) -> Tensor:
         """Returns the output of a shard."""
@@ -118,7 +118,7 @@ class Kernels(NamedTuple):
             return torch.empty_like(x, memory_format=memory_format(x))
         return self.elemt(x, weight, bias, *batch[1:])  # type: ignore[no-any-return]
 
-    def reduced(
+    def reduce_gradient(
         self, dy: Tensor, x: Tensor, batch: KernelMoments, weight: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Returns the two sums of a shard, and the gradients of weight, if any, and bias."""
@@ -288,8 +288,8 @@ def _affine(
     center, scale = in_dtype(mean, dtype), in_dtype(scale, dtype)
     shift = None if shift is None else in_dtype(shift, dtype)
     if mean.dtype == torch.float64:  # it may be large
-        drift = (center - mean) * scale
-        shift = drift if shift is None else shift + drift
+        correction = (center - mean) * scale
+        shift = correction if shift is None else shift + correction
         y = (x - per_channel(center, x)).mul_(per_channel(scale, x)).add_(per_channel(shift, x))
         return in_dtype(y, x.dtype) if out is None else out.copy_(y)
     args: Any = x, scale, shift, center, torch.ones_like(center), False, 0.0, 0.0

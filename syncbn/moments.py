@@ -78,8 +78,8 @@ def _moments_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     for some, their_centers, sums in zip(
         *(t.split(at_once) for t in (rows, centers, squares)), strict=True
     ):
-        apart = torch.sub(some, their_centers, out=copy[: len(some)])
-        torch.sum(apart.square_(), 1, out=sums)
+        deviation = torch.sub(some, their_centers, out=copy[: len(some)])
+        torch.sum(deviation.square_(), 1, out=sums)
     var = squares.view(samples, channels).sum(0, dtype=torch.float64).div_(n)
     return mean, var.sub_((mean - center).square_()).clamp_(min=0)
 

@@ -23,16 +23,16 @@ from torch import Tensor
 from torch.autograd import Function
 
 from replication._torch import gathered
-from replication.groups.base import Call
+from replication.groups.base import Signature
 from replication.groups.processes import Collective, ProcessGroup
 from syncbn.channels import HALF, constant_tensor, in_dtype, in_format_of
 from syncbn.kernels import Kernels
-from syncbn.statistics import CountBatch, LayerCall, check_count
-from syncbn.textbook import gradients
+from syncbn.statistics import Arguments, CountBatch, check_count
+from syncbn.textbook import differentiable_gradients
 
 
 def normalized_in_rank(
-    call: LayerCall, group: ProcessGroup, kernels: Kernels, count_batch: CountBatch
+    call: Arguments, group: ProcessGroup, kernels: Kernels, count_batch: CountBatch
 ) -> Tensor:
     """Normalizes the shard of this rank with the moments of the whole batch."""
     group.refuse_exports()
@@ -55,24 +55,24 @@ class Normalize(Function):
         weight: Tensor | None,
         bias: Tensor | None,
         group: ProcessGroup,
-        signatures: tuple[Call, Call],
+        signatures: tuple[Signature, Signature],
         kernels: Kernels,
         eps: float,
         count_batch: CountBatch,
     ) -> Tensor:
-        own, channels = kernels.measured(x, eps), x.size(1)
+        own, channels = kernels.measure(x, eps), x.size(1)
         n, mean, inverse, _ = own
         # The kernels divide by counts, so that of an empty shard is as small as it can be.
-        head: tuple[float, ...] = (n or torch.finfo(mean.dtype).tiny,)
+        scalars: tuple[float, ...] = (n or torch.finfo(mean.dtype).tiny,)
         with Collective(group, signatures[0]) as call:
             if kernels.are_on_host:
-                head = call.number, *head
-            vectors = constant_tensor(head, mean.device, mean.dtype), mean, inverse
+                scalars = call.number, *scalars
+            vectors = constant_tensor(scalars, mean.device, mean.dtype), mean, inverse
             rows = gathered(torch.cat(vectors), call.process_group)
             if kernels.are_on_host:
                 numbers, counts_read = zip(*rows.narrow(1, 0, 2).tolist(), strict=True)
                 call.check(numbers)
-        counts, first = rows.select(1, len(head) - 1), len(head)
+        counts, first = rows.select(1, len(scalars) - 1), len(scalars)
         means, inverses = (
             rows.narrow(1, first, channels),
             rows.narrow(1, first + channels, channels),
@@ -80,10 +80,10 @@ class Normalize(Function):
         # On accelerators, reading the counts would block the host.
         n = round(sum(counts_read)) if kernels.are_on_host else counts.int()
         check_count(n, x)  # on every rank
-        batch = kernels.merged(x, own, n, counts, means, inverses, count_batch)
+        batch = kernels.merge_moments(x, own, n, counts, means, inverses, count_batch)
         ctx.call = group, signatures[1], kernels, batch
         ctx.save_for_backward(x, weight)
-        return kernels.normalized(x, weight, bias, batch)
+        return kernels.normalize(x, weight, bias, batch)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -92,10 +92,10 @@ class Normalize(Function):
         needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # the gradients need derivatives
             needs, add = [needs_dweight, needs_dbias, needs_dx], partial(group.sum, signature)
-            dweight, dbias, dx = gradients(needs, batch, [dy], [x], weight, add)
+            dweight, dbias, dx = differentiable_gradients(needs, batch, [dy], [x], weight, add)
             return dx, dweight, dbias, None, None, None, None, None
         dy, dx = in_format_of(dy, x), None
-        sum_dy, sum_dy_xmu, dweight, dbias = kernels.reduced(dy, x, batch, weight)
+        sum_dy, sum_dy_xmu, dweight, dbias = kernels.reduce_gradient(dy, x, batch, weight)
         if needs_dx:
             # In one dtype on all ranks: a shard without values has sums of fewer digits.
             sums = in_dtype(torch.cat((sum_dy, sum_dy_xmu)), batch.mean.dtype)
@@ -112,8 +112,10 @@ _normalize: Any = super(Function, Normalize).apply
 @lru_cache(maxsize=1024)
 def _signatures(
     eps: float, dtype: torch.dtype, channels: int, requires_grad: bool
-) -> tuple[Call, Call]:
+) -> tuple[Signature, Signature]:
     """What must match on all ranks, forward and backward."""
     # What ranks exchange depends on eps.
     name, layouts = f"batch_norm(eps={float(eps)})", ((dtype, (channels,)),)
-    return Call(name, layouts, requires_grad), Call("batch_norm_backward", layouts, requires_grad)
+    return Signature(name, layouts, requires_grad), Signature(
+        "batch_norm_backward", layouts, requires_grad
+    )

@@ -21,7 +21,7 @@ class Denominator(NamedTuple):
         return var.clamp(min=self.eps) if self.clamps else var + self.eps
 
 
-class LayerCall(NamedTuple):
+class Arguments(NamedTuple):
     """The arguments of one call of a layer, in one replica or process."""
 
     #: The shard, ``(N, C, ...)``, perhaps empty.
@@ -54,7 +54,7 @@ class KernelMoments(NamedTuple):
     inverse: Tensor
     eps: float
 
-    def exact(self) -> Moments:
+    def mean_and_variance(self) -> Moments:
         """Returns mean and biased variance."""
         n = self.n if isinstance(self.n, int) else self.n.sum()
         var = in_float64(self.inverse).square().reciprocal().sub_(self.eps).clamp_(min=0)

@@ -14,7 +14,8 @@ which is the sum of the gradients over all copies, autograd finds the gradients,
 This is what the project promises, so it runs wherever speed is not the point:
 
 - under `torch.compile`, where ``add`` stays in the graph (see `add_in_graph`),
-- for gradients that need derivatives, in the backward of the two fast roads (see `gradients`),
+- for gradients that need derivatives, in the backward of the two fast roads (see
+  `differentiable_gradients`),
 - in clamp mode, and on devices without the kernels that the fast roads need.
 
 Digits. A sum of squares loses digits if the mean is large against the deviation:
@@ -126,7 +127,7 @@ def normalized(
     return deviation * per_channel(scale, deviation) + per_channel(shift, deviation)
 
 
-def gradients(
+def differentiable_gradients(
     needs: Sequence[bool],
     batch: KernelMoments,
     dys: Sequence[Tensor],

@@ -30,7 +30,7 @@ from replication import (
 )
 from replication.devices import accelerator
 from replication.errors import describe_error
-from replication.groups.base import Call
+from replication.groups.base import Signature
 from replication.groups.processes import Collective
 from syncbn import SynchronizedBatchNorm1d, convert_model, verify
 from tests.layers import (
@@ -308,7 +308,7 @@ def test_an_odd_error_arrives_as_it_was_raised_and_wakes_the_others(what, wrap):
 def test_an_odd_error_in_a_call_between_ranks_stays_what_it_is(what):
     numbers = {"process_group.rank.return_value": 0, "process_group.size.return_value": 2}
     raised, group = ODD[what](), mock.Mock(**numbers, **{"state.calls": 0})
-    with pytest.raises(BaseException) as caught, Collective(group, Call("barrier")):
+    with pytest.raises(BaseException) as caught, Collective(group, Signature("barrier")):
         raise raised
     assert caught.value is raised
 

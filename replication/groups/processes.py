@@ -49,16 +49,16 @@ from replication._torch import (
 from replication.devices import current_stream, use_device
 from replication.errors import ReplicationError, add_note
 from replication.groups.base import (
-    Call,
     Group,
     ReduceOp,
+    Signature,
     SoloGroup,
     Tensors,
     WithDerivative,
-    call_of,
     check_same_call,
     layouts_of,
     reduce_tensors,
+    signature_of,
 )
 from replication.groups.registry import own_process_group, part_of, state_of, world
 
@@ -86,7 +86,7 @@ class Collective:
     #: In profiles.
     _range: Any = None
 
-    def __init__(self, group: ProcessGroup, signature: Call) -> None:
+    def __init__(self, group: ProcessGroup, signature: Signature) -> None:
         self.process_group, self.name, self.signature = group.process_group, group.name, signature
         # Without a lock: calls in several threads at once would match in no order.
         self.count = group.state.calls = group.state.calls + 1
@@ -158,7 +158,7 @@ class Collective:
 
 
 @lru_cache(maxsize=1024)
-def _digest(name: str, signature: Call) -> int:
+def _digest(name: str, signature: Signature) -> int:
     return int.from_bytes(sha256(f"{name}: {signature}".encode()).digest()[:6], "big")
 
 
@@ -242,13 +242,13 @@ class ProcessGroup(Group):
                 "network in eval()"
             )
 
-    def add(self, signature: Call, vector: Tensor) -> Tensor:
+    def add(self, signature: Signature, vector: Tensor) -> Tensor:
         """Adds a vector of all ranks in place, without a derivative."""
         with Collective(self, signature) as call:
             all_reduce_in_place(vector, call.process_group)
         return vector
 
-    def sum(self, signature: Call, tensor: Tensor) -> Tensor:
+    def sum(self, signature: Signature, tensor: Tensor) -> Tensor:
         """Returns the sum over the ranks, whose derivatives have the same name."""
         with Collective(self, signature) as call:
             return self._sum(call, tensor)
@@ -257,7 +257,7 @@ class ProcessGroup(Group):
 
     @uncompiled
     def barrier(self) -> None:
-        with Collective(self, Call("barrier")) as call:
+        with Collective(self, Signature("barrier")) as call:
             distributed.barrier(call.process_group)
 
     @uncompiled
@@ -269,7 +269,7 @@ class ProcessGroup(Group):
         """
         # Not torch.distributed.all_gather_object, which needs NumPy.
         data = pickle.dumps(obj)
-        with Collective(self, Call("all_gather_object")) as call:
+        with Collective(self, Signature("all_gather_object")) as call:
             parts = call.gather_bytes(data, call.compare(len(data)))
         return tuple(map(pickle.loads, parts))
 
@@ -278,7 +278,7 @@ class ProcessGroup(Group):
         """Runs the method of the name: `_all_reduce`, for example."""
         self.refuse_exports()
         requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        call = call_of(name, tensors, option)._replace(requires_grad=requires_grad)
+        call = signature_of(name, tensors, option)._replace(requires_grad=requires_grad)
         device = tensors[0].device
         with ExitStack() as stack:
             # With NCCL the headers of compared calls travel through the current device.
@@ -384,7 +384,7 @@ class ProcessGroup(Group):
         name = f"{call.signature.name.partition('(')[0].removesuffix('_backward')}_backward"
 
         def backward(grad: Tensor) -> Tensor:
-            signature = Call(name, layouts_of([grad], any_length=True))
+            signature = Signature(name, layouts_of([grad], any_length=True))
             with Collective(self, signature) as call:
                 return derivative(call, grad)
 

@@ -120,7 +120,7 @@ def gathered(tensor: Tensor, process_group: Any) -> Tensor:
         tensor, rows = torch.view_as_real(tensor), torch.view_as_real(result)
     if tensor.numel():
         options = _options("AllgatherOptions")
-        if tensor.is_cpu:  # older releases of gloo have no `_allgather_base`
+        if tensor.is_cpu:  # gloo has no `_allgather_base` of rows
             work = process_group.allgather([[*rows.unbind()]], [tensor], options)
         else:  # a list of rows would be copied row by row
             work = process_group._allgather_base(rows, tensor, options)

@@ -311,7 +311,8 @@ def _synchronized(
         x = with_usual_strides(x)
     if x is not original:
         call = call._replace(x=x)
-    kernels: Any = None if call.denominator.clamps else kernels_for(x.device.type)
+    kind = "cpu" if x.is_cpu else x.device.type  # the same, in less time
+    kernels: Any = None if call.denominator.clamps else kernels_for(kind)
     if kernels is None:
         y, moments = exact_batch_norm(*call, group.all_reduce)
         n: Any = moments.n

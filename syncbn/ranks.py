@@ -63,20 +63,17 @@ class Normalize(Function):
         own, channels = kernels.measure(x, eps), x.size(1)
         n, mean, inverse, _ = own
         # The kernels divide by counts, so that of an empty shard is as small as it can be.
-        scalars: tuple[float, ...] = (n or torch.finfo(mean.dtype).tiny,)
+        count = n or torch.finfo(mean.dtype).tiny
         with Collective(group, signatures[0]) as call:
+            numbers = (call.number, count) if kernels.are_on_host else (count,)
+            constants = [constant_tensor((one,), mean.device, mean.dtype) for one in numbers]
+            rows = gathered(torch.cat((*constants, mean, inverse)), call.process_group)
             if kernels.are_on_host:
-                scalars = call.number, *scalars
-            vectors = constant_tensor(scalars, mean.device, mean.dtype), mean, inverse
-            rows = gathered(torch.cat(vectors), call.process_group)
-            if kernels.are_on_host:
-                numbers, counts_read = zip(*rows.narrow(1, 0, 2).tolist(), strict=True)
-                call.check(numbers)
-        counts, first = rows.select(1, len(scalars) - 1), len(scalars)
-        means, inverses = (
-            rows.narrow(1, first, channels),
-            rows.narrow(1, first + channels, channels),
-        )
+                of_calls, counts_read = zip(*rows.narrow(1, 0, 2).tolist(), strict=True)
+                call.check(of_calls)
+        first = len(numbers)
+        counts, means = rows.select(1, first - 1), rows.narrow(1, first, channels)
+        inverses = rows.narrow(1, first + channels, channels)
         # On accelerators, reading the counts would block the host.
         n = round(sum(counts_read)) if kernels.are_on_host else counts.int()
         check_count(n, x)  # on every rank

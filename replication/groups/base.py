@@ -221,7 +221,9 @@ class Group(ABC):
             if op not in tuple(_OPS):
                 raise ValueError(f"{where} knows the ops {', '.join(_OPS)} (got {op!r})")
             if not _OPS[op](dtype):
-                raise TypeError(f"{where} has no {op} of {dtype}; convert the tensor first")
+                raise TypeError(
+                    f"{where} has no {op} of this dtype (got {dtype}); convert the tensor first"
+                )
         return self._run(name, tuple(tensors), **option)
 
 
@@ -233,7 +235,8 @@ def _why_unfit(value: object) -> str | None:
         return "local tensors (got a DTensor); pass x.to_local()"
     if value.layout is not torch.strided or value.dtype not in _DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        return f"dense tensors of {known} (got {value.layout}, {value.dtype})"
+        got = value.dtype if value.layout is torch.strided else value.layout
+        return f"dense tensors of {known} (got {got})"
     return None
 
 

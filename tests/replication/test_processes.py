@@ -220,14 +220,16 @@ def layers_that_are_called_in_another_order_are_named_by_their_paths(rank: int) 
 
 
 def ranks_that_have_caught_an_error_go_on_together(rank: int) -> None:
-    """One of them has made a call more than the other."""
-    group, layer, x = ProcessGroup(name="head"), SynchronizedBatchNorm1d(3), torch.randn(4, 3)
+    """One of them has begun a call more than the other."""
+    layers = [ProcessGroup(name=name) for name in ("head", "tail")]
     if rank == 0:
         with mock.patch("replication.groups.processes.gathered", side_effect=MemoryError):
-            assert isinstance(outcome_of(lambda: group.all_gather(x)).error, MemoryError)
-    diverges(lambda: layer(x), "rank 0: `SynchronizedBatchNorm1d`, call ")
-    assert layer(x).shape == x.shape
-    assert len(group.all_gather(x)) == 2
+            error = outcome_of(lambda: layers[0].all_gather(torch.ones(2))).error
+        assert isinstance(error, MemoryError)
+    diverges(lambda: layers[rank].all_gather(torch.ones(2)), "rank 0: `head`, ", "rank 1: `tail`")
+    norm, x = SynchronizedBatchNorm1d(3), torch.randn(4, 3)
+    assert norm(x).shape == x.shape
+    assert len(layers[1].all_gather(x)) == 2
 
 
 @debugging()

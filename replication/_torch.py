@@ -104,11 +104,7 @@ def device_of_group(process_group: Any) -> torch.device:
 def is_usable(process_group: Any) -> bool:
     """Whether this process is in a group, and the group is not destroyed."""
     # Not by `get_backend`, which takes 20 us.
-    return process_group in _all_groups.pg_map
-
-
-#: All groups of this process.
-_all_groups: Any = distributed.distributed_c10d._world if distributed.is_available() else None
+    return process_group in distributed.distributed_c10d._world.pg_map
 
 
 # By methods of the group, which all releases of torch have, without the checks of arguments in
@@ -120,7 +116,7 @@ def gathered(tensor: Tensor, process_group: Any) -> Tensor:
         tensor, rows = torch.view_as_real(tensor), torch.view_as_real(result)
     if tensor.numel():
         options = _options("AllgatherOptions")
-        if tensor.is_cpu:  # gloo has no `_allgather_base` of rows
+        if tensor.is_cpu:  # older releases of gloo have no `_allgather_base`
             work = process_group.allgather([[*rows.unbind()]], [tensor], options)
         else:  # a list of rows would be copied row by row
             work = process_group._allgather_base(rows, tensor, options)

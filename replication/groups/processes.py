@@ -318,7 +318,8 @@ class ProcessGroup(Group):
             received = tensor.clone(memory_format=torch.contiguous_format)
             # Older releases of torch leave complex numbers to the backend, which may refuse them.
             real = torch.view_as_real(received) if received.is_complex() else received
-            distributed.broadcast(real, self._global_rank(src), call.process_group)
+            source = distributed.get_global_rank(call.process_group, src)
+            distributed.broadcast(real, source, call.process_group)
             return received
 
         def to_source(call: Collective, grad: Tensor) -> Tensor:
@@ -398,15 +399,8 @@ class ProcessGroup(Group):
             return SoloGroup()
         process_group, start = part_of(self.process_group, size), self.rank - self.rank % size
         last = start + process_group.size() - 1
-        is_alone = start == last
-        return (
-            SoloGroup()
-            if is_alone
-            else ProcessGroup(process_group, f"{self.name}, ranks {start}-{last}")
-        )
-
-    def _global_rank(self, rank: int) -> int:
-        return distributed.get_global_rank(self.process_group, rank)
+        name = f"{self.name}, ranks {start}-{last}"
+        return SoloGroup() if start == last else ProcessGroup(process_group, name)
 
 
 def process_group_of(process_group: Any, name: str) -> ProcessGroup | None:

@@ -42,7 +42,7 @@ INTERNAL = {
 }
 
 #: Results and connections, which users never construct.
-MADE = {"Difference", "ReplicaGroup", "SlavePipe", "Summary", "Verification", "WaitReport"}
+MADE = {"Difference", "ReplicaGroup", "SlavePipe", "Summary", "Verification"}
 
 
 def linked(line: str) -> str:

@@ -1,8 +1,8 @@
 """A callback written by hand: the loss of the hardest samples of the whole batch.
 
 No base class is needed. After replication each copy of the layer is called with the context that
-they share and with its own number; from the context it gets its group. For a layer whose class
-cannot be changed a callback is registered; here one prints what it knows of the copies of a ReLU.
+they share and with its own number; from the context it gets its group. A ReLU with a callback prints
+what it knows of its copies.
 
     python examples/hardest.py
 """
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from replication import CallbackContext, DataParallel, Group, SoloGroup
-from replication import register_replication_callback as register
 
 
 class HardestLoss(nn.Module):
@@ -36,8 +35,9 @@ class HardestLoss(nn.Module):
         return losses[losses >= threshold].sum() / self.k
 
 
-def show(relu: nn.Module, ctx: CallbackContext, copy_id: int) -> None:
-    print(f"`{ctx.path}` is copy {copy_id} of {ctx.num_copies} on {ctx.devices[copy_id]}")
+class Shows(nn.ReLU):
+    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+        print(f"`{ctx.path}` is copy {copy_id} of {ctx.num_copies} on {ctx.devices[copy_id]}")
 
 
 def compare(replicas: int, samples: int) -> float:
@@ -49,7 +49,6 @@ def compare(replicas: int, samples: int) -> float:
 
 
 if __name__ == "__main__":
-    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    register(net[1], show)
+    net = nn.Sequential(nn.Linear(2, 2), Shows())
     DataParallel(net, ["cpu"] * 3)(torch.ones(3, 2))
     print(f"off by {compare(4, 10):.0e}")

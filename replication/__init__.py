@@ -3,7 +3,6 @@
 from replication.callbacks import (
     exec_data_parallel_replication_callback,
     execute_replication_callbacks,
-    register_replication_callback,
 )
 from replication.containers import Scattered
 from replication.criterion import DataParallelCriterion
@@ -54,7 +53,6 @@ __all__ = [
     "gather",
     "parallel_apply",
     "patch_replication_callback",
-    "register_replication_callback",
     "replicate",
     "scatter",
     "scatter_kwargs",

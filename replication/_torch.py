@@ -196,7 +196,8 @@ def is_batched(tensor: Tensor) -> bool:
 
 def count_nodes_up_to(number: int) -> None:
     """Makes autograd nodes until this thread has made ``number``."""
-    # Not by operations, which cost tens of times as much and let another thread take the GIL.
+    # A node without an operation: operations cost tens of times as much, and let another thread
+    # take the GIL.
     for _ in range(number - nodes_made()):
         torch._C._functions.UndefinedGrad()
 
@@ -219,7 +220,7 @@ _UNNAMED = nullcontext()
 
 def named_range(name: str) -> AbstractContextManager[object]:
     """Names a ``with`` block in a profile."""
-    return profiler.record_function(name) if is_profiling() else _UNNAMED
+    return profiler.record_function(name) if profiler._is_profiler_enabled else _UNNAMED
 
 
 @lru_cache

@@ -11,86 +11,34 @@ The copies of a layer share one `CallbackContext`, which gives them a `Group`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import product
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from replication._torch import IS_REPLICA, compiled_module, current_backward
+from replication._torch import current_backward
 from replication.devices import DeviceLike, device_of, parse_devices
-from replication.errors import add_note, check_module, path_or_root
+from replication.errors import add_note, path_or_root
 from replication.groups.replicas import CallbackContext
-from replication.modules import Position, paired, with_class
+from replication.modules import Copies, paired, with_class
 from replication.sync.lifecycle import CurrentReplica, attach_rendezvous, this_thread
 
 __all__ = [
     "exec_data_parallel_replication_callback",
     "execute_replication_callbacks",
-    "register_replication_callback",
 ]
 
 CALLBACK = "__data_parallel_replicate__"
 
-#: The attribute of a module with its registered callbacks, which its replicas share.
-_REGISTERED = "_replication_callbacks"
-
-Callback = Callable[[nn.Module, CallbackContext, int], object]
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
-
-
-def register_replication_callback(module: nn.Module, callback: Callback) -> RemovableHandle:
-    """Gives a module a replication callback without changing its class.
-
-    ``callback(copy, ctx, copy_id)`` is called for each of several copies, after the copy's own
-    ``__data_parallel_replicate__``. A deep copy of ``module`` keeps its callbacks.
-
-    >>> import torch
-    >>> from torch import nn
-    >>> from replication import DataParallel, register_replication_callback
-    >>> net = nn.Linear(2, 1)
-    >>> handle = register_replication_callback(
-    ...     net, lambda copy, ctx, copy_id: print(f"copy {copy_id} of {ctx.num_copies}")
-    ... )
-    >>> y = DataParallel(net, ["cpu"] * 2)(torch.ones(4, 2))
-    copy 0 of 2
-    copy 1 of 2
-
-    Args:
-        module: Any module, alone or part of a module that will be replicated.
-        callback: The function. Attributes that it sets on the copy are discarded after the
-            forward. To pickle the module, use a top-level function.
-
-    Returns:
-        A handle whose ``remove()`` removes the callback.
-
-    Raises:
-        TypeError: ``module`` is a DataParallel or a replica.
-    """
-    check_module(module)
-    module = compiled_module(module)  # the copies are made of the wrapped module
-    if isinstance(module, nn.DataParallel) or getattr(module, IS_REPLICA, False):
-        raise TypeError("a DataParallel or a replica has no callbacks; register with its module")
-    if not callable(callback):
-        raise TypeError(f"expected a callable (got {type(callback).__name__})")
-    callbacks = module.__dict__.setdefault(_REGISTERED, OrderedDict())
-    handle = RemovableHandle(callbacks)
-    while handle.id in callbacks:  # the module was pickled in another process
-        handle = RemovableHandle(callbacks)
-    callbacks[handle.id] = callback
-    return handle
 
 
 def execute_replication_callbacks(
     modules: Sequence[nn.Module], devices: Sequence[DeviceLike] | None = None
 ) -> None:
     """Calls ``__data_parallel_replicate__(ctx, copy_id)`` on every submodule that has it.
-
-    Also calls the callbacks of `register_replication_callback`.
 
     >>> from torch import nn
     >>> from replication import execute_replication_callbacks, replicate
@@ -134,41 +82,34 @@ def runs_callbacks(kind: type[nn.DataParallel[Any]]) -> bool:
 
 
 def connect_copies(
-    positions: Sequence[Position], devices: Sequence[torch.device | None] | None
+    layers: Sequence[Copies], devices: Sequence[torch.device | None] | None
 ) -> None:
     """Gives the copies their rendezvous, and runs the callbacks of each layer's copies."""
-    roots = positions[0][1]
+    roots = layers[0][1]
     size = len(roots)
     # On a module, `getattr` would be slow: nn.Module raises an error for each missing attribute.
-    kinds = {kind for kind in {type(c[0]) for _, c in positions} if hasattr(kind, CALLBACK)}
+    kinds = {kind for kind in {type(c[0]) for _, c in layers} if hasattr(kind, CALLBACK)}
     devices = tuple(map(device_of, roots) if devices is None else devices)
     rendezvous = attach_rendezvous(roots)
     contexts: dict[str, CallbackContext] = {}
     backward, current = current_backward(), this_thread.current
     try:
-        for copy_id, (path, copies) in product(range(size), positions):
+        for copy_id, (path, copies) in product(range(size), layers):
             copy = copies[copy_id]
-            state = copy.__dict__
-            if type(copy) not in kinds and CALLBACK not in state and _REGISTERED not in state:
+            if type(copy) not in kinds and CALLBACK not in copy.__dict__:
                 continue  # nearly all
+            callback = getattr(copy, CALLBACK)
+            if callback is None:  # a class or an object has switched it off
+                continue
             if path not in contexts:
                 contexts[path] = CallbackContext(size, devices, path, rendezvous)
             this_thread.current = CurrentReplica(rendezvous, copy_id, backward, path_or_root(path))
-            for name, callback in _callbacks_of(copy):
-                try:
-                    callback(contexts[path], copy_id)
-                except BaseException as error:
-                    where = with_class(path, copy)
-                    add_note(error, f"in {name} of {where}, copy {copy_id} of {size}")
-                    raise
+            try:
+                callback(contexts[path], copy_id)
+            except BaseException as error:
+                where = with_class(path, copy)
+                add_note(error, f"in {CALLBACK} of {where}, copy {copy_id} of {size}")
+                raise
     finally:
-        this_thread.current = current  # not in an `__exit__`, which a Ctrl-C may keep from running
-
-
-def _callbacks_of(copy: nn.Module) -> list[tuple[str, Callable[..., object]]]:
-    method = getattr(copy, CALLBACK, None)
-    callbacks = [] if method is None else [(CALLBACK, method)]
-    # At once, because another thread may register one: an `OrderedDict` would notice.
-    for function in list(dict.values(vars(copy).get(_REGISTERED, {}))):
-        callbacks.append(("a registered callback", partial(function, copy)))
-    return callbacks
+        # A plain assignment: a Ctrl-C may keep an `__exit__` from running.
+        this_thread.current = current

@@ -1,4 +1,4 @@
-"""`DataParallelCriterion`: a loss on the devices of the outputs, which equals one device's."""
+"""`DataParallelCriterion`: a loss on the devices of the outputs, with one device's value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 class DataParallelCriterion(DataParallel[nn.Module]):
     """Computes a loss where the outputs are, so that no device has to hold all outputs.
 
-    The loss and its gradients equal those of one device with the whole batch.
+    The loss and its gradients match those of one device that sees the whole batch.
 
     >>> import torch
     >>> from torch import nn
@@ -35,17 +35,17 @@ class DataParallelCriterion(DataParallel[nn.Module]):
     >>> torch.testing.assert_close(loss, nn.functional.cross_entropy(net.module(x), labels))
 
     Args:
-        criterion: A loss of torch with ``reduction="mean"`` or ``"sum"``. Or a module of your own
-            that returns two scalar tensors: the sum of the losses of its samples, and the weight
-            of these samples, such as their number. The loss is the first, added over the replicas,
-            divided by the second, added likewise; undivided if the second is None.
+        criterion: A loss of torch with ``reduction="mean"`` or ``"sum"``, or your own module that
+            returns two scalar tensors: the sum of the losses of its samples, and the weight of
+            these samples, such as their number. The loss is the sum of the first over the
+            replicas, divided by the sum of the second, or undivided if the second is None.
         device_ids: The devices of the outputs (see `DataParallel`).
         output_device: The device of the loss, by default ``device_ids[0]``.
         dim: The batch dimension of outputs and targets.
 
     Raises:
-        ValueError: As `DataParallel`. Also if a loss of torch has another reduction.
-        TypeError: As `DataParallel`. In a call, a module of your own returns something else.
+        ValueError: See `DataParallel`, or a loss of torch has another reduction.
+        TypeError: See `DataParallel`. In a call: your own module returns something else.
     """
 
     def __init__(
@@ -61,9 +61,10 @@ class DataParallelCriterion(DataParallel[nn.Module]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Tensor:
         total, weight = super().forward(*inputs, **kwargs)
         if isinstance(weight, list):  # which cannot be joined
+            got = " and ".join(map(describe_argument, weight))
             raise TypeError(
-                f"{type(self.module.criterion).__name__} must return the weight of the samples in "
-                f"all replicas or None in all (got {' and '.join(map(describe_argument, weight))})"
+                f"{type(self.module.criterion).__name__} must return a weight in every replica, "
+                f"or None in every replica (got {got})"
             )
         return total.sum() if weight is None else total.sum() / weight.sum()  # type: ignore[no-any-return]
 

@@ -52,12 +52,12 @@ class DataParallel(nn.DataParallel[ModuleT]):
         module: The module. Its parameters and buffers must be on ``device_ids[0]``.
         device_ids: One device per replica: indices of accelerators, strings or `torch.device`.
             Devices may repeat. The default is all accelerators. On a machine without accelerators,
-            the default and a list of indices run no replicas: the module is called directly, as
-            in torch, with a warning if several replicas are expected.
+            the default and a list of indices run no replicas: the module is called directly,
+            like in torch, with a warning if several replicas are expected.
         output_device: The device of the joined outputs, by default ``device_ids[0]``.
         dim: The batch dimension of inputs and outputs.
         gather_to_one_device: If False, outputs stay on the devices that computed them: each leaf
-            of the output becomes a `Scattered`, also on a single device. ``None`` stays ``None``.
+            of the output becomes a `Scattered`, even on a single device. ``None`` stays ``None``.
         inputs_are_scattered: If True, each argument is a list, tuple or `Scattered` with one entry
             per replica, of any type and length. Tensors in it move to the replica's device.
         except_keywords: Names of outputs that stay `Scattered` while all others are gathered: a
@@ -65,8 +65,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             name that the output does not have raises a warning.
         sort_and_gather: If True, all outputs, including `Scattered` ones, are in the order of the
             device indices, so with ``device_ids=[1, 0]`` labels must be reordered as well.
-        cpu_keywords: Names of keyword arguments that are split but not moved. One that is not as
-            long as the batch is split as evenly as possible.
+        cpu_keywords: Names of keyword arguments that are split but not moved.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -74,7 +73,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
             split, or outputs not joined (see `scatter`, `gather`).
         RuntimeError: In a call: a parameter or buffer is not on ``device_ids[0]``, a lazy layer
             is not initialized, or torch transforms, exports or traces the call.
-        BaseException: In a call: the first error of a replica (see `parallel_apply`).
+        BaseException: In a call: any error that a replica raises. If several fail, the first one
+            (see `parallel_apply`).
     """
 
     # For a `torch.nn.DataParallel` that `syncbn.convert_model` makes one of this class.
@@ -215,7 +215,7 @@ def data_parallel(
     module_kwargs: dict[str, Any] | None = None,
     **policies: Any,
 ) -> Any:
-    """Evaluates ``module(*inputs, **module_kwargs)`` on several replicas, as `DataParallel` does.
+    """Evaluates ``module(*inputs, **module_kwargs)`` on several replicas, like `DataParallel`.
 
     Unlike the class, this function never moves the module to ``device_ids[0]``.
 
@@ -240,19 +240,21 @@ def data_parallel(
     return model(*inputs, **(module_kwargs or {}))
 
 
-def _check_placement(module: nn.Module, home: torch.device) -> None:
+def _check_placement(module: nn.Module, first_device: torch.device) -> None:
     for path, layer in layers_of(module):
         for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
-            if tensor is not None and tensor.device != home:
-                raise RuntimeError(  # begins as torch's error, which programs may look for
-                    f"module must have its parameters and buffers on device {home} "
+            if tensor is not None and tensor.device != first_device:
+                where = f"{path}.{name}" if path else name
+                raise RuntimeError(  # begins like torch's error, which programs may look for
+                    f"module must have its parameters and buffers on device {first_device} "
                     f"(device_ids[0]) but found one of them on device: {tensor.device} "
-                    f"(`{f'{path}.{name}' if path else name}`); call module.to({str(home)!r})"
+                    f"(`{where}`); call module.to({str(first_device)!r})"
                 )
 
 
 #: Captured on import, because programs may replace these names.
-_PLAIN, _SyncBatchNorm = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}, nn.SyncBatchNorm
+TORCH_BATCH_NORM = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
+_SyncBatchNorm = nn.SyncBatchNorm
 
 
 def _warn_of_plain_batch_norm(model: DataParallel[Any]) -> None:
@@ -260,7 +262,7 @@ def _warn_of_plain_batch_norm(model: DataParallel[Any]) -> None:
         with_class(path, layer)
         for path, layer in layers_of(model.module)
         if layer.training
-        and (type(layer) in _PLAIN or isinstance(layer, _SyncBatchNorm))
+        and (type(layer) in TORCH_BATCH_NORM or isinstance(layer, _SyncBatchNorm))
         and not hasattr(type(layer), CALLBACK)
     ]
     if paths and once_for(model)():
@@ -285,7 +287,7 @@ def _devices_to_use(
             return devices
         communicates = any(hasattr(type(layer), CALLBACK) for _, layer in layers_of(module))
         if communicates and not has_other_processes() and _first_warning():
-            _warn_of_no_replicas("this machine has no accelerator", "n")
+            _warn_of_no_replicas("no GPU or other accelerator found", 4)
         return []
     check_list("device_ids", device_ids)
     if not len(device_ids):
@@ -294,14 +296,17 @@ def _devices_to_use(
     if len(indices) < len(device_ids) or default_devices():
         return parse_devices(device_ids)
     if len(indices) > 1:
-        why = f"device_ids={indices} are indices of accelerators, and this machine has none"
+        why = f"device_ids={indices} are indices of accelerators, and none was found"
         _warn_of_no_replicas(why, len(indices))
     return []
 
 
-def _warn_of_no_replicas(why: str, count: int | str) -> None:
-    advice = f"device_ids=['cpu'] * {count} makes replicas on the CPU"
-    warn(f"{why}: no replicas run; {advice}", UnsynchronizedWarning)
+def _warn_of_no_replicas(why: str, count: int) -> None:
+    warn(
+        f"{why}, so the model runs once, without replicas. To use CPU replicas, for example for "
+        f"testing, pass device_ids=['cpu'] * {count}",
+        UnsynchronizedWarning,
+    )
 
 
 def _torch_spelling(device: torch.device) -> Any:

@@ -84,8 +84,8 @@ def default_devices() -> list[torch.device]:
 
 def device_of(replica: nn.Module) -> torch.device | None:
     """Returns the device of a replica's first parameter, buffer or other tensor, or None."""
-    # Not `parameters()`, which is empty on replicas. Attributes come last, because torch's
-    # replicas do not move them.
+    # From the dictionaries, because `parameters()` is empty on replicas. Attributes come last,
+    # because torch's replicas do not move them.
     for name in ("_former_parameters", "_parameters", "_buffers", None):
         for module in replica.modules():
             attributes = vars(module) if name is None else vars(module).get(name) or {}

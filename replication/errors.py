@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import TypeGuard
@@ -16,28 +15,20 @@ def path_or_root(path: str) -> str:
     return path or "(root)"
 
 
-#: The maximal number of characters that a message quotes of an error.
-_LONGEST = 1_000
-
-
 def describe_error(error: BaseException) -> str:
-    """Returns ``ValueError: its text``, shortened, or only the type if the text raises."""
+    """Returns ``ValueError: its text``, or only the type if making the text raises."""
     name = type(error).__name__
     try:
         text = str(error)
-        if len(text) > _LONGEST:
-            text = text[:_LONGEST] + "..."
         return f"{name}: {text}" if text else name
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # of the error's own method; it must not hide the error
+    except Exception:  # of the error's own method; it must not hide the error
         return name
 
 
 def lost_derivatives(where: str) -> NotImplementedError:
     return NotImplementedError(
         f"{where}: torch.func transforms and forward-mode derivatives do not reach other copies, "
-        "so they would be lost; compute them on one device"
+        "so they are not supported across replicas and processes; compute them on one device"
     )
 
 
@@ -58,7 +49,8 @@ class ReplicationError(RuntimeError):
 class ReplicaFailed(ReplicationError):
     """Another replica raised, so the value that this replica waits for cannot arrive.
 
-    Its ``__cause__`` is that error, which is what the caller of the forward gets.
+    Its ``__cause__`` is that error, which the caller of the forward gets. It has none after a
+    Ctrl-C in the caller.
     """
 
 
@@ -70,19 +62,10 @@ class ReplicasDiverged(ReplicationError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """As `BaseException.add_note` of Python 3.11, also for an error that is frozen."""
+    """Like `BaseException.add_note` of Python 3.11, even for an error that is frozen."""
     notes = vars(error).setdefault("__notes__", [])
     if isinstance(notes, list) and note not in notes:  # one error may be raised again and again
         notes.append(note)
-
-
-def origin_note(error: BaseException, index: int, size: int) -> str | None:
-    """Returns the note that names this replica as the origin of an error, if there is one."""
-    notes = vars(error).get("__notes__")
-    for note in notes if isinstance(notes, list) else ():
-        if isinstance(note, str) and re.match(rf"{origin(index, size)}\b", note):
-            return note
-    return None
 
 
 def origin(index: int, size: int) -> str:

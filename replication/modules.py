@@ -10,8 +10,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from replication.errors import path_or_root
 
-#: The path of one module, and its copies, one per replica.
-Position = tuple[str, tuple[nn.Module, ...]]
+#: The path of a module, and its copies, one per replica.
+Copies = tuple[str, tuple[nn.Module, ...]]
 
 
 def layers_of(root: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -40,7 +40,7 @@ def check_initialized(path: str, layer: nn.Module) -> None:
         )
 
 
-def paired(modules: Sequence[nn.Module]) -> list[Position]:
+def paired(modules: Sequence[nn.Module]) -> list[Copies]:
     """Returns each submodule with its copies, in the order of ``modules()``."""
     roots = tuple(modules)
     if not roots:

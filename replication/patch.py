@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import ref
 
 from torch import nn
 
-from replication._torch import HOOKS
 from replication.callbacks import execute_replication_callbacks, runs_callbacks, with_callbacks
 from replication.devices import parse_devices
-from replication.modules import layers_of
 from replication.steps.parallel_apply import run_replicas
 from replication.sync.lifecycle import first_failure_wins, rendezvous_of
 
 __all__ = ["PatchHandle", "patch_replication_callback"]
 
 
-# Methods of a class, so that they also act on copies of the object (by ``copy``, ``deepcopy``
-# or ``pickle``) and on its replicas in another DataParallel.
+# Methods of a class, so that they also act on copies of the object and on its replicas in another
+# DataParallel.
 class Patched(nn.DataParallel[Any]):
     """A mixin in front of the original class of a patched DataParallel."""
 
     @with_callbacks
     def replicate(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the replicas, gives them their own hooks, and runs their callbacks."""
+        """Makes the replicas, and runs their callbacks."""
         replicas = super().replicate(*args, **kwargs)
-        originals = {id(module) for _, module in layers_of(self.module)}
-        for replica in replicas:
-            for _, module in layers_of(replica):
-                if id(module) not in originals:  # else its class returns itself as its replica
-                    state = vars(module)
-                    state.update({name: state[name].copy() for name in HOOKS})
         if rendezvous_of(replicas) is None:  # else the method called them itself
             execute_replication_callbacks(replicas)
         return replicas
@@ -44,20 +35,6 @@ class Patched(nn.DataParallel[Any]):
         if getattr(run, "__func__", None) is nn.DataParallel.parallel_apply:  # makes new threads
             run = partial(run_replicas, devices=parse_devices(self.device_ids[: len(replicas)]))
         return first_failure_wins(run, replicas, *args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # Patched classes are made at run time, so the original class is pickled instead.
-        patched, original = type(self), type(self).__bases__[-1]
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, args, *rest = reduced
-        make, *args = (original if part is patched else part for part in (make, *args))
-        return _make_patched, (make, *args), *rest
-
-
-def _make_patched(make: Callable[..., Any], *args: Any) -> Any:
-    data_parallel = make(*args)
-    patch_replication_callback(data_parallel)
-    return data_parallel
 
 
 class PatchHandle:
@@ -80,9 +57,9 @@ def check_methods(data_parallel: nn.DataParallel[Any]) -> None:
     for name in ("replicate", "parallel_apply"):
         if name in vars(data_parallel):
             raise TypeError(
-                f"{name} must be a method of the class (got an attribute of the "
-                f"{type(data_parallel).__name__}, perhaps from another patch); remove it by del "
-                f"model.{name}, or override the method in a class"
+                f"{name} must be a method of the class (got an attribute of this "
+                f"{type(data_parallel).__name__} object, perhaps from another toolkit's patch); "
+                f"remove it by del model.{name}, or override the method in a class"
             )
 
 
@@ -91,8 +68,9 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
 
     From now on its ``replicate`` calls `execute_replication_callbacks`, and its ``parallel_apply``
     raises the first of several errors. If that method is torch's own, it uses the threads of
-    `parallel_apply`, which live on. Its class becomes a derived class of the same name. Copies
-    of the object are patched as well. Patching twice is patching once: either handle undoes it.
+    `replication.parallel_apply`. Its class becomes a derived class of the same name, so copies of
+    the object are patched as well, but it cannot be pickled: save its ``state_dict``. Patching
+    twice is patching once: either handle undoes it.
 
     >>> from torch import nn
     >>> from replication import patch_replication_callback

@@ -297,6 +297,13 @@ class CustomDataParallel(nn.DataParallel):
         return gather(outputs, output_device, self.dim)
 
 
+class Stock(nn.DataParallel):
+    """torch's own, except for the steps that refuse the CPU."""
+
+    __init__, replicate = CustomDataParallel.__init__, CustomDataParallel.replicate
+    scatter, gather = CustomDataParallel.scatter, CustomDataParallel.gather
+
+
 class AsTorchDoes(CustomDataParallel):
     """Runs the replicas as `torch.nn.parallel.parallel_apply` does, which refuses the CPU.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from replication import DataParallel, register_replication_callback
+from replication import DataParallel
 from syncbn import convert_model, verify
 from tests.ranks import needs_gloo, run_ranks
 
@@ -146,9 +146,13 @@ def test_what_is_compiled_can_be_verified(way):
 
 
 def test_callback_of_a_compiled_wrapper_is_called_for_the_wrapped_module():
-    wrapper = torch.compile(nn.Linear(3, 2), backend="eager")
     calls = []
-    register_replication_callback(wrapper, lambda copy, ctx, copy_id: calls.append(copy_id))
+
+    class Called(nn.Linear):
+        def __data_parallel_replicate__(self, ctx, copy_id):
+            calls.append(copy_id)
+
+    wrapper = torch.compile(Called(3, 2), backend="eager")
     DataParallel(nn.Sequential(wrapper), ["cpu"] * 2)(torch.randn(4, 3))
     assert calls == [0, 1]
 

@@ -21,7 +21,7 @@ from replication import (
     replicate,
 )
 from replication.sync.lifecycle import current_replica
-from replication.sync.rendezvous import Rendezvous, Wait
+from replication.sync.rendezvous import Rendezvous
 from syncbn import SynchronizedBatchNorm1d, convert_model, patch_sync_batchnorm, replicas
 from tests.layers import (
     AsTorchDoes,
@@ -153,25 +153,6 @@ def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(
     assert count > 100
     monkeypatch.undo()
     assert_step_is_exact(model, net)
-
-
-# -- in a finalizer ---------------------------------------------------------------------------
-
-
-def test_a_finalizer_in_a_replica_may_train_another_model_whatever_it_interrupts(monkeypatch):
-    """It strikes while the replica holds the lock of its forward."""
-    x = torch.randn(4, 3, dtype=torch.float64)
-    inner, outer = (ours(SynchronizedBatchNorm1d(3).double(), 2) for _ in range(2))
-    begin, left = Wait.__init__, [lambda: inner(x)]
-
-    def interrupted(*args: Any) -> None:
-        while left:
-            left.pop()()
-        begin(*args)
-
-    monkeypatch.setattr(Wait, "__init__", interrupted)
-    values(together(lambda: outer(x)))
-    assert inner.module.num_batches_tracked == outer.module.num_batches_tracked == 1
 
 
 # -- at every place where Python lets an interrupt in ------------------------------------------

@@ -21,7 +21,6 @@ from torch import nn
 from replication import (
     execute_replication_callbacks,
     patch_replication_callback,
-    register_replication_callback,
     replicate,
 )
 from replication.groups import processes
@@ -117,19 +116,6 @@ def test_forwards_at_once_do_not_mix_their_messages(wrap, shared):
             torch.testing.assert_close([*net.buffers()], [*twin.buffers()])
 
 
-def test_callbacks_may_be_registered_during_forwards():
-    module, calls = nn.Identity(), []
-    for _ in range(20):
-        register_replication_callback(module, lambda *_: calls.append(1))
-    replicas = replicate(module, ["cpu"] * 2)
-
-    def register() -> None:
-        register_replication_callback(module, lambda *_: None).remove()
-
-    beside(repeated(500, lambda: execute_replication_callbacks(replicas)), register)
-    assert len(calls) == 500 * 2 * 20
-
-
 # -- groups ------------------------------------------------------------------------------------
 
 
@@ -150,9 +136,6 @@ def test_process_group_has_one_state():
         group = nn.Module()  # any object
         states = at_once(*[partial(processes.state_of, group)] * THREADS)
         assert all(state is states[0] for state in states)
-
-
-# -- pipes -------------------------------------------------------------------------------------
 
 
 # -- the state of the process ------------------------------------------------------------------

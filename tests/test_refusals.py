@@ -121,9 +121,6 @@ FUNCTIONS = {
         replication.patch_replication_callback,
         lambda: {"data_parallel": nn.DataParallel(linear())},
     ),
-    "register_replication_callback": Function(
-        replication.register_replication_callback, lambda: {"module": linear(), "callback": int}
-    ),
     "SyncMaster": Function(
         lambda master_callback: SyncMaster(master_callback).run_master(1),
         lambda: {"master_callback": list},

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from torch import Tensor, nn
 
 from replication import DataParallel, ReplicasDiverged
-from replication.steps import workers
+from replication.steps import threads
 from replication.sync.rendezvous import Rendezvous
 from syncbn import SynchronizedBatchNorm1d, channels
 from tests.deadlines import soon
@@ -64,7 +64,7 @@ def census() -> Counter[str]:
     # The engine keeps what a failed backward has left to do until the next one.
     torch.ones((), requires_grad=True).backward()
     channels._constants.clear()  # a cache, one tensor for each division of a batch
-    workers._idle.clear()  # as many as ran at a time; they end, as nothing refers to them
+    threads._idle.clear()  # as many as ran at a time; they end, because nothing refers to them
     gc.collect()
     found: Counter[str] = Counter(threads=threading.active_count())
     for thing in gc.get_objects():
@@ -91,7 +91,7 @@ class Soak(RuleBasedStateMachine):
         self.least = census()
 
     def teardown(self) -> None:
-        """Waits, as workers let go of a call right after it has ended."""
+        """Waits, because threads let go of a job right after it has ended."""
         assert soon(lambda: not census() - self.least), f"left: {dict(census() - self.least)}"
 
     @rule(net=nets, replicas=replica_counts, samples=sample_counts, wrap=wraps)

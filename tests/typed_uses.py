@@ -37,7 +37,6 @@ from replication import (
     gather,
     parallel_apply,
     patch_replication_callback,
-    register_replication_callback,
     replicate,
     scatter,
     scatter_kwargs,
@@ -152,7 +151,6 @@ def writes_the_steps_itself(net: nn.Sequential, batch: Tensor) -> None:
 def writes_callbacks(net: nn.Module) -> None:
     execute_replication_callbacks([net, net])
     exec_data_parallel_replication_callback([net, net])
-    register_replication_callback(net, lambda module, ctx, copy_id: None)
     result = FutureResult()
     result.put(1)
 

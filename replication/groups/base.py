@@ -302,16 +302,11 @@ class SoloGroup(Group):
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
 
-    def _begin(self, name: str) -> None:
-        """Called at the beginning of each collective."""
-
     def barrier(self) -> None:
-        self._begin("barrier")
+        pass
 
     def all_gather_object(self, obj: T) -> tuple[T, ...]:
-        self._begin("all_gather_object")
         return (obj,)
 
     def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
-        self._begin(name)
         return tuple(tensor.clone() for tensor in tensors)

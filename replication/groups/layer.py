@@ -23,23 +23,6 @@ else:
 __all__ = ["ReplicaAware"]
 
 
-# One that is kept from before a forward would leave the replicas silently unsynchronized.
-class GroupOutside(SoloGroup):
-    """The group of a layer that is alone, outside replicas. Inside them, its collectives raise."""
-
-    def __init__(self, layer: str) -> None:
-        super().__init__()
-        self._layer = layer
-
-    def _begin(self, name: str) -> None:
-        current = current_replica()
-        if current is not None and current.rendezvous.size > 1:
-            raise ReplicationError(
-                f"{self._layer}: replica {current.replica} calls {name} of a group from outside "
-                "the forward, which does not connect replicas; read self.group in forward"
-            )
-
-
 class ReplicaAware(_Base):
     """A mixin for layers, in front of `torch.nn.Module`: ``self.group`` connects a layer's copies.
 
@@ -92,7 +75,7 @@ class ReplicaAware(_Base):
     def _shell_attributes(self) -> dict[str, Any]:
         """Called by `replication._torch.shell_state` as well (see `SHELL_ATTRIBUTES`)."""
         return {
-            # A replica of a replica (a DataParallel inside another) has copies of its own.
+            # A replica of a replica (a DataParallel inside another) has other copies.
             "_replica_group": None,
             # Here and not in `group`, because asking takes calls in Python.
             "_is_one_process": not has_other_processes(),
@@ -104,8 +87,8 @@ class ReplicaAware(_Base):
         # The context of another toolkit has no group. If its DataParallel is patched, this method
         # is called again with a context of ours.
         if isinstance(ctx, CallbackContext):
-            # Not `ctx.group`, which a copy may have overwritten. Not `self._replica_group = ...`,
-            # which is slow on a module.
+            # By the class, because a copy may have set an attribute `group` of the context. By the
+            # dictionary, because setting an attribute of a module is slow.
             vars(self)["_replica_group"] = CallbackContext.group(ctx, copy_id)
 
     @property
@@ -135,19 +118,23 @@ class ReplicaAware(_Base):
         if may_be_isolated and self._warn_if_isolated():
             return SoloGroup()
         if "group" in self._modules:
-            raise TypeError("`group` must be the group of the copies; rename the submodule")
+            raise TypeError(
+                f"ReplicaAware reserves the name `group`, but this {type(self).__name__} has a "
+                "submodule of that name; rename the submodule"
+            )
         name = self._layer_name or type(self).__name__
         process_group = self.process_group
         processes = process_group_of(process_group, name)
         if processes is not None:
             if (group is not None and group.size > 1) or (current and current.is_one_of_several):
                 raise ReplicationError(
-                    f"`{name}`: several replicas in each of several processes are not connected; "
-                    "run one process per device, or set process_group to this process alone"
+                    f"`{name}` must run either in several replicas or in several processes (got "
+                    "both); use one process per device, or, to synchronize only within this "
+                    "process, pass a process_group that contains just this rank"
                 )
             group = processes
         elif group is None or group.size == 1:
-            group = GroupOutside(name)
+            group = SoloGroup()
         return group if self.group_size is None else group.split(self.group_size)
 
     @property
@@ -168,9 +155,9 @@ class ReplicaAware(_Base):
         current = current_replica()
         if IS_REPLICA in vars(self):  # `getattr` would search, and then make an error
             what = (
-                "is in a replica that is not connected to the others, so its group is this "
-                "replica alone; use replication.DataParallel, or derive the wrapper's class from "
-                "torch.nn.DataParallel and call replication.patch_replication_callback(model); if "
+                "is not synchronized, because its replica is not connected to the others. Use "
+                "replication.DataParallel, or derive the wrapper's class from "
+                "torch.nn.DataParallel and call replication.patch_replication_callback(model). If "
                 "the layer overrides __data_parallel_replicate__, call super's there"
             )
         elif current is None or current.rendezvous.size < 2:
@@ -179,9 +166,10 @@ class ReplicaAware(_Base):
             return True
         else:
             what = (
-                "is called by a replica but is not part of it, so its group is this replica "
-                "alone; the model reaches the original layer, through a list where an "
-                "nn.ModuleList should be, or a function made before replication that refers to it"
+                "is not synchronized, because the replica uses the original layer instead of its "
+                "own copy. Usually the layer is stored in a plain Python list (use "
+                "nn.ModuleList), or a function that __init__ makes refers to it (look it up in "
+                "forward)"
             )
         is_first = self._first_warning or once_for(self)
         if is_first():  # of the replicas, which come here at the same time

@@ -132,8 +132,9 @@ class Communicator:
     def live_rendezvous(self) -> Rendezvous:
         if self.rendezvous is None:
             raise ReplicationError(
-                f"`{self.layer}`: the context or group is a copy, or was made by hand, and "
-                "belongs to no forward; execute_replication_callbacks makes contexts that do"
+                f"`{self.layer}`: a CallbackContext and its groups belong to one forward (got one "
+                "that was copied or created by hand); use the ctx that is passed to the callback, "
+                "or let execute_replication_callbacks make it"
             )
         return self.rendezvous
 
@@ -149,7 +150,7 @@ class Communicator:
         # on it: it may run without grad, in inference mode, or with saved-tensor hooks.
         calls, messages, merges, requires_grad, inferring, nodes = zip(*requests, strict=True)
         if calls.count(calls[0]) < len(calls):
-            where = site(self.path, self.exchange.calls[self.replicas[0]])
+            where = site((self.path, self.exchange.calls[self.replicas[0]]))
             described = [(call, str(Signature(*call))) for call in calls]
             check_same_call(described, where, self.replicas, "replica")
         most, grad, inference = max(nodes), any(requires_grad), all(inferring)
@@ -256,9 +257,9 @@ class ReplicaGroup(Group):
             if not rendezvous.has_ended(replica):
                 return rendezvous
             text = (
-                f"{name} of a group whose forward has ended; get the group afresh in each "
-                "forward, call no collectives in hooks or custom backwards, and leave the layer "
-                "out of activation checkpoints"
+                f"{name} of a group whose forward has ended; read self.group in each forward, "
+                "call no collectives in hooks or custom backwards, and leave the layer out of "
+                "activation checkpoints"
             )
         elif current.path:  # a callback runs
             text = (
@@ -307,7 +308,7 @@ def recordable(tensor: Tensor) -> Tensor:
     return tensor.clone()
 
 
-def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensors]:
+def copy_to_each(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensors]:
     """Copies tensors to each device. Gradients are summed in the order of the devices."""
     return [
         tuple(
@@ -325,14 +326,14 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[T
 
 
 def _all_reduce(members: list[Tensors], op: ReduceOp) -> list[Tensors]:
-    home = members[0][0].device
-    total = reduce_tensors([to_device(tensor, home) for (tensor,) in members], op)
-    return copies([total], [tensor.device for (tensor,) in members])
+    first_device = members[0][0].device
+    total = reduce_tensors([to_device(tensor, first_device) for (tensor,) in members], op)
+    return copy_to_each([total], [tensor.device for (tensor,) in members])
 
 
 def _all_gather(members: list[Tensors]) -> list[Tensors]:
     tensors = [tensor for (tensor,) in members]
-    return copies(tensors, [tensor.device for tensor in tensors])
+    return copy_to_each(tensors, [tensor.device for tensor in tensors])
 
 
 def _reduce_scatter(members: list[Tensors], op: ReduceOp) -> Iterable[Tensors]:
@@ -341,7 +342,7 @@ def _reduce_scatter(members: list[Tensors], op: ReduceOp) -> Iterable[Tensors]:
 
 
 def _broadcast(members: list[Tensors], src: int) -> list[Tensors]:
-    return copies(members[src], [tensor.device for (tensor,) in members])
+    return copy_to_each(members[src], [tensor.device for (tensor,) in members])
 
 
 _MERGES: dict[str, Callable[..., Iterable[Tensors]]] = {

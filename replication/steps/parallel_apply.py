@@ -13,15 +13,12 @@ from torch import nn
 from replication._torch import in_functorch_transform, named_range
 from replication.devices import DeviceLike, device_of, parse_devices
 from replication.errors import (
-    ReplicationError,
     add_note,
     check_list,
     lost_derivatives,
     origin,
-    origin_note,
 )
-from replication.steps.thread_state import ThreadState
-from replication.steps.workers import run_all
+from replication.steps.threads import CallerState, run_all
 from replication.sync.lifecycle import abort_forward, first_failure_wins, tracked_forwards
 
 __all__ = ["parallel_apply"]
@@ -35,10 +32,11 @@ def parallel_apply(
 ) -> list[Any]:
     """Calls ``modules[i](*inputs[i], **kwargs_tup[i])`` for all i in parallel, one thread each.
 
-    The threads, ``replica-0``, ``replica-1``, ..., live on, and serve later calls with the same
-    devices. In each call they have the caller's grad mode, inference mode, autocast state, default
-    device (or their own of the same type), streams, and context variables. Replicas on the CPU
-    divide the caller's number of intra-op threads. A single replica runs in the calling thread.
+    The threads, ``replica-0``, ``replica-1``, ..., are reused by later calls with the same
+    devices. In each call they have the caller's grad mode, inference mode, autocast state,
+    streams, context variables, and default device (their own device, if the caller's default is
+    of the same type). Replicas on the CPU divide the caller's number of intra-op threads between
+    them. A single replica runs in the calling thread.
 
     >>> import torch
     >>> from torch import nn
@@ -56,9 +54,9 @@ def parallel_apply(
     Raises:
         ValueError: The lists differ in length.
         RuntimeError: The call is inside a transform of `torch.func`.
-        BaseException: The first error, by time, of any replica, once all have ended. A note names
-            the replica and its device. After a Ctrl-C all waits between replicas fail, and it is
-            raised once they have ended; a second Ctrl-C is raised at once.
+        BaseException: The first error, by time, of any replica. A note names the replica, its
+            device and the module. It is raised when all replicas have ended, and so is a Ctrl-C,
+            after which all waits between replicas fail. A second Ctrl-C is raised at once.
     """
     if devices is None:
         targets = [device_of(replica) or torch.device("cpu") for replica in modules]
@@ -82,38 +80,40 @@ def run_replicas(
             raise ValueError(f"expected one of {name} for each of {n} replicas (got {len(items)})")
     if n > 1 and in_functorch_transform():
         raise lost_derivatives("parallel_apply")
+    # Replicas on the CPU share its cores. With the caller's number of threads each, they would
+    # compete for them.
+    on_cpu = [device.type for device in devices].count("cpu")
+    share = max(1, torch.get_num_threads() // max(1, on_cpu))
+    state = CallerState(devices, share)
+    calls = enumerate(zip(modules, inputs, kwargs_tup, devices, strict=True))
+    jobs = {(index, call[3]): partial(_run, state, index, n, *call) for index, call in calls}
     if n == 1:
-        state = ThreadState(devices, torch.get_num_threads())
-        return [_call(state, 0, modules[0], inputs[0], kwargs_tup[0])]
-    state = ThreadState(devices, _share_of_threads(devices))
-    calls = zip(range(n), modules, inputs, kwargs_tup, strict=True)
-    jobs = {
-        (index, device): partial(_call, state, *call)
-        for index, (device, call) in enumerate(zip(devices, calls, strict=True))
-    }
+        return [job() for job in jobs.values()]
     return run_all(jobs, partial(abort_forward, modules))
 
 
-def _share_of_threads(devices: Sequence[torch.device]) -> int:
-    """The number of intra-op threads of each replica on the CPU, which compete for its cores."""
-    return max(1, torch.get_num_threads() // max(1, [d.type for d in devices].count("cpu")))
-
-
-def _call(state: ThreadState, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    device, size = state.devices[index], len(state.devices)
-    args = args if isinstance(args, (list, tuple)) else (args,)
+def _run(
+    state: CallerState,
+    index: int,
+    size: int,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    device: torch.device,
+) -> Any:
+    """Runs a replica in its thread."""
 
     def work() -> Any:
         with named_range(f"replica {index}"), ExitStack() as stack:
             state.enter(stack, device)
-            return module(*args, **kwargs)
+            return module(*(args if isinstance(args, (list, tuple)) else (args,)), **kwargs)
 
+    if tracked := tracked_forwards([module]):
+        # Earlier than the replica's own forward does, so that errors before it, for example in a
+        # hook, count as well.
+        return tracked[0].run(work, device)
     try:
-        # What comes before and after the replica's own forward also counts.
-        tracked = tracked_forwards([module])  # none if the module is no replica
-        return tracked[0].run(work, device) if tracked else work()
+        return work()
     except BaseException as error:
-        # Errors of this package name the replicas themselves.
-        if not isinstance(error, ReplicationError) and not origin_note(error, index, size):
-            add_note(error, f"{origin(index, size)} on {device}")
+        add_note(error, f"{origin(index, size)} on {device}")
         raise

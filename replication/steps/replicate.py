@@ -22,7 +22,7 @@ from replication._torch import (
 from replication.containers import PLAIN, open_builtin
 from replication.devices import DeviceLike, parse_devices, to_device
 from replication.errors import check_module, lost_derivatives
-from replication.modules import Position, check_initialized, layers_of
+from replication.modules import Copies, check_initialized, layers_of
 from replication.steps.broadcast import broadcast, copy_buffers
 from replication.sync.lifecycle import TrackedForward, untrack
 from replication.tree import leaves_of, replace_leaves
@@ -88,7 +88,7 @@ def replicate(
 
 def make_replicas(
     module: ModuleT, devices: Sequence[torch.device], detach: bool
-) -> tuple[list[ModuleT], list[Position] | None]:
+) -> tuple[list[ModuleT], list[Copies] | None]:
     """Does what `replicate` does, for devices that are checked already."""
     # Also returns each submodule with its copies, as `paired` would find them. None if a class
     # takes part in making its copies, because they may then differ.
@@ -105,7 +105,7 @@ def make_replicas(
 
 def _make_replicas(
     module: ModuleT, devices: Sequence[torch.device], detach: bool
-) -> tuple[list[ModuleT], list[Position] | None]:
+) -> tuple[list[ModuleT], list[Copies] | None]:
     layers, wrappers = _layers_to_copy(module)
     paths, modules = zip(*layers, strict=True)
     templates = [shell_state(module) for module in modules]

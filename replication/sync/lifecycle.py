@@ -78,9 +78,9 @@ def _reduce_untracked(owner: Callable[[], Any], protocol: Any) -> Any:
     return kind.__reduce_ex__(twin, protocol)
 
 
-# An attribute and not a hook: ``replica.forward(...)`` runs no hooks, and replicas that torch
-# made share theirs. It refers to the replica weakly, so that no cycle keeps its parameters
-# alive. Copies of the replica do not get it, because it would run the replica itself.
+# An attribute of the replica. A hook would miss ``replica.forward(...)``, which runs no hooks. It
+# refers to the replica weakly, so that no cycle keeps the parameters alive. Copies of the replica
+# do not get it, because it would run the replica itself.
 class TrackedForward:
     """Overrides ``forward`` of a replica, to report when it begins, ends and fails."""
 
@@ -103,21 +103,20 @@ class TrackedForward:
 
     def run(self, work: Callable[[], T], device: torch.device | None = None) -> T:
         """Returns ``work()``, which is the forward of the replica."""
-        outer, begins = this_thread.current, False
+        outer = this_thread.current
         try:
-            begins = self.rendezvous.begin(self.replica)
+            self.rendezvous.begin(self.replica)
             this_thread.current = CurrentReplica(self.rendezvous, self.replica, current_backward())
             return work()
         except BaseException as error:
             # Before the note, so that the other replicas wake up even if making it fails.
             self.rendezvous.fail(self.replica, error)
-            if begins and not isinstance(error, ReplicationError):
+            if not isinstance(error, ReplicationError):  # which names the replicas itself
                 self._add_note(error, device)
             raise
         finally:
             this_thread.current = outer
-            if begins:
-                self.rendezvous.end(self.replica)
+            self.rendezvous.end(self.replica)
 
     def _add_note(self, error: BaseException, device: torch.device | None) -> None:
         note, replica = origin(self.replica, self.rendezvous.size), self.owner()
@@ -176,7 +175,7 @@ def rendezvous_of(replicas: Sequence[Any]) -> Rendezvous | None:
 
 
 def abort_forward(replicas: Sequence[Any]) -> None:
-    """Lets all waits between replicas fail, because the caller has been interrupted."""
+    """Lets all waits between replicas fail, because the caller goes no further."""
     if (rendezvous := rendezvous_of(replicas)) is not None:
         rendezvous.abort("the caller has ended the forward.")
 
@@ -198,10 +197,11 @@ def first_failure_wins(
         rendezvous.take_failure()  # `parallel_apply` may have swallowed it
         return outputs
     except BaseException as error:
-        # A single replica runs in this thread. A Ctrl-C may have come when it ended.
+        # A single replica runs in this thread, and a Ctrl-C may have come when it ended.
         this_thread.current = current
-        abort_forward(replicas)
+        # Taken first, because what replicas raise after the abort only follows from it.
         failure = rendezvous.take_failure()
+        abort_forward(replicas)
         if failure is None or not isinstance(error, Exception):
             failure = error
     try:

@@ -22,9 +22,29 @@ from replication._torch import set_grad_modes
 from replication.devices import current_device, current_stream, use_device
 from replication.errors import ReplicationError
 from replication.sync.lifecycle import CurrentReplica, current_replica
-from replication.sync.rendezvous import Exchange, Rendezvous, Wait, site
+from replication.sync.rendezvous import Exchange, Rendezvous, Wait
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
+
+#: The identifier of the master's own message, and the replica that the master is in.
+_MASTER = 0
+
+#: Messages or replies, each with the identifier of its slave or of the master.
+Identified = list[tuple[Any, Any]]
+
+MasterCallback = Callable[[Identified], Iterable[tuple[Any, Any]]]
+
+
+def calling_replica(name: str) -> CurrentReplica:
+    """The replica whose forward or callback this thread runs, or ReplicationError."""
+    current = current_replica()
+    if current is None:
+        raise ReplicationError(
+            f"{name} connects the replicas of one forward, and this thread runs none of them; "
+            "call it in a replication callback or in a forward, in the replica's own thread (not "
+            "in a recomputation)"
+        )
+    return current
 
 
 class FutureResult:
@@ -46,6 +66,7 @@ class FutureResult:
     """
 
     def __init__(self) -> None:
+        #: Holds the result, if there is one.
         self._box: list[Any] = []
 
     def __reduce__(self) -> tuple[type[FutureResult], tuple[()]]:
@@ -65,7 +86,7 @@ class FutureResult:
                     "previous result was fetched); call get first"
                 )
             self._box.append(result)
-            rendezvous.condition.notify_all()
+            rendezvous.wake()
 
     def get(self) -> Any:
         """Waits for a result, removes it from the mailbox and returns it.
@@ -77,79 +98,55 @@ class FutureResult:
         """
         current = calling_replica("FutureResult.get")
         with current.rendezvous.lock:
-            current.rendezvous.wait(
-                Wait(current.replica, (), site("FutureResult", 1), lambda: self._box)
-            )
+            wait = Wait(current.replica, ("FutureResult", 1), (), lambda: self._box)
+            current.rendezvous.wait(wait)
             return self._box.pop()
-
-
-def calling_replica(name: str) -> CurrentReplica:
-    """The replica whose forward or callback this thread runs, or ReplicationError."""
-    current = current_replica()
-    if current is None:
-        raise ReplicationError(
-            f"{name} connects the replicas of one forward; call it in a replication callback, or "
-            "in a forward by the replica's own thread (not in a recomputation)"
-        )
-    return current
-
-
-#: The identifier of the master's own message, and the replica that the master is in.
-_MASTER = 0
-
-MasterCallback = Callable[[list[tuple[Any, Any]]], Iterable[tuple[Any, Any]]]
 
 
 class Message(NamedTuple):
     identifier: Hashable
-    message: Any
-    #: Of the master: makes the replies, as in the master's thread.
-    reply: Callable[[list[tuple[Any, Any]]], list[Any]] | None = None
+    content: Any
+    #: Makes the replies to all messages. Only the master's message has it.
+    reply: Callable[[Identified], list[Any]] | None = None
 
 
 class Channel(Exchange):
+    """The calls of one master and its slaves in one forward."""
+
     def __init__(self, path: str) -> None:
         super().__init__(path, [_MASTER])
         self.identifiers: set[Hashable] = {_MASTER}
 
-    def register(self, rendezvous: Rendezvous, identifier: Hashable, replica: int) -> SlavePipe:
-        """Adds a slave that is in a replica."""
-        with rendezvous.lock:
-            if identifier in self.identifiers or replica in self.calls:
-                raise ReplicationError(
-                    f"a slave's identifier must be new and not {_MASTER}, and its replica must "
-                    f"have neither the master nor another slave (got {identifier!r} in replica "
-                    f"{replica}, `{self.path}`)"
-                )
-            self.identifiers.add(identifier)
-            self.add(replica)
-        return SlavePipe(identifier, partial(self.send, rendezvous, replica))
+    def register(self, identifier: Hashable, replica: int) -> None:
+        """Adds a slave that is in a replica. The lock is held."""
+        if identifier in self.identifiers or replica in self.calls:
+            raise ReplicationError(
+                f"a slave's identifier must be new and not {_MASTER}, and its replica must have "
+                f"neither the master nor another slave (got {identifier!r} in replica {replica}, "
+                f"`{self.path}`); call register_slave once in each replica except 0"
+            )
+        self.identifiers.add(identifier)
+        self.add(replica)
 
     def send(self, rendezvous: Rendezvous, replica: int, message: Message) -> Any:
-        if calling_replica("run_slave").rendezvous is not rendezvous:
-            raise ReplicationError(
-                f"slave {message.identifier!r} was not registered in this forward, so its master "
-                "never answers; if another toolkit's patch_replication_callback has called the "
-                "callbacks again, remove it"
-            )
         return self(rendezvous, replica, message, self.merge)
 
     def merge(self, messages: list[Message]) -> list[Any]:
-        reply = messages[0].reply  # the master is in replica 0
-        if reply is None:
-            raise ReplicationError(f"`{self.path}`: replica 0 is a slave, not the master")
-        return reply([message[:2] for message in messages])
+        reply: Any = messages[0].reply  # the first message is the master's, which is in replica 0
+        return reply([message[:2] for message in messages])  # type: ignore[no-any-return]
 
 
 class SlavePipe:
     """The connection of a slave to its master. Made by `SyncMaster.register_slave`."""
 
-    def __init__(self, identifier: Hashable, send: Callable[..., Any]) -> None:
+    def __init__(
+        self, identifier: Hashable, connection: tuple[Channel, Rendezvous, int] | None = None
+    ) -> None:
         self.identifier = identifier
-        self._send = send
+        self._connection = connection
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SlavePipe, (self.identifier, _refuse)  # a copy belongs to no forward
+    def __reduce__(self) -> tuple[type[SlavePipe], tuple[Hashable]]:
+        return SlavePipe, (self.identifier,)  # a copy belongs to no forward
 
     def run_slave(self, msg: Any) -> Any:
         """Sends ``msg`` to the master and returns its reply. Gradients flow through both.
@@ -159,17 +156,23 @@ class SlavePipe:
             ReplicasDiverged: The master can no longer reply.
             ReplicationError: The slave was registered in another forward, or no replica calls.
         """
-        return self._send(Message(self.identifier, msg))
+        if self._connection is None:
+            raise ReplicationError(
+                f"the pipe of slave {self.identifier!r} is a copy and belongs to no forward; "
+                "call register_slave in each forward"
+            )
+        channel, rendezvous, replica = self._connection
+        if calling_replica("run_slave").rendezvous is not rendezvous:
+            raise ReplicationError(
+                f"slave {self.identifier!r} was not registered in this forward, so its master "
+                "never answers; if another toolkit's patch_replication_callback has called the "
+                "callbacks again, remove it"
+            )
+        return channel.send(rendezvous, replica, Message(self.identifier, msg))
 
 
-def _refuse(message: Message) -> None:
-    raise ReplicationError(
-        f"the pipe of slave {message.identifier!r} is a copy and belongs to no forward; "
-        "register_slave makes one for each forward"
-    )
-
-
-def replies_to(callback: MasterCallback, path: str, messages: list[tuple[Any, Any]]) -> list[Any]:
+def replies_of(callback: MasterCallback, path: str, messages: Identified) -> list[Any]:
+    """Calls the master's callback. Returns its replies in the order of the messages."""
     answer = callback(messages)
     pairs = list(answer) if isinstance(answer, Iterable) else []
     expected = [identifier for identifier, _ in messages]
@@ -184,17 +187,19 @@ def replies_to(callback: MasterCallback, path: str, messages: list[tuple[Any, An
     return [replies[identifier] for identifier in expected]
 
 
-def replies_as_master(
-    place: tuple[torch.device, Any],
-    modes: dict[str, bool],
-    reply: Callable[[list[tuple[Any, Any]]], list[Any]],
-    messages: list[tuple[Any, Any]],
-) -> list[Any]:
-    """Replies in the thread of any replica, on the device and in the modes of the master's."""
-    with ExitStack() as stack:
-        use_device(stack, *place)
-        set_grad_modes(stack, **modes)
-        return reply(messages)
+def as_in_this_thread(reply: Callable[[Identified], list[Any]]) -> Callable[..., list[Any]]:
+    """Lets any thread call a function on this thread's device, in its stream and its modes."""
+    device = current_device()
+    stream = current_stream(device)
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def call(messages: Identified) -> list[Any]:
+        with ExitStack() as stack:
+            use_device(stack, device, stream)
+            set_grad_modes(stack, grad=grad, inference=inference)
+            return reply(messages)
+
+    return call
 
 
 class SyncMaster:
@@ -251,8 +256,10 @@ class SyncMaster:
         """
         current = calling_replica("register_slave")
         channel = self._channel(current)
+        with current.rendezvous.lock:
+            channel.register(identifier, current.replica)
         self._has_slaves = True
-        return channel.register(current.rendezvous, identifier, current.replica)
+        return SlavePipe(identifier, (channel, current.rendezvous, current.replica))
 
     def _channel(self, current: CurrentReplica) -> Channel:
         channels = current.rendezvous.channels
@@ -275,14 +282,10 @@ class SyncMaster:
             ReplicationError: The callback did not reply to every message, or no replica calls.
         """
         if current_replica() is None and not self._has_slaves:  # a layer that is the only copy
-            return replies_to(self._master_callback, "SyncMaster", [(_MASTER, master_msg)])[0]
-        current, device = calling_replica("run_master"), current_device()
+            return replies_of(self._master_callback, "SyncMaster", [(_MASTER, master_msg)])[0]
+        current = calling_replica("run_master")
         channel = self._channel(current)
-        reply = partial(
-            replies_as_master,
-            (device, current_stream(device)),
-            {"grad": torch.is_grad_enabled(), "inference": torch.is_inference_mode_enabled()},
-            partial(replies_to, self._master_callback, channel.path),
-        )
+        # The last replica to arrive calls the callback. Its thread must not change the bits.
+        reply = as_in_this_thread(partial(replies_of, self._master_callback, channel.path))
         message = Message(_MASTER, master_msg, reply)
-        return channel(current.rendezvous, _MASTER, message, channel.merge)
+        return channel.send(current.rendezvous, _MASTER, message)

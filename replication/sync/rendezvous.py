@@ -5,22 +5,24 @@
     replica 2    message ──┘
 
 Problem: a replica waits for a message that may never come, because the other replica has raised,
-has ended, or waits itself. A thread that waits for ever hangs the program.
+has ended, or waits itself. A thread that waits forever hangs the program.
 
 The obvious way is a time limit for each wait. But a replica may compute for any time before it
 sends, so every limit is too short for some forwards and too long for all errors.
 
-Idea: the rendezvous knows which replicas are running, and for whom each wait waits. One rule,
-`Rendezvous.check`, then decides that a wait can no longer end. All waits of the forward fail at
-once, and no new one begins. A wait ends with its value, `ReplicaFailed` (a replica raised) or
-`ReplicasDiverged` (no replica can send the value any more).
+Idea: the rendezvous knows what each replica does, and which waits are open: who waits, for whom,
+and at which call. One rule, `Rendezvous.check`, then decides that a wait can't succeed, because it
+misses a replica that has ended or doesn't take part, or because every replica that has not ended
+waits. Then the forward is aborted: all of its waits raise at once, and no new one begins. So a
+wait ends with its value, with `ReplicasDiverged` (the rule has decided), or with `ReplicaFailed`
+(a replica has raised, or the caller was interrupted).
 
-Two cases stay unknown. Then waits fail after `STALL_TIMEOUT`:
+The rule can't decide two cases, in which waits fail after `STALL_TIMEOUT`:
 
     * A replica has not begun. It may be about to run, or its turn may come after the waiting
       replica in the same thread.
-    * A thread that a replica has started waits. The replica's own thread may be computing, or
-      waiting for that one.
+    * A thread that a replica has started waits. The replica's own thread may be computing, or it
+      may be waiting for that one.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -41,47 +44,74 @@ from replication.errors import (
     listed,
 )
 
-#: The seconds after which a wait fails if it is unknown whether its value will arrive.
+#: Seconds after which a wait fails if it is unknown whether its value will arrive.
 STALL_TIMEOUT = 20.0
 
-#: What a replica does, in the words of messages.
-NEW, RUNS, ENDED, ABSENT = "has not begun", "runs", "has ended", "does not run"
+#: Seconds after which a waiting thread looks for itself, because an interrupt can lose the
+#: notification that should wake it.
+LOOK_AGAIN = 1.0
 
-#: Returns one reply for each message, in order. Messages are in the order of the replicas.
+_DIVERGED = (
+    "the replicas have diverged. Every replica must make the same calls in the same order: look "
+    "for branches that depend on data, and for layers in eval() in one replica only."
+)
+
+#: Returns one reply for each message. Both are in the order of the replicas.
 Merge = Callable[[list[Any]], Iterable[Any]]
 
 
-def site(path: str, call: int) -> str:
-    return f"`{path}`, call {call}"
+#: The path of a layer, and the number of the call.
+Place = tuple[str, int]
+
+
+def site(place: Place) -> str:
+    return f"`{place[0]}`, call {place[1]}"
+
+
+class State(Enum):
+    """What a replica does, in the words of messages."""
+
+    NEW = "has not begun"
+    RUNS = "runs"
+    ENDED = "has ended"
+    ABSENT = "does not run"
+
+
+_GONE = (State.ENDED, State.ABSENT)
+
+
+class Wait:
+    """The wait of a replica in this thread. It is open until ``is_over()``.
+
+    Args:
+        place: The call at which it waits.
+        missing: The replicas whose messages it needs, which shrink as messages arrive. None of
+            them in particular if any replica can end the wait.
+    """
+
+    def __init__(
+        self, replica: int, place: Place, missing: Collection[int], is_over: Callable[[], object]
+    ) -> None:
+        self.replica, self.place, self.missing, self.is_over = replica, place, missing, is_over
+        self.thread = threading.get_ident()
 
 
 class Abort(NamedTuple):
-    """The reason why every wait of a forward fails."""
+    """Why every wait of a forward fails."""
 
     kind: type[ReplicationError]
     reason: str
     cause: BaseException | None
 
-    def error(self, replica: int, place: str) -> ReplicationError:
+    def error(self, replica: int, place: Place) -> ReplicationError:
         """Makes the error of a replica that is at a call."""
-        # A new error each: the traceback of a shared one would grow with each replica.
-        names_all = self.kind is ReplicasDiverged  # see `Rendezvous._positions`
-        where = "" if names_all else f" Replica {replica} was at {place}."
-        error = self.kind(self.reason + where)
+        # Each replica raises its own error: the traceback of a shared one would grow with each.
+        reason = self.reason
+        if self.kind is ReplicaFailed:  # the other reasons say where each replica is
+            reason += f" Replica {replica} was at {site(place)}."
+        error = self.kind(reason)
         error.__cause__ = self.cause
         return error
-
-
-# `missing` is the set of replicas that it waits for, which shrinks as messages arrive, or () if
-# any replica may end the wait.
-class Wait:
-    """The wait of a replica, until ``is_over()``."""
-
-    def __init__(
-        self, replica: int, missing: Collection[int], place: str, is_over: Callable[[], object]
-    ) -> None:
-        self.replica, self.missing, self.place, self.is_over = replica, missing, place, is_over
-        self.thread = threading.get_ident()
 
 
 class Rendezvous:
@@ -89,19 +119,25 @@ class Rendezvous:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        #: Guards all of this and the rounds of exchanges.
+        #: Guards all of this, and the rounds of exchanges.
         self.lock = threading.RLock()
-        #: Notified when a wait may be over. It has methods in Python, so `lock` is locked.
+        #: Notified when a wait may be over. Code locks `lock` itself, because an interrupt between
+        #: the lines of the condition's `__enter__` would leave it locked.
         self.condition = threading.Condition(self.lock)
+        #: Lets waiting threads look whether their waits are over. The lock is held.
+        self.wake = self.condition.notify_all
+        #: The waits that have begun and whose threads have not gone on.
         self.waits: list[Wait] = []
+        #: The number of merges in progress. One that fails stays counted, but aborts the forward.
+        self.merging = 0
         self.aborted: Abort | None = None
-        #: Whether all of this forward is inside a backward, which runs in the caller's thread.
+        #: Whether this whole forward is inside a backward, which runs in the caller's thread.
         self.in_backward = False
         #: The channel of each `SyncMaster` in this forward.
         self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         #: The rendezvous of the outer forward, if this forward runs inside one of its replicas.
         self.outer: Rendezvous | None = None
-        self._states = [NEW] * size
+        self._states = [State.NEW] * size
         self._threads = [0] * size
         self._failure: BaseException | None = None
 
@@ -110,36 +146,35 @@ class Rendezvous:
     def expect_only(self, replicas: Collection[int]) -> None:
         """Reports that these replicas are about to run, and no others."""
         with self.lock:
-            self._states = [NEW if r in replicas else ABSENT for r in range(self.size)]
+            self._states = [
+                State.NEW if replica in replicas else State.ABSENT for replica in range(self.size)
+            ]
 
-    def begin(self, replica: int) -> bool:
-        """Reports that a forward begins. Returns False if the replica runs already."""
+    def begin(self, replica: int) -> None:
+        """Reports that a forward begins, in this thread."""
         with self.lock:
-            if self._states[replica] == RUNS:
-                return False
-            self._states[replica], self._threads[replica] = RUNS, threading.get_ident()
-            return True
+            self._states[replica], self._threads[replica] = State.RUNS, threading.get_ident()
 
     def end(self, replica: int) -> None:
         """Reports that a forward ends, by returning or by raising (see `fail`)."""
         with self.lock:
-            self._states[replica] = ENDED
+            self._states[replica] = State.ENDED
             self.check()
 
     def has_ended(self, replica: int) -> bool:
-        return self._states[replica] == ENDED
+        return self._states[replica] is State.ENDED
 
     def fail(self, replica: int, error: BaseException) -> None:
         """Reports that a replica has raised."""
         with self.lock:
+            # A `ReplicaFailed` only follows from the first failure.
             if self._failure is None and not isinstance(error, ReplicaFailed):
                 self._failure = error
-        # The error's own code makes its text, so the lock is not held.
-        reason = f"replica {replica} of {self.size} failed with {describe_error(error)}."
-        self.abort(reason, error, kind=ReplicaFailed)
+        # The lock is not held, because the error's own code makes its text.
+        self.abort(f"replica {replica} of {self.size} failed with {describe_error(error)}.", error)
 
     def take_failure(self) -> BaseException | None:
-        """Drops the first failure, because its frames refer to the replicas, and returns it."""
+        """Returns the first failure and forgets it, because its frames refer to the replicas."""
         with self.lock:
             failure, self._failure = self._failure, None
             if self.aborted is not None:
@@ -152,16 +187,15 @@ class Rendezvous:
         self,
         reason: str,
         cause: BaseException | None = None,
-        *,
-        kind: type[ReplicationError] = ReplicationError,
+        kind: type[ReplicationError] = ReplicaFailed,
     ) -> None:
-        """Fails all waits, now and later, for the reason of the first call."""
+        """Lets all waits fail, now and later, for the reason of the first call."""
         with self.lock:
             self.aborted = self.aborted or Abort(kind, reason, cause)
-            self.condition.notify_all()
+            self.wake()
 
     def wait(self, wait: Wait) -> None:
-        """Blocks until the wait is over, or raises. The lock is held before and after."""
+        """Blocks until a wait is over, or raises. The lock is held before and after."""
         self.waits.append(wait)
         late = time.monotonic() + STALL_TIMEOUT
         try:
@@ -169,69 +203,78 @@ class Rendezvous:
                 self.check(is_late=time.monotonic() >= late)
                 if self.aborted is not None:
                     raise self.aborted.error(wait.replica, wait.place)
-                # An interrupt may lose a notification, so it looks once a second.
-                self.condition.wait(min(1.0, STALL_TIMEOUT))
+                self.condition.wait(LOOK_AGAIN)
         finally:
             self.waits.remove(wait)
 
     def check(self, *, is_late: bool = False) -> None:
-        """Aborts the forward if one of its waits can no longer end."""
-        # The lock is held, and a wait has begun or gone on, or a replica has ended.
-        waits = [wait for wait in self.waits if not wait.is_over()]
-        some_are_over = ENDED in self._states or ABSENT in self._states
-        if not (some_are_over or is_late) and len(waits) < self.size:
-            return  # nearly always: a replica runs
-        is_merging = any(wait.missing == set() for wait in waits)  # all messages are there
-        if not waits or is_merging or self.aborted is not None:
+        """Aborts the forward if one of its waits can't succeed.
+
+        Called, with the lock held, when a wait begins or is woken and when a replica ends. A merge
+        that ends wakes the waits. So each state is checked by the thread that brings it about.
+        """
+        states = self._states
+        some_are_gone = State.ENDED in states or State.ABSENT in states
+        if not (some_are_gone or is_late) and len(self.waits) < self.size:
+            return  # nearly always: a replica computes
+        open_waits = [wait for wait in self.waits if not wait.is_over()]
+        # A merge in progress ends some waits. It may run in a thread that a waiting replica has
+        # started, so even if every replica waits, nothing is certain until it is over.
+        if not open_waits or self.merging:
             return
-        missing = {replica for wait in waits for replica in wait.missing}
-        over = {r for r, state in enumerate(self._states) if state in (ENDED, ABSENT)}
-        # The own thread of a replica may be computing while another of its threads waits.
-        waiting = {w.replica for w in waits if is_late or w.thread == self._threads[w.replica]}
-        new = sorted(r for r in missing if self._states[r] == NEW)
-        if missing & over or len(waiting | over) == self.size:
-            reason = (
-                "the replicas have diverged. Every replica must make the same calls in the same "
-                "order: look for branches that depend on data, and for layers in eval() in one "
-                "replica only."
-            )
-        elif is_late and new:
+        gone = {r for r in range(self.size) if states[r] in _GONE}
+        # If another thread of a replica waits, for example one of two parallel branches, the
+        # replica's own thread may be computing, and send what others wait for.
+        waiting = {w.replica for w in open_waits if w.thread == self._threads[w.replica]}
+        if is_late:  # what was unknown counts as certain
+            gone |= {r for r in range(self.size) if states[r] is State.NEW}
+            waiting = {wait.replica for wait in open_waits}
+        missing = {replica for wait in open_waits for replica in wait.missing}
+        if missing & gone or len(waiting | gone) == self.size:
+            self.abort(self._reason(missing, open_waits), kind=ReplicasDiverged)
+
+    def _reason(self, missing: set[int], open_waits: list[Wait]) -> str:
+        """Says why a wait can't succeed, with a line for each replica."""
+        states = self._states
+        new = [replica for replica in sorted(missing) if states[replica] is State.NEW]
+        reason = _DIVERGED
+        if new and not any(states[replica] in _GONE for replica in missing):
             reason = (
                 f"{listed(new)} did not begin within {STALL_TIMEOUT:g} s. Replicas that "
-                "communicate must run at the same time, each in a thread of its own."
+                "communicate must run at the same time, each in its own thread."
             )
-        else:
-            return
-        self.abort(reason + self._positions(waits), kind=ReplicasDiverged)
-
-    def _positions(self, waits: list[Wait]) -> str:
-        """A line for each replica."""
-        texts = self._states[:]
-        for wait in waits:
-            texts[wait.replica] = f"waits at {wait.place}"
-            if self._states[wait.replica] != RUNS:
-                texts[wait.replica] += (
+        positions = [state.value for state in states]
+        for wait in open_waits:
+            positions[wait.replica] = f"waits at {site(wait.place)}"
+            if states[wait.replica] is not State.RUNS:
+                positions[wait.replica] += (
                     ", outside the forward (in a recomputation, by another method, or through a "
                     "part of the replica)"
                 )
-        return "".join(f"\n  replica {r}: {text}" for r, text in enumerate(texts))
+        lines = [f"\n  replica {replica}: {text}" for replica, text in enumerate(positions)]
+        return reason + "".join(lines)
 
 
 class Round:
-    """The state of one call of an exchange. Only the participants refer to it."""
+    """One call of an exchange."""
 
     def __init__(self, replicas: Iterable[int]) -> None:
-        self.messages: dict[int, Any] = {}
         self.missing = set(replicas)
+        self.messages: dict[int, Any] = {}
         self.replies: dict[int, Any] = {}
 
 
-# `path` names the calls in messages.
+# It refers to no rendezvous, because the rendezvous may refer to it.
 class Exchange:
-    """The sequence of calls that some replicas of one forward make together."""
+    """The calls that some replicas of one forward make together, one after the other.
+
+    Args:
+        path: The name of the calls in messages.
+    """
 
     def __init__(self, path: str, replicas: Iterable[int]) -> None:
         self.path = path
+        #: How often each replica has called.
         self.calls = dict.fromkeys(replicas, 0)
         self._round = Round(self.calls)
 
@@ -240,7 +283,6 @@ class Exchange:
         self.calls[replica] = 0
         self._round.missing.add(replica)
 
-    # The rendezvous is not kept, as it may refer to the exchange.
     def __call__(self, rendezvous: Rendezvous, replica: int, message: Any, merge: Merge) -> Any:
         """Sends a message, and returns the reply once the messages of all are merged."""
         with named_range(f"exchange {self.path}, replica {replica}"):
@@ -248,10 +290,11 @@ class Exchange:
                 current = self._round
                 if replica in current.messages:
                     raise ReplicationError(
-                        f"`{self.path}`: replica {replica} calls it in several threads at a time"
+                        f"`{self.path}`: replica {replica} calls it in several threads at a time; "
+                        "call it in one thread of the replica"
                     )
                 self.calls[replica] += 1
-                place = site(self.path, self.calls[replica])
+                place = self.path, self.calls[replica]
                 if rendezvous.aborted is not None:
                     raise rendezvous.aborted.error(replica, place)
                 current.messages[replica] = message
@@ -260,30 +303,34 @@ class Exchange:
                     self._await_reply(rendezvous, replica, current, place)
                     return current.replies.pop(replica)
                 self._round = Round(self.calls)
+                rendezvous.merging += 1
             try:
                 return self._merge(rendezvous, replica, current, merge)
             except BaseException as error:
-                rendezvous.fail(replica, error)  # the others wait for replies
+                rendezvous.fail(replica, error)  # the others wait for their replies
                 raise
 
     def _await_reply(
-        self, rendezvous: Rendezvous, replica: int, current: Round, place: str
+        self, rendezvous: Rendezvous, replica: int, current: Round, place: Place
     ) -> None:
         is_over = partial(current.replies.__contains__, replica)
-        wait = Wait(replica, current.missing, place, is_over)
         try:
             with named_range(f"wait {self.path}, replica {replica}"):
-                rendezvous.wait(wait)
-        except BaseException:  # the message is taken back, as it may refer to the exchange
-            if current.messages.pop(replica, None) is not None:
+                rendezvous.wait(Wait(replica, place, current.missing, is_over))
+        except BaseException:
+            # Unless another thread merges, the message is taken back, because it may refer to this
+            # exchange, and only the garbage collector would free the two.
+            if current.missing:
+                del current.messages[replica]
                 current.missing.add(replica)
             raise
 
     def _merge(self, rendezvous: Rendezvous, replica: int, current: Round, merge: Merge) -> Any:
         replicas = sorted(current.messages)
-        # Not in a variable: graphs in the messages may hold the replicas.
+        # No variable holds the messages, because the traceback of an error refers to this frame.
         replies = merge(list(map(current.messages.pop, replicas)))
         with rendezvous.lock:
             current.replies.update(zip(replicas, replies, strict=True))
-            rendezvous.condition.notify_all()
+            rendezvous.merging -= 1
+            rendezvous.wake()
             return current.replies.pop(replica)

@@ -10,18 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from replication import (
     CallbackContext,
     DataParallel,
     execute_replication_callbacks,
     patch_replication_callback,
-    register_replication_callback,
     replicate,
 )
 from syncbn import convert_model
-from tests.layers import Centering, CustomDataParallel, copied_each_way, pickled
+from tests.layers import Centering, CustomDataParallel
 
 
 class Recorder(nn.Module):
@@ -102,7 +100,7 @@ def test_paths_of_contexts_are_those_of_named_modules(kind):
     net.register_module("absent", None)
     paths = []
     for module in net.modules():
-        register_replication_callback(module, lambda m, ctx, copy_id: paths.append(ctx.path))
+        module.__data_parallel_replicate__ = lambda ctx, copy_id: paths.append(ctx.path)
     model = DataParallel(net, ["cpu"] * 2)
     model.replicate(net, model.device_ids)
     assert paths == [path for path, _ in net.named_modules()] * 2
@@ -165,22 +163,18 @@ class Refuses(nn.Module):
 @pytest.mark.parametrize("refused", [0, 1, 2])
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
 @pytest.mark.parametrize("is_root", [False, True])
-@pytest.mark.parametrize("is_registered", [False, True])
-def test_error_in_a_callback_names_the_module_and_the_copy(refused, error, is_root, is_registered):
-    def refuse(*arguments: Any) -> None:
-        if arguments[-1] == refused:
+def test_error_in_a_callback_names_the_module_and_the_copy(refused, error, is_root):
+    def refuse(ctx: CallbackContext, copy_id: int) -> None:
+        if copy_id == refused:
             raise raised
 
-    raised, layer = error("callback"), nn.ReLU() if is_registered else Refuses(refuse)
-    if is_registered:
-        register_replication_callback(layer, refuse)
+    raised, layer = error("callback"), Refuses(refuse)
     net = layer if is_root else nn.Sequential(nn.ReLU(), nn.Sequential(layer))
     with pytest.raises(error) as caught:
         execute_replication_callbacks(copies(net, 3))
     assert caught.value is raised
-    name = "a registered callback" if is_registered else "__data_parallel_replicate__"
-    where = f"`{'(root)' if is_root else '1.0'}` ({type(layer).__name__})"
-    assert raised.__notes__ == [f"in {name} of {where}, copy {refused} of 3"]
+    where = f"`{'(root)' if is_root else '1.0'}` (Refuses), copy {refused} of 3"
+    assert raised.__notes__ == [f"in __data_parallel_replicate__ of {where}"]
 
 
 # -- patch_replication_callback ----------------------------------------------------------------
@@ -231,34 +225,20 @@ def test_patch_refuses_a_method_on_the_object_which_would_hide_its_own(name):
     assert recorded(model) == BOTH
 
 
-class RebuildsItself(CustomDataParallel):
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.module, len(self.device_ids))
-
-
-@copied_each_way
-@pytest.mark.parametrize("kind", [CustomDataParallel, RebuildsItself])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 @pytest.mark.parametrize("is_first", [False, True])
-def test_copy_of_a_patched_data_parallel_is_patched_independently(copied, kind, is_first):
-    model = kind(Recorder([], "root"), 2)
+def test_copy_of_a_patched_data_parallel_is_patched_independently(copied, is_first):
+    model = unpatched()
     handle = patch_replication_callback(model)
     twin = copied(model)
-    for removed in (handle, patch_replication_callback(twin))[:: 1 if is_first else -1]:
-        assert recorded(model if removed is handle else twin) == BOTH
-        removed.remove()
-        assert recorded(model if removed is handle else twin) == []
-    assert type(twin) is type(model) is kind
-    assert set(vars(twin)) == set(vars(model)) == set(vars(unpatched()))
-
-
-@copied_each_way
-def test_copy_of_a_patched_data_parallel_runs_on_its_own_devices(copied):
-    model = unpatched()
-    patch_replication_callback(model)
-    twin = copied(model)
     twin.device_ids = ["cpu"] * 3
-    assert recorded(twin, torch.zeros(6, 1)) == [*BOTH, ("root", 2)]
-    assert recorded(model, torch.zeros(6, 1)) == BOTH
+    everyone = [*BOTH, ("root", 2)]
+    for removed in (handle, patch_replication_callback(twin))[:: 1 if is_first else -1]:
+        one, expected = (model, BOTH) if removed is handle else (twin, everyone)
+        assert recorded(one, torch.zeros(6, 1)) == expected
+        removed.remove()
+        assert recorded(one, torch.zeros(6, 1)) == []
+    assert type(twin) is type(model) is CustomDataParallel
 
 
 def test_patched_data_parallel_in_a_replica_runs_the_replicas_own_methods():
@@ -307,101 +287,6 @@ def test_patch_leaves_our_own_class_as_it_is():
     assert recorded(model) == BOTH
     handle.remove()
     assert recorded(model) == BOTH
-
-
-# -- registered callbacks ----------------------------------------------------------------------
-
-
-def set_number(module: nn.Module, ctx: CallbackContext, copy_id: int) -> None:
-    module.number = copy_id
-
-
-def test_registered_callback_is_called_on_each_copy_of_its_module_only():
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    register_replication_callback(net[1], set_number)
-    replicas = copies(net, 3)
-    execute_replication_callbacks(replicas)
-    assert [replica[1].number for replica in replicas] == [0, 1, 2]
-    assert not any(hasattr(m, "number") for m in (net[0], net[1], *(r[0] for r in replicas)))
-
-
-def test_registered_callbacks_come_after_the_method_in_their_order_with_its_context():
-    out: list[Any] = []
-    module = Recorder(out, "method")
-    for name in ("first", "second"):
-        register_replication_callback(
-            module, lambda m, ctx, copy_id, name=name: out.append((name, copy_id, ctx))
-        )
-    execute_replication_callbacks(copies(module, 2))
-    names = ["method", "first", "second"]
-    assert [(name, i) for name, i, _ in out] == [(n, i) for i in range(2) for n in names]
-    assert len({id(ctx) for _, _, ctx in out}) == 1
-
-
-def test_handle_takes_the_callback_away():
-    linear = nn.Linear(1, 1)
-    handle = register_replication_callback(linear, set_number)
-    handle.remove()
-    handle.remove()
-    (replica,) = replicas = copies(linear, 1)
-    execute_replication_callbacks(replicas)
-    assert not hasattr(replica, "number")
-    with register_replication_callback(linear, set_number):
-        (replica,) = replicas = copies(linear, 1)
-    execute_replication_callbacks(replicas)
-    assert not hasattr(replica, "number")
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_copy_of_a_module_has_its_callbacks_and_is_independent(copied):
-    linear = nn.Linear(1, 1)
-    handle = register_replication_callback(linear, set_number)
-    twin = copied(linear)
-    handle.remove()
-    (replica,) = replicas = copies(twin, 1)
-    execute_replication_callbacks(replicas)
-    assert replica.number == 0
-    assert list(twin.state_dict()) == ["weight", "bias"]
-
-
-def test_callbacks_of_a_module_that_came_from_another_process_are_kept(monkeypatch):
-    """The numbers of handles also begin at 0 there."""
-    monkeypatch.setattr(RemovableHandle, "next_id", 0)
-    linear = nn.Linear(1, 1)
-    register_replication_callback(linear, set_number)
-    RemovableHandle.next_id = 0
-    handle = register_replication_callback(linear, set_number)
-    assert len(linear._replication_callbacks) == 2
-    handle.remove()
-    assert len(linear._replication_callbacks) == 1
-
-
-def test_bound_method_of_a_replicated_module_is_called_on_the_replica():
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.ReLU()
-            self.told = None
-            register_replication_callback(self.layer, self.tell)
-
-        def tell(self, module: nn.Module, ctx: CallbackContext, copy_id: int) -> None:
-            self.told = copy_id
-
-    root = Root()
-    replicas = copies(root, 2)
-    execute_replication_callbacks(replicas)
-    assert [replica.told for replica in replicas] == [0, 1]
-    assert root.told is None
-
-
-def test_registration_refuses_anything_else():
-    with pytest.raises(TypeError, match=r"expected a torch.nn.Module \(got type\)"):
-        register_replication_callback(nn.Linear, set_number)
-    for module in (copies(nn.Linear(1, 1), 1)[0], DataParallel(nn.Linear(1, 1), ["cpu"])):
-        with pytest.raises(TypeError, match="a DataParallel or a replica has no callbacks"):
-            register_replication_callback(module, set_number)
-    with pytest.raises(TypeError, match=r"expected a callable \(got int\)"):
-        register_replication_callback(nn.Linear(1, 1), 3)
 
 
 # -- in networks -------------------------------------------------------------------------------

@@ -112,10 +112,12 @@ def test_copy_of_a_context_keeps_its_attributes_and_belongs_to_no_forward(copied
     twin = copied(ctx)
     assert (twin.num_copies, twin.path, twin.devices) == (2, "1.0", ctx.devices)
     for call in (lambda: twin.group(0), twin.kept.barrier):
-        with pytest.raises(ReplicationError, match=r"`1\.0`: the context or group is a copy"):
+        with pytest.raises(
+            ReplicationError, match=r"`1\.0`: a CallbackContext and its groups belong"
+        ):
             call()
 
 
 def test_context_made_by_hand_for_several_copies_has_no_groups():
-    with pytest.raises(ReplicationError, match="was made by hand"):
+    with pytest.raises(ReplicationError, match="was copied or created by hand"):
         CallbackContext(2).group(0)

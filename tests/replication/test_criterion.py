@@ -180,5 +180,5 @@ def test_all_replicas_or_none_must_return_a_weight():
         def forward(self, x):
             return x.sum(), x.sum() if len(x) == 2 else None
 
-    with pytest.raises(TypeError, match=r"Sometimes must return the weight .* in all replicas"):
+    with pytest.raises(TypeError, match=r"Sometimes must return a weight in every replica"):
         DataParallelCriterion(Sometimes(), ["cpu"] * 2)(torch.ones(3, 2))

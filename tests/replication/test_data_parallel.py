@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import replication
-import replication.sync.rendezvous
 from replication import DataParallel, data_parallel, patch_replication_callback
 from syncbn import convert_model
 from tests.junk import nested

@@ -351,12 +351,6 @@ def test_cpu_keywords_are_split_but_not_moved():
     assert [len(kw["boxes"]) for kw in kwargs] == [2, 2]
 
 
-@pytest.mark.parametrize(("length", "parts"), [(5, [2, 2, 1]), (7, [3, 2, 2]), (1, [1, 0, 0])])
-def test_cpu_keywords_may_have_a_length_of_their_own(length, parts):
-    model = echo(3, cpu_keywords=["boxes"], gather_to_one_device=False)
-    assert lengths(model(torch.zeros(5), boxes=torch.zeros(length))["boxes"]) == parts
-
-
 def test_cpu_keywords_keep_their_gradients():
     boxes = torch.randn(5, 2, requires_grad=True)
     weights = torch.randn(5, 2)

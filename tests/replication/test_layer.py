@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from replication import (
     DataParallel,
     ReplicaAware,
-    ReplicationError,
     UnsynchronizedWarning,
     patch_replication_callback,
-    register_replication_callback,
     warning,
 )
 from replication.warning import once_for
@@ -99,7 +97,9 @@ def test_replica_without_a_group_warns_once_and_names_the_remedy():
     assert y.tolist() == [[1]] * 3
     (found,) = caught
     assert found.category is UnsynchronizedWarning
-    assert "Total() is in a replica that is not connected to the others" in str(found.message)
+    assert "Total() is not synchronized, because its replica is not connected" in str(
+        found.message
+    )
     assert "patch_replication_callback(model)" in str(found.message)
 
 
@@ -161,33 +161,6 @@ def test_replica_of_a_replica_without_a_group_does_not_take_the_outer_group():
     with pytest.warns(UserWarning, match="is not connected to the others"):
         y = DataParallel(nn.Sequential(inner), ["cpu"] * 2)(torch.ones(8, 1))
     assert y.tolist() == [[2]] * 8
-
-
-@pytest.mark.parametrize("make", [Total, lambda: SynchronizedBatchNorm1d(1)])
-def test_layer_that_a_signal_handler_calls_while_callbacks_run_is_alone_and_no_part_of_them(make):
-    layer, seen = make(), []
-    expected = layer(torch.ones(2, 1))
-    net = nn.Sequential(Total())
-    register_replication_callback(net, lambda *_: seen.append(layer(torch.ones(2, 1))))
-    DataParallel(net, ["cpu"] * 2)(torch.ones(2, 1))  # without a warning
-    torch.testing.assert_close(seen, [expected] * 2)
-
-
-def test_group_that_was_taken_before_there_were_replicas_is_refused_in_them():
-    class Early(Total):
-        def __init__(self) -> None:
-            super().__init__()
-            self.early = self.group
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.early.all_reduce(x.sum(0)).expand_as(x)
-
-    layer = Early()
-    assert layer(torch.ones(2, 1)).tolist() == [[2]] * 2
-    with pytest.raises(
-        ReplicationError, match=r"Early: .* calls all_reduce .*; read self\.group in"
-    ):
-        DataParallel(layer, ["cpu"] * 2)(torch.ones(2, 1))
 
 
 # -- life --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,6 +28,7 @@ from replication.sync.lifecycle import (
     tracked_forwards,
 )
 from syncbn import SynchronizedBatchNorm1d
+from tests.deadlines import Deadline, ends, soon
 from tests.layers import (
     DEADLINE,
     AsTorchDoes,
@@ -39,6 +41,7 @@ from tests.layers import (
     Numbered,
     Recomputed,
     Repeat,
+    Stock,
     SwallowingErrors,
     as_torch_does,
     copied_each_way,
@@ -102,15 +105,18 @@ def test_errors_of_the_package_name_the_replicas_themselves():
     assert type(error) is ReplicationError and not hasattr(error, "__notes__")
 
 
-def test_hook_of_the_root_that_fails_is_seen():
+@pytest.mark.parametrize("wrap", [ours, patched(Stock)], ids=["ours", "torch's own, patched"])
+def test_hook_of_the_root_that_fails_is_seen(wrap):
     def fail_in_copy_1(module: Repeat, args: Any) -> None:
         if module.copy_id == 1:
             raise LayerError
 
     root = Repeat(Centering(), (1, 1, 1))
     root.register_forward_pre_hook(fail_in_copy_1)
+    at_once = Deadline(5.0)
     with pytest.raises(LayerError):
-        ours(root, 3)(torch.randn(6, 2))
+        wrap(root, 3)(torch.randn(6, 2))
+    assert not at_once.has_passed()
 
 
 @runners
@@ -127,6 +133,27 @@ def test_omitted_replica_does_not_block_the_others():
     replicas = watched(Centering(), 3)
     with pytest.raises(ReplicasDiverged, match="replica 2: does not run"):
         parallel_apply(replicas[:2], [torch.ones(1, 1)] * 2)
+
+
+def test_an_error_of_the_runner_itself_wakes_the_replicas_and_is_raised():
+    """Guarantee 5: what the replicas raise follows from it."""
+    threads, outcomes = [], []
+
+    class Fails(CustomDataParallel):
+        def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+            def run() -> None:
+                outcomes.append(outcome_of(partial(replicas[0], *inputs[0])))
+
+            threads.append(threading.Thread(target=run))
+            threads[0].start()
+            assert soon(lambda: rendezvous_of(replicas).waits)
+            raise LayerError
+
+    with pytest.raises(LayerError):
+        patched(Fails)(Centering(), 2)(torch.randn(4, 2))
+    assert ends(threads[0])
+    text = "the caller has ended the forward. Replica 0 was at `(root)`, call 1"
+    assert (type(outcomes[0].error), str(outcomes[0].error)) == (ReplicaFailed, text + ".")
 
 
 # -- a caller that swallows errors -------------------------------------------------------------

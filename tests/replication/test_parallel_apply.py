@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import signal
-import sys
 import threading
 import traceback
 import weakref
@@ -27,9 +26,6 @@ from tests.layers import (
 )
 from tests.processes import run_program
 from tests.sharded import BATCH, norm, whole_batch
-
-threads: Any = sys.modules["replication.steps.parallel_apply"]  # the package names the function so
-workers: Any = sys.modules["replication.steps.workers"]
 
 
 class Call(nn.Module):
@@ -234,8 +230,6 @@ of_unix = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs Uni
 @pytest.mark.parametrize(
     ("name", "printed"),
     [
-        # A forward shares no lock with another, so foreign code may interrupt it anywhere.
-        pytest.param("interrupted_by_itself", "done\n", marks=of_unix),
         pytest.param("forks_beside_a_forward", "done\n", marks=of_unix),
         # Torch aborts if the interpreter ends in the middle of an operation.
         pytest.param("exits_with_a_busy_replica", "interrupted\n", marks=of_unix),
@@ -292,10 +286,3 @@ def test_replicas_share_the_threads_that_the_caller_has_now():
                 )
     finally:
         torch.set_num_threads(1)
-
-
-@pytest.mark.slow
-def test_an_interrupted_forward_lets_the_interpreter_end():
-    """A thread in the middle of an operation of torch made it abort."""
-    done = run_program("interrupts_a_forward")
-    assert done.returncode == 3, done.stderr

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from replication import ReplicasDiverged
+from replication import ReplicaFailed, ReplicasDiverged
 from replication.sync import rendezvous as module
 from replication.sync.lifecycle import CurrentReplica
-from replication.sync.rendezvous import Rendezvous, Wait, site
+from replication.sync.rendezvous import Exchange, Place, Rendezvous, Wait
 from tests.layers import DEADLINE, Outcome, outcome_of, soon, together, values
+from tests.properties import examples
 
 
 class Waiting:
     """A wait of a replica in a thread of its own, which may be the replica's."""
 
     def __init__(
-        self, rendezvous: Rendezvous, replica: int, *missing: int, place: str = site("layer", 1)
+        self, rendezvous: Rendezvous, replica: int, *missing: int, place: Place = ("layer", 1)
     ) -> None:
         self.rendezvous, self.is_over, self.outcome = rendezvous, False, Outcome()
-        self.wait = Wait(replica, missing, place, lambda: self.is_over)
+        self.wait = Wait(replica, place, missing, lambda: self.is_over)
         self.thread = threading.Thread(target=self._block)
         begin = len(rendezvous.waits)
         self.thread.start()
@@ -41,6 +53,11 @@ class Waiting:
         self.thread.join(DEADLINE)
         assert not self.thread.is_alive()
         return self.outcome.error
+
+
+def stall_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STALL_TIMEOUT", 0.05)
+    monkeypatch.setattr(module, "LOOK_AGAIN", 0.01)
 
 
 def begun(size: int) -> Rendezvous:
@@ -84,7 +101,7 @@ def test_message_says_where_every_replica_is():
     rendezvous.expect_only(range(5))
     for replica in (0, 2, 3):
         rendezvous.begin(replica)
-    waits = [Waiting(rendezvous, 0, 2, place=site("layer3.bn2", 2)), Waiting(rendezvous, 1, 2)]
+    waits = [Waiting(rendezvous, 0, 2, place=("layer3.bn2", 2)), Waiting(rendezvous, 1, 2)]
     rendezvous.end(2)
     expected = """the replicas have diverged. Every replica must make the same calls in the same \
 order: look for branches that depend on data, and for layers in eval() in one replica only.
@@ -126,13 +143,21 @@ def test_a_wait_that_is_over_is_none_although_its_thread_sleeps():
     assert wait.error is None
 
 
+def test_a_wait_ends_even_if_its_notification_is_lost(monkeypatch):
+    """As by a Ctrl-C between the lines of `threading.Condition.notify_all`."""
+    monkeypatch.setattr(module, "LOOK_AGAIN", 0.01)
+    rendezvous, exchange = begun(2), Exchange("layer", [0, 1])
+    rendezvous.wake = lambda: None
+    calls = [lambda i=i: exchange(rendezvous, i, i, lambda sent: [sum(sent)] * 2) for i in (0, 1)]
+    assert values(together(*calls)) == [1, 1]
+
+
 def test_nobody_is_given_up_while_a_thread_merges():
     """Perhaps another thread of a replica that waits elsewhere."""
     rendezvous = begun(2)
-    merged = Waiting(rendezvous, 0)
-    merged.wait.missing = set()
-    waits = [merged, Waiting(rendezvous, 1, 0)]
+    waits = [Waiting(rendezvous, 0), Waiting(rendezvous, 1, 0)]
     with rendezvous.lock:
+        rendezvous.merging = 1
         rendezvous._threads = [wait.wait.thread for wait in waits]
         rendezvous.check()
     assert rendezvous.aborted is None
@@ -141,40 +166,198 @@ def test_nobody_is_given_up_while_a_thread_merges():
         assert wait.error is None
 
 
+def test_a_message_of_an_aborted_wait_is_left_to_a_thread_that_merges_it():
+    rendezvous, exchange, got = begun(2), Exchange("layer", [0, 1]), []
+
+    def merge(messages: list[str]) -> list[str]:
+        rendezvous.abort("the caller has ended the forward.")
+        assert soon(lambda: not rendezvous.waits)  # the other replica has raised
+        got.extend(messages)
+        return messages
+
+    def first() -> Any:
+        return exchange(rendezvous, 0, "from 0", merge)
+
+    def second() -> Any:
+        assert soon(lambda: rendezvous.waits)
+        return exchange(rendezvous, 1, "from 1", merge)
+
+    waiting, merging = together(first, second)
+    assert type(waiting.error) is ReplicaFailed
+    assert (merging.value, got) == ("from 1", ["from 0", "from 1"])
+
+
 # -- what is unknown ---------------------------------------------------------------------------
 
 
 def test_a_replica_that_does_not_begin_is_given_up(monkeypatch):
-    monkeypatch.setattr(module, "STALL_TIMEOUT", 0.05)
-    rendezvous = Rendezvous(3)
-    rendezvous.begin(0)
-    rendezvous.begin(1)
-    assert "replica 2 did not begin within 0.05 s" in str(Waiting(rendezvous, 0, 1, 2).error)
+    stall_soon(monkeypatch)
+    for missing in ((1, 2), ()):  # an exchange, and a wait that any replica can end
+        rendezvous = Rendezvous(3)
+        rendezvous.begin(0)
+        rendezvous.begin(1)
+        waits = [Waiting(rendezvous, 1, 2), Waiting(rendezvous, 0, *missing)]
+        assert all("replica 2 did not begin within 0.05 s" in str(w.error) for w in waits)
 
 
-def test_other_threads_of_replicas_that_all_wait_are_given_up_later(monkeypatch):
-    rendezvous = begun(2)
-    waits = [Waiting(rendezvous, 0, 1), Waiting(rendezvous, 1, 0)]
-    assert rendezvous.aborted is None  # this thread is the replicas' own, and may yet send
-    monkeypatch.setattr(module, "STALL_TIMEOUT", 0.05)
-    waits.append(Waiting(rendezvous, 0, 1, place=site("other", 1)))
-    assert all(type(wait.error) is ReplicasDiverged for wait in waits)
+# -- any order of events -----------------------------------------------------------------------
+
+SIZE = 3
+#: Threads that replicas have started. Their own threads are 0, 1 and 2.
+SIDE = 10
 
 
-def test_wait_goes_on_when_all_replicas_have_begun(monkeypatch):
-    monkeypatch.setattr(module, "STALL_TIMEOUT", 0.01)
-    late, check = threading.Event(), Rendezvous.check
+@dataclass
+class Modelled:
+    """What an open wait is about."""
 
-    def check_and_tell(self: Rendezvous, *, is_late: bool = False) -> None:
-        check(self, is_late=is_late)
-        if is_late:
-            late.set()
+    replica: int
+    thread: int
+    #: Empty if any replica can end it.
+    missing: set[int]
+    is_over: bool = False
 
-    monkeypatch.setattr(Rendezvous, "check", check_and_tell)
-    wait = Waiting(begun(2), 0, 1)
-    assert late.wait(DEADLINE)
-    wait.end()
-    assert wait.error is None
+
+class Events(RuleBasedStateMachine):
+    """Replicas begin, wait, get their values, merge, end and fail in any order.
+
+    The rule is compared with all futures of the moment. In them each replica whose own thread does
+    not wait can send what others wait for, and goes on when its own wait has ended.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rendezvous = Rendezvous(SIZE)
+        self.new, self.running, self.gone = set(range(SIZE)), set(), set()
+        self.waits: list[tuple[Wait, Modelled]] = []
+        self.merging = 0
+        self.failure: Exception | None = None
+        self.is_settled = False
+        #: Whether the last event was a look after `STALL_TIMEOUT`.
+        self.is_late = False
+
+    @initialize(absent=st.sets(st.integers(0, SIZE - 1), max_size=1))
+    def expect(self, absent: set[int]) -> None:
+        self.rendezvous.expect_only(self.new - absent)
+        self.new -= absent
+        self.gone |= absent
+
+    def open(self) -> list[Modelled]:
+        return [modelled for _, modelled in self.waits if not modelled.is_over]
+
+    def is_blocked(self, replica: int) -> bool:
+        """Whether the own thread of a replica waits. After some time, whether any does."""
+        waits = [wait for wait in self.open() if wait.replica == replica]
+        return any(self.is_late or wait.thread == replica for wait in waits)
+
+    @rule()
+    def look(self) -> None:
+        """What each waiting thread does when it is woken."""
+        for _ in self.open():
+            self.rendezvous.check()
+
+    @precondition(lambda self: self.new and self.rendezvous.aborted is None)
+    @rule(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        replica = data.draw(st.sampled_from(sorted(self.new)))
+        self.rendezvous.begin(replica)
+        self.rendezvous._threads[replica] = replica
+        self.new.remove(replica)
+        self.running.add(replica)
+
+    @precondition(lambda self: self.running and self.rendezvous.aborted is None)
+    @rule(data=st.data(), missing=st.sets(st.integers(0, SIZE - 1)), is_side=st.booleans())
+    def wait(self, data: st.DataObject, missing: set[int], is_side: bool) -> None:
+        replica = data.draw(st.sampled_from(sorted(self.running)))
+        if not is_side and self.is_blocked(replica):
+            return  # a thread is in one wait at a time
+        thread = SIDE + replica if is_side else replica
+        modelled = Modelled(replica, thread, missing - {replica})
+        needed: Any = modelled.missing or ()
+        wait = Wait(replica, ("layer", 1), needed, lambda: modelled.is_over)
+        wait.thread = thread
+        self.rendezvous.waits.append(wait)
+        self.waits.append((wait, modelled))
+        self.rendezvous.check()
+
+    @precondition(lambda self: self.open() and self.rendezvous.aborted is None)
+    @rule(data=st.data())
+    def send(self, data: st.DataObject) -> None:
+        """A replica that can sends what one wait misses."""
+        wait = data.draw(st.sampled_from(range(len(self.open()))))
+        modelled = self.open()[wait]
+        senders = [r for r in sorted(self.running - {modelled.replica}) if not self.is_blocked(r)]
+        if needed := modelled.missing:
+            senders = [replica for replica in senders if replica in needed]
+        if senders:
+            needed.discard(data.draw(st.sampled_from(senders)))
+            modelled.is_over = not needed
+            self.look()
+
+    @precondition(lambda self: self.merging < 2 and self.rendezvous.aborted is None)
+    @rule()
+    def begin_to_merge(self) -> None:
+        self.merging += 1
+        self.rendezvous.merging += 1
+
+    @precondition(lambda self: self.merging and self.rendezvous.aborted is None)
+    @rule()
+    def end_to_merge(self) -> None:
+        self.merging -= 1
+        self.rendezvous.merging -= 1
+        self.look()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), fails=st.booleans())
+    def end(self, data: st.DataObject, fails: bool) -> None:
+        able = [r for r in sorted(self.running) if not self.is_blocked(r)]
+        if not able:
+            return
+        replica = data.draw(st.sampled_from(able))
+        if fails:
+            error = KeyError(replica)
+            self.failure = self.failure or error
+            self.rendezvous.fail(replica, error)
+        self.running.remove(replica)
+        self.gone.add(replica)
+        self.rendezvous.end(replica)
+
+    @precondition(lambda self: self.open() and self.rendezvous.aborted is None)
+    @rule()
+    def wait_too_long(self) -> None:
+        self.is_late = True
+        self.rendezvous.check(is_late=True)
+
+    def hopeless(self) -> list[Modelled]:
+        """The waits that end in no future."""
+        able = self.running if self.is_late else self.running | self.new
+        left, ended = self.open(), True
+        while ended:
+            blocked = {w.replica for w in left if self.is_late or w.thread == w.replica}
+            free = able - blocked
+            ended = [w for w in left if (w.missing <= free if w.missing else free - {w.replica})]
+            left = [w for w in left if w not in ended]
+        return left
+
+    @invariant()
+    def agrees_with_all_futures(self) -> None:
+        aborted, gone = self.rendezvous.aborted, set(self.gone)
+        if self.failure is not None:
+            assert aborted is not None and self.rendezvous._failure is self.failure
+        elif aborted is not None and not self.is_settled:
+            self.is_settled = True
+            assert aborted.kind is ReplicasDiverged and not self.merging and self.hopeless()
+        elif aborted is None and not self.merging:
+            able = set(self.running)
+            gone, able = (gone | self.new, able) if self.is_late else (gone, able | self.new)
+            assert not any(w.missing & gone for w in self.open())
+            assert not self.open() or any(not self.is_blocked(r) for r in able)
+        self.is_late = False
+
+
+def test_waits_are_given_up_if_and_only_if_no_future_ends_them():
+    """Guarantee 3: as soon as the outcome is certain, and no sooner."""
+    run_state_machine_as_test(Events, settings=examples(2))
 
 
 # -- the replica of a thread -------------------------------------------------------------------

@@ -20,9 +20,8 @@ from replication._torch import (
 from replication.errors import is_int, lost_derivatives, path_or_root
 from replication.groups.base import Group
 from replication.groups.layer import ReplicaAware
-from replication.groups.processes import ProcessGroup
 from replication.groups.registry import has_other_processes, name_in_graph
-from replication.groups.replicas import CallbackContext
+from replication.groups.replicas import CallbackContext, ReplicaGroup
 from syncbn.channels import HALF, in_dtype, in_float64, with_usual_strides
 from syncbn.kernels import kernels_for
 from syncbn.ranks import normalized_in_rank
@@ -318,10 +317,10 @@ def _synchronized(
         n: Any = moments.n
         check_count(int(n) if n.is_cpu else n, x)
         count_batch().update(moments)
-    elif type(group) is ProcessGroup:  # `isinstance` of an abstract class takes calls in Python
-        y = normalized_in_rank(call, group, kernels, count_batch)
-    else:
+    elif type(group) is ReplicaGroup:  # `isinstance` of an abstract class takes calls in Python
         y = normalized_in_replica(call, group, kernels, calls, count_batch)  # type: ignore[arg-type]
+    else:
+        y = normalized_in_rank(call, group, kernels, count_batch)  # type: ignore[arg-type]
     # A subclass decides what its operations return, such as MONAI's MetaTensor with its metadata.
     return y if type(original) is Tensor else y.view_as(original)
 

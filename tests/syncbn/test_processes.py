@@ -527,12 +527,6 @@ class TwoAlike(ProcessGroup):
     def __init__(self) -> None:
         self.size = 2
 
-    def gather_vectors(self, call: Any, *vectors: Tensor) -> list[Tensor]:
-        return [torch.stack([vector] * 2) for vector in vectors]
-
-    def sum_vector(self, call: Any, vector: Tensor) -> Tensor:
-        return vector * 2
-
     def all_reduce(self, tensor: Tensor) -> Tensor:  # type: ignore[override]
         return tensor * 2
 

@@ -43,10 +43,18 @@ SUMMARY = {
         "Each layer waits for two collectives of gloo, each slower than a small layer. The most "
         "is for 100 tiny layers and more processes than cores.",
     ),
+    "Without communication": (
+        "processes on the CPU, without communication",
+        "What the layers of a process cost besides waiting for other processes.",
+    ),
     "Accelerators: the host's time": (
         "accelerators, the host's time",
         "Not the time of a GPU: what replicas with nothing but BatchNorms cost the host, on "
         "simulated accelerators. Other layers between them lower the ratio.",
+    ),
+    "Accelerators: the host's time of a rank": (
+        "accelerators, the host's time of a rank",
+        "The same for a process of `torch.distributed`, beside `nn.SyncBatchNorm` itself.",
     ),
 }
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import processes, step
+from benchmarks import host, processes, step
 from benchmarks.layer import REPLICAS, WAYS
 from benchmarks.measuring import Figures, Row, Table, in_processes, parser, show
 from benchmarks.networks import NETWORKS as NETWORKS_BY_NAME
@@ -33,8 +33,19 @@ ABOUT_LAUNCHES = (
 )
 
 
-def launches(make: Callable[[nn.Module], nn.Module]) -> int:
-    """Count the kernels of a forward and a backward, by the profiler."""
+def kernels_of(run: Callable[[], object]) -> float:
+    """Counts the kernels of a second run, by the profiler."""
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as events:
+        run()
+        torch.cuda.synchronize()
+    kernels = [e for e in events.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return float(len(kernels))
+
+
+def launches(make: Callable[[nn.Module], nn.Module]) -> float:
+    """Counts the kernels of a forward and a backward of replicas."""
     layer = make(nn.BatchNorm2d(64)).to(DEVICE)
     model = DataParallel(layer, [DEVICE] * REPLICAS, gather_to_one_device=False)
     shards, upstream = (
@@ -46,17 +57,39 @@ def launches(make: Callable[[nn.Module], nn.Module]) -> int:
     def run() -> None:
         outputs = model(Scattered(shards))
         torch.autograd.grad(outputs, [*shards, *model.parameters()], upstream)
-        torch.cuda.synchronize()
 
-    run()
-    with profile(activities=[ProfilerActivity.CUDA]) as events:
-        run()
-    kernels = [e for e in events.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return len(kernels)
+    return kernels_of(run)
+
+
+ABOUT_LAUNCHES_OF_A_RANK = (
+    "Kernels, and copies between the host and the GPU, of one layer in forward and backward, in a "
+    "process whose group pretends to have two ranks. What it pretends to exchange is copied, so "
+    "these copies count as well. The unit is plain BatchNorm."
+)
+
+
+def launches_of_a_rank(rank: int) -> Row:
+    """Counts the kernels of a forward and a backward in a process, in each way."""
+    x, upstream = (torch.randn(8, 64, 56, 56, device=DEVICE) for _ in range(2))
+    figures = {}
+    with processes.pretending("cuda"):
+        for name, convert in processes.ON_ACCELERATORS.items():
+            layer = convert(nn.Sequential(nn.BatchNorm2d(64))).to(DEVICE)
+            inputs = [x.requires_grad_(), *layer.parameters()]
+
+            def run(layer: nn.Module = layer, inputs: list[torch.Tensor] = inputs) -> None:
+                torch.autograd.grad(layer(x), inputs, upstream)
+
+            figures[name] = (kernels_of(run),)
+    return Row("8 x 64 x 56 x 56", 1, torch.get_num_threads(), figures)
+
+
+def counts_of_a_rank() -> Iterator[Row]:
+    yield in_processes(1, 0, launches_of_a_rank)
 
 
 def count(rank: int) -> Row:
-    figures = {name: (float(launches(make)),) for name, make in WAYS.items()}
+    figures = {name: (launches(make),) for name, make in WAYS.items()}
     return Row("8 x 64 x 56 x 56", REPLICAS, torch.get_num_threads(), figures)
 
 
@@ -120,6 +153,19 @@ def in_turn(measure: Callable[..., Figures]) -> Iterator[Row]:
 def tables(seconds: float) -> list[Table]:
     return [
         Table("Launches on a GPU", ABOUT_LAUNCHES, counts(), unit="launches"),
+        Table(
+            "Launches of a rank on a GPU",
+            ABOUT_LAUNCHES_OF_A_RANK,
+            counts_of_a_rank(),
+            unit="launches",
+            counted="processes",
+        ),
+        Table(
+            "The host's time of a rank on a GPU",
+            host.ABOUT_RANK,
+            host.rows_of_a_rank("cuda", seconds),
+            counted="processes",
+        ),
         Table("Plans of convolutions", ABOUT_THREADS, in_turn(plans)),
         Table("Memory of the host", ABOUT_MEMORY, in_turn(growth), unit="MiB"),
         Table("Training steps on a GPU", step.ABOUT, step.rows(seconds, NETWORKS, device=DEVICE)),

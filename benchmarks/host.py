@@ -5,6 +5,9 @@ needed: simulated ones (`tests/accelerator`) compute nothing, but each launch ta
 the GIL. They need a C++ compiler.
 
     python -m benchmarks.host --replicas 2 8
+
+A rank of `torch.distributed` is measured beside `nn.SyncBatchNorm` itself, which accepts these
+devices. Its group pretends to have two ranks and exchanges nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from benchmarks import yardsticks
+from benchmarks import processes, yardsticks
 from benchmarks.measuring import Figures, Row, Table, alternating, in_processes, parser, show
 from replication import DataParallel
 from syncbn import convert_model
@@ -36,6 +39,12 @@ ABOUT = (
     "accelerator of its own, whose kernels compute nothing and take 4 us. The unit is the CPU "
     "time of all threads with plain BatchNorm. Cells are a step without the optimizer, and in "
     "brackets forward and backward."
+)
+
+ABOUT_RANK = (
+    f"A stack of {LAYERS} BatchNorms on one accelerator, in a process whose group pretends to "
+    "have two ranks and exchanges nothing. The unit is the CPU time of all threads with plain "
+    "BatchNorm. Cells are a step without the optimizer, and in brackets forward and backward."
 )
 
 #: Each makes a network from one with plain BatchNorm.
@@ -69,6 +78,23 @@ def measure(rank: int, replicas: int, seconds: float) -> Row:
     return Row(f"{LAYERS} layers", replicas, 1, alternating(ways, seconds))
 
 
+def measure_rank(rank: int, kind: str, seconds: float) -> Row:
+    if kind == accelerator.NAME:
+        accelerator.register(is_hollow=True)
+    x, ways = torch.randn(SHAPE).to(f"{kind}:0").requires_grad_(), {}
+    for name, convert in processes.ON_ACCELERATORS.items():
+        net = nn.Sequential(*[nn.BatchNorm2d(SHAPE[1]) for _ in range(LAYERS)])
+        ways[name] = partial(step, convert(net).to(x.device), x)
+    with processes.pretending(kind):
+        figures = alternating(ways, seconds)
+    return Row(f"{LAYERS} layers", 1, 1, figures)
+
+
+def rows_of_a_rank(kind: str, seconds: float) -> Iterator[Row]:
+    os.environ["SIMULATED_DEVICES"] = "1"
+    yield in_processes(1, 1, measure_rank, kind, seconds)
+
+
 def rows(seconds: float, replicas: Iterable[int] = REPLICAS) -> Iterator[Row]:
     os.environ["SIMULATED_DEVICES"] = str(max(REPLICAS))
     for number in replicas:
@@ -76,10 +102,16 @@ def rows(seconds: float, replicas: Iterable[int] = REPLICAS) -> Iterator[Row]:
 
 
 def tables(seconds: float, *choice: Iterable[int]) -> list[Table]:
-    """The table, if this machine can build the simulated accelerators."""
+    """The tables, if this machine can build the simulated accelerators."""
     if accelerator.reason_to_skip() is not None:
         return []
-    return [Table("Accelerators: the host's time", ABOUT, rows(seconds, *choice))]
+    of_a_rank = rows_of_a_rank(accelerator.NAME, seconds)
+    return [
+        Table("Accelerators: the host's time", ABOUT, rows(seconds, *choice)),
+        Table(
+            "Accelerators: the host's time of a rank", ABOUT_RANK, of_a_rank, counted="processes"
+        ),
+    ]
 
 
 def main() -> None:

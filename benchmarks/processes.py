@@ -14,9 +14,12 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import product
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, distributed, nn
@@ -66,7 +69,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "ours": convert_model,
     "`nn.SyncBatchNorm`'s scheme": partial(yardsticks.convert, kind=yardsticks.ProcessBatchNorm),
 }
-ON_GPUS = {
+ON_ACCELERATORS = {
     "plain BatchNorm": WAYS["plain BatchNorm"],
     "ours": convert_model,
     "`nn.SyncBatchNorm`": nn.SyncBatchNorm.convert_sync_batchnorm,
@@ -102,6 +105,28 @@ def connect(rank: int = 0, size: int = 1, folder: str = "") -> None:
         world_size=max(2, size),
         timeout=timedelta(minutes=10),  # ranks may take long to compile
     )
+
+
+@contextmanager
+def pretending(kind: str) -> Iterator[None]:
+    """Makes this process the first of two, which exchange nothing, on a type of accelerator."""
+    distributed.init_process_group(
+        f"cpu:fake,{kind}:fake", store=FakeStore(), rank=0, world_size=2
+    )
+    # `nn.SyncBatchNorm` gathers into one row, which real backends take and this one does not.
+    name = (
+        "all_gather_single"
+        if hasattr(distributed, "all_gather_single")
+        else "all_gather_into_tensor"
+    )
+    gather = getattr(distributed, name)
+
+    def into_one_row(row: Tensor, *arguments: Any, **options: Any) -> Any:
+        return gather(row.view(-1), *arguments, **options)
+
+    with patch.object(distributed, name, into_one_row):
+        yield
+    distributed.destroy_process_group()
 
 
 def run(net: nn.Module, x: Tensor, upstream: Tensor) -> Figures:
@@ -142,7 +167,9 @@ def measure(
     title, build, shape = NETWORKS[name]
     x = torch.randn(shape).to(device)
     ways = {}
-    for way, make in (COMPILED if compiles else WAYS if device == "cpu" else ON_GPUS).items():
+    for way, make in (
+        COMPILED if compiles else WAYS if device == "cpu" else ON_ACCELERATORS
+    ).items():
         net = make(build()).to(device)
         model = DistributedDataParallel(net) if size > 1 else net
         ways[way] = partial(together, training(model, x))

@@ -98,26 +98,28 @@ def is_usable(process_group: Any) -> bool:
 
 # By methods of the group, which all releases of torch have, without the checks of arguments in
 # Python that the functions of `torch.distributed` make before they call them.
-def all_gather_single(rows: Tensor, tensor: Tensor, process_group: Any) -> None:
-    """Gathers tensors of all ranks into one vector."""
-    options = _options("AllgatherOptions")
-    _wait(process_group._allgather_base(_real(rows), _real(tensor), options))
-
-
-def all_gather_rows(rows: Tensor, tensor: Tensor, process_group: Any) -> None:
-    """Gathers tensors of all ranks into the rows of one. For the CPU."""
-    # Older releases of gloo have no `_allgather_base`.
-    options = _options("AllgatherOptions")
-    _wait(process_group.allgather([[*_real(rows).unbind()]], [_real(tensor)], options))
+def gathered(tensor: Tensor, process_group: Any) -> Tensor:
+    """Stacks contiguous tensors of all ranks, of one shape, to ``(size, ...)``."""
+    rows = result = tensor.new_empty(process_group.size(), *tensor.shape)
+    if tensor.is_complex():
+        tensor, rows = torch.view_as_real(tensor), torch.view_as_real(result)
+    if tensor.numel():
+        options = _options("AllgatherOptions")
+        if tensor.is_cpu:  # older releases of gloo have no `_allgather_base`
+            work = process_group.allgather([[*rows.unbind()]], [tensor], options)
+        else:  # a list of rows would be copied row by row
+            work = process_group._allgather_base(rows, tensor, options)
+        if work is not None:
+            work.wait()
+    return result
 
 
 def all_reduce_in_place(tensor: Tensor, process_group: Any) -> None:
-    """Adds tensors of all ranks."""
-    _wait(process_group.allreduce([_real(tensor)], _options("AllreduceOptions")))
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    """Adds contiguous tensors of all ranks."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    work = process_group.allreduce([real], _options("AllreduceOptions"))
+    if work is not None:
+        work.wait()
 
 
 @lru_cache
@@ -127,11 +129,6 @@ def _options(kind: str) -> Any:
     if hasattr(options, "asyncOp"):
         options.asyncOp = False
     return options
-
-
-def _wait(work: Any) -> None:
-    if work is not None:
-        work.wait()
 
 
 def timeout_of(process_group: Any) -> timedelta | None:

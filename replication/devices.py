@@ -108,6 +108,13 @@ def _get_stream(kind: str) -> Callable[[torch.device], Any] | None:
     return getattr(module, "current_stream", None) if hasattr(module, "stream") else None
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device is recorded for later, as in a CUDA graph."""
+    module = None if device.type in _WITHOUT_MODULE else torch.get_device_module(device.type)
+    asks = getattr(module, "is_current_stream_capturing", None)
+    return asks is not None and asks()
+
+
 Streams = dict[torch.device, Any]
 
 

@@ -20,16 +20,14 @@ from replication._torch import (
 from replication.errors import is_int, lost_derivatives, path_or_root
 from replication.groups.base import Group
 from replication.groups.layer import ReplicaAware
-from replication.groups.processes import ProcessGroup
 from replication.groups.registry import has_other_processes, name_in_graph
-from replication.groups.replicas import CallbackContext
+from replication.groups.replicas import CallbackContext, ReplicaGroup
 from syncbn.channels import HALF, in_dtype, in_float64, with_usual_strides
-from syncbn.compiled import add_in_graph
 from syncbn.kernels import kernels_for
 from syncbn.ranks import normalized_in_rank
 from syncbn.replicas import Recorded, normalized_in_replica
-from syncbn.statistics import CountBatch, Denominator, LayerCall, RunningStatistics, check_count
-from syncbn.textbook import batch_norm, exact_batch_norm
+from syncbn.statistics import Arguments, CountBatch, Denominator, RunningStatistics, check_count
+from syncbn.textbook import add_in_graph, batch_norm, exact_batch_norm
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -156,33 +154,27 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     _normalize = forward
 
     def _evaluated(self, input: Tensor) -> Tensor:
+        # A training forward may update the original's buffers before the backward of this call.
         is_shared = self._recorded_calls is not None and self._has_original_buffers
-        if not (is_shared and torch.is_grad_enabled()):
-            return self._alone(input)
-        # Save copies of the buffers for backward: a training forward may update them before.
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        mean, var = (b if b is None else b.clone() for b in (self.running_mean, self.running_var))
-        args = *self._parameters_like(mean), mean is None, 0.0, self.eps
-        return nn.functional.batch_norm(input, mean, var, *args)
+        return self._alone(input, copies_buffers=is_shared and torch.is_grad_enabled())
 
-    def _alone(self, input: Tensor) -> Tensor:
-        """Normalizes as torch's layer, also in half precision with buffers of float32."""
+    def _alone(self, input: Tensor, copies_buffers: bool = False) -> Tensor:
+        """Normalizes as torch's layer does, and half precision with buffers of float32 as well."""
         mean, var = self._buffers.get("running_mean"), self._buffers.get("running_var")
-        if input.dtype not in HALF or mean is None:
+        is_half = input.dtype in HALF
+        if mean is None or var is None or not (copies_buffers or is_half):
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        weight: Tensor | None = self.weight
+        bias: Tensor | None = self.bias
+        if is_half:  # parameters in half precision beside such buffers, as of FSDP2
+            weight = weight if weight is None else in_dtype(weight, mean.dtype)
+            bias = bias if bias is None else in_dtype(bias, mean.dtype)
+        if copies_buffers:
+            mean, var = mean.clone(), var.clone()
         momentum = float(self._count_batch().momentum) if self.training else 0.0
-        args = *self._parameters_like(mean), self.training, momentum, self.eps
+        args = weight, bias, self.training, momentum, self.eps
         return nn.functional.batch_norm(input, mean, var, *args)
-
-    def _parameters_like(self, buffer: Tensor | None) -> list[Any]:
-        """Returns weight and bias in the dtype of a buffer, if there is one."""
-        pair = [self.weight, self.bias]
-        return (
-            pair
-            if buffer is None
-            else [p if p is None else in_dtype(p, buffer.dtype) for p in pair]
-        )
 
     def _trained_in_graph(self, input: Tensor) -> Tensor:
         """Trains as `torch.compile` can see it, or breaks its graph."""
@@ -194,7 +186,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             name, tag = name_in_graph(self.process_group), self.running_mean
             fits_graph = self.group_size is None and self.track_running_stats
             if fits_graph and name is not None and tag is not None:
-                call, add = self._checked_call(input), partial(add_in_graph, name, tag[:1])
+                call, add = self._checked_arguments(input), partial(add_in_graph, name, tag[:1])
                 y, moments = batch_norm(*call, add)
                 self._count_batch().update(moments)
                 return y
@@ -204,30 +196,57 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         group = self.group
         if group.size == 1:
             if self.process_group is not None:
-                self._checked_call(input)
+                self._checked_arguments(input)
             return self._alone(input)
+        call = self._checked_arguments(input)
+        if has_other_derivatives((input, call.weight, call.bias)):
+            raise lost_derivatives(self._named())
         is_counted = self._has_original_buffers and not group.recomputes
         count_batch = self._count_batch if is_counted else RunningStatistics  # without buffers
-        call = self._checked_call(input)
-        if has_other_derivatives(call[:3]):
-            raise lost_derivatives(self._named())
-        args = call, group, self._recorded_calls, count_batch
         if not dispatch_modes():
-            return _synchronized(*args)
+            return _synchronized(call, group, self._recorded_calls, count_batch)
         with unseen_by_checkpoints():
-            return _synchronized(*args)
+            return _synchronized(call, group, self._recorded_calls, count_batch)
 
     # The whole, because `torch.compile` would compile `self.group` anew for each layer.
     _trained_out_of_graph = uncompiled(_trained)
 
-    def _checked_call(self, input: Tensor) -> LayerCall:
+    def _checked_arguments(self, input: Tensor) -> Arguments:
         """Returns the arguments of a call. Raises on those that torch's kernels would refuse."""
         # Before another replica waits for this one.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        weight, bias = self.weight, self.bias  # once: a parametrization recomputes them each time
+        # Looked up once, because a parametrization computes a parameter at each access.
+        parameters, buffers = self._parameters, self._buffers
+        if "weight" in parameters and "bias" in parameters:
+            weight, bias = parameters["weight"], parameters["bias"]
+        else:  # what takes longer
+            weight, bias = self.weight, self.bias
+        features, momentum = self.num_features, self.momentum
+        mean, var = buffers.get("running_mean"), buffers.get("running_var")
+        dtype, device = input.dtype, input.device
+        kinds = (dtype, torch.float32) if dtype in HALF else (dtype,)
+        fits = (
+            type(input) in _LOCAL
+            and type(weight) in _LOCAL
+            and dtype in _DTYPES
+            and input.size(1) == features
+            and (momentum is None or type(momentum) is float)
+            and self.eps > 0
+        )
+        for tensor in (weight, bias, mean, var):
+            if tensor is not None and (
+                tensor.numel() != features or tensor.device != device or tensor.dtype not in kinds
+            ):
+                fits = False
+        if not fits:
+            tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
+            self._refuse_unless_usable(input, tensors)
+        return Arguments(input, weight, bias, Denominator(self.eps, _eps_mode == "clamp"))
+
+    def _refuse_unless_usable(self, input: Tensor, tensors: dict[str, Tensor | None]) -> None:
+        """Raises if the arguments of a call, which are not the usual ones, cannot be used."""
         features, dtype = self.num_features, input.dtype
-        are_local = type(input) in _LOCAL and type(weight) in _LOCAL
-        if not are_local and (is_dtensor(input) or is_dtensor(weight)):
+        if is_dtensor(input) or is_dtensor(tensors["weight"]):
             raise TypeError(
                 f"{self._named()} takes local tensors (got a DTensor); pass x.to_local(), and "
                 "for a batch sharded over one dimension of a mesh, process_group=mesh['dp']"
@@ -240,12 +259,9 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             )
         if dtype not in _DTYPES:
             raise NotImplementedError(f"{self._named()} is not implemented for inputs of {dtype}")
+        # torch checks both, and raises its own errors.
         momentum: Any = 0.0 if self.momentum is None else self.momentum
-        if type(momentum) is not float or self.eps <= 0:
-            # torch checks both, and raises its own errors.
-            nn.functional.batch_norm(_BATCH, None, None, None, None, True, momentum, self.eps)
-        mean, var = self._buffers.get("running_mean"), self._buffers.get("running_var")
-        tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
+        nn.functional.batch_norm(_BATCH, None, None, None, None, True, momentum, self.eps)
         for key, tensor in tensors.items():
             if tensor is None:
                 continue
@@ -260,7 +276,6 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
                     f"{self._named()} expected an input in {tensor.dtype} on {tensor.device}, as "
                     f"its {key} (got {dtype} on {input.device}); convert one by .to()"
                 )
-        return LayerCall(input, weight, bias, Denominator(self.eps, _eps_mode == "clamp"))
 
     def _count_batch(self) -> RunningStatistics:
         """Counts a batch, and returns the buffers to update with its moments."""
@@ -286,7 +301,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
 
 
 def _synchronized(
-    call: LayerCall, group: Group, calls: Recorded | None, count_batch: CountBatch
+    call: Arguments, group: Group, calls: Recorded | None, count_batch: CountBatch
 ) -> Tensor:
     """Normalizes a shard with the moments of the whole batch, by the textbook or a fast road."""
     original = call.x
@@ -295,16 +310,17 @@ def _synchronized(
         x = with_usual_strides(x)
     if x is not original:
         call = call._replace(x=x)
-    kernels: Any = None if call.denominator.clamps else kernels_for(x.device.type)
+    kind = "cpu" if x.is_cpu else x.device.type  # the same, in less time
+    kernels: Any = None if call.denominator.clamps else kernels_for(kind)
     if kernels is None:
         y, moments = exact_batch_norm(*call, group.all_reduce)
         n: Any = moments.n
         check_count(int(n) if n.is_cpu else n, x)
         count_batch().update(moments)
-    elif type(group) is ProcessGroup:  # `isinstance` of an abstract class takes calls in Python
-        y = normalized_in_rank(call, group, kernels, count_batch)
-    else:
+    elif type(group) is ReplicaGroup:  # `isinstance` of an abstract class takes calls in Python
         y = normalized_in_replica(call, group, kernels, calls, count_batch)  # type: ignore[arg-type]
+    else:
+        y = normalized_in_rank(call, group, kernels, count_batch)  # type: ignore[arg-type]
     # A subclass decides what its operations return, such as MONAI's MetaTensor with its metadata.
     return y if type(original) is Tensor else y.view_as(original)
 

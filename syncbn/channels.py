@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replication.devices import current_stream, to_device
+from replication.devices import current_stream, is_capturing, to_device
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -43,8 +43,10 @@ def in_float64(tensor: Tensor) -> Tensor:
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As ``tensor.to(dtype)``, which takes a while even where it changes nothing."""
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+    """Returns ``tensor.to(dtype)``, in less time for the usual dtypes and if nothing changes."""
+    if tensor.dtype == dtype:
+        return tensor
+    return tensor.float() if dtype == torch.float32 else tensor.to(dtype)
 
 
 def values_per_channel(x: Tensor) -> int:
@@ -83,6 +85,8 @@ def with_usual_strides(x: Tensor) -> Tensor:
 
 
 def in_format_of(tensor: Tensor, like: Tensor) -> Tensor:
+    if tensor.is_contiguous() and like.is_contiguous():
+        return tensor
     return tensor.contiguous(memory_format=memory_format(like))
 
 
@@ -108,8 +112,7 @@ def constant_tensor(
             for one, number in zip(tensor, numbers, strict=True):
                 if number != numbers[0]:  # most shards have equal sizes
                     one.fill_(number)
-        # Neither a fake tensor nor one that only the replay of a graph fills.
-        is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if type(tensor) is Tensor and not is_captured and len(_constants) < 1000:
+        # A fake tensor has no values, and one that is captured has them after the replay only.
+        if type(tensor) is Tensor and not is_capturing(device) and len(_constants) < 1000:
             _constants[key] = tensor
     return tensor

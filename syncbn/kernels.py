@@ -43,10 +43,7 @@ from syncbn.channels import (
     values_per_channel,
 )
 from syncbn.moments import is_large, moments
-from syncbn.statistics import CountBatch, KernelMoments, RunningStatistics
-
-#: Stands for the count of a shard without values, because the kernels divide by counts.
-TINY = {torch.float32: 1e-30, torch.float64: 1e-300}
+from syncbn.statistics import CountBatch, KernelMoments
 
 
 class Kernels(NamedTuple):
@@ -63,7 +60,7 @@ class Kernels(NamedTuple):
         """Whether they compute in the thread that calls them."""
         return self is ON_CPU
 
-    def measured(self, x: Tensor, eps: float) -> KernelMoments:
+    def measure(self, x: Tensor, eps: float) -> KernelMoments:
         """Returns the moments of a shard."""
         n = values_per_channel(x)
         if n or self.are_on_host:
@@ -73,7 +70,7 @@ class Kernels(NamedTuple):
             inverse = torch.full_like(mean, eps**-0.5)
         return KernelMoments(n, mean, inverse, eps)
 
-    def merged(
+    def merge_moments(
         self,
         x: Tensor,
         own: KernelMoments,
@@ -96,19 +93,24 @@ class Kernels(NamedTuple):
         if self is ON_CPU:
             like, momentum = x, float(momentum)
         else:
-            like, dtype = means, means.dtype
-            is_number = not isinstance(momentum, Tensor)
-            updates &= is_number and _is_of(running_mean, dtype) and _is_of(running_var, dtype)
+            like = means
+            updates = (
+                updates
+                and type(momentum) is float
+                and (running_mean is None or running_mean.dtype == means.dtype)
+                and (running_var is None or running_var.dtype == means.dtype)
+            )
         if not updates:
-            running_mean, running_var, momentum = RunningStatistics()
+            running_mean = running_var = None
+            momentum = 0.0
         args: Any = like, means, inverses, running_mean, running_var, momentum, own.eps, counts
         mean, inverse = self.gather_stats(*args)
         batch = KernelMoments(n, mean, inverse, own.eps)
         if not updates:
-            running.update(batch.exact())
+            running.update(batch.mean_and_variance())
         return batch
 
-    def normalized(
+    def normalize(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, batch: KernelMoments
     ) -> Tensor:
         """Returns the output of a shard."""
@@ -116,7 +118,7 @@ class Kernels(NamedTuple):
             return torch.empty_like(x, memory_format=memory_format(x))
         return self.elemt(x, weight, bias, *batch[1:])  # type: ignore[no-any-return]
 
-    def reduced(
+    def reduce_gradient(
         self, dy: Tensor, x: Tensor, batch: KernelMoments, weight: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Returns the two sums of a shard, and the gradients of weight, if any, and bias."""
@@ -166,7 +168,7 @@ def batch_norm_gather_stats_with_counts(
 ) -> tuple[Tensor, Tensor]:
     """Merges means and inverse deviations of k shards, ``(k, C)``, and updates the buffers.
 
-    ``counts``, ``(k,)``, are positive (see `TINY`). Only the dtype of ``input`` matters.
+    ``counts``, ``(k,)``, are positive. Only the dtype of ``input`` matters.
     """
     # Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     # Variances", 1979.
@@ -179,18 +181,17 @@ def batch_norm_gather_stats_with_counts(
         merged = torch.addmv(start, (mean - start).T, share)
     else:
         merged = share @ mean
-    apart = mean - merged
-    denominator = share @ invstd.pow(-2).addcmul_(apart, apart)
+    deviation = mean - merged
+    denominator = share @ invstd.pow(-2).addcmul_(deviation, deviation)
     inverse = denominator.rsqrt()
-    if not is_large(merged, denominator):
-        dtype = accumulation_dtype(input.dtype)
-        merged, inverse = in_dtype(merged, dtype), in_dtype(inverse, dtype)
+    if input.dtype != torch.float64 and not is_large(merged, denominator):
+        merged, inverse = merged.float(), inverse.float()
     # Hidden from autograd, as torch's kernels do it: the graph of a forward on one device may have
     # saved a buffer without needing its value.
     if running_mean is not None:
         _average(running_mean.data, merged, momentum)
     if running_var is not None:
-        unbiased = denominator.sub_(eps).clamp_(min=0).mul_(n / (n - 1))
+        unbiased = denominator.sub_(eps).relu_().mul_(n / (n - 1))
         _average(running_var.data, unbiased, momentum)
     return merged, inverse
 
@@ -279,10 +280,6 @@ def kernels_for(kind: str) -> Kernels | None:
     return Kernels(*[getattr(torch, n) for n in names]) if has_kernels(kind, *names) else None
 
 
-def _is_of(buffer: Tensor | None, dtype: torch.dtype) -> bool:
-    return buffer is None or buffer.dtype == dtype
-
-
 def _affine(
     x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
@@ -291,8 +288,8 @@ def _affine(
     center, scale = in_dtype(mean, dtype), in_dtype(scale, dtype)
     shift = None if shift is None else in_dtype(shift, dtype)
     if mean.dtype == torch.float64:  # it may be large
-        drift = (center - mean) * scale
-        shift = drift if shift is None else shift + drift
+        correction = (center - mean) * scale
+        shift = correction if shift is None else shift + correction
         y = (x - per_channel(center, x)).mul_(per_channel(scale, x)).add_(per_channel(shift, x))
         return in_dtype(y, x.dtype) if out is None else out.copy_(y)
     args: Any = x, scale, shift, center, torch.ones_like(center), False, 0.0, 0.0

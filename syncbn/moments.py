@@ -78,8 +78,8 @@ def _moments_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     for some, their_centers, sums in zip(
         *(t.split(at_once) for t in (rows, centers, squares)), strict=True
     ):
-        apart = torch.sub(some, their_centers, out=copy[: len(some)])
-        torch.sum(apart.square_(), 1, out=sums)
+        deviation = torch.sub(some, their_centers, out=copy[: len(some)])
+        torch.sum(deviation.square_(), 1, out=sums)
     var = squares.view(samples, channels).sum(0, dtype=torch.float64).div_(n)
     return mean, var.sub_((mean - center).square_()).clamp_(min=0)
 
@@ -96,5 +96,8 @@ def _center(x: Tensor, mean: Tensor) -> Tensor:
 
 def is_large(mean: Tensor, var: Tensor) -> bool:
     """Whether batch norm in evaluation mode loses digits, because a mean is large."""
-    # Neither NaN, which hides no other channel, nor a channel of zeros is large.
-    return bool((torch.addcmul(var, mean, mean, value=-(_LARGE_MEAN**-2)) < 0).any())
+    # A channel of zeros has no large mean. One of NaN may have: it must not hide other channels.
+    if not mean.numel():
+        return False
+    least = torch.addcmul(var, mean, mean, value=-(_LARGE_MEAN**-2)).min().item()
+    return not least >= 0

@@ -33,8 +33,8 @@ from replication.errors import ReplicationError
 from replication.groups.replicas import ReplicaGroup, hidden_from_hooks
 from syncbn.channels import HALF, constant_tensor, copied, in_format_of, memory_format
 from syncbn.kernels import Kernels
-from syncbn.statistics import CountBatch, KernelMoments, LayerCall, Moments, check_count
-from syncbn.textbook import gradients
+from syncbn.statistics import Arguments, CountBatch, KernelMoments, Moments, check_count
+from syncbn.textbook import differentiable_gradients
 
 #: The largest shard, in values, that is joined with others. Above it, copying costs more than the
 #: calls of the kernels; `benchmarks.layer` shows where.
@@ -45,7 +45,7 @@ ROUNDING = 1e-3
 
 
 def normalized_in_replica(
-    call: LayerCall,
+    call: Arguments,
     group: ReplicaGroup,
     kernels: Kernels,
     recorded: Recorded,
@@ -89,7 +89,7 @@ class Shard:
     holder: Any = None
     _moments: KernelMoments | None = None
 
-    def __init__(self, call: LayerCall, kernels: Kernels) -> None:
+    def __init__(self, call: Arguments, kernels: Kernels) -> None:
         self.kernels = kernels
         self.x, self.weight, self.bias, (self.eps, _) = call
         if self.x.dtype in HALF:  # the kernels take parameters in float32
@@ -112,7 +112,7 @@ class Shard:
         # Before Python 3.12 `functools.cached_property` has one lock for all instances, and the
         # replicas would compute one after the other.
         if self._moments is None:
-            self._moments = self.kernels.measured(self.x.detach(), self.eps)
+            self._moments = self.kernels.measure(self.x.detach(), self.eps)
         return self._moments
 
     def save_for_backward(self) -> None:
@@ -175,7 +175,7 @@ def merge_moments(shards: Sequence[Shard], count_batch: CountBatch) -> list[Kern
     counts = constant_tensor(tuple([max(1, m.n) for m in own]), first_device, dtype)
     means = torch.stack([moments.mean.to(first_device) for moments in own])
     inverses = torch.stack([moments.inverse.to(first_device) for moments in own])
-    batch = first.kernels.merged(first.x, own[0], n, counts, means, inverses, count_batch)
+    batch = first.kernels.merge_moments(first.x, own[0], n, counts, means, inverses, count_batch)
     on_each = copied(batch[1:3], [shard.x.device for shard in shards])
     return [batch._replace(mean=mean, inverse=inverse) for mean, inverse in on_each]
 
@@ -212,7 +212,7 @@ class Normalize(Function):
         if ctx.kernels.are_on_host:  # each replica computes its own
             return tuple([torch.empty_like(x, memory_format=memory_format(x)) for x in xs])
         pairs = zip(shards, batches, strict=True)
-        return tuple([s.kernels.normalized(s.x, s.weight, s.bias, batch) for s, batch in pairs])
+        return tuple([s.kernels.normalize(s.x, s.weight, s.bias, batch) for s, batch in pairs])
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -232,7 +232,7 @@ class Normalize(Function):
             all_dys = [torch.zeros_like(x) if dy is None else dy for dy, x in pairs]
             if torch.is_grad_enabled():  # the gradients need derivatives
                 needs = ctx.needs_input_grad[2:]
-                grads = gradients(needs, ctx.batches[0], all_dys, xs, saved[k])
+                grads = differentiable_gradients(needs, ctx.batches[0], all_dys, xs, saved[k])
             else:
                 grads = _gradients(ctx, all_dys, xs, saved[k:])
         return None, None, *grads
@@ -252,7 +252,7 @@ def _gradients(
     inverse = batches[0].inverse
     dys = [in_format_of(dy, x) for dy, x in zip(dys, xs, strict=True)]
     sums = [
-        torch.stack(kernels.reduced(dy, x, batch, None)[:2]).to(inverse.device)
+        torch.stack(kernels.reduce_gradient(dy, x, batch, None)[:2]).to(inverse.device)
         for dy, x, batch in zip(dys, xs, batches, strict=True)
     ]
     # In the order of the replicas. Two kernels for any number, where that is less.
@@ -324,7 +324,7 @@ class Recorded:
         records = [r for r in self.records if r.own.n == own.n and r.records_graph >= makes_graph]
         if records and (not own.n or (len(records) == 1 and not x.is_cpu)):
             return records[0]  # a comparison would be empty, or make the host wait for a GPU
-        found = [_distance(r.own.exact(), own.exact()) for r in records]
+        found = [_distance(r.own.mean_and_variance(), own.mean_and_variance()) for r in records]
         distances: list[float] = torch.stack(found).tolist() if found else []
         least = min(distances, default=math.inf)
         if not records or least > (math.inf if x.dtype in HALF else ROUNDING):
@@ -336,7 +336,10 @@ class Recorded:
                 "(4) parameters did not change since the forward."
             )
         record, *others = [r for r, d in zip(records, distances, strict=True) if d == least]
-        if any(_distance(record.batch.exact(), other.batch.exact()) > 1e-6 for other in others):
+        if any(
+            _distance(record.batch.mean_and_variance(), other.batch.mean_and_variance()) > 1e-6
+            for other in others
+        ):
             raise ReplicationError(
                 f"{self._where}: this layer was called {1 + len(others)} times in forward with "
                 "the same input on this replica but different inputs on others, so a checkpoint "

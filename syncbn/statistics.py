@@ -21,7 +21,7 @@ class Denominator(NamedTuple):
         return var.clamp(min=self.eps) if self.clamps else var + self.eps
 
 
-class LayerCall(NamedTuple):
+class Arguments(NamedTuple):
     """The arguments of one call of a layer, in one replica or process."""
 
     #: The shard, ``(N, C, ...)``, perhaps empty.
@@ -54,7 +54,7 @@ class KernelMoments(NamedTuple):
     inverse: Tensor
     eps: float
 
-    def exact(self) -> Moments:
+    def mean_and_variance(self) -> Moments:
         """Returns mean and biased variance."""
         n = self.n if isinstance(self.n, int) else self.n.sum()
         var = in_float64(self.inverse).square().reciprocal().sub_(self.eps).clamp_(min=0)
@@ -92,17 +92,9 @@ class RunningStatistics(NamedTuple):
 CountBatch = Callable[[], RunningStatistics]
 
 
-def is_single(n: int | Tensor) -> bool:
-    """Whether a batch has one value per channel, as far as the host knows.
-
-    Then the call raises, and does not count.
-    """
-    return isinstance(n, int) and n == 1
-
-
 def check_count(n: int | Tensor, x: Tensor) -> None:
-    """Raises ValueError for a shard of a batch that `is_single`."""
-    if is_single(n):
+    """Raises ValueError if a batch has one value per channel, as far as the host knows."""
+    if isinstance(n, int) and n == 1:
         raise ValueError(  # torch's own words, which programs may look for
             f"Expected more than 1 value per channel when training, got input size {x.size()} and "
             "1 value in all of its group; take a larger batch, or call the layer in eval()"

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, distributed
 from torch.torch_version import TorchVersion
 
-from replication.groups import comparison, processes
+from replication.groups import processes
+from syncbn import ranks as road
 from tests.deadlines import DEADLINE, ends
 
 needs_gloo = pytest.mark.skipif(
@@ -147,7 +148,7 @@ def _run(
 
 
 #: The argument that holds what a rank sends, by the name of the collective.
-_SENT = {"all_reduce": 0, "all_gather": 1, "all_to_all_single": 1, "broadcast": 0, "barrier": None}
+_SENT = {"all_reduce": 0, "all_gather": 0, "all_to_all_single": 1, "broadcast": 0, "barrier": None}
 
 
 @contextmanager
@@ -163,13 +164,15 @@ def recorded_collectives() -> Iterator[list[tuple[str, int]]]:
 
         return call
 
-    wrapped = {name: recorded(name, getattr(distributed, name)) for name in _SENT}
+    own = {"all_reduce", "all_gather"}
+    wrapped = {name: recorded(name, getattr(distributed, name)) for name in _SENT.keys() - own}
     in_place = recorded("all_reduce", processes.all_reduce_in_place)
-    of_rows = recorded("all_gather", comparison.all_gather_rows)
+    gathered = recorded("all_gather", processes.gathered)
     with (
         mock.patch.multiple(distributed, **wrapped),
         mock.patch.object(processes, "all_reduce_in_place", in_place),
-        mock.patch.object(comparison, "all_gather_rows", of_rows),
+        mock.patch.object(processes, "gathered", gathered),
+        mock.patch.object(road, "gathered", gathered),
     ):
         yield calls
 

@@ -134,6 +134,17 @@ def test_constants_are_filled_in_order_of_each_stream():
     assert accelerator.findings() == []
 
 
+@on_simulated
+def test_a_constant_that_a_graph_fills_is_not_kept(monkeypatch):
+    module, device = torch.get_device_module(HOME), torch.device(HOME)
+    monkeypatch.setattr(module, "is_current_stream_capturing", lambda: True, raising=False)
+    captured = channels.constant_tensor((977,), device, torch.float32)
+    monkeypatch.undo()
+    kept = channels.constant_tensor((977,), device, torch.float32)
+    assert kept is not captured
+    assert channels.constant_tensor((977,), device, torch.float32) is kept
+
+
 def test_the_large_tensors_go_through_the_kernels(monkeypatch):
     calls: list[str] = []
 

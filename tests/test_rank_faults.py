@@ -109,7 +109,7 @@ def has_a_wider_layer(net: Net, x: Tensor) -> None:
 # -- what a rank gets: patterns ------------------------------------------------------------------
 
 AT_ONCE, AT_THE_TIMEOUT = r"(?!.*Timed out)", rf".*Timed out waiting {SHORT}000ms"
-ADVICE = r" Set TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls"
+ADVICE = r" Set TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls\."
 
 NOTHING = "ends as usual"
 ITS_OWN = r".*^ValueError: in its own code$"
@@ -120,8 +120,8 @@ def failed(call: str, when: str = AT_ONCE, advice: str = ADVICE) -> str:
     """An error of the backend, with notes."""
     return (
         rf"RuntimeError: {when}.*\nin {re.escape(call)} that requires gradients, rank \d of \d\n"
-        r"if no other rank failed first \(see their logs\), some rank did not make this call: is "
-        rf"one in eval\(\), .*, with another shape or dtype, or in another layer\?{advice}"
+        r"First check the other ranks' logs for an earlier error\. .* find_unused_parameters=True "
+        rf"and .* \(then pass process_group=torch.distributed.new_group\(\) to .*\)\.{advice}"
     )
 
 
@@ -133,12 +133,13 @@ def diverged(others: str, faulty: str) -> str:
 
 
 STEM, HEAD = (
-    f"`{name}`, call 1: batch_norm(eps=1e-05) of float32 [3]" for name in ("stem", "head")
+    f"`{name}`, call {number}: batch_norm(eps=1e-05) of float32 [3]"
+    for number, name in enumerate(("stem", "head"), 1)
 )
-STEM_BACKWARD, HEAD_BACKWARD = (
-    call.replace("batch_norm(eps=1e-05)", "batch_norm_backward") for call in (STEM, HEAD)
-)
-WIDER = "`SynchronizedBatchNorm1d`, call 1: batch_norm(eps=1e-05) of float32 [5]"
+FIRST_IN_HEAD = HEAD.replace("call 2", "call 1")
+HEAD_BACKWARD = "`head`, call 3: batch_norm_backward of float32 [3]"
+STEM_BACKWARD = "`stem`, call 2: batch_norm_backward of float32 [3]"
+WIDER = "`SynchronizedBatchNorm1d`, call 2: batch_norm(eps=1e-05) of float32 [5]"
 WITH, WITHOUT = " that requires gradients", " that does not require gradients"
 
 
@@ -163,8 +164,12 @@ FAULTS = [
     Fault(sleeps, failed(HEAD, when=".*"), failed(HEAD, AT_THE_TIMEOUT)),
     Fault(has_no_backward, NOTHING, failed(HEAD_BACKWARD, AT_THE_TIMEOUT)),
     Fault(is_in_eval, NOTHING, failed(STEM, AT_THE_TIMEOUT)),
-    Fault(has_its_first_layer_in_eval, *[diverged(STEM + WITH, HEAD + WITH)] * 2),
-    Fault(has_its_last_layer_in_eval, *[diverged(HEAD + WITH, STEM_BACKWARD + WITH)] * 2),
+    Fault(has_its_first_layer_in_eval, *[diverged(STEM + WITH, FIRST_IN_HEAD + WITH)] * 2),
+    Fault(
+        has_its_last_layer_in_eval,
+        *[diverged(HEAD + WITH, STEM_BACKWARD + WITH)] * 2,
+        debugs=True,
+    ),
     Fault(runs_under_no_grad, *[diverged(STEM + WITH, STEM + WITHOUT)] * 2),
     # gloo aborts a process that receives more than it expects.
     Fault(has_a_wider_layer, failed(WIDER), failed(HEAD), next=ABORTED),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from replication._torch import has_other_derivatives, is_dtensor
 from replication.errors import ReplicasDiverged, is_int, listed, lost_derivatives
@@ -42,7 +43,7 @@ Tensors = tuple[Tensor, ...]
 Layouts = tuple[tuple[torch.dtype, tuple[int | str, ...]], ...]
 
 
-class Call(NamedTuple):
+class Signature(NamedTuple):
     """The parts of a collective call that must match on every member."""
 
     #: The collective, with its ``op`` or ``src``: ``"all_reduce(op='sum')"``.
@@ -150,11 +151,11 @@ class Group(ABC):
         """
         is_list = isinstance(tensors, Sequence)
         if not is_list or len(tensors) != self.size:
-            self._refuse(
-                ValueError if is_list else TypeError,
-                f"reduce_scatter takes a list of {self.size} tensors, one for each member",
-                len(tensors) if is_list else describe_argument(tensors),
-                f"split one tensor by list(tensor.chunk({self.size}))",
+            error = ValueError if is_list else TypeError
+            got = len(tensors) if is_list else describe_argument(tensors)
+            raise error(
+                f"{self.where}: reduce_scatter takes a list of {self.size} tensors, one for each "
+                f"member (got {got}); split one tensor by list(tensor.chunk({self.size}))"
             )
         return self._check_and_run("reduce_scatter", tensors, op=op)[0]
 
@@ -166,7 +167,9 @@ class Group(ABC):
             src: A rank of this group.
         """
         if not is_int(src) or not 0 <= src < self.size:
-            self._refuse(ValueError, f"broadcast takes a src from 0 to {self.size - 1}", repr(src))
+            raise ValueError(
+                f"{self.where}: broadcast takes a src from 0 to {self.size - 1} (got {src!r})"
+            )
         return self._check_and_run("broadcast", (tensor,), src=src)[0]
 
     @abstractmethod
@@ -187,7 +190,9 @@ class Group(ABC):
         """
         if not is_int(size) or size < 1:
             error = ValueError if is_int(size) else TypeError
-            self._refuse(error, "split and group_size take an int of at least 1", repr(size))
+            raise error(
+                f"{self.where}: split and group_size take an int of at least 1 (got {size!r})"
+            )
         return self if size >= self.size else self._part(size)
 
     @abstractmethod
@@ -200,39 +205,39 @@ class Group(ABC):
 
     # -- checks before any waiting -------------------------------------------------------------
 
-    def _refuse(
-        self, error: type[Exception], requirement: str, got: object, remedy: str = ""
-    ) -> NoReturn:
-        text = f"{self.where}: {requirement} (got {got})"
-        raise error(f"{text}; {remedy}" if remedy else text)
-
     def _check_and_run(self, name: str, tensors: Sequence[Any], **option: Any) -> Tensors:
+        where = f"{self.where}: {name}"
         for tensor in tensors:
-            if not isinstance(tensor, Tensor):
-                got, remedy = describe_argument(tensor), "torch.tensor makes one of a number"
-                self._refuse(TypeError, f"{name} takes tensors", got, remedy)
-            if is_dtensor(tensor):
-                self._refuse(
-                    TypeError, f"{name} takes local tensors", "a DTensor", "pass x.to_local()"
-                )
-            if tensor.layout is not torch.strided:
-                self._refuse(TypeError, f"{name} takes dense tensors", tensor.layout)
-            if tensor.dtype not in _DTYPES:
-                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-                self._refuse(TypeError, f"{name} takes tensors of {known}", tensor.dtype)
+            if unfit := _why_unfit(tensor):
+                raise TypeError(f"{where} takes {unfit}")
         if self.size > 1 and has_other_derivatives(tensors):
-            raise lost_derivatives(f"{self.where}: {name}")
-        if len(tensors) > 1 and len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
-            got = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in tensors)
-            self._refuse(ValueError, f"{name} takes tensors of one dtype on one device", got)
+            raise lost_derivatives(where)
+        kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+        if len(kinds) > 1:
+            got = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
+            raise ValueError(f"{where} takes tensors of one dtype on one device (got {got})")
         if "op" in option:
-            op, dtype = option["op"], tensors[0].dtype
+            op, ((dtype, _), *_) = option["op"], kinds
             if op not in tuple(_OPS):
-                self._refuse(ValueError, f"{name} knows the ops {', '.join(_OPS)}", repr(op))
+                raise ValueError(f"{where} knows the ops {', '.join(_OPS)} (got {op!r})")
             if not _OPS[op](dtype):
-                remedy = "convert the tensor first"
-                self._refuse(TypeError, f"{name} has no {op} of this dtype", dtype, remedy)
+                raise TypeError(
+                    f"{where} has no {op} of this dtype (got {dtype}); convert the tensor first"
+                )
         return self._run(name, tuple(tensors), **option)
+
+
+def _why_unfit(value: object) -> str | None:
+    """Returns what a collective takes instead of a value, or None if it takes the value."""
+    if not isinstance(value, Tensor):
+        return f"tensors (got {describe_argument(value)}); torch.tensor makes one of a number"
+    if is_dtensor(value):
+        return "local tensors (got a DTensor); pass x.to_local()"
+    if value.layout is not torch.strided or value.dtype not in _DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        got = value.dtype if value.layout is torch.strided else value.layout
+        return f"dense tensors of {known} (got {got})"
+    return None
 
 
 def describe_argument(value: Any) -> str:
@@ -241,15 +246,15 @@ def describe_argument(value: Any) -> str:
     return type(value).__name__
 
 
-def call_of(name: str, tensors: Tensors, option: dict[str, Any]) -> Call:
+def signature_of(name: str, tensors: Tensors, option: dict[str, Any]) -> Signature:
     """Names a collective with its argument ``op`` or ``src``, and the layouts of its tensors."""
     arguments = ", ".join(f"{key}={value!r}" for key, value in option.items())
     layouts = layouts_of(tensors, any_length=name == "all_gather")
-    return Call(f"{name}({arguments})" if option else name, layouts)
+    return Signature(f"{name}({arguments})" if option else name, layouts)
 
 
 def layouts_of(tensors: Sequence[Tensor], any_length: bool) -> Layouts:
-    """Dtypes and shapes for a `Call`. With ``any_length``, first dimensions may differ."""
+    """Dtypes and shapes for a `Signature`. With ``any_length``, first dimensions may differ."""
     if any_length:
         return tuple((t.dtype, ("*", *t.shape[1:]) if t.dim() else ()) for t in tensors)
     return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
@@ -269,6 +274,19 @@ def reduce_tensors(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
     return total / count if op == "mean" else total
 
 
+class WithDerivative(Function):
+    """Runs a collective in an autograd graph. ``derivative`` consists of such collectives."""
+
+    @staticmethod
+    def forward(ctx: Any, collective: Any, derivative: Any, tensor: Tensor) -> Tensor:
+        ctx.derivative = derivative
+        return collective(tensor)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, ctx.derivative(grad)
+
+
 class SoloGroup(Group):
     """A group of one member: each collective returns a copy of its argument at once.
 
@@ -284,16 +302,11 @@ class SoloGroup(Group):
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
 
-    def _begin(self, name: str) -> None:
-        """Called at the beginning of each collective."""
-
     def barrier(self) -> None:
-        self._begin("barrier")
+        pass
 
     def all_gather_object(self, obj: T) -> tuple[T, ...]:
-        self._begin("all_gather_object")
         return (obj,)
 
     def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
-        self._begin(name)
         return tuple(tensor.clone() for tensor in tensors)

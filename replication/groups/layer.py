@@ -114,8 +114,8 @@ class ReplicaAware(_Base):
             )
         name = self._layer_name or type(self).__name__
         process_group = self.process_group
-        if has_other_processes(process_group):
-            processes = process_group_of(process_group, name)
+        processes = process_group_of(process_group, name)
+        if processes is not None:
             if (group is not None and group.size > 1) or (current and current.is_one_of_several):
                 raise ReplicationError(
                     f"`{name}` must run either in several replicas or in several processes (got "

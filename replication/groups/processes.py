@@ -1,61 +1,171 @@
-"""`ProcessGroup`: collectives between processes, built on `torch.distributed`."""
+"""`ProcessGroup`: collectives between processes, built on `torch.distributed`.
+
+Problem: if one rank makes another call than the others, the backend waits for its timeout, or
+crashes, or adds numbers that do not belong together. But a text with each call would cost more
+than a small call itself.
+
+Idea: each call has a number that is equal on all ranks if their calls match (see `Collective`). It
+travels where the host reads what arrives anyway. Only if the numbers of the ranks differ do they
+exchange the texts of their calls.
+
+Derivatives are collectives as well. Three collectives have derivatives, on which all others are
+built, and these are again sums of such collectives:
+
+===========  ====================================  ========================================
+collective   what a rank gets                      derivative
+===========  ====================================  ========================================
+`_sum`       the sum over all ranks                `_sum`
+`_stack`     the tensors of all ranks              `_exchange`, whose parts are then added
+`_exchange`  the parts that all ranks send to it   `_exchange`, which sends the parts back
+===========  ====================================  ========================================
+"""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from ctypes import string_at
+from functools import lru_cache, partial
+from hashlib import sha256
 from math import prod
 from typing import Any, TypeVar
 from weakref import ref
 
 import torch
 from torch import Tensor, distributed
-from torch.autograd import Function
 from torch.nn.functional import pad
 
 from replication._torch import (
     all_reduce_in_place,
-    is_batched,
+    device_of_group,
+    gathered,
+    is_exporting,
+    is_profiling,
     is_usable,
-    timeout_of,
+    named_range,
     uncompiled,
 )
 from replication.devices import current_stream, use_device
-from replication.errors import ReplicationError
+from replication.errors import ReplicationError, add_note
 from replication.groups.base import (
-    Call,
     Group,
     ReduceOp,
+    Signature,
     SoloGroup,
     Tensors,
-    call_of,
+    WithDerivative,
+    check_same_call,
     layouts_of,
     reduce_tensors,
+    signature_of,
 )
-from replication.groups.comparison import RankCall, gathered, to_bytes, to_tensor
-from replication.groups.registry import as_process_group, state_of
+from replication.groups.registry import own_process_group, part_of, state_of, world
 
 __all__ = ["ProcessGroup"]
 
 T = TypeVar("T")
 
-#: Up to this many ranks and bytes per rank, `ProcessGroup.prefers_gather`.
-_FEW_RANKS, _FEW_BYTES = 8, 64 * 1024
+_REMEDY = (
+    "First check the other ranks' logs for an earlier error. If there is none, at least one rank "
+    "did not make this call. Common causes: a layer is in eval() there; the rank ran out of data "
+    "(see replication.JoinableStep); it skipped backward; it used another shape, dtype or layer; "
+    "only some ranks are compiled; or DDP has find_unused_parameters=True and the ranks use "
+    "different parameters (then pass process_group=torch.distributed.new_group() to the layers)."
+)
 
 
-class Collective(Function):
-    """Runs a collective in an autograd graph. ``derivative`` consists of such collectives."""
+class Collective:
+    """A call that this rank makes, counted when it is constructed.
 
-    @staticmethod
-    def forward(ctx: Any, collective: Any, derivative: Any, tensor: Tensor) -> Tensor:
-        ctx.derivative = derivative
-        return collective(tensor)  # type: ignore[no-any-return]
+    The ``signature`` must match on all ranks, and so must the name of the group, which is that of
+    its layer. How many calls came before is only told in messages: a backend connects the first
+    call of one rank with the first of the others, the second with the second, and so on.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, ctx.derivative(grad)
+    #: In profiles.
+    _range: Any = None
+
+    def __init__(self, group: ProcessGroup, signature: Signature) -> None:
+        self.process_group, self.name, self.signature = group.process_group, group.name, signature
+        # Without a lock: calls in several threads at once would match in no order.
+        self.count = group.state.calls = group.state.calls + 1
+
+    def __str__(self) -> str:
+        return f"`{self.name}`, call {self.count}: {self.signature}"
+
+    @property
+    def number(self) -> int:
+        """A number that is equal on all ranks if their calls match. float64 can hold it."""
+        return _digest(self.name, self.signature)
+
+    # Not `contextlib.contextmanager`, for the reason that `ForwardScope` gives.
+    def __enter__(self) -> Collective:
+        """Names the call in profiles, and in errors of the ``with`` block."""
+        if is_profiling():
+            self._range = named_range(f"exchange {self.name}, rank {self.process_group.rank()}")
+            self._range.__enter__()
+        if compares_all_calls():
+            try:
+                self.compare()
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if self._range is not None:
+            self._range.__exit__(kind, error, traceback)
+        # If another rank raises or dies, this one gets an error of the backend, or runs into the
+        # timeout of the group.
+        if isinstance(error, Exception) and not isinstance(error, ReplicationError):
+            group = self.process_group
+            advice = " Set TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls."
+            add_note(error, f"in {self}, rank {group.rank()} of {group.size()}")
+            add_note(error, _REMEDY + advice * (not compares_all_calls()))
+
+    def compare(self, length: int = 0) -> list[int]:
+        """Raises `ReplicasDiverged` if the calls of the ranks differ. Returns their lengths.
+
+        It is a separate collective, for which the host waits.
+        """
+        numbers, lengths = self._gather_integers(self.number, length)
+        self.check(numbers)
+        return lengths
+
+    def check(self, numbers: Sequence[float]) -> None:
+        """Raises `ReplicasDiverged`, on every rank, if any two numbers of ranks differ."""
+        if numbers.count(numbers[0]) == len(numbers):
+            return
+        text = str(self).encode()
+        (lengths,) = self._gather_integers(len(text))
+        # Not pickled, because unpickling could run any code.
+        texts = [part.decode(errors="replace") for part in self.gather_bytes(text, lengths)]
+        calls = list(zip(numbers, texts, strict=True))
+        check_same_call(calls, f"`{self.name}`", range(len(calls)), "rank")
+
+    def gather_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
+        """Returns the bytes of all ranks, given how many each has."""
+        padded = bytearray(data.ljust(max(lengths), b"\0"))
+        vector = torch.frombuffer(padded, dtype=torch.uint8)
+        rows = gathered(vector.to(device_of_group(self.process_group)), self.process_group).cpu()
+        # Without NumPy.
+        return [string_at(row.data_ptr(), n) for row, n in zip(rows, lengths, strict=True)]
+
+    def _gather_integers(self, *own: int) -> list[list[int]]:
+        vector = torch.tensor(own, device="cpu").to(device_of_group(self.process_group))
+        return gathered(vector, self.process_group).t().tolist()
+
+
+@lru_cache(maxsize=1024)
+def _digest(name: str, signature: Signature) -> int:
+    return int.from_bytes(sha256(f"{name}: {signature}".encode()).digest()[:6], "big")
+
+
+def compares_all_calls() -> bool:
+    """Whether ranks compare each call before they make it, by ``TORCH_DISTRIBUTED_DEBUG``."""
+    # By its value, because every call returns a new object, which takes long to compare.
+    return distributed.get_debug_level().value > 0  # type: ignore[attr-defined, no-any-return]
 
 
 class ProcessGroup(Group):
@@ -66,10 +176,9 @@ class ProcessGroup(Group):
     Tensors must require gradients on all ranks or on none.
 
     Calls of the ranks that do not match are named by `all_gather` and `all_gather_object`, which
-    exchange lengths. So they are for tensors on the CPU that have as many bytes on each rank, in a
-    maximum, minimum or product, and in sums of up to 64 KiB in groups of up to 8 ranks. Otherwise
-    mismatches are left to the backend, unless ``TORCH_DISTRIBUTED_DEBUG`` is ``INFO`` or
-    ``DETAIL`` in the environment.
+    exchange lengths first. Other mismatches are left to the backend, unless
+    ``TORCH_DISTRIBUTED_DEBUG`` is ``INFO`` in the environment. Then the ranks compare each call
+    before they make it.
 
     >>> import torch
     >>> from torch import distributed
@@ -90,29 +199,22 @@ class ProcessGroup(Group):
         RuntimeError: `torch.distributed` is not initialized.
         TypeError: ``process_group`` is neither a group nor a mesh.
         ValueError: This process is not in ``process_group``, or the mesh has several dimensions.
-        ReplicationError: The group is destroyed, or a backward batches gradients
-            (``is_grads_batched=True``).
+        ReplicationError: The group is destroyed.
         NotImplementedError: See `Group`.
     """
 
     def __init__(self, process_group: Any = None, name: str = "ProcessGroup") -> None:
-        if process_group is None:
-            process_group = distributed.group.WORLD if distributed.is_available() else None
-            if process_group is None:
-                raise RuntimeError(
-                    "torch.distributed is not initialized; call init_process_group, or use a "
-                    "SoloGroup"
-                )
-        else:
-            process_group = as_process_group(process_group)
-        if process_group is distributed.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"`{name}`: process_group must contain this process")
-        self._name = name
+        process_group = own_process_group(process_group, name)
+        self.name = name
         # Graphs refer to this object. A loss that outlives the script must not keep the threads of
         # a destroyed group alive.
         self._process_group = ref(process_group)
         used = self.process_group  # raises if it is destroyed
+        self.state = state_of(used)
         super().__init__(used.rank(), used.size())
+
+    def __deepcopy__(self, memo: Any) -> ProcessGroup:
+        return self  # a copy of a layer communicates with the same ranks
 
     @property
     def process_group(self) -> Any:
@@ -120,7 +222,7 @@ class ProcessGroup(Group):
         process_group = self._process_group()
         if process_group is None or not is_usable(process_group):  # a destroyed group may live on
             raise ReplicationError(
-                f"`{self._name}`: the process group has been destroyed; call "
+                f"`{self.name}`: the process group has been destroyed; call "
                 "torch.distributed.destroy_process_group after the last forward and backward that "
                 "use it, and set another process_group, or None, in layers that stay in use"
             )
@@ -128,36 +230,34 @@ class ProcessGroup(Group):
 
     @property
     def where(self) -> str:
-        return f"`{self._name}`, rank {self.rank}"
+        return f"`{self.name}`, rank {self.rank}"
 
-    def _running(self, call: Call) -> RankCall:
-        return RankCall(self.process_group, self._name, call)
+    # -- for layers with autograd nodes of their own -------------------------------------------
 
-    def _differentiable(
-        self,
-        call: RankCall,
-        collective: Callable[[Tensor], Tensor],
-        derivative: Callable[[RankCall, Tensor], Tensor],
-        tensor: Tensor,
-    ) -> Tensor:
-        """Runs a collective in an autograd graph. Its backward is a separate call."""
-        _refuse_batched(tensor)
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
-            return collective(tensor)
-        # Derivatives of any order have one name, without arguments.
-        name = f"{call.call.name.partition('(')[0].removesuffix('_backward')}_backward"
+    def refuse_exports(self) -> None:
+        """Raises RuntimeError in an export or trace, which would hold what other ranks sent."""
+        if is_exporting():
+            raise RuntimeError(
+                f"`{self.name}`: calls between processes cannot be exported or traced; export the "
+                "network in eval()"
+            )
 
-        def backward(grad: Tensor) -> Tensor:
-            with self._running(Call(name, layouts_of([grad], any_length=True))) as call:
-                return derivative(call, grad)
+    def add(self, signature: Signature, vector: Tensor) -> Tensor:
+        """Adds a vector of all ranks in place, without a derivative."""
+        with Collective(self, signature) as call:
+            all_reduce_in_place(vector, call.process_group)
+        return vector
 
-        return Collective.apply(collective, backward, tensor)  # type: ignore[no-any-return, no-untyped-call]
+    def sum(self, signature: Signature, tensor: Tensor) -> Tensor:
+        """Returns the sum over the ranks, whose derivatives have the same name."""
+        with Collective(self, signature) as call:
+            return self._sum(call, tensor)
 
     # -- collectives ---------------------------------------------------------------------------
 
     @uncompiled
     def barrier(self) -> None:
-        with self._running(Call("barrier")) as call:
+        with Collective(self, Signature("barrier")) as call:
             distributed.barrier(call.process_group)
 
     @uncompiled
@@ -168,55 +268,26 @@ class ProcessGroup(Group):
         other collective unpickles anything.
         """
         # Not torch.distributed.all_gather_object, which needs NumPy.
-        data = to_tensor(pickle.dumps(obj), self.process_group)
-        with self._running(Call("all_gather_object")) as call:
-            parts = self._all_gather(call, data)
-        return tuple(pickle.loads(to_bytes(part)) for part in parts)
-
-    def gather_vectors(self, call: Call, *vectors: Tensor) -> Sequence[Tensor]:
-        """Stacks each of some vectors of all ranks, ``(size, length)``, without a derivative.
-
-        It is for layers with autograd nodes of their own. The vectors travel as one.
-        """
-        with self._running(call) as running:
-            return self._gathered(running, *vectors)
-
-    def sum_vector(self, call: Call, vector: Tensor) -> Tensor:
-        """Adds a vector of all ranks, in place if it needs no derivative."""
-        with self._running(call) as running:
-            if vector.requires_grad or is_batched(vector):
-                return self._sum(running, vector)
-            if self.prefers_gather(vector):
-                return self._gathered(running, vector)[0].sum(0)
-            all_reduce_in_place(vector, running.process_group)
-            return vector
-
-    def prefers_gather(self, *tensors: Tensor) -> bool:
-        """Whether it is faster to sum by gathering all tensors and adding them on each rank."""
-        # A ring of n ranks reduces in 2 (n - 1) steps and gathers in n - 1. With few ranks and
-        # short tensors gathering wins: on gloo by 25 % for 2 ranks and by 40 % for 8. NCCL picks
-        # its own algorithm. The answer depends only on what matches on all ranks, so all choose
-        # the same way.
-        return (
-            self.size <= _FEW_RANKS
-            and tensors[0].is_cpu
-            and sum([tensor.nbytes for tensor in tensors]) <= _FEW_BYTES
-        )
+        data = pickle.dumps(obj)
+        with Collective(self, Signature("all_gather_object")) as call:
+            parts = call.gather_bytes(data, call.compare(len(data)))
+        return tuple(map(pickle.loads, parts))
 
     @uncompiled
     def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
         """Runs the method of the name: `_all_reduce`, for example."""
+        self.refuse_exports()
         requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        call = call_of(name, tensors, option)._replace(requires_grad=requires_grad)
+        call = signature_of(name, tensors, option)._replace(requires_grad=requires_grad)
         device = tensors[0].device
         with ExitStack() as stack:
             # With NCCL the headers of compared calls travel through the current device.
             use_device(stack, device, current_stream(device))
             # Not in the stack, which sets attributes of an interrupt that comes while it ends.
-            with self._running(call) as running:
+            with Collective(self, call) as running:
                 return getattr(self, f"_{name}")(running, *tensors, **option)  # type: ignore[no-any-return]
 
-    def _all_reduce(self, call: RankCall, tensor: Tensor, op: ReduceOp) -> Tensors:
+    def _all_reduce(self, call: Collective, tensor: Tensor, op: ReduceOp) -> Tensors:
         if op == "mean" and tensor.dtype is torch.float16:  # a sum may overflow
             return (self._sum(call, tensor / self.size),)
         if op in ("sum", "mean"):
@@ -224,7 +295,7 @@ class ProcessGroup(Group):
             return (total / self.size if op == "mean" else total,)
         return (reduce_tensors(self._stack(call, tensor).unbind(), op),)
 
-    def _all_gather(self, call: RankCall, tensor: Tensor) -> Tensors:
+    def _all_gather(self, call: Collective, tensor: Tensor) -> Tensors:
         lengths = call.compare(len(tensor) if tensor.dim() else 0)
         shapes = [(n, *tensor.shape[1:]) if tensor.dim() else () for n in lengths]
         sizes = [prod(shape) for shape in shapes]
@@ -235,84 +306,60 @@ class ProcessGroup(Group):
         rows = zip(self._stack(call, values), sizes, shapes, strict=True)
         return tuple(row[:size].view(shape).clone() for row, size, shape in rows)
 
-    def _reduce_scatter(self, call: RankCall, *tensors: Tensor, op: ReduceOp) -> Tensors:
+    def _reduce_scatter(self, call: Collective, *tensors: Tensor, op: ReduceOp) -> Tensors:
         mine = tensors[self.rank]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         sent, received = [tensor.numel() for tensor in tensors], [mine.numel()] * self.size
-        parts = self._send_values(sent, received, call, flat).view(self.size, *mine.shape)
+        parts = self._exchange(sent, received, call, flat).view(self.size, *mine.shape)
         return (reduce_tensors(parts.unbind(), op),)
 
-    def _broadcast(self, call: RankCall, tensor: Tensor, src: int) -> Tensors:
+    def _broadcast(self, call: Collective, tensor: Tensor, src: int) -> Tensors:
         def from_source(tensor: Tensor) -> Tensor:
             received = tensor.clone(memory_format=torch.contiguous_format)
             # Older releases of torch leave complex numbers to the backend, which may refuse them.
             real = torch.view_as_real(received) if received.is_complex() else received
-            distributed.broadcast(real, self._global_rank(src), call.process_group)
+            source = distributed.get_global_rank(call.process_group, src)
+            distributed.broadcast(real, source, call.process_group)
             return received
 
-        def to_source(call: RankCall, grad: Tensor) -> Tensor:
+        def to_source(call: Collective, grad: Tensor) -> Tensor:
             total = self._sum(call, grad)
             # Other ranks get zeros in the graph, because all take part in the second derivative.
             return total.masked_fill(total.new_full((), self.rank != src, dtype=torch.bool), 0)
 
         return (self._differentiable(call, from_source, to_source, tensor),)
 
-    def _sum(self, call: RankCall, tensor: Tensor) -> Tensor:
-        """Returns the sum over the ranks, whose derivative is the sum of the gradients."""
+    # -- the three that have derivatives -------------------------------------------------------
 
-        def sum_of_ranks(tensor: Tensor) -> Tensor:
-            if self.prefers_gather(tensor):
-                return reduce_tensors(self._stacked(call, tensor).unbind(), "sum")
+    def _sum(self, call: Collective, tensor: Tensor) -> Tensor:
+        """Returns the sum over the ranks."""
+
+        def total_of(tensor: Tensor) -> Tensor:
             total = tensor.clone(memory_format=torch.contiguous_format)
             all_reduce_in_place(total, call.process_group)
             return total
 
-        return self._differentiable(call, sum_of_ranks, self._sum, tensor)
+        return self._differentiable(call, total_of, self._sum, tensor)
 
-    def _stack(self, call: RankCall, tensor: Tensor) -> Tensor:
+    def _stack(self, call: Collective, tensor: Tensor) -> Tensor:
         """Stacks the tensors of all ranks, which have the same shape, to ``(size, ...)``."""
 
-        def to_owners(call: RankCall, grad: Tensor) -> Tensor:
+        def stacked(tensor: Tensor) -> Tensor:
+            values = tensor.resolve_conj().resolve_neg().contiguous()
+            values = values.view(torch.uint8) if values.dtype is torch.bool else values
+            return gathered(values, call.process_group).view(tensor.dtype)
+
+        def to_owners(call: Collective, grad: Tensor) -> Tensor:
             return self._reduce_scatter(call, *grad, op="sum")[0]
 
-        return self._differentiable(call, partial(self._stacked, call), to_owners, tensor)
+        return self._differentiable(call, stacked, to_owners, tensor)
 
-    def _stacked(self, call: RankCall, tensor: Tensor) -> Tensor:
-        """Stacks the tensors of all ranks, without a derivative."""
-        values = tensor.resolve_conj().resolve_neg().reshape(-1)
-        values = values.view(torch.uint8) if values.dtype is torch.bool else values
-        (rows,) = self._gathered(call, values)
-        return rows.view(tensor.dtype).view(self.size, *tensor.shape)
-
-    def _gathered(self, call: RankCall, *vectors: Tensor) -> Sequence[Tensor]:
-        """Stacks each of some vectors of all ranks, which travel as one. Compares the call.
-
-        Not if they are on accelerators, where the host would wait for the digests.
-        """
-        first, sizes = vectors[0], [vector.numel() for vector in vectors]
-        has_digest = first.is_cpu and not call.is_compared
-        if has_digest:
-            digest = torch.tensor(call.digest, dtype=torch.float64, device="cpu")
-            if first.dtype != torch.float64:  # which can hold the numbers themselves
-                digest = digest.long().view(first.dtype)
-            vectors, sizes = (digest, *vectors), [digest.numel(), *sizes]
-        vector = torch.cat(vectors) if len(vectors) > 1 else first.contiguous()
-        parts = gathered(vector, call.process_group).split_with_sizes(sizes, 1)
-        if not has_digest:
-            return parts
-        digests = parts[0]
-        if first.dtype != torch.float64:
-            # A single row counts as contiguous, whatever its stride.
-            digests = digests.clone(memory_format=torch.contiguous_format).view(torch.int64)
-        call.check(digests.tolist())
-        return parts[1:]
-
-    def _send_values(
-        self, sent: list[int], received: list[int], call: RankCall, tensor: Tensor
+    def _exchange(
+        self, sent: list[int], received: list[int], call: Collective, tensor: Tensor
     ) -> Tensor:
         """Sends ``sent[i]`` values of a vector to rank i, and returns ``received[i]`` from it."""
 
-        def exchange(tensor: Tensor) -> Tensor:
+        def exchanged(tensor: Tensor) -> Tensor:
             result = tensor.new_empty(sum(received))
             # Nothing on all ranks or on none, so that no rank skips the call alone.
             if tensor.numel() or result.numel():
@@ -320,52 +367,53 @@ class ProcessGroup(Group):
                 distributed.all_to_all_single(result, tensor, received, sent, call.process_group)
             return result
 
-        way_back = partial(self._send_values, received, sent)
-        return self._differentiable(call, exchange, way_back, tensor)
+        return self._differentiable(
+            call, exchanged, partial(self._exchange, received, sent), tensor
+        )
+
+    def _differentiable(
+        self,
+        call: Collective,
+        collective: Callable[[Tensor], Tensor],
+        derivative: Callable[[Collective, Tensor], Tensor],
+        tensor: Tensor,
+    ) -> Tensor:
+        """Runs a collective in an autograd graph. Its backward is a separate call."""
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return collective(tensor)
+        # Derivatives of any order have one name, without arguments.
+        name = f"{call.signature.name.partition('(')[0].removesuffix('_backward')}_backward"
+
+        def backward(grad: Tensor) -> Tensor:
+            signature = Signature(name, layouts_of([grad], any_length=True))
+            with Collective(self, signature) as call:
+                return derivative(call, grad)
+
+        return WithDerivative.apply(collective, backward, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+    # -- parts ---------------------------------------------------------------------------------
 
     @uncompiled
     def _part(self, size: int) -> Group:
         if size == 1:  # without a collective: perhaps only some ranks run this layer
             return SoloGroup()
-        ranks = range(self.size)
-        parts = [ranks[start : start + size] for start in ranks[::size]]
-        own = parts[self.rank // size]
-        state = state_of(self.process_group)
-        with state.lock:
-            if size not in state.parts:
-                # All processes must make all groups. Processes outside this group do not come
-                # here, so its members use local synchronization.
-                is_world = self.process_group is distributed.group.WORLD
-                made = {
-                    part: distributed.new_group(
-                        list(map(self._global_rank, part)),
-                        timeout=timeout_of(self.process_group),
-                        backend=distributed.get_backend(self.process_group),
-                        use_local_synchronization=not is_world,
-                    )
-                    for part in (parts if is_world else [own])
-                }
-                state.parts[size] = made[own]
-        if len(own) == 1:
-            return SoloGroup()
-        return ProcessGroup(state.parts[size], f"{self._name}, ranks {own[0]}-{own[-1]}")
-
-    def _global_rank(self, rank: int) -> int:
-        return distributed.get_global_rank(self.process_group, rank)
+        process_group, start = part_of(self.process_group, size), self.rank - self.rank % size
+        last = start + process_group.size() - 1
+        name = f"{self.name}, ranks {start}-{last}"
+        return SoloGroup() if start == last else ProcessGroup(process_group, name)
 
 
-def process_group_of(process_group: Any, name: str) -> ProcessGroup:
-    """The `ProcessGroup` of a layer, which is made at its first call."""
-    used = distributed.group.WORLD if process_group is None else process_group
-    groups = state_of(used).groups if is_usable(used) else {}
-    group = groups.get(name)
-    if group is None:
-        group = groups[name] = ProcessGroup(process_group, name)
-    return group
+def process_group_of(process_group: Any, name: str) -> ProcessGroup | None:
+    """Returns the `ProcessGroup` of a layer, or None if no other process is in it.
 
-
-def _refuse_batched(tensor: Tensor) -> None:
-    if is_batched(tensor):
-        raise ReplicationError(
-            "collectives between processes take no batched gradients; compute one at a time"
-        )
+    It is made at the first call of the layer.
+    """
+    used = world() if process_group is None else process_group
+    if used is None:
+        return None
+    if is_usable(used):
+        group: ProcessGroup | None = state_of(used).groups.get(name)
+        if group is None:
+            group = state_of(used).groups[name] = ProcessGroup(used, name)
+        return group if group.size > 1 else None
+    return ProcessGroup(used, name)  # raises

@@ -9,15 +9,15 @@ from weakref import WeakKeyDictionary
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from replication._torch import COMPILES_COLLECTIVES, is_usable
+from replication._torch import COMPILES_COLLECTIVES, is_usable, timeout_of
 from replication.warning import warn
 
 
 class ProcessGroupState:
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        #: The number of calls, by the name of the layer and whether a backward makes them.
-        self.calls: dict[tuple[str, bool], int] = {}
+        #: The number of calls that this rank has made.
+        self.calls = 0
         #: The groups made of this one, by the size of the parts.
         self.parts: dict[int, Any] = {}
         #: Each `ProcessGroup` of a layer, by its name.
@@ -32,14 +32,44 @@ def state_of(process_group: Any) -> ProcessGroupState:
     return _states.setdefault(process_group, ProcessGroupState()) if state is None else state
 
 
+def part_of(process_group: Any, size: int) -> Any:
+    """Returns the part of a group to which this process belongs, if its parts have some size."""
+    state, ranks = state_of(process_group), range(process_group.size())
+    with state.lock:
+        if size not in state.parts:
+            # All processes must make all groups. Processes outside this group do not come here, so
+            # its members use local synchronization.
+            is_world = process_group is distributed.group.WORLD
+            parts = [ranks[start : start + size] for start in ranks[::size]]
+            own = parts[process_group.rank() // size]
+            for part in parts if is_world else [own]:
+                made = distributed.new_group(
+                    [distributed.get_global_rank(process_group, rank) for rank in part],
+                    timeout=timeout_of(process_group),
+                    backend=distributed.get_backend(process_group),
+                    use_local_synchronization=not is_world,
+                )
+                if part == own:
+                    state.parts[size] = made
+        return state.parts[size]
+
+
+_IS_AVAILABLE = distributed.is_available()
+
+
+def world() -> Any:
+    """The group of all processes, or None."""
+    # `torch.compile` looks at this object again, and not at `is_initialized`.
+    return distributed.group.WORLD if _IS_AVAILABLE else None
+
+
 def has_other_processes(process_group: Any = None) -> bool:
     """Whether a group, by default all processes, is more than this process."""
     # Also true if this process is not a member or the group is destroyed: using it raises.
     if process_group is not None:
         return not is_usable(process_group) or distributed.get_world_size(process_group) > 1
-    # `torch.compile` looks at this object again, and not at `is_initialized`.
-    world = distributed.group.WORLD if distributed.is_available() else None
-    return world is not None and world.size() > 1
+    everyone = world()
+    return everyone is not None and everyone.size() > 1
 
 
 def name_in_graph(process_group: Any) -> str | None:
@@ -72,6 +102,23 @@ def as_process_group(value: Any) -> Any:
             f"dimension, or None (got {type(value).__name__})"
         )
     return value
+
+
+def own_process_group(value: Any, name: str) -> Any:
+    """Returns the group that `as_process_group` finds, by default all processes.
+
+    Raises RuntimeError or ValueError if there is none, or if it does not contain this process.
+    """
+    process_group = as_process_group(value)
+    if process_group is None:
+        process_group = world()
+        if process_group is None:
+            raise RuntimeError(
+                "torch.distributed is not initialized; call init_process_group, or use a SoloGroup"
+            )
+    if process_group is distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"`{name}`: process_group must contain this process")
+    return process_group
 
 
 class ProcessGroupHandle:

@@ -72,7 +72,7 @@ def built() -> Path:
         library.parent.mkdir(exist_ok=True)
         # Another process may do the same.
         unfinished = library.with_suffix(f".{os.getpid()}")
-        command = [cpp_extension.get_cxx_compiler(), "-shared", "-fPIC", "-std=c++20", "-w"]
+        command = [cpp_extension.get_cxx_compiler(), "-O2", "-shared", "-fPIC", "-std=c++20", "-w"]
         command += [f"-I{path}" for path in cpp_extension.include_paths()]
         command += [f"-L{path}" for path in cpp_extension.library_paths()]
         command += [str(SOURCES[0]), "-o", str(unfinished), "-ltorch", "-ltorch_cpu", "-lc10"]

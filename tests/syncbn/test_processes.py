@@ -7,9 +7,7 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,38 +15,32 @@ from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import fused
 from replication import ProcessGroup
-from replication.groups import processes as process_group
-from syncbn import SynchronizedBatchNorm1d, convert_model
-from syncbn.ranks import Ranks
+from syncbn import SynchronizedBatchNorm1d, batchnorm, convert_model
+from syncbn.kernels import Kernels, kernels_for
 from tests import oracle
 from tests.layers import Recomputed, outcome_of
 from tests.ranks import needs_gloo, recorded_collectives, run_ranks
-from tests.sharded import assert_reads_no_value, eps_mode, randomized
+from tests.sharded import assert_reads_no_value, randomized
 
 try:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 except ImportError:  # torch 2.4
     fully_shard = None
 
 pytestmark = needs_gloo
 
-#: How the sums of backward are added: few ranks gather them, many reduce them. Or few, with counts
-#: that the host does not know, as on GPUs.
-WAYS = ["gather", "reduce", "unseen"]
+#: What computes: the kernels of the CPU, or what stands for those of accelerators, where the host
+#: does not know the counts of other ranks.
+WAYS = ["cpu", "accelerator"]
+
+OF_ACCELERATORS = Kernels(*fused.KERNELS.values())
 
 
 def go(way: str) -> None:
-    process_group._FEW_RANKS = 0 if way == "reduce" else 8
-    Ranks.gathered = with_unseen_counts if way == "unseen" else GATHERED
-
-
-GATHERED = Ranks.gathered
-
-
-def with_unseen_counts(ranks: Ranks, *own: Any) -> Any:
-    _, counts, *rows = GATHERED(ranks, *own)
-    return counts, counts, *rows
+    of_accelerators = way == "accelerator"
+    batchnorm.kernels_for = (lambda kind: OF_ACCELERATORS) if of_accelerators else kernels_for
 
 
 #: Samples of each rank, by the number of ranks.
@@ -132,19 +124,6 @@ def without_data(rank: int, size: int) -> tuple[Tensor, Tensor, int]:
     return y.detach(), running, layer.num_batches_tracked.item()
 
 
-def impossible_counts(rank: int, size: int) -> list[str]:
-    """The errors where rank 1 announces impossible counts."""
-    errors = []
-    for count in (float("nan"), -50, 2.5, float("inf"), 2**62):
-
-        def announces(ranks: Ranks, n: int, *own: Tensor, count: Any = count) -> Any:
-            return GATHERED(ranks, count if rank == 1 else n, *own)
-
-        with mock.patch.object(Ranks, "gathered", announces):
-            errors.append(str(outcome_of(lambda: layer_like()(torch.ones(3, 2))).error))
-    return errors
-
-
 def one_value_in_all(rank: int, size: int) -> tuple[str, Tensor, int]:
     layer = layer_like()
     error = outcome_of(lambda: layer(torch.ones(int(rank == 0), 2))).error
@@ -205,7 +184,6 @@ def found_by_ranks(*calls: Callable[[int, int], Any], ways: list[str] = WAYS) ->
 in_training = found_by_ranks(at_momenta)
 with_derivatives = found_by_ranks(unlike)
 with_few_values = found_by_ranks(without_data, one_value_each, one_value_in_all)
-with_impossible_counts = found_by_ranks(impossible_counts, ways=["gather"])
 far_from_zero = found_by_ranks(constant_and_large, tiny_variance)
 
 
@@ -283,18 +261,9 @@ def test_one_value_per_rank_is_enough(with_few_values, size, way):
     torch.testing.assert_close(y, plain(x).detach())
 
 
-def test_impossible_counts_are_refused_on_every_rank(with_impossible_counts):
-    for rank, found in enumerate(with_impossible_counts):
-        errors = found["gather", "impossible_counts"]
-        for error, count in zip(errors, ("nan", "-50", "2.5", "inf", "4.6116860"), strict=True):
-            where = f"`SynchronizedBatchNorm1d`, rank {rank}: rank 1 announces {count}"
-            assert error.startswith(where)
-
-
-@pytest.mark.parametrize("way", ["gather", "reduce"])
-def test_one_value_in_all_is_torchs_error_in_every_rank(with_few_values, way):
+def test_one_value_in_all_is_torchs_error_in_every_rank(with_few_values):
     for results in with_few_values:
-        error, _, batches = results[way, "one_value_in_all"]
+        error, _, batches = results["cpu", "one_value_in_all"]
         assert batches == 0
         assert error.startswith(
             "Expected more than 1 value per channel when training, got input size"
@@ -303,7 +272,7 @@ def test_one_value_in_all_is_torchs_error_in_every_rank(with_few_values, way):
 
 def test_one_value_in_all_that_the_host_does_not_know_does_no_harm(with_few_values):
     for results in with_few_values:
-        error, running, _ = results["unseen", "one_value_in_all"]
+        error, running, _ = results["accelerator", "one_value_in_all"]
         assert error == "None"
         assert running.isfinite().all()
 
@@ -343,24 +312,15 @@ def test_layers_without_weight_or_bias_have_gradients():
         torch.testing.assert_close(joined, expected)
 
 
-def refused(rank: int) -> list[str]:
-    """What ranks are told that differ in eps, in its mode, and that batch gradients."""
-    x, errors = torch.randn(3, 4, requires_grad=True), []
-    for eps, mode in ((1.0 if rank else 1e-5, "plus"), (1e-5, "clamp" if rank else "plus")):
-        with eps_mode(mode):
-            layer = SynchronizedBatchNorm1d(4, eps=eps)
-            errors.append(str(outcome_of(lambda layer=layer: layer(x)).error))
-    y = SynchronizedBatchNorm1d(4)(x)
-    grad = partial(torch.autograd.grad, y, x, torch.randn(2, 3, 4), is_grads_batched=True)
-    return [*errors, str(outcome_of(grad).error)]
+def with_another_eps(rank: int) -> str:
+    layer = SynchronizedBatchNorm1d(4, eps=1.0 if rank else 1e-5)
+    return str(outcome_of(lambda: layer(torch.randn(3, 4))).error)
 
 
-def test_eps_that_differs_and_batched_gradients_are_refused():
-    for differs, mode, batched in run_ranks(2, refused):
-        assert "batch_norm(eps=1e-05) of" in differs
-        assert "batch_norm(eps=1.0) of" in differs
-        assert "all_reduce(op='sum') of" in mode
-        assert batched.startswith("collectives between processes take no batched gradients")
+def test_eps_that_differs_is_named():
+    for error in run_ranks(2, with_another_eps):
+        assert "batch_norm(eps=1e-05) of" in error
+        assert "batch_norm(eps=1.0) of" in error
 
 
 def under_other_defaults(rank: int) -> list[list[Tensor]]:
@@ -384,16 +344,96 @@ def test_the_default_dtype_and_device_do_not_matter():
         assert all(tensor.isfinite().all() for tensor in expected)
 
 
-def of_an_empty_channel(rank: int) -> bool:
-    """Whether the gradient of a shard has a graph. `+` gives an empty shard odd strides."""
-    x = torch.randn(0 if rank else 4, 1, requires_grad=True)
-    y = SynchronizedBatchNorm1d(1)(x + 1)
-    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    return dx.requires_grad
+#: What is trained, by the name of a layer's input or parameter.
+SUBSETS = [
+    subset
+    for size in (1, 2, 3)
+    for subset in itertools.combinations(("x", "weight", "bias"), size)
+]
 
 
-def test_an_empty_shard_of_one_channel_takes_part_in_second_derivatives():
-    assert run_ranks(2, of_an_empty_channel) == [True, True]
+def penalized(x: Tensor, layer: nn.Module, trained: Sequence[str]) -> list[Tensor]:
+    """The gradients of a penalty on the gradients of what is trained."""
+    leaves = {"x": x, "weight": layer.weight, "bias": layer.bias}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name in trained)
+    inputs = [leaves[name] for name in trained]
+    y = layer(x)
+    grads = torch.autograd.grad(y.pow(3).sum(), inputs, create_graph=True)
+    (y.sum() + sum(grad.square().sum() for grad in grads)).backward()
+    return [leaf.grad for leaf in inputs]
+
+
+def penalties_with_an_empty_rank(rank: int) -> list[list[Tensor]]:
+    shards = shards_of(3)[1 : rank + 2]  # none on rank 0
+    return [
+        penalized(shards[rank].clone(), layer_like(dtype=torch.float64), trained)
+        for trained in SUBSETS
+    ]
+
+
+def test_an_empty_shard_takes_part_in_derivatives_of_each_subset_of_gradients():
+    """The other rank would wait for the sums that the empty one does not reach."""
+    ranks = run_ranks(2, penalties_with_an_empty_rank)
+    for trained, *found in zip(SUBSETS, *ranks, strict=True):
+        plain = nn.BatchNorm1d(2, dtype=torch.float64)
+        plain.load_state_dict(layer_like(dtype=torch.float64).state_dict())
+        expected = penalized(shards_of(3)[2].clone(), plain, trained)
+        for name, empty, full, want in zip(trained, *found, expected, strict=True):
+            got = full if name == "x" else empty + full
+            torch.testing.assert_close(got, want, msg=f"{name} of {trained}")
+
+
+class WithAdapter(nn.Module):
+    """An adapter, declared last, which only some ranks run."""
+
+    def __init__(self, runs: bool) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(2, 400), nn.BatchNorm1d(400)
+        self.last, self.adapter = nn.Linear(400, 3), nn.Linear(3, 3)
+        self.runs = runs
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(self.norm(self.first(x)))
+        return self.adapter(y) if self.runs else y
+
+
+def with_an_adapter_on_some_ranks(rank: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = convert_model(WithAdapter(rank == 1), process_group=distributed.new_group())
+    model = DistributedDataParallel(net.double(), find_unused_parameters=True, bucket_cap_mb=0.001)
+    for shard in shards_of(2)[rank].unbind(2):
+        model(shard).square().sum().backward()
+    return [parameter.grad for parameter in net.parameters()]
+
+
+def test_layers_with_a_separate_group_train_beside_unused_parameters():
+    """In one group DDP's buckets and the layers' sums would come in another order on each rank."""
+    torch.manual_seed(0)
+    net = WithAdapter(True).double()
+    for shards in zip(*[shard.unbind(2) for shard in shards_of(2)], strict=True):
+        y = net.last(net.norm(net.first(torch.cat(shards))))
+        few = len(shards[0])
+        loss = y[:few].square().sum() + net.adapter(y[few:]).square().sum()
+        (loss / 2).backward()  # DDP takes the mean over the ranks
+    for found in run_ranks(2, with_an_adapter_on_some_ranks):
+        torch.testing.assert_close(found, [p.grad for p in net.parameters()])
+
+
+def traced_and_exported(rank: int) -> list[str]:
+    warnings.simplefilter("ignore")  # torch announces that tracing is deprecated
+    net, x = convert_model(nn.Sequential(nn.BatchNorm1d(2))), torch.randn(3, 2)
+    errors = [outcome_of(lambda: torch.jit.trace(net, x)).error]
+    if hasattr(torch.export, "export"):
+        errors.append(outcome_of(lambda: torch.export.export(net, (x,), strict=False)).error)
+    net(x)  # which the other rank answers
+    return list(map(str, errors))
+
+
+def test_traces_and_exports_of_training_are_refused_before_the_call():
+    for errors in run_ranks(2, traced_and_exported):
+        for error in errors:
+            assert "`0`: calls between processes cannot be exported or traced" in error
 
 
 # -- large means -------------------------------------------------------------------------------
@@ -422,12 +462,12 @@ def step(layer: nn.Module, x: Tensor, dy: Tensor, direction: Tensor | None) -> l
 
 def at_means(rank: int) -> dict[Any, list[Tensor]]:
     found = {}
-    for way, mean, second in itertools.product(WAYS, MEANS, [False, True]):
-        go(way)
+    go("cpu")
+    for mean, second in itertools.product(MEANS, [False, True]):
         layer = layer_like(features=16)
         part = slice(0, 7) if rank == 0 else slice(7, 12)
         x, dy, direction = (t[part] for t in whole_batch(mean))
-        found[way, mean, second] = step(layer, x, dy, direction if second else None)
+        found[mean, second] = step(layer, x, dy, direction if second else None)
     return found
 
 
@@ -436,10 +476,9 @@ def at_large_means() -> list[dict[Any, list[Tensor]]]:
     return run_ranks(2, at_means)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
-def test_large_means_are_as_accurate_as_in_torchs_layer(at_large_means, way, mean, second):
+def test_large_means_are_as_accurate_as_in_torchs_layer(at_large_means, mean, second):
     """Guarantee 1: at large means, twice the error of `nn.BatchNorm1d` at most, plus one ulp."""
     x, dy, direction = whole_batch(mean)
     plain = nn.BatchNorm1d(16)
@@ -447,7 +486,7 @@ def test_large_means_are_as_accurate_as_in_torchs_layer(at_large_means, way, mea
     exact = copy.deepcopy(plain).double()
     theirs = step(plain, x, dy, direction if second else None)
     true = step(exact, x, dy.double(), direction.double() if second else None)
-    first, other = (results[way, mean, second] for results in at_large_means)
+    first, other = (results[mean, second] for results in at_large_means)
     joined = [torch.cat([a, b]) for a, b in zip(first[:2], other[:2], strict=True)]
     ours = [*joined, *(a + b for a, b in zip(first[2:-2], other[2:-2], strict=True)), *first[-2:]]
     for index, (got, them, want) in enumerate(zip(ours, theirs, true, strict=True)):
@@ -475,11 +514,11 @@ def traffic(rank: int, channels: int) -> list[Any]:
 
 @pytest.mark.parametrize("channels", [3, 300])
 def test_one_collective_forward_and_one_backward_of_a_few_values_per_channel(channels):
-    """Two values per channel and a count, and 16 bytes in what is compared."""
-    length = 8 * (2 * channels + 1)
-    for by_gather, by_sum, _ in run_ranks(2, traffic, channels):
-        assert by_gather == ([("all_gather", 16 + length)],) * 2
-        assert by_sum == ([("all_gather", 16 + length)], [("all_reduce", length)])
+    """Forward, beside two values per channel, a count, and on the CPU the number of the call."""
+    for on_cpu, on_accelerator in run_ranks(2, traffic, channels):
+        backward = [("all_reduce", 4 * 2 * channels)]
+        assert on_cpu == ([("all_gather", 8 * (2 * channels + 2))], backward)
+        assert on_accelerator == ([("all_gather", 4 * (2 * channels + 1))], backward)
 
 
 class TwoAlike(ProcessGroup):
@@ -487,12 +526,6 @@ class TwoAlike(ProcessGroup):
 
     def __init__(self) -> None:
         self.size = 2
-
-    def gather_vectors(self, call: Any, *vectors: Tensor) -> list[Tensor]:
-        return [torch.stack([vector] * 2) for vector in vectors]
-
-    def sum_vector(self, call: Any, vector: Tensor) -> Tensor:
-        return vector * 2
 
     def all_reduce(self, tensor: Tensor) -> Tensor:  # type: ignore[override]
         return tensor * 2
@@ -643,3 +676,47 @@ def test_training_under_fsdp2_equals_training_in_one_process():
             torch.testing.assert_close(full, expected)
             torch.testing.assert_close(again, expected)
             network().load_state_dict(full)
+
+
+def in_half_precision(rank: int, group_size: int | None) -> list[Tensor]:
+    """Output, gradients, buffers and output of evaluation, with weights that FSDP2 casts."""
+    warnings.simplefilter("ignore")  # of FSDP itself
+    layer = layer_like(group_size=group_size)
+    net = fully_shard(
+        nn.Sequential(layer), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    )
+    x = shards_of(2)[rank].float().requires_grad_()
+    y = net(x)
+    y.backward(shards_of(2, seed=1)[rank].to(y.dtype))
+    grads = [layer.weight.grad.full_tensor(), layer.bias.grad.full_tensor()]
+    buffers = layer.running_mean.clone(), layer.running_var.clone()
+    return [y.detach(), x.grad, *grads, *buffers, net.eval()(x).detach()]
+
+
+@pytest.mark.skipif(fully_shard is None, reason="this torch has no FSDP2 under its public name")
+@pytest.mark.parametrize("group_size", [None, 1], ids=["together", "alone"])
+def test_parameters_in_half_precision_beside_buffers_of_float32(group_size):
+    """torch's own layers refuse them."""
+    ranks = run_ranks(2, in_half_precision, group_size)
+    shards, upstream = ([t.bfloat16().double() for t in shards_of(2, seed)] for seed in (0, 1))
+    parts = [[0, 1]] if group_size is None else [[0], [1]]
+    totals = [torch.zeros(2).double(), torch.zeros(2).double()]
+    for part in parts:
+        plain = nn.BatchNorm1d(2)
+        plain.load_state_dict(layer_like().bfloat16().state_dict())
+        plain.double()
+        x = torch.cat([shards[rank] for rank in part]).requires_grad_()
+        y = plain(x)
+        y.backward(torch.cat([upstream[rank] for rank in part]))
+        expected = [y.detach(), x.grad, plain.running_mean, plain.running_var, plain.eval()(x)]
+        found = [ranks[rank] for rank in part]
+        joined = [torch.cat([rank[i] for rank in found]) for i in (0, 1, -1)]
+        got = [joined[0], joined[1], *found[0][-3:-1], joined[2]]
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=2e-2, atol=2e-2)
+        for total, parameter in zip(totals, plain.parameters(), strict=True):
+            total += parameter.grad / 2  # FSDP2 takes the mean over the ranks
+    for rank in ranks:
+        assert rank[0].dtype == rank[-1].dtype == torch.bfloat16
+        for one, other in zip(rank[2:4], totals, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=2e-2, atol=2e-2)

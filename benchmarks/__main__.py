@@ -36,27 +36,33 @@ PARTS: dict[str, Callable[[float], Iterable[Table]]] = {
 SUMMARY = {
     "Training steps": (
         "replicas on the CPU",
-        "Replicas wait for each other in each layer, in forward only.",
+        "Replicas wait for each other in each layer, but only in forward.",
     ),
     "Between processes": (
         "processes on the CPU",
-        "Each layer waits for two collectives of gloo, each slower than a small layer. The most "
-        "is for 100 tiny layers and more processes than cores.",
+        "Every layer waits for two gloo collectives, and each takes longer than a small layer. "
+        "The worst case has 100 tiny layers and more processes than cores.",
+    ),
+    "Without communication": (
+        "a process, without communication",
+        "This is what a rank computes for itself. Wide layers hide it, small ones don't.",
     ),
     "Accelerators: the host's time": (
         "accelerators, the host's time",
-        "Not the time of a GPU: what replicas with nothing but BatchNorms cost the host, on "
-        "simulated accelerators. Other layers between them lower the ratio.",
+        "This is not GPU time. It is the CPU time of launching a network that consists only of "
+        "BatchNorm layers, on simulated accelerators.",
     ),
 }
 
-#: The parts whose tables are for developers, on a page of their own.
+#: The parts whose tables are for developers, on another page, and such tables of other parts.
 DETAILS = "layer", "overhead"
+DETAILED = "Training steps with the C library's defaults", "A layer in a process"
 
 PAGE = Path(__file__).with_name("README.md")
 DETAILS_PAGE = PAGE.with_name("details.md")
 PICTURE = PAGE.with_name("steps.png")
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+#: What encloses the texts that a run replaces.
+MARKS = "<!-- {}: begin -->", "<!-- {}: end -->"
 
 
 def span(rows: Sequence[Row], way: str, phase: int = 0) -> str:
@@ -85,28 +91,30 @@ def slug(title: str) -> str:
 
 
 def block(tables: Mapping[str, Sequence[Table]]) -> str:
-    """All that the page shows of one run."""
+    """The first table, the machine, and the picture."""
     machine = f"torch {torch.__version__} on {os.cpu_count()} cores"
     measured = f"Measured in {date.today():%B %Y} with {machine}."
     picture = f"![Steps with one torch thread, in units of plain BatchNorm]({PICTURE.name})"
-    parts = [part for part in tables if part not in DETAILS]
-    return "\n\n".join([summary(tables), measured, picture, "## Tables", *texts_of(tables, parts)])
+    return "\n\n".join([summary(tables), measured, picture])
 
 
-def details(tables: Mapping[str, Sequence[Table]]) -> str:
-    """The tables for developers."""
-    return "\n\n".join(["## Tables", *texts_of(tables, DETAILS)])
+def texts_of(tables: Mapping[str, Sequence[Table]], details: bool) -> str:
+    """The tables of one of the two pages."""
+    chosen = [
+        table
+        for part in tables
+        for table in tables[part]
+        if (part in DETAILS or table.title in DETAILED) is details
+    ]
+    return "\n\n".join(["## Tables", *("\n".join(lines(table)).strip() for table in chosen)])
 
 
-def texts_of(tables: Mapping[str, Sequence[Table]], parts: Iterable[str]) -> list[str]:
-    return ["\n".join(lines(table)).strip() for part in parts for table in tables[part]]
-
-
-def replaced(page: str, figures: str) -> str:
-    """The page with other figures between its marks."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}"
+def replaced(page: str, name: str, text: str) -> str:
+    """The page with another text between the marks of this name."""
+    begin, end = (mark.format(name) for mark in MARKS)
+    before, rest = page.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
 def main() -> None:
@@ -121,8 +129,13 @@ def main() -> None:
     tables = {name: [show(table) for table in PARTS[name](given.seconds)] for name in given.only}
     if given.write:
         figure.draw(list(tables["step"][0].rows), PICTURE)
-        for page, figures in ((PAGE, block(tables)), (DETAILS_PAGE, details(tables))):
-            page.write_text(replaced(page.read_text("utf-8"), figures), "utf-8")
+        texts = (
+            (PAGE, "summary", block(tables)),
+            (PAGE, "figures", texts_of(tables, details=False)),
+            (DETAILS_PAGE, "figures", texts_of(tables, details=True)),
+        )
+        for page, name, text in texts:
+            page.write_text(replaced(page.read_text("utf-8"), name, text), "utf-8")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def arguments(folder: Path, samples: int, **options: Any) -> Any:
 
 
 def trained(net: nn.Module, data: list[Any], replicas: int, options: Any, folder: Path) -> Any:
-    """Trains a copy by the class on the page of libraries; returns its weights and the final loss."""
+    """Trains a copy by the class on the page; returns its weights and the final loss."""
     net = copy.deepcopy(net).double()
     args = arguments(folder, 8 // replicas, max_steps=5, **options)
     assert args.n_gpu == 0

@@ -160,7 +160,8 @@ def test_the_page_begins_with_a_line_for_each_way_to_train():
     ],
 )
 def test_each_table_is_on_its_page(page, titles):
-    figures = page.read_text("utf-8").split(suite.BEGIN)[1].split(suite.END)[0]
+    begin, end = (mark.format("figures") for mark in suite.MARKS)
+    figures = page.read_text("utf-8").split(begin)[1].split(end)[0]
     assert titles <= {line[4:] for line in figures.splitlines() if line.startswith("### ")}
 
 

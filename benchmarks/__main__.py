@@ -54,12 +54,8 @@ SUMMARY = {
     ),
 }
 
-#: The parts whose tables are for developers, on another page, and such tables of other parts.
-DETAILS = "layer", "overhead"
-DETAILED = "Training steps with the C library's defaults", "A layer in a process"
-
 PAGE = Path(__file__).with_name("README.md")
-DETAILS_PAGE = PAGE.with_name("details.md")
+DETAILS = PAGE.with_name("details.md")
 PICTURE = PAGE.with_name("steps.png")
 #: What encloses the texts that a run replaces.
 MARKS = "<!-- {}: begin -->", "<!-- {}: end -->"
@@ -80,7 +76,7 @@ def summary(tables: Mapping[str, Sequence[Table]]) -> str:
     for table in (table for part in tables.values() for table in part if table.title in SUMMARY):
         (where, meaning), rows = SUMMARY[table.title], list(table.rows)
         *_, other = rows[0].figures
-        link = f"[{where}](#{slug(table.title)})"
+        link = f"[{where}]({DETAILS.name}#{slug(table.title)})"
         texts.append(line([link, span(rows, "ours"), f"{other}: {span(rows, other)}", meaning]))
     return "\n".join(texts)
 
@@ -98,15 +94,10 @@ def block(tables: Mapping[str, Sequence[Table]]) -> str:
     return "\n\n".join([summary(tables), measured, picture])
 
 
-def texts_of(tables: Mapping[str, Sequence[Table]], details: bool) -> str:
-    """The tables of one of the two pages."""
-    chosen = [
-        table
-        for part in tables
-        for table in tables[part]
-        if (part in DETAILS or table.title in DETAILED) is details
-    ]
-    return "\n\n".join(["## Tables", *("\n".join(lines(table)).strip() for table in chosen)])
+def details(tables: Mapping[str, Sequence[Table]]) -> str:
+    """All tables."""
+    texts = ["\n".join(lines(table)).strip() for part in tables.values() for table in part]
+    return "\n\n".join(["## Tables", *texts])
 
 
 def replaced(page: str, name: str, text: str) -> str:
@@ -129,12 +120,10 @@ def main() -> None:
     tables = {name: [show(table) for table in PARTS[name](given.seconds)] for name in given.only}
     if given.write:
         figure.draw(list(tables["step"][0].rows), PICTURE)
-        texts = (
+        for page, name, text in (
             (PAGE, "summary", block(tables)),
-            (PAGE, "figures", texts_of(tables, details=False)),
-            (DETAILS_PAGE, "figures", texts_of(tables, details=True)),
-        )
-        for page, name, text in texts:
+            (DETAILS, "figures", details(tables)),
+        ):
             page.write_text(replaced(page.read_text("utf-8"), name, text), "utf-8")
 
 

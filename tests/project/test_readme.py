@@ -320,6 +320,12 @@ def test_the_readme_is_short():
     assert len(without_code.split()) <= 650
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name == "docs"], ids=name_of)
+def test_no_guide_is_long(page):
+    """Except for the API, which is as long as the docstrings."""
+    assert page in API or len(page.read_text("utf-8").split()) <= 1200
+
+
 def test_each_library_has_a_test_or_says_that_it_has_none():
     text = (ROOT / "docs" / "libraries.md").read_text("utf-8").split("\n## ")[0]
     _, _, *rows = [line for line in text.splitlines() if line.startswith("|")]

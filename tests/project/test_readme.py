@@ -115,6 +115,13 @@ def test_journeys_run_from_top_to_bottom(page, tmp_path):
         assert shown in done.stdout
 
 
+def test_the_file_that_replaces_a_copy_has_the_names_of_the_copy():
+    names = {}
+    exec(first(ROOT / "docs" / "migration.md", "py", "from syncbn"), names)
+    assert names["SynchronizedBatchNorm2d"] is syncbn.SynchronizedBatchNorm2d
+    assert {"DataParallelWithCallback", "patch_replication_callback", "convert_model"} <= set(names)
+
+
 def launched(program, folder, processes=2):
     """Saves a program and launches it as the page says. Returns the state and the accuracy."""
     command = first(PROCESSES, "sh", "train.py").replace("=2", f"={processes}")

@@ -119,7 +119,7 @@ def test_the_file_that_replaces_a_copy_has_the_names_of_the_copy():
     names = {}
     exec(first(ROOT / "docs" / "migration.md", "py", "from syncbn"), names)
     assert names["SynchronizedBatchNorm2d"] is syncbn.SynchronizedBatchNorm2d
-    assert {"DataParallelWithCallback", "patch_replication_callback", "convert_model"} <= set(names)
+    assert {"DataParallelWithCallback", "convert_model"} <= set(names)
 
 
 def launched(program, folder, processes=2):

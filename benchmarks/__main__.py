@@ -36,12 +36,16 @@ PARTS: dict[str, Callable[[float], Iterable[Table]]] = {
 SUMMARY = {
     "Training steps": (
         "replicas on the CPU",
-        "Replicas wait for each other in each layer, in forward only.",
+        "Replicas wait for each other in each layer, but only in forward.",
     ),
     "Between processes": (
         "processes on the CPU",
-        "Each layer waits for two collectives of gloo, each slower than a small layer. The most "
-        "is for 100 tiny layers and more processes than cores.",
+        "Every layer waits for two gloo collectives, and each takes longer than a small layer. "
+        "The worst case has 100 tiny layers and more processes than cores.",
+    ),
+    "Without communication": (
+        "a process, without communication",
+        "This is what a rank computes for itself. Wide layers hide it, small ones don't.",
     ),
     "Without communication": (
         "processes on the CPU, without communication",
@@ -49,8 +53,8 @@ SUMMARY = {
     ),
     "Accelerators: the host's time": (
         "accelerators, the host's time",
-        "Not the time of a GPU: what replicas with nothing but BatchNorms cost the host, on "
-        "simulated accelerators. Other layers between them lower the ratio.",
+        "This is not GPU time. It is the CPU time of launching a network that consists only of "
+        "BatchNorm layers, on simulated accelerators.",
     ),
     "Accelerators: the host's time of a rank": (
         "accelerators, the host's time of a rank",
@@ -58,13 +62,11 @@ SUMMARY = {
     ),
 }
 
-#: The parts whose tables are for developers, on a page of their own.
-DETAILS = "layer", "overhead"
-
 PAGE = Path(__file__).with_name("README.md")
-DETAILS_PAGE = PAGE.with_name("details.md")
+DETAILS = PAGE.with_name("details.md")
 PICTURE = PAGE.with_name("steps.png")
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+#: What encloses the texts that a run replaces.
+MARKS = "<!-- {}: begin -->", "<!-- {}: end -->"
 
 
 def span(rows: Sequence[Row], way: str, phase: int = 0) -> str:
@@ -82,7 +84,7 @@ def summary(tables: Mapping[str, Sequence[Table]]) -> str:
     for table in (table for part in tables.values() for table in part if table.title in SUMMARY):
         (where, meaning), rows = SUMMARY[table.title], list(table.rows)
         *_, other = rows[0].figures
-        link = f"[{where}](#{slug(table.title)})"
+        link = f"[{where}]({DETAILS.name}#{slug(table.title)})"
         texts.append(line([link, span(rows, "ours"), f"{other}: {span(rows, other)}", meaning]))
     return "\n".join(texts)
 
@@ -93,28 +95,25 @@ def slug(title: str) -> str:
 
 
 def block(tables: Mapping[str, Sequence[Table]]) -> str:
-    """All that the page shows of one run."""
+    """The first table, the machine, and the picture."""
     machine = f"torch {torch.__version__} on {os.cpu_count()} cores"
     measured = f"Measured in {date.today():%B %Y} with {machine}."
     picture = f"![Steps with one torch thread, in units of plain BatchNorm]({PICTURE.name})"
-    parts = [part for part in tables if part not in DETAILS]
-    return "\n\n".join([summary(tables), measured, picture, "## Tables", *texts_of(tables, parts)])
+    return "\n\n".join([summary(tables), measured, picture])
 
 
 def details(tables: Mapping[str, Sequence[Table]]) -> str:
-    """The tables for developers."""
-    return "\n\n".join(["## Tables", *texts_of(tables, DETAILS)])
+    """All tables."""
+    texts = ["\n".join(lines(table)).strip() for part in tables.values() for table in part]
+    return "\n\n".join(["## Tables", *texts])
 
 
-def texts_of(tables: Mapping[str, Sequence[Table]], parts: Iterable[str]) -> list[str]:
-    return ["\n".join(lines(table)).strip() for part in parts for table in tables[part]]
-
-
-def replaced(page: str, figures: str) -> str:
-    """The page with other figures between its marks."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}"
+def replaced(page: str, name: str, text: str) -> str:
+    """The page with another text between the marks of this name."""
+    begin, end = (mark.format(name) for mark in MARKS)
+    before, rest = page.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
 def main() -> None:
@@ -129,8 +128,11 @@ def main() -> None:
     tables = {name: [show(table) for table in PARTS[name](given.seconds)] for name in given.only}
     if given.write:
         figure.draw(list(tables["step"][0].rows), PICTURE)
-        for page, figures in ((PAGE, block(tables)), (DETAILS_PAGE, details(tables))):
-            page.write_text(replaced(page.read_text("utf-8"), figures), "utf-8")
+        for page, name, text in (
+            (PAGE, "summary", block(tables)),
+            (DETAILS, "figures", details(tables)),
+        ):
+            page.write_text(replaced(page.read_text("utf-8"), name, text), "utf-8")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,57 @@ import replication  # noqa: E402
 import syncbn  # noqa: E402
 
 PACKAGES = {"syncbn": syncbn, "replication": replication}
+#: The names of each page by task, in the order in which readers need them.
+TASKS = {
+    "syncbn": {
+        "Convert a network": [
+            "convert_model",
+            "revert_model",
+            "summary",
+            "Summary",
+            "patch_sync_batchnorm",
+        ],
+        "Check it": ["verify", "Verification", "Difference"],
+        "Layers": [
+            "SynchronizedBatchNorm2d",
+            "SynchronizedBatchNorm1d",
+            "SynchronizedBatchNorm3d",
+            "SynchronizedBatchNormNd",
+        ],
+        "Older toolkits": ["stand_in_for", "set_sbn_eps_mode"],
+    },
+    "replication": {
+        "Wrap a network": [
+            "DataParallel",
+            "data_parallel",
+            "DataParallelCriterion",
+            "patch_replication_callback",
+            "JoinableStep",
+        ],
+        "Write a layer": ["ReplicaAware", "Group", "SoloGroup", "ReplicaGroup", "ProcessGroup"],
+        "Split and join": [
+            "Scattered",
+            "scatter",
+            "scatter_kwargs",
+            "gather",
+            "replicate",
+            "parallel_apply",
+        ],
+        "Errors and warnings": [
+            "ReplicationError",
+            "ReplicasDiverged",
+            "ReplicaFailed",
+            "UnsynchronizedWarning",
+        ],
+        "Callbacks and pipes of older toolkits": [
+            "execute_replication_callbacks",
+            "CallbackContext",
+            "SyncMaster",
+            "SlavePipe",
+            "FutureResult",
+        ],
+    },
+}
 #: The page of each name, without the older names of an object. `replication` comes first.
 HOMES = {
     name: page
@@ -27,12 +78,16 @@ HOMES = {
     for name in package.__all__
     if getattr(package, name).__name__ == name
 }
+#: What the heading of each name is called in links. A page numbers headings that differ in case.
+ANCHORS = {"Summary": "summary-1"}
 
 #: For layers with autograd nodes of their own, which `syncbn` has, or described by the class.
 INTERNAL = {
     "Group.where",
     "ProcessGroup.exchange",
+    "ProcessGroup.gather_vectors",
     "ProcessGroup.prefers_gather",
+    "ProcessGroup.sum_vector",
     "ProcessGroup.where",
     "ReplicaAware.process_group",
     "ReplicaGroup.commit",
@@ -45,12 +100,17 @@ INTERNAL = {
 MADE = {"Difference", "ReplicaGroup", "SlavePipe", "Summary", "Verification"}
 
 
+def anchor_of(name: str) -> str:
+    """What links call the heading of a public name."""
+    return ANCHORS.get(name, name.lower())
+
+
 def linked(line: str) -> str:
     """Replaces double backticks, and links the public names in single ones."""
 
     def link(found: re.Match[str]) -> str:
         name = found[1].removeprefix("replication.").removeprefix("syncbn.")
-        return f"[{found[0]}]({HOMES[name]}.md#{name.lower()})" if name in HOMES else found[0]
+        return f"[{found[0]}]({HOMES[name]}.md#{anchor_of(name)})" if name in HOMES else found[0]
 
     return re.sub(r"(?<!`)`([\w.]+)`(?!`)", link, line).replace("``", "`")
 
@@ -94,21 +154,24 @@ def described(title: str, kind: Any) -> Iterator[str]:
 
 def page(name: str) -> str:
     """The text of a page."""
-    names = PACKAGES[name].__all__
-    lines = [f"# API of `{name}`", ""]
-    for public in names:
-        kind = getattr(PACKAGES[name], public)
+    lines = [f"# API of `{name}`", "", "[All names](api-index.md) of both packages by task."]
+    for task, names in TASKS[name].items():
+        lines += ["", f"## {task}", ""]
+        for public in names:
+            kind = getattr(PACKAGES[name], public)
+            lines += described(f"### {public}", kind)
+            for key, member in vars(kind).items() if inspect.isclass(kind) else ():
+                inherited = any(key in vars(base) for base in kind.__mro__[1:])
+                documented = inspect.isfunction(member) or isinstance(member, property)
+                is_public = not key.startswith("_") and f"{public}.{key}" not in INTERNAL
+                if documented and is_public and not inherited and member.__doc__:
+                    lines += described(f"#### `{public}.{key}`", member)
+    lines += ["", "## Other names", "", "| name | the same as |", "| --- | --- |"]
+    for public in PACKAGES[name].__all__:
         if HOMES.get(public) != name:
-            home = f"`{kind.__module__.split('.')[0]}.{kind.__name__}`"
-            lines += [f"## {public}", "", f"The same as {home}.", ""]
-            continue
-        lines += described(f"## {public}", kind)
-        for key, member in vars(kind).items() if inspect.isclass(kind) else ():
-            inherited = any(key in vars(base) for base in kind.__mro__[1:])
-            documented = inspect.isfunction(member) or isinstance(member, property)
-            is_public = not key.startswith("_") and f"{public}.{key}" not in INTERNAL
-            if documented and is_public and not inherited and member.__doc__:
-                lines += described(f"### `{public}.{key}`", member)
+            kind = getattr(PACKAGES[name], public)
+            home, same = kind.__module__.split(".")[0], kind.__name__
+            lines += [f"| `{public}` | [`{home}.{same}`]({home}.md#{anchor_of(same)}) |"]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 

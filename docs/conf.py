@@ -34,20 +34,31 @@ copybutton_exclude = ".linenos, .gp, .go"  # prompts and outputs
 #: The groups of the navigation, by the page that lists them. Patterns stand for files.
 NAVIGATION = {
     "README": {
+        "Get started": ["docs/quick-start.md", "docs/choosing.md"],
         "Guides": [
-            "docs/quick-start.md",
-            "docs/migration.md",
+            "docs/replicas.md",
             "docs/processes.md",
             "docs/layers.md",
+            "docs/recipes.md",
+            "docs/libraries.md",
+            "docs/migration.md",
+            "docs/porting.md",
             "examples/README.md",
         ],
-        "Reference": ["docs/reference.md", "docs/syncbn.md", "docs/replication.md"],
+        "Reference": [
+            "docs/guarantees.md",
+            "docs/limits.md",
+            "docs/troubleshooting.md",
+            "docs/api-index.md",
+            "docs/syncbn.md",
+            "docs/replication.md",
+        ],
         "Developers": [
             "docs/how-it-works.md",
             "benchmarks/README.md",
             "benchmarks/details.md",
-            "CHANGELOG.md",
             "CONTRIBUTING.md",
+            "CHANGELOG.md",
             "SECURITY.md",
         ],
     },
@@ -55,12 +66,10 @@ NAVIGATION = {
 }
 #: Where the content of former pages is now. Their addresses lead there.
 MOVED = {
-    "free-threading": "../benchmarks/README.html#without-the-gil",
-    "guarantees": "reference.html#guarantees",
-    "limits": "reference.html#limits",
-    "options": "reference.html#inputs",
-    "questions": "reference.html",
-    "troubleshooting": "reference.html#errors",
+    "free-threading": "../benchmarks/details.html#without-the-gil",
+    "options": "replicas.html#inputs",
+    "questions": "troubleshooting.html#questions",
+    "reference": "guarantees.html",
 }
 
 

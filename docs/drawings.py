@@ -1,6 +1,6 @@
 """Draws the pictures of the site, `docs/drawings/*.svg`: `python docs/drawings.py`.
 
-They are 360 units wide, so that they are legible on a phone. They have a background of their own,
+They are 360 units wide, so that they are legible on a phone. They have a white background,
 because a page's light and dark modes do not reach into an image.
 """
 
@@ -186,25 +186,25 @@ def messages() -> Drawing:
     """Draw a master with its slaves, and a group."""
     drawing = Drawing(474)
     drawing.title(20, "Pipes")
-    drawing.left(20 + LINE, "Copy 0 is the master. It replies to all.", GRAY)
-    drawing.box(100, 54, 160, 42, "copy 0: run_master", "callback merges", fill=TINTS[0])
+    drawing.left(20 + LINE, "Peer 0 is the master. It replies to all.", GRAY)
+    drawing.box(100, 54, 160, 42, "peer 0: run_master", "callback merges", fill=TINTS[0])
     for number, x in enumerate((MARGIN, 130, 248), 1):
-        drawing.box(x, 158, 100, 42, f"copy {number}", "run_slave", fill=TINTS[number])
+        drawing.box(x, 158, 100, 42, f"peer {number}", "run_slave", fill=TINTS[number])
         end = 180 + (number - 2) * 46
         drawing.line((x + 42, 158), (end - 8, 96), color=BLUE)
         drawing.line((end + 8, 96), (x + 58, 158), color=ORANGE)
 
     drawing.title(232, "A group")
-    drawing.left(232 + LINE, "The last copy to arrive merges for all.", GRAY)
+    drawing.left(232 + LINE, "The last peer to arrive merges for all.", GRAY)
     for number, tint in enumerate(TINTS):
         x = MARGIN + number * 86
-        drawing.box(x, 266, 78, 42, f"copy {number}", "all_reduce", fill=tint)
+        drawing.box(x, 266, 78, 42, f"peer {number}", "all_reduce", fill=tint)
         drawing.line((x + 39, 308), (x + 39, 336), color=BLUE)
         drawing.line((x + 39, 364), (x + 39, 392), color=ORANGE)
         drawing.box(x, 392, 78, 28, "the sum", fill=tint)
     drawing.box(MARGIN, 336, WIDTH - 2 * MARGIN, 28, "merged in the order of the replicas")
-    drawing.legend(438, "message of a copy", BLUE)
-    drawing.legend(438 + LINE, "reply to a copy", ORANGE)
+    drawing.legend(438, "message of a peer", BLUE)
+    drawing.legend(438 + LINE, "reply to a peer", ORANGE)
     return drawing
 
 

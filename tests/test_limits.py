@@ -1,4 +1,4 @@
-"""The ways around the limits that ``docs/reference.md`` suggests work."""
+"""The ways around the limits that ``docs/limits.md`` suggests work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each line that the migration page gives for one of another toolkit does what that one did."""
+"""Each line that the page gives in place of another toolkit's does what that one did."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ import replication
 import syncbn
 from replication import DataParallel, Scattered, SoloGroup
 
-PAGE = Path(__file__).parent.parent / "docs" / "migration.md"
+PAGE = Path(__file__).parent.parent / "docs" / "porting.md"
 
 
 def rows() -> list[tuple[str, str]]:
-    """What is there and what is here, of each item in the lists of toolkits."""
-    _, lists = PAGE.read_text("utf-8").split("\n## From other toolkits\n")
-    items = re.findall(r"^- (.*(?:\n  .*)*)", lists, re.MULTILINE)
-    there_and_here = [" ".join(item.split()).split(" → ") for item in items]
-    return [(there, here) for there, here in there_and_here]
+    """What is there and what is here, of each row in the tables of toolkits."""
+    found = re.findall(r"^\| (.*) \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+    return [row for row in found if row[0] not in ("there", "---")]
 
 
 def codes(item: str) -> list[str]:
@@ -85,8 +83,8 @@ def test_lines_run(there):
     run(there)
 
 
-def test_every_toolkit_has_a_list():
-    titles = re.findall(r"^##+ (.*)$", PAGE.read_text("utf-8").split("## From other")[1], re.M)
+def test_every_toolkit_has_a_table():
+    titles = re.findall(r"^##+ (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
     for toolkit in ("jactorch", "CSAIL", "Encoding", "Detectron", "CenterNet", "apex", "abn"):
         assert any(toolkit in title for title in titles), toolkit
     assert len(rows()) > 25

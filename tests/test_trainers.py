@@ -65,7 +65,7 @@ def resnet() -> nn.Module:
 
 
 def trainer_of_the_page() -> Any:
-    page = (ROOT / "docs" / "migration.md").read_text("utf-8")
+    page = (ROOT / "docs" / "libraries.md").read_text("utf-8")
     scope: dict[str, Any] = {}
     exec(re.findall(r"## Hugging.*?^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[0], scope)
     return scope["ReplicaTrainer"]
@@ -88,7 +88,7 @@ def arguments(folder: Path, samples: int, **options: Any) -> Any:
 
 
 def trained(net: nn.Module, data: list[Any], replicas: int, options: Any, folder: Path) -> Any:
-    """Trains a copy by the class on the migration page; returns its weights and the final loss."""
+    """Trains a copy by the class on the page; returns its weights and the final loss."""
     net = copy.deepcopy(net).double()
     args = arguments(folder, 8 // replicas, max_steps=5, **options)
     assert args.n_gpu == 0

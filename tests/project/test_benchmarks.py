@@ -146,24 +146,22 @@ def test_the_page_begins_with_a_line_for_each_way_to_train():
     tables = {"step": [steps], "processes": [table("Another", 5), processes], "host": []}
     head, _, *lines = (text.split(" | ") for text in suite.summary(tables).splitlines())
     assert [line[:3] for line in lines] == [
-        ["| [replicas on the CPU](#training-steps)", "1.25 to 1.50", "x: 4.00 to 4.00"],
-        ["| [processes on the CPU](#between-processes)", "3.00 to 3.00", "x: 4.00 to 4.00"],
+        [f"| [{where}](details.md#{anchor})", figures, "x: 4.00 to 4.00"]
+        for where, anchor, figures in (
+            ("replicas on the CPU", "training-steps", "1.25 to 1.50"),
+            ("processes on the CPU", "between-processes", "3.00 to 3.00"),
+        )
     ]
     page = suite.PAGE.read_text("utf-8")
     first = page[: page.index("\n\n", page.index("\n|"))].splitlines()
     assert " | ".join(head) in first and all(where in page for where, _ in suite.SUMMARY.values())
 
 
-@pytest.mark.parametrize(
-    ("page", "titles"),
-    [
-        (suite.PAGE, {"Training steps", "Between processes", "Accelerators: the host's time"}),
-        (suite.DETAILS_PAGE, {"A layer alone", "Copies of a network", "Exchanges", "Memory"}),
-    ],
-)
-def test_each_table_is_on_its_page(page, titles):
-    figures = page.read_text("utf-8").split(suite.BEGIN)[1].split(suite.END)[0]
-    assert titles <= {line[4:] for line in figures.splitlines() if line.startswith("### ")}
+def test_every_table_is_on_the_page_of_details():
+    begin, end = (mark.format("figures") for mark in suite.MARKS)
+    figures = suite.DETAILS.read_text("utf-8").split(begin)[1].split(end)[0]
+    titles = {line[4:] for line in figures.splitlines() if line.startswith("### ")}
+    assert {*suite.SUMMARY, "A layer alone", "Copies of a network", "Memory"} <= titles
 
 
 def test_figure_is_drawn(tmp_path: Path):

@@ -38,6 +38,8 @@ JOURNEYS = [ROOT / "docs" / f"{name}.md" for name in ("migration", "layers")]
 PROCESSES = ROOT / "docs" / "processes.md"
 #: Pages whose blocks are a program each.
 OTHERS = [page for page in PAGES if page not in (*JOURNEYS, PROCESSES)]
+#: The page that quotes messages.
+TROUBLES = ROOT / "docs" / "troubleshooting.md"
 
 
 def name_of(page):
@@ -59,11 +61,19 @@ def blocks(language, pages):
     ]
 
 
+def first(page, language, word=""):
+    """The first block of a language on a page that contains a word."""
+    return next(text for found, text in fenced(page) if found == language and word in text)
+
+
 def headings(page):
-    """What the headings of a page are called in links to them."""
+    """What the headings of a page are called in links to them. A second one has a number."""
     without_code = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.M)
-    titles = re.findall(r"^#+ (.*)$", without_code, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+    found = set()
+    for title in re.findall(r"^#+ (.*)$", without_code, re.MULTILINE):
+        name = re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
+        found.add(f"{name}-1" if name in found else name)
+    return found
 
 
 @pytest.mark.parametrize(("text", "where"), blocks("python", OTHERS))
@@ -105,9 +115,16 @@ def test_journeys_run_from_top_to_bottom(page, tmp_path):
         assert shown in done.stdout
 
 
+def test_the_file_that_replaces_a_copy_has_the_names_of_the_copy():
+    names = {}
+    exec(first(ROOT / "docs" / "migration.md", "py", "from syncbn"), names)
+    assert names["SynchronizedBatchNorm2d"] is syncbn.SynchronizedBatchNorm2d
+    assert {"DataParallelWithCallback", "convert_model"} <= set(names)
+
+
 def launched(program, folder, processes=2):
     """Saves a program and launches it as the page says. Returns the state and the accuracy."""
-    command = fenced(PROCESSES)[1][1].replace("=2", f"={processes}")
+    command = first(PROCESSES, "sh", "train.py").replace("=2", f"={processes}")
     _, torchrun, *options, name = command.split()  # after a setting of the environment
     assert torchrun == "torchrun" and f"--nproc-per-node={processes}" in options
     (folder / name).write_text(program)
@@ -127,7 +144,7 @@ assert not [name for name in names if "gloo" in name], names
 
 @needs_gloo
 def test_the_program_of_several_processes_learns_what_one_process_learns(tmp_path):
-    program = fenced(PROCESSES)[0][1]
+    program = first(PROCESSES, "python")
     state, accuracy = launched(program + NO_THREAD_IS_LEFT, tmp_path)
     (said,) = re.findall(r"prints `2 processes: ([\d.]+)% correct`", PROCESSES.read_text("utf-8"))
     assert abs(accuracy - float(said)) < 1  # other machines may round a point to the other side
@@ -262,45 +279,75 @@ def texts_of(package):
             yield "".join(str(part.value) for part in parts if isinstance(part, ast.Constant))
 
 
-def test_the_messages_that_the_reference_quotes_are_in_the_code():
-    page = (ROOT / "docs" / "reference.md").read_text("utf-8")
+def test_the_messages_that_the_page_quotes_are_in_the_code():
+    page = TROUBLES.read_text("utf-8")
     items = re.findall(r"^- (`[^`]*`(?:,\s+`[^`]*`)*):", page, re.MULTILINE)
     quoted = {
         " ".join(text.split()).strip(". ") for item in items for text in item.split("`")[1::2]
     }
     torchs = {"Trying to backward through the graph a second time", "terminate called"}
     torchs |= {"reduce_add expects all inputs to be on GPUs"}
-    torchs |= {"Timed out waiting", "Connection closed by peer"}
+    torchs |= {"Timed out waiting", "Connection closed by peer", "Connection reset by peer"}
+    torchs |= {"Application timeout caused pair closure", "mixed dtype"}
     assert len(quoted) > 15 and torchs < quoted
     texts = [*texts_of(replication), *texts_of(syncbn)]
     assert [q for q in quoted - torchs if " " in q and not any(q in text for text in texts)] == []
 
 
-def test_the_seconds_that_the_reference_promises_are_those_of_the_code():
-    page = " ".join((ROOT / "docs" / "reference.md").read_text("utf-8").split())
-    assert f"the wait ends after {rendezvous.STALL_TIMEOUT:g} seconds" in page
+def test_the_seconds_that_the_guarantees_promise_are_those_of_the_code():
+    page = " ".join((ROOT / "docs" / "guarantees.md").read_text("utf-8").split())
+    assert f"given up after {rendezvous.STALL_TIMEOUT:g} seconds" in page
+
+
+#: Sources of claims: issues on GitHub, and the paper about detection with small batches.
+SOURCES = r"https://github\.com/[\w-]+/[\w-]+/issues/\d+|https://arxiv\.org/abs/1711\.07240"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
     text = re.sub(r" *```.*?```|`[^`]*`", "", page.read_text("utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)]*)\)", text):
-        if re.fullmatch(r"https://github.com/[\w-]+/[\w-]+/issues/\d+", target):
-            continue  # the source of a claim
+        if re.fullmatch(SOURCES, target):
+            continue
         path, _, heading = target.partition("#")
         there = page.parent / path if path else page
         assert there.is_file(), target
         assert not heading or heading in headings(there), target
 
 
+def test_the_figures_of_the_readme_are_those_of_the_summary():
+    costs = README.read_text("utf-8").split("## What does it cost?")[1].split("\n## ")[0]
+    summary = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+    figures = re.findall(r"\d+\.\d\d to \d+\.\d\d", costs)
+    assert len(figures) > 4 and [each for each in figures if each not in summary] == []
+
+
+def test_the_readme_is_short():
+    without_code = re.sub(r"^```.*?^```$", "", README.read_text("utf-8"), flags=re.DOTALL | re.M)
+    assert len(without_code.split()) <= 650
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name == "docs"], ids=name_of)
+def test_no_guide_is_long(page):
+    """Except for the API, which is as long as the docstrings."""
+    assert page in API or len(page.read_text("utf-8").split()) <= 1200
+
+
 def test_each_library_has_a_test_or_says_that_it_has_none():
-    text = (ROOT / "docs" / "migration.md").read_text("utf-8")
-    section = text.split("## With other libraries")[1].split("\n### ")[0]
-    _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
+    text = (ROOT / "docs" / "libraries.md").read_text("utf-8").split("\n## ")[0]
+    _, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
     tests = [row.rstrip(" |").rpartition(" | ")[2] for row in rows]
     assert len(rows) == 12 and tests.count("not run here") == 3
     linked = [test for test in tests if re.fullmatch(r"\[[\w ]+\]\(\.\./tests/\w+\.py\)", test)]
     assert len(linked) == 9  # another test follows all links
+
+
+def test_the_index_has_every_public_name_once():
+    text = (ROOT / "docs" / "api-index.md").read_text("utf-8").split("## Names by task")[1]
+    names = re.findall(r"(?<=\[`)\w+(?=`\])", text)
+    older = {name for name in replication.__all__ if getattr(replication, name).__name__ != name}
+    assert len(names) == len(set(names)) and all(f"`{name}`" in text for name in older)
+    assert {*names, *older} == {*replication.__all__, *syncbn.__all__}
 
 
 def test_the_page_of_the_examples_lists_all_of_them():
@@ -313,4 +360,6 @@ def test_the_api_pages_are_as_the_script_writes_them():
     api = runpy.run_path(str(ROOT / "docs" / "api.py"))
     assert {path: path.read_text("utf-8") for path in API} == api["files"]()
     for package, page in zip((replication, syncbn), API, strict=True):
-        assert set(package.__all__) <= set(re.findall("^## (.*)$", page.read_text("utf-8"), re.M))
+        text = page.read_text("utf-8")
+        described = re.findall(r"^### (\w+)$|^\| `(\w+)` \|", text, re.MULTILINE)
+        assert sorted(a or b for a, b in described) == sorted(package.__all__)

@@ -84,4 +84,4 @@ def test_parts_of_64_processes():
 def test_page_has_the_table_that_the_program_prints(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["scale"])
     scale.main()
-    assert f"\n\n{capsys.readouterr().out}\n" in suite.PAGE.read_text("utf-8")
+    assert f"\n\n{capsys.readouterr().out}\n" in suite.DETAILS.read_text("utf-8")

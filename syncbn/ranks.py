@@ -22,7 +22,7 @@ from torch.autograd import Function
 
 from replication._torch import is_batched
 from replication.errors import ReplicationError
-from replication.groups.base import Call
+from replication.groups.base import Signature
 from replication.groups.comparison import debugging_advice
 from replication.groups.processes import ProcessGroup
 from syncbn.channels import HALF, constant_tensor, in_dtype, in_format_of
@@ -137,8 +137,10 @@ class Ranks:
 @lru_cache(maxsize=1024)
 def _calls(
     eps: float, dtype: torch.dtype, channels: int, requires_grad: bool
-) -> tuple[Call, Call]:
+) -> tuple[Signature, Signature]:
     """What must match on all ranks, forward and backward."""
     # What ranks exchange depends on eps.
     name, layouts = f"batch_norm(eps={float(eps)})", ((dtype, (channels,)),)
-    return Call(name, layouts, requires_grad), Call("batch_norm_backward", layouts, requires_grad)
+    return Signature(name, layouts, requires_grad), Signature(
+        "batch_norm_backward", layouts, requires_grad
+    )

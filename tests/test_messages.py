@@ -29,7 +29,7 @@ from replication import (
     replicate,
 )
 from replication.devices import accelerator
-from replication.groups.base import Call
+from replication.groups.base import Signature
 from replication.groups.comparison import RankCall
 from syncbn import SynchronizedBatchNorm1d, convert_model, verify
 from tests.layers import (
@@ -306,7 +306,7 @@ def test_an_odd_error_arrives_as_it_was_raised_and_wakes_the_others(what, wrap):
 @pytest.mark.parametrize("what", ODD)
 def test_an_odd_error_in_a_call_between_ranks_stays_what_it_is(what):
     raised, group = ODD[what](), mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
-    with pytest.raises(BaseException) as caught, RankCall(group, "layer", Call("barrier")):
+    with pytest.raises(BaseException) as caught, RankCall(group, "layer", Signature("barrier")):
         raise raised
     assert caught.value is raised
 

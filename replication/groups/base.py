@@ -42,7 +42,7 @@ Tensors = tuple[Tensor, ...]
 Layouts = tuple[tuple[torch.dtype, tuple[int | str, ...]], ...]
 
 
-class Call(NamedTuple):
+class Signature(NamedTuple):
     """The parts of a collective call that must match on every member."""
 
     #: The collective, with its ``op`` or ``src``: ``"all_reduce(op='sum')"``.
@@ -241,15 +241,15 @@ def describe_argument(value: Any) -> str:
     return type(value).__name__
 
 
-def call_of(name: str, tensors: Tensors, option: dict[str, Any]) -> Call:
+def signature_of(name: str, tensors: Tensors, option: dict[str, Any]) -> Signature:
     """Names a collective with its argument ``op`` or ``src``, and the layouts of its tensors."""
     arguments = ", ".join(f"{key}={value!r}" for key, value in option.items())
     layouts = layouts_of(tensors, any_length=name == "all_gather")
-    return Call(f"{name}({arguments})" if option else name, layouts)
+    return Signature(f"{name}({arguments})" if option else name, layouts)
 
 
 def layouts_of(tensors: Sequence[Tensor], any_length: bool) -> Layouts:
-    """Dtypes and shapes for a `Call`. With ``any_length``, first dimensions may differ."""
+    """Dtypes and shapes for a `Signature`. With ``any_length``, first dimensions may differ."""
     if any_length:
         return tuple((t.dtype, ("*", *t.shape[1:]) if t.dim() else ()) for t in tensors)
     return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)

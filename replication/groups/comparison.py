@@ -27,7 +27,7 @@ from replication._torch import (
     named_range,
 )
 from replication.errors import ReplicationError, add_note
-from replication.groups.base import Call, check_same_call
+from replication.groups.base import Signature, check_same_call
 from replication.groups.registry import state_of
 
 #: The number of bytes of a text that ranks exchange, cut or filled up.
@@ -50,7 +50,7 @@ class RankCall:
     #: In profiles.
     _range: Any = None
 
-    def __init__(self, process_group: Any, name: str, call: Call) -> None:
+    def __init__(self, process_group: Any, name: str, call: Signature) -> None:
         self.process_group, self.name, self.call = process_group, name, call
         #: Whether the ranks have compared this call.
         self.is_compared = False
@@ -117,7 +117,7 @@ class RankCall:
 
 
 @lru_cache(maxsize=1024)
-def _digest(name: str, call: Call) -> int:
+def _digest(name: str, call: Signature) -> int:
     return int.from_bytes(sha256(f"{name}: {call}".encode()).digest()[:6], "big")
 
 

@@ -25,14 +25,14 @@ from replication._torch import (
 from replication.devices import current_stream, use_device
 from replication.errors import ReplicationError
 from replication.groups.base import (
-    Call,
     Group,
     ReduceOp,
+    Signature,
     SoloGroup,
     Tensors,
-    call_of,
     layouts_of,
     reduce_tensors,
+    signature_of,
 )
 from replication.groups.comparison import RankCall, gathered, to_bytes, to_tensor
 from replication.groups.registry import as_process_group, state_of
@@ -130,7 +130,7 @@ class ProcessGroup(Group):
     def where(self) -> str:
         return f"`{self._name}`, rank {self.rank}"
 
-    def _running(self, call: Call) -> RankCall:
+    def _running(self, call: Signature) -> RankCall:
         return RankCall(self.process_group, self._name, call)
 
     def _differentiable(
@@ -148,7 +148,7 @@ class ProcessGroup(Group):
         name = f"{call.call.name.partition('(')[0].removesuffix('_backward')}_backward"
 
         def backward(grad: Tensor) -> Tensor:
-            with self._running(Call(name, layouts_of([grad], any_length=True))) as call:
+            with self._running(Signature(name, layouts_of([grad], any_length=True))) as call:
                 return derivative(call, grad)
 
         return Collective.apply(collective, backward, tensor)  # type: ignore[no-any-return, no-untyped-call]
@@ -157,7 +157,7 @@ class ProcessGroup(Group):
 
     @uncompiled
     def barrier(self) -> None:
-        with self._running(Call("barrier")) as call:
+        with self._running(Signature("barrier")) as call:
             distributed.barrier(call.process_group)
 
     @uncompiled
@@ -169,11 +169,11 @@ class ProcessGroup(Group):
         """
         # Not torch.distributed.all_gather_object, which needs NumPy.
         data = to_tensor(pickle.dumps(obj), self.process_group)
-        with self._running(Call("all_gather_object")) as call:
+        with self._running(Signature("all_gather_object")) as call:
             parts = self._all_gather(call, data)
         return tuple(pickle.loads(to_bytes(part)) for part in parts)
 
-    def gather_vectors(self, call: Call, *vectors: Tensor) -> Sequence[Tensor]:
+    def gather_vectors(self, call: Signature, *vectors: Tensor) -> Sequence[Tensor]:
         """Stacks each of some vectors of all ranks, ``(size, length)``, without a derivative.
 
         It is for layers with autograd nodes of their own. The vectors travel as one.
@@ -181,7 +181,7 @@ class ProcessGroup(Group):
         with self._running(call) as running:
             return self._gathered(running, *vectors)
 
-    def sum_vector(self, call: Call, vector: Tensor) -> Tensor:
+    def sum_vector(self, call: Signature, vector: Tensor) -> Tensor:
         """Adds a vector of all ranks, in place if it needs no derivative."""
         with self._running(call) as running:
             if vector.requires_grad or is_batched(vector):
@@ -207,7 +207,7 @@ class ProcessGroup(Group):
     def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
         """Runs the method of the name: `_all_reduce`, for example."""
         requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        call = call_of(name, tensors, option)._replace(requires_grad=requires_grad)
+        call = signature_of(name, tensors, option)._replace(requires_grad=requires_grad)
         device = tensors[0].device
         with ExitStack() as stack:
             # With NCCL the headers of compared calls travel through the current device.

@@ -25,15 +25,15 @@ from replication._torch import (
 from replication.devices import to_device
 from replication.errors import ReplicationError, path_or_root
 from replication.groups.base import (
-    Call,
     Group,
     Layouts,
     ReduceOp,
+    Signature,
     SoloGroup,
     Tensors,
-    call_of,
     check_same_call,
     reduce_tensors,
+    signature_of,
 )
 from replication.steps.broadcast import broadcast
 from replication.sync.lifecycle import this_thread
@@ -97,9 +97,9 @@ class CallbackContext:
         return self._communicator.group(copy_id)
 
 
-#: The name and layouts of a member's `Call`, its message, the function that merges, whether the
-#: message requires gradients, whether the thread is in inference mode, and the number of autograd
-#: nodes that the thread has made.
+#: The name and layouts of a member's `Signature`, its message, the function that merges, whether
+#: the message requires gradients, whether the thread is in inference mode, and the number of
+#: autograd nodes that the thread has made.
 Request = tuple[tuple[str, Layouts], Any, Callable[..., Iterable[Any]], bool, bool, int]
 
 
@@ -151,7 +151,7 @@ class Communicator:
         calls, messages, merges, requires_grad, inferring, nodes = zip(*requests, strict=True)
         if calls.count(calls[0]) < len(calls):
             where = site((self.path, self.exchange.calls[self.replicas[0]]))
-            described = [(call, str(Call(*call))) for call in calls]
+            described = [(call, str(Signature(*call))) for call in calls]
             check_same_call(described, where, self.replicas, "replica")
         most, grad, inference = max(nodes), any(requires_grad), all(inferring)
         count_nodes_up_to(most)
@@ -279,7 +279,7 @@ class ReplicaGroup(Group):
         merge, grad_enabled = _MERGES[name], torch.is_grad_enabled()
         if not grad_enabled:  # the results are constants
             tensors = tuple(tensor.detach() for tensor in tensors)
-        call = call_of(name, tensors, option)
+        call = signature_of(name, tensors, option)
         results: Tensors = self.exchange(
             call.name,
             tensors,

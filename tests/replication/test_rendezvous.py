@@ -296,13 +296,13 @@ class Events(RuleBasedStateMachine):
 
     @precondition(lambda self: self.merging < 2 and self.rendezvous.aborted is None)
     @rule()
-    def begin_to_merge(self) -> None:
+    def begin_merge(self) -> None:
         self.merging += 1
         self.rendezvous.merging += 1
 
     @precondition(lambda self: self.merging and self.rendezvous.aborted is None)
     @rule()
-    def end_to_merge(self) -> None:
+    def end_merge(self) -> None:
         self.merging -= 1
         self.rendezvous.merging -= 1
         self.look()

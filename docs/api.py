@@ -31,8 +31,9 @@ HOMES = {
 #: For layers with autograd nodes of their own, which `syncbn` has, or described by the class.
 INTERNAL = {
     "Group.where",
-    "ProcessGroup.exchange",
-    "ProcessGroup.prefers_gather",
+    "ProcessGroup.add",
+    "ProcessGroup.refuse_exports",
+    "ProcessGroup.sum",
     "ProcessGroup.where",
     "ReplicaAware.process_group",
     "ReplicaGroup.commit",

@@ -84,13 +84,11 @@ ANCHORS = {"Summary": "summary-1"}
 #: For layers with autograd nodes of their own, which `syncbn` has, or described by the class.
 INTERNAL = {
     "Group.where",
-    "ProcessGroup.exchange",
-    "ProcessGroup.gather_vectors",
-    "ProcessGroup.prefers_gather",
-    "ProcessGroup.sum_vector",
+    "ProcessGroup.add",
+    "ProcessGroup.refuse_exports",
+    "ProcessGroup.sum",
     "ProcessGroup.where",
     "ReplicaAware.process_group",
-    "ReplicaGroup.commit",
     "ReplicaGroup.exchange",
     "ReplicaGroup.in_later_backward",
     "ReplicaGroup.where",

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from replication.devices import default_devices
-from replication.diagnosis.table import table
-from replication.diagnosis.verification import verify
+from replication.errors import table
 from replication.groups.layer import ReplicaAware
+from replication.verify import verify
 from replication.version import __version__
 from syncbn.batchnorm import SynchronizedBatchNorm2d
 from syncbn.channels import has_float64

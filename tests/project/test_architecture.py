@@ -40,7 +40,8 @@ ORDER = [
     ["callbacks", "join"],
     ["data_parallel", "patch"],
     ["criterion"],
-    ["diagnosis"],
+    ["recording"],
+    ["verify"],
 ]
 
 

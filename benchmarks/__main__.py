@@ -47,10 +47,6 @@ SUMMARY = {
         "a process, without communication",
         "This is what a rank computes for itself. Wide layers hide it, small ones don't.",
     ),
-    "Without communication": (
-        "processes on the CPU, without communication",
-        "What the layers of a process cost besides waiting for other processes.",
-    ),
     "Accelerators: the host's time": (
         "accelerators, the host's time",
         "This is not GPU time. It is the CPU time of launching a network that consists only of "

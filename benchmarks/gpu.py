@@ -1,7 +1,8 @@
-"""What only a GPU shows: launches of a layer, training steps, and what threads that live on save.
+"""What only a GPU shows: what runs there at all, launches, training steps, and kept threads.
 
-All replicas, or processes, share the GPU. Processes communicate through gloo, which is slow, and
-which `torch.nn.SyncBatchNorm` allows on a single GPU.
+One GPU is enough, and eight minutes: all replicas, or ranks, share it. Ranks communicate by gloo,
+which is slow, and which `torch.nn.SyncBatchNorm` allows on a single GPU. What can't run is listed
+with the reason. The tables are Markdown, to be pasted into an issue.
 
     python -m benchmarks.gpu
 """
@@ -10,18 +11,25 @@ from __future__ import annotations
 
 import os
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import host, processes, step
+from benchmarks import host, networks, processes, step
+from benchmarks.launches import processes as pretended_processes
 from benchmarks.layer import REPLICAS, WAYS
-from benchmarks.measuring import Figures, Row, Table, in_processes, parser, show
+from benchmarks.measuring import Figures, Row, Table, in_processes, line, parser, show
 from benchmarks.networks import NETWORKS as NETWORKS_BY_NAME
 from replication import DataParallel, Scattered
+from syncbn import SynchronizedBatchNorm2d, convert_model
 
 DEVICE = "cuda:0"
 
@@ -178,9 +186,129 @@ def tables(seconds: float) -> list[Table]:
     ]
 
 
-if __name__ == "__main__":
+# -- what runs at all ----------------------------------------------------------------------------
+
+#: Seconds after which no further check or table begins, and which one command of a check may take.
+ENOUGH, LONGEST = 400.0, 120.0
+
+
+def self_check(*launcher: str) -> str:
+    """Runs ``python -m syncbn``, perhaps by a launcher. Returns its last lines."""
+    command = [sys.executable, *launcher, "-m", "syncbn", "--timeout", str(LONGEST)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST)
+    block = done.stdout.rpartition("```\n")[0].rpartition("```\n")[2]
+    failures = [text for text in block.splitlines() if text.startswith("FAIL")]
+    verdicts = block.count("\nPASS  "), len(failures)
+    if done.returncode and not failures:
+        raise RuntimeError(done.stderr.strip().rpartition("\n")[2])
+    return "; ".join([f"{verdicts[0]} pass", *failures])
+
+
+def on_ranks() -> str:
+    """Two ranks share the GPU, by gloo, because NCCL refuses that."""
+    return self_check("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def rank_of_two(rank: int, measure: Callable[..., str], *arguments: Any) -> str:
+    """Measures in a process whose group pretends to have two ranks and exchanges nothing."""
+    with pretended_processes(2):
+        return measure(*arguments)
+
+
+def compiled(mode: str | None) -> str:
+    """A training step of a converted network in one graph, and uncompiled."""
+    net = convert_model(nn.Sequential(*[networks.conv(16, 16) for _ in range(4)])).to(DEVICE)
+    x = torch.randn(16, 16, 56, 56, device=DEVICE)
+    whole = torch.compile(net, fullgraph=True, mode=mode)
+    taken = []
+    for model in (net, whole):
+        run = step.training(model, x)
+        for _ in range(5):
+            run()
+        taken.append(statistics.median(run()[0] for _ in range(20)))
+    return f"one graph, {taken[1]:.2f} ms (uncompiled {taken[0]:.2f} ms)"
+
+
+def captured(samples: int) -> str:
+    """A forward and backward of a layer, captured by `torch.cuda.graph` and replayed."""
+    layer = SynchronizedBatchNorm2d(16, device=DEVICE)
+    x = torch.randn(samples, 16, 8, 8, device=DEVICE, requires_grad=True)
+
+    def run() -> None:
+        layer(x).square().sum().backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    before = int(layer.num_batches_tracked)
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(2):
+        graph.replay()
+    counted = int(layer.num_batches_tracked) - before
+    if counted != 2:
+        raise RuntimeError(f"two replays have counted {counted} batches")
+    return "captured, replayed twice"
+
+
+def checks() -> dict[str, Callable[[], str]]:
+    """What is checked, by name. Each returns what it found, or raises."""
+
+    def in_rank(measure: Callable[..., str], *arguments: Any) -> Callable[[], str]:
+        return partial(in_processes, 1, 0, rank_of_two, measure, *arguments)
+
+    return {
+        "`python -m syncbn`: replicas on the CPU and on the GPU, ranks on the CPU": self_check,
+        "`torchrun -m syncbn`: two ranks on this GPU, by gloo": on_ranks,
+        "a step in one graph, `fullgraph=True`": in_rank(compiled, None),
+        'the same with `mode="reduce-overhead"`': in_rank(compiled, "reduce-overhead"),
+        "`torch.cuda.graph` of a layer": in_rank(captured, 8),
+        "`torch.cuda.graph` of a layer with an empty shard": in_rank(captured, 0),
+    }
+
+
+def attempted(check: Callable[[], str], deadline: float) -> str:
+    """What a check found, or why it could not run."""
+    if time.monotonic() > deadline:
+        return "skipped: it is late"
+    try:
+        return check()
+    except Exception as error:
+        first = (str(error) or type(error).__name__).strip().partition("\n")[0]
+        return f"failed: {type(error).__name__}: {first[:200]}"
+
+
+def results(deadline: float) -> Iterator[str]:
+    """The table of the checks in Markdown, line by line."""
+    yield from ("", "### What runs on a GPU", "", f"On {torch.cuda.get_device_name(DEVICE)}.", "")
+    yield from (line(["check", "result"]), line(["---", "---"]))
+    for name, check in checks().items():
+        yield line([name, attempted(check, deadline)])
+
+
+def main() -> None:
     seconds = parser(__doc__).parse_args().seconds
     if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device here")
+        raise SystemExit(
+            f"this needs a CUDA device, and torch {torch.__version__} finds none on this machine; "
+            "python -m syncbn checks what there is"
+        )
+    deadline = time.monotonic() + ENOUGH
+    for text in results(deadline):
+        print(text, flush=True)
     for table in tables(seconds):
-        show(table)
+        if time.monotonic() > deadline:
+            print(f"\n### {table.title}\n\nskipped: it is late")
+            continue
+        try:
+            show(table)
+        except Exception as error:
+            print(f"\nfailed: {type(error).__name__}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

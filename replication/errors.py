@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import TypeGuard
@@ -40,6 +41,18 @@ def listed(numbers: Iterable[int], kind: str = "replica") -> str:
 
 def first_of(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+
+
+def table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int = sys.maxsize
+) -> str:
+    """Aligns cells under their titles: to the right from column ``numbers_from`` on."""
+    columns = []
+    for index, column in enumerate(zip(titles, *rows, strict=True)):
+        width = max(map(len, column))
+        align = str.rjust if index >= numbers_from else str.ljust
+        columns.append([align(cell, width) for cell in column])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 class ReplicationError(RuntimeError):

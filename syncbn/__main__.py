@@ -1,30 +1,54 @@
-"""Checks that synchronized replicas on this machine train like one device.
+"""Checks that synchronized replicas and ranks on this machine train like one device.
 
 Compares layers on several replicas with the same layers on one device, in float64 and float32: on
-the CPU, on each accelerator, and across all accelerators. The last lines, to be pasted into a
-report, say PASS or FAIL for each. The exit status is 0 if all pass, 1 if one fails, and 2 if the
-arguments are wrong.
+the CPU, on each accelerator, and across all accelerators. Then it starts two processes, which are
+ranks of torch.distributed on the CPU, by gloo, and compares those.
+
+    torchrun --nproc-per-node=2 -m syncbn
+
+compares the ranks that torchrun starts instead: on the CPU by gloo, and each on its accelerator,
+by NCCL on GPUs (or by gloo if ranks share one).
+
+The last lines, to be pasted into a report, say PASS or FAIL for each. The exit status is 0 if all
+pass, 1 if one fails, and 2 if the arguments are wrong. It is the same on every rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import json
+import os
 import platform
+import subprocess
 import sys
+import tempfile
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from replication.devices import default_devices
-from replication.diagnosis.table import table
-from replication.diagnosis.verification import verify
+from replication.errors import table
 from replication.groups.layer import ReplicaAware
+from replication.groups.processes import ProcessGroup
+from replication.verify import verify
 from replication.version import __version__
 from syncbn.batchnorm import SynchronizedBatchNorm2d
 from syncbn.channels import has_float64
+
+#: What is printed of a comparison: the verdict, what was compared, and the largest error.
+Row = tuple[str, str, str]
+
+_CPU = torch.device("cpu")
 
 
 class Checkpointed(SynchronizedBatchNorm2d):
@@ -47,12 +71,25 @@ class Centered(ReplicaAware, nn.Module):
         return y - self.group.all_reduce(y.sum(0)) / count
 
 
+class Moved(ReplicaAware, nn.Module):
+    """Gives all samples to the first rank, so that the other shards are empty."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.cat(self.group.all_gather(x))
+        return whole if self.group.rank == 0 else whole[:0]
+
+
 def make_layers() -> nn.Sequential:
-    # On the CPU, shards of the first are joined. Some of the weights are negative.
+    # On the CPU, shards of the first are joined. Some of the weights are negative. Between two
+    # linear layers, gradients of parameters would cancel except for rounding.
     layers = SynchronizedBatchNorm2d(16), Checkpointed(16, momentum=None)
     for layer in layers:
         nn.init.normal_(layer.weight, mean=0.5)
-    return nn.Sequential(*layers, Centered())
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), Centered())
+
+
+def make_batch(copies: int) -> Tensor:
+    return torch.randn(3 * copies - 1, 16, 9, 9) + 10  # the last shard is smaller
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,52 +103,179 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m syncbn", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--version", action="version", version=environment)
-    parser.add_argument("--replicas", type=int, default=4, help="replicas per device (default 4)")
-    replicas = parser.parse_args(arguments).replicas
-    if not 2 <= replicas <= 1024:  # each is a thread
-        parser.error(f"--replicas must be from 2 to 1024 (got {replicas})")
-    print(environment)
+    add = parser.add_argument
+    add("--replicas", type=int, default=4, help="replicas per device (default 4)")
+    add("--timeout", type=float, default=300, help="seconds that ranks may wait (default 300)")
+    add("--rank", type=int, help=argparse.SUPPRESS)  # of the ranks that this program starts
+    add("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if not 2 <= options.replicas <= 1024:  # each is a thread
+        parser.error(f"--replicas must be from 2 to 1024 (got {options.replicas})")
     torch.manual_seed(0)
-    samples = 3 * max(replicas, len(accelerators)) - 1  # the last shard is smaller
-    batch = torch.randn(samples, 16, 9, 9) + 10
-    checked = [[device] * replicas for device in (torch.device("cpu"), *accelerators)]
-    if len(accelerators) > 1:
-        checked.append(accelerators)
-    results = []
-    for device_ids in checked:
-        exact = [torch.float64] if has_float64(device_ids[0]) else []
-        for dtype in [*exact, torch.float32]:
-            results.append(compared(make_layers(), batch, device_ids, dtype))
-    passed = all(verdict == "PASS" for verdict, *_ in results)
+    if options.folder:
+        return run_own_rank(options.rank, options.folder, options.timeout)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return check_launched_ranks(environment, accelerators, options.timeout)
+    print(environment)
+    rows = check_replicas(accelerators, options.replicas)
+    rows += check_own_ranks(options.timeout)
     if not accelerators:
         print("\nOnly the CPU was checked: torch finds no GPU or other accelerator here.")
+    return report(f"python -m syncbn --replicas {options.replicas}\n{environment}", rows)
+
+
+def report(head: str, rows: Sequence[Row]) -> int:
+    """Prints the lines to be pasted. Returns the exit status."""
+    passed = all(verdict == "PASS" for verdict, *_ in rows)
     above = "" if passed else " Add the comparisons above."
     print(f"\nTo report the result, paste the lines below into an issue.{above}\n")
-    print(f"```\npython -m syncbn --replicas {replicas}\n{environment}\n")
-    print(table(("result", "checked", "largest error"), results))
+    print(f"```\n{head}\n")
+    print(table(("result", "checked", "largest error"), rows))
     if passed:
-        print("PASS: replicas run, communicate, and compute what one device computes")
+        print("PASS: they run, communicate, and compute what one device computes")
     else:
-        print("FAIL: replicas raise, or differ from one device")
+        print("FAIL: they raise, or differ from one device")
     print("```")
     return 0 if passed else 1
 
 
+def check_replicas(accelerators: list[torch.device], replicas: int) -> list[Row]:
+    checked = [[device] * replicas for device in (_CPU, *accelerators)]
+    if len(accelerators) > 1:
+        checked.append(accelerators)
+    batch = make_batch(max(replicas, len(accelerators)))
+    rows = []
+    for devices in checked:
+        names = ", ".join(dict.fromkeys(map(str, devices)))
+        what = f"{len(devices)} replicas on {names}"
+        rows += compared(what, devices[0], make_layers(), batch, devices)
+    return rows
+
+
+def check_ranks(devices: Sequence[torch.device], backends: Sequence[str]) -> list[Row]:
+    """Compares the ranks of this process's group, on each of its devices."""
+    size, rows = distributed.get_world_size(), list[Row]()
+    cases: dict[str, tuple[nn.Module, Any]] = {
+        "uneven shards": (make_layers(), None),
+        "empty shards": (nn.Sequential(Moved(), make_layers()), None),
+        "DistributedDataParallel": (make_layers(), DistributedDataParallel),
+    }
+    batch = make_batch(size)
+    for device, backend in zip(devices, backends, strict=True):
+        for case, (model, wrap) in cases.items():
+            what = f"{size} ranks on {device.type} ({backend}), {case}"
+            rows += compared(what, device, model.to(device), batch, wrap=wrap)
+    return rows
+
+
 def compared(
-    layer: nn.Module, batch: Tensor, devices: Sequence[torch.device], dtype: torch.dtype
-) -> tuple[str, str, str]:
-    """Compares replicas with one device. Returns the verdict, what is checked, and the error."""
-    names = ", ".join(dict.fromkeys(map(str, devices)))
-    what = f"{len(devices)} replicas on {names} in {str(dtype).removeprefix('torch.')}"
-    print(f"\n{what}, compared with one device:")
-    try:
-        found = verify(layer, batch, devices, dtype=dtype)
-        print(found)
-        largest = max(one.error for kind in found.differences.values() for one in kind)
-        return "PASS" if found else "FAIL", what, f"{largest:.0e}"
-    except Exception as error:
-        traceback.print_exc(file=sys.stdout)
-        return "FAIL", what, type(error).__name__
+    what: str, device: torch.device, *arguments: Any, wrap: Callable[..., Any] | None = None
+) -> list[Row]:
+    """Compares with one device by `verify`, in each dtype, and prints what that returns."""
+    rows = []
+    for dtype in [*([torch.float64] if has_float64(device) else []), torch.float32]:
+        title = f"{what} in {str(dtype).removeprefix('torch.')}"
+        print(f"\n{title}, compared with one device:")
+        try:
+            found = verify(*arguments, dtype=dtype, wrap=wrap)
+            print(found)
+            largest = max(one.error for kind in found.differences.values() for one in kind)
+            rows.append(("PASS" if found else "FAIL", title, f"{largest:.0e}"))
+        except Exception as error:
+            traceback.print_exc(file=sys.stdout)
+            rows.append(("FAIL", title, type(error).__name__))
+    return rows
+
+
+# -- ranks of torchrun ---------------------------------------------------------------------------
+
+
+def check_launched_ranks(
+    environment: str, accelerators: list[torch.device], timeout: float
+) -> int:
+    devices, backends = [_CPU], ["gloo"]
+    if accelerators:
+        device = accelerators[int(os.environ.get("LOCAL_RANK", "0")) % len(accelerators)]
+        torch.get_device_module(device).set_device(device)
+        # NCCL refuses ranks that share a GPU.
+        is_shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > len(accelerators)
+        backend_of = distributed.Backend.default_device_backend_map
+        devices.append(device)
+        backends.append("gloo" if is_shared else backend_of.get(device.type, "gloo"))
+    each = [f"{device.type}:{backend}" for device, backend in zip(devices, backends, strict=True)]
+    backend = ",".join(each) if len({*backends}) > 1 else "gloo"
+    distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    group = ProcessGroup(name="python -m syncbn")
+    owned = group.all_gather_object(", ".join(map(described, devices[1:] or devices)))
+    with redirect_stdout(sys.stdout if group.rank == 0 else io.StringIO()):
+        print(environment)
+        rows = check_ranks(devices, backends)
+        ranks = "\n".join(f"Rank {rank}: {name}" for rank, name in enumerate(owned))
+        head = f"torchrun -m syncbn, {group.size} ranks\n{environment}\n{ranks}\n"
+        names = ", ".join(map(version_of, dict.fromkeys(backends)))
+        status = report(f"{head}Backends: {names}", rows)
+    status = max(group.all_gather_object(status))
+    distributed.destroy_process_group()
+    return status
+
+
+def version_of(backend: str) -> str:
+    if backend != "nccl":
+        return backend
+    version: Any = torch.cuda.nccl.version()
+    return f"nccl {'.'.join(map(str, version))}"
+
+
+# -- ranks that this process starts --------------------------------------------------------------
+
+
+def check_own_ranks(timeout: float) -> list[Row]:
+    """Starts two ranks on the CPU, and ends both if one fails or they take too long."""
+    if not (distributed.is_available() and distributed.is_gloo_available()):
+        print("\nNo ranks were checked: this torch has no gloo.")
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "syncbn", "--timeout", str(timeout), "--folder", folder]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        with open(Path(folder, "errors"), "w+", encoding="utf-8", errors="replace") as errors:
+            ranks = [
+                subprocess.Popen([*command, "--rank", rank], env=environment, stderr=errors)
+                for rank in "01"
+            ]
+            deadline, codes = time.monotonic() + timeout, list[int | None]()
+            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.1)
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+            errors.seek(0)
+            text = errors.read()
+        if codes == [0, 0]:
+            printed, rows = json.loads(Path(folder, "result").read_text("utf-8"))
+            print(printed, end="")
+            return [tuple(row) for row in rows]
+    ended = ["is running" if code is None else f"exit code {code}" for code in codes]
+    print(f"\n2 ranks on cpu (gloo): rank 0: {ended[0]}, rank 1: {ended[1]}\n{text}")
+    return [("FAIL", "2 ranks on cpu (gloo)", "exit code" if any(codes) else "timeout")]
+
+
+def run_own_rank(rank: int, folder: str, timeout: float) -> int:
+    distributed.init_process_group(
+        "gloo",
+        init_method=Path(folder, "store").as_uri(),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=timeout),
+    )
+    with redirect_stdout(io.StringIO()) as printed:
+        rows = check_ranks([_CPU], ["gloo"])
+    if rank == 0:
+        Path(folder, "result").write_text(json.dumps([printed.getvalue(), rows]), "utf-8")
+    distributed.barrier()
+    distributed.destroy_process_group()
+    return 0
 
 
 def described(device: torch.device) -> str:

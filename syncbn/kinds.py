@@ -16,8 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from replication.callbacks import CALLBACK, runs_callbacks
 from replication.containers import open_builtin
-from replication.diagnosis.table import table
-from replication.errors import check_module, path_or_root
+from replication.errors import check_module, path_or_root, table
 from replication.groups.layer import ReplicaAware
 from replication.tree import leaves_of
 from syncbn.batchnorm import (

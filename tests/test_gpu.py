@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import networks
+from benchmarks import gpu, networks
 from benchmarks.gpu import resident
 from replication import DataParallel
 from syncbn import convert_model
@@ -62,3 +62,18 @@ def test_two_hundred_steps_need_no_more_memory_of_host_and_device(monkeypatch):
     (host, device), (host_later, device_later) = sizes
     assert host_later - host < 5
     assert device_later == device
+
+
+def test_the_self_check_passes_on_replicas_and_on_ranks_that_share_the_gpu():
+    assert "FAIL" not in gpu.self_check()
+    assert "FAIL" not in gpu.on_ranks()
+
+
+@pytest.mark.parametrize("samples", [8, 0])
+def test_a_layer_of_a_rank_is_captured_even_with_an_empty_shard(samples):
+    assert gpu.rank_of_two(0, gpu.captured, samples) == "captured, replayed twice"
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_step_of_a_rank_is_one_graph(mode):
+    assert gpu.rank_of_two(0, gpu.compiled, mode).startswith("one graph, ")

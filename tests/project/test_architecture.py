@@ -38,7 +38,8 @@ ORDER = [
     ["callbacks", "join"],
     ["data_parallel", "patch"],
     ["criterion"],
-    ["diagnosis"],
+    ["recording"],
+    ["verify"],
 ]
 
 

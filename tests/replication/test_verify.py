@@ -1,11 +1,9 @@
-"""`verify` and its command lines find every difference from one device, and no other."""
+"""`verify` finds every difference from one device, and no other."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import platform
-import re
 from typing import Any
 
 import pytest
@@ -13,13 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import syncbn.__main__
-import syncbn.replicas
-from replication import DataParallel, Scattered, SoloGroup
-from syncbn import SynchronizedBatchNorm2d, convert_model, verify
-from tests.layers import Centering, Numbered, knows_hooks, outcome_of
-from tests.processes import run_python
-from tests.ranks import needs_gloo, run_ranks
+from replication import DataParallel, Scattered
+from syncbn import convert_model, verify
+from tests.layers import Centering, Numbered
 
 CPUS = ["cpu"] * 3
 
@@ -171,8 +165,9 @@ def test_different_calls_and_shapes_are_reported(does, where, reason):
         (lambda: verify(nn.ReLU(), X, ["cpu"]), ValueError, "expected two or more devices"),
         (lambda: verify(nn.ReLU(), X[:1]), ValueError, "at least two replicas with data"),
         (lambda: verify(Loss(), X), ValueError, "return one loss per sample"),
+        (lambda: verify(nn.ReLU(), X, wrap=nn.Sequential), ValueError, "run under torchrun"),
     ],
-    ids=["module", "none", "devices", "samples", "loss"],
+    ids=["module", "none", "devices", "samples", "loss", "wrap"],
 )
 def test_what_cannot_be_compared_is_refused(call, error, requirement):
     with pytest.raises(error, match=requirement):
@@ -242,6 +237,22 @@ def test_it_does_not_matter_that_gradients_are_off(net, mode):
     assert max(d.error for d in found.differences["gradients"]) > 0
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_replicas_and_one_device_get_the_loss(net, reduction):
+    targets = {"classes": torch.arange(8) % 4, "scale": SCALE}
+
+    def loss(outputs: dict[str, Any], targets: dict[str, Tensor]) -> Tensor:
+        scores, classes = outputs["features"][1] * targets["scale"], targets["classes"]
+        assert scores.shape == (8, 4) and targets["scale"].dtype == scores.dtype
+        return nn.functional.cross_entropy(scores, classes, reduction=reduction)
+
+    found = verify(net, X, CPUS, loss=loss, targets=targets)
+    assert found and max(d.error for d in found.differences["gradients"]) > 0
+    calls = itertools.count(1)
+    other = verify(net, X, CPUS, loss=lambda y: y["features"][1].square().sum() * next(calls))
+    assert other.first_difference.where == "gradient of input `args[0]`"
+
+
 def test_loss_of_each_sample_is_compared():
     class LossOfSamples(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
@@ -302,143 +313,6 @@ def test_in_float32_what_is_left_is_rounding():
     assert max(d.error for d in found.differences["gradients"]) > 1e-9
 
 
-# -- python -m syncbn --------------------------------------------------------------------------
-
-check = syncbn.__main__
-
-
-@pytest.mark.slow
-def test_self_check_passes_here():
-    done = run_python("-m", "syncbn", "--replicas", "3")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("synchronized-batchnorm ")
-    assert f"torch {torch.__version__}" in lines[1]
-    assert lines[2].startswith("Devices: CPU (")
-    for dtype, tolerance in (("float64", "1e-06"), ("float32", "1e-03")):
-        assert f"3 replicas on cpu in {dtype}, compared with one device:" in lines
-        assert f"3 replicas: equal (tolerance {tolerance})" in lines
-    # What the page asks to report, as one block of Markdown.
-    begin = lines.index("```")
-    assert lines[begin - 2].startswith("To report the result, paste the lines below")
-    assert lines[begin + 1 : begin + 6] == ["python -m syncbn --replicas 3", *lines[:3], ""]
-    assert platform.platform() in lines[1]
-    head, *_, verdict, end = lines[begin + 6 :]
-    assert head.split() == ["result", "checked", "largest", "error"]
-    assert verdict == "PASS: replicas run, communicate, and compute what one device computes"
-    assert end == "```"
-
-
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [("--version", f"torch {torch.__version__}"), ("--help", "The exit status is 0 if")],
-)
-def test_self_check_explains_itself(option, text, capsys):
-    with pytest.raises(SystemExit, match=r"^0$"):
-        check.main([option])
-    printed = " ".join(capsys.readouterr().out.split())
-    assert text in printed and "``" not in printed and "compared with" not in printed
-
-
-@pytest.mark.parametrize("replicas", ["0", "1", "two", "1025", "9" * 5000])
-def test_self_check_refuses_bad_numbers(replicas, capsys):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        check.main(["--replicas", replicas])
-    assert "--replicas" in capsys.readouterr().err
-
-
-class NotANumber(SynchronizedBatchNorm2d):
-    """Its outputs are NaN in replicas, so that no error is within a tolerance."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        return y + torch.nan if self.group.size > 1 else y
-
-
-def refuse(*args: object) -> None:
-    raise RuntimeError("no such kernel")
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "value", "text"),
-    [
-        (check, "SynchronizedBatchNorm2d", nn.BatchNorm2d, "output of `0`"),
-        (check, "SynchronizedBatchNorm2d", NotANumber, "outputs 1 inf"),
-        pytest.param(
-            *(syncbn.replicas, "joined", refuse, "RuntimeError: no such kernel"),
-            marks=knows_hooks,
-        ),
-        (syncbn.replicas, "merge_moments", refuse, "RuntimeError: no such kernel"),
-        (check.Centered, "group", SoloGroup(), "output of `2`"),
-    ],
-    ids=["plain layers", "nan", "joined", "fused", "no group"],
-)
-def test_self_check_fails(owner, name, value, text, monkeypatch, capsys):
-    monkeypatch.setattr(owner, name, value)
-    assert check.main(["--replicas", "2"]) == 1
-    *lines, verdict, _ = capsys.readouterr().out.splitlines()
-    assert "To report the result, paste the lines below into an issue. Add the " in " ".join(lines)
-    assert verdict.startswith("FAIL: replicas raise, or differ from one device")
-    assert any(line.startswith("FAIL    2 replicas on cpu in") for line in lines)
-    assert text in " ".join(" ".join(lines).split())
-
-
-def test_self_check_says_that_only_the_cpu_was_checked(monkeypatch, capsys):
-    monkeypatch.setattr(check, "default_devices", lambda: [])
-    assert check.main(["--replicas", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-3].startswith("PASS    2 replicas on cpu in float")
-    assert "Only the CPU was checked: torch finds no GPU or other accelerator here." in lines
-
-
-@pytest.mark.parametrize("broken", ["", "cuda:1"])
-def test_self_check_has_a_result_for_each_device_and_for_all_together(broken, monkeypatch, capsys):
-    accelerators = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    calls = []
-
-    def verify_without_devices(model, batch, devices, *, dtype):
-        calls.append([*map(str, devices), dtype])
-        if {*calls[-1][:-1]} == {broken}:
-            raise RuntimeError("no such kernel")
-        return verify(model, batch, ["cpu"] * len(devices), dtype=dtype)
-
-    monkeypatch.setattr(check, "default_devices", lambda: accelerators)
-    monkeypatch.setattr(check, "verify", verify_without_devices)
-    monkeypatch.setattr(check, "has_float64", lambda device: True)
-    names = {0: "Some GPU"}  # torch raises for the other
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
-    assert check.main(["--replicas", "3"]) == (1 if broken else 0)
-    lists = [["cpu"] * 3, ["cuda:0"] * 3, ["cuda:1"] * 3, ["cuda:0", "cuda:1"]]
-    assert calls == [[*names, d] for names in lists for d in (torch.float64, torch.float32)]
-    printed = capsys.readouterr().out
-    assert "threads), cuda:0 (Some GPU), cuda:1\n" in printed
-    verdicts = [
-        f"{'FAIL' if {*names} == {broken} else 'PASS'}    {len(names)} replicas on "
-        f"{', '.join(dict.fromkeys(names))} in {dtype}"
-        for names in lists
-        for dtype in ("float64", "float32")
-    ]
-    *_, verdict, _ = lines = printed.splitlines()
-    for expected, line in zip(verdicts, lines[-2 - len(verdicts) : -2], strict=True):
-        detail = "RuntimeError" if expected.startswith("FAIL") else r"\de-\d\d"
-        assert re.fullmatch(f"{expected} +{detail}", line)
-    assert verdict.startswith("FAIL: " if broken else "PASS: ")
-    assert "Only the CPU" not in printed
-
-
-def verified_by_one_rank(rank: int) -> str:
-    net = nn.Sequential(SynchronizedBatchNorm2d(2))
-    x = torch.randn(4, 2, 3, 3)
-    return str(outcome_of(lambda: verify(net, x)).error) if rank == 0 else ""
-
-
-@needs_gloo
-@pytest.mark.slow
-def test_layers_that_communicate_with_other_processes_are_refused_before_any_wait():
-    error, _ = run_ranks(2, verified_by_one_rank)
-    assert "`0` communicates with others; run it without torchrun" in error
-
-
 class Dropping(nn.Module):
     """Draws random numbers by a function."""
 
@@ -468,30 +342,12 @@ def test_what_the_model_raises_says_where_verify_was():
     assert error.value.__notes__[-1] == f"{what} 2 replicas"
 
 
-def test_random_model_is_distinguished_from_an_unsynchronized_one():
-    x = torch.randn(9, 4)
-    found = verify(convert_model(Dropping()), x, ["cpu"] * 2)
-    assert not found and found.is_random
-    assert str(found).endswith("the model draws random numbers.")
-    for net in (nn.BatchNorm1d(4), convert_model(nn.BatchNorm1d(4))):
-        found = verify(net, x, ["cpu"] * 2)
-        assert not found.is_random and "random" not in str(found)
-
-
-def test_gradients_that_differ_in_each_run_are_not_random_numbers():
-    """As where a second run rounds otherwise, and its rounding decides at the kink of a ReLU."""
-    factors = itertools.count(1)
-
-    class Unsteady(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            if y.requires_grad:
-                y.register_hook(lambda grad: grad * next(factors))
-            return y
-
-    found = verify(Unsteady(3, 4), torch.randn(6, 3), ["cpu"] * 2)
-    assert found.first_difference.where.startswith("gradient of")
-    assert not found.is_random
+def test_a_model_that_draws_random_numbers_is_refused():
+    for net in (Dropping(), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))):
+        with pytest.raises(ValueError, match="must not draw random numbers"):
+            verify(net, torch.randn(9, 4))
+    net[1].eval()
+    assert verify(net, torch.randn(9, 4))
 
 
 # -- limits of replicas that it finds ----------------------------------------------------------

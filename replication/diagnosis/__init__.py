@@ -1,1 +1,0 @@
-"""Tools that look at replicas from outside. Nothing on the way of a forward imports them."""

@@ -1,0 +1,245 @@
+"""`python -m syncbn` says whether replicas and ranks on this machine train like one device."""
+
+from __future__ import annotations
+
+import platform
+import re
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import syncbn.__main__ as check
+from replication import SoloGroup
+from syncbn import SynchronizedBatchNorm2d, verify
+from tests.processes import ROOT, completed, environment, run_python
+from tests.ranks import needs_gloo
+
+
+@pytest.fixture
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts no ranks, which takes seconds."""
+    monkeypatch.setattr(check, "check_own_ranks", lambda timeout: [])
+
+
+def assert_ranks_pass(rows: list[str]) -> None:
+    cases = ["uneven shards", "empty shards", "DistributedDataParallel"]
+    expected = [
+        f"PASS 2 ranks on cpu (gloo), {case} in {dtype}"
+        for case in cases
+        for dtype in ("float64", "float32")
+    ]
+    assert [" ".join(row.split()[:-1]) for row in rows] == expected
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_self_check_passes_here():
+    done = run_python("-m", "syncbn", "--replicas", "3")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("synchronized-batchnorm ")
+    assert f"torch {torch.__version__}" in lines[1]
+    assert lines[2].startswith("Devices: CPU (")
+    for dtype, tolerance in (("float64", "1e-06"), ("float32", "1e-03")):
+        assert f"3 replicas on cpu in {dtype}, compared with one device:" in lines
+        assert f"3 replicas: equal (tolerance {tolerance})" in lines
+    # What the page asks to report, as one block of Markdown.
+    begin = lines.index("```")
+    assert lines[begin - 2].startswith("To report the result, paste the lines below")
+    assert lines[begin + 1 : begin + 6] == ["python -m syncbn --replicas 3", *lines[:3], ""]
+    assert platform.platform() in lines[1]
+    head, *rows, verdict, end = lines[begin + 6 :]
+    assert head.split() == ["result", "checked", "largest", "error"]
+    assert_ranks_pass(rows[2:])
+    assert verdict == "PASS: they run, communicate, and compute what one device computes"
+    assert end == "```"
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("--version", f"torch {torch.__version__}"), ("--help", "The exit status is 0 if")],
+)
+def test_self_check_explains_itself(option, text, capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        check.main([option])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert text in printed and "``" not in printed and "compared with" not in printed
+
+
+@pytest.mark.parametrize("replicas", ["0", "1", "two", "1025", "9" * 5000])
+def test_self_check_refuses_bad_numbers(replicas, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        check.main(["--replicas", replicas])
+    assert "--replicas" in capsys.readouterr().err
+
+
+class NotANumber(SynchronizedBatchNorm2d):
+    """Its outputs are NaN in replicas, so that no error is within a tolerance."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y + torch.nan if self.group.size > 1 else y
+
+
+class Refusing(SynchronizedBatchNorm2d):
+    """It raises in replicas."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.group.size > 1:
+            raise RuntimeError("no such kernel")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "text"),
+    [
+        (check, "SynchronizedBatchNorm2d", nn.BatchNorm2d, "output of `0`"),
+        (check, "SynchronizedBatchNorm2d", NotANumber, "outputs 1 inf"),
+        (check, "SynchronizedBatchNorm2d", Refusing, "RuntimeError: no such kernel"),
+        (check.Centered, "group", SoloGroup(), "output of `4`"),
+    ],
+    ids=["plain layers", "nan", "raises", "no group"],
+)
+def test_self_check_fails(owner, name, value, text, no_ranks, monkeypatch, capsys):
+    monkeypatch.setattr(owner, name, value)
+    assert check.main(["--replicas", "2"]) == 1
+    *lines, verdict, _ = capsys.readouterr().out.splitlines()
+    assert "To report the result, paste the lines below into an issue. Add the " in " ".join(lines)
+    assert verdict.startswith("FAIL: they raise, or differ from one device")
+    assert any(line.startswith("FAIL    2 replicas on cpu in") for line in lines)
+    assert text in " ".join(" ".join(lines).split())
+
+
+def test_self_check_says_that_only_the_cpu_was_checked(no_ranks, monkeypatch, capsys):
+    monkeypatch.setattr(check, "default_devices", lambda: [])
+    assert check.main(["--replicas", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].startswith("PASS    2 replicas on cpu in float")
+    assert "Only the CPU was checked: torch finds no GPU or other accelerator here." in lines
+
+
+@pytest.mark.parametrize("broken", ["", "cuda:1"])
+def test_self_check_has_a_result_for_each_device_and_for_all_together(
+    broken, no_ranks, monkeypatch, capsys
+):
+    accelerators = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    calls = []
+
+    def verify_without_devices(model, batch, devices, *, dtype, wrap):
+        calls.append([*map(str, devices), dtype])
+        if {*calls[-1][:-1]} == {broken}:
+            raise RuntimeError("no such kernel")
+        return verify(model, batch, ["cpu"] * len(devices), dtype=dtype)
+
+    monkeypatch.setattr(check, "default_devices", lambda: accelerators)
+    monkeypatch.setattr(check, "verify", verify_without_devices)
+    monkeypatch.setattr(check, "has_float64", lambda device: True)
+    names = {0: "Some GPU"}  # torch raises for the other
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+    assert check.main(["--replicas", "3"]) == (1 if broken else 0)
+    lists = [["cpu"] * 3, ["cuda:0"] * 3, ["cuda:1"] * 3, ["cuda:0", "cuda:1"]]
+    assert calls == [[*names, d] for names in lists for d in (torch.float64, torch.float32)]
+    printed = capsys.readouterr().out
+    assert "threads), cuda:0 (Some GPU), cuda:1\n" in printed
+    verdicts = [
+        f"{'FAIL' if {*names} == {broken} else 'PASS'}    {len(names)} replicas on "
+        f"{', '.join(dict.fromkeys(names))} in {dtype}"
+        for names in lists
+        for dtype in ("float64", "float32")
+    ]
+    *_, verdict, _ = lines = printed.splitlines()
+    for expected, line in zip(verdicts, lines[-2 - len(verdicts) : -2], strict=True):
+        detail = "RuntimeError" if expected.startswith("FAIL") else r"\de-\d\d"
+        assert re.fullmatch(f"{expected} +{detail}", line)
+    assert verdict.startswith("FAIL: " if broken else "PASS: ")
+    assert "Only the CPU" not in printed
+
+
+# -- ranks ---------------------------------------------------------------------------------------
+
+
+def block_of(printed: str) -> list[str]:
+    """The lines to be pasted."""
+    return printed.partition("```\n")[2].partition("\n```")[0].splitlines()
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_ranks_of_torchrun_are_checked_and_the_first_one_prints():
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = run_python(*launch, "-m", "syncbn")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("```\n") == 2
+    command, *environment, _, head, a, b, c, d, e, f, verdict = block_of(done.stdout)
+    assert command == "torchrun -m syncbn, 2 ranks"
+    assert environment[3:] == ["Rank 0: cpu", "Rank 1: cpu", "Backends: gloo"]
+    assert head.startswith("result ") and verdict.startswith("PASS: ")
+    assert_ranks_pass([a, b, c, d, e, f])
+    for path in (str(ROOT), str(Path.home()), sys.prefix):
+        assert path not in "".join(block_of(done.stdout))
+
+
+#: Runs a self-check as one rank. In the second one, a layer does something else.
+RANK = """
+import os, signal, sys
+os.environ |= {"RANK": "%d", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "%d"}
+import syncbn.__main__ as check
+def forward(self, x):
+    if os.environ["RANK"] == "1" and self.group.size > 1:
+        %s
+    return x
+check.Moved.forward = forward
+sys.exit(check.main(["--timeout", "30"]))
+"""
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "codes", "errors"),
+    [
+        ("raise RuntimeError('no such kernel')", [1, 1], ["ReplicationError", "ReplicationError"]),
+        ("return 2 * x", [1, 1], ["1e+00", "1e+00"]),
+        ("os.kill(os.getpid(), signal.SIGKILL)", [1, -9], None),
+    ],
+    ids=["raises", "differs", "dies"],
+)
+def test_all_ranks_end_with_one_status(fault, codes, errors):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    programs = [[sys.executable, "-c", RANK % (rank, port, fault)] for rank in range(2)]
+    first, second = completed(*programs, env=environment() | {"GLOO_SOCKET_IFNAME": "lo"})
+    assert [first.returncode, second.returncode] == codes, first.stderr + second.stderr
+    if errors is None:
+        assert "onnection" in first.stderr + first.stdout
+        return
+    assert second.stdout == ""
+    rows = [row.split() for row in block_of(first.stdout) if "empty shards" in row]
+    assert [row[0] for row in rows] == ["FAIL", "FAIL"]
+    assert "rank 1 raised RuntimeError: no such kernel" in first.stdout or "raise" not in fault
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "texts"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", ["rank 1: exit code -9", "exit code"]),
+        ("sys.exit('no such backend')", ["rank 1: exit code 1", "no such backend"]),
+        ("time.sleep(1000)", ["rank 1: is running", "timeout"]),
+    ],
+    ids=["dies", "raises", "hangs"],
+)
+def test_ranks_that_it_starts_end_together(fault, texts, tmp_path, monkeypatch, capsys):
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os, signal, sys, time\nif sys.orig_argv[-1] == '1':\n    {fault}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ((verdict, what, error),) = check.check_own_ranks(3)
+    assert (verdict, what) == ("FAIL", "2 ranks on cpu (gloo)")
+    printed = f"{capsys.readouterr().out} {error}"
+    assert [text for text in texts if text not in printed] == []

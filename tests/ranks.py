@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, distributed
 from torch.torch_version import TorchVersion
 
+from replication import _torch
 from replication.groups import processes
 from syncbn import ranks as road
 from tests.deadlines import DEADLINE, ends
@@ -173,6 +174,8 @@ def recorded_collectives() -> Iterator[list[tuple[str, int]]]:
         mock.patch.object(processes, "all_reduce_in_place", in_place),
         mock.patch.object(processes, "gathered", gathered),
         mock.patch.object(road, "gathered", gathered),
+        mock.patch.object(_torch, "all_reduce_in_place", in_place),
+        mock.patch.object(_torch, "gathered", gathered),
     ):
         yield calls
 

@@ -37,6 +37,7 @@ from torch import Tensor, distributed
 from torch.nn.functional import pad
 
 from replication._torch import (
+    added,
     all_reduce_in_place,
     device_of_group,
     gathered,
@@ -243,10 +244,9 @@ class ProcessGroup(Group):
             )
 
     def add(self, signature: Signature, vector: Tensor) -> Tensor:
-        """Adds a vector of all ranks in place, without a derivative."""
+        """Adds a vector of all ranks, perhaps in place, without a derivative."""
         with Collective(self, signature) as call:
-            all_reduce_in_place(vector, call.process_group)
-        return vector
+            return added(vector, call.process_group)
 
     def sum(self, signature: Signature, tensor: Tensor) -> Tensor:
         """Returns the sum over the ranks, whose derivatives have the same name."""

@@ -39,6 +39,7 @@ NAVIGATION = {
             "docs/migration.md",
             "docs/processes.md",
             "docs/layers.md",
+            "docs/recipes.md",
             "examples/README.md",
         ],
         "Reference": ["docs/reference.md", "docs/syncbn.md", "docs/replication.md"],

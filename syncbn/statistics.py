@@ -56,7 +56,7 @@ class KernelMoments(NamedTuple):
 
     def mean_and_variance(self) -> Moments:
         """Returns mean and biased variance."""
-        n = self.n if isinstance(self.n, int) else self.n.sum()
+        n = self.n if isinstance(self.n, int) else in_float64(self.n.sum())
         var = in_float64(self.inverse).square().reciprocal().sub_(self.eps).clamp_(min=0)
         return Moments(n, in_float64(self.mean), var)
 

@@ -81,7 +81,7 @@ def summary(tables: Mapping[str, Sequence[Table]]) -> str:
         (where, meaning), rows = SUMMARY[table.title], list(table.rows)
         *_, other = rows[0].figures
         link = f"[{where}]({DETAILS.name}#{slug(table.title)})"
-        texts.append(line([link, span(rows, "ours"), f"{other}: {span(rows, other)}", meaning]))
+        texts.append(line([link, span(rows, "syncbn"), f"{other}: {span(rows, other)}", meaning]))
     return "\n".join(texts)
 
 

@@ -36,9 +36,9 @@ ABOUT = (
 WAYS = {
     "plain BatchNorm": (False, False, 1.0),
     "plain BatchNorm, compiled with the budget": (False, True, BUDGET),
-    "ours": (True, False, 1.0),
-    "ours, compiled": (True, True, 1.0),
-    "ours, compiled with the budget": (True, True, BUDGET),
+    "syncbn": (True, False, 1.0),
+    "syncbn, compiled": (True, True, 1.0),
+    "syncbn, compiled with the budget": (True, True, BUDGET),
 }
 
 

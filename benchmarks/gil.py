@@ -26,7 +26,7 @@ from benchmarks.step import WAYS, parser_of_networks, training
 
 ABOUT = (
     "Training steps on CPU replicas, in a free-threaded build. The unit is plain BatchNorm in "
-    "our replicas with the GIL. Cells are the step, and in brackets forward and backward."
+    "replicas of syncbn with the GIL. Cells are the step, and in brackets forward and backward."
 )
 
 _steps: dict[str, Callable[[], Figures]] = {}
@@ -38,7 +38,7 @@ def begin(network: str, replicas: int, threads: int) -> None:
         torch.set_num_threads(threads)
     _, build, (samples, *shape) = NETWORKS[network]
     x = torch.randn(samples * replicas, *shape)
-    for name, way in (("plain", "plain BatchNorm in our replicas"), ("ours", "ours")):
+    for name, way in (("plain", "plain BatchNorm in syncbn's replicas"), ("syncbn", "syncbn")):
         _steps[name] = training(WAYS[way](build(), replicas, "cpu"), x)
 
 
@@ -58,7 +58,7 @@ def measure(network: str, replicas: int, threads: int, seconds: float) -> Row:
                 ProcessPoolExecutor(1, get_context("spawn"), begin, (network, replicas, threads))
             )
             pools[has_gil].submit(bool).result()  # starts the process, which reads the variable
-        for name in ("plain", "ours"):
+        for name in ("plain", "syncbn"):
             for has_gil, pool in pools.items():
                 step = partial(pool.submit, run, name, has_gil)
                 title = f"{name} {'with' if has_gil else 'without'} the GIL"

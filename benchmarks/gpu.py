@@ -107,8 +107,8 @@ def counts() -> Iterator[Row]:
 
 ABOUT_THREADS = (
     "ResNet-50 with `torch.backends.cudnn.benchmark`, on two replicas. torch keeps cuDNN's plans "
-    "per thread. Its DataParallel makes new threads in each forward, ours keeps them. The unit is "
-    "torch's. Cells are the second and later steps, and in brackets the first step."
+    "per thread. Its DataParallel makes new threads in each forward, but syncbn keeps them. The unit "
+    "is torch's. Cells are the second and later steps, and in brackets the first step."
 )
 
 ABOUT_MEMORY = (
@@ -119,7 +119,7 @@ ABOUT_MEMORY = (
 #: Each wraps a network in two replicas on the GPU.
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch's DataParallel": lambda net: nn.DataParallel(net, [DEVICE] * 2),
-    "ours": lambda net: DataParallel(net, [DEVICE] * 2),
+    "syncbn": lambda net: DataParallel(net, [DEVICE] * 2),
 }
 
 

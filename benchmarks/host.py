@@ -50,7 +50,7 @@ ABOUT_RANK = (
 #: Each makes a network from one with plain BatchNorm.
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain BatchNorm": lambda net: net,
-    "ours": convert_model,
+    "syncbn": convert_model,
     "older toolkits": yardsticks.convert,
 }
 

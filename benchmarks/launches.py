@@ -141,7 +141,7 @@ class Recorded(nn.Sequential):
             return super().forward(x)  # type: ignore[no-any-return]
 
 
-def ours(replicas: int) -> tuple[Counts, Counts]:
+def in_replicas(replicas: int) -> tuple[Counts, Counts]:
     """Counts the operations of replica 0, with the merge, and of each other replica."""
     devices = ["cpu", *["meta"] * (replicas - 1)]
     model = Recorded(convert_model(nn.BatchNorm2d(SHAPE[1])))
@@ -192,8 +192,8 @@ def recorded(
     return counts(of_forward, device), counts(of_backward, device)
 
 
-def ours_in_processes(size: int) -> Counts:
-    """Counts the operations of our layer in one process, for which meta is an accelerator."""
+def in_processes_of_syncbn(size: int) -> Counts:
+    """Counts the operations of a layer in one process, for which meta is an accelerator."""
     layer = SynchronizedBatchNorm2d(SHAPE[1], device="meta")
     x = torch.randn(SHAPE, device="meta", requires_grad=True)
     kernels = patch("syncbn.batchnorm.kernels_for", lambda kind: OF_TORCH)
@@ -227,12 +227,12 @@ def lines() -> Iterator[str]:
     yield line(headings)
     yield line(["---"] * len(headings))
     for number in NUMBERS:
-        first, other = ours(number)
+        first, other = in_replicas(number)
         for title, (forward, backward) in {
-            "ours, each process": ours_in_processes(number),
+            "syncbn, each process": in_processes_of_syncbn(number),
             "`nn.SyncBatchNorm`, each process": torchs(number),
-            "ours, replica 0": first,
-            "ours, each other replica": other,
+            "syncbn, replica 0": first,
+            "syncbn, each other replica": other,
         }.items():
             cells = [f"{forward[kind]} + {backward[kind]}" for kind in KINDS]
             yield line([title, str(number), *cells])

@@ -50,7 +50,7 @@ INPUTS: list[tuple[tuple[int, ...], torch.memory_format]] = [
 #: Each makes a layer from a plain BatchNorm.
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain BatchNorm": lambda plain: plain,
-    "ours": convert_model,
+    "syncbn": convert_model,
     "older toolkits": lambda plain: yardsticks.convert(nn.Sequential(plain)),
 }
 
@@ -119,8 +119,8 @@ SIZES += [(16, 64, 32, 32)]
 def measure_sizes(rank: int, seconds: float) -> list[Row]:
     layers = {
         "plain BatchNorm": ("plain BatchNorm", 0),
-        "joined": ("ours", 2**62),
-        "kernels": ("ours", -1),
+        "joined": ("syncbn", 2**62),
+        "kernels": ("syncbn", -1),
     }
     cases = {f"{title(s, CONTIGUOUS)}, {math.prod(s):,} values": s for s in SIZES}
     return [measured(case, s, CONTIGUOUS, layers, seconds) for case, s in cases.items()]

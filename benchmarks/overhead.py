@@ -56,8 +56,8 @@ def copies(rank: int, seconds: float) -> list[Row]:
         devices = ["cpu"] * replicas
         ways: dict[str, Callable[[], object]] = {
             "torch's scheme": partial(yardsticks.replicate, net, replicas),
-            "ours": partial(replicate, net, devices),
-            "ours with callbacks": partial(with_callbacks, devices),
+            "syncbn": partial(replicate, net, devices),
+            "syncbn with callbacks": partial(with_callbacks, devices),
             "older toolkits with callbacks": partial(of_older_toolkits, replicas),
         }
         figures = alternating({name: partial(timed, way) for name, way in ways.items()}, seconds)
@@ -106,7 +106,7 @@ def exchanges(rank: int, seconds: float) -> list[Row]:
     for replicas in REPLICAS:
         modules = {
             "older toolkits": Piped(yardsticks.Master, sum),
-            "our `SyncMaster`": Piped(SyncMaster, reply_to_each),
+            "`SyncMaster`": Piped(SyncMaster, reply_to_each),
             "`group.all_reduce`": Reducing(),
         }
         x = torch.randn(replicas)

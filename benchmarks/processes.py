@@ -66,19 +66,19 @@ ABOUT_COMPILED = (
 #: Each makes a network from one with plain BatchNorm.
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain BatchNorm": lambda net: net,
-    "ours": convert_model,
+    "syncbn": convert_model,
     "`nn.SyncBatchNorm`'s scheme": partial(yardsticks.convert, kind=yardsticks.ProcessBatchNorm),
 }
 ON_ACCELERATORS = {
     "plain BatchNorm": WAYS["plain BatchNorm"],
-    "ours": convert_model,
+    "syncbn": convert_model,
     "`nn.SyncBatchNorm`": nn.SyncBatchNorm.convert_sync_batchnorm,
 }
 COMPILED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain BatchNorm": WAYS["plain BatchNorm"],
     "plain BatchNorm, compiled": torch.compile,
-    "ours": convert_model,
-    "ours, compiled": lambda net: torch.compile(convert_model(net)),
+    "syncbn": convert_model,
+    "syncbn, compiled": lambda net: torch.compile(convert_model(net)),
 }
 
 

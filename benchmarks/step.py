@@ -48,8 +48,8 @@ ABOUT_DEFAULTS = (
 #: Each makes a model of a network, a number of replicas, and their device.
 WAYS: dict[str, Callable[[nn.Module, int, str], nn.Module]] = {
     "plain BatchNorm": lambda net, n, device: yardsticks.DataParallel(net, n),
-    "plain BatchNorm in our replicas": lambda net, n, device: DataParallel(net, [device] * n),
-    "ours": lambda net, n, device: DataParallel(convert_model(net), [device] * n),
+    "plain BatchNorm in syncbn's replicas": lambda net, n, device: DataParallel(net, [device] * n),
+    "syncbn": lambda net, n, device: DataParallel(convert_model(net), [device] * n),
     "older toolkits": lambda net, n, device: yardsticks.DataParallel(yardsticks.convert(net), n),
 }
 

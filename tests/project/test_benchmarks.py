@@ -139,7 +139,9 @@ def test_program_measures_one_network():
 
 def test_the_page_begins_with_a_line_for_each_way_to_train():
     def table(title, *ratios):
-        rows = [Row("net", 2, 1, {"plain": (2.0,), "ours": (2 * r,), "x": (8.0,)}) for r in ratios]
+        rows = [
+            Row("net", 2, 1, {"plain": (2.0,), "syncbn": (2 * r,), "x": (8.0,)}) for r in ratios
+        ]
         return Table(title, "", rows)
 
     steps, processes = table("Training steps", 1.25, 1.5), table("Between processes", 3)

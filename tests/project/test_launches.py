@@ -17,14 +17,14 @@ def counted(launch: int, **others: int) -> dict[str, int]:
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 def test_launches_of_a_layer(replicas):
     others = replicas - 1
-    first, other = launches.ours(replicas)
+    first, other = launches.in_replicas(replicas)
     assert first == (counted(6, copy=2 * others), counted(min(4 + others, 6), copy=others))
     assert other == (counted(2, copy=2), counted(3, copy=1))
 
 
 @pytest.mark.parametrize("processes", [2, 16])
 def test_launches_of_a_layer_in_a_process(processes):
-    forward, backward = launches.ours_in_processes(processes)
+    forward, backward = launches.in_processes_of_syncbn(processes)
     assert forward == counted(6, collective=1)
     assert backward == counted(3, collective=1)
 

@@ -107,8 +107,8 @@ def counts() -> Iterator[Row]:
 
 ABOUT_THREADS = (
     "ResNet-50 with `torch.backends.cudnn.benchmark`, on two replicas. torch keeps cuDNN's plans "
-    "per thread. Its DataParallel makes new threads in each forward, but syncbn keeps them. The unit "
-    "is torch's. Cells are the second and later steps, and in brackets the first step."
+    "per thread. Its DataParallel makes new threads in each forward, but syncbn keeps them. The "
+    "unit is torch's. Cells are the second and later steps, and in brackets the first step."
 )
 
 ABOUT_MEMORY = (

@@ -320,30 +320,6 @@ def test_steps_of_an_optimizer_equal_one_device_on_the_cpu(devices, dims, way):
     torch.testing.assert_close(model.module.cpu().state_dict(), plain.state_dict())
 
 
-@on_simulated
-@pytest.mark.slow
-@every_way
-@pytest.mark.parametrize("devices", [LISTS["ascending"], LISTS["each twice"]], ids=str)
-def test_two_hundred_delayed_steps_are_bit_equal(devices, way):
-    def trained(longest_delay: int) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Conv2d(2, 3, 1), SynchronizedBatchNorm2d(3), nn.Conv2d(3, 1, 1))
-        model = DataParallel(net.to(HOME), devices)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-        with accelerator.delays(longest_delay):
-            for _ in range(100):
-                x = torch.randn(5, 2, 2, 2, device=HOME)
-                y = model(x)
-                optimizer.zero_grad()
-                y.backward(x.sum(1, keepdim=True).sin())
-                optimizer.step()
-        return [t.detach().cpu() for t in net.state_dict().values()]
-
-    expected = trained(0)
-    for one, other in zip(trained(20), expected, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_autocast_and_default_device_reach_every_replica():
     kind = torch.device(HOME).type
     model = DataParallel(nn.Linear(3, 2).to(HOME), ACCELERATORS * 2)

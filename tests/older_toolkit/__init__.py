@@ -1,4 +1,4 @@
-"""A batch norm with pipes of its own, as a program may ship it; nothing of the toolkit is used."""
+"""A batch norm with its own pipes, like those that programs ship. It uses nothing of the toolkit."""
 
 from tests.older_toolkit.batchnorm import BatchNorm2dCorrected, BatchNorm2dOlder
 

@@ -69,12 +69,6 @@ def test_without_an_accelerator_the_module_is_called_directly(device_ids):
     assert model(torch.zeros(4)) == (threading.get_ident(), None)
 
 
-def test_single_device_calls_the_module_itself():
-    module = Numbered()
-    module.forward = lambda x: (threading.get_ident(), module.copy_id)
-    assert DataParallel(module, ["cpu"])(torch.zeros(4)) == (threading.get_ident(), None)
-
-
 @pytest.mark.parametrize(
     ("device_ids", "error", "text"),
     [
@@ -139,17 +133,6 @@ def test_each_step_can_be_overridden():
     tells = type("Tells", (DataParallel,), {name: telling(name) for name in steps})
     tells(Centering(), ["cpu"] * 2)(torch.randn(4, 2))
     assert seen == steps
-
-
-def test_torchs_scatter_may_override_ours_where_there_are_no_arguments():
-    class ScatteredByTorch(DataParallel):
-        scatter = nn.DataParallel.scatter
-
-    class Constant(nn.Module):
-        def forward(self) -> Tensor:
-            return torch.ones(1)
-
-    assert torch.equal(ScatteredByTorch(Constant(), ["cpu"] * 2)(), torch.ones(1))
 
 
 # -- data_parallel -----------------------------------------------------------------------------

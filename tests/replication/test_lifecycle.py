@@ -51,8 +51,6 @@ from tests.layers import (
     ours,
     outcome_of,
     patched,
-    together,
-    values,
 )
 
 RUNNERS = {
@@ -172,15 +170,6 @@ def test_peers_of_a_replica_whose_error_is_swallowed_are_woken():
         assert freed(*seen)
 
 
-def test_forward_after_swallowed_errors_is_clean():
-    fails = FailsAt(1, LayerError)
-    model = patched(SwallowingErrors)(nn.Sequential(Centering(), fails, Centering()), 2)
-    x = torch.randn(4, 2)
-    model(x)
-    fails.active = False
-    torch.testing.assert_close(torch.cat(model(x)), x - x.mean(0))
-
-
 # -- replicas that do not run at the same time -------------------------------------------------
 
 
@@ -270,16 +259,6 @@ def test_copy_of_a_replica_belongs_to_no_forward(copied):
     assert torch.equal(twin[0](x, scale=2), 2 * x)
     assert torch.equal(twin(x), -x)
     assert vars(twin).keys() - vars(net).keys() == {"_is_replica", "_former_parameters"}
-
-
-def test_replicas_that_are_watched_again_belong_to_the_newest_forward():
-    replicas = watched(Centering())
-    first = rendezvous_of(replicas)
-    execute_replication_callbacks(replicas)
-    assert rendezvous_of(replicas) is not first
-    x = torch.randn(2, 3, 2)
-    y = values(together(*(lambda i=i: replicas[i](x[i]) for i in range(2))))
-    torch.testing.assert_close(torch.stack(y), x - x.mean((0, 1)))
 
 
 def test_replica_may_call_itself_and_catch_the_error():

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from replication import DataParallel, ReplicasDiverged, Scattered
 from syncbn import SynchronizedBatchNorm2d, channels, convert_model
-from syncbn.kernels import Kernels, kernels_for
 from tests import accelerator
 from tests.collective_cases import CASES, derivatives, in_replicas, leaves
 from tests.devices import ACCELERATORS, HOME, LISTS, has_simulated
@@ -143,26 +141,6 @@ def test_a_constant_that_a_graph_fills_is_not_kept(monkeypatch):
     kept = channels.constant_tensor((977,), device, torch.float32)
     assert kept is not captured
     assert channels.constant_tensor((977,), device, torch.float32) is kept
-
-
-def test_the_large_tensors_go_through_the_kernels(monkeypatch):
-    calls: list[str] = []
-
-    def noting(name: str, kernel: Any) -> Any:
-        def call(*args: Any, **out: Any) -> Any:
-            calls.append(name)
-            return kernel(*args, **out)
-
-        return call
-
-    kernels = kernels_for(HOME.partition(":")[0])
-    noted = Kernels(*map(noting, Kernels._fields, kernels))
-    monkeypatch.setattr("syncbn.batchnorm.kernels_for", lambda kind: noted)
-    model = DataParallel(SynchronizedBatchNorm2d(3).to(HOME), [HOME] * 2)
-    y = model(torch.randn(4, 3, 5, 5, device=HOME, requires_grad=True))
-    y.backward(torch.randn_like(y))
-    of_each = ["stats", "elemt", "backward_reduce", "backward_elemt"]
-    assert sorted(calls) == sorted([*of_each * 2, "gather_stats"])
 
 
 @contextmanager

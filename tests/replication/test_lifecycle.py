@@ -93,9 +93,6 @@ def test_error_is_noted_with_replica_device_and_module(wrap):
 def test_error_of_a_replica_without_tensors_names_no_device():
     error = outcome_of(partial(watched(FailsAt(1, LayerError))[1], torch.ones(1))).error
     assert error.__notes__ == ["in replica 1 of 2, module `(root)`"]
-    replicas = watched(FailsAt(1, LayerError))
-    error = outcome_of(partial(replicas[1].forward, torch.ones(1))).error
-    assert error.__notes__ == ["in replica 1 of 2, module `(root)`"]
 
 
 def test_errors_of_the_package_name_the_replicas_themselves():

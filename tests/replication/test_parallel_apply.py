@@ -116,18 +116,6 @@ def test_ended_call_keeps_nothing_alive():
 variable: contextvars.ContextVar[Any] = contextvars.ContextVar("variable", default="default")
 
 
-def test_context_variables_of_a_replica_are_its_own():
-    barrier = threading.Barrier(2, timeout=DEADLINE)
-
-    def set_and_get(value: str) -> str:
-        variable.set(value)
-        barrier.wait()
-        return variable.get()
-
-    assert apply(lambda: set_and_get("0"), lambda: set_and_get("1")) == ["0", "1"]
-    assert variable.get() == "default"
-
-
 # -- errors ------------------------------------------------------------------------------------
 
 

@@ -96,6 +96,16 @@ method, or through a part of the replica)
         assert str(wait.error) == expected
 
 
+def test_a_wait_that_is_over_is_none_although_its_thread_sleeps():
+    rendezvous = begun(2)
+    wait = Waiting(rendezvous, 0, 1)
+    wait.is_over = True
+    rendezvous.end(1)
+    assert rendezvous.aborted is None
+    wait.end()
+    assert wait.error is None
+
+
 def test_a_wait_ends_even_if_its_notification_is_lost(monkeypatch):
     """As by a Ctrl-C between the lines of `threading.Condition.notify_all`."""
     monkeypatch.setattr(module, "LOOK_AGAIN", 0.01)

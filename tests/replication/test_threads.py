@@ -68,16 +68,6 @@ def changed_variable() -> Iterator[None]:
     variable.reset(reset)
 
 
-@contextmanager
-def graded_inference() -> Iterator[None]:
-    with torch.inference_mode(), torch.enable_grad():
-        yield
-
-
-def grad_modes() -> tuple[bool, bool]:
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-
 def autocast_state() -> tuple[Any, ...]:
     is_enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     return is_enabled, dtype, torch.is_autocast_cache_enabled()
@@ -87,7 +77,6 @@ def autocast_state() -> tuple[Any, ...]:
 STATES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "grad mode": (torch.no_grad, torch.is_grad_enabled),
     "inference mode": (torch.inference_mode, torch.is_inference_mode_enabled),
-    "grad mode in inference mode": (graded_inference, grad_modes),
     "autocast": (
         lambda: torch.autocast("cpu", torch.float16, cache_enabled=False), autocast_state
     ),

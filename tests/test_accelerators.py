@@ -97,7 +97,7 @@ def no_host_wait() -> Iterator[None]:
 @every_way
 @pytest.mark.parametrize("momentum", [0.1, None, 1], ids=str)
 @every_list_of_accelerators
-def test_the_host_does_not_wait_also_not_at_a_new_shape(devices, momentum, way):
+def test_the_host_does_not_wait_even_at_a_new_shape(devices, momentum, way):
     layer = SynchronizedBatchNorm2d(3, momentum=momentum)
     net = nn.Sequential(nn.Conv2d(3, 3, 1), layer, nn.Conv2d(3, 2, 1)).to(devices[0])
     model = DataParallel(net, devices, gather_to_one_device=False)

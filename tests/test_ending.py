@@ -39,7 +39,7 @@ chance = random.Random(0)
 
 class Delay(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(chance.random() / 500)
+        time.sleep(chance.random() / 500)  # so that interrupts meet replicas at other places
         return x
 
 
@@ -114,7 +114,7 @@ def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(
 
     def slow_replies(*args: Any) -> Any:
         outputs = merge(*args)
-        time.sleep(chance.random() / 500)
+        time.sleep(chance.random() / 500)  # so that some interrupts come before the replies
         return outputs
 
     def checked(self: Rendezvous, *, is_late: bool = False) -> None:

@@ -175,7 +175,7 @@ class Interruption(Fault):
         assert place is not None
         while place.rendezvous.aborted is None:
             signal.pthread_kill(self.main, signal.SIGINT)
-            time.sleep(0.01)
+            time.sleep(0.01)  # leaves the main thread time to handle the signal
 
 
 @pytest.mark.slow
@@ -227,7 +227,8 @@ def test_a_forward_ends_when_its_replicas_have_ended():
         def forward(self, x):
             if threading.current_thread().name == "replica-0":
                 raise SystemExit(3)
-            time.sleep(0.1)
+            place = current_replica()
+            assert soon(lambda: place.rendezvous.has_ended(0))
             ended.append(x)
             raise KeyError("later")
 

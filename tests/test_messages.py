@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -27,8 +26,6 @@ from replication import (
     replicate,
 )
 from replication.devices import accelerator
-from replication.groups.base import Signature
-from replication.groups.processes import Collective
 from syncbn import SynchronizedBatchNorm1d, convert_model, verify
 from tests.layers import (
     AsTorchDoes,
@@ -270,15 +267,6 @@ def test_an_odd_error_arrives_as_it_was_raised_and_wakes_the_others(what, wrap):
     assert error is raised
     net[0].active = False
     torch.testing.assert_close(wrap(net, 2)(X), X - X.mean(0))
-
-
-@pytest.mark.parametrize("what", ODD)
-def test_an_odd_error_in_a_call_between_ranks_stays_what_it_is(what):
-    numbers = {"process_group.rank.return_value": 0, "process_group.size.return_value": 2}
-    raised, group = ODD[what](), mock.Mock(**numbers, **{"state.calls": 0})
-    with pytest.raises(BaseException) as caught, Collective(group, Signature("barrier")):
-        raise raised
-    assert caught.value is raised
 
 
 class FirstParameter(nn.Linear):

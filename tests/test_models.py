@@ -156,8 +156,8 @@ def train(
     """What each step gives: the losses, all gradients, and then all parameters and buffers."""
     networks = [copy.deepcopy(network).double().train() for network in networks]
     models = [wrap(network) for network in networks]
-    # SGD, because Adam makes a step of full size even if a gradient is 0 but for rounding,
-    # like that of a bias in front of a BatchNorm.
+    # SGD, because Adam makes a step of full size even if a gradient is 0 but for rounding. A
+    # bias in front of a BatchNorm has such a gradient.
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9) for net in networks]
     seen: dict[str, Tensor] = {}
     for step, batch in enumerate(batches):

@@ -25,7 +25,6 @@ from replication import (
 from replication.sync.lifecycle import (
     first_failure_wins,
     rendezvous_of,
-    tracked_forwards,
 )
 from syncbn import SynchronizedBatchNorm1d
 from tests.deadlines import Deadline, ends, soon
@@ -273,12 +272,6 @@ def test_replica_may_call_itself_and_catch_the_error():
 
     x = torch.randn(4, 2)
     torch.testing.assert_close(ours(Recursive(), 2)(x), x - x.mean(0))
-
-
-def test_a_replica_that_is_replicated_again_is_tracked_in_its_own_forward_only():
-    replicas = watched(nn.Identity(), detach=True)
-    assert tracked_forwards(replicate(replicas[0], ["cpu"] * 2, detach=True)) == []
-    assert [call.replica for call in tracked_forwards([nn.ReLU(), *replicas])] == [0, 1]
 
 
 # -- small parts -------------------------------------------------------------------------------

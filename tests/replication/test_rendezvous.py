@@ -171,7 +171,7 @@ class Events(RuleBasedStateMachine):
     """Replicas begin, wait, get their values, merge, end and fail in any order.
 
     The rule is compared with all futures of the moment. In them each replica whose own thread does
-    not wait can send what others wait for, and goes on when its wait has ended.
+    not wait can send what others wait for, and goes on after its wait.
     """
 
     def __init__(self) -> None:

@@ -62,7 +62,7 @@ def test_gradients_are_summed_in_replica_order(order):
     assert module.weight.grad.item() == 1.0
 
 
-def test_replicas_have_tensors_of_their_own_that_share_the_storage_of_the_parameters():
+def test_replicas_have_their_own_tensors_which_share_the_storage_of_the_parameters():
     net = nn.Linear(2, 2)
     replicas = replicate(net, ["cpu"] * 3)
     assert len({id(replica.weight) for replica in replicas}) == 3
@@ -342,7 +342,7 @@ def test_graph_modules_of_torch_fx_are_replicated_like_other_modules(wrap, is_ne
         assert type(replica) is type(traced) and list(replica.parameters()) == []
 
 
-def test_torchs_copies_of_a_graph_module_which_have_classes_of_their_own_are_connected():
+def test_torchs_copies_of_a_graph_module_are_connected_although_their_classes_differ():
     class Net(nn.Sequential):
         def __init__(self) -> None:
             super().__init__(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2))), Numbered())
@@ -445,7 +445,7 @@ def calls_to_replicate(net: nn.Module) -> int:
     model = DataParallel(net, ["cpu"] * 2)
     model.replicate(net, model.device_ids)
     events = []
-    # Without finalizers, which would be counted.
+    # The garbage collector is off, because finalizers would be counted.
     with no_garbage_collection(), profiled(lambda frame, event, arg: events.append(event)):
         model.replicate(net, model.device_ids)
     return events.count("call")

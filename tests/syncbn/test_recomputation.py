@@ -322,7 +322,7 @@ def test_a_layer_with_parameters_in_half_precision_is_recomputed(dtype):
     assert_recomputes_alike(lambda norm, x: norm(x).tanh(), dtype)  # saves the layer's output
 
 
-def test_calls_whose_statistics_differ_by_rounding_are_alike():
+def test_calls_whose_statistics_differ_by_rounding_count_as_equal():
     """As in an iteration that converges in one replica sooner than in another."""
     x = torch.randn(4, 1, 3, dtype=torch.float64).expand(-1, 2, -1).clone()
     x[2:, 1] *= 1 + 1e-12

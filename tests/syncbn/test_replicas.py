@@ -498,7 +498,7 @@ def test_many_rows_with_a_gradient_along_the_output_are_as_exact_as_in_torchs_la
 
 
 @pytest.mark.usefixtures("not_joined")
-def test_the_variance_of_the_batch_is_clamped_and_not_that_of_a_shard():
+def test_the_variance_of_the_batch_is_clamped_instead_of_the_shards():
     """In the first channel only the batch's is above eps, in the second only one shard's."""
     layer = randomized(SynchronizedBatchNorm1d(2, eps=0.25, dtype=torch.float64))
     near, spread = torch.randn(2, 8, dtype=torch.float64)

@@ -135,6 +135,17 @@ def test_each_step_can_be_overridden():
     assert seen == steps
 
 
+def test_torchs_scatter_may_override_ours_where_there_are_no_arguments():
+    class ScatteredByTorch(DataParallel):
+        scatter = nn.DataParallel.scatter
+
+    class Constant(nn.Module):
+        def forward(self) -> Tensor:
+            return torch.ones(1)
+
+    assert torch.equal(ScatteredByTorch(Constant(), ["cpu"] * 2)(), torch.ones(1))
+
+
 # -- data_parallel -----------------------------------------------------------------------------
 
 

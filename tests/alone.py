@@ -1,4 +1,4 @@
-"""Runs each test file in a process of its own: no test may live on what another file has done.
+"""Runs each test file in a separate process, so that no test depends on what another file did.
 
 `python -m tests.alone -m "not slow"` passes its arguments to pytest.
 """

@@ -118,7 +118,7 @@ CASES = {
     "all_gather-one_empty": _all_gather(
         lambda rank, size: (2 * (rank != size - 1) + (size == 1), 2)
     ),
-    # torch.cat treats an empty vector in a way of its own.
+    # torch.cat treats an empty vector in its own way.
     "all_gather-vectors": _all_gather(lambda rank, size: (rank,)),
     "all_gather-scalars": _all_gather(lambda rank, size: ()),
     # Whose result depends on two collectives, one on the other's result.

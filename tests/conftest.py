@@ -74,7 +74,7 @@ def _end_hangs(config: pytest.Config) -> None:
     """
     item, deadline, has_failed = None, Deadline(), False
     while True:
-        time.sleep(1)
+        time.sleep(1)  # between two looks at the running test
         running = next(iter(_running), None)
         if running is not item:
             item, deadline, has_failed = running, Deadline(TEST_STALLED), False

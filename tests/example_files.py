@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module of its own for each test."""
+    """Returns a new module for each test."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)

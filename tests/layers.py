@@ -44,7 +44,7 @@ LAYERS = {
 #: Whether a replica knows that its thread has no hooks on saved tensors.
 KNOWS_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 knows_hooks = pytest.mark.skipif(
-    not KNOWS_HOOKS,
+    condition=not KNOWS_HOOKS,
     reason="torch 2.4 does not say whether a thread has hooks on saved tensors",
 )
 
@@ -99,7 +99,7 @@ def join_all(threads: Sequence[threading.Thread]) -> None:
 
 
 def together(*calls: Callable[[], Any]) -> list[Outcome]:
-    """Runs each call in a thread of its own; what each returned or raised."""
+    """Runs each call in its own thread and returns what each returned or raised."""
     outcomes: list[Outcome] = [Outcome()] * len(calls)
 
     def run(index: int) -> None:
@@ -308,7 +308,7 @@ class AsTorchDoes(CustomDataParallel):
     """Runs the replicas as `torch.nn.parallel.parallel_apply` does, which refuses the CPU.
 
     One new thread for each; all are joined; the error of the first replica *by index* is raised
-    anew, as an error of the same type with the traceback in its text.
+    again, as an error of the same type with the traceback in its text.
     """
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
@@ -347,13 +347,6 @@ class ByForward(ByPlainThreads):
 
     def call(self, replica: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return replica.forward(*args, **kwargs)
-
-
-class ByMicroBatches(ByPlainThreads):
-    """Calls each replica twice, with one half of its shard each."""
-
-    def call(self, replica: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return torch.cat([replica(half, **kwargs) for half in args[0].chunk(2)])
 
 
 class SwallowingErrors(ByPlainThreads):

@@ -2,7 +2,7 @@
 
     python -m tests.notebooks examples/*.ipynb
 
-It needs the packages of ``pip install '.[examples,notebooks]'``. The outputs are those of a
+It needs the packages of ``pip install '.[examples,notebooks]'``. The outputs come from a
 machine without a GPU, whatever this machine has.
 """
 

@@ -36,7 +36,7 @@ def batch_norm(
     momentum: float = 0.1,
     clamps: bool = False,
 ) -> Expected:
-    """Normalizes the union of ``shards``, each ``(N, C, ...)`` of its own N and extent."""
+    """Normalizes the union of ``shards``, each ``(N, C, ...)`` with any N and extent."""
     channels = shards[0].size(1)
     gamma = [1.0] * channels if weight is None else weight.tolist()
     beta = [0.0] * channels if bias is None else bias.tolist()

@@ -1,4 +1,4 @@
-"""Runs Python in a process of its own, with the packages of this checkout."""
+"""Runs Python in another process, with the packages of this checkout."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ def _output_of(process: subprocess.Popen[str]) -> tuple[str, str]:
 def environment() -> dict[str, str]:
     """An environment in which Python finds the packages of this checkout."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # Options of the pytest that runs are not those of a pytest that a test runs.
+    # A pytest that a test runs does not take over the options of the one that runs now.
     return {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}

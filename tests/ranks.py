@@ -53,7 +53,7 @@ _destroy = distributed.destroy_process_group
 
 
 def _destroy_at_rest(*arguments: Any) -> None:
-    time.sleep(0.3)  # without the GIL
+    time.sleep(0.3)  # without the GIL, so that threads of gloo end
     _destroy(*arguments)
 
 

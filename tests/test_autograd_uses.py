@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -329,52 +328,6 @@ def test_forward_and_backward_in_different_threads(elsewhere):
         return [y]
 
     assert_alike(use)
-
-
-def test_derivative_with_a_graph_inside_a_plain_backward():
-    """By a hook on a tensor, which runs after some nodes of the layer and before others."""
-
-    def use(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
-        found: list[Tensor] = []
-        waiting: list[Tensor] = []
-
-        def differentiate(grad: Tensor) -> None:
-            del waiting[-1:]
-            if not waiting and not found:  # the last replica: the others' nodes have run
-                found.append(grad)  # as the hook runs again inside
-                found[:] = torch.autograd.grad(other, x, dy, create_graph=True)
-
-        def watch(layer: nn.Module, args: Any, output: Tensor) -> None:
-            waiting.append(output)
-            output.register_hook(differentiate)
-
-        handle = getattr(model, "module", model)[1].register_forward_hook(watch)
-        y = model(x)
-        other = y.sin()
-        handle.remove()
-        y.backward(dy, retain_graph=True)
-        found[0].square().sum().backward()
-        return [y, *found]
-
-    assert_alike(use)
-
-
-def test_plain_and_differentiable_backwards_of_one_graph_at_once():
-    """In two threads, any number of times: which kind each is belongs to the backward."""
-    net = convert_model(network(nn.Tanh(), nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    x = torch.randn(SAMPLES, 3, dtype=torch.float64, requires_grad=True)
-    dy = torch.randn(SAMPLES, 2, dtype=torch.float64)
-    y = DataParallel(net, several(3))(x)
-    leaves = [x, *net.parameters()]
-
-    def gradients(create_graph: bool) -> list[Tensor]:
-        grads = torch.autograd.grad(y, leaves, dy, retain_graph=True, create_graph=create_graph)
-        return [grad.detach() for grad in grads]
-
-    expected = gradients(False)
-    for _ in range(15):
-        found = values(together(*(partial(gradients, kind) for kind in (False, True, False))))
-        torch.testing.assert_close(found, [expected] * 3)
 
 
 # -- graphs that are dropped -------------------------------------------------------------------

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from replication import DataParallel, ReplicaAware
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.devices import several
-from tests.layers import together, values
 
 pytestmark = [
     pytest.mark.accelerator,
@@ -188,25 +187,6 @@ def test_steps_are_bit_equal_for_all_delays_and_all_earlier_work_of_the_threads(
         assert_equal_bits(bits(model, x), expected)
 
 
-class Around(nn.Module):
-    """Replicas in the middle of a network, and other ways around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        inner = [
-            nn.Linear(4, 4),
-            SynchronizedBatchNorm1d(4),
-            nn.Tanh(),
-            SynchronizedBatchNorm1d(4),
-        ]
-        self.replicated = DataParallel(nn.Sequential(*inner), several(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return x.sin() + 3 * x.cos() + self.replicated(x)
-
-
 @pytest.mark.cpu("engine threads of several devices add gradients in order of arrival")
 @pytest.mark.parametrize("network", [Branches, Scatter])
 @pytest.mark.parametrize("replicas", [2, 3, 5])
@@ -246,32 +226,3 @@ def test_bits_do_not_depend_on_which_replica_merges(replicas, anomaly):
     with torch.autograd.set_detect_anomaly(anomaly):
         for _ in range(RUNS):
             assert_equal_bits(bits(model, x), expected)
-
-
-class Burns(nn.Module):
-    """Makes more nodes than the caller is ahead of its replicas at first."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3000):
-            _ = x * 1
-        return x * 1
-
-
-@pytest.mark.cpu("engine threads of several devices add gradients in order of arrival")
-@in_either_mode
-def test_graph_of_the_caller_is_bit_equal_beside_replicas_of_many_nodes(anomaly):
-    """From the second step on: the first one tells how far ahead the caller must be."""
-
-    def steps() -> None:  # in a thread that has made no nodes yet
-        one = torch.ones((), requires_grad=True)
-        bits(model, x)
-        expected = bits(model, x)
-        for _ in range(3):
-            for _ in range(1000):
-                _ = one * 1
-            assert_equal_bits(bits(model, x), expected)
-
-    model, x = Around(), torch.randn(12, 4)
-    model.replicated.module.insert(0, Burns())
-    with torch.autograd.set_detect_anomaly(anomaly):
-        values(together(steps))

@@ -1,7 +1,4 @@
-"""One copy that does something else, any of them: it is named at once, and the next step is exact.
-
-Where that is no error, a copy without grad, the others' numbers are right.
-"""
+"""A copy that does something else is named at once, and the next step is exact."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from torch import Tensor, nn
 
 from replication import DataParallel, Group, ReplicaAware, ReplicasDiverged
 from syncbn import SynchronizedBatchNorm1d
-from tests import stepping
 from tests.deadlines import Deadline
 from tests.devices import several
 from tests.faults import assert_next_step_is_exact, batch
@@ -50,11 +46,8 @@ class TwoLayers(Numbered):
         self.last = nn.Linear(3, 2, dtype=torch.float64)
         self.odd_one: int | None = None
         self.other: Callable[[Any, Tensor], Tensor] | None = None
-        self.whole: Callable[[Any, Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.whole is not None and self.copy_id == self.odd_one:
-            return self.whole(self, x)
         x = self.first(x)
         if self.other is not None and self.copy_id == self.odd_one:
             x = self.other(self, x)
@@ -178,7 +171,7 @@ CALLS: dict[str, tuple[Any, Any, str, str]] = {
         lambda g, x: g.all_gather_object(x), lambda g, x: g.all_gather(x),
         "all_gather_object", r"all_gather(?!_object)",
     ),
-    "exchange of its own": (
+    "own exchange": (
         all_reduce, lambda g, x: g.exchange("mine", x, lambda xs: xs), "all_reduce", "mine"
     ),
 }  # fmt: skip
@@ -204,52 +197,6 @@ def test_a_replica_that_calls_something_else_is_named(wrap, replica, what):
     twin = around(nn.BatchNorm1d, nn.Identity())
     twin.load_state_dict(net.state_dict())
     assert_next_step_is_exact(wrap(net), net, twin, batch(3))
-
-
-# -- without grad ------------------------------------------------------------------------------
-
-
-def under_no_grad(net: TwoLayers, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return net.last(net.b(net.a(net.first(x))))
-
-
-def with_constant_input(net: TwoLayers, x: Tensor) -> Tensor:
-    return net.last(net.b(net.a(net.first(x.detach()))))
-
-
-def with_constants_between(net: TwoLayers, x: Tensor) -> Tensor:
-    return net.last(net.b(net.a(net.first(x)).detach()))
-
-
-#: What a copy does, and between which of the layers its values are constants.
-CONSTANTS = {
-    "no_grad": (under_no_grad, range(5)),
-    "constant input": (with_constant_input, [0]),
-    "constants between": (with_constants_between, [2]),
-}
-
-
-@pairwise(wrap=RUNNERS, replica=range(N), what=CONSTANTS)
-def test_messages_of_a_replica_without_grad_are_constants(wrap, replica, what):
-    way, places = CONSTANTS[what]
-    net, twin = nets()
-    net.whole, net.odd_one = way, replica
-    x, dy = batch()
-
-    def by_hand(x: Tensor) -> Tensor:
-        """All in one device, with the samples of that replica cut off from the graph."""
-        for place, layer in enumerate((twin.first, twin.a, twin.b, twin.last, nn.Identity())):
-            if place in places:
-                parts = list(x.chunk(N))
-                parts[replica] = parts[replica].detach()
-                x = torch.cat(parts)
-            x = layer(x)
-        return x
-
-    expected = stepping.step(by_hand, twin, x, dy)
-    actual = stepping.step(wrap(net), net, x, dy)
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 # -- any program -------------------------------------------------------------------------------

@@ -17,14 +17,12 @@ from torch import Tensor, nn
 
 from replication import (
     execute_replication_callbacks,
-    patch_replication_callback,
     replicate,
 )
 from replication.sync.lifecycle import current_replica
 from replication.sync.rendezvous import Rendezvous
-from syncbn import SynchronizedBatchNorm1d, convert_model, patch_sync_batchnorm, replicas
+from syncbn import SynchronizedBatchNorm1d, convert_model, replicas
 from tests.layers import (
-    AsTorchDoes,
     CustomDataParallel,
     ours,
     soon,
@@ -41,7 +39,7 @@ chance = random.Random(0)
 
 class Delay(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(chance.random() / 500)
+        time.sleep(chance.random() / 500)  # so that interrupts meet replicas at other places
         return x
 
 
@@ -116,7 +114,7 @@ def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(
 
     def slow_replies(*args: Any) -> Any:
         outputs = merge(*args)
-        time.sleep(chance.random() / 500)
+        time.sleep(chance.random() / 500)  # so that some interrupts come before the replies
         return outputs
 
     def checked(self: Rendezvous, *, is_late: bool = False) -> None:
@@ -224,21 +222,6 @@ def test_an_interrupt_of_a_replica_that_is_called_by_hand_leaves_the_thread_as_i
     assert place > 3
 
 
-def test_an_interrupt_of_a_patch_or_of_its_removal_leaves_a_model_patched_or_not():
-    model = AsTorchDoes(convert_model(network()), 2)
-    before = dict(vars(model))
-    place, patched = 0, set()
-    while interrupted_at(place, lambda: patch_replication_callback(model).remove()):
-        assert vars(model) == before
-        patched.add(type(model) is not AsTorchDoes)
-        handle = patch_replication_callback(model)
-        assert_step_is_exact(model, model.module)
-        handle.remove()
-        assert type(model) is AsTorchDoes
-        place += 1
-    assert patched == {False, True}
-
-
 def unconverted() -> nn.Module:
     layers = nn.BatchNorm1d(3), BatchNorm2dCorrected(3), nn.Sequential(nn.SyncBatchNorm(3))
     return CustomDataParallel(nn.Sequential(*layers, nn.ReLU()), 2)
@@ -255,17 +238,3 @@ def test_an_error_in_the_middle_of_a_conversion_changes_nothing():
     with pytest.raises(TypeError, match="replicate must be a method of the class"):
         convert_model(net)
     assert state_of_modules(net) == before
-
-
-def test_an_interrupt_of_a_block_ends_it():
-    names = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
-
-    def enter() -> None:
-        with patch_sync_batchnorm():
-            pass
-
-    place = 0
-    while interrupted_at(place, enter, ("syncbn.compat",)):
-        assert (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) == names
-        place += 1
-    assert place > 3

@@ -8,9 +8,9 @@ import io
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, ClassVar
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -21,17 +21,12 @@ from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.layers import (
     FailsAt,
     LayerError,
-    Numbered,
     Repeat,
     freed,
     no_garbage_collection,
     pickled,
     soon,
-    together,
-    until_others_wait,
-    values,
 )
-from tests.pairwise import pairwise
 from tests.ranks import needs_gloo, run_ranks
 from tests.sharded import randomized
 from tests.stepping import assert_alike, inner
@@ -41,22 +36,8 @@ pytestmark = pytest.mark.slow
 REPLICAS = 3
 
 
-class Interlude(Numbered):
-    """Passes its input on; in the middle of a forward, ``action`` is called in one replica.
-
-    The action belongs to the class, so that copies of the module do not refer to it.
-    """
-
-    action: ClassVar[Callable[[int | None], None] | None] = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if Interlude.action is not None:
-            Interlude.action(self.copy_id)
-        return x
-
-
 def network() -> nn.Module:
-    layers = [nn.Linear(3, 4), Interlude(), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)]
+    layers = [nn.Linear(3, 4), nn.Identity(), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)]
     return randomized(nn.Sequential(*layers).double())
 
 
@@ -117,46 +98,6 @@ def test_copy_trains_exactly_and_independently(duplicate, whole, steps):
     model = replicated(net)
     train(model, range(steps))
     assert_independent(model, duplicate(model if whole else model.module), net, steps)
-
-
-@contextmanager
-def in_the_middle(action: Callable[[int | None], None]) -> Iterator[None]:
-    Interlude.action = staticmethod(action)
-    try:
-        yield
-    finally:
-        Interlude.action = None
-
-
-@pairwise(
-    duplicate=DUPLICATES, whole=[True, False], in_another_thread=[False, True], replica=[0, 1]
-)
-def test_a_copy_made_while_replicas_wait_is_one_of_the_model_before(
-    duplicate, whole, in_another_thread, replica
-):
-    """No replica can have normalized anything before all have come."""
-    net = network()
-    model = replicated(net)
-    train(model)
-    copies = []
-
-    def action(copy_id: int | None) -> None:
-        if copy_id == replica:
-            until_others_wait(REPLICAS - 1)
-
-            def make() -> None:
-                copies.append(DUPLICATES[duplicate](model if whole else model.module))
-
-            values(together(make)) if in_another_thread else make()
-
-    with in_the_middle(action):
-        y = model(torch.randn(7, 3, dtype=torch.float64))
-    y.backward(torch.randn_like(y))
-    (twin,) = copies
-    # What that forward has made of the model is not in the copy; here it is undone.
-    model.module.load_state_dict(inner(twin).state_dict())
-    model.zero_grad()
-    assert_independent(model, twin, net, 2)
 
 
 # -- other processes ---------------------------------------------------------------------------

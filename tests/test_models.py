@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from replication import DataParallel, Scattered
+from replication import DataParallel
 from syncbn import SynchronizedBatchNorm2d, convert_model, revert_model, summary
 from tests.packages import package
 
@@ -156,8 +156,8 @@ def train(
     """What each step gives: the losses, all gradients, and then all parameters and buffers."""
     networks = [copy.deepcopy(network).double().train() for network in networks]
     models = [wrap(network) for network in networks]
-    # Not Adam: of a gradient that is 0 but for rounding (of a bias in front of a BatchNorm)
-    # it makes a step of full size.
+    # SGD, because Adam makes a step of full size even if a gradient is 0 but for rounding. A
+    # bias in front of a BatchNorm has such a gradient.
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9) for net in networks]
     seen: dict[str, Tensor] = {}
     for step, batch in enumerate(batches):
@@ -270,18 +270,8 @@ def test_networks_may_be_built_with_synchronized_layers(library):
     torch.testing.assert_close(dict(network.named_buffers()), dict(plain.named_buffers()))
 
 
-def test_a_network_that_timm_has_converted_for_processes_is_synchronized():
-    plain = image_model("mobilenetv3_small_050").double()
-    network = package("timm.layers").convert_sync_batchnorm(copy.deepcopy(plain))
-    assert summary(convert_model(network)).paths("left alone") == []
-    x = torch.randn(7, 3, 32, 32, dtype=torch.float64)
-    y = DataParallel(network, ["cpu"] * 3)(x)
-    torch.testing.assert_close(y, plain(x), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(dict(network.named_buffers()), dict(plain.named_buffers()))
-
-
 def test_what_timm_freezes_and_unfreezes_is_converted_again():
-    """timm replaces the layers by layers of its own; activations stay."""
+    """timm replaces the layers by its own; activations stay."""
     network = convert_model(image_model("mobilenetv3_small_050"))
     tools = package("timm.layers")
     count = len(summary(network).paths("synchronized"))
@@ -293,34 +283,3 @@ def test_what_timm_freezes_and_unfreezes_is_converted_again():
     assert summary(thawed).paths("synchronized") == []
     assert len(summary(convert_model(thawed)).paths("synchronized")) == count
     torch.testing.assert_close(thawed.eval()(x), expected)
-
-
-# -- tensors that others have written ----------------------------------------------------------
-
-
-class WithoutGraph(nn.Module):
-    """Calls its layer without recording a graph, as for recalibrated statistics."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.layer(x)
-
-
-@pytest.mark.parametrize("size", [4, 40], ids=["small", "large"])
-@pytest.mark.parametrize("wrap", [nn.Sequential, WithoutGraph])
-def test_each_replica_keeps_the_metadata_of_its_metatensor(size, wrap):
-    metatensor = package("monai.data").MetaTensor
-    net = wrap(nn.BatchNorm3d(2))
-    model = DataParallel(convert_model(net), ["cpu"] * 3, gather_to_one_device=False)
-    volumes = [
-        metatensor(torch.randn(2, 2, size, size, size), meta={"filename_or_obj": f"file{i}"})
-        for i in range(3)
-    ]
-    outputs = model(Scattered(volumes))
-    assert [y.meta["filename_or_obj"] for y in outputs] == ["file0", "file1", "file2"]
-    expected = F.batch_norm(torch.cat([x.as_tensor() for x in volumes]), None, None, training=True)
-    torch.testing.assert_close(torch.cat([y.as_tensor() for y in outputs]), expected)

@@ -181,7 +181,7 @@ FAULTS = [
 
 
 def in_a_rank(rank: int, index: int) -> str:
-    """What a rank gets, one of which has a fault."""
+    """What a rank gets if one rank has a fault."""
     fault = FAULTS[index]
     if fault.debugs:
         distributed.set_debug_level(distributed.DebugLevel.INFO)

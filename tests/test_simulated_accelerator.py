@@ -1,4 +1,4 @@
-"""Runs tests marked ``accelerator`` on simulated devices, in a process of their own.
+"""Runs tests marked ``accelerator`` on simulated devices, in a separate process.
 
 `.ci/run` runs all of them, which takes minutes. Here are the quick ones that are about devices.
 """

@@ -50,7 +50,7 @@ wraps = st.sampled_from((ours, as_torch_does))
 
 def delay(*args: Any) -> None:
     if chance.random() < 0.05:
-        time.sleep(chance.random() / 5000)
+        time.sleep(chance.random() / 5000)  # so that the replicas arrive in another order
 
 
 def delayed(net: nn.Module) -> nn.Module:

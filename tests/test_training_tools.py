@@ -48,7 +48,7 @@ def assert_trains_alike(
     nets = []
     for _ in range(2):
         torch.manual_seed(0)
-        nets.append(make())  # anew: not every network can be copied
+        nets.append(make())  # made twice, because not every network can be copied
     model = wrap(convert_model(nets[1]), n)
     assert_alike(lambda one: use(one, [batch(n) for n in SIZES]), nets[0], model, **tolerances)
 
@@ -116,7 +116,7 @@ AVERAGES: dict[str, Callable[[nn.Module], AveragedModel]] = {
 @pytest.mark.parametrize("average", AVERAGES.values(), ids=AVERAGES)
 @pytest.mark.parametrize("of", ["the model", "the module"])
 def test_weight_average_follows_the_training_without_changing_it(average, of, n, wrap):
-    """It evaluates, and trains, on replicas of its own where the model does."""
+    """It evaluates, and trains, on its own replicas if the model does."""
 
     def use(model: nn.Module, batches: Batches) -> list[Any]:
         averaged = model if of == "the model" else inner(model)
@@ -192,31 +192,6 @@ def test_a_functional_call_uses_what_it_is_given(which, n, wrap):
         return [outputs, [p.grad for p in parameters.values()], list(buffers.values())]
 
     assert_trains_alike(use, wrap, n)
-
-
-class Modulated(nn.Module):
-    """Calls its network with weights that it has made, and with statistics of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-        self.gain = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
-        self.register_buffer("mean", torch.ones(3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        conv, norm = self.net[1], self.net[2]
-        given = {
-            "0.running_mean": self.mean,
-            "1.weight": conv.weight * self.gain,
-            "1.bias": conv.bias + self.gain,
-            "2.weight": norm.weight * self.gain,
-        }
-        return functional_call(self.net, given, (x,)) + self.net(x.cos())
-
-
-@setups
-def test_a_network_that_calls_its_parts_with_other_weights(n, wrap):
-    assert_trains_alike(train_and_evaluate, wrap, n, Modulated)
 
 
 # -- parametrizations --------------------------------------------------------------------------

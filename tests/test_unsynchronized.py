@@ -55,11 +55,6 @@ def test_plain_batch_norm_in_replicas_warns_once_for_each_model_at_the_users_lin
         assert warnings_of(model, X) == []
 
 
-def test_every_dimension_warns():
-    for layer, shape in (nn.BatchNorm2d(3), (4, 3, 2, 2)), (nn.BatchNorm3d(3), (4, 3, 2, 2, 2)):
-        assert len(warnings_of(DataParallel(layer, CPUS), torch.randn(shape))) == 1
-
-
 def test_first_layers_are_named_and_the_others_counted():
     """Those in evaluation, such as the first one, are neither named nor counted."""
     layers = [nn.BatchNorm1d(3) for _ in range(5)]

@@ -2,7 +2,7 @@
 
 It computes on the CPU's kernels, and keeps account of what would go wrong on an accelerator: see
 `backend.cpp`. torch knows one such backend per process, and takes it for *the* accelerator of the
-machine, so tests on it have a process of their own::
+machine, so tests on it run in a separate process::
 
     pytest --simulated-accelerator
 

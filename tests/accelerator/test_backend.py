@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -109,38 +107,3 @@ def test_launches_and_waits_of_the_host_are_counted():
         "from host cpu->sim:1": 1,
         "wait synchronize of a device": 1,
     }
-
-
-def test_each_thread_has_its_own_current_device_and_stream():
-    seen = []
-
-    def look() -> None:
-        seen.append((torch.sim.current_device(), torch.sim.current_stream(1).stream_id))
-
-    with torch.sim.device(1), torch.sim.stream(new_stream(1)):
-        look()
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-    look()
-    assert seen[0][0] == 1
-    assert seen[0][1] > 0
-    assert seen[1:] == [(0, 0), (0, 0)]
-
-
-def test_each_device_has_a_generator():
-    generators = [torch.Generator(f"sim:{i}").manual_seed(1) for i in range(2)]
-    one, other = (torch.rand(4, device=g.device, generator=g) for g in generators)
-    assert one.tolist() == other.tolist()
-    with pytest.raises(RuntimeError, match="generator of sim:0"):
-        torch.rand(4, device="sim:0", generator=generators[1])
-
-
-def test_views_share_memory_and_outputs_do_not():
-    x = torch.zeros(2, 3, device="sim:1")
-    x.t()[1:].unfold(1, 2, 1).add_(1)
-    assert x.tolist() == [[0, 1, 1], [0, 1, 1]]
-    (x + 1).add_(1)
-    assert x.sum().item() == 4
-    nothing = torch.empty(0, 3, device="sim:0")
-    assert torch.isclose(nothing[:0], nothing).shape == (0, 3)

@@ -1,4 +1,4 @@
-"""A batch norm with pipes of its own, as a program may ship it; nothing of the toolkit is used."""
+"""A batch norm with its own pipes, like those of programs. Nothing of the toolkit is used."""
 
 from tests.older_toolkit.batchnorm import BatchNorm2dCorrected, BatchNorm2dOlder
 

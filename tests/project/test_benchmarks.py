@@ -92,7 +92,7 @@ def tables_of_small_inputs(monkeypatch):
     monkeypatch.setattr(replicas, "LARGEST_JOINED", replicas.LARGEST_JOINED)  # restores it
     monkeypatch.setattr(overhead, "resnet", SMALL["resnet"][0])
     monkeypatch.setattr(overhead, "SHAPE", (2, 64, 8, 8))
-    # Without what is compiled, which takes a minute, and without other processes.
+    # Nothing is compiled, because that takes a minute, and no other process is started.
     monkeypatch.setattr(torch, "compile", lambda net: net)
     alone = [table for table in processes.tables(0) if table.title in ALONE]
     steps = [step.table(0), step.table_of_defaults(0)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ PAGE = (ROOT / "docs/guarantees.md").read_text("utf-8")
 GUARANTEES = re.findall(r"^(\d)\. \*\*", PAGE.split("\n## ")[0], re.M)
 
 
+@cache
 def named_by_tests() -> list[str]:
     """The numbers in the first lines of the docstrings of tests."""
     found = []

@@ -106,7 +106,7 @@ def test_shell_lines_run_as_they_stand(shell, tmp_path):
 
 @pytest.mark.parametrize("page", JOURNEYS, ids=name_of)
 def test_journeys_run_from_top_to_bottom(page, tmp_path):
-    """In a process of their own, without a warning."""
+    """In a separate process, without a warning."""
     program = tmp_path / "program.py"
     program.write_text("\n".join(text for language, text in fenced(page) if language == "python"))
     done = run_python(str(program), cwd=tmp_path)

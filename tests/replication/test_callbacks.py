@@ -68,31 +68,6 @@ def test_copies_of_one_layer_share_a_context_and_layers_do_not():
     assert len(set.union(*contexts.values())) == 5
 
 
-@pytest.mark.parametrize("those", [[0, 2], [0], [1], [2]])
-def test_layer_whose_copies_have_the_callback_in_part_is_called_where_it_has_it(those):
-    calls = []
-    modules = [nn.Identity() for _ in range(3)]
-    for index in those:
-        modules[index].__data_parallel_replicate__ = lambda ctx, copy_id: calls.append(copy_id)
-    execute_replication_callbacks(modules)
-    assert calls == those
-
-
-def test_submodule_that_a_class_gives_its_copies_is_called():
-    class Grows(nn.Identity):
-        def _replicate_for_data_parallel(self) -> Any:
-            replica = super()._replicate_for_data_parallel()
-            replica._modules["own"] = Recorder(out, "own")
-            return replica
-
-    out: list[Any] = []
-    net = nn.Sequential(Recorder(out, "a"), Grows(), Recorder(out, "b"))
-    DataParallel(net, ["cpu"] * 2)(torch.zeros(2, 1))
-    assert [(name, copy_id) for name, copy_id, _ in out] == [
-        (name, copy_id) for copy_id in range(2) for name in ("a", "own", "b")
-    ]
-
-
 @pytest.mark.parametrize("kind", [nn.Sequential, nn.LSTM])
 def test_paths_of_contexts_are_those_of_named_modules(kind):
     net = nn.Sequential(tree([]), tree([]), nn.LSTM(1, 1) if kind is nn.LSTM else nn.ReLU())
@@ -271,24 +246,6 @@ def test_callbacks_run_once_where_a_replicate_of_the_users_runs_them_itself(base
     assert recorded(model) == BOTH
 
 
-def test_stock_data_parallel_without_an_accelerator_calls_the_module():
-    model = nn.DataParallel(Recorder([], "root"))
-    if model.device_ids:
-        pytest.skip("this machine has an accelerator")
-    patch_replication_callback(model)
-    assert recorded(model) == []
-
-
-def test_patch_leaves_our_own_class_as_it_is():
-    model = DataParallel(Recorder([], "root"), ["cpu"] * 2)
-    before = dict(vars(model))
-    handle = patch_replication_callback(model)
-    assert vars(model) == before
-    assert recorded(model) == BOTH
-    handle.remove()
-    assert recorded(model) == BOTH
-
-
 # -- in networks -------------------------------------------------------------------------------
 
 
@@ -311,7 +268,7 @@ def test_layers_that_were_the_only_copy_go_on_alone(replicas):
 @pytest.mark.parametrize("outer", [1, 2, 3])
 @pytest.mark.parametrize("inner", [1, 2])
 def test_a_network_is_whole_after_it_was_inside_a_replica(outer, inner):
-    """A DataParallel in a replica has copies of its own; then its module is used again.
+    """A DataParallel in a replica has its own copies; then its module is used again.
 
     On a single device it has none, but calls its module, which is the outer replicas' layer.
     """

@@ -72,16 +72,6 @@ def test_another_number_of_devices_is_refused():
         contexts(NET, CPUS, devices=["cpu"])
 
 
-def test_any_attribute_can_be_set_the_names_of_the_fields_included():
-    class Sets(Keeps):
-        def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
-            super().__data_parallel_replicate__(ctx, copy_id)
-            ctx.devices = ctx.path = ctx.num_copies = ctx.anything = None
-
-    x = torch.ones(4, 1)
-    assert DataParallel(Sets(), ["cpu"] * 2)(x).tolist() == [[4.0]] * 2
-
-
 # -- groups ------------------------------------------------------------------------------------
 
 

@@ -69,12 +69,6 @@ def test_without_an_accelerator_the_module_is_called_directly(device_ids):
     assert model(torch.zeros(4)) == (threading.get_ident(), None)
 
 
-def test_single_device_calls_the_module_itself():
-    module = Numbered()
-    module.forward = lambda x: (threading.get_ident(), module.copy_id)
-    assert DataParallel(module, ["cpu"])(torch.zeros(4)) == (threading.get_ident(), None)
-
-
 @pytest.mark.parametrize(
     ("device_ids", "error", "text"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import warnings
 from typing import Any
@@ -17,9 +16,7 @@ from replication import (
     ReplicaAware,
     UnsynchronizedWarning,
     patch_replication_callback,
-    warning,
 )
-from replication.warning import once_for
 from syncbn import SynchronizedBatchNorm1d
 from tests.layers import HAS_GIL, CustomDataParallel, pickled
 
@@ -104,7 +101,7 @@ def test_replica_without_a_group_warns_once_and_names_the_remedy():
 
 
 class Calls(nn.Module):
-    """A user's module, whose forward has a line of its own."""
+    """A user's module whose forward has its own line."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -145,15 +142,6 @@ def test_warning_leaves_nothing_on_the_original_and_a_copy_warns_again(copied):
         with pytest.warns(UnsynchronizedWarning, match="is not connected to the others"):
             CustomDataParallel(make(), 2)(torch.ones(2, 1))
     assert vars(layer) == before
-
-
-def test_flag_dies_with_its_owner():
-    owner = Total()
-    assert once_for(owner)()
-    before = len(warning._flags)
-    del owner
-    gc.collect()
-    assert len(warning._flags) < before
 
 
 def test_replica_of_a_replica_without_a_group_does_not_take_the_outer_group():

@@ -25,7 +25,6 @@ from replication import (
 from replication.sync.lifecycle import (
     first_failure_wins,
     rendezvous_of,
-    tracked_forwards,
 )
 from syncbn import SynchronizedBatchNorm1d
 from tests.deadlines import Deadline, ends, soon
@@ -51,8 +50,6 @@ from tests.layers import (
     ours,
     outcome_of,
     patched,
-    together,
-    values,
 )
 
 RUNNERS = {
@@ -94,9 +91,6 @@ def test_error_is_noted_with_replica_device_and_module(wrap):
 
 def test_error_of_a_replica_without_tensors_names_no_device():
     error = outcome_of(partial(watched(FailsAt(1, LayerError))[1], torch.ones(1))).error
-    assert error.__notes__ == ["in replica 1 of 2, module `(root)`"]
-    replicas = watched(FailsAt(1, LayerError))
-    error = outcome_of(partial(replicas[1].forward, torch.ones(1))).error
     assert error.__notes__ == ["in replica 1 of 2, module `(root)`"]
 
 
@@ -170,15 +164,6 @@ def test_peers_of_a_replica_whose_error_is_swallowed_are_woken():
         errors.clear()
         model.outcomes.clear()
         assert freed(*seen)
-
-
-def test_forward_after_swallowed_errors_is_clean():
-    fails = FailsAt(1, LayerError)
-    model = patched(SwallowingErrors)(nn.Sequential(Centering(), fails, Centering()), 2)
-    x = torch.randn(4, 2)
-    model(x)
-    fails.active = False
-    torch.testing.assert_close(torch.cat(model(x)), x - x.mean(0))
 
 
 # -- replicas that do not run at the same time -------------------------------------------------
@@ -272,16 +257,6 @@ def test_copy_of_a_replica_belongs_to_no_forward(copied):
     assert vars(twin).keys() - vars(net).keys() == {"_is_replica", "_former_parameters"}
 
 
-def test_replicas_that_are_watched_again_belong_to_the_newest_forward():
-    replicas = watched(Centering())
-    first = rendezvous_of(replicas)
-    execute_replication_callbacks(replicas)
-    assert rendezvous_of(replicas) is not first
-    x = torch.randn(2, 3, 2)
-    y = values(together(*(lambda i=i: replicas[i](x[i]) for i in range(2))))
-    torch.testing.assert_close(torch.stack(y), x - x.mean((0, 1)))
-
-
 def test_replica_may_call_itself_and_catch_the_error():
     class Recursive(nn.Module):
         def __init__(self) -> None:
@@ -297,12 +272,6 @@ def test_replica_may_call_itself_and_catch_the_error():
 
     x = torch.randn(4, 2)
     torch.testing.assert_close(ours(Recursive(), 2)(x), x - x.mean(0))
-
-
-def test_a_replica_that_is_replicated_again_is_tracked_in_its_own_forward_only():
-    replicas = watched(nn.Identity(), detach=True)
-    assert tracked_forwards(replicate(replicas[0], ["cpu"] * 2, detach=True)) == []
-    assert [call.replica for call in tracked_forwards([nn.ReLU(), *replicas])] == [0, 1]
 
 
 # -- small parts -------------------------------------------------------------------------------

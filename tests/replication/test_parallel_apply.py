@@ -113,30 +113,7 @@ def test_ended_call_keeps_nothing_alive():
 # -- the caller's state ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("inference", [True, False])
-def test_grad_and_inference_mode_are_the_callers(grad, inference):
-    def state() -> tuple[bool, ...]:
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return *modes, torch.ones(1).is_inference()
-
-    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-        assert seen(state) == [(grad, inference, inference)] * 2
-
-
 variable: contextvars.ContextVar[Any] = contextvars.ContextVar("variable", default="default")
-
-
-def test_context_variables_of_a_replica_are_its_own():
-    barrier = threading.Barrier(2, timeout=DEADLINE)
-
-    def set_and_get(value: str) -> str:
-        variable.set(value)
-        barrier.wait()
-        return variable.get()
-
-    assert apply(lambda: set_and_get("0"), lambda: set_and_get("1")) == ["0", "1"]
-    assert variable.get() == "default"
 
 
 # -- errors ------------------------------------------------------------------------------------
@@ -169,23 +146,6 @@ def test_an_error_that_is_raised_again_has_each_note_once():
         with pytest.raises(WorkerError):
             apply(fail_again, fail_again)
     assert len(error.__notes__) == len({*error.__notes__}) == 2
-
-
-def test_error_is_raised_after_all_replicas_have_ended():
-    failed = threading.Event()
-    ended = []
-
-    def fail_and_tell() -> None:
-        failed.set()
-        raise WorkerError
-
-    def end_late() -> None:
-        assert failed.wait(DEADLINE)
-        ended.append(True)
-
-    with pytest.raises(WorkerError):
-        apply(fail_and_tell, end_late)
-    assert ended == [True]
 
 
 def test_frames_in_the_traceback_of_an_error_have_ended():
@@ -278,7 +238,7 @@ def test_replicas_share_the_threads_that_the_caller_has_now():
             # What a thread begins with is not the share.
             with ThreadPoolExecutor(1) as pool:
                 assert pool.submit(torch.get_num_threads).result(timeout=DEADLINE) == count
-            # Replicas called from there have new threads of their own.
+            # Replicas that are called from there have other threads.
             with ThreadPoolExecutor(1) as pool:
                 assert (
                     pool.submit(model, torch.zeros(2)).result(timeout=DEADLINE).tolist()

@@ -87,32 +87,6 @@ def test_replies_go_back_by_identifier_in_any_order():
     assert values(replies) == [4, 9, 16, 25]
 
 
-def test_slaves_that_register_in_another_order_are_sorted_by_replica():
-    got: list[Any] = []
-
-    class RegistersInForward(Numbered):
-        """Copy 2 first, then copy 1."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.turn = {2: threading.Event(), 1: threading.Event(), 0: threading.Event()}
-            self.master = SyncMaster(echo)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.copy_id != 2:
-                assert self.turn[self.copy_id].wait(DEADLINE)
-            if self.copy_id == 0:
-                got.extend(self.master.run_master("0"))
-            else:
-                pipe = self.master.register_slave(self.copy_id)
-                self.turn[self.copy_id - 1].set()
-                pipe.run_slave(str(self.copy_id))
-            return x
-
-    DataParallel(RegistersInForward(), ["cpu"] * 3)(torch.zeros(3))
-    assert got == [(0, "0"), (1, "1"), (2, "2")]
-
-
 def test_copy_0_cannot_register_a_slave_of_the_same_master():
     class Registers(Numbered):
         def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
@@ -120,21 +94,6 @@ def test_copy_0_cannot_register_a_slave_of_the_same_master():
 
     with pytest.raises(ReplicationError, match="identifier must be new"):
         DataParallel(Registers(), ["cpu"] * 2)(torch.zeros(2))
-
-
-def test_a_replica_cannot_have_two_slaves_of_one_master():
-    class Greedy(nn.Module):
-        def __data_parallel_replicate__(self, ctx, copy_id):
-            if copy_id == 0:
-                ctx.master = SyncMaster(lambda messages: messages)
-            else:
-                ctx.master.register_slave(copy_id)
-                ctx.master.register_slave(copy_id + 10)
-
-    with pytest.raises(
-        ReplicationError, match=r"neither the master nor another slave \(got 11 in replica 1"
-    ):
-        execute_replication_callbacks([Greedy(), Greedy()])
 
 
 # -- errors ------------------------------------------------------------------------------------
@@ -222,13 +181,6 @@ def test_two_forwards_at_once_share_an_instance_and_no_message():
     outputs = values(together(lambda: run(xs[0]), lambda: run(xs[1])))
     for batches, centered in zip(xs, outputs, strict=True):
         torch.testing.assert_close(torch.stack(centered), batches - batches.mean(1, keepdim=True))
-
-
-def test_two_layers_do_not_mix_their_messages():
-    model = DataParallel(nn.Sequential(Centering(), nn.Softmax(1), Centering()), ["cpu"] * 3)
-    x = torch.randn(9, 4)
-    middle = (x - x.mean(0)).softmax(1)
-    torch.testing.assert_close(model(x), middle - middle.mean(0))
 
 
 def test_forward_leaves_nothing_in_the_instance():

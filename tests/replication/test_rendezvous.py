@@ -26,7 +26,7 @@ from tests.properties import examples
 
 
 class Waiting:
-    """A wait of a replica in a thread of its own, which may be the replica's."""
+    """A wait of a replica in a new thread, which may count as the replica's."""
 
     def __init__(
         self, rendezvous: Rendezvous, replica: int, *missing: int, place: Place = ("layer", 1)
@@ -67,28 +67,6 @@ def begun(size: int) -> Rendezvous:
     return rendezvous
 
 
-# -- how waits fail ----------------------------------------------------------------------------
-
-
-def test_failure_whose_text_takes_long_is_the_first_all_the_same():
-    is_read, second_failed = threading.Event(), threading.Event()
-
-    class Slow(Exception):
-        def __str__(self) -> str:
-            is_read.set()
-            assert soon(second_failed.is_set)
-            return "slow"
-
-    def fail_second() -> None:
-        assert is_read.wait(DEADLINE)
-        rendezvous.fail(0, KeyError("second"))
-        second_failed.set()
-
-    rendezvous, first = begun(2), Slow()
-    values(together(lambda: rendezvous.fail(1, first), fail_second))
-    assert rendezvous.take_failure() is first
-
-
 # -- a wait that can no longer be met ----------------------------------------------------------
 
 
@@ -118,21 +96,6 @@ method, or through a part of the replica)
         assert str(wait.error) == expected
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_replicas_that_all_wait_have_diverged(size):
-    rendezvous = Rendezvous(size)
-    waits = []
-    for replica in range(size):
-        assert rendezvous.aborted is None
-        rendezvous.begin(replica)
-        wait = Waiting(rendezvous, replica)
-        waits.append(wait)
-        with rendezvous.lock:
-            rendezvous._threads[replica] = wait.wait.thread
-            rendezvous.check()
-    assert all(type(wait.error) is ReplicasDiverged for wait in waits)
-
-
 def test_a_wait_that_is_over_is_none_although_its_thread_sleeps():
     rendezvous = begun(2)
     wait = Waiting(rendezvous, 0, 1)
@@ -150,20 +113,6 @@ def test_a_wait_ends_even_if_its_notification_is_lost(monkeypatch):
     rendezvous.wake = lambda: None
     calls = [lambda i=i: exchange(rendezvous, i, i, lambda sent: [sum(sent)] * 2) for i in (0, 1)]
     assert values(together(*calls)) == [1, 1]
-
-
-def test_nobody_is_given_up_while_a_thread_merges():
-    """Perhaps another thread of a replica that waits elsewhere."""
-    rendezvous = begun(2)
-    waits = [Waiting(rendezvous, 0), Waiting(rendezvous, 1, 0)]
-    with rendezvous.lock:
-        rendezvous.merging = 1
-        rendezvous._threads = [wait.wait.thread for wait in waits]
-        rendezvous.check()
-    assert rendezvous.aborted is None
-    for wait in waits:
-        wait.end()
-        assert wait.error is None
 
 
 def test_a_message_of_an_aborted_wait_is_left_to_a_thread_that_merges_it():
@@ -222,7 +171,7 @@ class Events(RuleBasedStateMachine):
     """Replicas begin, wait, get their values, merge, end and fail in any order.
 
     The rule is compared with all futures of the moment. In them each replica whose own thread does
-    not wait can send what others wait for, and goes on when its own wait has ended.
+    not wait can send what others wait for, and goes on after its wait.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import queue
 import re
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -19,12 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from replication import (
     DataParallel,
     Group,
-    ReplicaGroup,
     ReplicationError,
-    SoloGroup,
-    execute_replication_callbacks,
-    parallel_apply,
-    replicate,
 )
 from tests.collective_cases import (
     CASES,
@@ -41,10 +35,7 @@ from tests.devices import several
 from tests.junk import COLLECTIVES
 from tests.layers import (
     DEADLINE,
-    freed,
-    no_garbage_collection,
     outcome_of,
-    pickled,
     together,
     until_others_wait,
     values,
@@ -76,7 +67,7 @@ def as_function(name: str, size: int) -> tuple[Any, Tensors]:
 
     def function(*flat: Tensor) -> Tensors:
         rest = list(flat)
-        # Not linear, or the second derivative is zero, and any is right.
+        # The sine, because of a linear function the second derivative is zero, and any is right.
         members = [tuple(rest.pop(0).sin() for _ in range(count)) for count in counts]
         return tuple(y.square() for own in in_replicas(case.call, members) for y in own)
 
@@ -385,18 +376,6 @@ def test_every_replica_gets_an_error_that_names_the_calls_and_the_part(size):
         assert re.search(names[size], str(error))
 
 
-def test_whole_and_part_are_told_apart():
-    def member(group: Group, x: Tensor) -> Any:
-        return (group.split(2) if group.rank == 2 else group).all_reduce(x)
-
-    error = outcome_of(lambda: in_replicas(member, [(torch.zeros(2),)] * 4)).error
-    assert str(error).endswith(
-        "replica 1: waits at `(root)`, call 1\n"
-        "  replica 2: waits at `(root), replicas 2-3`, call 1\n"
-        "  replica 3: waits at `(root)`, call 1"
-    )
-
-
 # -- bad input ---------------------------------------------------------------------------------
 
 
@@ -482,37 +461,12 @@ def test_derivatives_that_do_not_reach_the_others_are_refused(name, transform):
     torch.testing.assert_close(alone, x)
 
 
-@pytest.mark.parametrize("name", EACH)
-def test_a_level_of_forward_mode_without_derivatives_changes_nothing(name):
-    x = torch.ones(3)
-    expected = in_replicas(EACH[name], [(x,)] * 2)
-    with forward_ad.dual_level():
-        torch.testing.assert_close(in_replicas(EACH[name], [(x,)] * 2), expected)
-
-
 def test_collective_after_the_forward_is_refused_at_once():
     groups = in_replicas(lambda group: group, [()] * 2)
     for outcome in together(*(group.barrier for group in groups)):
         assert isinstance(outcome.error, ReplicationError)
         assert "barrier of a group whose forward has ended" in str(outcome.error)
         assert "read self.group in each forward" in str(outcome.error)
-
-
-def test_a_member_knows_whether_a_backward_began_after_its_forward():
-    def run() -> list[Any]:
-        """The first replica runs in this thread, in a backward if this is one."""
-        replicas = replicate(Member(), several(2))
-        execute_replication_callbacks(replicas)
-        in_forward = replicas[0](lambda group: group.in_later_backward)
-        return [in_forward, replicas[0].group.in_later_backward]
-
-    assert run() == [False, False]
-    (group, _) = in_replicas(lambda group: group, [()] * 2)
-    found: list[Any] = []
-    y = torch.ones(1, requires_grad=True) * 2
-    y.register_hook(lambda dy: found.append((run(), group.in_later_backward)))
-    y.backward()
-    assert found == [([False, True], True)]
 
 
 def test_group_of_another_copy_is_refused_at_once():
@@ -554,33 +508,3 @@ def test_second_thread_of_a_member_that_waits_is_refused_at_once(twice):
         return first if second is None else second
 
     assert in_replicas(member, [(torch.ones(1),)] * 3) == [torch.full((1,), 3.0)] * 3
-
-
-# -- life --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_copy_of_a_group_belongs_to_no_forward(copied):
-    group = copied(in_replicas(lambda group: group, [()] * 2)[1])
-    assert (type(group), group.rank, group.size) == (ReplicaGroup, 1, 2)
-    for call in (group.barrier, lambda: group.all_reduce(torch.ones(1))):
-        with pytest.raises(ReplicationError, match="`: a CallbackContext and its groups belong"):
-            call()
-    assert isinstance(copied(SoloGroup()), SoloGroup)
-
-
-def test_nothing_is_left_of_a_forward_without_the_garbage_collector():
-    with no_garbage_collection():
-        x = torch.randn(3, 2, requires_grad=True)
-        replicas = replicate(Member(), several(3))
-        execute_replication_callbacks(replicas)
-        outputs = parallel_apply(
-            replicas, [(lambda g, x: g.split(2).all_reduce(g.all_reduce(x, "product")), x)] * 3
-        )
-        groups = [replica.group for replica in replicas]
-        parts = [group.split(2) for group in groups]
-        gone = [weakref.ref(thing) for thing in (*groups, *parts, *replicas, *outputs)]
-        del groups, parts
-        torch.autograd.backward(outputs, [torch.ones(3, 2)] * 3)
-        del replicas, outputs
-        assert freed(*gone)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import threading
 import types
 from typing import Any
 
@@ -21,11 +20,9 @@ from replication import (
 from replication._torch import HOOKS
 from syncbn import SynchronizedBatchNorm2d
 from tests.layers import (
-    DEADLINE,
     WRAPS,
     Numbered,
     no_garbage_collection,
-    ours,
     profiled,
 )
 from tests.sharded import BATCH, norm, whole_batch
@@ -34,18 +31,6 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 # -- devices -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "devices",
-    [["cpu"], ["cpu"] * 3, ("cpu", "cpu"), [torch.device("cpu")], ["cpu", torch.device("cpu", 0)]],
-    ids=str,
-)
-def test_there_is_one_replica_per_device(devices):
-    replicas = replicate(nn.Linear(2, 2), devices)
-    assert len(replicas) == len(devices)
-    assert len({id(replica) for replica in replicas}) == len(devices)
-    assert all(replica.weight.device == CPU for replica in replicas)
 
 
 def test_replicas_are_of_the_modules_class_and_leave_it_alone():
@@ -77,7 +62,7 @@ def test_gradients_are_summed_in_replica_order(order):
     assert module.weight.grad.item() == 1.0
 
 
-def test_replicas_have_tensors_of_their_own_that_share_the_storage_of_the_parameters():
+def test_replicas_have_their_own_tensors_which_share_the_storage_of_the_parameters():
     net = nn.Linear(2, 2)
     replicas = replicate(net, ["cpu"] * 3)
     assert len({id(replica.weight) for replica in replicas}) == 3
@@ -313,38 +298,6 @@ def test_gradients_that_are_sparse_in_some_replicas_are_summed():
     torch.testing.assert_close(net.weight.grad, expected)
 
 
-class Hooking(nn.Module):
-    """Registers hooks in its forward, and takes one away."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Identity()
-        self.before = nn.Identity()
-        self.before.register_forward_hook(lambda module, args, y: y + 100)
-        self.barrier = threading.Barrier(3)
-
-    def forward(self, x):
-        hooks = [self.inner.register_forward_hook(lambda module, args, y: y + x, always_call=True)]
-        hooks.append(self.inner.register_forward_pre_hook(lambda module, args: (args[0] + 1,)))
-        self.barrier.wait(DEADLINE)
-        first = self.inner(x)
-        self.barrier.wait(DEADLINE)
-        if x < 2:
-            hooks[0].remove()
-        return torch.stack((first, self.inner(x), self.before(x)))
-
-
-def test_hooks_registered_in_forward_are_seen_by_their_own_replica_only():
-    net = Hooking()
-    for _ in range(2):
-        x = torch.tensor([[1.0], [2.0], [3.0]])
-        first, second, before = ours(net)(x).view(3, 3).unbind(1)
-        assert first.tolist() == [3, 5, 7]
-        assert second.tolist() == [2, 5, 7]
-        assert before.tolist() == [101, 102, 103]
-    assert not any(vars(net.inner)[name] for name in HOOKS)
-
-
 DICTIONARIES = ["_parameters", "_buffers", "_modules", *HOOKS]
 
 
@@ -359,7 +312,7 @@ def test_what_a_replica_registers_stays_in_that_replica(name):
 
 
 class Scaled(nn.Module):
-    """Has parameters of its own and a nested module, as a traced network may have."""
+    """Has its own parameter and a nested module, like many traced networks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,7 +342,7 @@ def test_graph_modules_of_torch_fx_are_replicated_like_other_modules(wrap, is_ne
         assert type(replica) is type(traced) and list(replica.parameters()) == []
 
 
-def test_torchs_copies_of_a_graph_module_which_have_classes_of_their_own_are_connected():
+def test_torchs_copies_of_a_graph_module_are_connected_although_their_classes_differ():
     class Net(nn.Sequential):
         def __init__(self) -> None:
             super().__init__(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2))), Numbered())
@@ -492,7 +445,7 @@ def calls_to_replicate(net: nn.Module) -> int:
     model = DataParallel(net, ["cpu"] * 2)
     model.replicate(net, model.device_ids)
     events = []
-    # Without finalizers, which would be counted.
+    # The garbage collector is off, because finalizers would be counted.
     with no_garbage_collection(), profiled(lambda frame, event, arg: events.append(event)):
         model.replicate(net, model.device_ids)
     return events.count("call")
@@ -545,17 +498,6 @@ def test_on_distinct_cuda_devices_all_tensors_are_copied_and_added_at_once(monke
         torch.testing.assert_close(grads[0], weights.sum(0))
         assert [grad.tolist() for grad in grads[1:]] == [[3] * 3, [3] * 2]
         assert added == ([] if create_graph or phase.is_complex else [3])
-
-
-def test_the_copy_of_a_replica_runs_itself():
-    outer = replicate(nn.Linear(2, 2), ["cpu"] * 2)
-    execute_replication_callbacks(outer)
-    copy = replicate(outer[0], ["cpu"] * 2)[1]
-    copy.weight = torch.zeros(2, 2)
-    copy.bias = torch.ones(2)
-    x = torch.randn(3, 2)
-    for call in (copy, copy.forward):
-        assert torch.equal(call(x), torch.ones(3, 2))
 
 
 # -- what refers to the original ---------------------------------------------------------------

@@ -76,6 +76,7 @@ def autocast_state() -> tuple[Any, ...]:
 #: How a caller changes its state, and how a thread reads it.
 STATES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "grad mode": (torch.no_grad, torch.is_grad_enabled),
+    "inference mode": (torch.inference_mode, torch.is_inference_mode_enabled),
     "autocast": (
         lambda: torch.autocast("cpu", torch.float16, cache_enabled=False), autocast_state
     ),

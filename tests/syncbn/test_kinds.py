@@ -76,18 +76,6 @@ def test_a_report_is_printed_instead_of_a_warning_and_reads_as_a_table(capsys):
     assert lines[-1].startswith("4 synchronized, 0 not converted, 3 left alone")
 
 
-class Forwarding(nn.Module):
-    """A proxy that looks up what it is asked in something else."""
-
-    def __getattr__(self, name):
-        raise KeyError(name)
-
-
-def test_a_module_that_answers_in_its_own_way_is_let_alone():
-    net = nn.Sequential(nn.BatchNorm2d(3), Forwarding(), nn.BatchNorm2d(3))
-    assert kinds(convert_model(net)) == {"0": "synchronized", "2": "synchronized"}
-
-
 class Bare(nn.modules.batchnorm._BatchNorm):
     """Derived from torch's private base."""
 

@@ -1,4 +1,4 @@
-"""The moments of a shard: against those of its values in float64."""
+"""The moments of a shard are compared with the mean and variance of its values in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moments of the whole batch from those of its parts, and the running statistics."""
+"""The parts' moments are merged to the batch's, and running statistics are updated."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Normalize(Function):
         # The kernels divide by counts, so that of an empty shard is as small as it can be.
         count = n or torch.finfo(mean.dtype).tiny
         with Collective(group, signatures[0]) as call:
-            numbers = (call.number, count) if kernels.are_on_host else (count,)
+            numbers = (call.fingerprint, count) if kernels.are_on_host else (count,)
             constants = [constant_tensor((one,), mean.device, mean.dtype) for one in numbers]
             rows = gathered(torch.cat((*constants, mean, inverse)), call.process_group)
             if kernels.are_on_host:

@@ -90,6 +90,15 @@ def device_of_group(process_group: Any) -> torch.device:
     return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
+def apply_of(function: type[torch.autograd.Function]) -> Any:
+    """Returns ``function.apply`` without its handling of `torch.func`, for callers that refuse it.
+
+    ``Function.apply`` is Python code that looks for transforms, and then calls the same method of
+    its base class, which is written in C++.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
 def is_usable(process_group: Any) -> bool:
     """Whether this process is in a group, and the group is not destroyed."""
     # `get_backend` would tell as well, but takes 20 us.

@@ -78,7 +78,7 @@ _running: set[Worker] = set()
 
 
 class Worker:
-    """The handle of a thread: idle, or in use by one job. Without a handle the thread ends."""
+    """The handle of a thread: idle, or in use by one job. The thread ends when it is freed."""
 
     def __init__(self, key: Key) -> None:
         self.key = key

@@ -292,5 +292,4 @@ class SyncMaster:
         channel = self._channel(current)
         # The last replica to arrive calls the callback. Its thread must not change the bits.
         reply = as_in_this_thread(partial(replies_of, self._master_callback, channel.path))
-        message = Message(_MASTER, master_msg, reply)
-        return channel.send(current.rendezvous, _MASTER, message)
+        return channel.send(current.rendezvous, _MASTER, Message(_MASTER, master_msg, reply))

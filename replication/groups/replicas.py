@@ -272,12 +272,12 @@ class ReplicaGroup(Group):
         merge, grad_enabled = _MERGES[name], torch.is_grad_enabled()
         if not grad_enabled:  # the results are constants
             tensors = tuple(tensor.detach() for tensor in tensors)
-        call = signature_of(name, tensors, option)
+        signature = signature_of(name, tensors, option)
         results: Tensors = self.exchange(
-            call.name,
+            signature.name,
             tensors,
             lambda messages: merge([tuple(map(recordable, m)) for m in messages], **option),
-            layouts=call.layouts,
+            layouts=signature.layouts,
             requires_grad=any(tensor.requires_grad for tensor in tensors),
         )
         return results if grad_enabled else tuple(result.detach() for result in results)

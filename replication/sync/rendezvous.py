@@ -59,7 +59,7 @@ _DIVERGED = (
 Merge = Callable[[list[Any]], Iterable[Any]]
 
 
-#: The path of a layer, and the number of the call.
+#: The path of a layer, and the ordinal of the call, counted from 1 in each forward.
 Place = tuple[str, int]
 
 

@@ -271,7 +271,7 @@ class Threads(nn.Module):
 def test_replicas_share_the_threads_that_the_caller_has_now():
     model = DataParallel(Threads(nn.Identity()), ["cpu"] * 2)
     try:
-        for count, share in ((1, 1), (2, 2), (3, 2), (4, 2), (6, 3)):
+        for count, share in ((1, 1), (4, 2), (3, 1), (6, 3)):
             torch.set_num_threads(count)
             assert model(torch.zeros(2)).tolist() == [share] * 2
             assert torch.get_num_threads() == count

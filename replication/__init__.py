@@ -3,6 +3,7 @@
 from replication.callbacks import (
     exec_data_parallel_replication_callback,
     execute_replication_callbacks,
+    patch_replication_callback,
 )
 from replication.containers import Scattered
 from replication.criterion import DataParallelCriterion
@@ -18,7 +19,6 @@ from replication.groups.layer import ReplicaAware
 from replication.groups.processes import ProcessGroup
 from replication.groups.replicas import CallbackContext, ReplicaGroup
 from replication.join import JoinableStep
-from replication.patch import patch_replication_callback
 from replication.steps.gather import gather
 from replication.steps.parallel_apply import parallel_apply
 from replication.steps.replicate import replicate

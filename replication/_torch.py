@@ -90,9 +90,18 @@ def device_of_group(process_group: Any) -> torch.device:
     return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
+def apply_of(function: type[torch.autograd.Function]) -> Any:
+    """Returns ``function.apply`` without its handling of `torch.func`, for callers that refuse it.
+
+    ``Function.apply`` is Python code that looks for transforms, and then calls the same method of
+    its base class, which is written in C++.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
 def is_usable(process_group: Any) -> bool:
     """Whether this process is in a group, and the group is not destroyed."""
-    # Not by `get_backend`, which takes 20 us.
+    # `get_backend` would tell as well, but takes 20 us.
     return process_group in distributed.distributed_c10d._world.pg_map
 
 
@@ -193,12 +202,6 @@ NO_BACKWARD = -1
 nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
-def is_batched(tensor: Tensor) -> bool:
-    """Whether the tensor is a batch of tensors, such as the gradients of a vectorized Jacobian."""
-    functorch = torch._C._functorch
-    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
-
-
 def count_nodes_up_to(number: int) -> None:
     """Makes autograd nodes until this thread has made ``number``."""
     # A node without an operation: operations cost tens of times as much, and let another thread
@@ -236,9 +239,8 @@ def has_kernels(kind: str, *operators: str) -> bool:
     return all(has_kernel(f"aten::{name}", key) for name in operators)
 
 
-#: Return the number of modes that are active in this thread.
+#: Returns the number of dispatch modes that are active in this thread.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 #: Returns the innermost hooks on saved tensors of this thread. Unknown to older releases of torch.
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -246,7 +248,7 @@ _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 
 def has_modes() -> bool:
     """Whether this thread has function or dispatch modes. A default device is a function mode."""
-    return function_modes() > 0 or dispatch_modes() > 0
+    return torch._C._len_torch_function_stack() > 0 or dispatch_modes() > 0
 
 
 def sees_saved_tensors() -> bool:

@@ -1,4 +1,6 @@
-"""The replication callback: tells each layer of each copy about its replication.
+"""The replication callback, and the patch that adds it to an existing `torch.nn.DataParallel`.
+
+The callback tells each layer of each copy about its replication.
 
 A layer opts in with a method ``__data_parallel_replicate__(self, ctx, copy_id)``. It is called on
 every copy of the layer after replication and before any forward:
@@ -12,8 +14,10 @@ The copies of a layer share one `CallbackContext`, which gives them a `Group`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import nn
@@ -23,11 +27,20 @@ from replication.devices import DeviceLike, device_of, parse_devices
 from replication.errors import add_note, path_or_root
 from replication.groups.replicas import CallbackContext
 from replication.modules import Copies, paired, with_class
-from replication.sync.lifecycle import CurrentReplica, attach_rendezvous, this_thread
+from replication.steps.parallel_apply import run_replicas
+from replication.sync.lifecycle import (
+    CurrentReplica,
+    attach_rendezvous,
+    first_failure_wins,
+    rendezvous_of,
+    this_thread,
+)
 
 __all__ = [
+    "PatchHandle",
     "exec_data_parallel_replication_callback",
     "execute_replication_callbacks",
+    "patch_replication_callback",
 ]
 
 CALLBACK = "__data_parallel_replicate__"
@@ -113,3 +126,86 @@ def connect_copies(
     finally:
         # A plain assignment: a Ctrl-C may keep an `__exit__` from running.
         this_thread.current = current
+
+
+# -- the patch ----------------------------------------------------------------------------------
+
+
+# Methods of a class, so that they also act on copies of the object and on its replicas in another
+# DataParallel.
+class Patched(nn.DataParallel[Any]):
+    """A mixin in front of the original class of a patched DataParallel."""
+
+    @with_callbacks
+    def replicate(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the replicas, and runs their callbacks."""
+        replicas = super().replicate(*args, **kwargs)
+        if rendezvous_of(replicas) is None:  # else the method called them itself
+            execute_replication_callbacks(replicas)
+        return replicas
+
+    def parallel_apply(self, replicas: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs the replicas and raises the first error."""
+        run = super().parallel_apply
+        if getattr(run, "__func__", None) is nn.DataParallel.parallel_apply:  # makes new threads
+            run = partial(run_replicas, devices=parse_devices(self.device_ids[: len(replicas)]))
+        return first_failure_wins(run, replicas, *args, **kwargs)
+
+
+class PatchHandle:
+    """Undoes `patch_replication_callback` by ``remove()``."""
+
+    def __init__(self, data_parallel: nn.DataParallel[Any]) -> None:
+        self._data_parallel = ref(data_parallel)
+        # Identifies this patch, because the object may be patched again later.
+        self._patched = type(data_parallel)
+
+    def remove(self) -> None:
+        """Removes the callbacks. May be called more than once."""
+        data_parallel: Any = self._data_parallel()
+        if type(data_parallel) is self._patched and issubclass(self._patched, Patched):
+            data_parallel.__class__ = self._patched.__bases__[-1]
+
+
+def check_methods(data_parallel: nn.DataParallel[Any]) -> None:
+    """Raises TypeError if a step is set on the object, where it hides the one of the class."""
+    for name in ("replicate", "parallel_apply"):
+        if name in vars(data_parallel):
+            raise TypeError(
+                f"{name} must be a method of the class (got an attribute of this "
+                f"{type(data_parallel).__name__} object, perhaps from another toolkit's patch); "
+                f"remove it by del model.{name}, or override the method in a class"
+            )
+
+
+def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHandle:
+    """Adds the replication callback to a `DataParallel` object, stock or customized.
+
+    From now on its ``replicate`` calls `execute_replication_callbacks`, and its ``parallel_apply``
+    raises the first of several errors. If that method is torch's own, it uses the threads of
+    `replication.parallel_apply`. Its class becomes a derived class of the same name, so copies of
+    the object are patched as well, but it cannot be pickled: save its ``state_dict``. Patching
+    twice is patching once: either handle undoes it.
+
+    >>> from torch import nn
+    >>> from replication import patch_replication_callback
+    >>> model = nn.DataParallel(nn.Linear(3, 2))
+    >>> handle = patch_replication_callback(model)
+    >>> handle.remove()
+
+    Returns:
+        A handle whose ``remove()`` undoes the patch.
+
+    Raises:
+        TypeError: ``data_parallel`` is not a `torch.nn.DataParallel`, or one of the two methods is
+            set on the object itself, as the patch of an older toolkit does.
+    """
+    if not isinstance(data_parallel, nn.DataParallel):
+        raise TypeError(f"expected a torch.nn.DataParallel (got {type(data_parallel).__name__})")
+    kind = type(data_parallel)
+    if not runs_callbacks(kind):
+        check_methods(data_parallel)
+        names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+        # The only change to the object, so an interrupt leaves it patched or not.
+        data_parallel.__class__ = type(kind.__name__, (Patched, kind), names)
+    return PatchHandle(data_parallel)

@@ -17,7 +17,7 @@ from replication.groups.registry import has_other_processes
 from replication.modules import layers_of, paired, with_class
 from replication.steps.gather import gather, join_leaves
 from replication.steps.parallel_apply import run_replicas
-from replication.steps.replicate import make_replicas
+from replication.steps.replicate import replicate
 from replication.steps.scatter import scatter_kwargs
 from replication.sync.lifecycle import first_failure_wins
 from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
@@ -177,7 +177,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Makes the replicas and runs their callbacks."""
         devices = parse_devices(device_ids)
-        replicas = make_replicas(module, devices, not torch.is_grad_enabled())
+        replicas = replicate(module, devices, detach=not torch.is_grad_enabled())
         connect_copies(paired(replicas), devices)
         return replicas
 
@@ -235,7 +235,7 @@ def data_parallel(
     devices = _devices_to_use(module, device_ids)
     if len(devices) == 1:  # the class would move the module
         _check_placement(module, devices[0])
-    # Without an accelerator, an index calls the module directly, and does not warn again.
+    # Where there is no accelerator, index 0 calls the module directly, and does not warn again.
     model = DataParallel(module, devices or [0], output_device, dim, **policies)
     return model(*inputs, **(module_kwargs or {}))
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from replication.callbacks import execute_replication_callbacks
+from replication.callbacks import execute_replication_callbacks, patch_replication_callback
 from replication.data_parallel import DataParallelWithCallback
 from replication.groups.replicas import CallbackContext
-from replication.patch import patch_replication_callback
 from replication.sync.pipes import FutureResult, SlavePipe, SyncMaster
 from syncbn.batchnorm import SynchronizedBatchNorm, set_sbn_eps_mode
 from syncbn.conversion import convert_model

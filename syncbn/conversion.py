@@ -9,13 +9,17 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from replication.callbacks import CALLBACK, runs_callbacks
+from replication.callbacks import (
+    CALLBACK,
+    check_methods,
+    patch_replication_callback,
+    runs_callbacks,
+)
 from replication.data_parallel import DataParallel
 from replication.errors import check_module, first_of, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.registry import as_process_group
 from replication.modules import with_class
-from replication.patch import check_methods, patch_replication_callback
 from replication.warning import UnsynchronizedWarning, warn
 from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
 from syncbn.kinds import (

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication._torch import gathered
+from replication._torch import apply_of, gathered
 from replication.groups.base import Signature
 from replication.groups.processes import Collective, ProcessGroup
 from syncbn.channels import HALF, constant_tensor, in_dtype, in_format_of
@@ -65,7 +65,7 @@ class Normalize(Function):
         # The kernels divide by counts, so that of an empty shard is as small as it can be.
         count = n or torch.finfo(mean.dtype).tiny
         with Collective(group, signatures[0]) as call:
-            numbers = (call.number, count) if kernels.are_on_host else (count,)
+            numbers = (call.fingerprint, count) if kernels.are_on_host else (count,)
             constants = [constant_tensor((one,), mean.device, mean.dtype) for one in numbers]
             rows = gathered(torch.cat((*constants, mean, inverse)), call.process_group)
             if kernels.are_on_host:
@@ -102,8 +102,7 @@ class Normalize(Function):
         return dx, dweight, dbias if needs_dbias else None, None, None, None, None, None
 
 
-# Without the calls in Python that `Function.apply` makes. Not for a `torch.func` transform.
-_normalize: Any = super(Function, Normalize).apply
+_normalize = apply_of(Normalize)
 
 
 @lru_cache(maxsize=1024)

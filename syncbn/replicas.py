@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication._torch import sees_saved_tensors
+from replication._torch import apply_of, sees_saved_tensors
 from replication.devices import current_streams, record_stream, use_streams
 from replication.errors import ReplicationError
 from replication.groups.replicas import ReplicaGroup, hidden_from_hooks
@@ -238,9 +238,7 @@ class Normalize(Function):
         return None, None, *grads
 
 
-# Without the calls in Python that `Function.apply` makes for the transforms of `torch.func`, which
-# layers refuse.
-_connect: Any = super(Function, Normalize).apply
+_connect = apply_of(Normalize)
 
 
 def _gradients(

@@ -157,7 +157,7 @@ def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(
 
 
 #: The modules that change the state of the caller's thread, and of a model that is patched.
-RUNNING = ("replication.callbacks", "replication.patch", "replication.steps.parallel_apply")
+RUNNING = ("replication.callbacks", "replication.steps.parallel_apply")
 RUNNING += ("replication._torch", "replication.sync")
 
 

@@ -151,9 +151,8 @@ class Group(ABC):
         """
         is_list = isinstance(tensors, Sequence)
         if not is_list or len(tensors) != self.size:
-            error = ValueError if is_list else TypeError
             got = len(tensors) if is_list else describe_argument(tensors)
-            raise error(
+            raise (ValueError if is_list else TypeError)(
                 f"{self.where}: reduce_scatter takes a list of {self.size} tensors, one for each "
                 f"member (got {got}); split one tensor by list(tensor.chunk({self.size}))"
             )
@@ -189,8 +188,7 @@ class Group(ABC):
         All members must pass the same ``size``. The last part may be smaller.
         """
         if not is_int(size) or size < 1:
-            error = ValueError if is_int(size) else TypeError
-            raise error(
+            raise (ValueError if is_int(size) else TypeError)(
                 f"{self.where}: split and group_size take an int of at least 1 (got {size!r})"
             )
         return self if size >= self.size else self._part(size)
@@ -208,8 +206,21 @@ class Group(ABC):
     def _check_and_run(self, name: str, tensors: Sequence[Any], **option: Any) -> Tensors:
         where = f"{self.where}: {name}"
         for tensor in tensors:
-            if unfit := _why_unfit(tensor):
-                raise TypeError(f"{where} takes {unfit}")
+            if (
+                not isinstance(tensor, Tensor)
+                or is_dtensor(tensor)
+                or tensor.layout is not torch.strided
+                or tensor.dtype not in _DTYPES
+            ):
+                names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+                got = type(tensor).__name__
+                if isinstance(tensor, Tensor):
+                    got += f" of {tensor.dtype} and {tensor.layout}"
+                raise TypeError(
+                    f"{where} takes dense, local tensors of {names} (got {got}); torch.tensor "
+                    "makes one of a number, x.to_dense() of a sparse tensor, and x.to_local() of "
+                    "a DTensor"
+                )
         if self.size > 1 and has_other_derivatives(tensors):
             raise lost_derivatives(where)
         kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
@@ -217,27 +228,14 @@ class Group(ABC):
             got = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
             raise ValueError(f"{where} takes tensors of one dtype on one device (got {got})")
         if "op" in option:
-            op, ((dtype, _), *_) = option["op"], kinds
-            if op not in tuple(_OPS):
+            op, dtype = option["op"], tensors[0].dtype
+            if op not in _OPS:
                 raise ValueError(f"{where} knows the ops {', '.join(_OPS)} (got {op!r})")
             if not _OPS[op](dtype):
                 raise TypeError(
                     f"{where} has no {op} of this dtype (got {dtype}); convert the tensor first"
                 )
         return self._run(name, tuple(tensors), **option)
-
-
-def _why_unfit(value: object) -> str | None:
-    """Returns what a collective takes instead of a value, or None if it takes the value."""
-    if not isinstance(value, Tensor):
-        return f"tensors (got {describe_argument(value)}); torch.tensor makes one of a number"
-    if is_dtensor(value):
-        return "local tensors (got a DTensor); pass x.to_local()"
-    if value.layout is not torch.strided or value.dtype not in _DTYPES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        got = value.dtype if value.layout is torch.strided else value.layout
-        return f"dense tensors of {known} (got {got})"
-    return None
 
 
 def describe_argument(value: Any) -> str:
@@ -268,10 +266,20 @@ def reduce_tensors(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
         # A copy, because autograd saves the result itself.
         return extreme(torch.stack(tuple(tensors)), 0).clone()
     count = len(tensors)
-    if op == "mean" and tensors[0].dtype is torch.float16:  # a sum may overflow
+    if op == "mean" and may_overflow(tensors[0]):
         return reduce(torch.add, [tensor / count for tensor in tensors])
-    total = reduce(torch.mul if op == "product" else torch.add, tensors)
+    operators: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "sum": torch.add,
+        "mean": torch.add,
+        "product": torch.mul,
+    }
+    total = reduce(operators[op], tensors)
     return total / count if op == "mean" else total
+
+
+def may_overflow(tensor: Tensor) -> bool:
+    """Whether a sum of such tensors may overflow, so that a mean divides before it adds."""
+    return tensor.dtype is torch.float16
 
 
 class WithDerivative(Function):

@@ -103,9 +103,7 @@ class ReplicaAware(_Base):
             and "group" not in self._modules
         ):
             return group  # the usual case, which each forward of a layer takes
-        current = current_replica()
-        may_be_isolated = group is None and (current is not None or IS_REPLICA in vars(self))
-        if may_be_isolated and self._warn_if_isolated():
+        if group is None and self._warn_if_isolated():
             return SoloGroup()
         if "group" in self._modules:
             raise TypeError(
@@ -116,6 +114,7 @@ class ReplicaAware(_Base):
         process_group = self.process_group
         processes = process_group_of(process_group, name)
         if processes is not None:
+            current = current_replica()
             if (group is not None and group.size > 1) or (current and current.is_one_of_several):
                 raise ReplicationError(
                     f"`{name}` must run either in several replicas or in several processes (got "

@@ -4,20 +4,21 @@ Problem: if one rank makes another call than the others, the backend waits for i
 crashes, or adds numbers that do not belong together. But a text with each call would cost more
 than a small call itself.
 
-Idea: each call has a number that is equal on all ranks if their calls match (see `Collective`). It
-travels where the host reads what arrives anyway. Only if the numbers of the ranks differ do they
-exchange the texts of their calls.
+Idea: each call has a fingerprint, a number that is equal on all ranks if their calls match (see
+`Collective`). It travels where the host reads what arrives anyway. Only if the fingerprints of the
+ranks differ do they exchange the texts of their calls.
 
-Derivatives are collectives as well. Three collectives have derivatives, on which all others are
-built, and these are again sums of such collectives:
+Derivatives are collectives as well. Four collectives have derivatives, which consist of the same
+four, and all others are built on them:
 
-===========  ====================================  ========================================
-collective   what a rank gets                      derivative
-===========  ====================================  ========================================
-`_sum`       the sum over all ranks                `_sum`
-`_stack`     the tensors of all ranks              `_exchange`, whose parts are then added
-`_exchange`  the parts that all ranks send to it   `_exchange`, which sends the parts back
-===========  ====================================  ========================================
+=============  ====================================  ===========================================
+collective     what a rank gets                      derivative
+=============  ====================================  ===========================================
+`_sum`         the sum over all ranks                `_sum`
+`_stack`       the tensors of all ranks              `_all_to_all`, whose parts are then added
+`_all_to_all`  the parts that all ranks send to it   `_all_to_all`, which sends the parts back
+`_broadcast`   the tensor of the rank ``src``        `_sum`, then zeros on all ranks but ``src``
+=============  ====================================  ===========================================
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ from replication._torch import (
     gathered,
     is_exporting,
     is_profiling,
-    is_usable,
     named_range,
     uncompiled,
 )
@@ -58,10 +58,11 @@ from replication.groups.base import (
     WithDerivative,
     check_same_call,
     layouts_of,
+    may_overflow,
     reduce_tensors,
     signature_of,
 )
-from replication.groups.registry import own_process_group, part_of, state_of, world
+from replication.groups.registry import as_process_group, check_usable, part_of, state_of, world
 
 __all__ = ["ProcessGroup"]
 
@@ -84,23 +85,25 @@ class Collective:
     call of one rank with the first of the others, the second with the second, and so on.
     """
 
+    # A class, because `contextlib.contextmanager` sets attributes of an error that passes through,
+    # which some classes of errors do not allow.
+
     #: In profiles.
     _range: Any = None
 
     def __init__(self, group: ProcessGroup, signature: Signature) -> None:
         self.process_group, self.name, self.signature = group.process_group, group.name, signature
-        # Without a lock: calls in several threads at once would match in no order.
-        self.count = group.state.calls = group.state.calls + 1
+        # A lock would not help: calls in several threads at once would match in no order.
+        self.ordinal = group.state.calls = group.state.calls + 1
 
     def __str__(self) -> str:
-        return f"`{self.name}`, call {self.count}: {self.signature}"
+        return f"`{self.name}`, call {self.ordinal}: {self.signature}"
 
     @property
-    def number(self) -> int:
+    def fingerprint(self) -> int:
         """A number that is equal on all ranks if their calls match. float64 can hold it."""
         return _digest(self.name, self.signature)
 
-    # Not `contextlib.contextmanager`, for the reason that `ForwardScope` gives.
     def __enter__(self) -> Collective:
         """Names the call in profiles, and in errors of the ``with`` block."""
         if is_profiling():
@@ -108,7 +111,7 @@ class Collective:
             self._range.__enter__()
         if compares_all_calls():
             try:
-                self.compare()
+                self.compare_lengths()
             except BaseException as error:
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
@@ -125,24 +128,24 @@ class Collective:
             add_note(error, f"in {self}, rank {group.rank()} of {group.size()}")
             add_note(error, _REMEDY + advice * (not compares_all_calls()))
 
-    def compare(self, length: int = 0) -> list[int]:
-        """Raises `ReplicasDiverged` if the calls of the ranks differ. Returns their lengths.
+    def compare_lengths(self, length: int = 0) -> list[int]:
+        """Returns the lengths of all ranks. Raises `ReplicasDiverged` if their calls differ.
 
         It is a separate collective, for which the host waits.
         """
-        numbers, lengths = self._gather_integers(self.number, length)
-        self.check(numbers)
+        fingerprints, lengths = self._gather_integers(self.fingerprint, length)
+        self.check(fingerprints)
         return lengths
 
-    def check(self, numbers: Sequence[float]) -> None:
-        """Raises `ReplicasDiverged`, on every rank, if any two numbers of ranks differ."""
-        if numbers.count(numbers[0]) == len(numbers):
+    def check(self, fingerprints: Sequence[float]) -> None:
+        """Raises `ReplicasDiverged`, on every rank, if any two fingerprints of ranks differ."""
+        if fingerprints.count(fingerprints[0]) == len(fingerprints):
             return
         text = str(self).encode()
         (lengths,) = self._gather_integers(len(text))
-        # Not pickled, because unpickling could run any code.
+        # As plain bytes, because unpickling could run any code.
         texts = [part.decode(errors="replace") for part in self.gather_bytes(text, lengths)]
-        calls = list(zip(numbers, texts, strict=True))
+        calls = list(zip(fingerprints, texts, strict=True))
         check_same_call(calls, f"`{self.name}`", range(len(calls)), "rank")
 
     def gather_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
@@ -150,7 +153,7 @@ class Collective:
         padded = bytearray(data.ljust(max(lengths), b"\0"))
         vector = torch.frombuffer(padded, dtype=torch.uint8)
         rows = gathered(vector.to(device_of_group(self.process_group)), self.process_group).cpu()
-        # Without NumPy.
+        # By their addresses, because `Tensor.numpy` needs NumPy, and `tolist` takes much longer.
         return [string_at(row.data_ptr(), n) for row, n in zip(rows, lengths, strict=True)]
 
     def _gather_integers(self, *own: int) -> list[list[int]]:
@@ -205,14 +208,18 @@ class ProcessGroup(Group):
     """
 
     def __init__(self, process_group: Any = None, name: str = "ProcessGroup") -> None:
-        process_group = own_process_group(process_group, name)
+        used = as_process_group(process_group) or world()
+        if used is None:
+            raise RuntimeError(
+                "torch.distributed is not initialized; call init_process_group, or use a SoloGroup"
+            )
+        check_usable(used, name)
+        super().__init__(used.rank(), used.size())
         self.name = name
+        self.state = state_of(used)
         # Graphs refer to this object. A loss that outlives the script must not keep the threads of
         # a destroyed group alive.
-        self._process_group = ref(process_group)
-        used = self.process_group  # raises if it is destroyed
-        self.state = state_of(used)
-        super().__init__(used.rank(), used.size())
+        self._process_group = ref(used)
 
     def __deepcopy__(self, memo: Any) -> ProcessGroup:
         return self  # a copy of a layer communicates with the same ranks
@@ -221,12 +228,7 @@ class ProcessGroup(Group):
     def process_group(self) -> Any:
         """The group of `torch.distributed`, or ReplicationError if it is destroyed."""
         process_group = self._process_group()
-        if process_group is None or not is_usable(process_group):  # a destroyed group may live on
-            raise ReplicationError(
-                f"`{self.name}`: the process group has been destroyed; call "
-                "torch.distributed.destroy_process_group after the last forward and backward that "
-                "use it, and set another process_group, or None, in layers that stay in use"
-            )
+        check_usable(process_group, self.name)
         return process_group
 
     @property
@@ -244,12 +246,12 @@ class ProcessGroup(Group):
             )
 
     def add(self, signature: Signature, vector: Tensor) -> Tensor:
-        """Adds a vector of all ranks, perhaps in place, without a derivative."""
+        """Adds a vector of all ranks, perhaps in place. The sum has no derivative (see `sum`)."""
         with Collective(self, signature) as call:
             return added(vector, call.process_group)
 
     def sum(self, signature: Signature, tensor: Tensor) -> Tensor:
-        """Returns the sum over the ranks, whose derivatives have the same name."""
+        """Returns the sum over the ranks, which has derivatives of any order."""
         with Collective(self, signature) as call:
             return self._sum(call, tensor)
 
@@ -267,10 +269,10 @@ class ProcessGroup(Group):
         Unpickling can run any code, so call this only if you trust every process of the group. No
         other collective unpickles anything.
         """
-        # Not torch.distributed.all_gather_object, which needs NumPy.
+        # `torch.distributed.all_gather_object` needs NumPy.
         data = pickle.dumps(obj)
         with Collective(self, Signature("all_gather_object")) as call:
-            parts = call.gather_bytes(data, call.compare(len(data)))
+            parts = call.gather_bytes(data, call.compare_lengths(len(data)))
         return tuple(map(pickle.loads, parts))
 
     @uncompiled
@@ -278,17 +280,18 @@ class ProcessGroup(Group):
         """Runs the method of the name: `_all_reduce`, for example."""
         self.refuse_exports()
         requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        call = signature_of(name, tensors, option)._replace(requires_grad=requires_grad)
+        signature = signature_of(name, tensors, option)._replace(requires_grad=requires_grad)
         device = tensors[0].device
         with ExitStack() as stack:
             # With NCCL the headers of compared calls travel through the current device.
             use_device(stack, device, current_stream(device))
-            # Not in the stack, which sets attributes of an interrupt that comes while it ends.
-            with Collective(self, call) as running:
-                return getattr(self, f"_{name}")(running, *tensors, **option)  # type: ignore[no-any-return]
+            # Nested in the stack: `ExitStack` rewrites `__context__` of an interrupt that arrives
+            # while it closes.
+            with Collective(self, signature) as call:
+                return getattr(self, f"_{name}")(call, *tensors, **option)  # type: ignore[no-any-return]
 
     def _all_reduce(self, call: Collective, tensor: Tensor, op: ReduceOp) -> Tensors:
-        if op == "mean" and tensor.dtype is torch.float16:  # a sum may overflow
+        if op == "mean" and may_overflow(tensor):
             return (self._sum(call, tensor / self.size),)
         if op in ("sum", "mean"):
             total = self._sum(call, tensor)
@@ -296,12 +299,13 @@ class ProcessGroup(Group):
         return (reduce_tensors(self._stack(call, tensor).unbind(), op),)
 
     def _all_gather(self, call: Collective, tensor: Tensor) -> Tensors:
-        lengths = call.compare(len(tensor) if tensor.dim() else 0)
+        lengths = call.compare_lengths(len(tensor) if tensor.dim() else 0)
         shapes = [(n, *tensor.shape[1:]) if tensor.dim() else () for n in lengths]
         sizes = [prod(shape) for shape in shapes]
         values = tensor.reshape(-1)
         if len(values) < max(sizes):  # backends need the same shape on all ranks
-            # Not `torch.cat`, which ignores an empty vector, in backward as well.
+            # `pad` keeps an empty vector in the graph. `torch.cat` drops it, so this rank would
+            # skip the backward that others wait in.
             values = pad(values, [0, max(sizes) - len(values)])
         rows = zip(self._stack(call, values), sizes, shapes, strict=True)
         return tuple(row[:size].view(shape).clone() for row, size, shape in rows)
@@ -310,7 +314,8 @@ class ProcessGroup(Group):
         mine = tensors[self.rank]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         sent, received = [tensor.numel() for tensor in tensors], [mine.numel()] * self.size
-        parts = self._exchange(sent, received, call, flat).view(self.size, *mine.shape)
+        parts = self._all_to_all(call, flat, sent=sent, received=received)
+        parts = parts.view(self.size, *mine.shape)
         return (reduce_tensors(parts.unbind(), op),)
 
     def _broadcast(self, call: Collective, tensor: Tensor, src: int) -> Tensors:
@@ -329,7 +334,7 @@ class ProcessGroup(Group):
 
         return (self._differentiable(call, from_source, to_source, tensor),)
 
-    # -- the three that have derivatives -------------------------------------------------------
+    # -- the others that have derivatives ------------------------------------------------------
 
     def _sum(self, call: Collective, tensor: Tensor) -> Tensor:
         """Returns the sum over the ranks."""
@@ -354,8 +359,8 @@ class ProcessGroup(Group):
 
         return self._differentiable(call, stacked, to_owners, tensor)
 
-    def _exchange(
-        self, sent: list[int], received: list[int], call: Collective, tensor: Tensor
+    def _all_to_all(
+        self, call: Collective, tensor: Tensor, *, sent: list[int], received: list[int]
     ) -> Tensor:
         """Sends ``sent[i]`` values of a vector to rank i, and returns ``received[i]`` from it."""
 
@@ -367,9 +372,8 @@ class ProcessGroup(Group):
                 distributed.all_to_all_single(result, tensor, received, sent, call.process_group)
             return result
 
-        return self._differentiable(
-            call, exchanged, partial(self._exchange, received, sent), tensor
-        )
+        back = partial(self._all_to_all, sent=received, received=sent)
+        return self._differentiable(call, exchanged, back, tensor)
 
     def _differentiable(
         self,
@@ -395,7 +399,7 @@ class ProcessGroup(Group):
 
     @uncompiled
     def _part(self, size: int) -> Group:
-        if size == 1:  # without a collective: perhaps only some ranks run this layer
+        if size == 1:  # no collective, because perhaps only some ranks run this layer
             return SoloGroup()
         process_group, start = part_of(self.process_group, size), self.rank - self.rank % size
         last = start + process_group.size() - 1
@@ -411,9 +415,9 @@ def process_group_of(process_group: Any, name: str) -> ProcessGroup | None:
     used = world() if process_group is None else process_group
     if used is None:
         return None
-    if is_usable(used):
-        group: ProcessGroup | None = state_of(used).groups.get(name)
-        if group is None:
-            group = state_of(used).groups[name] = ProcessGroup(used, name)
-        return group if group.size > 1 else None
-    return ProcessGroup(used, name)  # raises
+    check_usable(used, name)
+    groups = state_of(used).groups
+    if name not in groups:
+        groups[name] = ProcessGroup(used, name)
+    group: ProcessGroup = groups[name]
+    return group if group.size > 1 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,12 +9,12 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from replication._torch import COMPILES_COLLECTIVES, is_usable, timeout_of
+from replication.errors import ReplicationError
 from replication.warning import warn
 
 
 class ProcessGroupState:
     def __init__(self) -> None:
-        self.lock = threading.RLock()
         #: The number of calls that this rank has made.
         self.calls = 0
         #: The groups made of this one, by the size of the parts.
@@ -35,23 +34,22 @@ def state_of(process_group: Any) -> ProcessGroupState:
 def part_of(process_group: Any, size: int) -> Any:
     """Returns the part of a group to which this process belongs, if its parts have some size."""
     state, ranks = state_of(process_group), range(process_group.size())
-    with state.lock:
-        if size not in state.parts:
-            # All processes must make all groups. Processes outside this group do not come here, so
-            # its members use local synchronization.
-            is_world = process_group is distributed.group.WORLD
-            parts = [ranks[start : start + size] for start in ranks[::size]]
-            own = parts[process_group.rank() // size]
-            for part in parts if is_world else [own]:
-                made = distributed.new_group(
-                    [distributed.get_global_rank(process_group, rank) for rank in part],
-                    timeout=timeout_of(process_group),
-                    backend=distributed.get_backend(process_group),
-                    use_local_synchronization=not is_world,
-                )
-                if part == own:
-                    state.parts[size] = made
-        return state.parts[size]
+    if size not in state.parts:
+        # All processes must make all groups. Processes outside this group do not come here, so its
+        # members use local synchronization.
+        is_world = process_group is distributed.group.WORLD
+        parts = [ranks[start : start + size] for start in ranks[::size]]
+        own = parts[process_group.rank() // size]
+        for part in parts if is_world else [own]:
+            made = distributed.new_group(
+                [distributed.get_global_rank(process_group, rank) for rank in part],
+                timeout=timeout_of(process_group),
+                backend=distributed.get_backend(process_group),
+                use_local_synchronization=not is_world,
+            )
+            if part == own:
+                state.parts[size] = made
+    return state.parts[size]
 
 
 _IS_AVAILABLE = distributed.is_available()
@@ -84,7 +82,7 @@ def name_in_graph(process_group: Any) -> str | None:
 
 
 def as_process_group(value: Any) -> Any:
-    """Returns a group of `torch.distributed`, that of a mesh of one dimension, or None."""
+    """Returns a group of `torch.distributed`, or that of a mesh of one dimension. None stays."""
     if isinstance(value, DeviceMesh):
         if value.ndim > 1:
             raise ValueError(
@@ -104,21 +102,17 @@ def as_process_group(value: Any) -> Any:
     return value
 
 
-def own_process_group(value: Any, name: str) -> Any:
-    """Returns the group that `as_process_group` finds, by default all processes.
-
-    Raises RuntimeError or ValueError if there is none, or if it does not contain this process.
-    """
-    process_group = as_process_group(value)
-    if process_group is None:
-        process_group = world()
-        if process_group is None:
-            raise RuntimeError(
-                "torch.distributed is not initialized; call init_process_group, or use a SoloGroup"
-            )
+def check_usable(process_group: Any, name: str) -> None:
+    """Raises an error if this process is not in a group, or if the group is destroyed."""
+    if is_usable(process_group):
+        return
     if process_group is distributed.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"`{name}`: process_group must contain this process")
-    return process_group
+    raise ReplicationError(
+        f"`{name}`: the process group has been destroyed; call "
+        "torch.distributed.destroy_process_group after the last forward and backward that use it, "
+        "and set another process_group, or None, in layers that stay in use"
+    )
 
 
 class ProcessGroupHandle:

@@ -155,18 +155,11 @@ class Communicator:
             check_same_call(described, where, self.replicas, "replica")
         most, grad, inference = max(nodes), any(requires_grad), all(inferring)
         count_nodes_up_to(most)
-        if (
-            torch.is_grad_enabled() is grad
-            and torch.is_inference_mode_enabled() is inference
-            and not sees_saved_tensors()
-        ):
+        with ExitStack() as stack:
+            set_grad_modes(stack, grad=grad, inference=inference)
+            if sees_saved_tensors():
+                stack.enter_context(hidden_from_hooks())
             replies = list(merges[0](list(messages)))
-        else:
-            with ExitStack() as stack:
-                set_grad_modes(stack, grad=grad, inference=inference)
-                if sees_saved_tensors():
-                    stack.enter_context(hidden_from_hooks())
-                replies = list(merges[0](list(messages)))
         reached = nodes_made() if grad else 0
         return zip(replies, [reached] * len(replies), strict=True)
 
@@ -279,12 +272,12 @@ class ReplicaGroup(Group):
         merge, grad_enabled = _MERGES[name], torch.is_grad_enabled()
         if not grad_enabled:  # the results are constants
             tensors = tuple(tensor.detach() for tensor in tensors)
-        call = signature_of(name, tensors, option)
+        signature = signature_of(name, tensors, option)
         results: Tensors = self.exchange(
-            call.name,
+            signature.name,
             tensors,
             lambda messages: merge([tuple(map(recordable, m)) for m in messages], **option),
-            layouts=call.layouts,
+            layouts=signature.layouts,
             requires_grad=any(tensor.requires_grad for tensor in tensors),
         )
         return results if grad_enabled else tuple(result.detach() for result in results)

@@ -80,12 +80,8 @@ def replicate(
         NotImplementedError: A transform of `torch.func` or a forward-mode derivative is active.
     """
     check_module(network)
-    return make_replicas(network, parse_devices(devices), detach)
-
-
-def make_replicas(module: ModuleT, devices: Sequence[torch.device], detach: bool) -> list[ModuleT]:
-    """Does what `replicate` does, for devices that are checked already."""
-    modules, wrappers = _modules_to_copy(module)
+    targets = parse_devices(devices)
+    modules, wrappers = _modules_to_copy(network)
     tensors = {
         id(tensor): tensor
         for layer in modules
@@ -94,7 +90,7 @@ def make_replicas(module: ModuleT, devices: Sequence[torch.device], detach: bool
     }
     if has_other_derivatives(tensors.values()):
         raise lost_derivatives("replicate")
-    if not devices:
+    if not targets:
         return []
     buffers = {
         id(buffer): buffer
@@ -107,9 +103,9 @@ def make_replicas(module: ModuleT, devices: Sequence[torch.device], detach: bool
     attributes = list(map(_attributes_to_replace, modules))
     replicas: list[Any] = []
     for device, shared_copies, buffer_copies in zip(
-        devices,
-        broadcast(shared, devices, detach),
-        copy_buffers(list(buffers.values()), devices),
+        targets,
+        broadcast(shared, targets, detach),
+        copy_buffers(list(buffers.values()), targets),
         strict=True,
     ):
         shells = list(map(make_shell, modules))

@@ -73,10 +73,12 @@ Job = tuple["Worker", Callable[[], Any], Callable[[Outcome], object]]
 
 #: The idle workers, the latest last.
 _idle: dict[Key, list[Worker]] = {}
+#: The workers that run a job.
+_running: set[Worker] = set()
 
 
 class Worker:
-    """The handle of a thread: idle, or in use by one job. Without a handle the thread ends."""
+    """The handle of a thread: idle, or in use by one job. The thread ends when it is freed."""
 
     def __init__(self, key: Key) -> None:
         self.key = key
@@ -107,9 +109,11 @@ def _work(jobs: SimpleQueue[Job | None]) -> None:
     while (given := jobs.get()) is not None:
         worker, job, report = given
         worker.thread.name = f"replica-{worker.key[0]}"
+        _running.add(worker)
         outcome = outcome_of(job)
         del given, job  # the caller, which goes on after the last report, finds them freed
         worker.thread.name = f"idle replica-{worker.key[0]}"
+        _running.discard(worker)
         _idle.setdefault(worker.key, []).append(worker)  # where the next forward looks for it
         report(outcome)
         del worker, outcome, report
@@ -119,14 +123,14 @@ def _work(jobs: SimpleQueue[Job | None]) -> None:
 def _await_running() -> None:
     """Gives running replicas some time: torch aborts if Python ends while it computes."""
     end = time.monotonic() + _LAST_SECONDS
-    while time.monotonic() < end and any(
-        thread.name.startswith("replica-") for thread in threading.enumerate()
-    ):
+    while _running and time.monotonic() < end:
         time.sleep(0.01)
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_idle.clear)  # the child has no such threads
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    # The child has none of their threads.
+    os.register_at_fork(after_in_child=_idle.clear)
+    os.register_at_fork(after_in_child=_running.clear)
 
 
 # -- the jobs of one forward -------------------------------------------------------------------
@@ -151,7 +155,7 @@ class _Nursery:
 
     def report(self, index: int, outcome: Outcome) -> None:
         self.ended.append((index, outcome))
-        # Otherwise the caller, who takes the GIL to look, would slow the others down.
+        # After the last one only: the caller takes the GIL to look, which slows the others down.
         if self.is_cancelled or len(self.ended) == self.size:
             self._bell.put(None)
 
@@ -185,7 +189,8 @@ def run_all(jobs: Mapping[Key, Callable[[], Any]], abort: Callable[[], object]) 
             values[index] = outcome.unwrap()
         return [values[index] for index in range(len(jobs))]
     finally:
-        nursery.ended.clear()  # this frame forgets errors (see `Outcome.unwrap`)
+        # This frame forgets errors (see `Outcome.unwrap`), also the one in the loop's variable.
+        nursery.ended.clear()
         outcome = Outcome()
 
 

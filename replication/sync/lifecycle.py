@@ -142,10 +142,9 @@ def _failing_path(error: BaseException, root: nn.Module) -> str:
 
 def attach_rendezvous(replicas: Sequence[nn.Module]) -> Rendezvous:
     """Makes a rendezvous, and makes the replicas report their beginning and end to it."""
-    rendezvous = Rendezvous(len(replicas))
-    rendezvous.in_backward = is_recomputation()
     current = current_replica()
-    rendezvous.outer = current.rendezvous if current is not None else None
+    outer = None if current is None else current.rendezvous
+    rendezvous = Rendezvous(len(replicas), in_backward=is_recomputation(), outer=outer)
     for index, replica in enumerate(replicas):
         state = replica.__dict__
         state["forward"] = TrackedForward(replica, rendezvous, index)

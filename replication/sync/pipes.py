@@ -5,7 +5,7 @@
                                     master_callback([(0, msg_0), (1, msg_1), ...])
     returns reply_i  ◀── reply ───  returns reply_0
 
-A call is an `Exchange`: the last to arrive calls the master's callback. Its state lives in the
+A call is an `Exchange`: the last to arrive calls the master's callback. Its state belongs to the
 `Rendezvous` of the forward, so one `SyncMaster` serves any number of forwards.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -177,7 +178,7 @@ def replies_of(callback: MasterCallback, path: str, messages: Identified) -> lis
     pairs = list(answer) if isinstance(answer, Iterable) else []
     expected = [identifier for identifier, _ in messages]
     replies: dict[Any, Any] = {}
-    with suppress(TypeError, ValueError):  # not made of pairs
+    with suppress(TypeError, ValueError):  # something else than pairs
         replies = dict(pairs)
     if set(replies) != set(expected):
         raise ReplicationError(
@@ -200,6 +201,11 @@ def as_in_this_thread(reply: Callable[[Identified], list[Any]]) -> Callable[...,
             return reply(messages)
 
     return call
+
+
+#: The channel of each master in each forward that has not been freed.
+_channels: WeakKeyDictionary[Rendezvous, WeakKeyDictionary[SyncMaster, Channel]]
+_channels = WeakKeyDictionary()
 
 
 class SyncMaster:
@@ -262,9 +268,8 @@ class SyncMaster:
         return SlavePipe(identifier, (channel, current.rendezvous, current.replica))
 
     def _channel(self, current: CurrentReplica) -> Channel:
-        channels = current.rendezvous.channels
-        known: Channel | None = channels.get(self)
-        return known or channels.setdefault(self, Channel(current.path or "SyncMaster"))
+        of_forward = _channels.setdefault(current.rendezvous, WeakKeyDictionary())
+        return of_forward.setdefault(self, Channel(current.path or "SyncMaster"))
 
     @property
     def nr_slaves(self) -> int:
@@ -287,5 +292,4 @@ class SyncMaster:
         channel = self._channel(current)
         # The last replica to arrive calls the callback. Its thread must not change the bits.
         reply = as_in_this_thread(partial(replies_of, self._master_callback, channel.path))
-        message = Message(_MASTER, master_msg, reply)
-        return channel.send(current.rendezvous, _MASTER, message)
+        return channel.send(current.rendezvous, _MASTER, Message(_MASTER, master_msg, reply))

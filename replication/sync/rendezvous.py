@@ -33,7 +33,6 @@ from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from replication._torch import named_range
 from replication.errors import (
@@ -60,7 +59,7 @@ _DIVERGED = (
 Merge = Callable[[list[Any]], Iterable[Any]]
 
 
-#: The path of a layer, and the number of the call.
+#: The path of a layer, and the ordinal of the call, counted from 1 in each forward.
 Place = tuple[str, int]
 
 
@@ -85,8 +84,8 @@ class Wait:
 
     Args:
         place: The call at which it waits.
-        missing: The replicas whose messages it needs, which shrink as messages arrive. None of
-            them in particular if any replica can end the wait.
+        missing: The replicas whose messages it needs, which shrink as messages arrive. Empty if
+            any replica can end the wait, as with `FutureResult.get`.
     """
 
     def __init__(
@@ -115,10 +114,19 @@ class Abort(NamedTuple):
 
 
 class Rendezvous:
-    """The replicas of one forward and their waits for each other."""
+    """The replicas of one forward and their waits for each other.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    Args:
+        in_backward: Whether the whole forward is inside a backward, which runs in the caller's
+            thread.
+        outer: The rendezvous of the outer forward, if this forward runs inside one of its
+            replicas.
+    """
+
+    def __init__(
+        self, size: int, *, in_backward: bool = False, outer: Rendezvous | None = None
+    ) -> None:
+        self.size, self.in_backward, self.outer = size, in_backward, outer
         #: Guards all of this, and the rounds of exchanges.
         self.lock = threading.RLock()
         #: Notified when a wait may be over. Code locks `lock` itself, because an interrupt between
@@ -131,12 +139,6 @@ class Rendezvous:
         #: The number of merges in progress. One that fails stays counted, but aborts the forward.
         self.merging = 0
         self.aborted: Abort | None = None
-        #: Whether this whole forward is inside a backward, which runs in the caller's thread.
-        self.in_backward = False
-        #: The channel of each `SyncMaster` in this forward.
-        self.channels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        #: The rendezvous of the outer forward, if this forward runs inside one of its replicas.
-        self.outer: Rendezvous | None = None
         self._states = [State.NEW] * size
         self._threads = [0] * size
         self._failure: BaseException | None = None
@@ -144,19 +146,19 @@ class Rendezvous:
     # -- the life of a replica -----------------------------------------------------------------
 
     def expect_only(self, replicas: Collection[int]) -> None:
-        """Reports that these replicas are about to run, and no others."""
+        """Records that these replicas are about to run, and no others."""
         with self.lock:
             self._states = [
                 State.NEW if replica in replicas else State.ABSENT for replica in range(self.size)
             ]
 
     def begin(self, replica: int) -> None:
-        """Reports that a forward begins, in this thread."""
+        """Records that a forward begins, in this thread."""
         with self.lock:
             self._states[replica], self._threads[replica] = State.RUNS, threading.get_ident()
 
     def end(self, replica: int) -> None:
-        """Reports that a forward ends, by returning or by raising (see `fail`)."""
+        """Records that a forward ends, by returning or by raising (see `fail`)."""
         with self.lock:
             self._states[replica] = State.ENDED
             self.check()
@@ -165,7 +167,7 @@ class Rendezvous:
         return self._states[replica] is State.ENDED
 
     def fail(self, replica: int, error: BaseException) -> None:
-        """Reports that a replica has raised."""
+        """Records that a replica has raised."""
         with self.lock:
             # A `ReplicaFailed` only follows from the first failure.
             if self._failure is None and not isinstance(error, ReplicaFailed):
@@ -210,12 +212,12 @@ class Rendezvous:
     def check(self, *, is_late: bool = False) -> None:
         """Aborts the forward if one of its waits can't succeed.
 
-        Called, with the lock held, when a wait begins or is woken and when a replica ends. A merge
-        that ends wakes the waits. So each state is checked by the thread that brings it about.
+        Called with the lock held, when a replica ends, and by each wait when it begins or wakes.
+        The end of a merge does not call it: it wakes the waits, which do.
         """
         states = self._states
-        some_are_gone = State.ENDED in states or State.ABSENT in states
-        if not (some_are_gone or is_late) and len(self.waits) < self.size:
+        all_take_part = State.ENDED not in states and State.ABSENT not in states
+        if all_take_part and len(self.waits) < self.size and not is_late:
             return  # nearly always: a replica computes
         open_waits = [wait for wait in self.waits if not wait.is_over()]
         # A merge in progress ends some waits. It may run in a thread that a waiting replica has
@@ -264,9 +266,11 @@ class Round:
         self.replies: dict[int, Any] = {}
 
 
-# It refers to no rendezvous, because the rendezvous may refer to it.
 class Exchange:
     """The calls that some replicas of one forward make together, one after the other.
+
+    Keeps no reference to its rendezvous. The channels of a forward are exchanges that are kept as
+    long as its rendezvous, which would then be as long as the program runs (see `pipes`).
 
     Args:
         path: The name of the calls in messages.

@@ -36,7 +36,7 @@ ORDER = [
     ["steps"],
     ["groups"],
     ["callbacks", "join"],
-    ["data_parallel", "patch"],
+    ["data_parallel"],
     ["criterion"],
     ["recording"],
     ["verify"],

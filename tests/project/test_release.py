@@ -79,7 +79,6 @@ TESTED_WITH = {
     "errors": "test_messages.py",
     "gather": "replication/test_scatter.py",
     "modules": "replication/test_replicate.py",
-    "patch": "replication/test_callbacks.py",
     "recording": "replication/test_verify.py",
     "registry": "replication/test_processes.py",
     "version": "project/test_release.py",

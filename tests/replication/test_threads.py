@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,6 +50,17 @@ def test_a_thread_whose_handle_is_lost_ends():
     """A Ctrl-C can come between taking it and giving it a job."""
     thread = threads.Worker((7, torch.device("cpu"))).thread
     assert soon(lambda: not thread.is_alive())
+
+
+def test_the_end_of_python_does_not_wait_for_other_threads_of_similar_names():
+    done = threading.Event()
+    other = threading.Thread(target=done.wait, args=[DEADLINE], name="replica-lag", daemon=True)
+    other.start()
+    begin = time.monotonic()
+    threads._await_running()
+    assert time.monotonic() - begin < threads._LAST_SECONDS
+    done.set()
+    other.join(DEADLINE)
 
 
 # -- what replicas take over from their caller -------------------------------------------------

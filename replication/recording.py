@@ -28,8 +28,6 @@ from replication.tree import flatten, replace_leaves
 #: differs, that of the model differs as well if it matters.
 LAYERS, OUTPUTS, GRADIENTS, BUFFERS = "outputs of layers", "outputs", "gradients", "buffers"
 KINDS = LAYERS, OUTPUTS, GRADIENTS, BUFFERS
-#: Recorded for the run on one device, which takes those of the ranks.
-_UPSTREAM = "upstream gradients"
 
 
 class Quantity(NamedTuple):
@@ -73,7 +71,7 @@ def record(
     *,
     rank: int = 0,
     divisor: int = 1,
-    upstream: Quantities | None = None,
+    ranks: Quantities | None = None,
 ) -> Quantities:
     """Runs a training step of ``net``. Returns what it computes, on the CPU.
 
@@ -82,11 +80,11 @@ def record(
         rank: The rank that runs it. In replicas, their indices take its place.
         divisor: By what a wrapper divides the gradients of parameters. Random upstream gradients
             are multiplied by it. Gradients of inputs, which no wrapper sees, are divided by it.
-        upstream: The quantities of ranks, whose random upstream gradients one device joins.
+        ranks: What the ranks have computed, if one device gets the same upstream gradients.
     """
     random_numbers = _random_numbers(step.device)
     try:
-        quantities = _train(net, step, rank, divisor, upstream or {})
+        quantities = _train(net, step, rank, divisor, ranks or {})
     except Exception as error:
         add_note(error, f"while verify ran a copy of the model, cast to {step.dtype}, on {on}")
         raise
@@ -98,9 +96,7 @@ def record(
     return quantities
 
 
-def _train(
-    net: nn.Module, step: Step, rank: int, divisor: int, upstream: Quantities
-) -> Quantities:
+def _train(net: nn.Module, step: Step, rank: int, divisor: int, ranks: Quantities) -> Quantities:
     quantities: Quantities = {}
 
     def add(kind: str, where: str, tensor: Tensor, of_parameter: bool = False) -> None:
@@ -110,21 +106,18 @@ def _train(
     runner = net if step.wrap is None else step.wrap(net)
     args, kwargs, inputs = _arguments(step)
     result = runner(*args, **kwargs)
-    outputs = _tensors(result)
-    for path, y in outputs.items():
-        add(OUTPUTS, f"output of {f'`{path}`' if path else 'the model'}", y)
+    trained, upstream = [], []
+    for path, y in _tensors(result).items():
+        where = f"output of `{path}`" if path else "output of the model"
+        add(OUTPUTS, where, y)
+        if step.loss is None and y.requires_grad:
+            trained.append(y)
+            upstream.append(divisor * _upstream_of(y, rank, ranks.get(Quantity(OUTPUTS, where))))
     # Before the backward: a recomputation updates the buffers of torch's layers once more.
     for name, buffer in net.named_buffers():
         add(BUFFERS, f"buffer of `{name}`", buffer)
     if step.loss is None:
-        trained, gradients = [], []
-        for path, y in outputs.items():
-            if y.requires_grad:
-                dy = _upstream_of(y, upstream.get(Quantity(_UPSTREAM, path)), seed=rank)
-                add(_UPSTREAM, path, dy)
-                trained.append(y)
-                gradients.append(divisor * dy)
-        torch.autograd.backward(trained, gradients)
+        torch.autograd.backward(trained, upstream)
     else:
         targets = replace_leaves(partial(_moved, step=step), step.targets)
         loss = step.loss(result) if targets is None else step.loss(result, targets)
@@ -138,18 +131,21 @@ def _train(
     return quantities
 
 
-def _upstream_of(output: Tensor, parts: Parts | None, seed: int) -> Tensor:
-    """Joins the upstream gradients of ranks, or draws one if there are none."""
+def _upstream_of(output: Tensor, rank: int, parts: Parts | None) -> Tensor:
+    """Draws an upstream gradient. One device joins those of the parts that the ranks have."""
     if not output.dim():
         raise ValueError(
             "outputs must have a batch dimension (got a scalar, and each replica has its own); "
             "return one loss per sample (reduction='none'), or pass a function as loss"
         )
-    whole = joined(parts, output.shape) if parts else None
-    if whole is None:
-        generator = torch.Generator("cpu").manual_seed(seed)
-        whole = torch.randn(output.shape, generator=generator, dtype=output.dtype, device="cpu")
-    return whole.to(output.device)
+    drawn = {i: _drawn(part, seed=i) for i, part in (parts or {}).items()}
+    whole = joined(drawn, output.shape) if drawn else None
+    return (_drawn(output, seed=rank) if whole is None else whole).to(output.device)
+
+
+def _drawn(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu")
 
 
 def _record_layers(net: nn.Module, quantities: Quantities, rank: int) -> None:
@@ -255,9 +251,9 @@ def _random_numbers(device: torch.device) -> list[Tensor]:
 # -- runs ----------------------------------------------------------------------------------------
 
 
-def run_alone(model: nn.Module, step: Step, upstream: Quantities | None = None) -> Quantities:
+def run_alone(model: nn.Module, step: Step, ranks: Quantities | None = None) -> Quantities:
     step = step._replace(wrap=None)
-    return record(copied(model, step), step, "one device", upstream=upstream)
+    return record(copied(model, step), step, "one device", ranks=ranks)
 
 
 def run_rank(net: nn.Module, step: Step, closing: ExitStack) -> Quantities:

@@ -358,7 +358,7 @@ def _difference(
     reference = expected[0]
     shape = reference.shape
     if quantity.kind in (LAYERS, OUTPUTS) and not shape:
-        return Difference(where, 0.0, f"the {copies} have scalars of their own")
+        return Difference(where, 0.0, "scalars are not joined, and so not compared")
     if all(part.shape == shape for part in actual.values()):
         # Buffers, and outputs that depend on parameters alone, are the same in each copy.
         first, reason = min(actual), ""

@@ -1,8 +1,8 @@
 """What only a GPU shows: what runs there at all, launches, training steps, and kept threads.
 
 One GPU is enough, and eight minutes: all replicas, or ranks, share it. Ranks communicate by gloo,
-which is slow, and which `torch.nn.SyncBatchNorm` allows on a single GPU. What can't run is listed
-with the reason. The tables are Markdown, to be pasted into an issue.
+which is slow, and which `torch.nn.SyncBatchNorm` allows on a single GPU. What can't run, or takes
+too long, is listed with the reason. The output is Markdown, to be pasted into an issue.
 
     python -m benchmarks.gpu
 """
@@ -10,13 +10,16 @@ with the reason. The tables are Markdown, to be pasted into an issue.
 from __future__ import annotations
 
 import os
+import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import active_children
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ from benchmarks.layer import REPLICAS, WAYS
 from benchmarks.measuring import Figures, Row, Table, in_processes, line, parser, show
 from benchmarks.networks import NETWORKS as NETWORKS_BY_NAME
 from replication import DataParallel, Scattered
+from replication.version import __version__
 from syncbn import SynchronizedBatchNorm2d, convert_model
 
 DEVICE = "cuda:0"
@@ -188,8 +192,9 @@ def tables(seconds: float) -> list[Table]:
 
 # -- what runs at all ----------------------------------------------------------------------------
 
-#: Seconds after which no further check or table begins, and which one command of a check may take.
-ENOUGH, LONGEST = 400.0, 120.0
+#: Seconds after which no further check or table begins, after which everything ends, and which one
+#: check or table may take.
+ENOUGH, LATEST, LONGEST = 400.0, 470.0, 120.0
 
 
 def self_check(*launcher: str) -> str:
@@ -197,7 +202,7 @@ def self_check(*launcher: str) -> str:
     command = [sys.executable, *launcher, "-m", "syncbn", "--timeout", str(LONGEST)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST)
     block = done.stdout.rpartition("```\n")[0].rpartition("```\n")[2]
-    failures = [text for text in block.splitlines() if text.startswith("FAIL")]
+    failures = [text for text in block.splitlines() if text.startswith("FAIL  ")]
     verdicts = block.count("\nPASS  "), len(failures)
     if done.returncode and not failures:
         raise RuntimeError(done.stderr.strip().rpartition("\n")[2])
@@ -271,23 +276,43 @@ def checks() -> dict[str, Callable[[], str]]:
     }
 
 
-def attempted(check: Callable[[], str], deadline: float) -> str:
-    """What a check found, or why it could not run."""
-    if time.monotonic() > deadline:
+def attempted(step: Callable[[], str], begin: float) -> str:
+    """What a check or a table returned, or why it could not run."""
+    passed = time.monotonic() - begin
+    if passed > ENOUGH:
         return "skipped: it is late"
+    # A step that hangs, hangs in a process that it has started.
+    limit = Timer(min(LONGEST, LATEST - passed), end_processes)
+    limit.daemon = True
+    limit.start()
     try:
-        return check()
+        return step()
     except Exception as error:
         first = (str(error) or type(error).__name__).strip().partition("\n")[0]
-        return f"failed: {type(error).__name__}: {first[:200]}"
+        return f"failed: {type(error).__name__}: {first[:200].replace('|', '/')}"
+    finally:
+        limit.cancel()
 
 
-def results(deadline: float) -> Iterator[str]:
-    """The table of the checks in Markdown, line by line."""
-    yield from ("", "### What runs on a GPU", "", f"On {torch.cuda.get_device_name(DEVICE)}.", "")
-    yield from (line(["check", "result"]), line(["---", "---"]))
-    for name, check in checks().items():
-        yield line([name, attempted(check, deadline)])
+def end_processes() -> None:
+    for process in active_children():
+        process.kill()
+
+
+def shown(table: Table) -> str:
+    """Prints a table."""
+    show(table)
+    return ""
+
+
+def environment() -> str:
+    memory = torch.cuda.get_device_properties(DEVICE).total_memory / 2**30
+    return (
+        f"synchronized-batchnorm {__version__}, torch {torch.__version__}, "
+        f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, "
+        f"Python {platform.python_version()}, {platform.platform()}, on "
+        f"{torch.cuda.get_device_name(DEVICE)} ({memory:.0f} GiB)."
+    )
 
 
 def main() -> None:
@@ -297,17 +322,14 @@ def main() -> None:
             f"this needs a CUDA device, and torch {torch.__version__} finds none on this machine; "
             "python -m syncbn checks what there is"
         )
-    deadline = time.monotonic() + ENOUGH
-    for text in results(deadline):
-        print(text, flush=True)
+    begin = time.monotonic()
+    print(f"\n### What runs on a GPU\n\n{environment()}\n")
+    print(f"{line(['check', 'result'])}\n{line(['---', '---'])}", flush=True)
+    for name, check in checks().items():
+        print(line([name, attempted(check, begin)]), flush=True)
     for table in tables(seconds):
-        if time.monotonic() > deadline:
-            print(f"\n### {table.title}\n\nskipped: it is late")
-            continue
-        try:
-            show(table)
-        except Exception as error:
-            print(f"\nfailed: {type(error).__name__}: {error}", flush=True)
+        if why := attempted(partial(shown, table), begin):
+            print(f"\n{table.title}: {why}", flush=True)
 
 
 if __name__ == "__main__":

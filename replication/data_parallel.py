@@ -235,7 +235,7 @@ def data_parallel(
     devices = _devices_to_use(module, device_ids)
     if len(devices) == 1:  # the class would move the module
         _check_placement(module, devices[0])
-    # Where there is no accelerator, index 0 calls the module directly, and does not warn again.
+    # If there is no accelerator, [0] calls the module directly, and None would warn again.
     model = DataParallel(module, devices or [0], output_device, dim, **policies)
     return model(*inputs, **(module_kwargs or {}))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,21 +24,22 @@ from replication.recording import (
     GRADIENTS,
     KINDS,
     LAYERS,
+    OUTPUTS,
     Parts,
     Quantities,
-    Recording,
+    Quantity,
     Step,
     Wrap,
     all_or_none,
+    as_world,
     check_equal,
     copied,
     digests_of,
     has_fractions,
     joined,
-    processes,
+    record,
     run_alone,
     run_rank,
-    ungrouped,
 )
 from replication.steps.scatter import scatter
 from replication.warning import once_for
@@ -144,10 +146,11 @@ def verify(
     output of `1` (BatchNorm1d)
 
     Args:
-        model: The model, in training mode, but layers that draw random numbers in evaluation mode.
-            Without ``loss`` it returns no loss, or one loss per sample. Layers that reorder the
-            samples of a batch differ. `DataParallel`, whose ``dim`` is used, and
-            `DistributedDataParallel` are unwrapped.
+        model: The model, in training mode, except layers that draw random numbers, which must be
+            in evaluation mode. Without ``loss`` its outputs have a batch dimension, so that it may
+            return one loss per sample, but no mean. Layers that reorder the samples of a batch
+            differ. `DataParallel`, whose ``dim`` is used, and `DistributedDataParallel` are
+            unwrapped.
         batch: A tensor, a tuple or list of positional arguments, or a mapping of keyword ones.
         device_ids: The devices of the replicas, of which the first also runs the model alone. By
             default the ranks are compared, or two replicas on the CPU if there is one process.
@@ -166,8 +169,8 @@ def verify(
 
     Raises:
         ValueError: Fewer than two replicas, or not all ranks, have data; the model returns a loss,
-            is in evaluation mode, where layers do not communicate, or has a dropout layer in
-            training mode; ranks pass different models, batches or options.
+            is in evaluation mode, where layers do not communicate, or draws random numbers; ranks
+            pass different models, batches or options.
         TypeError: The model is sharded already, instead of by ``wrap``.
         ReplicationError: Another rank raised. The message quotes its error.
         Exception: The model raised. A note says what `verify` was running.
@@ -175,13 +178,13 @@ def verify(
     check_module(model)
     dim, model = 0, compiled_module(model)
     if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
-        # Without an accelerator, torch's DataParallel sets no `dim`.
+        # torch's DataParallel sets `dim` only on machines with an accelerator.
         dim, model = getattr(model, "dim", 0), compiled_module(model.module)
     if tolerance is None:
         tolerance = 1e-6 if dtype is torch.float64 else 1e-3
-    step = Step(batch, dtype, loss, targets)
+    step = Step(batch, targets, loss, dtype, device_of(model) or torch.device("cpu"), wrap)
     if device_ids is None and has_other_processes():
-        return _verify_ranks(model, step, wrap, dim, tolerance)
+        return _verify_ranks(model, step, dim, tolerance)
     if wrap is not None:
         raise ValueError(
             "wrap is for the ranks of torch.distributed (got one process, or device_ids); run "
@@ -190,25 +193,24 @@ def verify(
     devices = parse_devices(("cpu", "cpu") if device_ids is None else device_ids)
     if len(devices) < 2:
         raise ValueError(f"expected two or more devices, such as ['cpu'] * 2 (got {len(devices)})")
+    _check_model(model)
+    count = len(scatter(batch, ["cpu"] * len(devices), dim))
+    if count < 2:
+        raise ValueError("expected at least two replicas with data (got one); pass more samples")
 
     def replicated(net: nn.Module) -> nn.Module:
         runner = DataParallel(net, devices, dim=dim)
         once_for(runner)()  # the result names plain batch norm, no warning does
         return runner
 
-    _check_mode(model)
-    with processes(None):
-        expected = run_alone(model, step, devices[0])
-        net = ungrouped(copied(model, devices[0], dtype))
-        actual = Recording(net, step, devices[0], replicated, on=f"{len(devices)} replicas")
-    count = len({replica for _, replica in actual.calls})
-    if count < 2:
-        raise ValueError("expected at least two replicas with data (got one); pass more samples")
-    result = Verification({}, tolerance, count)
-    return _compared(result, actual.quantities, expected.quantities)
+    step = step._replace(device=devices[0], wrap=replicated)
+    with as_world(None):
+        expected = run_alone(model, step)
+        actual = record(copied(model, step), step, f"{len(devices)} replicas")
+    return _compared(Verification({}, tolerance, count), actual, expected)
 
 
-def _check_mode(model: nn.Module) -> None:
+def _check_model(model: nn.Module) -> None:
     if any(map(is_dtensor, model.parameters())):
         raise TypeError(
             "expected a model that is not sharded (got parameters that are DTensors); pass it as "
@@ -223,60 +225,70 @@ def _check_mode(model: nn.Module) -> None:
 # -- ranks ---------------------------------------------------------------------------------------
 
 
-def _verify_ranks(
-    model: nn.Module, step: Step, wrap: Wrap | None, dim: int, tolerance: float
-) -> Verification:
-    """Compares the ranks, in four stages. After each, all ranks raise if one of them has."""
+def _verify_ranks(model: nn.Module, step: Step, dim: int, tolerance: float) -> Verification:
+    """Compares the ranks, in four stages. If a rank raises in one of them, all ranks do."""
     group = ProcessGroup(name="verify")
-    rank, size = group.rank, group.size
-    # 1. Compare what the ranks pass.
+    net, shard = _agreed(group, model, step, dim, tolerance)
+    with all_or_none(group) as closing:
+        own = run_rank(net, shard, closing)
+    actual = _gathered(group, own)
+    if step.wrap is None:
+        for quantity, parts in _of_parameters(actual).items():
+            actual[quantity] = {0: torch.stack(list(parts.values())).sum(0)}
+    result = Verification({}, tolerance, group.size, copies="ranks")
+    return _compared_by_first(group, result, actual, model, step)
+
+
+def _agreed(
+    group: ProcessGroup, model: nn.Module, step: Step, dim: int, tolerance: float
+) -> tuple[nn.Module, Step]:
+    """Compares what the ranks pass. Returns a copy of rank 0's model, and this rank's part."""
+    size = group.size
     with all_or_none(group):
-        _check_mode(model)
-        device = device_of(model) or torch.device("cpu")
-        net = ungrouped(copied(model, device, step.dtype), group.process_group)
+        _check_model(model)
+        net = copied(model, step, group.process_group)
         parts = scatter((step.batch, step.targets), ["cpu"] * size, dim)
         if len(parts) < size:
             raise ValueError(
                 f"the batch must have a part for each of {size} ranks (got {len(parts)}, by the "
                 "sizes of torch.chunk); pass a multiple of the number of ranks"
             )
-        digests = digests_of(model, step, wrap, tolerance)
+        digests = digests_of(model, step, tolerance)
     check_equal(group.all_gather_object(digests))
     for tensor in (*net.parameters(), *net.buffers()):
         tensor.data.copy_(group.broadcast(tensor.data, 0))
-    # 2. Run the copies.
-    batch, targets = parts[rank]
-    shard = step._replace(batch=batch, targets=targets)
-    with all_or_none(group) as times:
-        own = run_rank(net, shard, device, wrap, times)
-    # 3. Bring their parts of all quantities to rank 0, one at a time.
-    actual: Quantities = {}
-    for kind, quantities in own.quantities.items():
-        actual[kind] = {}
-        every = group.all_gather_object(list(quantities))
-        for name in dict.fromkeys(name for names in every for name in names):
-            found = group.all_gather_object(quantities.get(name, {}))
-            if rank == 0:
-                actual[kind][name] = {i: part for each in found for i, part in each.items()}
-    if wrap is None:
-        for name, own_parts in _of_parameters(actual).items():
-            actual[GRADIENTS][name] = {0: torch.stack(list(own_parts.values())).sum(0)}
-    # 4. Compare them there with one device, for which rank 0 is the only process.
-    result = Verification({}, tolerance, size, copies="ranks")
-    alone = distributed.new_group([0])
-    with all_or_none(group):
-        if rank == 0:
-            with processes(alone):
-                expected = run_alone(model, step, device, actual).quantities
+    batch, targets = parts[group.rank]
+    return net, step._replace(batch=batch, targets=targets)
+
+
+def _gathered(group: ProcessGroup, own: Quantities) -> Quantities:
+    """Brings the parts of all quantities to rank 0, one quantity at a time."""
+    whole: Quantities = {}
+    for quantity in dict.fromkeys(chain(*group.all_gather_object(list(own)))):
+        for parts in group.all_gather_object(own.get(quantity, {})):
+            if group.rank == 0:
+                whole.setdefault(quantity, {}).update(parts)
+    return whole
+
+
+def _compared_by_first(
+    group: ProcessGroup, result: Verification, actual: Quantities, model: nn.Module, step: Step
+) -> Verification:
+    """Compares the ranks with one device on rank 0, which runs as if it were the only process."""
+    with all_or_none(group) as closing:
+        alone = distributed.new_group([0])
+        closing.callback(distributed.destroy_process_group, alone)
+        if group.rank == 0:
+            with as_world(alone):
+                expected = run_alone(model, step, actual)
             result = _compared(result, actual, expected)
-            result = replace(result, explanation=_explanation(result, actual, expected, wrap))
-    distributed.destroy_process_group(alone)
+            explanation = _explanation(result, actual, expected, step.wrap)
+            result = replace(result, explanation=explanation)
     return group.all_gather_object(result)[0]
 
 
-def _of_parameters(quantities: Quantities) -> dict[str, Parts]:
-    gradients = quantities[GRADIENTS].items()
-    return {name: parts for name, parts in gradients if not name.startswith("gradient of input ")}
+def _of_parameters(quantities: Quantities) -> Quantities:
+    return {key: parts for key, parts in quantities.items() if key.of_parameter}
 
 
 def _explanation(
@@ -284,11 +296,13 @@ def _explanation(
 ) -> str:
     """Says what the differences between ranks have in common, if it is one of the usual things."""
     size, lines = result.replicas, list[str]()
-    how = "DDP averages" if wrap is DistributedDataParallel else "the wrapper averages"
-    how = "without wrap, verify adds" if wrap is None else how
+    if wrap is None:
+        how = "without wrap, verify adds"
+    else:
+        how = f"{'DDP' if wrap is DistributedDataParallel else 'the wrapper'} averages"
 
     def are(factor: float) -> bool:
-        scaled = {n: {0: factor * parts[0]} for n, parts in _of_parameters(expected).items()}
+        scaled = {key: {0: factor * parts[0]} for key, parts in _of_parameters(expected).items()}
         found = _differences(GRADIENTS, _of_parameters(actual), scaled, result)
         return _largest(found) <= result.tolerance
 
@@ -310,52 +324,55 @@ def _explanation(
 
 
 def _compared(result: Verification, actual: Quantities, expected: Quantities) -> Verification:
-    found = {kind: _differences(kind, actual[kind], expected[kind], result) for kind in KINDS}
+    found = {kind: _differences(kind, actual, expected, result) for kind in KINDS}
     return replace(result, differences=found)
 
 
 def _differences(
-    kind: str, actual: dict[str, Parts], expected: dict[str, Parts], result: Verification
+    kind: str, actual: Quantities, expected: Quantities, result: Verification
 ) -> list[Difference]:
-    tensors = [] if kind == LAYERS else [parts[0] for parts in expected.values()]
     # Errors are relative to the largest value of a tensor, or to a thousandth of the largest of
     # the kind if that is more: some quantities cancel except for rounding, such as the gradient of
-    # a bias before a normalization.
-    least = 1e-3 * max(map(_magnitude, tensors), default=0.0)
+    # a bias before a normalization. Layers may differ in scale, so theirs are not compared.
+    same_scale = [parts[0] for key, parts in expected.items() if key.kind == kind != LAYERS]
+    least = 1e-3 * max(map(_magnitude, same_scale), default=0.0)
     return [
-        _difference(name, actual.get(name), expected.get(name), least, result)
-        for name in expected | actual
+        _difference(key, actual.get(key), expected.get(key), least, result)
+        for key in expected | actual
+        if key.kind == kind
     ]
 
 
 def _difference(
-    where: str, actual: Parts | None, expected: Parts | None, least: float, result: Verification
+    quantity: Quantity,
+    actual: Parts | None,
+    expected: Parts | None,
+    least: float,
+    result: Verification,
 ) -> Difference:
     """Compares the joined tensors of the copies with the tensor of one device."""
+    where, copies = quantity.where, result.copies
     if actual is None or expected is None:
-        only = "one device has" if actual is None else f"{result.copies} have"
+        only = "one device has" if actual is None else f"{copies} have"
         return Difference(where, math.inf, f"only {only} it")
-    (reference,) = expected.values()
+    reference = expected[0]
     shape = reference.shape
-    parts = {index: actual[index] for index in sorted(actual)}
-    first, *others = parts.values()
-    is_output = where.startswith("output")
-    if is_output and not shape and (others or first.dim()):  # gathered they are a vector
-        return Difference(where, 0.0, f"the {result.copies} have scalars of their own")
-    if all(part.shape == shape for part in parts.values()):
+    if quantity.kind in (LAYERS, OUTPUTS) and not shape:
+        return Difference(where, 0.0, "scalars are not joined, and so not compared")
+    if all(part.shape == shape for part in actual.values()):
         # Buffers, and outputs that depend on parameters alone, are the same in each copy.
-        error = max(_error(part, reference, least) for part in parts.values())
-        other = [i for i, part in parts.items() if _error(part, first, least) > result.tolerance]
-        reason = ""
-        if other:
-            number, copy = min(parts), result.copies[:-1]
-            reason = f"error {error:.1e}, and {listed(other, copy)} and {copy} {number} differ"
+        first, reason = min(actual), ""
+        error = max(_error(part, reference, least) for part in actual.values())
+        apart = {i: _error(part, actual[first], least) for i, part in actual.items()}
+        if others := sorted(i for i in apart if apart[i] > result.tolerance):
+            copy = copies.removesuffix("s")
+            reason = f"error {error:.1e}, and {listed(others, copy)} and {copy} {first} differ"
         return Difference(where, error, reason)
-    whole = joined(list(parts.values()), shape)
+    whole = joined(actual, shape)
     if whole is not None:
         return Difference(where, _error(whole, reference, least))
-    shapes = ", ".join(str(tuple(part.shape)) for part in parts.values())
-    reason = f"shapes {shapes} in the {result.copies}, {tuple(shape)} on one device"
+    shapes = ", ".join(str(tuple(actual[i].shape)) for i in sorted(actual))
+    reason = f"shapes {shapes} in the {copies}, {tuple(shape)} on one device"
     return Difference(where, math.inf, reason)
 
 

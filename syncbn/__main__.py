@@ -20,7 +20,6 @@ import io
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--replicas", type=int, default=4, help="replicas per device (default 4)")
     add("--timeout", type=float, default=300, help="seconds that ranks may wait (default 300)")
-    add("--rank", type=int, help=argparse.SUPPRESS)  # of the ranks that this program starts
-    add("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not 2 <= options.replicas <= 1024:  # each is a thread
         parser.error(f"--replicas must be from 2 to 1024 (got {options.replicas})")
-    torch.manual_seed(0)
-    if options.folder:
-        return run_own_rank(options.rank, options.folder, options.timeout)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return check_launched_ranks(environment, accelerators, options.timeout)
     print(environment)
@@ -127,15 +122,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def report(head: str, rows: Sequence[Row]) -> int:
     """Prints the lines to be pasted. Returns the exit status."""
     passed = all(verdict == "PASS" for verdict, *_ in rows)
-    above = "" if passed else " Add the comparisons above."
+    above, verdict = "", "PASS: they run, communicate, and compute what one device computes"
+    if not passed:
+        above, verdict = (
+            " Add the comparisons above.",
+            "FAIL: they raise, or differ from one device",
+        )
     print(f"\nTo report the result, paste the lines below into an issue.{above}\n")
     print(f"```\n{head}\n")
     print(table(("result", "checked", "largest error"), rows))
-    if passed:
-        print("PASS: they run, communicate, and compute what one device computes")
-    else:
-        print("FAIL: they raise, or differ from one device")
-    print("```")
+    print(f"{verdict}\n```")
     return 0 if passed else 1
 
 
@@ -143,8 +139,8 @@ def check_replicas(accelerators: list[torch.device], replicas: int) -> list[Row]
     checked = [[device] * replicas for device in (_CPU, *accelerators)]
     if len(accelerators) > 1:
         checked.append(accelerators)
-    batch = make_batch(max(replicas, len(accelerators)))
-    rows = []
+    torch.manual_seed(0)
+    batch, rows = make_batch(max(replicas, len(accelerators))), list[Row]()
     for devices in checked:
         names = ", ".join(dict.fromkeys(map(str, devices)))
         what = f"{len(devices)} replicas on {names}"
@@ -154,6 +150,7 @@ def check_replicas(accelerators: list[torch.device], replicas: int) -> list[Row]
 
 def check_ranks(devices: Sequence[torch.device], backends: Sequence[str]) -> list[Row]:
     """Compares the ranks of this process's group, on each of its devices."""
+    torch.manual_seed(0)  # all ranks need the same batch
     size, rows = distributed.get_world_size(), list[Row]()
     cases: dict[str, tuple[nn.Module, Any]] = {
         "uneven shards": (make_layers(), None),
@@ -175,7 +172,7 @@ def compared(
     rows = []
     for dtype in [*([torch.float64] if has_float64(device) else []), torch.float32]:
         title = f"{what} in {str(dtype).removeprefix('torch.')}"
-        print(f"\n{title}, compared with one device:")
+        print(f"\n{title}, compared with one device:", flush=True)
         try:
             found = verify(*arguments, dtype=dtype, wrap=wrap)
             print(found)
@@ -197,17 +194,18 @@ def check_launched_ranks(
     if accelerators:
         device = accelerators[int(os.environ.get("LOCAL_RANK", "0")) % len(accelerators)]
         torch.get_device_module(device).set_device(device)
-        # NCCL refuses ranks that share a GPU.
+        backend = distributed.Backend.default_device_backend_map.get(device.type, "gloo")
+        # NCCL refuses ranks that share a GPU, and is not part of torch for Windows.
         is_shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > len(accelerators)
-        backend_of = distributed.Backend.default_device_backend_map
+        usable = distributed.is_backend_available(backend) and not is_shared
         devices.append(device)
-        backends.append("gloo" if is_shared else backend_of.get(device.type, "gloo"))
+        backends.append(backend if usable else "gloo")
     each = [f"{device.type}:{backend}" for device, backend in zip(devices, backends, strict=True)]
     backend = ",".join(each) if len({*backends}) > 1 else "gloo"
     distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
     group = ProcessGroup(name="python -m syncbn")
     owned = group.all_gather_object(", ".join(map(described, devices[1:] or devices)))
-    with redirect_stdout(sys.stdout if group.rank == 0 else io.StringIO()):
+    with printing_of_first():
         print(environment)
         rows = check_ranks(devices, backends)
         ranks = "\n".join(f"Rank {rank}: {name}" for rank, name in enumerate(owned))
@@ -217,6 +215,11 @@ def check_launched_ranks(
     status = max(group.all_gather_object(status))
     distributed.destroy_process_group()
     return status
+
+
+def printing_of_first() -> redirect_stdout[Any]:
+    """Drops what ranks print, except the first one."""
+    return redirect_stdout(sys.stdout if distributed.get_rank() == 0 else io.StringIO())
 
 
 def version_of(backend: str) -> str:
@@ -234,34 +237,30 @@ def check_own_ranks(timeout: float) -> list[Row]:
     if not (distributed.is_available() and distributed.is_gloo_available()):
         print("\nNo ranks were checked: this torch has no gloo.")
         return []
+    sys.stdout.flush()  # before the ranks print
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "syncbn", "--timeout", str(timeout), "--folder", folder]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        with open(Path(folder, "errors"), "w+", encoding="utf-8", errors="replace") as errors:
-            ranks = [
-                subprocess.Popen([*command, "--rank", rank], env=environment, stderr=errors)
-                for rank in "01"
-            ]
-            deadline, codes = time.monotonic() + timeout, list[int | None]()
-            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+        # By the name under which new processes find it: their `__main__` is another.
+        run = import_module("syncbn.__main__").run_own_rank
+        context = torch.multiprocessing.spawn(  # type: ignore[attr-defined, no-untyped-call]
+            run, (folder, timeout), nprocs=2, join=False
+        )
+        deadline = time.monotonic() + timeout
+        try:
+            while not context.join(max(0.0, deadline - time.monotonic())):
                 if time.monotonic() > deadline:
-                    break
-                time.sleep(0.1)
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-            errors.seek(0)
-            text = errors.read()
-        if codes == [0, 0]:
-            printed, rows = json.loads(Path(folder, "result").read_text("utf-8"))
-            print(printed, end="")
-            return [tuple(row) for row in rows]
-    ended = ["is running" if code is None else f"exit code {code}" for code in codes]
-    print(f"\n2 ranks on cpu (gloo): rank 0: {ended[0]}, rank 1: {ended[1]}\n{text}")
-    return [("FAIL", "2 ranks on cpu (gloo)", "exit code" if any(codes) else "timeout")]
+                    raise TimeoutError(f"two ranks have not ended after {timeout:g} seconds")
+            rows = json.loads(Path(folder, "rows").read_text("utf-8"))
+        except Exception as error:
+            print(f"\n2 ranks on cpu (gloo): {error}")
+            return [("FAIL", "2 ranks on cpu (gloo)", type(error).__name__)]
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join()
+    return [tuple(row) for row in rows]
 
 
-def run_own_rank(rank: int, folder: str, timeout: float) -> int:
+def run_own_rank(rank: int, folder: str, timeout: float) -> None:
     distributed.init_process_group(
         "gloo",
         init_method=Path(folder, "store").as_uri(),
@@ -269,13 +268,12 @@ def run_own_rank(rank: int, folder: str, timeout: float) -> int:
         world_size=2,
         timeout=timedelta(seconds=timeout),
     )
-    with redirect_stdout(io.StringIO()) as printed:
+    with printing_of_first():
         rows = check_ranks([_CPU], ["gloo"])
     if rank == 0:
-        Path(folder, "result").write_text(json.dumps([printed.getvalue(), rows]), "utf-8")
+        Path(folder, "rows").write_text(json.dumps(rows), "utf-8")
     distributed.barrier()
     distributed.destroy_process_group()
-    return 0
 
 
 def described(device: torch.device) -> str:

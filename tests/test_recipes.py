@@ -21,19 +21,13 @@ PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text("utf-8")
 
 
 def recipe(title: str, **names: Any) -> dict[str, Any]:
-    """Runs the block below a heading, and returns its names."""
+    """Runs the block below a heading, in which some names are known. Returns all names."""
     section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
     (text,) = re.findall(r"^```py(?:thon)?\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
-    exec(compile(text, title, "exec"), names | {"__name__": "recipe"}, names)
+    names |= {"__name__": "recipe", "distributed": distributed, "nn": nn, "torch": torch}
+    names |= {"DistributedDataParallel": DistributedDataParallel, "convert_model": convert_model}
+    exec(compile(text, title, "exec"), names)
     return names
-
-
-def defined(title: str, name: str) -> Any:
-    """A function or class of a recipe, whose names are global to it."""
-    names: dict[str, Any] = {"nn": nn, "torch": torch, "distributed": distributed}
-    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
-    exec(re.findall(r"^```py(?:thon)?\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)[0], names)
-    return names[name]
 
 
 def drawn(*shape: int) -> Tensor:
@@ -53,7 +47,7 @@ MASK = torch.arange(6) < torch.tensor([[6], [2], [1], [0], [0]])
 
 
 def masked(rank: int) -> tuple[Tensor, bool]:
-    layer = defined("Padded sequences and masks", "MaskedNorm")(3).double()
+    layer = recipe("Padded sequences and masks")["MaskedNorm"](3).double()
     own = slice(0, 3) if rank == 0 else slice(3, 5)  # the second rank has only padding
     return layer(SEQUENCES[own], MASK[own]), bool(verify(layer, (SEQUENCES, MASK)))
 
@@ -73,7 +67,7 @@ def test_only_valid_positions_are_normalized():
 
 
 def test_the_memory_of_accumulated_batches_is_what_the_page_says(capsys):
-    net = defined("Gradient accumulation", "net")
+    net = recipe("Gradient accumulation")["net"]
     usual, checkpoints = re.findall(r"(\d+) MiB", capsys.readouterr().out)
     (said,) = re.findall(r"It prints (\d+ MiB and \d+ MiB)", PAGE)
     assert f"{usual} MiB and {checkpoints} MiB" == said
@@ -88,14 +82,9 @@ FIRST, SECOND = drawn(6, 3), 2 * drawn(6, 3) + 1
 
 
 def called_twice(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    names = {"DistributedDataParallel": DistributedDataParallel, "convert_model": convert_model}
     first, second = (x.chunk(2)[rank] for x in (FIRST, SECOND))
-    names = recipe(
-        "Two forwards and one backward under DDP",
-        **names,
-        **{"net": network(), "first": first, "second": second},
-    )
-    net = names["model"].module
+    title = "Two forwards and one backward under DDP"
+    net = recipe(title, net=network(), first=first, second=second)["model"].module
     return {k: p.grad for k, p in net.named_parameters()}, dict(net.state_dict())
 
 
@@ -133,9 +122,9 @@ def test_running_statistics_are_recalibrated_exactly_over_ranks():
 
 
 def test_layers_of_sparse_tensors_are_synchronized_by_a_derived_class():
-    title, x = "Sparse tensors", drawn(9, 4)
-    model = DataParallel(defined(title, "net").double(), ["cpu"] * 3)
-    sparse = defined(title, "SparseTensor")(x, torch.arange(9))
+    x, names = drawn(9, 4), recipe("Sparse tensors")
+    model = DataParallel(names["net"].double(), ["cpu"] * 3)
+    sparse = names["SparseTensor"](x, torch.arange(9))
     expected = nn.functional.batch_norm(x, None, None, training=True)
     torch.testing.assert_close(model(sparse).feats, expected)
 
@@ -144,11 +133,10 @@ def test_layers_of_sparse_tensors_are_synchronized_by_a_derived_class():
 
 
 def with_loss(rank: int) -> bool:
-    loss = defined("The loss of the whole batch under DDP", "whole_batch")
-    options = {"loss": loss, "targets": torch.arange(7) % 2}
-    return bool(
-        verify(convert_model(network()), drawn(7, 3), wrap=DistributedDataParallel, **options)
-    )
+    loss = recipe("The loss of the whole batch under DDP")["whole_batch"]
+    net, targets = convert_model(network()), torch.arange(7) % 2
+    wrap = DistributedDataParallel
+    return bool(verify(net, drawn(7, 3), wrap=wrap, loss=loss, targets=targets))
 
 
 @needs_gloo

@@ -164,7 +164,7 @@ def test_different_calls_and_shapes_are_reported(does, where, reason):
         (lambda: verify(nn.ReLU(), X, []), ValueError, r"more devices, such as \['cpu'\] \* 2"),
         (lambda: verify(nn.ReLU(), X, ["cpu"]), ValueError, "expected two or more devices"),
         (lambda: verify(nn.ReLU(), X[:1]), ValueError, "at least two replicas with data"),
-        (lambda: verify(Loss(), X), ValueError, "return one loss per sample"),
+        (lambda: verify(LossOfSamples(), (X, X)), ValueError, "return one loss per sample"),
         (lambda: verify(nn.ReLU(), X, wrap=nn.Sequential), ValueError, "run under torchrun"),
     ],
     ids=["module", "none", "devices", "samples", "loss", "wrap"],
@@ -172,11 +172,6 @@ def test_different_calls_and_shapes_are_reported(does, where, reason):
 def test_what_cannot_be_compared_is_refused(call, error, requirement):
     with pytest.raises(error, match=requirement):
         call()
-
-
-class Loss(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.square().mean()
 
 
 class Checkpointed(Net):
@@ -253,13 +248,15 @@ def test_replicas_and_one_device_get_the_loss(net, reduction):
     assert other.first_difference.where == "gradient of input `args[0]`"
 
 
-def test_loss_of_each_sample_is_compared():
-    class LossOfSamples(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-            losses = nn.functional.mse_loss(x, y, reduction="none").mean(1)
-            return {"losses": losses, "mean": losses.mean().detach()}
+class LossOfSamples(nn.Module):
+    def forward(self, x: Tensor, y: Tensor, detaches: bool = False) -> dict[str, Any]:
+        losses = nn.functional.mse_loss(x, y, reduction="none").flatten(1).mean(1)
+        mean = losses.mean()
+        return {"losses": losses, "mean": mean.detach() if detaches else mean}
 
-    found = verify(LossOfSamples(), (torch.randn(6, 3), torch.randn(6, 3)), CPUS)
+
+def test_loss_of_each_sample_is_compared():
+    found = verify(LossOfSamples(), (X, 2 * X, True), CPUS)
     assert found and len(found.differences["outputs"]) == 2
 
 
@@ -271,21 +268,14 @@ def test_a_network_in_evaluation_is_refused_unless_a_layer_trains():
     assert verify(convert_model(plain), X, CPUS)
 
 
+class Both(Numbered):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"same": x, "other": x if self.copy_id is None else 2 * x}
+
+
 def test_output_of_a_layer_that_differs_is_named():
-    class Both(Numbered):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"same": x, "other": x if self.copy_id is None else 2 * x}
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.both = Both()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return sum(self.both(x).values())
-
-    first = verify(Net(), X, CPUS).first_difference
-    assert first.where == "output `other` of `both` (Both)"
+    first = verify(nn.Sequential(Both()), X, CPUS).first_difference
+    assert first.where == "output `other` of `0` (Both)"
 
 
 class Derived(nn.BatchNorm1d):
@@ -313,28 +303,16 @@ def test_in_float32_what_is_left_is_rounding():
     assert max(d.error for d in found.differences["gradients"]) > 1e-9
 
 
-class Dropping(nn.Module):
+class Dropping(nn.Linear):
     """Draws random numbers by a function."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn = nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(self.bn(x), 0.5, self.training)
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
 
 
 def test_what_the_model_raises_says_where_verify_was():
-    class Hidden(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.hidden = [nn.BatchNorm1d(3)]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.hidden[0](x)
-
     with pytest.raises(RuntimeError) as error:
-        verify(Hidden(), torch.randn(4, 3), ["cpu"] * 2)
+        verify(nn.Linear(4, 4), torch.randn(4, 3))
     what = "while verify ran a copy of the model, cast to torch.float64, on"
     assert error.value.__notes__[-1] == f"{what} one device"
     with pytest.raises(ValueError, match="more than 1 value per channel") as error:
@@ -343,7 +321,7 @@ def test_what_the_model_raises_says_where_verify_was():
 
 
 def test_a_model_that_draws_random_numbers_is_refused():
-    for net in (Dropping(), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))):
+    for net in (Dropping(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))):
         with pytest.raises(ValueError, match="must not draw random numbers"):
             verify(net, torch.randn(9, 4))
     net[1].eval()

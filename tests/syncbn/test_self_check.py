@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import platform
 import re
+import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -223,24 +227,37 @@ def test_all_ranks_end_with_one_status(fault, codes, errors):
     assert "rank 1 raised RuntimeError: no such kernel" in first.stdout or "raise" not in fault
 
 
+def dies(rank: int, *arguments: object) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+def raises(rank: int, *arguments: object) -> None:
+    if rank == 1:
+        raise OSError("no such backend")
+    time.sleep(1000)
+
+
+def hangs(rank: int, *arguments: object) -> None:
+    if rank == 1:
+        time.sleep(1000)
+
+
 @needs_gloo
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "texts"),
+    ("run", "error", "text"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", ["rank 1: exit code -9", "exit code"]),
-        ("sys.exit('no such backend')", ["rank 1: exit code 1", "no such backend"]),
-        ("time.sleep(1000)", ["rank 1: is running", "timeout"]),
+        (dies, "ProcessExitedException", "process 1 terminated with signal SIGKILL"),
+        (raises, "ProcessRaisedException", "no such backend"),
+        (hangs, "TimeoutError", "two ranks have not ended after 3 seconds"),
     ],
-    ids=["dies", "raises", "hangs"],
 )
-def test_ranks_that_it_starts_end_together(fault, texts, tmp_path, monkeypatch, capsys):
-    (tmp_path / "sitecustomize.py").write_text(
-        f"import os, signal, sys, time\nif sys.orig_argv[-1] == '1':\n    {fault}\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_ranks_that_it_starts_end_together(run, error, text, monkeypatch, capsys):
+    monkeypatch.setattr(check, "run_own_rank", run)
     # A rank that ends ends the other one long before the timeout.
-    ((verdict, what, error),) = check.check_own_ranks(3 if "sleep" in fault else 600)
-    assert (verdict, what) == ("FAIL", "2 ranks on cpu (gloo)")
-    printed = f"{capsys.readouterr().out} {error}"
-    assert [text for text in texts if text not in printed] == []
+    rows = check.check_own_ranks(3 if run is hangs else 600)
+    assert rows == [("FAIL", "2 ranks on cpu (gloo)", error)]
+    assert text in capsys.readouterr().out
+    assert not multiprocessing.active_children()

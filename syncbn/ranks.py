@@ -4,7 +4,7 @@
     dy ──▶ two sums of the shard ──▶ summed ──▶ dx
 
 Forward, each rank gathers one vector from all ranks: how many values per channel a rank has, their
-mean, and their inverse deviation. Backward, the ranks add one vector: the sums of dy, and of
+mean, and ``1 / sqrt(var + eps)``. Backward, the ranks add one vector: the sums of dy, and of
 dy * (x - mean). Everything else concerns the shard of this rank alone, and is done by five kernels
 (see `syncbn.kernels`), in one autograd node that saves x and vectors of length C. On accelerators
 the host waits for nothing.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication._torch import gathered
+from replication._torch import direct_apply, gathered
 from replication.groups.base import Signature
 from replication.groups.processes import Collective, ProcessGroup
 from syncbn.channels import HALF, constant_tensor, in_dtype, in_format_of
@@ -32,11 +32,11 @@ from syncbn.textbook import differentiable_gradients
 
 
 def normalized_in_rank(
-    call: Arguments, group: ProcessGroup, kernels: Kernels, count_batch: CountBatch
+    arguments: Arguments, group: ProcessGroup, kernels: Kernels, count_batch: CountBatch
 ) -> Tensor:
     """Normalizes the shard of this rank with the moments of the whole batch."""
     group.refuse_exports()
-    x, weight, bias, (eps, _) = call
+    x, weight, bias, (eps, _) = arguments
     if x.dtype in HALF:
         weight = weight if weight is None else weight.float()
         bias = bias if bias is None else bias.float()
@@ -45,7 +45,7 @@ def normalized_in_rank(
     return _normalize(x, weight, bias, group, signatures, kernels, eps, count_batch)  # type: ignore[no-any-return]
 
 
-class Normalize(Function):
+class NormalizeRank(Function):
     """The five kernels and the two collectives of a call."""
 
     @staticmethod
@@ -84,7 +84,7 @@ class Normalize(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # Without a gradient dy is zeros, because the other ranks wait for the sums of this one.
+        # If no gradient comes, dy is zeros, because the other ranks wait for the sums of this one.
         (x, weight), (group, signature, kernels, batch) = ctx.saved_tensors, ctx.call
         needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # the gradients need derivatives
@@ -102,8 +102,7 @@ class Normalize(Function):
         return dx, dweight, dbias if needs_dbias else None, None, None, None, None, None
 
 
-# Without the calls in Python that `Function.apply` makes. Not for a `torch.func` transform.
-_normalize: Any = super(Function, Normalize).apply
+_normalize = direct_apply(NormalizeRank)
 
 
 @lru_cache(maxsize=1024)

@@ -177,7 +177,7 @@ def direct_apply(function: type[Function]) -> Any:
 
     The one in Python also serves the transforms of `torch.func`, which layers have refused before.
     """
-    return super(Function, function).apply
+    return super(Function, function).apply  # type: ignore[misc]
 
 
 #: Returns whether a `torch.func` transform (``grad``, ``vmap``, ...) is active in this thread.

@@ -186,11 +186,8 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             name, tag = name_in_graph(self.process_group), self.running_mean
             fits_graph = self.group_size is None and self.track_running_stats
             if fits_graph and name is not None and tag is not None:
-                arguments, add = (
-                    self._checked_arguments(input),
-                    partial(add_in_graph, name, tag[:1]),
-                )
-                y, moments = batch_norm(*arguments, add)
+                arguments = self._checked_arguments(input)
+                y, moments = batch_norm(*arguments, partial(add_in_graph, name, tag[:1]))
                 self._count_batch().update(moments)
                 return y
         return self._trained_out_of_graph(input)

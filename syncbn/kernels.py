@@ -14,9 +14,9 @@ the same names and arguments, each composed of a few operations that torch has t
 
 The output and the gradient of a shard are affine maps of each channel of x. So is batch norm in
 evaluation mode (`native_batch_norm` with given moments), in one pass. On the CPU it computes
-x * scale + (shift - mean * scale), which loses digits if a mean is large compared with the standard
-deviation. Such means stay in float64, so that their merge loses nothing, and the kernels that get
-one center x first. Otherwise vectors of length C are in the accumulation dtype.
+x * scale + (shift - mean * scale), which loses digits if a mean is large compared with the
+standard deviation. Such means stay in float64, so that their merge loses nothing, and the kernels
+that get one subtract it from x first. Otherwise vectors of length C are in the accumulation dtype.
 
 The methods of `Kernels` call them with what they take: kernels of accelerators refuse an empty
 shard, and some buffers.

@@ -60,22 +60,22 @@ class NormalizeRank(Function):
         eps: float,
         count_batch: CountBatch,
     ) -> Tensor:
-        own, channels = kernels.measure(x, eps), x.size(1)
+        own, channels, is_on_host = kernels.measure(x, eps), x.size(1), kernels.are_on_host
         n, mean, inverse, _ = own
-        # The kernels divide by counts, so that of an empty shard is as small as it can be.
+        # The kernels divide by counts, so the count of an empty shard is the least positive number.
         count = n or torch.finfo(mean.dtype).tiny
         with Collective(group, signatures[0]) as call:
-            numbers = (call.number, count) if kernels.are_on_host else (count,)
+            numbers = (call.number, count) if is_on_host else (count,)
             constants = [constant_tensor((one,), mean.device, mean.dtype) for one in numbers]
             rows = gathered(torch.cat((*constants, mean, inverse)), call.process_group)
-            if kernels.are_on_host:
+            if is_on_host:
                 of_calls, counts_read = zip(*rows.narrow(1, 0, 2).tolist(), strict=True)
                 call.check(of_calls)
         first = len(numbers)
         counts, means = rows.select(1, first - 1), rows.narrow(1, first, channels)
         inverses = rows.narrow(1, first + channels, channels)
         # On accelerators, reading the counts would block the host.
-        n = round(sum(counts_read)) if kernels.are_on_host else counts.int()
+        n = round(sum(counts_read)) if is_on_host else counts.int()
         check_count(n, x)  # on every rank
         batch = kernels.merge_moments(x, own, n, counts, means, inverses, count_batch)
         ctx.call = group, signatures[1], kernels, batch

@@ -261,8 +261,8 @@ def _gradients(
         torch.stack(kernels.reduce_gradient(dy, x, batch, None)[:2]).to(inverse.device)
         for dy, x, batch in zip(dys, xs, batches, strict=True)
     ]
-    # In the order of the replicas. To stack and sum takes two kernels for any number of them, and to
-    # add one by one takes at most two for up to three.
+    # In the order of the replicas. `stack` and `sum` are two kernels for any number of replicas, and
+    # up to three take at most two additions.
     total = torch.stack(sums).sum(0) if len(sums) > 3 else reduce(torch.add, sums)
     dbias, dweight = total[0], total[1] * inverse if needs_dweight else None
     totals = copied([total], [x.device for x in xs])
@@ -356,7 +356,7 @@ class History:
 
 
 def _nearest(calls: Sequence[PastCall], own: KernelMoments, limit: float) -> list[PastCall]:
-    """Returns the calls of least distance, if it is within the limit. Equal inputs make several."""
+    """Returns the calls of least distance, several for equal inputs, if it is within the limit."""
     found = [_distance(call.own, own) for call in calls]
     distances: list[float] = torch.stack(found).tolist() if found else []
     least = min(distances, default=math.inf)

@@ -12,8 +12,8 @@ is batch normalization (Ioffe & Szegedy, "Batch Normalization: Accelerating Deep
 by Reducing Internal Covariate Shift", 2015, algorithm 1) of the whole batch instead of the shard.
 
 There is no backward in this file, because autograd derives it. What a copy adds changes the
-results of all copies, so the derivative of ``add`` is again ``add``, of the gradients. It makes the
-two sums in the gradient of x (section 3 of the same paper) sums over the whole batch:
+results of all copies, so the derivative of ``add`` is again ``add``, of the gradients. Because of
+it the two sums in the gradient of x (section 3 of the same paper) span the whole batch:
 
     dx = (dy - sum(dy) / n - (x - mean) * sum(dy * (x - mean)) / (n * (var + eps)))
          * weight / sqrt(var + eps)

@@ -261,8 +261,8 @@ def _gradients(
         torch.stack(kernels.reduce_gradient(dy, x, batch, None)[:2]).to(inverse.device)
         for dy, x, batch in zip(dys, xs, batches, strict=True)
     ]
-    # In the order of the replicas. For any number of them `stack` and `sum` are two kernels, but up
-    # to three replicas take at most two additions.
+    # In the order of the replicas. `stack` and `sum` are two kernels for any number of replicas.
+    # Adding one by one takes fewer, or as many, for up to three.
     total = torch.stack(sums).sum(0) if len(sums) > 3 else reduce(torch.add, sums)
     dbias, dweight = total[0], total[1] * inverse if needs_dweight else None
     totals = copied([total], [x.device for x in xs])

@@ -135,7 +135,7 @@ _FEW_VALUES = 2**16
 _LEAST_ROW = 32
 
 #: The number of values that `_moments_of_rows` copies at a time, so that the copy fits a cache.
-_CHUNK = 2**18
+_CHUNK = 2**17
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,8 @@ def _moments_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     n = samples * rows.size(1)
     mean = rows.sum(1).view(samples, channels).sum(0, dtype=torch.float64).div_(n)
     center = mean.to(rows.dtype)
-    centers, at_once = center.repeat(samples).unsqueeze(1), max(1, _CHUNK // rows.size(1))
+    centers = center.repeat(samples).unsqueeze(1)
+    at_once = max(1, _CHUNK // rows.size(1))
     squares, copy = rows.new_empty(len(rows)), torch.empty_like(rows[:at_once])
     for some, their_centers, sums in zip(
         *(t.split(at_once) for t in (rows, centers, squares)), strict=True

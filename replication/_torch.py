@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 from torch._compile import _disable_dynamo
-from torch.autograd import Function, forward_ad, profiler
+from torch.autograd import forward_ad, profiler
 from torch.fx import GraphModule
 from torch.nn.parallel.data_parallel import _check_balance as check_balance
 from torch.torch_version import TorchVersion
@@ -88,6 +88,15 @@ def device_of_group(process_group: Any) -> torch.device:
     if "cpu" in kinds:
         return torch.device("cpu")
     return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Any:
+    """Returns ``function.apply`` without its handling of `torch.func`, for callers that refuse it.
+
+    ``Function.apply`` is Python code that looks for transforms, and then calls the same method of
+    its base class, which is written in C++.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def is_usable(process_group: Any) -> bool:
@@ -170,14 +179,6 @@ def is_dtensor(tensor: object) -> bool:
     # By its name, because importing it takes a second.
     kind = type(tensor)
     return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
-
-
-def direct_apply(function: type[Function]) -> Any:
-    """Returns a faster ``function.apply``: the method in C++ that the one in Python overrides.
-
-    The one in Python also serves the transforms of `torch.func`, which layers have refused before.
-    """
-    return super(Function, function).apply  # type: ignore[misc]
 
 
 #: Returns whether a `torch.func` transform (``grad``, ``vmap``, ...) is active in this thread.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication._torch import direct_apply, gathered
+from replication._torch import apply_of, gathered
 from replication.groups.base import Signature
 from replication.groups.processes import Collective, ProcessGroup
 from syncbn.channels import HALF, constant_tensor, in_dtype, in_format_of
@@ -102,7 +102,7 @@ class NormalizeRank(Function):
         return dx, dweight, dbias if needs_dbias else None, None, None, None, None, None
 
 
-_normalize = direct_apply(NormalizeRank)
+_normalize = apply_of(NormalizeRank)
 
 
 @lru_cache(maxsize=1024)

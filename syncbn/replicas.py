@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication._torch import direct_apply, sees_saved_tensors
+from replication._torch import apply_of, sees_saved_tensors
 from replication.devices import current_streams, record_stream, use_streams
 from replication.errors import ReplicationError
 from replication.groups.replicas import ReplicaGroup, hidden_from_hooks
@@ -246,7 +246,7 @@ class NormalizeReplicas(Function):
         return None, None, *grads
 
 
-_connect = direct_apply(NormalizeReplicas)
+_connect = apply_of(NormalizeReplicas)
 
 
 def _gradients(

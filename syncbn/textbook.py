@@ -30,24 +30,28 @@ is not the point:
 What is exact
 -------------
 The formula for var subtracts two numbers that are nearly equal if the mean is large compared with
-the standard deviation. This loses log10(mean^2 / var) digits, so three things are done about it:
+the standard deviation, and so loses log10(mean^2 / var) digits. There are two remedies:
 
 1. Each copy first subtracts a constant from x, the pivot: the mean of its own shard. The sums of
-   x - pivot lose nothing, and from them the sums of x follow in float64 (see `sums_of`), which is
-   what the copies add. At a mean of 1e4 standard deviations 8 of 16 digits are left, about as many
-   as an input in float32 has. This is `batch_norm`, which takes one sum. Compiled calls use it.
-2. Subtracting one constant on all copies does not change y. If the constant is the mean of the
-   batch, the subtraction in var loses nothing, however large the mean was. But it is only known
-   after another sum. This is `exact_batch_norm`, which takes two sums. Uncompiled calls use it.
-3. A backward knows the mean from forward, so it is exact with one sum.
+   x - pivot lose no digits. From them the sums of x follow in float64 (see `sums_of`), and these
+   are what the copies add. At a mean of 1e4 standard deviations, for example, 8 of 16 digits are
+   left, about as many as an input in float32 has. This is `batch_norm`, which takes one sum.
+   Compiled calls use it.
+2. To subtract the same constant from x on all copies does not change y. If the constant is the
+   mean of the batch, the formula for var loses nothing, however large the mean is. But this mean
+   is known only after another sum. This is `exact_batch_norm`, which takes two sums. Calls that
+   are not compiled use it.
+
+A backward knows the mean from forward, so it is exact with one sum.
 
 The fast roads merge variances in another way (Chan, Golub & LeVeque, "Updating Formulae and a
 Pairwise Algorithm for Computing Sample Variances", 1979):
 
     mean = sum_i n_i mean_i / n,    var = sum_i n_i (var_i + (mean_i - mean)^2) / n
 
-where shard i has n_i values. Nothing cancels here, but each copy needs the means of all others, so
-they gather them. A sum is not enough, and it is all that a compiled graph has.
+where shard i has n_i values per channel. Nothing cancels here, so one exchange is exact at any
+mean. But each copy needs the means of all others, so the copies gather them instead of adding,
+while the textbook asks for no more than a sum.
 
 Empty shards
 ------------

@@ -42,7 +42,7 @@ def normalized_in_rank(
         bias = bias if bias is None else bias.float()
     requires_grad = torch.is_grad_enabled() and x.requires_grad
     signatures = _signatures(eps, x.dtype, x.size(1), requires_grad)
-    return _normalize(x, weight, bias, group, signatures, kernels, eps, count_batch)  # type: ignore[no-any-return]
+    return _normalized(x, weight, bias, group, signatures, kernels, eps, count_batch)  # type: ignore[no-any-return]
 
 
 class NormalizeRank(Function):
@@ -102,7 +102,7 @@ class NormalizeRank(Function):
         return dx, dweight, dbias if needs_dbias else None, None, None, None, None, None
 
 
-_normalize = apply_of(NormalizeRank)
+_normalized = apply_of(NormalizeRank)
 
 
 @lru_cache(maxsize=1024)

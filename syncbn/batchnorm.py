@@ -90,7 +90,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     #: Whether the buffers belong to the original module. On replicas, only copy 0 shares them.
     _has_original_buffers = True
     #: Set on a replica.
-    _history: History | None = None
+    _past_calls: History | None = None
 
     def __init__(
         self,
@@ -123,9 +123,9 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         super().__data_parallel_replicate__(ctx, copy_id)
         if isinstance(ctx, CallbackContext):  # another toolkit's context has no path
             where = f"`{path_or_root(ctx.path)}`, replica {copy_id}"
-            # `self._history = ...` would be slow on a module.
+            # `self._past_calls = ...` would be slow on a module.
             vars(self)["_has_original_buffers"] = copy_id == 0
-            vars(self)["_history"] = History(where)
+            vars(self)["_past_calls"] = History(where)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name in CORRECTION:  # redundant with the running statistics
@@ -155,7 +155,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
 
     def _evaluated(self, input: Tensor) -> Tensor:
         # A training forward may update the original's buffers before the backward of this call.
-        is_shared = self._history is not None and self._has_original_buffers
+        is_shared = self._past_calls is not None and self._has_original_buffers
         return self._alone(input, copies_buffers=is_shared and torch.is_grad_enabled())
 
     def _alone(self, input: Tensor, copies_buffers: bool = False) -> Tensor:
@@ -204,11 +204,11 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         is_counted = self._has_original_buffers and not group.recomputes
         count_batch = self._count_batch if is_counted else RunningStatistics
         if not dispatch_modes():
-            return _synchronized(arguments, group, self._history, count_batch)
+            return _synchronized(arguments, group, self._past_calls, count_batch)
         with unseen_by_checkpoints():
-            return _synchronized(arguments, group, self._history, count_batch)
+            return _synchronized(arguments, group, self._past_calls, count_batch)
 
-    # All of it, because `torch.compile` would compile `self.group` again for each layer.
+    # Uncompiled as a whole, because `torch.compile` would compile `self.group` for each layer.
     _trained_out_of_graph = uncompiled(_trained)
 
     def _checked_arguments(self, input: Tensor) -> Arguments:
@@ -235,7 +235,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             )
         if dtype not in _DTYPES:
             raise NotImplementedError(f"{self._named()} is not implemented for inputs of {dtype}")
-        if self.eps <= 0 or not (momentum is None or type(momentum) is float):
+        if not self.eps > 0 or not (momentum is None or type(momentum) is float):
             # torch raises its own error, if it does not take them.
             number: Any = 0.0 if momentum is None else momentum
             nn.functional.batch_norm(_BATCH, None, None, None, None, True, number, self.eps)

@@ -25,8 +25,8 @@ from replication.groups.replicas import CallbackContext, ReplicaGroup
 from syncbn.channels import HALF, in_dtype, in_float64, with_usual_strides
 from syncbn.kernels import kernels_for
 from syncbn.ranks import normalized_in_rank
-from syncbn.replicas import Recorded, normalized_in_replica
-from syncbn.statistics import Arguments, CountBatch, Denominator, RunningStatistics, check_count
+from syncbn.replicas import History, normalized_in_replica
+from syncbn.statistics import Arguments, CountBatch, Epsilon, RunningStatistics, check_count
 from syncbn.textbook import add_in_graph, batch_norm, exact_batch_norm
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -43,7 +43,7 @@ __all__ = [
 CORRECTION = frozenset(("_tmp_running_mean", "_tmp_running_var", "_running_iter"))
 
 _DTYPES = (*HALF, torch.float32, torch.float64)
-_LOCAL = (Tensor, nn.Parameter, type(None))
+_TENSORS = ("weight", "bias", "running_mean", "running_var")
 _BATCH = torch.zeros(2, 1, device="cpu")
 
 _eps_mode = "plus"
@@ -90,7 +90,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     #: Whether the buffers belong to the original module. On replicas, only copy 0 shares them.
     _has_original_buffers = True
     #: Set on a replica.
-    _recorded_calls: Recorded | None = None
+    _past_calls: History | None = None
 
     def __init__(
         self,
@@ -121,11 +121,11 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Connects this copy with the others."""
         super().__data_parallel_replicate__(ctx, copy_id)
-        if isinstance(ctx, CallbackContext):  # not of another toolkit
+        if isinstance(ctx, CallbackContext):  # another toolkit's context has no path
             where = f"`{path_or_root(ctx.path)}`, replica {copy_id}"
-            # `self._recorded_calls = ...` would be slow on a module.
+            # `self._past_calls = ...` would be slow on a module.
             vars(self)["_has_original_buffers"] = copy_id == 0
-            vars(self)["_recorded_calls"] = Recorded(where)
+            vars(self)["_past_calls"] = History(where)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name in CORRECTION:  # redundant with the running statistics
@@ -150,12 +150,12 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         layer = tracer.create_proxy("get_attr", path, (), {})
         return tracer.create_proxy("call_method", "_normalize", (layer, input), {})
 
-    #: Not overridden by derived classes.
+    #: The forward of this class, even in a derived class that overrides `forward`.
     _normalize = forward
 
     def _evaluated(self, input: Tensor) -> Tensor:
         # A training forward may update the original's buffers before the backward of this call.
-        is_shared = self._recorded_calls is not None and self._has_original_buffers
+        is_shared = self._past_calls is not None and self._has_original_buffers
         return self._alone(input, copies_buffers=is_shared and torch.is_grad_enabled())
 
     def _alone(self, input: Tensor, copies_buffers: bool = False) -> Tensor:
@@ -186,8 +186,8 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             name, tag = name_in_graph(self.process_group), self.running_mean
             fits_graph = self.group_size is None and self.track_running_stats
             if fits_graph and name is not None and tag is not None:
-                call, add = self._checked_arguments(input), partial(add_in_graph, name, tag[:1])
-                y, moments = batch_norm(*call, add)
+                arguments = self._checked_arguments(input)
+                y, moments = batch_norm(*arguments, partial(add_in_graph, name, tag[:1]))
                 self._count_batch().update(moments)
                 return y
         return self._trained_out_of_graph(input)
@@ -198,17 +198,17 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             if self.process_group is not None:
                 self._checked_arguments(input)
             return self._alone(input)
-        call = self._checked_arguments(input)
-        if has_other_derivatives((input, call.weight, call.bias)):
+        arguments = self._checked_arguments(input)
+        if has_other_derivatives((input, arguments.weight, arguments.bias)):
             raise lost_derivatives(self._named())
         is_counted = self._has_original_buffers and not group.recomputes
-        count_batch = self._count_batch if is_counted else RunningStatistics  # without buffers
+        count_batch = self._count_batch if is_counted else RunningStatistics
         if not dispatch_modes():
-            return _synchronized(call, group, self._recorded_calls, count_batch)
+            return _synchronized(arguments, group, self._past_calls, count_batch)
         with unseen_by_checkpoints():
-            return _synchronized(call, group, self._recorded_calls, count_batch)
+            return _synchronized(arguments, group, self._past_calls, count_batch)
 
-    # The whole, because `torch.compile` would compile `self.group` anew for each layer.
+    # Uncompiled as a whole, because `torch.compile` would compile `self.group` for each layer.
     _trained_out_of_graph = uncompiled(_trained)
 
     def _checked_arguments(self, input: Tensor) -> Arguments:
@@ -221,32 +221,8 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             weight, bias = parameters["weight"], parameters["bias"]
         else:  # what takes longer
             weight, bias = self.weight, self.bias
-        features, momentum = self.num_features, self.momentum
-        mean, var = buffers.get("running_mean"), buffers.get("running_var")
-        dtype, device = input.dtype, input.device
-        kinds = (dtype, torch.float32) if dtype in HALF else (dtype,)
-        fits = (
-            type(input) in _LOCAL
-            and type(weight) in _LOCAL
-            and dtype in _DTYPES
-            and input.size(1) == features
-            and (momentum is None or type(momentum) is float)
-            and self.eps > 0
-        )
-        for tensor in (weight, bias, mean, var):
-            if tensor is not None and (
-                tensor.numel() != features or tensor.device != device or tensor.dtype not in kinds
-            ):
-                fits = False
-        if not fits:
-            tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
-            self._refuse_unless_usable(input, tensors)
-        return Arguments(input, weight, bias, Denominator(self.eps, _eps_mode == "clamp"))
-
-    def _refuse_unless_usable(self, input: Tensor, tensors: dict[str, Tensor | None]) -> None:
-        """Raises if the arguments of a call, which are not the usual ones, cannot be used."""
-        features, dtype = self.num_features, input.dtype
-        if is_dtensor(input) or is_dtensor(tensors["weight"]):
+        dtype, features, momentum = input.dtype, self.num_features, self.momentum
+        if is_dtensor(input) or is_dtensor(weight):
             raise TypeError(
                 f"{self._named()} takes local tensors (got a DTensor); pass x.to_local(), and "
                 "for a batch sharded over one dimension of a mesh, process_group=mesh['dp']"
@@ -259,23 +235,25 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             )
         if dtype not in _DTYPES:
             raise NotImplementedError(f"{self._named()} is not implemented for inputs of {dtype}")
-        # torch checks both, and raises its own errors.
-        momentum: Any = 0.0 if self.momentum is None else self.momentum
-        nn.functional.batch_norm(_BATCH, None, None, None, None, True, momentum, self.eps)
-        for key, tensor in tensors.items():
+        if not self.eps > 0 or not (momentum is None or type(momentum) is float):
+            # torch raises its own error, if it does not take them.
+            number: Any = 0.0 if momentum is None else momentum
+            nn.functional.batch_norm(_BATCH, None, None, None, None, True, number, self.eps)
+        mean, var = buffers.get("running_mean"), buffers.get("running_var")
+        device, kinds = input.device, (dtype, torch.float32) if dtype in HALF else (dtype,)
+        for tensor, name in zip((weight, bias, mean, var), _TENSORS, strict=True):
             if tensor is None:
                 continue
             if tensor.numel() != features:
                 raise RuntimeError(
-                    f"{key} should contain {features} elements not {tensor.numel()}"
+                    f"{name} should contain {features} elements not {tensor.numel()}"
                 )
-            if tensor.device != input.device or (
-                tensor.dtype != dtype and (dtype not in HALF or tensor.dtype != torch.float32)
-            ):
+            if tensor.device != device or tensor.dtype not in kinds:
                 raise RuntimeError(
                     f"{self._named()} expected an input in {tensor.dtype} on {tensor.device}, as "
-                    f"its {key} (got {dtype} on {input.device}); convert one by .to()"
+                    f"its {name} (got {dtype} on {device}); convert one by .to()"
                 )
+        return Arguments(input, weight, bias, Epsilon(self.eps, _eps_mode == "clamp"))
 
     def _count_batch(self) -> RunningStatistics:
         """Counts a batch, and returns the buffers to update with its moments."""
@@ -295,32 +273,32 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
 
     def _named(self) -> str:
         """Returns the name and the class of the layer, for messages."""
-        # Nothing else reads the name: `torch.compile` would compile each layer anew.
+        # Nothing else reads the name: `torch.compile` would compile each layer again.
         kind = type(self).__name__
         return kind if self._layer_name is None else f"`{self._layer_name}` ({kind})"
 
 
 def _synchronized(
-    call: Arguments, group: Group, calls: Recorded | None, count_batch: CountBatch
+    arguments: Arguments, group: Group, history: History | None, count_batch: CountBatch
 ) -> Tensor:
     """Normalizes a shard with the moments of the whole batch, by the textbook or a fast road."""
-    original = call.x
+    original = arguments.x
     x = original if type(original) is Tensor else original.as_subclass(Tensor)
     if 1 in x.shape:
         x = with_usual_strides(x)
     if x is not original:
-        call = call._replace(x=x)
+        arguments = arguments._replace(x=x)
     kind = "cpu" if x.is_cpu else x.device.type  # the same, in less time
-    kernels: Any = None if call.denominator.clamps else kernels_for(kind)
+    kernels: Any = None if arguments.epsilon.clamps else kernels_for(kind)
     if kernels is None:
-        y, moments = exact_batch_norm(*call, group.all_reduce)
+        y, moments = exact_batch_norm(*arguments, group.all_reduce)
         n: Any = moments.n
         check_count(int(n) if n.is_cpu else n, x)
         count_batch().update(moments)
     elif type(group) is ReplicaGroup:  # `isinstance` of an abstract class takes calls in Python
-        y = normalized_in_replica(call, group, kernels, calls, count_batch)  # type: ignore[arg-type]
+        y = normalized_in_replica(arguments, group, kernels, history, count_batch)  # type: ignore[arg-type]
     else:
-        y = normalized_in_rank(call, group, kernels, count_batch)  # type: ignore[arg-type]
+        y = normalized_in_rank(arguments, group, kernels, count_batch)  # type: ignore[arg-type]
     # A subclass decides what its operations return, such as MONAI's MetaTensor with its metadata.
     return y if type(original) is Tensor else y.view_as(original)
 

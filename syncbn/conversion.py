@@ -94,7 +94,7 @@ def convert_model(
         classes: The synchronized class for each further class. Layers of exactly this class get
             the synchronized one, whose constructor does not run, and keep all their attributes.
             For a class derived from `torch.nn.SyncBatchNorm`, or from a layer of an older toolkit,
-            write one that is derived from a layer of ours alone.
+            write one that is derived from a synchronized layer alone.
 
     Returns:
         ``module``.
@@ -150,7 +150,7 @@ def _is_synchronized_by(old: Any, new: Any) -> bool:
         return False
     if old in SYNCHRONIZED:
         return issubclass(new, SYNCHRONIZED[old])
-    # The forwards of older toolkits and of `nn.SyncBatchNorm` would come before ours.
+    # The forwards of older toolkits and of `nn.SyncBatchNorm` would come before the synchronized.
     if hasattr(old, CALLBACK) or issubclass(old, nn.SyncBatchNorm):
         return issubclass(new, SynchronizedBatchNorm)
     order: Any = new.__mro__

@@ -5,7 +5,7 @@ torch has them for accelerators only. On the CPU, the functions of this module s
 the same names and arguments, each composed of a few operations that torch has there:
 
 =====================================  =========================================================
-`batch_norm_stats`                     mean and inverse deviation of a shard
+`batch_norm_stats`                     mean and ``1 / sqrt(var + eps)`` of a shard
 `batch_norm_gather_stats_with_counts`  the same of the batch, and the update of its buffers
 `batch_norm_elemt`                     the output of a shard
 `batch_norm_backward_reduce`           the two sums of backward: of dy, and of dy * (x - mean)
@@ -14,9 +14,9 @@ the same names and arguments, each composed of a few operations that torch has t
 
 The output and the gradient of a shard are affine maps of each channel of x. So is batch norm in
 evaluation mode (`native_batch_norm` with given moments), in one pass. On the CPU it computes
-x * scale + (shift - mean * scale), which loses digits where a mean is large against the deviation.
-Such means stay in float64, so that their merge loses nothing, and the kernels that get one center
-x first. Otherwise vectors of length C are in the accumulation dtype.
+x * scale + (shift - mean * scale), which loses digits if a mean is large compared with the
+standard deviation. Such means stay in float64, so that their merge loses nothing, and the kernels
+that get one subtract it from x first. Otherwise vectors of length C are in the accumulation dtype.
 
 The methods of `Kernels` call them with what they take: kernels of accelerators refuse an empty
 shard, and some buffers.
@@ -42,8 +42,7 @@ from syncbn.channels import (
     per_channel,
     values_per_channel,
 )
-from syncbn.moments import is_large, moments
-from syncbn.statistics import CountBatch, KernelMoments
+from syncbn.statistics import CountBatch, KernelMoments, is_large, moments
 
 
 class Kernels(NamedTuple):
@@ -151,7 +150,7 @@ class Kernels(NamedTuple):
 
 
 def batch_norm_stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Computes mean and inverse deviation of each channel, ``(C,)`` in float64."""
+    """Computes mean and ``1 / sqrt(var + eps)`` of each channel, ``(C,)`` in float64."""
     mean, var = moments(input)
     return mean, (var + eps).rsqrt_()
 
@@ -166,7 +165,7 @@ def batch_norm_gather_stats_with_counts(
     eps: float,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Merges means and inverse deviations of k shards, ``(k, C)``, and updates the buffers.
+    """Merges the moments of k shards, ``(k, C)`` each, and updates the buffers.
 
     ``counts``, ``(k,)``, are positive. Only the dtype of ``input`` matters.
     """
@@ -175,23 +174,23 @@ def batch_norm_gather_stats_with_counts(
     n = sum(counts.tolist())
     share = counts / n
     if input.dtype == torch.float64:
-        # From one of the means on, so that equal means give the same again, to the last digit.
-        # Other dtypes have fewer digits than the means.
-        start = mean[0].nan_to_num(0.0, 0.0, 0.0)
-        merged = torch.addmv(start, (mean - start).T, share)
+        # About one of the means, so that equal means give the same mean, to the last digit. Inputs
+        # of other dtypes have fewer digits than the means.
+        pivot = mean[0].nan_to_num(0.0, 0.0, 0.0)
+        merged = torch.addmv(pivot, (mean - pivot).T, share)
     else:
         merged = share @ mean
-    deviation = mean - merged
-    denominator = share @ invstd.pow(-2).addcmul_(deviation, deviation)
-    inverse = denominator.rsqrt()
-    if input.dtype != torch.float64 and not is_large(merged, denominator):
+    centered = mean - merged
+    var_plus_eps = share @ invstd.pow(-2).addcmul_(centered, centered)
+    inverse = var_plus_eps.rsqrt()
+    if input.dtype != torch.float64 and not is_large(merged, var_plus_eps):
         merged, inverse = merged.float(), inverse.float()
     # Hidden from autograd, as torch's kernels do it: the graph of a forward on one device may have
     # saved a buffer without needing its value.
     if running_mean is not None:
         _average(running_mean.data, merged, momentum)
     if running_var is not None:
-        unbiased = denominator.sub_(eps).relu_().mul_(n / (n - 1))
+        unbiased = var_plus_eps.sub_(eps).relu_().mul_(n / (n - 1))
         _average(running_var.data, unbiased, momentum)
     return merged, inverse
 
@@ -254,7 +253,7 @@ def batch_norm_backward_elemt(
     dtype = accumulation_dtype(input.dtype)
     scale = invstd if weight is None else invstd * weight
     n = -(count.item() if count.numel() == 1 else count.sum().item())
-    # In this order, so that a channel without deviation does not leave the range of float32.
+    # In this order, so that a channel without variance does not leave the range of float32.
     slope, shift = sum_dy_xmu / n * invstd * invstd * scale, sum_dy / n * scale
     # Half precision is rounded once, at the end.
     dx = _affine(in_dtype(input, dtype), mean, slope, shift)

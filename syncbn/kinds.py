@@ -145,21 +145,21 @@ def _kind_of(module: nn.Module) -> Kind | None:
     if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
         return Kind("left alone", "by sample, but its running statistics are the first replica's")
     if isinstance(module, nn.DataParallel):
-        if not runs_callbacks(type(module)):
-            return Kind("wrapper", "does not connect copies: convert_model(model) makes it do so")
-        return Kind("wrapper", "connects the copies of its layers")
+        connects = "connects the copies of its layers"
+        does_not = "does not connect copies: convert_model(model) makes it do so"
+        return Kind("wrapper", connects if runs_callbacks(type(module)) else does_not)
     return None
 
 
 def _kind_of_synchronized(layer: SynchronizedBatchNorm) -> Kind:
     if not reaches_synchronized_forward(type(layer)):
         return Kind("left alone", "its forward does not lead to the synchronized one")
-    notes = {
-        "in eval(): does not synchronize": not layer.training,
-        f"in groups of {layer.group_size}": layer.group_size is not None,
-        "in a process group": layer.process_group is not None,
-    }
-    return Kind("synchronized", "; ".join(note for note, applies in notes.items() if applies))
+    notes = [
+        "" if layer.training else "in eval(): does not synchronize",
+        "" if layer.group_size is None else f"in groups of {layer.group_size}",
+        "" if layer.process_group is None else "in a process group",
+    ]
+    return Kind("synchronized", "; ".join(filter(None, notes)))
 
 
 #: The beginning of the note on a class that can get a synchronized second base class.

@@ -4,7 +4,7 @@
     dy ──▶ two sums of the shard ──▶ summed ──▶ dx
 
 Forward, each rank gathers one vector from all ranks: how many values per channel a rank has, their
-mean, and their inverse deviation. Backward, the ranks add one vector: the sums of dy, and of
+mean, and ``1 / sqrt(var + eps)``. Backward, the ranks add one vector: the sums of dy, and of
 dy * (x - mean). Everything else concerns the shard of this rank alone, and is done by five kernels
 (see `syncbn.kernels`), in one autograd node that saves x and vectors of length C. On accelerators
 the host waits for nothing.
@@ -32,20 +32,20 @@ from syncbn.textbook import differentiable_gradients
 
 
 def normalized_in_rank(
-    call: Arguments, group: ProcessGroup, kernels: Kernels, count_batch: CountBatch
+    arguments: Arguments, group: ProcessGroup, kernels: Kernels, count_batch: CountBatch
 ) -> Tensor:
     """Normalizes the shard of this rank with the moments of the whole batch."""
     group.refuse_exports()
-    x, weight, bias, (eps, _) = call
+    x, weight, bias, (eps, _) = arguments
     if x.dtype in HALF:
         weight = weight if weight is None else weight.float()
         bias = bias if bias is None else bias.float()
     requires_grad = torch.is_grad_enabled() and x.requires_grad
     signatures = _signatures(eps, x.dtype, x.size(1), requires_grad)
-    return _normalize(x, weight, bias, group, signatures, kernels, eps, count_batch)  # type: ignore[no-any-return]
+    return _normalized(x, weight, bias, group, signatures, kernels, eps, count_batch)  # type: ignore[no-any-return]
 
 
-class Normalize(Function):
+class NormalizeRank(Function):
     """The five kernels and the two collectives of a call."""
 
     @staticmethod
@@ -60,22 +60,22 @@ class Normalize(Function):
         eps: float,
         count_batch: CountBatch,
     ) -> Tensor:
-        own, channels = kernels.measure(x, eps), x.size(1)
+        own, channels, is_on_host = kernels.measure(x, eps), x.size(1), kernels.are_on_host
         n, mean, inverse, _ = own
-        # The kernels divide by counts, so that of an empty shard is as small as it can be.
+        # The kernels divide by counts, so that of an empty shard is the least positive number.
         count = n or torch.finfo(mean.dtype).tiny
         with Collective(group, signatures[0]) as call:
-            numbers = (call.fingerprint, count) if kernels.are_on_host else (count,)
+            numbers = (call.fingerprint, count) if is_on_host else (count,)
             constants = [constant_tensor((one,), mean.device, mean.dtype) for one in numbers]
             rows = gathered(torch.cat((*constants, mean, inverse)), call.process_group)
-            if kernels.are_on_host:
+            if is_on_host:
                 of_calls, counts_read = zip(*rows.narrow(1, 0, 2).tolist(), strict=True)
                 call.check(of_calls)
         first = len(numbers)
         counts, means = rows.select(1, first - 1), rows.narrow(1, first, channels)
         inverses = rows.narrow(1, first + channels, channels)
         # On accelerators, reading the counts would block the host.
-        n = round(sum(counts_read)) if kernels.are_on_host else counts.int()
+        n = round(sum(counts_read)) if is_on_host else counts.int()
         check_count(n, x)  # on every rank
         batch = kernels.merge_moments(x, own, n, counts, means, inverses, count_batch)
         ctx.call = group, signatures[1], kernels, batch
@@ -84,7 +84,7 @@ class Normalize(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # Without a gradient dy is zeros, because the other ranks wait for the sums of this one.
+        # If no gradient comes, dy is zeros, because the other ranks wait for the sums of this one.
         (x, weight), (group, signature, kernels, batch) = ctx.saved_tensors, ctx.call
         needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # the gradients need derivatives
@@ -102,7 +102,7 @@ class Normalize(Function):
         return dx, dweight, dbias if needs_dbias else None, None, None, None, None, None
 
 
-_normalize = apply_of(Normalize)
+_normalized = apply_of(NormalizeRank)
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ GIL launch more slowly. On the CPU each replica computes its own shard, before a
 exchange. Small shards take a shorter road there (see `joined`).
 
 An activation checkpoint calls the layer again in backward, where no other replica would answer. So
-each replica keeps the moments of its calls (see `Recorded`).
+each replica keeps the moments of its calls (see `History`).
 """
 
 from __future__ import annotations
@@ -33,33 +33,36 @@ from replication.errors import ReplicationError
 from replication.groups.replicas import ReplicaGroup, hidden_from_hooks
 from syncbn.channels import HALF, constant_tensor, copied, in_format_of, memory_format
 from syncbn.kernels import Kernels
-from syncbn.statistics import Arguments, CountBatch, KernelMoments, Moments, check_count
+from syncbn.statistics import Arguments, CountBatch, KernelMoments, check_count
 from syncbn.textbook import differentiable_gradients
 
 #: The largest shard, in values, that is joined with others. Above it, copying costs more than the
 #: calls of the kernels; `benchmarks.layer` shows where.
 LARGEST_JOINED = 2**18
 
-#: The largest difference between moments, in standard deviations, that is taken for rounding.
+#: The largest difference between moments of equal inputs, in standard deviations.
 ROUNDING = 1e-3
+
+#: The largest difference between moments, in standard deviations, with which outputs are the same.
+SAME = 1e-6
 
 
 def normalized_in_replica(
-    call: Arguments,
+    arguments: Arguments,
     group: ReplicaGroup,
     kernels: Kernels,
-    recorded: Recorded,
+    history: History,
     count_batch: CountBatch,
 ) -> Tensor:
     """Normalizes the shard of this replica with the moments of the whole batch."""
-    shard = Shard(call, kernels)
+    shard = Shard(arguments, kernels)
     if group.in_later_backward:
-        return recomputed(shard, recorded)
+        return recomputed(shard, history)
     if not shard.may_be_joined:
-        shard.save_for_backward()
+        shard.save_in_this_thread()
         if kernels.are_on_host:
-            _ = shard.moments  # computed here, while other replicas compute theirs
-    x, weight, bias, (eps, _) = call
+            shard.measure()  # here, while other replicas measure theirs
+    x, weight, bias, (eps, _) = arguments
     batch, y = group.exchange(
         _name(eps, weight is not None, bias is not None, kernels.are_on_host),
         shard,
@@ -69,9 +72,9 @@ def normalized_in_replica(
         layouts=((x.dtype, (x.size(1),)),),
         requires_grad=torch.is_grad_enabled(),  # tensors of other replicas may require gradients
     )
-    if batch is None:
+    if batch is None:  # joined shards: y is computed, and no checkpoint will call again
         return y
-    recorded.records.append(Record(shard.moments, batch, shard.records_graph, y.requires_grad))
+    history.calls.append(PastCall(shard.measure(), batch, shard.makes_graph, y.requires_grad))
     return shard.output(batch, y)
 
 
@@ -89,44 +92,49 @@ class Shard:
     holder: Any = None
     _moments: KernelMoments | None = None
 
-    def __init__(self, call: Arguments, kernels: Kernels) -> None:
+    def __init__(self, arguments: Arguments, kernels: Kernels) -> None:
         self.kernels = kernels
-        self.x, self.weight, self.bias, (self.eps, _) = call
+        self.x, self.weight, self.bias, (self.eps, _) = arguments
         if self.x.dtype in HALF:  # the kernels take parameters in float32
             self.weight = self.weight if self.weight is None else self.weight.float()
             self.bias = self.bias if self.bias is None else self.bias.float()
-        self.records_graph = torch.is_grad_enabled()
-        if not self.records_graph:  # but other replicas may
+        self.makes_graph = torch.is_grad_enabled()
+        if not self.makes_graph:  # but other replicas may
             self.x = self.x.detach()
         self.may_be_joined = (
             kernels.are_on_host
             and 0 < self.x.numel() <= LARGEST_JOINED
             and self.x.dtype not in HALF
-            and self.records_graph
+            and self.makes_graph
             and not sees_saved_tensors()  # an activation checkpoint needs the shard itself
         )
 
-    @property
-    def moments(self) -> KernelMoments:
-        """The moments of this shard, which the first use computes."""
+    def measure(self) -> KernelMoments:
+        """Returns the moments of this shard, which the first call computes."""
         # Before Python 3.12 `functools.cached_property` has one lock for all instances, and the
         # replicas would compute one after the other.
         if self._moments is None:
             self._moments = self.kernels.measure(self.x.detach(), self.eps)
         return self._moments
 
-    def save_for_backward(self) -> None:
-        """Saves x in this thread, if the thread has hooks on saved tensors."""
-        if self.records_graph and sees_saved_tensors():
+    def save_in_this_thread(self) -> None:
+        """Replaces x by a view that this thread has saved, if it has hooks on saved tensors.
+
+        Usually it has none. Then the joint node saves x.
+        """
+        if self.makes_graph and sees_saved_tensors():
             self.x = Save.apply(self.x, self.weight, self.bias)  # type: ignore[no-untyped-call]
             self.holder = self.x.grad_fn
 
     def output(self, batch: KernelMoments, y: Tensor) -> Tensor:
-        """Returns y, after computing it on the CPU."""
+        """On the CPU, fills y, which the joint node left uninitialized.
+
+        Returns y, detached if this replica makes no graph.
+        """
         if self.kernels.are_on_host and self.x.numel():
             with torch.no_grad():
                 self.kernels.elemt(self.x, self.weight, self.bias, *batch[1:], out=y.detach())
-        return y if self.records_graph else y.detach()
+        return y if self.makes_graph else y.detach()
 
 
 def replies(
@@ -167,8 +175,8 @@ def joined(shards: Sequence[Shard], count_batch: CountBatch) -> Sequence[Tensor]
 def merge_moments(shards: Sequence[Shard], count_batch: CountBatch) -> list[KernelMoments]:
     """Returns the moments of the batch for each replica, and updates the running statistics."""
     # Empty shards are left out, because the kernels of accelerators divide by counts.
-    filled = [shard for shard in shards if shard.moments.n] or shards[:1]
-    first, own = filled[0], [shard.moments for shard in filled]
+    filled = [shard for shard in shards if shard.measure().n] or shards[:1]
+    first, own = filled[0], [shard.measure() for shard in filled]
     n = sum([moments.n for moments in own])
     check_count(n, first.x)
     first_device, dtype = shards[0].x.device, own[0].mean.dtype
@@ -187,7 +195,7 @@ def connected(shards: Sequence[Shard], batches: Sequence[KernelMoments]) -> tupl
     return _connect(*args)  # type: ignore[no-any-return]
 
 
-class Normalize(Function):
+class NormalizeReplicas(Function):
     """The joint node: x_0, x_1, .., weight, bias ──▶ y_0, y_1, ..
 
     The engine calls its backward once. It saves x and vectors of length C, and changes nothing
@@ -222,7 +230,7 @@ class Normalize(Function):
             return (None,) * (4 + k)
         xs = [
             x if holder is None else holder.saved_tensors[0]
-            for x, holder in zip(saved, ctx.holders, strict=False)
+            for x, holder in zip(saved[:k], ctx.holders, strict=True)
         ]
         for dy in used:
             if dy.device in ctx.streams:
@@ -238,7 +246,7 @@ class Normalize(Function):
         return None, None, *grads
 
 
-_connect = apply_of(Normalize)
+_connect = apply_of(NormalizeReplicas)
 
 
 def _gradients(
@@ -253,7 +261,8 @@ def _gradients(
         torch.stack(kernels.reduce_gradient(dy, x, batch, None)[:2]).to(inverse.device)
         for dy, x, batch in zip(dys, xs, batches, strict=True)
     ]
-    # In the order of the replicas. Two kernels for any number, where that is less.
+    # In the order of the replicas. `stack` and `sum` are two kernels for any number of replicas.
+    # Adding one by one takes fewer, or as many, for up to three.
     total = torch.stack(sums).sum(0) if len(sums) > 3 else reduce(torch.add, sums)
     dbias, dweight = total[0], total[1] * inverse if needs_dweight else None
     totals = copied([total], [x.device for x in xs])
@@ -288,19 +297,19 @@ class Save(Function):
 # -- activation checkpoints --------------------------------------------------------------------
 
 
-class Record(NamedTuple):
+class PastCall(NamedTuple):
     """A call of one copy of a layer: without its input, as a checkpoint may keep it."""
 
     #: The moments of the shard and of the batch.
     own: KernelMoments
     batch: KernelMoments
-    #: Whether the replica recorded a graph.
-    records_graph: bool
+    #: Whether the replica made a graph.
+    makes_graph: bool
     #: Whether the output required gradients.
     requires_grad: bool
 
 
-class Recorded:
+class History:
     """The calls of one copy of a layer in one forward, from which checkpoints recompute it.
 
     A recomputation runs in backward, in any order and thread, often for one replica only. All that
@@ -311,21 +320,23 @@ class Recorded:
     def __init__(self, where: str) -> None:
         self._where = where
         #: The calls that were not joined.
-        self.records: list[Record] = []
+        self.calls: list[PastCall] = []
 
-    def recall(self, own: KernelMoments, x: Tensor) -> Record:
-        """Returns the record of the call that is recomputed, or raises ReplicationError."""
-        # torch does not say which call that is. It is the one whose moments are nearest. They need
-        # not be equal: some devices are not deterministic, and half precision rounds coarsely.
+    def recall(self, own: KernelMoments, x: Tensor) -> PastCall:
+        """Returns the call that is recomputed, given the moments of x, or raises ReplicationError.
+
+        torch does not say which call that is. It is the one whose moments are nearest. They need
+        not be equal, because some devices are not deterministic.
+        """
         # A call that made no graph, as in a checkpoint with use_reentrant=True, gives none later.
         makes_graph = torch.is_grad_enabled()
-        records = [r for r in self.records if r.own.n == own.n and r.records_graph >= makes_graph]
-        if records and (not own.n or (len(records) == 1 and not x.is_cpu)):
-            return records[0]  # a comparison would be empty, or make the host wait for a GPU
-        found = [_distance(r.own.mean_and_variance(), own.mean_and_variance()) for r in records]
-        distances: list[float] = torch.stack(found).tolist() if found else []
-        least = min(distances, default=math.inf)
-        if not records or least > (math.inf if x.dtype in HALF else ROUNDING):
+        calls = [c for c in self.calls if c.own.n == own.n and (c.makes_graph or not makes_graph)]
+        if calls and (not own.n or (len(calls) == 1 and not x.is_cpu)):
+            return calls[0]  # a comparison would be empty, or make the host wait for a GPU
+        # There is no limit in half precision: if few values are close to 0, for example because
+        # larger ones cancel, rounding may move their mean by many standard deviations.
+        nearest = _nearest(calls, own, math.inf if x.dtype in HALF else ROUNDING)
+        if not nearest:
             raise ReplicationError(
                 f"{self._where}: an activation checkpoint recomputed this layer with an input "
                 f"that differs from the one in forward ({own.n} values per channel). Check that: "
@@ -333,36 +344,42 @@ class Recorded:
                 "same thing both times; (3) it contains no dropout if replicas share a device; "
                 "(4) parameters did not change since the forward."
             )
-        record, *others = [r for r, d in zip(records, distances, strict=True) if d == least]
-        if any(
-            _distance(record.batch.mean_and_variance(), other.batch.mean_and_variance()) > 1e-6
-            for other in others
-        ):
+        call, *others = nearest
+        if any(_distance(call.batch, other.batch) > SAME for other in others):
             raise ReplicationError(
-                f"{self._where}: this layer was called {1 + len(others)} times in forward with "
+                f"{self._where}: this layer was called {len(nearest)} times in forward with "
                 "the same input on this replica but different inputs on others, so a checkpoint "
                 "can't tell which call it is recomputing. Use a separate layer for each call, or "
                 "move this layer out of the checkpoint."
             )
-        return record
+        return call
 
 
-def _distance(one: Moments, other: Moments) -> Tensor:
+def _nearest(calls: Sequence[PastCall], own: KernelMoments, limit: float) -> list[PastCall]:
+    """Returns the calls of least distance, several for equal inputs, if it is within the limit."""
+    found = [_distance(call.own, own) for call in calls]
+    distances: list[float] = torch.stack(found).tolist() if found else []
+    least = min(distances, default=math.inf)
+    return [c for c, d in zip(calls, distances, strict=True) if d == least <= limit]
+
+
+def _distance(one: KernelMoments, other: KernelMoments) -> Tensor:
     """Returns the largest difference between two means or variances, in standard deviations."""
-    deviation = one.var.sqrt() + torch.finfo(torch.float32).eps * one.mean.abs()
+    (_, mean, var), (_, *second) = one.mean_and_variance(), other.mean_and_variance()
+    deviation = var.sqrt() + torch.finfo(torch.float32).eps * mean.abs()
     scale = torch.stack((deviation, deviation.square()))
-    first, second = (torch.stack((moments.mean, moments.var)) for moments in (one, other))
-    equal = (first == second) | (first.isnan() & second.isnan())
-    return torch.where(equal, 0.0, (first - second).abs() / scale).nan_to_num(nan=math.inf).amax()
+    a, b = torch.stack((mean, var)), torch.stack(second)
+    equal = (a == b) | (a.isnan() & b.isnan())
+    return torch.where(equal, 0.0, (a - b).abs() / scale).nan_to_num(nan=math.inf).amax()
 
 
-def recomputed(shard: Shard, recorded: Recorded) -> Tensor:
+def recomputed(shard: Shard, history: History) -> Tensor:
     """Normalizes a shard once more, with the moments of the batch that its call had in forward."""
-    record = recorded.recall(shard.moments, shard.x)
+    call = history.recall(shard.measure(), shard.x)
     # Saved after the comparison, because a checkpoint ends the recomputation when all is saved.
-    shard.save_for_backward()
-    if record.requires_grad and not shard.x.requires_grad:
+    shard.save_in_this_thread()
+    if call.requires_grad and not shard.x.requires_grad:
         shard.x = shard.x.detach().requires_grad_()  # perhaps only other replicas' inputs did
     with hidden_from_hooks():
-        (y,) = connected([shard], [record.batch])
-    return shard.output(record.batch, y)
+        (y,) = connected([shard], [call.batch])
+    return shard.output(call.batch, y)

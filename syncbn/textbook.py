@@ -1,39 +1,62 @@
-"""The textbook: the whole layer, in plain operations that autograd and the compiler know.
+"""Read this file first: synchronized batch normalization in plain operations.
 
-Start to read here. Each copy of a layer has a shard of the batch, ``(N, C, ...)``, and ``add`` is
-a function that sums a vector over all copies. Then for each channel
+Each copy of a layer has a shard x of the batch, ``(N, C, ...)``. Shards may differ in N, which may
+also be 0. Let ``add`` be a function that sums a vector over all copies. Then for each channel
 
-    n, total, squares = add([n_own, sum(x), sum(x^2)])          one exchange of 1 + 2 C numbers
-    mean, var = total / n, squares / n - mean^2
-    y = (x - mean) * weight / sqrt(var + eps) + bias
+    n, total, squares = add([n_own, sum(x), sum(x^2)])      one exchange of 1 + 2 C numbers
+    mean = total / n
+    var  = squares / n - mean^2
+    y    = (x - mean) / sqrt(var + eps) * weight + bias
 
-is batch normalization of the whole batch (Ioffe & Szegedy, "Batch Normalization: Accelerating
-Deep Network Training by Reducing Internal Covariate Shift", 2015). As ``add`` has a derivative,
-which is the sum of the gradients over all copies, autograd finds the gradients, and theirs.
+is batch normalization (Ioffe & Szegedy, "Batch Normalization: Accelerating Deep Network Training
+by Reducing Internal Covariate Shift", 2015, algorithm 1) of the whole batch instead of the shard.
 
-This is what the project promises, so it runs wherever speed is not the point:
+There is no backward in this file, because autograd derives it. What a copy adds changes the
+results of all copies, so the derivative of ``add`` is again ``add``, of the gradients. Because of
+it the two sums in the gradient of x (section 3 of the same paper) span the whole batch:
 
-- under `torch.compile`, where ``add`` stays in the graph (see `add_in_graph`),
-- for gradients that need derivatives, in the backward of the two fast roads (see
+    dx = (dy - sum(dy) / n - (x - mean) * sum(dy * (x - mean)) / (n * (var + eps)))
+         * weight / sqrt(var + eps)
+
+This defines the results that the project guarantees. The fast roads (`syncbn.ranks` and
+`syncbn.replicas`) compute the same with fewer operations. The textbook itself runs wherever speed
+is not the point:
+
+- under `torch.compile`, because ``add`` can stay in the graph (see `add_in_graph`),
+- if gradients need derivatives, in the backward of the fast roads (see
   `differentiable_gradients`),
-- in clamp mode, and on devices without the kernels that the fast roads need.
+- in clamp mode, and on devices that lack the kernels of the fast roads.
 
-Digits. A sum of squares loses digits if the mean is large against the deviation:
+What is exact
+-------------
+The formula for var subtracts two numbers that are nearly equal if the mean is large compared with
+the standard deviation, and so loses log10(mean^2 / var) digits. There are two remedies:
 
-1. Each copy measures its shard about a constant, its own mean, so its sums are exact up to
-   rounding in the dtype of x. What is sent is in float64. There the parts are merged by their sums
-   of x^2 and not by their deviations (Chan, Golub & LeVeque, "Updating Formulae and a Pairwise
-   Algorithm for Computing Sample Variances", 1979), because that would need a second exchange. So
-   log10(mean^2 / var) of 16 digits are lost: at a mean of 1e4 deviations 8 are left, as many as an
-   input in float32 has. That is `batch_norm`, with one sum. Compiled calls use it.
-2. The output does not change if all copies subtract one constant from x. If it is the mean of the
-   batch, nothing is lost, however large the mean. But the mean is only known after a first sum.
-   That is `exact_batch_norm`, with two sums. Uncompiled calls use it.
+1. Each copy first subtracts a constant from x, the pivot: the mean of its own shard. The sums of
+   x - pivot lose no digits. From them the sums of x follow in float64 (see `sums_of`), and these
+   are what the copies add. At a mean of 1e4 standard deviations, for example, 8 of 16 digits are
+   left, about as many as an input in float32 has. This is `batch_norm`, which takes one sum.
+   Compiled calls use it.
+2. To subtract the same constant from x on all copies does not change y. If the constant is the
+   mean of the batch, the formula for var loses nothing, however large the mean is. But this mean
+   is known only after another sum. This is `exact_batch_norm`, which takes two sums. Calls that
+   are not compiled use it.
 
-A backward needs one sum to be exact, because the mean is known from forward.
+A backward knows the mean from forward, so it is exact with one sum.
 
-Empty shards. Nothing here chooses its operations by the size of a shard. So the graphs of all
-copies have the same nodes, and a backward reaches every sum in which other copies take part.
+The fast roads merge variances in another way (Chan, Golub & LeVeque, "Updating Formulae and a
+Pairwise Algorithm for Computing Sample Variances", 1979):
+
+    mean = sum_i n_i mean_i / n,    var = sum_i n_i (var_i + (mean_i - mean)^2) / n
+
+where shard i has n_i values per channel. Nothing cancels here, so one exchange is exact at any
+mean. But each copy needs the means of all others, so the copies gather them instead of adding,
+while the textbook asks for no more than a sum.
+
+Empty shards
+------------
+No operation here is chosen by the size of a shard, so the graphs of all copies have the same
+nodes. Otherwise the backward of a copy could leave out a sum that the others wait for.
 """
 
 from __future__ import annotations
@@ -53,14 +76,14 @@ from syncbn.channels import (
     reduced_dims,
     values_per_channel,
 )
-from syncbn.statistics import Denominator, KernelMoments, Moments
+from syncbn.statistics import Epsilon, KernelMoments, Moments
 
 #: Sums a vector in float64, ``(1 + 2 C,)``, over all copies.
 Add = Callable[[Tensor], Tensor]
 
 
 def batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, denominator: Denominator, add: Add
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: Epsilon, add: Add
 ) -> tuple[Tensor, Moments]:
     """Returns the output of a shard, and the moments of the batch. It takes one sum.
 
@@ -68,37 +91,43 @@ def batch_norm(
         x: The shard, ``(N, C, ...)``, in any floating-point dtype. N may be 0.
         weight: ``(C,)``, or None for ones.
         bias: ``(C,)``, or None for zeros.
-        denominator: ``var + eps``, or what stands for it in clamp mode.
+        epsilon: What keeps the variance above zero.
         add: Sums a vector over all copies. All of them call it.
     """
     # Half precision is rounded once: to the output, and to the gradient of x.
     dtype, x = x.dtype, x.to(accumulation_dtype(x.dtype))
-    start = x.detach().sum(reduced_dims(x)) / max(1, values_per_channel(x))
-    deviation, start = x - per_channel(start, x), in_float64(start)
-    moments = moments_of(add(sums_of(deviation, start)))
-    return normalized(deviation, weight, bias, denominator, moments, start).to(dtype), moments
+    centered, pivot = centered_at_own_mean(x)
+    moments = moments_of(add(sums_of(centered, pivot)))
+    return normalized(centered, weight, bias, epsilon, moments, pivot).to(dtype), moments
 
 
 def exact_batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, denominator: Denominator, add: Add
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: Epsilon, add: Add
 ) -> tuple[Tensor, Moments]:
     """Returns what `batch_norm` does, with all digits at any mean. It takes two sums."""
     with torch.no_grad():
-        center = per_channel(batch_norm(x, weight, bias, denominator, add)[1].mean, x)
-    y, (n, mean, var) = batch_norm(x - center, weight, bias, denominator, add)
+        sums = sums_of(*centered_at_own_mean(x.to(accumulation_dtype(x.dtype))))
+        center = per_channel(moments_of(add(sums)).mean, x)
+    y, (n, mean, var) = batch_norm(x - center, weight, bias, epsilon, add)
     return y.to(x.dtype), Moments(n, mean + in_float64(center.flatten()), var)
 
 
-def sums_of(deviation: Tensor, start: Tensor | float = 0.0) -> Tensor:
-    """Returns n and the sums of x and x^2, ``(1 + 2 C,)`` in float64, given x - start."""
-    dims, n = reduced_dims(deviation), values_per_channel(deviation)
+def centered_at_own_mean(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns x - pivot, and the pivot, ``(C,)`` in float64: the mean of the shard, rounded."""
+    pivot = x.detach().sum(reduced_dims(x)) / max(1, values_per_channel(x))
+    return x - per_channel(pivot, x), in_float64(pivot)
+
+
+def sums_of(centered: Tensor, pivot: Tensor | float = 0.0) -> Tensor:
+    """Returns n and the sums of x and x^2, ``(1 + 2 C,)`` in float64, given d = x - pivot."""
+    dims, n = reduced_dims(centered), values_per_channel(centered)
     # The derivative of `square` would keep one more tensor of this size for the next derivative.
-    sums = deviation.sum(dims), (deviation * deviation).sum(dims)
+    sums = centered.sum(dims), (centered * centered).sum(dims)
     first, second = (in_float64(each / max(1, n)) for each in sums)
-    mean = first + start
-    # The product at the end: Inductor lets ranks add a `cat` in place, and would then read the sum
-    # of the ranks where it needs an operand of the `cat` once more.
-    return torch.cat((mean.new_ones(1), mean, second + start * (first + mean))) * n
+    # E[x] = E[d] + pivot, and E[x^2] = E[d^2] + pivot * (2 E[d] + pivot).
+    mean = first + pivot
+    # Multiplied last: Inductor may let ranks add a `cat` in place, and must not read it again.
+    return torch.cat((mean.new_ones(1), mean, second + pivot * (first + mean))) * n
 
 
 def moments_of(sums: Tensor) -> Moments:
@@ -109,22 +138,22 @@ def moments_of(sums: Tensor) -> Moments:
 
 
 def normalized(
-    deviation: Tensor,
+    centered: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    denominator: Denominator,
+    epsilon: Epsilon,
     moments: Moments,
-    start: Tensor | float = 0.0,
+    pivot: Tensor | float = 0.0,
 ) -> Tensor:
-    """Returns the output of a shard, given x - start and the moments of the batch."""
+    """Returns the output of a shard, given x - pivot and the moments of the batch."""
     _, mean, var = moments
-    scale = denominator.of(var).rsqrt()
+    scale = epsilon.regularized(var).rsqrt()
     if weight is not None:
         scale = scale * in_float64(weight).to(scale.device)
-    shift = (start - mean) * scale
+    shift = (pivot - mean) * scale
     if bias is not None:
         shift = shift + in_float64(bias).to(shift.device)
-    return deviation * per_channel(scale, deviation) + per_channel(shift, deviation)
+    return centered * per_channel(scale, centered) + per_channel(shift, centered)
 
 
 def differentiable_gradients(
@@ -145,32 +174,31 @@ def differentiable_gradients(
         weight: ``(C,)``, or None.
         add: Sums over the shards of other processes.
     """
-    denominator = Denominator(batch.eps)
+    epsilon = Epsilon(batch.eps)
     with torch.enable_grad():
         # Views, because several replicas may have the same tensor.
         views: list[Any] = [t if t is None else t.view_as(t) for t in (weight, *xs)]
         weight, *xs = views
         for x, need in zip(xs, needs[2:], strict=True):
-            # The input of a node may need a gradient only because the parameters do.
-            x.requires_grad_(need or x.requires_grad)
+            if need:  # perhaps only because parameters need one (see `Save` in `syncbn.replicas`)
+                x.requires_grad_()
         bias = torch.zeros_like(batch.mean).requires_grad_()  # its value does not matter
-        deviations = [x - per_channel(batch.mean, x) for x in xs]
+        every_centered = [x - per_channel(batch.mean, x) for x in xs]
         # On the device of the first sum: the CPU, where devices have no float64.
-        sums = [sums_of(deviation) for deviation in deviations]
+        sums = [sums_of(centered) for centered in every_centered]
         total = reduce(torch.add, [each.to(sums[0].device) for each in sums])
         moments = moments_of(add(total))
-        ys = [normalized(each, weight, bias, denominator, moments) for each in deviations]
+        ys = [normalized(each, weight, bias, epsilon, moments) for each in every_centered]
         dys = [dy.to(y.dtype) for dy, y in zip(dys, ys, strict=True)]
     inputs = [t for t, need in zip((weight, bias, *xs), needs, strict=True) if need]
-    grads = iter(torch.autograd.grad(ys, inputs, dys, create_graph=torch.is_grad_enabled()))
+    grads = iter(torch.autograd.grad(ys, inputs, dys, create_graph=True))
     return [next(grads) if need else None for need in needs]
 
 
 # -- the sum over processes, as `torch.compile` can see it -------------------------------------
 
-# What exchanges values outside of a compiled graph cuts the graph in two. A network would fall
-# apart into about as many graphs as it has layers, and take longer compiled than not. For a sum
-# torch has an operator that stays in the graph.
+# A call outside the graph splits it. A network would become about as many graphs as it has layers,
+# and run slower than uncompiled. But torch has an operator for a sum that stays in the graph.
 
 
 def add_in_graph(name: str, tag: Tensor, tensor: Tensor) -> Tensor:

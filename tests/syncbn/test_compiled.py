@@ -20,7 +20,7 @@ from torch.profiler import profile
 from benchmarks import activations
 from replication._torch import COMPILES_COLLECTIVES
 from syncbn import convert_model
-from syncbn.statistics import Denominator
+from syncbn.statistics import Epsilon
 from syncbn.textbook import batch_norm
 from tests.layers import Recomputed
 from tests.ranks import needs_gloo, run_ranks
@@ -340,7 +340,7 @@ def test_no_layer_is_compiled_anew_for_its_name():
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 2**-22), (torch.float64, 5e-8)])
 def test_sums_leave_eight_digits_at_a_large_mean(dtype, rtol):
     x = torch.randn(64, 4, 50).to(dtype) + 1e4
-    _, (n, mean, var) = batch_norm(x, None, None, Denominator(1e-5), lambda sums: sums)
+    _, (n, mean, var) = batch_norm(x, None, None, Epsilon(1e-5), lambda sums: sums)
     expected = x.double().var((0, 2), unbiased=False)
     assert n == 3200
     torch.testing.assert_close(mean, x.double().mean((0, 2)), rtol=1e-12, atol=0)

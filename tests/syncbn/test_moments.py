@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from syncbn import moments as measuring
-from syncbn.moments import moments
+from syncbn import statistics as measuring
+from syncbn.statistics import moments
 from tests.layouts import batch_of, channels_last, channels_of
 from tests.pairwise import pairwise
 

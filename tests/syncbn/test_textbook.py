@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from syncbn.statistics import Denominator
+from syncbn.statistics import Epsilon
 from syncbn.textbook import exact_batch_norm
 from tests.layouts import LAYOUTS, channels_last, with_odd_strides
 from tests.pairwise import pairwise
@@ -20,7 +20,7 @@ def normalized(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """The output of a batch of one shard."""
-    return exact_batch_norm(x, weight, bias, Denominator(eps), lambda sums: sums)[0]
+    return exact_batch_norm(x, weight, bias, Epsilon(eps), lambda sums: sums)[0]
 
 
 def step(function: Callable[..., Tensor], x: Tensor, dy: Tensor) -> list[Tensor]:

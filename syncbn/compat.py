@@ -105,12 +105,19 @@ def stand_in_for(package: str = "sync_batchnorm") -> None:
             f"{package} has been imported already; call stand_in_for({package!r}) before the "
             "first import of it"
         )
-    stand_in = sys.modules[package] = _StandIn(package)
+    stand_in = _StandIn(package)
+    made = {package: stand_in}
     for name in ("batchnorm", "replicate", "comm", "sync_manager"):
-        sys.modules[f"{package}.{name}"] = module = _StandIn(f"{package}.{name}")
+        made[f"{package}.{name}"] = module = _StandIn(f"{package}.{name}")
         setattr(stand_in, name, module)
+    sys.modules.update(made)
     parent, _, name = package.rpartition(".")
     if parent:
         # ``import models.sync_batchnorm`` finds the copy as an attribute of ``models``, which the
         # import would set. Last, because ``models`` may import the copy.
-        setattr(import_module(parent), name, stand_in)
+        try:
+            setattr(import_module(parent), name, stand_in)
+        except BaseException:
+            for module_name in made:  # so that a second call does not take the first for done
+                sys.modules.pop(module_name, None)
+            raise

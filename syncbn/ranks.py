@@ -88,6 +88,8 @@ class NormalizeRank(Function):
         (x, weight), (group, signature, kernels, batch) = ctx.saved_tensors, ctx.call
         needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # the gradients need derivatives
+            # Another call than the one below, since what the ranks exchange is another vector.
+            signature = signature._replace(name="batch_norm_backward(create_graph=True)")
             needs, add = [needs_dweight, needs_dbias, needs_dx], partial(group.sum, signature)
             dweight, dbias, dx = differentiable_gradients(needs, batch, [dy], [x], weight, add)
             return dx, dweight, dbias, None, None, None, None, None

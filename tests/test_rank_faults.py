@@ -106,6 +106,10 @@ def has_a_wider_layer(net: Net, x: Tensor) -> None:
     net.head(torch.randn(4, 5, requires_grad=True))
 
 
+def builds_a_graph_of_its_backward(net: Net, x: Tensor) -> None:
+    torch.autograd.grad(net(x).sum(), x, create_graph=True)
+
+
 # -- what a rank gets: patterns ------------------------------------------------------------------
 
 AT_ONCE, AT_THE_TIMEOUT = r"(?!.*Timed out)", rf".*Timed out waiting {SHORT}000ms"
@@ -138,6 +142,7 @@ STEM, HEAD = (
 )
 FIRST_IN_HEAD = HEAD.replace("call 2", "call 1")
 HEAD_BACKWARD = "`head`, call 3: batch_norm_backward of float32 [3]"
+HEAD_BACKWARD_WITH_GRAPH = HEAD_BACKWARD.replace("backward", "backward(create_graph=True)")
 STEM_BACKWARD = "`stem`, call 2: batch_norm_backward of float32 [3]"
 WIDER = "`SynchronizedBatchNorm1d`, call 2: batch_norm(eps=1e-05) of float32 [5]"
 WITH, WITHOUT = " that requires gradients", " that does not require gradients"
@@ -174,6 +179,11 @@ FAULTS = [
     # gloo aborts a process that receives more than it expects.
     Fault(has_a_wider_layer, failed(WIDER), failed(HEAD), next=ABORTED),
     Fault(has_a_wider_layer, *[diverged(HEAD + WITH, WIDER + WITH)] * 2, debugs=True),
+    Fault(
+        builds_a_graph_of_its_backward,
+        *[diverged(HEAD_BACKWARD + WITH, HEAD_BACKWARD_WITH_GRAPH + WITH)] * 2,
+        debugs=True,
+    ),
 ]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from replication._torch import SequenceKey
-from replication.containers import Scattered
+from replication.containers import Scattered, open_any
 from replication.devices import DeviceLike, parse_device, to_device
 from replication.errors import check_list, checked_names
 from replication.tree import Path, flatten_together, name_of
@@ -65,7 +65,7 @@ def join_leaves(
         raise ValueError("expected the output of at least one replica (got none)")
     rows, rebuild = flatten_together(outputs)
     if except_keywords:
-        _warn_of_unknown(except_keywords, [path for path, _ in rows])
+        _warn_of_unknown(except_keywords, outputs[0], [path for path, _ in rows])
     joined: list[Any] = []
     for path, entries in rows:
         stays = not gather_to_one_device or any(name in except_keywords for name in _names(path))
@@ -98,8 +98,18 @@ def _names(path: Path) -> list[str]:
     return [name_of(key) for key in path if not isinstance(key, SequenceKey)]
 
 
-def _warn_of_unknown(names: Collection[str], paths: list[Path]) -> None:
-    unknown = [repr(name) for name in names if not any(name in _names(path) for path in paths)]
-    if unknown:
-        known = ", ".join(f"`{path}`" for path in paths if path) or "none"
-        warn(f"except_keywords names {', '.join(unknown)}, which the output lacks; it has {known}")
+def _names_in(output: Any) -> list[str]:
+    """Returns the keys and fields of an output at any depth, even of empty containers."""
+    container = open_any(output)
+    if container is None:
+        return []
+    keys = container.keys()
+    names = [name_of(key) for key in keys if not isinstance(key, SequenceKey)]
+    return names + [name for value in container.values for name in _names_in(value)]
+
+
+def _warn_of_unknown(names: Collection[str], output: Any, paths: list[Path]) -> None:
+    known = _names_in(output)
+    if unknown := [repr(name) for name in names if name not in known]:
+        has = ", ".join(f"`{path}`" for path in paths if path) or "none"
+        warn(f"except_keywords names {', '.join(unknown)}, which the output lacks; it has {has}")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
-from replication import DataParallel, Scattered, data_parallel, scatter, scatter_kwargs
+from replication import DataParallel, Scattered, data_parallel, gather, scatter, scatter_kwargs
 from tests.layers import Echo
 
 CPUS = ["cpu", "cpu"]
@@ -269,6 +269,13 @@ def test_a_name_that_does_not_match_is_reported_with_the_names_that_exist(device
     model = DataParallel(Outputs(), ["cpu"] * devices, except_keywords=["out1", "out3"])
     with pytest.warns(UserWarning, match=r"names 'out3'.*it has `outputs.out1`.*`second`"):
         model(torch.arange(5))
+
+
+def test_an_output_that_is_an_empty_list_is_no_unknown_name():
+    """Such as the boxes of a detector that has found none."""
+    output = {"y": torch.ones(2), "found": {"boxes": []}}
+    for name in ("found", "boxes"):
+        assert gather([output, output], "cpu", except_keywords=[name])["found"] == {"boxes": []}
 
 
 @pytest.mark.parametrize("names", ["out1", [1], None, 3], ids=str)

@@ -127,6 +127,13 @@ def test_a_second_call_changes_nothing(package):
     assert sys.modules[package] is first
 
 
+def test_a_call_that_fails_leaves_nothing_behind():
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError):
+            syncbn.stand_in_for("no_such_package.sync_batchnorm")
+    assert not [name for name in sys.modules if name.startswith("no_such_package")]
+
+
 def test_a_package_that_imports_its_copy_at_once_gets_the_stand_in(tmp_path, monkeypatch):
     (tmp_path / "eager_toolkit" / "sync").mkdir(parents=True)
     (tmp_path / "eager_toolkit" / "__init__.py").write_text(

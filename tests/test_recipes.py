@@ -216,7 +216,7 @@ def evaluated(rank: int) -> tuple[list[float], bool]:
 def test_loss_and_accuracy_are_means_over_the_samples_of_all_ranks():
     net = network().eval()
     x, classes = (torch.cat(parts) for parts in zip(*SAMPLES, strict=True))
-    scores = net(x)
+    scores = net(x).detach()
     loss = nn.functional.cross_entropy(scores, classes)
     accuracy = (scores.argmax(1) == classes).double().mean()
     for (found_loss, found_accuracy), is_training in run_ranks(2, evaluated):

@@ -1,9 +1,9 @@
 """Passes a list with one item per sample through replicas, and returns one result per sample.
 
-A list goes whole to every replica, in which ``zip(names, images)`` would pair its images with the
-first names. So names are grouped by replica and wrapped in `Scattered`. Results are wrapped in an
-object, because lists of different lengths cannot be joined. The batch is also `Scattered`, so that
-its shards match the groups.
+The entire list goes to every replica, in which ``zip(names, images)`` would pair its images with
+the first names. So names are grouped by replica and wrapped in `Scattered`. The batch is also
+`Scattered`, so that its shards match the groups. Results are wrapped in an object, because lists of
+different lengths can't be joined, and lists of equal length would silently be merged.
 
     python examples/per_sample.py
 """

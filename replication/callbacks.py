@@ -184,8 +184,8 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
     From now on its ``replicate`` calls `execute_replication_callbacks`, and its ``parallel_apply``
     raises the first of several errors. If that method is torch's own, it uses the threads of
     `replication.parallel_apply`. Its class becomes a derived class of the same name, so copies of
-    the object are patched as well, but it cannot be pickled: save its ``state_dict``. Patching
-    twice is patching once: either handle undoes it.
+    the object are patched as well, but it cannot be pickled: save its ``state_dict``. A
+    second patch of the same object changes nothing, and the handle of either call undoes it.
 
     >>> from torch import nn
     >>> from replication import patch_replication_callback

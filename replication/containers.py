@@ -24,7 +24,8 @@ class Scattered(tuple[Any, ...]):
 
     `DataParallel` returns a `Scattered` for each output that it does not gather. As an argument of
     another network, or anywhere inside an argument, entry i of a `Scattered` goes to replica i
-    unchanged. Otherwise it is a tuple. Slices and sums of it are plain tuples::
+    unchanged. Everywhere else, for example in a module that runs without replicas, it is a plain
+    tuple. Slices and sums of it lose the type, so wrap what you compute from it again::
 
         features = extract(images)            # gather_to_one_device=False
         scores = classify(Scattered(2 * f for f in features))

@@ -94,7 +94,7 @@ def convert_model(
         classes: The synchronized class for each further class. Layers of exactly this class get
             the synchronized one, whose constructor does not run, and keep all their attributes.
             For a class derived from `torch.nn.SyncBatchNorm`, or from a layer of an older toolkit,
-            write one that is derived from a synchronized layer alone.
+            write one that is derived only from a layer of `syncbn`.
 
     Returns:
         ``module``.

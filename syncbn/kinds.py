@@ -233,8 +233,9 @@ def summary(module: nn.Module) -> Summary:
     """Lists the batch norm of a network, and shows which layers of it are synchronized.
 
     Layers in plain lists, tuples and dicts are listed under the path of the attribute, because
-    neither `convert_model` nor replication finds them. Layers that normalize each sample alone,
-    such as `torch.nn.GroupNorm`, need no synchronization and are not listed.
+    neither `convert_model` nor replication finds them. Layers that look at one sample at a time,
+    such as `torch.nn.GroupNorm`, need no synchronization and are not listed. The table shows the
+    classes of the layers. It cannot tell whether ranks are connected, but `verify` can.
 
     >>> from torch import nn
     >>> from syncbn import convert_model, summary

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import update_bn
+from torch.utils.checkpoint import checkpoint_sequential
 
 from syncbn import DataParallel, convert_model, verify
 from tests.ranks import needs_gloo, run_ranks
@@ -21,13 +24,19 @@ PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text("utf-8")
 
 
 def recipe(title: str, **names: Any) -> dict[str, Any]:
-    """Runs the block below a heading, in which some names are known. Returns all names."""
+    """Runs the block below a heading, and returns its names."""
     section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
     (text,) = re.findall(r"^```py(?:thon)?\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
-    names |= {"__name__": "recipe", "distributed": distributed, "nn": nn, "torch": torch}
-    names |= {"DistributedDataParallel": DistributedDataParallel, "convert_model": convert_model}
-    exec(compile(text, title, "exec"), names)
+    exec(compile(text, title, "exec"), names | {"__name__": "recipe"}, names)
     return names
+
+
+def defined(title: str, name: str) -> Any:
+    """A function or class of a recipe, whose names are global to it."""
+    names: dict[str, Any] = {"nn": nn, "torch": torch, "distributed": distributed}
+    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+    exec(re.findall(r"^```py(?:thon)?\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)[0], names)
+    return names[name]
 
 
 def drawn(*shape: int) -> Tensor:
@@ -47,7 +56,7 @@ MASK = torch.arange(6) < torch.tensor([[6], [2], [1], [0], [0]])
 
 
 def masked(rank: int) -> tuple[Tensor, bool]:
-    layer = recipe("Padded sequences and masks")["MaskedNorm"](3).double()
+    layer = defined("Padded sequences and masks", "MaskedNorm")(3).double()
     own = slice(0, 3) if rank == 0 else slice(3, 5)  # the second rank has only padding
     return layer(SEQUENCES[own], MASK[own]), bool(verify(layer, (SEQUENCES, MASK)))
 
@@ -66,12 +75,53 @@ def test_only_valid_positions_are_normalized():
 # -- gradient accumulation -----------------------------------------------------------------------
 
 
-def test_the_memory_of_accumulated_batches_is_what_the_page_says(capsys):
-    net = recipe("Gradient accumulation")["net"]
-    usual, checkpoints = re.findall(r"(\d+) MiB", capsys.readouterr().out)
-    (said,) = re.findall(r"It prints (\d+ MiB and \d+ MiB)", PAGE)
-    assert f"{usual} MiB and {checkpoints} MiB" == said
-    assert int(checkpoints) < 0.6 * int(usual)
+def accumulated(rank: int) -> dict[str, Tensor]:
+    model = DistributedDataParallel(convert_model(network()))
+    batches = [(x.chunk(2)[rank], classes.chunk(2)[rank]) for x, classes in MICRO_BATCHES]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = {"nn": nn, "loader": batches, "model": model, "optimizer": optimizer}
+    recipe("Gradient accumulation", **names)
+    return dict(model.module.state_dict())
+
+
+MICRO_BATCHES = [(drawn(4, 3) * scale, torch.arange(4) % 2) for scale in range(1, 9)]
+
+
+@needs_gloo
+def test_accumulated_gradients_are_the_mean_over_the_batches():
+    net = network()
+    for batches in (MICRO_BATCHES[:4], MICRO_BATCHES[4:]):
+        loss = sum(nn.functional.cross_entropy(net(x), classes) for x, classes in batches) / 4
+        for parameter, grad in zip(
+            net.parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True
+        ):
+            parameter.data -= 0.1 * grad
+    for state in run_ranks(2, accumulated):
+        torch.testing.assert_close(state, dict(net.state_dict()))
+
+
+def kept(run: Callable[[], Any]) -> int:
+    """The MiB of activations that a forward keeps for backward."""
+    sizes = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return round(sum(sizes.values()) / 2**20)
+
+
+def test_the_memory_of_activations_is_what_the_page_says():
+    blocks = [(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(8)]
+    net = convert_model(nn.Sequential(*[layer for block in blocks for layer in block]))
+    x = torch.randn(32, 16, 32, 32)
+    usual = kept(lambda: net(x))
+    checkpoints = kept(lambda: checkpoint_sequential(net, 8, x, use_reentrant=False))
+    said = re.findall(r"(\d+)\s+MiB", PAGE)
+    assert [int(size) for size in said] == [usual, checkpoints]
+    assert checkpoints < 0.6 * usual
     with torch.autograd.graph.save_on_cpu():
         net(torch.randn(4, 16, 8, 8)).sum().backward()
 
@@ -82,9 +132,14 @@ FIRST, SECOND = drawn(6, 3), 2 * drawn(6, 3) + 1
 
 
 def called_twice(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    names = {"DistributedDataParallel": DistributedDataParallel, "convert_model": convert_model}
     first, second = (x.chunk(2)[rank] for x in (FIRST, SECOND))
-    title = "Two forwards and one backward under DDP"
-    net = recipe(title, net=network(), first=first, second=second)["model"].module
+    names = recipe(
+        "Two forwards and one backward under DDP",
+        **names,
+        **{"net": network(), "first": first, "second": second},
+    )
+    net = names["model"].module
     return {k: p.grad for k, p in net.named_parameters()}, dict(net.state_dict())
 
 
@@ -122,9 +177,9 @@ def test_running_statistics_are_recalibrated_exactly_over_ranks():
 
 
 def test_layers_of_sparse_tensors_are_synchronized_by_a_derived_class():
-    x, names = drawn(9, 4), recipe("Sparse tensors")
-    model = DataParallel(names["net"].double(), ["cpu"] * 3)
-    sparse = names["SparseTensor"](x, torch.arange(9))
+    title, x = "Sparse tensors", drawn(9, 4)
+    model = DataParallel(defined(title, "net").double(), ["cpu"] * 3)
+    sparse = defined(title, "SparseTensor")(x, torch.arange(9))
     expected = nn.functional.batch_norm(x, None, None, training=True)
     torch.testing.assert_close(model(sparse).feats, expected)
 
@@ -133,12 +188,37 @@ def test_layers_of_sparse_tensors_are_synchronized_by_a_derived_class():
 
 
 def with_loss(rank: int) -> bool:
-    loss = recipe("The loss of the whole batch under DDP")["whole_batch"]
-    net, targets = convert_model(network()), torch.arange(7) % 2
-    wrap = DistributedDataParallel
-    return bool(verify(net, drawn(7, 3), wrap=wrap, loss=loss, targets=targets))
+    loss = defined("The loss of the whole batch under DDP", "whole_batch")
+    options = {"loss": loss, "targets": torch.arange(7) % 2}
+    return bool(
+        verify(convert_model(network()), drawn(7, 3), wrap=DistributedDataParallel, **options)
+    )
 
 
 @needs_gloo
 def test_the_loss_of_the_whole_batch_has_its_gradients_under_ddp():
     assert run_ranks(2, with_loss) == [True, True]
+
+
+# -- loss and accuracy ---------------------------------------------------------------------------
+
+SAMPLES = [(drawn(7, 3), torch.arange(7) % 2), (2 * drawn(4, 3), torch.arange(4) % 2)]
+
+
+def evaluated(rank: int) -> tuple[list[float], bool]:
+    evaluate = defined("Loss and accuracy over all ranks", "evaluate")
+    net = convert_model(network())
+    loader = [(x[rank::2], classes[rank::2]) for x, classes in SAMPLES]  # 6 and 5 samples
+    return evaluate(net, loader), net.training
+
+
+@needs_gloo
+def test_loss_and_accuracy_are_means_over_the_samples_of_all_ranks():
+    net = network().eval()
+    x, classes = (torch.cat(parts) for parts in zip(*SAMPLES, strict=True))
+    scores = net(x).detach()
+    loss = nn.functional.cross_entropy(scores, classes)
+    accuracy = (scores.argmax(1) == classes).double().mean()
+    for (found_loss, found_accuracy), is_training in run_ranks(2, evaluated):
+        assert found_loss == pytest.approx(float(loss)) and is_training
+        assert found_accuracy == pytest.approx(float(accuracy))

@@ -31,7 +31,9 @@ def gather(
 
     Tensors are concatenated along ``dim`` on ``target_device``, in the order of ``outputs``. 0-dim
     tensors become a vector. ``None`` stays ``None``. Any other object becomes a list with one
-    entry per replica. Containers keep their types.
+    entry per replica. Containers keep their types, and their entries are joined one by one, so a
+    list with one tensor per sample is wrong: it mixes samples of different replicas. Return such
+    results in an object of a class that is not a container.
 
     >>> import torch
     >>> from replication import gather

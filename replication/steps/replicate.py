@@ -53,8 +53,8 @@ def replicate(
     through them to the parameters of ``network``, and are summed there in replica order.
 
     On the device of the original, replicas share the storage of its parameters (and of buffers
-    that require a gradient, which are treated like parameters). Copy 0 also shares the other
-    buffers, so its in-place updates persist. The other copies have their own buffers.
+    that require a gradient, which are treated like parameters). Replica 0 also shares the other
+    buffers, so its in-place updates persist. The other replicas have their own copies of them.
 
     Tensors in plain attributes move to the replica's device. References to the module's own
     parameters, buffers, submodules and bound methods become references to the replica's. Both

@@ -43,6 +43,7 @@ __all__ = [
 CORRECTION = frozenset(("_tmp_running_mean", "_tmp_running_var", "_running_iter"))
 
 _DTYPES = (*HALF, torch.float32, torch.float64)
+_LOCAL = (Tensor, nn.Parameter, type(None))
 _TENSORS = ("weight", "bias", "running_mean", "running_var")
 _BATCH = torch.zeros(2, 1, device="cpu")
 
@@ -222,11 +223,12 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         else:  # what takes longer
             weight, bias = self.weight, self.bias
         dtype, features, momentum = input.dtype, self.num_features, self.momentum
-        if is_dtensor(input) or is_dtensor(weight):
-            raise TypeError(
-                f"{self._named()} takes local tensors (got a DTensor); pass x.to_local(), and "
-                "for a batch sharded over one dimension of a mesh, process_group=mesh['dp']"
-            )
+        for tensor in (input, weight):
+            if type(tensor) not in _LOCAL and is_dtensor(tensor):
+                raise TypeError(
+                    f"{self._named()} takes local tensors (got a DTensor); pass x.to_local(), and "
+                    "for a batch sharded over one dimension of a mesh, process_group=mesh['dp']"
+                )
         if input.size(1) != features:
             parallel = "; after a ColwiseParallel layer, give that output_layouts=Replicate()"
             raise ValueError(

@@ -2,8 +2,8 @@
 
 The entire list goes to every replica, in which ``zip(names, images)`` would pair its images with
 the first names. So names are grouped by replica and wrapped in `Scattered`. The batch is also
-`Scattered`, so that its shards match the groups. Results are wrapped in an object, because lists of
-different lengths can't be joined, and lists of equal length would silently be merged.
+`Scattered`, so that its shards match the groups. Results are wrapped in an object, because lists
+of different lengths can't be joined, and lists of equal length would silently be merged.
 
     python examples/per_sample.py
 """

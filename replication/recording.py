@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import copy
-import re
-import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from ctypes import string_at
 from functools import partial
-from hashlib import sha256
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -19,8 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from replication._torch import compiled_module, is_dtensor, timeout_of
-from replication.errors import ReplicationError, add_note, describe_error, listed
-from replication.groups.processes import ProcessGroup
+from replication.errors import add_note
 from replication.sync.lifecycle import current_replica, is_recomputation
 from replication.tree import flatten, replace_leaves
 
@@ -100,7 +94,7 @@ def _train(net: nn.Module, step: Step, rank: int, divisor: int, ranks: Quantitie
     quantities: Quantities = {}
 
     def add(kind: str, where: str, tensor: Tensor, of_parameter: bool = False) -> None:
-        quantities[Quantity(kind, where, of_parameter)] = {rank: _plain(tensor)}
+        quantities[Quantity(kind, where, of_parameter)] = {rank: plain(tensor)}
 
     _record_layers(net, quantities, rank)
     runner = net if step.wrap is None else step.wrap(net)
@@ -163,7 +157,7 @@ def _record_layers(net: nn.Module, quantities: Quantities, rank: int) -> None:
         for key, tensor in _tensors(output).items():
             name = f"output `{key}`" if key else "output"
             quantity = Quantity(LAYERS, f"{name} of `{path}` ({kind}{call})")
-            quantities.setdefault(quantity, {})[index] = _plain(tensor)
+            quantities.setdefault(quantity, {})[index] = plain(tensor)
 
     layers = dict(net.named_modules())
     # A DataParallel inside the network has other replicas.
@@ -236,7 +230,7 @@ def _tensors(tree: Any) -> dict[str, Tensor]:
     return {str(path): leaf for path, leaf in flatten(tree)[0] if isinstance(leaf, Tensor)}
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def plain(tensor: Tensor) -> Tensor:
     """Copies a tensor to the CPU. All ranks must do so with one that `fully_shard` has split."""
     whole: Any = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return whole.detach().to_dense().to("cpu", copy=True)  # type: ignore[no-any-return]
@@ -264,6 +258,12 @@ def run_rank(net: nn.Module, step: Step, closing: ExitStack) -> Quantities:
     """
     group = distributed.new_group(timeout=timeout_of(distributed.group.WORLD))
     closing.callback(_end, group, net)
+    debug: Any = distributed  # types of these names are missing
+    level = debug.get_debug_level()
+    if level == debug.DebugLevel.OFF:
+        # The ranks compare each call, so that one that only some of them make is named at once.
+        debug.set_debug_level(debug.DebugLevel.INFO)
+        closing.callback(debug.set_debug_level, level)
     rank, size = group.rank(), group.size()
     divisor = 1 if step.wrap is None else size
     with as_world(group):
@@ -294,63 +294,3 @@ def as_world(group: Any) -> Iterator[None]:
         yield
     finally:
         distributed.group.WORLD = world
-
-
-# -- what ranks report ---------------------------------------------------------------------------
-
-
-@contextmanager
-def all_or_none(group: ProcessGroup) -> Iterator[ExitStack]:
-    """Raises on all ranks if a ``with`` block raises on one.
-
-    The block registers in a stack what must end before the ranks report.
-    """
-    own, when = None, 0.0
-    with ExitStack() as closing:
-        try:
-            yield closing
-        except Exception as error:
-            own, when = error, time.time()
-            # Frees a DistributedDataParallel, which may hang if its group ends before.
-            traceback.clear_frames(error.__traceback__)
-    text = "" if own is None else describe_error(own)
-    reports = group.all_gather_object((when, group.rank, text))
-    failed = sorted(report for report in reports if report[2])
-    try:
-        # The first is the origin, perhaps on all ranks. Later ones may only say that their
-        # connections are closed.
-        if own is not None and text == failed[0][2]:
-            raise own
-        if failed:
-            what = "; ".join(f"rank {rank} raised {text}" for _, rank, text in failed)
-            raise ReplicationError(f"verify ends on every rank, because {what}") from own
-    finally:
-        del own  # its traceback refers to this frame
-
-
-def digests_of(model: nn.Module, step: Step, tolerance: float) -> dict[str, str]:
-    """Returns a digest of each thing that must be the same on all ranks."""
-    tensors = (*model.named_parameters(), *model.named_buffers())  # rank 0's values will be taken
-    layouts = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors]
-    text = f"{model} {layouts} {[layer.training for layer in model.modules()]}"
-    texts = {
-        "model": re.sub(" at 0x[0-9a-f]+", "", text),  # addresses differ
-        "options": f"{step.dtype} {tolerance} {step.loss is None} {step.wrap is None}",
-    }
-    for path, leaf in flatten({"batch": step.batch, "targets": step.targets})[0]:
-        texts[f"`{path}`"] = type(leaf).__name__
-        if isinstance(leaf, Tensor):
-            values = _plain(leaf).contiguous()
-            data = string_at(values.data_ptr(), values.nbytes)  # NumPy may not be installed
-            texts[f"`{path}`"] = f"{values.dtype} {values.shape} {sha256(data).hexdigest()}"
-    return {name: sha256(text.encode()).hexdigest() for name, text in texts.items()}
-
-
-def check_equal(digests: Sequence[dict[str, str]]) -> None:
-    for name in dict.fromkeys(name for of_rank in digests for name in of_rank):
-        of_name = [of_rank.get(name) for of_rank in digests]
-        if others := [rank for rank, digest in enumerate(of_name) if digest != of_name[0]]:
-            raise ValueError(
-                f"every rank must pass the same {name} (got another on {listed(others, 'rank')} "
-                "than on rank 0); verify splits the whole batch, and takes rank 0's parameters"
-            )

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from replication._torch import compiled_module, is_dtensor
+from replication._torch import compiled_module
+from replication.agreement import all_or_none, check_equal, check_model, digests_of
 from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, device_of, parse_devices
 from replication.errors import check_module, first_of, listed, table
 from replication.groups.processes import ProcessGroup
 from replication.groups.registry import has_other_processes
-from replication.modules import check_initialized
 from replication.recording import (
     BUFFERS,
     GRADIENTS,
@@ -30,11 +30,8 @@ from replication.recording import (
     Quantity,
     Step,
     Wrap,
-    all_or_none,
     as_world,
-    check_equal,
     copied,
-    digests_of,
     has_fractions,
     joined,
     record,
@@ -193,7 +190,7 @@ def verify(
     devices = parse_devices(("cpu", "cpu") if device_ids is None else device_ids)
     if len(devices) < 2:
         raise ValueError(f"expected two or more devices, such as ['cpu'] * 2 (got {len(devices)})")
-    _check_model(model)
+    check_model(model)
     count = len(scatter(batch, ["cpu"] * len(devices), dim))
     if count < 2:
         raise ValueError("expected at least two replicas with data (got one); pass more samples")
@@ -208,18 +205,6 @@ def verify(
         expected = run_alone(model, step)
         actual = record(copied(model, step), step, f"{len(devices)} replicas")
     return _compared(Verification({}, tolerance, count), actual, expected)
-
-
-def _check_model(model: nn.Module) -> None:
-    if any(map(is_dtensor, model.parameters())):
-        raise TypeError(
-            "expected a model that is not sharded (got parameters that are DTensors); pass it as "
-            "it is before, and wrap=fully_shard"
-        )
-    if not any(module.training for module in model.modules()):
-        raise ValueError("the model must be in training mode (got eval()); call model.train()")
-    for path, layer in model.named_modules():
-        check_initialized(path, layer)
 
 
 # -- ranks ---------------------------------------------------------------------------------------
@@ -245,7 +230,7 @@ def _agreed(
     """Compares what the ranks pass. Returns a copy of rank 0's model, and this rank's part."""
     size = group.size
     with all_or_none(group):
-        _check_model(model)
+        check_model(model)
         net = copied(model, step, group.process_group)
         parts = scatter((step.batch, step.targets), ["cpu"] * size, dim)
         if len(parts) < size:
@@ -313,7 +298,8 @@ def _explanation(
         if not are(1) and are(factor):
             lines.append(
                 f"every gradient is {times} one device's: {how} over {size} ranks, so a loss that "
-                f"is {remedy} by the number of ranks"
+                f"is {remedy} by the number of ranks. Ask for that number inside the loss, "
+                "because one device calls the loss as well"
             )
     if uneven := [str(buffer) for buffer in result.differences[BUFFERS] if buffer.reason]:
         lines.append(f"statistics differ between the ranks after the step: {first_of(uneven)}")

@@ -39,6 +39,7 @@ ORDER = [
     ["data_parallel"],
     ["criterion"],
     ["recording"],
+    ["agreement"],
     ["verify"],
 ]
 

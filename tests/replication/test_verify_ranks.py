@@ -131,8 +131,13 @@ def unaveraged(net: nn.Module) -> nn.Module:
     return net
 
 
-SUMMED = "a loss that is summed over the batch must be multiplied by the number of ranks"
-AVERAGED = "a loss that is averaged over the batch must be divided by the number of ranks"
+INSIDE = "Ask for that number inside the loss, because one device calls the loss as well"
+SUMMED = (
+    f"a loss that is summed over the batch must be multiplied by the number of ranks. {INSIDE}"
+)
+AVERAGED = (
+    f"a loss that is averaged over the batch must be divided by the number of ranks. {INSIDE}"
+)
 ABOUT_HALF = f"every gradient is 1/2 of one device's: DDP averages over 2 ranks, so {SUMMED}"
 ABOUT_TWICE = "every gradient is 2 times one device's: "
 TARGETS = batch(6)[:, :2].contiguous()
@@ -211,6 +216,8 @@ class Raising(nn.Module):
         size, rank = distributed.get_world_size(), distributed.get_rank()
         if (self.where == "alone" and size == 1) or (self.where == "forward" and rank == 1):
             raise OSError("no such file")
+        if self.where == "skipped" and rank == 1:
+            return y
         if self.where == "backward" and rank == 1:
             y.register_hook(refuse)
         return self.second(y)
@@ -230,6 +237,8 @@ def bad_calls(rank: int) -> dict[str, Callable[[], Any]]:
     net = network(rank)
     return {
         "other models": call(nn.Sequential(net) if rank else net),
+        "other devices": call(copy.deepcopy(net).to("meta") if rank else net),
+        "other layers": call(raising("skipped")),
         "other modes": call(network(rank).eval() if rank else net),
         "evaluation": call(network(rank).eval()),
         "other batches": call(net, batch(6) + rank),
@@ -258,6 +267,7 @@ def refused(rank: int) -> dict[str, str]:
 
 ON_ALL = {
     "other models": "ValueError: every rank must pass the same model (got another on rank 1",
+    "other devices": "ValueError: every rank must pass the same model (got another on rank 1",
     "evaluation": "ValueError: the model must be in training mode",
     "other batches": "ValueError: every rank must pass the same `batch` (got another on rank 1",
     "their own shards": "ValueError: every rank must pass the same `batch`",
@@ -280,7 +290,9 @@ ON_ONE = {
 def test_bad_input_raises_on_every_rank_and_the_program_goes_on():
     ranks = run_ranks(2, refused)
     for errors in ranks:
-        assert {k: v for k, v in ON_ALL.items() if not errors[k].startswith(v)} == {}
+        assert {k: errors[k] for k, v in ON_ALL.items() if not errors[k].startswith(v)} == {}
+    for errors in ranks:
+        assert "the calls do not match: rank 0: `second`, call 2: " in errors["other layers"]
     for name, (origin, text) in ON_ONE.items():
         assert ranks[origin][name].startswith(text)
         quoted = (

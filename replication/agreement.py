@@ -1,0 +1,98 @@
+"""What ranks agree on in `verify`: what they pass, and whether one of them has raised.
+
+Problem: a rank that raises before the others, or that passes something else, would leave them in a
+collective that it never joins.
+
+Idea: before the ranks compute together, each tells the others what it has, and afterwards whether
+it has raised. So all of them go on, or all raise.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from ctypes import string_at
+from hashlib import sha256
+
+from torch import Tensor, nn
+
+from replication._torch import is_dtensor
+from replication.errors import ReplicationError, describe_error, listed
+from replication.groups.processes import ProcessGroup
+from replication.modules import check_initialized
+from replication.recording import Step, plain
+from replication.tree import flatten
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises if `verify` can't copy a model, or its layers would not communicate."""
+    if any(map(is_dtensor, model.parameters())):
+        raise TypeError(
+            "expected a model that is not sharded (got parameters that are DTensors); pass it as "
+            "it is before, and wrap=fully_shard"
+        )
+    if not any(module.training for module in model.modules()):
+        raise ValueError("the model must be in training mode (got eval()); call model.train()")
+    for path, layer in model.named_modules():
+        check_initialized(path, layer)
+
+
+@contextmanager
+def all_or_none(group: ProcessGroup) -> Iterator[ExitStack]:
+    """Raises on all ranks if a ``with`` block raises on one.
+
+    The block registers in a stack what must end before the ranks report.
+    """
+    own, when = None, 0.0
+    with ExitStack() as closing:
+        try:
+            yield closing
+        except Exception as error:
+            own, when = error, time.time()
+            # Frees a DistributedDataParallel, which may hang if its group ends before.
+            traceback.clear_frames(error.__traceback__)
+    text = "" if own is None else describe_error(own)
+    reports = group.all_gather_object((when, group.rank, text))
+    failed = sorted(report for report in reports if report[2])
+    try:
+        # The first is the origin, perhaps on all ranks. Later ones may only say that their
+        # connections are closed.
+        if own is not None and text == failed[0][2]:
+            raise own
+        if failed:
+            what = "; ".join(f"rank {rank} raised {text}" for _, rank, text in failed)
+            raise ReplicationError(f"verify ends on every rank, because {what}") from own
+    finally:
+        del own  # its traceback refers to this frame
+
+
+def digests_of(model: nn.Module, step: Step, tolerance: float) -> dict[str, str]:
+    """Returns a digest of each thing that must be the same on all ranks."""
+    tensors = (*model.named_parameters(), *model.named_buffers())  # rank 0's values will be taken
+    layouts = [(name, t.dtype, t.shape, t.device.type) for name, t in tensors]
+    text = f"{model} {layouts} {[layer.training for layer in model.modules()]}"
+    texts = {
+        "model": re.sub(" at 0x[0-9a-f]+", "", text),  # addresses differ
+        "options": f"{step.dtype} {tolerance} {step.loss is None} {step.wrap is None}",
+    }
+    for path, leaf in flatten({"batch": step.batch, "targets": step.targets})[0]:
+        texts[f"`{path}`"] = type(leaf).__name__
+        if isinstance(leaf, Tensor):
+            values = plain(leaf).contiguous()
+            data = string_at(values.data_ptr(), values.nbytes)  # NumPy may not be installed
+            texts[f"`{path}`"] = f"{values.dtype} {values.shape} {sha256(data).hexdigest()}"
+    return {name: sha256(text.encode()).hexdigest() for name, text in texts.items()}
+
+
+def check_equal(digests: Sequence[dict[str, str]]) -> None:
+    """Raises ValueError unless the digests of all ranks are equal."""
+    for name in dict.fromkeys(name for of_rank in digests for name in of_rank):
+        of_name = [of_rank.get(name) for of_rank in digests]
+        if others := [rank for rank, digest in enumerate(of_name) if digest != of_name[0]]:
+            raise ValueError(
+                f"every rank must pass the same {name} (got another on {listed(others, 'rank')} "
+                "than on rank 0); verify splits the whole batch, and takes rank 0's parameters"
+            )

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache, partial, reduce
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -60,11 +61,11 @@ def normalized_in_replica(
         return recomputed(shard, history)
     if not shard.may_be_joined:
         shard.save_in_this_thread()
-        if kernels.are_on_host:
+        if shard.is_on_host:
             shard.measure()  # here, while other replicas measure theirs
     x, weight, bias, (eps, _) = arguments
     batch, y = group.exchange(
-        _name(eps, weight is not None, bias is not None, kernels.are_on_host),
+        _name(eps, weight is not None, bias is not None, shard.is_on_host),
         shard,
         # The function of the first replica is called. If that is replica 0, the buffers are the
         # original module's.
@@ -93,7 +94,7 @@ class Shard:
     _moments: KernelMoments | None = None
 
     def __init__(self, arguments: Arguments, kernels: Kernels) -> None:
-        self.kernels = kernels
+        self.kernels, self.is_on_host = kernels, kernels.are_on_host
         self.x, self.weight, self.bias, (self.eps, _) = arguments
         if self.x.dtype in HALF:  # the kernels take parameters in float32
             self.weight = self.weight if self.weight is None else self.weight.float()
@@ -102,7 +103,7 @@ class Shard:
         if not self.makes_graph:  # but other replicas may
             self.x = self.x.detach()
         self.may_be_joined = (
-            kernels.are_on_host
+            self.is_on_host
             and 0 < self.x.numel() <= LARGEST_JOINED
             and self.x.dtype not in HALF
             and self.makes_graph
@@ -131,7 +132,7 @@ class Shard:
 
         Returns y, detached if this replica makes no graph.
         """
-        if self.kernels.are_on_host and self.x.numel():
+        if self.is_on_host and self.x.numel():
             with torch.no_grad():
                 self.kernels.elemt(self.x, self.weight, self.bias, *batch[1:], out=y.detach())
         return y if self.makes_graph else y.detach()
@@ -144,7 +145,7 @@ def replies(
 
     Runs in the thread of the last replica to arrive. Joined shards have no moments.
     """
-    if all(shard.may_be_joined for shard in shards):
+    if all(map(attrgetter("may_be_joined"), shards)):
         ys = joined(shards, count_batch)
         if ys is not None:
             return [(None, y) for y in ys]

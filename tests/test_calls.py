@@ -34,7 +34,7 @@ class Counted(nn.Module):
 
 #: Of several forwards the one with the fewest calls counts, because chance only adds some: a
 #: replica may begin its next wait before the other one has left its last, or be woken too early.
-FORWARDS = 8
+FORWARDS = 30
 
 
 def calls_of_a_layer(convert: Callable[[nn.Module], nn.Module]) -> float:

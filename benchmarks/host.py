@@ -35,8 +35,8 @@ LAYERS = 30
 SHAPE = (2, 8, 4, 4)
 
 ABOUT = (
-    f"A stack of {LAYERS} BatchNorms in `replication.DataParallel`, each replica on a simulated "
-    "accelerator of its own, whose kernels compute nothing and take 4 us. The unit is the CPU "
+    f"A stack of {LAYERS} BatchNorms in `replication.DataParallel`, each replica on a separate "
+    "simulated accelerator, whose kernels compute nothing and take 4 us. The unit is the CPU "
     "time of all threads with plain BatchNorm. Cells are a step without the optimizer, and in "
     "brackets forward and backward."
 )

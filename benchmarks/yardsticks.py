@@ -1,4 +1,4 @@
-"""What the packages are compared with, written anew for the CPU. Nothing here uses them.
+"""What the packages are compared with, written again for the CPU. Nothing here uses them.
 
 Three schemes, from their published descriptions:
 
@@ -120,8 +120,8 @@ class Master:
     def __init__(self, callback: Callable[[list[Any]], Any]) -> None:
         self._callback = callback
         self._messages: Queue[tuple[int, Any]] = Queue()
-        # In a queue of their own: a replica that calls the layer again may send its next message
-        # before another replica has acknowledged.
+        # In a separate queue, because a replica that calls the layer again may send its next
+        # message before another replica has acknowledged.
         self._acknowledgements: Queue[int] = Queue()
         self._replies: dict[int, Queue[Any]] = {}
 

@@ -81,7 +81,7 @@ HOMES = {
 #: What the heading of each name is called in links. A page numbers headings that differ in case.
 ANCHORS = {"Summary": "summary-1"}
 
-#: For layers with autograd nodes of their own, which `syncbn` has, or described by the class.
+#: For layers that have their own autograd nodes, as in `syncbn`, or described by the class.
 INTERNAL = {
     "Group.where",
     "ProcessGroup.add",

@@ -22,7 +22,7 @@ class ShuffledKeys(ReplicaAware, nn.Module):
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
-        # Not trained: its parameters are a moving average of the query encoder's.
+        # Its parameters are not trained. They are a moving average of the query encoder's.
         self.encoder = encoder.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:

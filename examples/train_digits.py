@@ -374,7 +374,7 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
     options, output = parse_options(argv)
-    # The replicas are the parallelism here. Each would start as many threads of its own as there
+    # The replicas are the parallelism here. Each would start as many more threads as there
     # are cores, for convolutions too small to share, and all of them would compete for the cores.
     torch.set_num_threads(1)
     if options.processes > 1:

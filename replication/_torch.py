@@ -139,7 +139,7 @@ def added(vector: Tensor, process_group: Any) -> Tensor:
     """Returns the sum of vectors of all ranks, in the order of the ranks or in place."""
     # A ring of n ranks reduces in 2 (n - 1) steps and gathers in n - 1. So on gloo, with few ranks
     # and short vectors, steps of networks of small layers take 7 % less time with 2 ranks, and
-    # 24 % less with 4. All ranks choose alike, because it depends on what matches on all of them.
+    # 24 % less with 4. All ranks make the same choice, since it depends on what matches on all.
     is_short = vector.nbytes <= _FEW_BYTES and process_group.size() <= _FEW_RANKS
     if vector.is_cpu and is_short:
         return gathered(vector, process_group).sum(0)

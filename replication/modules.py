@@ -51,7 +51,7 @@ def paired(modules: Sequence[nn.Module]) -> list[Copies]:
     layers = [layers_of(root) for root in roots]
     for copy_id, others in enumerate(layers):
         for first, other in zip_longest(layers[0], others, fillvalue=("", None)):
-            # By name, because each copy of a `torch.fx.GraphModule` has a class of its own.
+            # By name, because each copy of a `torch.fx.GraphModule` has its own class.
             if first[0] != other[0] or type(first[1]).__name__ != type(other[1]).__name__:
                 raise ValueError(
                     "the copies must have the same submodules in the same order: where copy 0 has "

@@ -18,8 +18,8 @@ from replication.errors import add_note
 from replication.sync.lifecycle import current_replica, is_recomputation
 from replication.tree import flatten, replace_leaves
 
-#: The kinds of quantities, in the order in which they are computed. Where the output of a layer
-#: differs, that of the model differs as well if it matters.
+#: The kinds of quantities, in the order in which they are computed. If the output of a layer
+#: differs, the output of the model differs as well if it matters.
 LAYERS, OUTPUTS, GRADIENTS, BUFFERS = "outputs of layers", "outputs", "gradients", "buffers"
 KINDS = LAYERS, OUTPUTS, GRADIENTS, BUFFERS
 
@@ -126,7 +126,7 @@ def _train(net: nn.Module, step: Step, rank: int, divisor: int, ranks: Quantitie
 
 
 def _upstream_of(output: Tensor, rank: int, parts: Parts | None) -> Tensor:
-    """Draws an upstream gradient. One device joins those of the parts that the ranks have."""
+    """Draws an upstream gradient. One device joins what the ranks have drawn for their parts."""
     if not output.dim():
         raise ValueError(
             "outputs must have a batch dimension (got a scalar, and each replica has its own); "

@@ -124,13 +124,13 @@ def verify(
     """Compares copies of a model with the same model on one device that sees the whole batch.
 
     The copies are replicas in this process. If `torch.distributed` runs several processes, they
-    are its ranks, each of which must call this function with the same model and the whole batch.
+    are its ranks, and each must call this function with the same model and the whole batch.
     Copies run forward and backward, with random upstream gradients or with ``loss``. The model
     itself does not change, and nothing is converted, so that layers without synchronization are
     found.
 
     Between ranks, the batch is split like in `DataParallel`, one part for each rank. A rank's copy
-    has the parameters of rank 0, and runs on the device of its own model. Outputs are joined,
+    has the parameters of rank 0, and runs where its own model is. Outputs are joined,
     gradients of parameters are added over the ranks, and buffers must be right on each of them.
     Rank 0 also runs the whole batch alone, as if `torch.distributed` did not run. Every rank gets
     the same result, and if a rank raises, all do.
@@ -149,7 +149,7 @@ def verify(
             differ. `DataParallel`, whose ``dim`` is used, and `DistributedDataParallel` are
             unwrapped.
         batch: A tensor, a tuple or list of positional arguments, or a mapping of keyword ones.
-        device_ids: The devices of the replicas, of which the first also runs the model alone. By
+        device_ids: The devices of the replicas. The first also runs the model alone. By
             default the ranks are compared, or two replicas on the CPU if there is one process.
         wrap: Wraps the copy of a rank, for example `DistributedDataParallel`, or a function that
             calls `fully_shard`. Gradients of parameters are then what the wrapper makes of them.

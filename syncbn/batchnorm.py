@@ -350,8 +350,8 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
         bias: Whether the layer has a ``bias`` if ``affine``.
         process_group: The group of `torch.distributed`, or the `DeviceMesh` of one dimension,
             whose processes are synchronized; by default all.
-        group_size: If given, the copies are synchronized in consecutive groups of this size, the
-            last of which may be smaller. Running statistics follow the group of the first replica.
+        group_size: If given, the copies are synchronized in consecutive groups of this size. The
+            last group may be smaller. Running statistics follow the group of the first replica.
 
     Raises:
         TypeError: An argument, or in a call ``momentum``, has the wrong type.

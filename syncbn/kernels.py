@@ -85,9 +85,9 @@ class Kernels(NamedTuple):
         """
         running = count_batch()
         running_mean, running_var, momentum = running
-        # The kernel updates buffers if n is above 1, and torch's only buffers of its own dtype, by
-        # a momentum that is a number. An n that the host does not know is above 1 if the shard has
-        # several values. Of its first argument only the dtype matters.
+        # The kernel updates buffers if n is above 1, and torch's only buffers of its dtype, by a
+        # momentum that is a number. An n that the host does not know is above 1 if the shard has
+        # several values. Only the dtype of its first argument matters.
         updates = (n if isinstance(n, int) else own.n) > 1
         if self is ON_CPU:
             like, momentum = x, float(momentum)

@@ -49,7 +49,7 @@ _OF_TIMM = "BatchNormAct2d", "SyncBatchNormAct"
 
 #: The attributes that identify a layer of an older toolkit, and that a synchronized one lacks.
 PIPES = {"_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe"}
-#: The parameters and buffers of their own classes.
+#: The parameters and buffers of these classes.
 _STATE = {"weight", "bias", *CORRECTION, "running_mean", "running_var", "num_batches_tracked"}
 
 

@@ -62,7 +62,7 @@ class NormalizeRank(Function):
     ) -> Tensor:
         own, channels, is_on_host = kernels.measure(x, eps), x.size(1), kernels.are_on_host
         n, mean, inverse, _ = own
-        # The kernels divide by counts, so that of an empty shard is the least positive number.
+        # The kernels divide by counts, so an empty shard counts as the least positive number.
         count = n or torch.finfo(mean.dtype).tiny
         with Collective(group, signatures[0]) as call:
             numbers = (call.fingerprint, count) if is_on_host else (count,)

@@ -32,7 +32,7 @@ What is exact
 The formula for var subtracts two numbers that are nearly equal if the mean is large compared with
 the standard deviation, and so loses log10(mean^2 / var) digits. There are two remedies:
 
-1. Each copy first subtracts a constant from x, the pivot: the mean of its own shard. The sums of
+1. Each copy first subtracts a constant from x, the pivot: the mean of its shard. The sums of
    x - pivot lose no digits. From them the sums of x follow in float64 (see `sums_of`), and these
    are what the copies add. At a mean of 1e4 standard deviations, for example, 8 of 16 digits are
    left, about as many as an input in float32 has. This is `batch_norm`, which takes one sum.

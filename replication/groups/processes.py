@@ -235,7 +235,7 @@ class ProcessGroup(Group):
     def where(self) -> str:
         return f"`{self.name}`, rank {self.rank}"
 
-    # -- for layers with autograd nodes of their own -------------------------------------------
+    # -- for layers that have their own autograd nodes -----------------------------------------
 
     def refuse_exports(self) -> None:
         """Raises RuntimeError in an export or trace, which would hold what other ranks sent."""

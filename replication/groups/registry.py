@@ -82,7 +82,7 @@ def name_in_graph(process_group: Any) -> str | None:
 
 
 def as_process_group(value: Any) -> Any:
-    """Returns a group of `torch.distributed`, or that of a mesh of one dimension. None stays."""
+    """Returns a group of `torch.distributed`: itself, or the one of a mesh. None stays None."""
     if isinstance(value, DeviceMesh):
         if value.ndim > 1:
             raise ValueError(

@@ -219,7 +219,7 @@ class ReplicaGroup(Group):
     ) -> ReplyT:
         """Sends a message and returns the reply. One member computes the replies to all members.
 
-        All collectives are built on it. Layers with autograd nodes of their own may also call it.
+        All collectives are built on it. Layers with their own autograd nodes may also call it.
 
         Args:
             name: The name of the call in messages. It must match on every member.
@@ -315,7 +315,8 @@ def copy_to_each(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> 
 
 # -- merges: the results of all members, given the tensors of all members ----------------------
 
-# Each on the device of its member, in memory of its own: `to_device` may return its argument.
+# Each result is on the device of its member, in separate memory: `to_device` may return its
+# argument.
 
 
 def _all_reduce(members: list[Tensors], op: ReduceOp) -> list[Tensors]:

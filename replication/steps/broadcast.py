@@ -86,7 +86,7 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         n, sources = ctx.copies, ctx.sources
-        # A gradient is read, and its memory reused, in the order of its own device's stream.
+        # A gradient is read, and its memory reused, in the order of the stream of its device.
         with use_streams(ctx.streams):
             # torch's coalesced sum has no derivative, and takes dense gradients of every copy.
             if ctx.can_coalesce and not torch.is_grad_enabled() and all(map(_is_dense, grads)):

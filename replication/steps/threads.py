@@ -139,7 +139,7 @@ if hasattr(os, "register_at_fork"):  # Windows has no forks
 # The threads write down what they have begun and ended, and the caller only reads it. A queue of
 # reports would lose one if a Ctrl-C came right after the caller has taken it from the queue.
 class _Nursery:
-    """The jobs of one call of `run_all`, some of which have begun or ended."""
+    """The jobs of one call of `run_all`, and which have begun and ended."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -349,7 +349,7 @@ def test_a_forward_that_writes_into_a_plain_list_differs():
 
 
 class Weighted(nn.Module):
-    """Pairs the samples with the items of a list, of which each replica gets all."""
+    """Pairs the samples with the items of a list. Each replica gets the entire list."""
 
     def forward(self, x: Tensor, weights: list[float]) -> Tensor:
         return torch.stack([weight * sample for weight, sample in zip(weights, x, strict=False)])

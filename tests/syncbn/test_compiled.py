@@ -98,7 +98,7 @@ def assert_train_as_one_device(ranks: Any, steps: Sequence[Sequence[Shape]]) -> 
 
 @contextmanager
 def strict_compiler() -> Iterator[None]:
-    """Raises where a layer would be compiled anew too often."""
+    """Raises where a layer would be compiled again too often."""
     torch.compiler.reset()
     with warnings.catch_warnings(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         warnings.simplefilter("ignore")  # the compiler's own
@@ -303,7 +303,7 @@ def before_and_after(rank: int, store: str) -> tuple[Tensor, Tensor]:
 
 
 @one_graph
-def test_a_layer_that_is_compiled_before_the_process_group_exists_is_compiled_anew(tmp_path):
+def test_a_layer_that_is_compiled_before_the_process_group_exists_is_compiled_again(tmp_path):
     results = run_ranks(2, before_and_after, str(tmp_path / "store"))
     alone, together = (torch.stack(outputs) for outputs in zip(*results, strict=True))
     x, plain = torch.arange(8.0).view(2, 4, 1), nn.BatchNorm1d(1)
@@ -327,7 +327,7 @@ def with_many_layers(rank: int) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.skipif(
     not hasattr(torch._dynamo.config, "fail_on_recompile_limit_hit"), reason="torch is too old"
 )
-def test_no_layer_is_compiled_anew_for_its_name():
+def test_no_layer_is_compiled_again_for_its_name():
     """torch allows 8 versions of a function."""
     for found in [*run_ranks(2, with_many_layers), with_many_layers(0)]:
         for actual, expected in found:

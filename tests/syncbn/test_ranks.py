@@ -209,7 +209,7 @@ def assert_equal_one_device(
     torch.testing.assert_close(joined["exact"], torch.cat(expected.input_grads))
     torch.testing.assert_close(joined["fast"], torch.cat(expected.input_grads))
     torch.testing.assert_close(joined["second"], second)
-    # A process has the gradients of its own loss. DDP averages them.
+    # A process has the gradients of its loss. DDP averages them.
     torch.testing.assert_close(sum(p["dw"] for p in processes), expected.weight_grad)
     torch.testing.assert_close(sum(p["db"] for p in processes), expected.bias_grad)
     for process in processes:
@@ -603,7 +603,7 @@ def network() -> nn.Module:
 def train(
     model: nn.Module, part: slice, rank: int | None, accumulate: int, scale: int | None = None
 ) -> dict[str, Tensor]:
-    """The state after steps on a part of each batch, of which ``accumulate`` share an update."""
+    """The state after steps on a part of each batch. ``accumulate`` of them share an update."""
     # Gradients are averaged over the ranks, and of a sum of two the mean is half.
     scale = scale or (1 if rank is None else 2)
     generator = torch.Generator().manual_seed(3)

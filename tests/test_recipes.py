@@ -24,19 +24,13 @@ PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text("utf-8")
 
 
 def recipe(title: str, **names: Any) -> dict[str, Any]:
-    """Runs the block below a heading, and returns its names."""
+    """Runs the block below a heading, in which some names are known. Returns all names."""
     section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
     (text,) = re.findall(r"^```py(?:thon)?\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
-    exec(compile(text, title, "exec"), names | {"__name__": "recipe"}, names)
+    names |= {"__name__": "recipe", "distributed": distributed, "nn": nn, "torch": torch}
+    names |= {"DistributedDataParallel": DistributedDataParallel, "convert_model": convert_model}
+    exec(compile(text, title, "exec"), names)
     return names
-
-
-def defined(title: str, name: str) -> Any:
-    """A function or class of a recipe, whose names are global to it."""
-    names: dict[str, Any] = {"nn": nn, "torch": torch, "distributed": distributed}
-    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
-    exec(re.findall(r"^```py(?:thon)?\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)[0], names)
-    return names[name]
 
 
 def drawn(*shape: int) -> Tensor:
@@ -56,7 +50,7 @@ MASK = torch.arange(6) < torch.tensor([[6], [2], [1], [0], [0]])
 
 
 def masked(rank: int) -> tuple[Tensor, bool]:
-    layer = defined("Padded sequences and masks", "MaskedNorm")(3).double()
+    layer = recipe("Padded sequences and masks")["MaskedNorm"](3).double()
     own = slice(0, 3) if rank == 0 else slice(3, 5)  # the second rank has only padding
     return layer(SEQUENCES[own], MASK[own]), bool(verify(layer, (SEQUENCES, MASK)))
 
@@ -79,8 +73,7 @@ def accumulated(rank: int) -> dict[str, Tensor]:
     model = DistributedDataParallel(convert_model(network()))
     batches = [(x.chunk(2)[rank], classes.chunk(2)[rank]) for x, classes in MICRO_BATCHES]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    names = {"nn": nn, "loader": batches, "model": model, "optimizer": optimizer}
-    recipe("Gradient accumulation", **names)
+    recipe("Gradient accumulation", loader=batches, model=model, optimizer=optimizer)
     return dict(model.module.state_dict())
 
 
@@ -90,12 +83,12 @@ MICRO_BATCHES = [(drawn(4, 3) * scale, torch.arange(4) % 2) for scale in range(1
 @needs_gloo
 def test_accumulated_gradients_are_the_mean_over_the_batches():
     net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for batches in (MICRO_BATCHES[:4], MICRO_BATCHES[4:]):
+        optimizer.zero_grad()
         loss = sum(nn.functional.cross_entropy(net(x), classes) for x, classes in batches) / 4
-        for parameter, grad in zip(
-            net.parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True
-        ):
-            parameter.data -= 0.1 * grad
+        loss.backward()
+        optimizer.step()
     for state in run_ranks(2, accumulated):
         torch.testing.assert_close(state, dict(net.state_dict()))
 
@@ -132,14 +125,9 @@ FIRST, SECOND = drawn(6, 3), 2 * drawn(6, 3) + 1
 
 
 def called_twice(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    names = {"DistributedDataParallel": DistributedDataParallel, "convert_model": convert_model}
     first, second = (x.chunk(2)[rank] for x in (FIRST, SECOND))
-    names = recipe(
-        "Two forwards and one backward under DDP",
-        **names,
-        **{"net": network(), "first": first, "second": second},
-    )
-    net = names["model"].module
+    title = "Two forwards and one backward under DDP"
+    net = recipe(title, net=network(), first=first, second=second)["model"].module
     return {k: p.grad for k, p in net.named_parameters()}, dict(net.state_dict())
 
 
@@ -177,9 +165,9 @@ def test_running_statistics_are_recalibrated_exactly_over_ranks():
 
 
 def test_layers_of_sparse_tensors_are_synchronized_by_a_derived_class():
-    title, x = "Sparse tensors", drawn(9, 4)
-    model = DataParallel(defined(title, "net").double(), ["cpu"] * 3)
-    sparse = defined(title, "SparseTensor")(x, torch.arange(9))
+    names, x = recipe("Sparse tensors"), drawn(9, 4)
+    model = DataParallel(names["net"].double(), ["cpu"] * 3)
+    sparse = names["SparseTensor"](x, torch.arange(9))
     expected = nn.functional.batch_norm(x, None, None, training=True)
     torch.testing.assert_close(model(sparse).feats, expected)
 
@@ -188,7 +176,7 @@ def test_layers_of_sparse_tensors_are_synchronized_by_a_derived_class():
 
 
 def with_loss(rank: int) -> bool:
-    loss = defined("The loss of the whole batch under DDP", "whole_batch")
+    loss = recipe("The loss of the whole batch under DDP")["whole_batch"]
     options = {"loss": loss, "targets": torch.arange(7) % 2}
     return bool(
         verify(convert_model(network()), drawn(7, 3), wrap=DistributedDataParallel, **options)
@@ -206,7 +194,7 @@ SAMPLES = [(drawn(7, 3), torch.arange(7) % 2), (2 * drawn(4, 3), torch.arange(4)
 
 
 def evaluated(rank: int) -> tuple[list[float], bool]:
-    evaluate = defined("Loss and accuracy over all ranks", "evaluate")
+    evaluate = recipe("Loss and accuracy over all ranks")["evaluate"]
     net = convert_model(network())
     loader = [(x[rank::2], classes[rank::2]) for x, classes in SAMPLES]  # 6 and 5 samples
     return evaluate(net, loader), net.training
